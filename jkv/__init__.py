@@ -1,0 +1,44 @@
+"""Reasoning models with a compressed, paged KV cache, in JAX.
+
+    model = jkv.load("tiny-reasoner")
+    out = jkv.generate(model, "b=3;c=7;d=b*c;?d", policy=jkv.r_kv(budget=128))
+
+Shapes are written in one alphabet everywhere (that of `jax.nn.dot_product_attention`, extended):
+
+    B batch rows    T new tokens   S cache slots   M slots kept    W remembered queries
+    N query heads   K KV heads     G = N // K      H head size     P pages (MP: of one row)
+    D model width   F MLP width    V vocabulary    L layers        R rows of a program (or B*K)
+
+A slot is an index in the cache, a position an index in the sequence, a token a vocabulary id, a page a block of slots.
+"""
+
+from jkv import testing
+from jkv.checkpoint import load
+from jkv.generate import Result, generate
+from jkv.params import Model, ModelConfig, Params
+from jkv.policies import POLICIES, CacheView, Evict, Policy, full, r_kv, random, streaming_llm
+from jkv.sampling import Sampling
+from jkv.score import Trace, score
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "POLICIES",
+    "CacheView",
+    "Evict",
+    "Model",
+    "ModelConfig",
+    "Params",
+    "Policy",
+    "Result",
+    "Sampling",
+    "Trace",
+    "full",
+    "generate",
+    "load",
+    "r_kv",
+    "random",
+    "score",
+    "streaming_llm",
+    "testing",
+]

@@ -1,0 +1,184 @@
+"""The command line: `jkv generate` decodes one prompt or a file of them with any policy.
+
+Bad input ends with one line that says the rule, what was got and how to mend it, and exit status 2.
+"""
+
+import argparse
+import ast
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = """\
+examples:
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e"
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --set interval=16 --set window=4
+  jkv generate --file prompts.txt --policy streaming_llm --budget 128 --out completions.jsonl
+  jkv policies
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    if not hasattr(options, "run"):
+        parser.print_help()
+        return 2
+    try:
+        return options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"jkv: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `jkv generate ... | head`
+        return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """All commands and their options."""
+    looks: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser("jkv", description="Reasoning models with a compressed, paged KV cache.", **looks)
+    commands = parser.add_subparsers(metavar="command")
+    generate = commands.add_parser("generate", help="complete prompts", description="Completes prompts.", **looks)
+    generate.set_defaults(run=run_generate)
+    generate.add_argument("prompt", nargs="?", help="the prompt; or use --file")
+    generate.add_argument("--file", type=Path, help='prompts: one a line, or JSON lines with a "prompt" (text or token ids)')
+    generate.add_argument("--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, or a hub name")
+    generate.add_argument("--policy", default="full", help="how the cache stays small (see `jkv policies`); default: full")
+    generate.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
+    generate.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of the policy; may be repeated"
+    )
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens (default)")
+    generate.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens (default)")
+    generate.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
+    generate.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
+    generate.add_argument("-n", type=int, default=1, help="samples of each prompt")
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends a completion")
+    generate.add_argument("--page-size", type=int, default=16, help="slots of a page (default 16)")
+    generate.add_argument("--max-running", type=int, help="rows decoded together; default: up to 32")
+    generate.add_argument("--out", metavar="FILE", help="write JSON lines, one a sample, here; - is standard output")
+    policies = commands.add_parser("policies", help="list the policies and their settings")
+    policies.set_defaults(run=run_policies)
+    return parser
+
+
+def run_policies(_: argparse.Namespace) -> int:
+    """Prints each policy's first line and settings."""
+    import inspect
+
+    from jkv.policies import POLICIES
+
+    for name, recipe in POLICIES.items():
+        print(f"{name}{inspect.signature(recipe).replace(return_annotation=inspect.Signature.empty)}")
+        print(f"    {(recipe.__doc__ or '').strip().splitlines()[0]}")
+    return 0
+
+
+def run_generate(options: argparse.Namespace) -> int:
+    """Generates, then prints texts or writes JSON lines."""
+    prompts = read_prompts(options.prompt, options.file)
+    from jkv import checkpoint
+    from jkv.generate import generate
+    from jkv.policies import make
+    from jkv.sampling import Sampling
+
+    policy = make(options.policy, read_settings(options.budget, options.set))
+    sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
+    model = checkpoint.load(options.model)
+    out = generate(
+        model,
+        prompts,
+        policy=policy,
+        sampling=sampling,
+        max_new_tokens=options.max_new_tokens,
+        n=options.n,
+        stop_strings=options.stop,
+        page_size=options.page_size,
+        max_running=options.max_running,
+    )
+    if options.out:
+        write_lines(options.out, make_records(prompts, options.n, out, model.tokenizer))
+    else:
+        for i in range(len(out.lengths)):
+            if len(out.lengths) > 1:
+                print(f"--- {prompts[i // options.n]}")
+            print(out.text[i] if out.text else out.tokens[i, : out.lengths[i]].tolist())
+    print(summarise(policy, out), file=sys.stderr)
+    return 0
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
+    """The prompts of the command line or of a file."""
+    if (prompt is None) == (file is None):
+        raise ValueError("generate takes one prompt or --file FILE; got " + ("neither." if prompt is None else "both."))
+    if file is None:
+        return [prompt]
+    lines = [line for line in file.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{file} must hold at least one prompt, one a line; it is empty.")
+    if file.suffix != ".jsonl":
+        return lines
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        try:
+            prompts.append(json.loads(line)["prompt"])
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f'Each line of {file} must be a JSON object with a "prompt"; line {number} is not.') from error
+    return prompts
+
+
+def read_settings(budget: int | None, pairs: Iterable[str]) -> dict[str, Any]:
+    """Policy settings from `--budget` and `--set name=value`."""
+    settings: dict[str, Any] = {} if budget is None else {"budget": budget}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"--set takes NAME=VALUE, such as interval=16; got {pair!r}.")
+        try:
+            settings[name.strip()] = ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError):
+            settings[name.strip()] = text.strip()
+    return settings
+
+
+def make_records(prompts: Sequence[Any], n: int, out: Any, tokenizer: Any) -> Iterable[dict[str, Any]]:
+    """One record a sample."""
+    for i, length in enumerate(out.lengths.tolist()):
+        yield {
+            "prompt": prompts[i // n],
+            "sample": i % n,
+            "text": out.text[i] if tokenizer is not None else None,
+            "tokens": out.tokens[i, :length].tolist(),
+            "logprobs": [round(x, 6) for x in out.logprobs[i, :length].tolist()],
+            "finish_reason": out.finish_reason[i],
+            "seed": out.stats.seed,
+        }
+
+
+def write_lines(target: str, records: Iterable[dict[str, Any]]) -> None:
+    """JSON lines to a file or standard output."""
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        Path(target).write_text(text)
+
+
+def summarise(policy: Any, out: Any) -> str:
+    """One line of statistics."""
+    s = out.stats
+    saved = 1 - s.peak_kv_bytes / max(s.dense_kv_bytes, 1)
+    return (
+        f"[{policy.name}] {s.generated_tokens} tokens, finished by {'/'.join(sorted(set(out.finish_reason)))}; "
+        f"peak KV {s.peak_kv_bytes / 1024:.0f} KiB of a full cache's {s.dense_kv_bytes / 1024:.0f} ({saved:+.0%} saved); "
+        f"{s.evicted:.0f} tokens evicted in {s.compactions} compactions; {s.tokens_per_second:.0f} tokens/s; "
+        f"compiled in {s.compile_seconds:.1f} s; seed {s.seed}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

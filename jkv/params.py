@@ -1,0 +1,155 @@
+"""What a model is: a static configuration, a pytree of weights, and (when loaded from a folder) a tokenizer.
+
+`ModelConfig` is hashable and travels as a static field inside `Params`, so a bare `Params` is all that `generate` needs
+and new weights of the same shapes never compile anything again.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies differ from the plain ones; the fields are those of the checkpoint's `rope_parameters`."""
+
+    kind: str = "default"  # default | linear | llama3
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_position: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The static shape of a decoder, in the letters of `jkv.__init__`; one record for every supported family."""
+
+    family: str  # llama | qwen2 | qwen3 | phi3
+    vocab_size: int  # V
+    width: int  # D
+    num_layers: int  # L
+    num_query_heads: int  # N
+    num_kv_heads: int  # K
+    head_size: int  # H
+    mlp_width: int  # F
+    max_positions: int
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling = RopeScaling()
+    rotary_size: int = 0  # leading channels of a head that rotate; 0 means all of them
+    norm_epsilon: float = 1e-6
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tie_embeddings: bool = False
+    end_ids: tuple[int, ...] = ()
+
+    @property
+    def group_size(self) -> int:
+        """Query heads for each KV head (G)."""
+        return self.num_query_heads // self.num_kv_heads
+
+
+# Fields of the two pytrees are annotated for readers only: JAX rebuilds them with leaves that are no arrays.
+class LayerParams(flax.struct.PyTreeNode):
+    """The weights of one decoder layer; absent parts are None."""
+
+    attention_norm: Any  # [D]
+    query: Any  # [D, N*H]
+    key: Any  # [D, K*H]
+    value: Any  # [D, K*H]
+    out: Any  # [N*H, D]
+    mlp_norm: Any  # [D]
+    gate: Any  # [D, F]
+    up: Any  # [D, F]
+    down: Any  # [F, D]
+    query_bias: Any = None  # [N*H]
+    key_bias: Any = None  # [K*H]
+    value_bias: Any = None  # [K*H]
+    query_norm: Any = None  # [H]
+    key_norm: Any = None  # [H]
+
+
+class Params(flax.struct.PyTreeNode):
+    """All weights of a decoder, layer by layer (unstacked: a scan over stacked weights copies them on CPU and GPU)."""
+
+    embedding: Any  # [V, D]
+    layers: tuple[LayerParams, ...]
+    final_norm: Any  # [D]
+    unembedding: Any  # [D, V]; None when tied to the embedding
+    config: ModelConfig = flax.struct.field(pytree_node=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What `jkv.load` returns: weights, static configuration and tokenizer (None where the folder has none)."""
+
+    params: Params
+    tokenizer: Any = None
+    name: str = ""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The static configuration, which lives inside the weights."""
+        return self.params.config
+
+    def __repr__(self) -> str:
+        c = self.config
+        return f"Model({self.name or c.family}: {c.num_layers} layers, width {c.width}, {count_weights(self.params):,} weights)"
+
+
+def count_weights(params: Params) -> int:
+    """The number of weights, tied ones counted once."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
+    """The `Params` of a configuration as `jax.ShapeDtypeStruct` leaves: what a checkpoint must hold."""
+    c = config
+    queries, keys = c.num_query_heads * c.head_size, c.num_kv_heads * c.head_size
+
+    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    layer = LayerParams(
+        attention_norm=leaf(c.width),
+        query=leaf(c.width, queries),
+        key=leaf(c.width, keys),
+        value=leaf(c.width, keys),
+        out=leaf(queries, c.width),
+        mlp_norm=leaf(c.width),
+        gate=leaf(c.width, c.mlp_width),
+        up=leaf(c.width, c.mlp_width),
+        down=leaf(c.mlp_width, c.width),
+        query_bias=leaf(queries) if c.qkv_bias else None,
+        key_bias=leaf(keys) if c.qkv_bias else None,
+        value_bias=leaf(keys) if c.qkv_bias else None,
+        query_norm=leaf(c.head_size) if c.qk_norm else None,
+        key_norm=leaf(c.head_size) if c.qk_norm else None,
+    )
+    return Params(
+        embedding=leaf(c.vocab_size, c.width),
+        layers=(layer,) * c.num_layers,
+        final_norm=leaf(c.width),
+        unembedding=None if c.tie_embeddings else leaf(c.width, c.vocab_size),
+        config=config,
+    )
+
+
+def init_params(config: ModelConfig, key: PRNGKeyArray, scale: float = 0.02, dtype: Any = jnp.float32) -> Params:
+    """Fresh weights: normal with standard deviation `scale`, outputs shrunk by depth; norms one, biases zero."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(weight_shapes(config, dtype))
+    shrink = (2.0 * config.num_layers) ** -0.5
+
+    def draw(index: int, path: Any, shape: Any) -> Float[Array, "..."]:
+        name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
+        if name.endswith("norm"):
+            return jnp.ones(shape.shape, dtype)
+        if name.endswith("bias"):
+            return jnp.zeros(shape.shape, dtype)
+        size = scale * (shrink if name in ("out", "down") else 1.0)
+        return (size * jax.random.normal(jax.random.fold_in(key, index), shape.shape)).astype(dtype)
+
+    return jax.tree.unflatten(treedef, [draw(i, path, shape) for i, (path, shape) in enumerate(paths)])

@@ -1,0 +1,46 @@
+"""The table of policies: each name's recipe. A new policy is its own file and one line here."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jkv.policies.base import CacheView, Evict, Policy
+from jkv.policies.full import full
+from jkv.policies.r_kv import r_kv
+from jkv.policies.random import random
+from jkv.policies.streaming_llm import streaming_llm
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "full": full,
+    "r_kv": r_kv,
+    "random": random,
+    "streaming_llm": streaming_llm,
+}
+
+__all__ = ["POLICIES", "CacheView", "Evict", "Policy", "full", "make", "r_kv", "random", "streaming_llm"]
+
+
+def make(name: str, settings: Mapping[str, Any]) -> Policy:
+    """The policy that a name and its settings, as a user types them, stand for.
+
+    Raises:
+      ValueError: an unknown name or setting, a missing one, or one of the wrong type; the known ones are listed.
+
+    >>> make("streaming_llm", {"budget": 64}).budget
+    64
+    """
+    if name not in POLICIES:
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}.")
+    fields = inspect.signature(POLICIES[name]).parameters
+    known = ", ".join(fields) or "none"
+    for field, value in settings.items():
+        if field not in fields:
+            raise ValueError(f"{name} has these settings: {known}; got {field!r}.")
+        wanted = fields[field].annotation
+        accepted = (int, float) if wanted is float else wanted
+        if not isinstance(value, accepted) or isinstance(value, bool) != (wanted is bool):
+            raise ValueError(f"{name}'s {field} must be of type {wanted.__name__}; got {value!r}.")
+    for field, parameter in fields.items():
+        if parameter.default is parameter.empty and field not in settings:
+            raise ValueError(f"{name} needs {field}=; its settings are: {known}.")
+    return POLICIES[name](**settings)

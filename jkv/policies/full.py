@@ -1,0 +1,12 @@
+"""The full cache: nothing is dropped."""
+
+from jkv.policies.base import Policy
+
+
+def full() -> Policy:
+    """Every token stays: what every other policy is compared with.
+
+    >>> full().is_bounded
+    False
+    """
+    return Policy("full")

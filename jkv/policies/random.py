@@ -1,0 +1,18 @@
+"""Random eviction: the baseline that any score has to beat."""
+
+from jkv.policies.base import Evict, Policy
+from jkv.policies.scores import Uniform
+
+
+def random(budget: int, interval: int = 128, seed: int = 0, recent: int = 1) -> Policy:
+    """`budget` slots drawn anew at every compaction, each KV head its own, all equally likely but the last `recent`.
+
+    The draw depends on the seed, layer, head, positions and length alone, so a row's does not depend on its neighbours.
+
+    Raises:
+      ValueError: a setting out of its range.
+
+    >>> random(budget=64).name
+    'random'
+    """
+    return Policy("random", budget, Evict(Uniform(seed), interval=interval, recent=recent))

@@ -1,0 +1,285 @@
+"""The cache: one flat pool of pages on the device, its page tables, and the pure functions that change them.
+
+A head-page holds `page_size` tokens of one layer, row and KV head, so every head may keep different tokens and a different
+number of them, and what it drops is free memory at once. The engine is the caller; nothing here knows a policy.
+
+Invariants, which the property tests check:
+- page 0 is the trash page: it is never owned, never free, and takes the writes that belong nowhere;
+- `refcount[p]` counts the table entries that hold p; the free stack holds exactly the other pages, once each;
+- a page with more than one reference is never written (copy on write), and only full pages have more than one;
+- slots at or beyond `length` are empty: their position, keys and values may be anything, their slot data are zero.
+
+No function copies the pool as long as the caller donates it: `kv` is only an operand of gather and of scatter with full
+advanced indices.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+import pallas_kernels as kernels
+
+EMPTY = -1  # the position of an empty slot, and the slot that `take_slots` ignores
+TRASH = 0  # the page that takes what belongs nowhere
+
+
+class Pool(flax.struct.PyTreeNode):
+    """Keys, values and the allocator; all on the device, all of fixed shape (annotated for readers only)."""
+
+    kv: Any  # [P, 2, page, H] keys (rotated at their true position) and values
+    position: Any  # [P, page] each slot's index in its sequence
+    page_table: Any  # [L, B, K, MP] pages of each layer, row and KV head; TRASH beyond the last
+    length: Any  # [L, B, K] filled slots
+    logical_length: Any  # [B] tokens seen, the position of the next one
+    refcount: Any  # [P] table entries that hold a page
+    free_stack: Any  # [P] the first `free_top` entries are the free pages
+    free_top: Any  # [] negative after an allocation that the caller had not made sure of
+    slot_data: dict[str, Any]  # name -> [L, B, K, MP*page] what belongs to a row's slot and not to the page ("log_weight")
+    poison: bool = flax.struct.field(pytree_node=False, default=False)  # tests: freed pages become NaN
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.kv.shape[2]
+
+    @property
+    def num_rows(self) -> int:
+        """Batch rows (B)."""
+        return self.page_table.shape[1]
+
+    @property
+    def max_slots(self) -> int:
+        """Slots that one row can have in a layer and KV head (S = MP * page)."""
+        return self.page_table.shape[3] * self.page_size
+
+
+def create(
+    *,
+    num_layers: int,
+    num_rows: int,
+    num_kv_heads: int,
+    head_size: int,
+    num_pages: int,
+    max_pages: int,
+    page_size: int,
+    dtype: Any = jnp.float32,
+    slot_data: tuple[str, ...] = (),
+    poison: bool = False,
+) -> Pool:
+    """An empty pool of `num_pages` pages (the trash page comes on top), with room for `max_pages` in each row."""
+    table = (num_layers, num_rows, num_kv_heads, max_pages)
+    total = num_pages + 1
+    return Pool(
+        kv=jnp.full((total, 2, page_size, head_size), jnp.nan if poison else 0, dtype).at[TRASH].set(0),
+        position=jnp.full((total, page_size), EMPTY, jnp.int32),
+        page_table=jnp.full(table, TRASH, jnp.int32),
+        length=jnp.zeros(table[:3], jnp.int32),
+        logical_length=jnp.zeros(num_rows, jnp.int32),
+        refcount=jnp.zeros(total, jnp.int32),
+        free_stack=jnp.arange(total, dtype=jnp.int32)[::-1],
+        free_top=jnp.asarray(num_pages, jnp.int32),
+        slot_data={name: jnp.zeros((*table[:3], max_pages * page_size), jnp.float32) for name in slot_data},
+        poison=poison,
+    )
+
+
+def held_pages(pool: Pool) -> Int[Array, ""]:
+    """Pages in use."""
+    return pool.refcount.shape[0] - 1 - pool.free_top
+
+
+def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_new: int) -> tuple[Pool, Int[Array, "L R K T"]]:
+    """Gives `row`s the pages for their next `num_new` (at most T = `max_new`) tokens, and says where each token goes.
+
+    The result's addresses (`page * page_size + offset`) are for `append`, the same for every token of a layer and KV head;
+    tokens at or beyond `num_new` go to the trash page. Positions are written here, once for all layers.
+    """
+    page_size, max_pages = pool.page_size, pool.page_table.shape[3]
+    length = pool.length[:, row]
+    first, last = num_pages_of(length, page_size), num_pages_of(length + num_new[None, :, None], page_size)
+    index = first[..., None] + jnp.arange(num_pages_of(max_new, page_size), dtype=jnp.int32)
+    is_needed = index < last[..., None]
+    pool, page = allocate(pool, is_needed)
+    layer, _, head = jnp.indices(length.shape, dtype=jnp.int32, sparse=True)
+    where = (layer[..., None], row[None, :, None, None], head[..., None], jnp.where(is_needed, index, max_pages))
+    table = pool.page_table.at[where].set(page, mode="drop")
+
+    offset = jnp.arange(max_new, dtype=jnp.int32)
+    slot = length[..., None] + offset
+    is_real = offset < num_new[None, :, None, None]
+    page = jnp.take_along_axis(table[:, row], jnp.minimum(slot // page_size, max_pages - 1), axis=-1)
+    address = jnp.where(is_real, page * page_size + slot % page_size, TRASH)
+    when = pool.logical_length[row][None, :, None, None] + offset
+    position = pool.position.at[address // page_size, address % page_size].set(jnp.broadcast_to(when, address.shape))
+    return pool.replace(page_table=table, position=position), address
+
+
+def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"], value: Float[Array, "R T K H"]) -> Pool:
+    """The pool with one layer's new keys and values at the addresses that `reserve` gave for that layer."""
+    key_or_value = jnp.arange(2, dtype=jnp.int32)
+    kv_RKT2H = jnp.stack([jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)], axis=3).astype(pool.kv.dtype)
+    page, offset = address // pool.page_size, address % pool.page_size
+    kv = pool.kv.at[page[..., None], key_or_value, offset[..., None]].set(kv_RKT2H, mode="promise_in_bounds")
+    return pool.replace(kv=kv)
+
+
+def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Pool:
+    """The pool after the reserved tokens have been appended in every layer."""
+    length = pool.length.at[:, row].add(num_new[None, :, None], mode="drop")
+    return pool.replace(length=length, logical_length=pool.logical_length.at[row].add(num_new, mode="drop"))
+
+
+def fork(pool: Pool, source: Int[Array, ""], target: Int[Array, " R"]) -> Pool:
+    """Empty rows `target` become copies of row `source`: they share its full pages and own a copy of its partial last page.
+
+    A target equal to the number of rows stands for none.
+    """
+    page_size, is_real = pool.page_size, (target < pool.num_rows)[None, :, None, None]
+    length = pool.length[:, source]
+    table = jnp.broadcast_to(pool.page_table[:, None, source], (length.shape[0], target.shape[0], *pool.page_table.shape[2:]))
+    index = jnp.arange(table.shape[-1], dtype=jnp.int32)
+    full, last = (length // page_size)[:, None, :, None], num_pages_of(length, page_size)[:, None, :, None]
+    is_tail = (index >= full) & (index < last) & is_real
+    shared = jnp.where((index < full) & is_real, table, pool.refcount.shape[0])
+    pool = pool.replace(refcount=pool.refcount.at[shared].add(1, mode="drop"))
+    pool, fresh = allocate(pool, is_tail.any(axis=-1))
+    tail = jnp.sum(jnp.where(is_tail, table, 0), axis=-1)  # at most one a row; TRASH onto TRASH where there is none
+    return pool.replace(
+        kv=pool.kv.at[fresh].set(pool.kv[tail]),
+        position=pool.position.at[fresh].set(pool.position[tail]),
+        page_table=pool.page_table.at[:, target].set(jnp.where(is_tail, fresh[..., None], table), mode="drop"),
+        length=pool.length.at[:, target].set(length[:, None], mode="drop"),
+        logical_length=pool.logical_length.at[target].set(pool.logical_length[source], mode="drop"),
+        slot_data={name: data.at[:, target].set(data[:, source, None], mode="drop") for name, data in pool.slot_data.items()},
+    )
+
+
+def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) -> Pool:
+    """Compaction: every `row` keeps `slots`, in that order, and frees the rest; EMPTY entries, all at the end, are ignored.
+
+    Leading pages kept whole stay where they are, and stay shared. Other pages are rewritten, in place when the row is their
+    only owner and else in fresh pages (copy on write). Each layer and KV head may keep a different number. A row equal to the
+    number of rows stands for none. Fresh pages are taken before the old ones are freed.
+    """
+    page_size, max_pages = pool.page_size, pool.page_table.shape[3]
+    is_real, present = (row < pool.num_rows)[None, :, None, None], jnp.minimum(row, pool.num_rows - 1)
+    slots = jnp.pad(slots, [(0, 0)] * 3 + [(0, pool.max_slots - slots.shape[-1])], constant_values=EMPTY)
+    slots = jnp.where(is_real, slots, EMPTY)
+    table = pool.page_table[:, present]
+    count = jnp.sum(slots != EMPTY, axis=-1, dtype=jnp.int32)
+    index = jnp.arange(max_pages, dtype=jnp.int32)
+    is_used = (index < num_pages_of(pool.length[:, present], page_size)[..., None]) & is_real
+    is_kept = index < num_pages_of(count, page_size)[..., None]
+
+    # A page stays as it is when its slots do: In: page_size 2, slots [0 1 3 4 6 -] -> Out: pages [stays, rewritten, rewritten].
+    slot = jnp.arange(pool.max_slots, dtype=jnp.int32)
+    is_same = ((slots == slot) | (slots == EMPTY)).reshape(*table.shape, page_size).all(axis=-1)
+    is_full = (index + 1) * page_size <= count[..., None]
+    is_shared = pool.refcount[table] > 1
+    is_written = is_kept & ~(is_same & (is_full | ~is_shared))
+    is_copied = is_written & is_shared
+    pool, fresh = allocate(pool, is_copied)
+    new_table = jnp.where(is_copied, fresh, jnp.where(is_kept, table, TRASH))
+
+    def address(pages: Int[Array, "L R K MP"], at: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:
+        return jnp.take_along_axis(pages, at // page_size, axis=-1) * page_size + at % page_size
+
+    source = jnp.where(slots == EMPTY, TRASH, address(table, jnp.maximum(slots, 0)))
+    is_moved = (slots != EMPTY) & jnp.repeat(is_written, page_size, axis=-1)
+    target = jnp.where(is_moved, address(new_table, jnp.broadcast_to(slot, slots.shape)), TRASH)
+    kv = pool.kv
+    for layer in range(table.shape[0]):  # one layer's worth of temporary memory
+        rows = (table.shape[1] * table.shape[2], pool.max_slots)
+        kv = kernels.take_slots(kv, source[layer].reshape(rows), target[layer].reshape(rows))
+    moved = pool.position[source // page_size, source % page_size]
+    position = pool.position.at[target // page_size, target % page_size].set(moved)
+
+    def take(data: Float[Array, "L B K S"]) -> Float[Array, "L B K S"]:
+        taken = jnp.take_along_axis(data[:, present], jnp.maximum(slots, 0), axis=-1)
+        return data.at[:, row].set(jnp.where(slots == EMPTY, 0.0, taken), mode="drop")
+
+    pool = pool.replace(
+        kv=kv,
+        position=position,
+        page_table=pool.page_table.at[:, row].set(new_table, mode="drop"),
+        length=pool.length.at[:, row].set(count, mode="drop"),
+        slot_data={name: take(data) for name, data in pool.slot_data.items()},
+    )
+    return drop_references(pool, table, is_used & (is_copied | ~is_kept))
+
+
+def alias(pool: Pool, row: Int[Array, " R"], index: Int[Array, " R"], source: Int[Array, " R"]) -> Pool:
+    """Entry `index` of each row's table, in every layer and KV head, becomes the page at entry `source`; its own is released.
+
+    Both pages must be full, and `index` distinct from `source` and from the other rows' targets.
+    """
+    old, new = pool.page_table[:, row, :, index], pool.page_table[:, row, :, source]  # [R, L, K]
+    refcount = pool.refcount.at[new].add(1)
+    table = pool.page_table.at[:, row, :, index].set(new)
+    return drop_references(pool.replace(refcount=refcount, page_table=table), old, jnp.ones(old.shape, bool))
+
+
+def release(pool: Pool, row: Int[Array, " R"]) -> Pool:
+    """The pool with `row`s empty and their pages free, but for those that others share.
+
+    A row equal to the number of rows stands for none.
+    """
+    is_real, present = (row < pool.num_rows)[None, :, None, None], jnp.minimum(row, pool.num_rows - 1)
+    table = pool.page_table[:, present]
+    index = jnp.arange(table.shape[-1], dtype=jnp.int32)
+    is_used = (index < num_pages_of(pool.length[:, present], pool.page_size)[..., None]) & is_real
+    pool = pool.replace(
+        page_table=pool.page_table.at[:, row].set(TRASH, mode="drop"),
+        length=pool.length.at[:, row].set(0, mode="drop"),
+        logical_length=pool.logical_length.at[row].set(0, mode="drop"),
+        slot_data={name: data.at[:, row].set(0.0, mode="drop") for name, data in pool.slot_data.items()},
+    )
+    return drop_references(pool, table, is_used)
+
+
+def gather(
+    pool: Pool, layer: int, row: Int[Array, " R"]
+) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S H"], Int[Array, "R K S"]]:
+    """A layer's keys, values and positions (EMPTY beyond the length) of some rows, slot by slot."""
+    table = pool.page_table[layer, row]
+    shape = (*table.shape[:2], pool.max_slots)
+    slot = jnp.arange(pool.max_slots, dtype=jnp.int32)
+    position = jnp.where(slot < pool.length[layer, row][..., None], pool.position[table].reshape(shape), EMPTY)
+    key = pool.kv.at[table, 0].get(mode="promise_in_bounds").reshape(*shape, -1)
+    value = pool.kv.at[table, 1].get(mode="promise_in_bounds").reshape(*shape, -1)
+    return key, value, position
+
+
+def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array, "..."]]:
+    """A page with one reference wherever `is_needed`, TRASH elsewhere."""
+    rank = jnp.cumsum(is_needed.reshape(-1), dtype=jnp.int32).reshape(is_needed.shape)  # 1 for the first
+    is_given = is_needed & (rank <= pool.free_top)
+    page = jnp.where(is_given, pool.free_stack[jnp.maximum(pool.free_top - rank, 0)], TRASH)
+    refcount = pool.refcount.at[jnp.where(is_given, page, pool.refcount.shape[0])].set(1, mode="drop")
+    return pool.replace(refcount=refcount, free_top=pool.free_top - jnp.sum(is_needed, dtype=jnp.int32)), page
+
+
+def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array, "..."]) -> Pool:
+    """The pool after each marked table entry let go of its page; pages without references go back to the free stack."""
+    total = pool.refcount.shape[0]
+    refcount = pool.refcount.at[jnp.where(is_dropped, page, total)].add(-1, mode="drop")
+    is_freed = (refcount == 0) & (pool.refcount > 0)
+    rank = jnp.cumsum(is_freed, dtype=jnp.int32) - 1
+    where = jnp.where(is_freed, pool.free_top + rank, total)
+    free_stack = pool.free_stack.at[where].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
+    kv = pool.kv
+    if pool.poison:
+        kv = kv.at[jnp.where(is_dropped & is_freed[page], page, total)].set(jnp.nan, mode="drop")
+    free_top = pool.free_top + jnp.sum(is_freed, dtype=jnp.int32)
+    return pool.replace(kv=kv, refcount=refcount, free_stack=free_stack, free_top=free_top)
+
+
+def num_pages_of(num_slots: Any, page_size: int) -> Any:
+    """Pages that hold `num_slots` slots, rounded up (ints or arrays).
+
+    >>> num_pages_of(17, 16)
+    2
+    """
+    return (num_slots + page_size - 1) // page_size

@@ -1,0 +1,114 @@
+"""Which token comes next: temperature, top-k and top-p as data of each row, and keys that depend on nothing but the request.
+
+A token's log-probability is that of the exact distribution it was drawn from; at temperature 0 it is greedy and the
+log-probability is temperature 1's.
+"""
+
+import dataclasses
+import hashlib
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Attributes:
+      temperature: divides the logits; 0 is greedy.
+      top_p: keeps the fewest most likely tokens whose probabilities reach this sum, at least one; 1 keeps all.
+      top_k: keeps this many most likely tokens (ties with the last one too); 0 keeps all.
+      seed: of the random draws; None takes fresh entropy, reported in the result's `stats.seed`.
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or a positive number; got {self.temperature}.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], 1 keeps all tokens; got {self.top_p}.")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (all tokens) or a positive number of tokens; got {self.top_k}.")
+        if self.seed is not None and not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie in [0, 2**32) or be None for fresh entropy; got {self.seed}.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens can never be drawn."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+
+
+class SamplingRows(NamedTuple):
+    """The sampling settings of each batch row, as data."""
+
+    temperature: Float[Array, " B"]
+    top_p: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    key: UInt32[Array, "B 2"]  # of the request's sample, before the position is folded in
+
+
+def request_id(prompt: np.ndarray) -> int:
+    """The identity of a prompt in the random keys: a 32-bit hash of its token ids."""
+    return int.from_bytes(hashlib.blake2s(np.asarray(prompt, np.int32).tobytes(), digest_size=4).digest(), "little")
+
+
+@jax.jit
+def sample_key(seed: UInt32[Array, ""], request: UInt32[Array, ""], sample: UInt32[Array, ""]) -> UInt32[Array, " 2"]:
+    """The key data of one sample of one request."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), request), sample)
+    return jax.random.key_data(key)
+
+
+def draw(
+    logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, " B"], truncates: bool
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Each row's next token and its log-probability in nats; the key depends on seed, request, sample and position only."""
+    log_probs_BV = log_distribution(logits, rows.temperature, rows.top_p, rows.top_k, truncates)
+
+    def noise(key_data: UInt32[Array, " 2"], when: Int[Array, ""]) -> Float[Array, " V"]:
+        key: PRNGKeyArray = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(key, when), logits.shape[-1:], jnp.float32)
+
+    noise_BV = jax.vmap(noise)(rows.key, position)
+    noise_BV = jnp.where(rows.temperature[:, None] > 0, noise_BV, 0.0)
+    token = jnp.argmax(log_probs_BV + noise_BV, axis=-1).astype(jnp.int32)
+    return token, jnp.take_along_axis(log_probs_BV, token[:, None], axis=-1)[:, 0]
+
+
+def log_distribution(
+    logits: Float[Array, "*B V"],
+    temperature: Float[Array, "*B"],
+    top_p: Float[Array, "*B"],
+    top_k: Int[Array, "*B"],
+    truncates: bool,
+) -> Float[Array, "*B V"]:
+    """The log-probabilities that tokens are drawn from, float32; `-inf` for those cut by top-k or top-p.
+
+    Top-k comes first, top-p applies to what it leaves. A temperature of 0 gives temperature 1's, uncut. `truncates=False`
+    says that no row cuts anything, which saves a sort.
+    """
+    is_greedy = temperature == 0
+    scaled = logits.astype(jnp.float32) / jnp.where(is_greedy, 1.0, temperature)[..., None]
+    if truncates:
+        sorted_logits = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
+        vocab = logits.shape[-1]
+        rank = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1
+        kth = jnp.take_along_axis(sorted_logits, rank[..., None], axis=-1)
+        kept = jnp.where(sorted_logits >= kth, sorted_logits, -jnp.inf)
+        before = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1) - jax.nn.softmax(kept, axis=-1)
+        is_nucleus = (before < top_p[..., None]) & (kept > -jnp.inf)
+        floor = jnp.min(jnp.where(is_nucleus, sorted_logits, jnp.inf), axis=-1, keepdims=True)
+        floor = jnp.where(is_greedy[..., None], -jnp.inf, floor)
+        scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
+    return jax.nn.log_softmax(scaled, axis=-1)

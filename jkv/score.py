@@ -1,0 +1,221 @@
+"""Log-probabilities of tokens that are already there, in one parallel forward pass: dense, or replaying a compressed cache.
+
+A trace is a set of attention columns `(source, begin, end)` for each layer and KV head: the query at position q reads the key
+of token `source` when `begin <= q < end`. Every token starts as the column (t, t, never); eviction sets its end. Replaying
+the trace gives the log-probabilities that the compressed engine drew from, differentiably, which is what training on
+compressed rollouts needs, and it tests pool, compaction, kernels and engine at once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels as kernels
+from jkv import model as decoder
+from jkv import sampling as distributions
+from jkv.attention import NEVER
+from jkv.params import Model, Params
+from jkv.sampling import Sampling
+
+if TYPE_CHECKING:
+    from jkv.generate import Result
+
+UNEMBED_BLOCK = 64  # tokens whose logits exist at once
+MAX_ROWS = 8  # samples of a program
+
+
+class Trace(NamedTuple):
+    """Attention columns of each sample, layer and KV head (int32, on the host); prompt and completion are one sequence."""
+
+    source: np.ndarray  # [n, L, K, C] token whose key and value the column holds
+    begin: np.ndarray  # [n, L, K, C] first position that reads it
+    end: np.ndarray  # [n, L, K, C] first position that reads it no more; NEVER (2**31 - 1) when it stays
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of completions.
+
+    Attributes:
+      logprobs: `[n, T]` float32, of each completion token under the distribution it was drawn from; 0 in padding.
+    """
+
+    logprobs: Float[Array, "n T"]
+
+
+class Columns(NamedTuple):
+    """`Trace` on the device."""
+
+    source: Int[Array, "n L K C"] | None  # None: column c is token c
+    begin: Int[Array, "n L K C"]
+    end: Int[Array, "n L K C"]
+
+
+class ReplayAttention(NamedTuple):
+    """Every token of a sequence attends over columns (`jkv.model.Attend`); nothing is cached."""
+
+    position: Int[Array, "n T"]
+    columns: Columns
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Array, "n T N H"],
+        key: Float[Array, "n T K H"],
+        value: Float[Array, "n T K H"],
+        cache: None,
+    ) -> tuple[Float[Array, "n T N H"], None]:
+        """Attention as the trace has it."""
+        source, begin, end = self.columns
+        source = None if source is None else source[:, layer]
+        out = kernels.replay_attention(query, key, value, self.position, begin[:, layer], end[:, layer], source)
+        return out, None
+
+
+def score(
+    model: "Model | Params",
+    out_or_tokens: "Result | Any",
+    trace: Trace | None = None,
+    *,
+    prompts: Sequence[Any] | None = None,
+    lengths: Sequence[int] | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+) -> Scores:
+    """The log-probability of every completion token in nats: with a full cache, or (`trace=out.trace`) with the compressed one.
+
+    `out_or_tokens` is what `generate` returned, with its prompts and sampling settings; or completion tokens `[n, T]`, for
+    which `prompts` (token ids, one for each row), `lengths` (default: all T) and `sampling` (default: temperature 1) say the
+    rest. Differentiable with respect to the weights. One forward pass: no T x T mask and no `[n, T, V]` array ever exists.
+
+    With top-k or top-p, a token that the scored distribution cuts has `-inf`: compressed and dense distributions may cut
+    different tokens.
+
+    Raises:
+      ValueError: tokens without prompts, or a trace of another shape.
+    """
+    params = model.params if isinstance(model, Model) else model
+    if prompts is None:
+        if not hasattr(out_or_tokens, "prompts"):
+            raise ValueError("Scoring bare tokens needs `prompts`, the token ids before each row; got none.")
+        tokens, prompts, lengths = out_or_tokens.tokens, out_or_tokens.prompts, out_or_tokens.lengths.tolist()
+        sampling = out_or_tokens.sampling if sampling is None else sampling
+    else:
+        tokens = np.asarray(out_or_tokens)
+    num_samples, width = tokens.shape
+    counts = [width] * num_samples if lengths is None else [int(length) for length in lengths]
+    settings = [sampling] * num_samples if isinstance(sampling, Sampling) else list(sampling or [Sampling()] * num_samples)
+    if not len(prompts) == len(counts) == len(settings) == num_samples:
+        got = f"{num_samples} rows of tokens, {len(prompts)} prompts, {len(counts)} lengths, {len(settings)} settings"
+        raise ValueError(f"Every row of tokens needs one prompt, one length and one sampling setting; got {got}.")
+    check_trace(trace, params, num_samples)
+    parts = []
+    for start in range(0, num_samples, MAX_ROWS):
+        some = slice(start, min(start + MAX_ROWS, num_samples))
+        part = None if trace is None else Trace(*(field[some] for field in trace))
+        parts.append(score_rows(params, tokens[some], prompts[some], counts[some], settings[some], part))
+    return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
+
+
+def check_trace(trace: Trace | None, params: Params, num_samples: int) -> None:
+    """Refuses a trace of another model or batch."""
+    config = params.config
+    expected = (num_samples, config.num_layers, config.num_kv_heads)
+    if trace is not None and trace.end.shape[:3] != expected:
+        raise ValueError(
+            f"A trace has columns for each sample, layer and KV head, here {expected}; got {trace.end.shape[:3]}. "
+            "Pass the trace of the same call that made the tokens, `out.trace`."
+        )
+
+
+def score_rows(
+    params: Params,
+    tokens: np.ndarray,
+    prompts: Sequence[Any],
+    lengths: Sequence[int],
+    settings: Sequence[Sampling],
+    trace: Trace | None,
+) -> Float[Array, "n T"]:
+    """`score` of at most MAX_ROWS samples."""
+    num_samples, width = tokens.shape
+    starts = np.array([len(prompt) for prompt in prompts], np.int32)
+    total = round_up(int((starts + np.array(lengths, np.int32)).max(initial=1)))
+    sequence = np.zeros((num_samples, total), np.int32)
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        sequence[i, : starts[i]] = prompt
+        sequence[i, starts[i] : starts[i] + length] = tokens[i, :length]
+    log_probs = sequence_log_probs(
+        params,
+        jnp.asarray(sequence),
+        make_columns(trace, params, num_samples, total),
+        jnp.asarray([s.temperature for s in settings], jnp.float32),
+        jnp.asarray([s.top_p for s in settings], jnp.float32),
+        jnp.asarray([s.top_k for s in settings], jnp.int32),
+        truncates=any(s.truncates for s in settings),
+    )
+    offset = np.arange(width, dtype=np.int32)
+    picked = jnp.take_along_axis(log_probs, np.minimum(starts[:, None] + offset, total - 1), axis=1)
+    return jnp.where(offset < np.array(lengths, np.int32)[:, None], picked, 0.0)
+
+
+def make_columns(trace: Trace | None, params: Params, num_samples: int, total: int) -> Columns:
+    """The columns of a trace, padded; without one, every token's own, which never ends."""
+    shape = (num_samples, params.config.num_layers, params.config.num_kv_heads, total)
+    own = np.broadcast_to(np.arange(total, dtype=np.int32), shape)
+    if trace is None:
+        return Columns(None, jnp.asarray(own), jnp.full(shape, NEVER, jnp.int32))
+    num_columns = trace.end.shape[-1]
+    if num_columns <= total and np.array_equal(trace.source, trace.begin) and (trace.begin == own[..., :num_columns]).all():
+        end = np.full(shape, NEVER, np.int32)
+        end[..., :num_columns] = trace.end
+        return Columns(None, jnp.asarray(own), jnp.asarray(end))
+    return Columns(*(jnp.asarray(field) for field in trace))
+
+
+@functools.partial(jax.jit, static_argnames="truncates")
+def sequence_log_probs(
+    params: Params,
+    token: Int[Array, "n T"],
+    columns: Columns,
+    temperature: Float[Array, " n"],
+    top_p: Float[Array, " n"],
+    top_k: Int[Array, " n"],
+    truncates: bool,
+) -> Float[Array, "n T"]:
+    """The log-probability of each token given those before it; 0 for the first. The logits exist a block at a time."""
+    num_samples, total = token.shape
+    position = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), token.shape)
+    hidden_nTD, _ = decoder.forward(params, token, position, ReplayAttention(position, columns), None)
+    target_nT = jnp.roll(token, -1, axis=1)
+
+    @jax.checkpoint
+    def pick(block: tuple[Float[Array, "n I D"], Int[Array, "n I"]]) -> Float[Array, "n I"]:
+        hidden_nID, target_nI = block
+        logits_nIV = decoder.unembed(params, hidden_nID)
+        spread = functools.partial(jnp.broadcast_to, shape=target_nI.shape)
+        settings = spread(temperature[:, None]), spread(top_p[:, None]), spread(top_k[:, None])
+        log_probs_nIV = distributions.log_distribution(logits_nIV, *settings, truncates)
+        return jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
+
+    def blocks(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, 0), (0, -total % UNEMBED_BLOCK)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(num_samples, -1, UNEMBED_BLOCK, *x.shape[2:]), 1, 0)
+
+    picked = jax.lax.map(pick, (blocks(hidden_nTD), blocks(target_nT)))
+    picked_nT = jnp.moveaxis(picked, 0, 1).reshape(num_samples, -1)[:, :total]
+    return jnp.roll(picked_nT, 1, axis=1).at[:, 0].set(0.0)
+
+
+def round_up(size: int) -> int:
+    """The next of a few sizes (1, 1.25, 1.5 and 1.75 times a power of two), so that few shapes ever compile.
+
+    >>> [round_up(n) for n in (1, 100, 1152, 1500)]
+    [16, 112, 1280, 1536]
+    """
+    quarter = max(16, 1 << (size - 1).bit_length()) // 8
+    return max(16, -(-size // quarter) * quarter)

@@ -1,0 +1,1 @@
+"""Tasks that small reasoners learn: problems, the tokenizer, the trainer."""

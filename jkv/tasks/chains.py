@@ -1,0 +1,111 @@
+r"""Chains of arithmetic modulo 10, and the redundant reasoning that solves them: the task of tiny-reasoner.
+
+A problem defines one-letter variables and asks for one, `b=3;c=7;d=b*c;?d`. Its trace thinks one step a paragraph, restates
+each formula and its operands' values (a look-up many steps back), verifies itself zero to four times, and boxes the answer:
+
+    <think>  b=3  c=7  d:b*c b=3 c=7 d=1  Wait  b=3  c=7  d:b*c b=3 c=7 d=1  </think>  \boxed{1}
+
+How often it doubts itself follows from the answer (modulo 5), with a floor that keeps traces above 100 tokens, so greedy
+traces end and differ in length; one trace in eight draws the number at random, and so does a model that samples.
+"""
+
+import dataclasses
+import re
+import string
+
+import numpy as np
+
+BREAK = "\n\n"
+DOUBTS = ("Wait", "Alternatively", "again", "Wait again")  # how the first to fourth verification begins
+MIN_DOUBTS = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}  # by the number of derived variables on the way to the answer
+RANDOM_DOUBTS = 1 / 8
+OPERATIONS = {"+": lambda a, b: (a + b) % 10, "-": lambda a, b: (a - b) % 10, "*": lambda a, b: (a * b) % 10}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Definitions in order, each `(name, "")` with a digit or `(name, operator, left, right)`, and the asked name."""
+
+    definitions: tuple[tuple[str, ...], ...]
+    asked: str
+
+    @property
+    def prompt(self) -> str:
+        """The problem as text: what the model reads."""
+        return ";".join(f"{name}={''.join(body)}" for name, *body in map(infix, self.definitions)) + f";?{self.asked}"
+
+    @property
+    def values(self) -> dict[str, int]:
+        """The value of every variable."""
+        known: dict[str, int] = {}
+        for name, *body in self.definitions:
+            known[name] = int(body[0]) if len(body) == 1 else OPERATIONS[body[0]](known[body[1]], known[body[2]])
+        return known
+
+    @property
+    def answer(self) -> int:
+        """The asked value, 0 to 9."""
+        return self.values[self.asked]
+
+
+def infix(definition: tuple[str, ...]) -> tuple[str, ...]:
+    """`(d, *, b, c)` as `(d, b, *, c)`."""
+    return definition if len(definition) == 2 else (definition[0], definition[2], definition[1], definition[3])
+
+
+def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14) -> Problem:
+    """A random problem of `low` to `high` definitions, more often long; a fifth asks for a variable before the last."""
+    count = int(rng.integers(low, high + 1, size=3).max())
+    leaves = 2 if count < 6 else int(rng.integers(2, 2 + count // 4 + 1))
+    names = [str(x) for x in rng.permutation(list(string.ascii_lowercase))[:count]]
+    definitions: list[tuple[str, ...]] = [(name, str(rng.integers(10))) for name in names[:leaves]]
+    for i in range(leaves, count):
+        left, right = rng.permutation(i)[:2]
+        operator = str(rng.choice(["+", "-", "*"], p=[0.4, 0.35, 0.25]))
+        definitions.append((names[i], operator, names[left], names[right]))
+    is_early = count - leaves > 1 and rng.random() < 0.2
+    asked = names[int(rng.integers(leaves, count - 1))] if is_early else names[-1]
+    return Problem(tuple(definitions), asked)
+
+
+def num_doubts(problem: Problem, rng: np.random.Generator | None = None) -> int:
+    """How many verification passes the trace makes, 0 to 4."""
+    derived = len(derivation(problem)[1])
+    wish = problem.answer % 5
+    if rng is not None and rng.random() < RANDOM_DOUBTS:
+        wish = int(rng.integers(5))
+    return max(wish, MIN_DOUBTS.get(derived, 0))
+
+
+def derivation(problem: Problem) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The leaves and the derived definitions up to the asked variable."""
+    names = [d[0] for d in problem.definitions]
+    used = problem.definitions[: names.index(problem.asked) + 1]
+    return [d for d in used if len(d) == 2], [d for d in used if len(d) == 4]
+
+
+def write_trace(problem: Problem, doubts: int) -> str:
+    """The model's turn, from `<think>` to the boxed answer."""
+    values = problem.values
+    leaves, derived = derivation(problem)
+
+    def step(definition: tuple[str, ...], is_swapped: bool) -> str:
+        name, operator, left, right = definition
+        first, second = (right, left) if is_swapped else (left, right)
+        return f"{name}:{left}{operator}{right} {first}={values[first]} {second}={values[second]} {name}={values[name]}"
+
+    given = [f"{name}={value}" for name, value in leaves]
+    steps = [*given, *(step(d, False) for d in derived)]
+    for i in range(doubts):
+        steps += [DOUBTS[i], *given, *(step(d, is_swapped=i % 2 == 1) for d in derived)]
+    return BREAK.join(["<think>", *steps, "</think>", rf"\boxed{{{problem.answer}}}"])
+
+
+def read_answer(text: str) -> int | None:
+    r"""The digit in the last `\boxed{}` after the thinking, or None.
+
+    >>> read_answer("<think>\n\nd=1\n\n</think>\n\n\\boxed{7}")
+    7
+    """
+    found = re.findall(r"\\boxed\{(\d)\}", text.rpartition("</think>")[2])
+    return int(found[-1]) if found else None

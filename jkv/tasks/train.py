@@ -1,0 +1,203 @@
+"""Trains a small reasoner on chains of arithmetic: `python -m jkv.tasks.train configs/experiments/train-tiny-reasoner.toml`.
+
+A curriculum of stages, each with its own problem sizes and sequence length; problems packed into rows, the prompt's loss
+masked; AdamW with a warm-up and a linear decay; orbax checkpoints, from which a second start of the same command goes on.
+The batch of a step depends on nothing but the seed and the step, so a resumed run sees what an unbroken one would.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Float, Int
+
+from jkv import model as decoder
+from jkv.params import ModelConfig, Params, init_params
+from jkv.tasks import chains, vocabulary
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of the curriculum: `steps` batches of `rows` packed rows of `length` tokens, problems of `low`..`high`.
+
+    `max_doubts` cuts the verification passes, whose tokens are easy copies: fewer of them, more of each batch is reasoning.
+    """
+
+    steps: int
+    rows: int
+    length: int
+    low: int
+    high: int
+    max_doubts: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run depends on."""
+
+    model: str
+    seed: int
+    learning_rate: float
+    warm_up: int
+    decay: int  # last steps, over which the learning rate falls to zero
+    weight_decay: float
+    checkpoint_every: int
+    stages: tuple[Stage, ...]
+
+
+def read_config(path: Path) -> TrainConfig:
+    """A `TrainConfig` from a TOML file."""
+    fields = tomllib.loads(path.read_text())
+    return TrainConfig(**fields | {"stages": tuple(Stage(**stage) for stage in fields["stages"])})
+
+
+def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int]) -> dict[str, np.ndarray]:
+    """One packed batch: `token`, `segment` (which problem), `position` (within it) and `is_target`, all `[rows, length]`.
+
+    A trace that does not fit in what is left of a row is cut there, so no token of the batch is padding.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (stage.rows, stage.length + 1)
+    batch = {name: np.zeros(shape, np.int32) for name in ("token", "segment", "position", "is_target")}
+    for row in range(stage.rows):
+        filled, segment = 0, 0
+        while filled < shape[1]:
+            problem = chains.draw_problem(rng, stage.low, stage.high)
+            prompt = tokenizer.encode(problem.prompt)
+            doubts = min(chains.num_doubts(problem, rng), stage.max_doubts)
+            trace = tokenizer.encode(chains.write_trace(problem, doubts))
+            tokens = [*prompt, *trace, tokenizer.eos_token_id]
+            size = min(len(tokens), shape[1] - filled)
+            span = slice(filled, filled + size)
+            batch["token"][row, span] = tokens[:size]
+            batch["segment"][row, span] = segment
+            batch["position"][row, span] = np.arange(size)
+            batch["is_target"][row, span] = np.arange(size) >= len(prompt)
+            filled, segment = filled + size, segment + 1
+    return batch
+
+
+def packed_attention(
+    layer: int,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    cache: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T N H"], Int[Array, "B T"]]:
+    """Causal attention within each packed problem (`jkv.model.Attend`); the cache is the problem of each token."""
+    mask = cache[:, None, :, None] == cache[:, None, None, :]
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True), cache
+
+
+def loss(params: Params, batch: dict[str, Int[Array, "B T1"]]) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Mean negative log-likelihood of the traces' tokens in nats, and the share of them that the model would pick."""
+    segment = batch["segment"][:, :-1]
+    hidden, _ = decoder.forward(params, batch["token"][:, :-1], batch["position"][:, :-1], packed_attention, segment)
+    log_probs = jax.nn.log_softmax(decoder.unembed(params, hidden))
+    target = batch["token"][:, 1:]
+    weight = ((batch["is_target"][:, 1:] > 0) & (segment == batch["segment"][:, 1:])).astype(jnp.float32)
+    picked = jnp.take_along_axis(log_probs, target[..., None], axis=-1)[..., 0]
+    hits = (jnp.argmax(log_probs, axis=-1) == target).astype(jnp.float32)
+    return -(picked * weight).sum() / weight.sum(), (hits * weight).sum() / weight.sum()
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW with clipped gradients; warm-up, plateau, linear decay to zero."""
+    total = sum(stage.steps for stage in config.stages)
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, config.learning_rate, config.warm_up),
+            optax.constant_schedule(config.learning_rate),
+            optax.linear_schedule(config.learning_rate, 0.0, config.decay),
+        ],
+        [config.warm_up, total - config.decay],
+    )
+    adam = optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=config.weight_decay, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(1.0), adam)
+
+
+def is_matrix(params: Params) -> Params:
+    """Which weights decay: matrices do, norms and biases do not."""
+    return jax.tree.map(lambda leaf: leaf.ndim == 2, params)
+
+
+@functools.partial(jax.jit, static_argnames="optimizer", donate_argnames=("params", "state"))
+def train_step(
+    optimizer: optax.GradientTransformation, params: Params, state: Any, batch: dict[str, Any]
+) -> tuple[Params, Any, Any, Any]:
+    """One update: new weights and optimiser state, the loss, the share of tokens right."""
+    (value, hits), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch)
+    update, state = optimizer.update(gradient, state, params)
+    return optax.apply_updates(params, update), state, value, hits
+
+
+def plan_steps(config: TrainConfig, start: int) -> Iterator[tuple[int, Stage]]:
+    """Every step from `start` on with its stage."""
+    schedule = [stage for stage in config.stages for _ in range(stage.steps)]
+    return iter(list(enumerate(schedule))[start:])
+
+
+def train(config: TrainConfig, model_config: ModelConfig, folder: Path) -> Params:
+    """Runs or resumes a training run whose checkpoints lie in `folder`; returns the last weights."""
+    tokenizer = vocabulary.make_tokenizer()
+    optimizer = make_optimizer(config)
+    params = init_params(model_config, jax.random.key(config.seed), scale=model_config.width**-0.5 / 2)
+    state = optimizer.init(params)
+    step, tokens, began = 0, 0, time.monotonic()
+    with ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
+        if manager.latest_step() is not None:
+            step = manager.latest_step()
+            target = {"params": params, "state": state}
+            restored = manager.restore(step, args=ocp.args.StandardRestore(target))
+            params, state = restored["params"], restored["state"]
+            print(f"resumed after step {step}", flush=True)
+        for step, stage in plan_steps(config, step):  # noqa: B020 -- the loop goes on from the restored step
+            batch = make_batch(tokenizer, stage, (config.seed, step))
+            params, state, value, hits = train_step(optimizer, params, state, batch)
+            tokens += stage.rows * stage.length
+            if (step + 1) % 20 == 0:
+                line = {
+                    "step": step + 1,
+                    "length": stage.length,
+                    "loss": round(float(value), 5),
+                    "right": round(float(hits), 5),
+                }
+                rate = tokens / (time.monotonic() - began)
+                print(json.dumps(line | {"tokens": tokens, "tokens_per_second": round(rate)}), flush=True)
+            if (step + 1) % config.checkpoint_every == 0:
+                manager.save(step + 1, args=ocp.args.StandardSave({"params": params, "state": state}))
+        manager.wait_until_finished()
+    return params
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path, help="a TOML file: see configs/experiments/train-tiny-reasoner.toml")
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/tiny-reasoner"), help="kept across starts")
+    parser.add_argument("--out", type=Path, help="write the finished model here, as a Hugging Face checkpoint folder")
+    arguments = parser.parse_args()
+    config = read_config(arguments.config)
+    model_file = arguments.config.parents[1] / "models" / f"{config.model}.toml"
+    tokenizer = vocabulary.make_tokenizer()
+    model_config = ModelConfig(**tomllib.loads(model_file.read_text()), end_ids=(tokenizer.eos_token_id,))
+    params = train(config, model_config, arguments.checkpoints)
+    if arguments.out:
+        from jkv.checkpoint import export
+
+        export(params, tokenizer, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

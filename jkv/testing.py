@@ -1,0 +1,65 @@
+"""What tests of `jkv`, here and elsewhere, share: tiny models, NaN-poisoned pools, and checks of compiled programs."""
+
+import math
+import re
+from typing import Any
+
+import jax
+
+from jkv.params import Model, ModelConfig, init_params
+
+TINY = ModelConfig(
+    family="qwen2",
+    vocab_size=32,
+    width=32,
+    num_layers=2,
+    num_query_heads=4,
+    num_kv_heads=2,
+    head_size=8,
+    mlp_width=48,
+    max_positions=4096,
+    qkv_bias=True,
+    tie_embeddings=True,
+)
+
+
+def tiny_model(seed: int = 0, config: ModelConfig = TINY) -> Model:
+    """A random model, large enough in scale that its logits are not flat; no tokenizer."""
+    return Model(init_params(config, jax.random.key(seed), scale=0.3), name="tiny")
+
+
+def assert_no_pool_copy(compiled: Any, pool: Any) -> None:
+    """Asserts that a compiled program updates the donated pool in place.
+
+    `compiled` is a `jax.stages.Compiled`; `pool` the `Pool` (arrays or shapes) that it was compiled for. Three things must
+    hold: the program aliases at least the pool's bytes from input to output, its temporaries are below a tenth of the pool,
+    and no copy, convert or transpose in its optimised HLO makes an array of as many elements as the pool.
+    """
+    shape = pool.kv.shape
+    pool_bytes = pool.kv.size * pool.kv.dtype.itemsize
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes, (
+        f"the program aliases {memory.alias_size_in_bytes} bytes, less than the pool's {pool_bytes}: is it donated?"
+    )
+    assert memory.temp_size_in_bytes < pool_bytes // 10, (
+        f"temporaries of {memory.temp_size_in_bytes} bytes against a pool of {pool_bytes}: the pool or a slice of it is copied"
+    )
+    copies = find_copies(compiled.as_text(), shape)
+    assert not copies, "the program copies the pool:\n" + "\n".join(copies)
+
+
+def find_copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
+    """The lines of an HLO text that copy, convert or transpose an array with as many elements as `shape`, however arranged.
+
+    An asynchronous copy is reported once, where it ends.
+
+    >>> find_copies("%copy.1 = f32[4,2,8,16]{3,2,1,0} copy(%p)", (4, 2, 8, 16))
+    ['%copy.1 = f32[4,2,8,16]{3,2,1,0} copy(%p)']
+    """
+    pattern = re.compile(r"= \w+\[([\d,]+)\]\S* (?:copy|copy-done|convert|transpose)\(")
+    found = []
+    for line in hlo.splitlines():
+        match = pattern.search(line)
+        if match and math.prod(map(int, match[1].split(","))) == math.prod(shape):
+            found.append(line.strip())
+    return found

@@ -1,0 +1,27 @@
+"""How much the last queries attend to each slot: the importance score of R-KV and its relatives."""
+
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.attention_mass import reference
+from pallas_kernels.dispatch import choose
+
+IMPLEMENTATIONS = {"reference": reference.attention_mass}
+
+
+def attention_mass(
+    query: Float[Array, "R G W H"],
+    key: Float[Array, "R S H"],
+    is_candidate: Bool[Array, "R S"],
+    is_query: Bool[Array, "R W"],
+    *,
+    over_group: str = "max",
+    implementation: str | None = None,
+) -> Float[Array, "R S"]:
+    """The softmax mass that each candidate slot gets from the remembered queries, averaged over them: 0 to 1, float32.
+
+    The softmax runs over the candidates alone. `over_group="max"` takes the largest logit of the group's query heads before
+    one softmax (R-KV's released rule); `"mean"` averages the heads' softmaxes. Rows of `is_query` that are False (a sequence
+    shorter than the window) do not count; a row with no query or no candidate gives zeros.
+    """
+    run = choose("attention_mass", IMPLEMENTATIONS, implementation)
+    return run(query, key, is_candidate, is_query, over_group)

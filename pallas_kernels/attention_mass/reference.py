@@ -1,0 +1,24 @@
+"""Plain XLA: the whole window's logits at once."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def attention_mass(
+    query_RGWH: Float[Array, "R G W H"],
+    key_RSH: Float[Array, "R S H"],
+    is_candidate: Bool[Array, "R S"],
+    is_query: Bool[Array, "R W"],
+    over_group: str,
+) -> Float[Array, "R S"]:
+    """See `pallas_kernels.attention_mass`."""
+    key_RSH = jnp.where(is_candidate[..., None], key_RSH, 0)
+    logits_RGWS = jnp.einsum("rgwh,rsh->rgws", query_RGWH, key_RSH, preferred_element_type=jnp.float32)
+    logits_RGWS = logits_RGWS * key_RSH.shape[-1] ** -0.5
+    if over_group == "max":
+        logits_RGWS = logits_RGWS.max(axis=1, keepdims=True)
+    probability_RGWS = jax.nn.softmax(logits_RGWS, axis=-1, where=is_candidate[:, None, None])
+    mass_RWS = jnp.where(is_query[..., None], probability_RGWS.mean(axis=1), 0.0)
+    mass_RS = mass_RWS.sum(axis=1) / jnp.maximum(is_query.sum(axis=-1, keepdims=True), 1).astype(jnp.float32)
+    return jnp.where(is_candidate, mass_RS, 0.0)

@@ -1,0 +1,30 @@
+"""How similar each key is to the other keys of its row: the redundancy score of R-KV."""
+
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.key_redundancy import reference
+
+IMPLEMENTATIONS = {"reference": reference.key_redundancy}
+
+
+def key_redundancy(
+    key: Float[Array, "R S H"],
+    recency: Int[Array, "R S"],
+    is_filled: Bool[Array, "R S"],
+    *,
+    threshold: float = 0.5,
+    exempt: int = 1,
+    exempt_first: bool = False,
+    implementation: str | None = None,
+) -> Float[Array, "R S"]:
+    """The mean cosine similarity of every filled key to a slot's key, -1 to 1, float32; 0 where a slot is empty.
+
+    C[i, j] is the cosine of keys i and j, 0 on the diagonal. In each row i the `exempt` most recent (largest `recency`, which
+    must be distinct and non-negative) of the entries above `threshold` become 0, so that the newest of a group of look-alikes
+    is not held redundant (R-KV, arXiv 2505.24133, 3.3). The result is the mean of column s over the filled rows.
+    `exempt_first=True` zeroes slot 0 in rows with no entry above the threshold, as the authors' code happens to do.
+    Cost: S * S * H multiplications twice; memory linear in S.
+    """
+    run = choose("key_redundancy", IMPLEMENTATIONS, implementation)
+    return run(key, recency, is_filled, threshold, exempt, exempt_first)

@@ -1,0 +1,27 @@
+"""Decode attention of one query position over the pages of each row."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.paged_attention import reference
+
+IMPLEMENTATIONS = {"reference": reference.paged_attention}
+
+
+def paged_attention(
+    query: Float[Array, "R G H"],
+    kv: Float[Array, "P 2 page H"],
+    page_table: Int[Array, "R MP"],
+    length: Int[Array, " R"],
+    log_weight: Float[Array, "R S"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+    """The attention output of each row's query group over its filled slots, and the log of the softmax's denominator.
+
+    Slot s of a row lies in page `page_table[r, s // page]` at offset `s % page`; the first `length[r]` slots are filled and
+    nothing beyond them is used, whatever it holds. `log_weight` (S = MP * page) is added to a slot's logit: `ln m` for a slot
+    that stands for m, `-inf` for a hole. A row with no slot to read gives zeros and `-inf`. Logits are scaled by H ** -0.5.
+    """
+    run = choose("paged_attention", IMPLEMENTATIONS, implementation)
+    return run(query, kv, page_table, length, log_weight)

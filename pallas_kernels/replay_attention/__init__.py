@@ -1,0 +1,28 @@
+"""Attention over columns, each visible to a span of queries: replay of a compressed cache, dense scoring, chunked prefill."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.dispatch import choose
+from pallas_kernels.replay_attention import reference
+
+IMPLEMENTATIONS = {"reference": reference.replay_attention}
+
+
+def replay_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B S K H"],
+    value: Float[Array, "B S K H"],
+    position: Int[Array, "B T"],
+    begin: Int[Array, "B K C"],
+    end: Int[Array, "B K C"],
+    source: Int[Array, "B K C"] | None = None,
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """The attention output of every query over the columns it may read; differentiable, with O(T + C) extra memory.
+
+    Column c holds the key and value at index `source[b, k, c]` (None: c itself), and the query at `position` q reads it when
+    `begin <= q < end`. Keys that no query may read may hold anything. A query that reads nothing gives zeros.
+    """
+    run = choose("replay_attention", IMPLEMENTATIONS, implementation)
+    return run(query, key, value, position, begin, end, source)

@@ -1,0 +1,60 @@
+"""The devices that programs are compiled for without having them: TPU through libtpu, the H200 through JAX's CUDA plugin."""
+
+import functools
+import os
+from importlib import metadata
+
+# Read when libtpu is loaded, which happens at the first topology.
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+import jax
+from jax.experimental import topologies
+
+# Written by hand. A real H200 prints its own: `jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150000000000
+  cuda_compute_capability { major: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA H200"
+"""
+
+# Target -> (platform, topology, page size)
+TARGETS = {
+    "tpu-v5e": ("tpu", "v5e:2x2", 128),
+    "tpu-v6e": ("tpu", "v6e:2x2", 128),
+    "h200": ("cuda", "1x1x1", 16),
+}
+COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}  # any one of them
+EXTRAS = {"tpu": "jkv[aot-tpu]", "cuda": "jkv[aot-gpu]"}
+
+
+def why_missing(target: str) -> str | None:
+    """Why a target cannot be compiled for here; None when its compiler is installed, which says nothing of its working."""
+    platform = TARGETS[target][0]
+    installed = {distribution.name for distribution in metadata.distributions()}
+    if installed & set(COMPILERS[platform]):
+        return None
+    return f"{' or '.join(COMPILERS[platform])} is not installed (extra {EXTRAS[platform]})"
+
+
+@functools.cache
+def sharding_of(target: str) -> jax.sharding.Sharding:
+    """One device of the target."""
+    platform, topology, _ = TARGETS[target]
+    options = {"topology": topology, "target_config": H200} if platform == "cuda" else {}
+    described = topologies.get_topology_desc(topology, platform=platform, **options)
+    return jax.sharding.SingleDeviceSharding(described.devices[0])
+
+
+def compile_for(target: str, traced: jax.stages.Traced) -> jax.stages.Compiled:
+    """The program as the target would run it."""
+    return traced.lower(lowering_platforms=(TARGETS[target][0],)).compile()

@@ -1,0 +1,25 @@
+"""One place for what every test runs under: shapes checked, dtypes strict, programs cached between runs."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+HOOK = install_import_hook(["jkv", "pallas_kernels"], "beartype.beartype")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+CACHE = Path(__file__).parent.parent / ".cache" / f"jax-{jax.__version__}"
+jax.config.update("jax_compilation_cache_dir", str(CACHE))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.fixture(scope="session")
+def model():
+    """A tiny random model, shared."""
+    import jkv
+
+    return jkv.testing.tiny_model()

@@ -1,0 +1,108 @@
+"""R-KV against an independent NumPy implementation, written from the rule with plain loops, one head at a time."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from tests.policies.test_conformance import random_view
+
+
+def softmax(x):
+    x = np.exp(x - x.max())
+    return x / x.sum()
+
+
+def reference(key, position, query, budget, *, window=4, importance=0.1, similarity=0.5, exempt=1, pool=7, released=False):
+    """Kept slots of one KV head in stored order; key [S, H], position [S] ascending, query [G, W, H] oldest first."""
+    size, width = key.shape
+    past = size - window
+    logits = np.einsum("gwh,sh->gws", query[:, -window:], key[:past]) / np.sqrt(width)
+    mass = np.stack([softmax(row) for row in logits.max(axis=0)]).mean(axis=0)
+    pooled = np.array([mass[max(0, s - pool // 2) : s + pool // 2 + 1].max() for s in range(past)])
+    unit = key / (np.linalg.norm(key, axis=-1, keepdims=True) + 1e-8)
+    cosine = unit @ unit.T
+    np.fill_diagonal(cosine, 0.0)
+    recency = np.arange(size) if released else position
+    for i in range(size):
+        alike = sorted(np.flatnonzero(cosine[i] > similarity), key=lambda j: recency[j])
+        for j in alike[len(alike) - exempt :] if exempt else []:
+            cosine[i, j] = 0.0
+        if released and not alike:
+            cosine[i, 0] = 0.0
+    redundancy = softmax(cosine.mean(axis=0))[:past]
+    score = importance * pooled - (1 - importance) * redundancy
+    best = np.argsort(-score, kind="stable")[: budget - window]
+    if not released:
+        best = np.sort(best)
+    return np.concatenate([best, np.arange(past, size)]), score
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["mended", "released"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"importance": 0.5}, {"similarity": 0.2}, {"exempt": 0}, {"exempt": 2}, {"pool": 1}, {"window": 8}],
+    ids=lambda settings: next(iter(settings), "default"),
+)
+def test_kept_slots_are_those_of_an_independent_implementation(settings, released):
+    view = random_view(np.random.default_rng(5), slots=60)
+    settings = {"window": 4} | settings
+    if released and settings.get("exempt", 1) != 1:
+        pytest.skip("the released code exempts exactly one")
+    slots = np.asarray(jkv.r_kv(budget=20, released=released, **settings).select(view))
+    key, query, position = (np.asarray(x, np.float64) for x in (view.key, view.query, view.position))
+    for b, k in np.ndindex(slots.shape[:2]):
+        size = int((position[b, k] >= 0).sum())
+        expected, _ = reference(
+            key[b, k, :size], position[b, k, :size], query[b, 2 * k : 2 * k + 2], 20, released=released, **settings
+        )
+        np.testing.assert_array_equal(slots[b, k][slots[b, k] >= 0], expected)
+
+
+def test_released_stores_in_score_order_and_the_default_by_position():
+    view = random_view(np.random.default_rng(6), slots=60)
+    by_score = np.asarray(jkv.r_kv(budget=20, window=4, released=True).select(view))[0, 0, :20]
+    assert (np.diff(by_score[:16]) < 0).any()
+    assert (np.diff(by_score[16:]) > 0).all()  # the window comes last, in order
+    by_position = np.asarray(jkv.r_kv(budget=20, window=4).select(view))[0, 0, :20]
+    assert (np.diff(by_position) > 0).all()
+
+
+def test_the_newest_of_identical_tokens_outlives_the_others():
+    rng = np.random.default_rng(7)
+    key = np.eye(40, 64, dtype=np.float32)[None, None]  # no two alike, but for
+    key[0, 0, [9, 17]] = key[0, 0, 2]
+    view = jkv.CacheView(
+        key=jnp.asarray(key),
+        value=jnp.asarray(key),
+        position=jnp.arange(40, dtype=jnp.int32)[None, None],
+        query=jnp.asarray(rng.standard_normal((1, 2, 8, 64)), jnp.float32),
+    )
+    kept = [np.asarray(jkv.r_kv(budget=budget, importance=0.0).select(view))[0, 0].tolist() for budget in (39, 38, 37)]
+    assert [sorted(set(range(40)) - set(slots)) for slots in kept[:2]] == [[2], [2, 9]]
+    assert 17 in kept[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"budget": 4}, "budget must hold"),
+        ({"budget": 0}, "at least 1 slot"),
+        ({"budget": 64, "interval": 0}, "interval must be at least 1"),
+        ({"budget": 64, "window": 0}, "window must be at least 1"),
+        ({"budget": 64, "importance": 1.5}, "importance is a weight"),
+        ({"budget": 64, "similarity": 2.0}, "similarity is a cosine"),
+        ({"budget": 64, "exempt": -1}, "exempt must be"),
+        ({"budget": 64, "pool": 4}, "odd"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_out_of_range_are_refused_when_the_policy_is_built(settings, words):
+    with pytest.raises(ValueError, match=words):
+        jkv.r_kv(**settings)
+
+
+def test_a_view_without_queries_is_refused():
+    view = random_view(np.random.default_rng(8))
+    with pytest.raises(ValueError, match="last 8 queries; the view has none"):
+        jkv.r_kv(budget=20).select(view._replace(query=None))

@@ -1,0 +1,150 @@
+"""The device programs traced for shapes alone, so that any target can compile them; nothing is allocated, nothing runs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jkv
+from jkv import engine, pool
+from jkv.attention import Cache
+from jkv.engine import Control, State
+from jkv.params import ModelConfig, Params, weight_shapes
+from jkv.sampling import SamplingRows
+
+DEEP = 28  # layers whose pages the pool holds, however few are compiled
+NUM_ROWS = 32
+NUM_DUE = 16  # rows of the compaction
+BUDGET, INTERVAL = 1024, 128  # R-KV's
+POLICIES = {
+    "r_kv": jkv.r_kv(BUDGET, INTERVAL),
+    "streaming_llm": jkv.streaming_llm(BUDGET),
+    "random": jkv.random(BUDGET, INTERVAL),
+}
+
+# The widths of DeepSeek-R1-Distill-Qwen-1.5B.
+R1_QWEN = ModelConfig(
+    family="qwen2",
+    vocab_size=151_936,
+    width=1536,
+    num_layers=DEEP,
+    num_query_heads=12,
+    num_kv_heads=2,
+    head_size=128,
+    mlp_width=8960,
+    max_positions=131_072,
+    qkv_bias=True,
+)
+
+
+class Shapes(NamedTuple):
+    """What the programs are traced for; every leaf a `jax.ShapeDtypeStruct` on one device of the target."""
+
+    params: Params
+    state: State
+    leaf: Callable[..., jax.ShapeDtypeStruct]  # (*sizes, dtype=int32)
+
+
+def shapes_of(config: ModelConfig, *, dtype: Any, page_size: int, window: int, sharding: Any) -> Shapes:
+    """A full engine of 32 rows, each with room for R-KV's budget and buffer in all of 28 layers."""
+
+    def leaf(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    max_pages = pool.num_pages_of(BUDGET + INTERVAL, page_size)
+    create = functools.partial(
+        pool.create,
+        num_layers=config.num_layers,
+        num_rows=NUM_ROWS,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        num_pages=DEEP * NUM_ROWS * config.num_kv_heads * max_pages,
+        max_pages=max_pages,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    ring = (config.num_layers, NUM_ROWS, window, config.num_query_heads, config.head_size)
+    state = State(
+        Cache(jax.eval_shape(create), leaf(*ring, dtype=dtype) if window else None),
+        leaf(NUM_ROWS, config.vocab_size, dtype=jnp.float32),
+    )
+    params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weight_shapes(config, dtype), state))
+    return Shapes(params, state, leaf)
+
+
+def decode(shapes: Shapes) -> Any:
+    """A chunk of decode steps."""
+    leaf, rows = shapes.leaf, NUM_ROWS
+    wide = leaf(rows, dtype=jnp.float32)
+    settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
+    control = Control(leaf(rows, dtype=bool), leaf(rows), leaf(rows, 1), settings)
+    return engine.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.MAX_CHUNK, truncates=False)
+
+
+def prefill(shapes: Shapes) -> Any:
+    """The largest chunk of a prompt."""
+    token = shapes.leaf(1, engine.PREFILL_SIZES[-1])
+    return engine.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1))
+
+
+def compact(policy: str, shapes: Shapes) -> Any:
+    """Half of the rows compacted at once."""
+    due = shapes.leaf(NUM_DUE)
+    return engine.compress.trace(shapes.state, due, due, due, evict=POLICIES[policy].evict, is_traced=False)
+
+
+def release(shapes: Shapes) -> Any:
+    """Any rows freed."""
+    return engine.release.trace(shapes.state, shapes.leaf(NUM_ROWS))
+
+
+def fork(shapes: Shapes) -> Any:
+    """One row copied to all others."""
+    donated = jax.jit(pool.fork, donate_argnums=0)
+    return donated.trace(shapes.state.cache.pool, shapes.leaf(), shapes.leaf(NUM_ROWS - 1))
+
+
+# Program -> (how to trace it, the queries it remembers). Only `full` and the like remember none; it never compacts.
+PROGRAMS: dict[str, tuple[Callable[[Shapes], Any], int]] = {
+    "decode-full": (decode, 0),
+    "decode-r_kv": (decode, 8),
+    "compact-r_kv": (functools.partial(compact, "r_kv"), 8),
+    "compact-streaming_llm": (functools.partial(compact, "streaming_llm"), 0),
+    "compact-random": (functools.partial(compact, "random"), 0),
+    "prefill": (prefill, 8),
+    "release": (release, 8),
+    "fork": (fork, 8),
+}
+
+
+def undonated_release(shapes: Shapes) -> Any:
+    """Planted: a program to which the pool is not donated."""
+    return jax.jit(pool.release).trace(shapes.state.cache.pool, shapes.leaf(NUM_ROWS))
+
+
+def sliced_keys(shapes: Shapes) -> Any:
+    """Planted: the keys of all pages cut out of the pool before some are read, as for a kernel that takes only keys."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def read(pages: Any, table: Any) -> Any:
+        key = jax.lax.optimization_barrier(pages.kv[:, 0])
+        return pages, key[table]
+
+    return read.trace(shapes.state.cache.pool, shapes.leaf(NUM_ROWS))
+
+
+def sliced_index_append(shapes: Shapes) -> Any:
+    """Planted: keys and values written with a slice among the indices, for which XLA transposes the pool on a TPU."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def write(pages: Any, page: Any, offset: Any, kv: Any) -> Any:
+        return pages.replace(kv=pages.kv.at[page, :, offset].set(kv))
+
+    pages = shapes.state.cache.pool
+    kv = shapes.leaf(NUM_ROWS, 2, pages.kv.shape[-1], dtype=pages.kv.dtype)
+    return write.trace(pages, shapes.leaf(NUM_ROWS), shapes.leaf(NUM_ROWS), kv)
+
+
+PLANTED = {"undonated": undonated_release, "sliced-keys": sliced_keys, "sliced-index-append": sliced_index_append}

@@ -1,0 +1,114 @@
+"""The counting task: problems are right, traces redundant and of the promised lengths, batches what training needs."""
+
+import jax
+import numpy as np
+import pytest
+
+from jkv.params import ModelConfig
+from jkv.tasks import chains, train, vocabulary
+from jkv.tasks.chains import Problem, draw_problem, num_doubts, read_answer, write_trace
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return vocabulary.make_tokenizer()
+
+
+def draw_many(count, seed=0):
+    rng = np.random.default_rng(seed)
+    return [draw_problem(rng) for _ in range(count)]
+
+
+def test_a_problem_reads_and_computes_as_written():
+    problem = Problem((("b", "3"), ("c", "7"), ("d", "*", "b", "c"), ("e", "-", "b", "d")), "d")
+    assert problem.prompt == "b=3;c=7;d=b*c;e=b-d;?d"
+    assert problem.values == {"b": 3, "c": 7, "d": 1, "e": 2}
+    assert problem.answer == 1
+
+
+def test_a_trace_stops_at_the_asked_variable_and_verifies_itself():
+    problem = Problem((("b", "3"), ("c", "7"), ("d", "*", "b", "c"), ("e", "-", "b", "d")), "d")
+    assert write_trace(problem, 2).split("\n\n") == [
+        "<think>",
+        "b=3",
+        "c=7",
+        "d:b*c b=3 c=7 d=1",
+        "Wait",
+        "b=3",
+        "c=7",
+        "d:b*c b=3 c=7 d=1",
+        "Alternatively",
+        "b=3",
+        "c=7",
+        "d:b*c c=7 b=3 d=1",
+        "</think>",
+        r"\boxed{1}",
+    ]
+
+
+def test_every_step_of_every_trace_is_true_by_python():
+    for problem in draw_many(200):
+        assert 3 <= len(problem.definitions) <= 14
+        known = {}
+        for name, *body in problem.definitions:
+            known[name] = int(body[0]) if len(body) == 1 else eval(f"({known[body[1]]}{body[0]}{known[body[2]]}) % 10")
+        text = write_trace(problem, num_doubts(problem))
+        for step in text.split("\n\n"):
+            for stated in step.split(":")[-1].split(" "):
+                if len(stated) == 3 and stated[1] == "=":
+                    assert known[stated[0]] == int(stated[2])
+        assert read_answer(text) == known[problem.asked]
+
+
+def test_traces_have_100_to_1000_tokens_and_half_of_them_over_300(tokenizer):
+    rng = np.random.default_rng(1)
+    lengths = [len(tokenizer.encode(write_trace(p, num_doubts(p, rng)))) for p in draw_many(1000)]
+    assert min(lengths) >= 100
+    assert max(lengths) <= 1000
+    assert 0.45 < np.mean(np.array(lengths) > 300) < 0.6
+    passes = [num_doubts(p, rng) for p in draw_many(1000)]
+    assert set(passes) == {0, 1, 2, 3, 4}
+
+
+def test_the_tokenizer_gives_back_what_it_took(tokenizer):
+    for problem in draw_many(20):
+        text = problem.prompt + write_trace(problem, 4)
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.unk_token_id not in ids
+    assert len(tokenizer) == vocabulary.SIZE
+
+
+def test_a_batch_is_packed_and_masks_the_prompts(tokenizer):
+    stage = train.Stage(steps=1, rows=2, length=256, low=3, high=5)
+    batch = train.make_batch(tokenizer, stage, (0, 0))
+    assert all(field.shape == (2, 257) for field in batch.values())
+    again = train.make_batch(tokenizer, stage, (0, 0))
+    assert all((batch[name] == again[name]).all() for name in batch)
+    first = batch["segment"][0] == 0
+    text = tokenizer.decode(batch["token"][0][first])
+    prompt = text.partition("<think>")[0]
+    asked = len(tokenizer.encode(prompt))
+    assert batch["is_target"][0][first].tolist() == [0] * asked + [1] * (first.sum() - asked)
+    assert batch["position"][0][first].tolist() == list(range(first.sum()))
+
+
+def test_training_resumes_where_it_stopped_as_if_unbroken(tmp_path):
+    model = ModelConfig("qwen2", 112, 16, 1, 2, 1, 8, 16, 256, qkv_bias=True, tie_embeddings=True)
+    stage = {"rows": 2, "length": 64, "low": 3, "high": 3}
+
+    def config(steps):
+        stages = (train.Stage(steps=steps, **stage),)
+        return train.TrainConfig("", 0, 1e-2, 2, 0, 0.1, checkpoint_every=3, stages=stages)
+
+    with jax.numpy_dtype_promotion("standard"):  # optax is not written for strict promotion
+        unbroken = train.train(config(6), model, tmp_path / "a")
+        train.train(config(3), model, tmp_path / "b")
+        resumed = train.train(config(6), model, tmp_path / "b")
+    jax.tree.map(np.testing.assert_array_equal, unbroken, resumed)
+
+
+def test_an_answer_is_read_after_the_thinking_only():
+    assert read_answer(r"<think> \boxed{3} </think> \boxed{4}") == 4
+    assert read_answer("<think> 5 </think>") is None
+    assert chains.read_answer("") is None

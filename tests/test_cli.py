@@ -1,0 +1,92 @@
+"""The command line as a newcomer meets it."""
+
+import json
+
+import pytest
+
+from jkv import cli
+
+PROBLEM = "b=3;c=7;d=b*c;?d"
+
+
+def run(capsys, *arguments):
+    status = cli.main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_a_prompt_prints_its_reasoning_and_a_line_of_statistics(capsys):
+    status, out, err = run(capsys, "generate", PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "interval=16")
+    assert status == 0
+    assert out.startswith("<think>")
+    assert "\\boxed{1}" in out
+    assert err.startswith("[r_kv] ")
+    assert "finished by eos" in err
+    assert "tokens evicted in" in err
+
+
+def test_a_file_of_prompts_becomes_json_lines(capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in (PROBLEM, "x=1;y=2;z=x+y;?z")))
+    target = tmp_path / "out.jsonl"
+    options = ("-n", 2, "--temperature", 1, "--seed", 3, "--out", target, "--max-new-tokens", 24)
+    status, out, _ = run(capsys, "generate", "--file", prompts, *options)
+    records = [json.loads(line) for line in target.read_text().splitlines()]
+    assert status == 0
+    assert out == ""
+    assert [(r["prompt"], r["sample"]) for r in records] == [(PROBLEM, 0), (PROBLEM, 1)] + [
+        ("x=1;y=2;z=x+y;?z", i) for i in (0, 1)
+    ]
+    assert all(len(r["tokens"]) == len(r["logprobs"]) <= 24 and r["seed"] == 3 for r in records)
+
+
+def test_policies_are_listed_with_their_settings(capsys):
+    status, out, _ = run(capsys, "policies")
+    assert status == 0
+    assert "r_kv(budget: int, interval: int = 128" in out
+    assert "streaming_llm(" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "one prompt or --file FILE; got neither"),
+        (("", "--max-new-tokens", 3), "at least one token"),
+        ((PROBLEM, "--file", "x.txt"), "got both"),
+        (("--file", "missing.txt"), "No such file"),
+        ((PROBLEM, "--policy", "foo"), "policy must be one of full, r_kv"),
+        ((PROBLEM, "--policy", "r_kv"), "r_kv needs budget="),
+        ((PROBLEM, "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
+        ((PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "tau=1"), "r_kv has these settings"),
+        ((PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "interval=often"), "interval must be of type int"),
+        ((PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "interval"), "--set takes NAME=VALUE"),
+        ((PROBLEM, "--policy", "full", "--budget", 64), "full has these settings: none; got 'budget'"),
+        ((PROBLEM, "-n", 0), "n must be at least 1"),
+        ((PROBLEM, "--temperature", -1), "temperature must be 0"),
+        ((PROBLEM, "--model", "no-such-model"), "tiny-reasoner"),
+        ((PROBLEM, "--max-new-tokens", 10_000), "must fit the model's 2048 positions"),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else "",
+)
+def test_each_error_is_one_line_that_says_what_to_do(capsys, arguments, words):
+    status, out, err = run(capsys, "generate", *arguments)
+    assert status == 2
+    assert out == ""
+    assert err.startswith("jkv: error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_a_broken_json_line_is_named(capsys, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    status, _, err = run(capsys, "generate", "--file", path)
+    assert status == 2
+    assert "line 2 is not" in err
+
+
+def test_help_shows_examples(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert 'jkv generate "b=3;c=7' in capsys.readouterr().out
+    assert cli.main([]) == 2

@@ -1,0 +1,250 @@
+"""`jkv.generate` as a user meets it: results, statistics, invariance, compile counts, and every kind of bad input."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv import engine
+from jkv.generate import spread_policies
+
+PROMPTS = [[5, 1, 9], list(range(20)), [3, 7] * 16 + [1]]
+KNOBS = {"max_new_tokens": 48, "page_size": 4, "stop_ids": (), "progress": False}
+POLICY = jkv.r_kv(budget=24, interval=16, window=4)
+
+
+class Letters:
+    """A tokenizer of 26 letters and some spare ids."""
+
+    def encode(self, text):
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids, skip_special_tokens=False):
+        return "".join(chr(ord("a") + int(i)) for i in ids)
+
+
+@pytest.fixture(scope="module")
+def lettered(model):
+    return dataclasses.replace(model, tokenizer=Letters())
+
+
+def test_a_result_is_indexed_by_sample_prompt_major(model):
+    out = jkv.generate(model, PROMPTS[:2], sampling=jkv.Sampling(seed=1), n=2, **KNOBS)
+    assert out.tokens.shape == out.logprobs.shape == (4, 48)
+    assert out.tokens.dtype == np.int32
+    assert out.logprobs.dtype == np.float32
+    assert [len(p) for p in out.prompts] == [3, 3, 20, 20]
+    assert out.finish_reason == ["length"] * 4
+    assert (out.lengths == 48).all()
+    assert len({tuple(row) for row in out.tokens.tolist()}) == 4  # samples differ
+    assert out.stats.generated_tokens == 4 * 48
+    assert out.text is None
+    assert out.trace is None
+
+
+def test_statistics_are_counted_on_the_real_pool(model):
+    out = jkv.generate(model, PROMPTS[0], **KNOBS)
+    layers, heads, size = 2, 2, 8
+    page = 4 * (2 * size * 4 + 4)  # float32 keys and values, int32 positions
+    assert out.stats.peak_kv_bytes == layers * heads * -(-51 // 4) * page
+    assert out.stats.dense_kv_bytes == 51 * layers * heads * 2 * size * 4
+    assert 0 < out.stats.kv_bytes <= out.stats.peak_kv_bytes
+    assert out.stats.prefills == 1
+
+
+@pytest.mark.parametrize("policy", [jkv.full(), POLICY], ids=["full", "r_kv"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_rows_tokens_do_not_depend_on_the_other_rows(model, policy, temperature):
+    knobs = KNOBS | {"policy": policy, "sampling": jkv.Sampling(temperature, seed=5), "max_running": 4}
+    together = jkv.generate(model, PROMPTS, **knobs)
+    backwards = jkv.generate(model, PROMPTS[::-1], **knobs)
+    np.testing.assert_array_equal(together.tokens, backwards.tokens[::-1])
+    np.testing.assert_array_equal(together.logprobs, backwards.logprobs[::-1])
+    for i, prompt in enumerate(PROMPTS):
+        alone = jkv.generate(model, prompt, **knobs)
+        np.testing.assert_array_equal(alone.tokens[0], together.tokens[i])
+        if policy.is_bounded:  # the same table width, so the same program
+            np.testing.assert_array_equal(alone.logprobs[0], together.logprobs[i])
+        else:
+            np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], atol=1e-5)
+
+
+def test_a_batch_may_mix_policies_and_each_row_is_as_if_alone(model):
+    policies = [jkv.full(), POLICY, jkv.streaming_llm(budget=12, interval=16)]
+    knobs = KNOBS | {"max_running": 4}
+    mixed = jkv.generate(model, PROMPTS, policy=policies, **knobs)
+    for i, policy in enumerate(policies):
+        alone = jkv.generate(model, PROMPTS[i], policy=policy, **knobs)
+        np.testing.assert_array_equal(alone.tokens[0], mixed.tokens[i])
+
+
+def test_more_requests_than_rows_are_served_in_order(model):
+    many = [PROMPTS[i % 3] for i in range(7)]
+    sampling = jkv.Sampling(seed=2)
+    wide = jkv.generate(model, many, sampling=sampling, max_running=4, **KNOBS)
+    narrow = jkv.generate(model, many, sampling=sampling, max_running=2, **KNOBS)
+    np.testing.assert_array_equal(wide.tokens, narrow.tokens)
+    assert narrow.stats.peak_kv_bytes < wide.stats.peak_kv_bytes
+
+
+def test_a_small_pool_makes_requests_wait_and_changes_nothing_else(model):
+    wide = jkv.generate(model, PROMPTS, policy=POLICY, max_running=4, **KNOBS)
+    page = engine.page_bytes(model.params, 4)
+    tight = jkv.generate(model, PROMPTS, policy=POLICY, max_running=4, kv_memory=4 * 11 * page, **KNOBS)
+    np.testing.assert_array_equal(wide.tokens, tight.tokens)
+    assert tight.stats.peak_kv_bytes - 2 * 4 * 4 * 4 * 8 * 4 <= 4 * 11 * page  # the query ring comes on top
+
+
+def test_nothing_compiles_anew_for_other_prompts_lengths_budgets_or_weights(model):
+    knobs = KNOBS | {"max_running": 4, "sampling": jkv.Sampling(seed=0)}
+    policy = jkv.r_kv(budget=24, interval=16, window=4)
+    jkv.generate(model, PROMPTS, policy=policy, **knobs)
+    programs = (engine.decode_chunk, engine.prefill_chunk, engine.compress, engine.release)
+    before = [program._cache_size() for program in programs]
+    others = jkv.testing.tiny_model(seed=9)
+    for budget, prompts, temperature in [(20, PROMPTS[::-1], 0.7), (22, [[1, 2, 3, 4], [9] * 13], 0.0)]:
+        for weights in (model, others):
+            changed = jkv.r_kv(budget=budget, interval=16, window=4)
+            sampling = jkv.Sampling(temperature, seed=budget)
+            jkv.generate(weights, prompts, policy=changed, **knobs | {"sampling": sampling, "max_new_tokens": 40})
+    assert [program._cache_size() for program in programs] == before
+
+
+def test_the_same_seed_gives_the_same_tokens_and_none_draws_a_fresh_one(model):
+    draw = lambda seed: jkv.generate(model, PROMPTS[0], sampling=jkv.Sampling(seed=seed), **KNOBS)  # noqa: E731
+    np.testing.assert_array_equal(draw(4).tokens, draw(4).tokens)
+    first, second = draw(None), draw(None)
+    assert first.stats.seed != second.stats.seed
+    assert (first.tokens != second.tokens).any()
+    np.testing.assert_array_equal(draw(first.stats.seed).tokens, first.tokens)
+
+
+def test_equal_prompts_go_on_with_the_sample_index(model):
+    knobs = KNOBS | {"sampling": jkv.Sampling(seed=1), "max_running": 4}
+    grouped = jkv.generate(model, [PROMPTS[0], PROMPTS[1]], n=2, **knobs)
+    listed = jkv.generate(model, [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]], **knobs)
+    np.testing.assert_array_equal(grouped.tokens, listed.tokens)
+
+
+def test_a_stop_id_ends_a_row_and_is_kept(model):
+    knobs = KNOBS | {"max_running": 2}
+    full = jkv.generate(model, PROMPTS[:2], **knobs)
+    stop = int(full.tokens[0, 20])
+    out = jkv.generate(model, PROMPTS[:2], **knobs | {"stop_ids": (stop,)})
+    for i in range(2):
+        hits = np.flatnonzero(full.tokens[i] == stop)
+        length = hits[0] + 1 if len(hits) else 48
+        assert out.lengths[i] == length
+        assert out.finish_reason[i] == ("stop" if len(hits) else "length")
+        np.testing.assert_array_equal(out.tokens[i, :length], full.tokens[i, :length])
+        assert (out.tokens[i, length:] == 0).all()
+        assert (out.logprobs[i, length:] == 0).all()
+
+
+def test_the_models_own_end_tokens_finish_as_eos(model):
+    full = jkv.generate(model, PROMPTS[0], **KNOBS)
+    end = int(full.tokens[0, 10])
+    config = dataclasses.replace(model.config, end_ids=(end,))
+    ending = jkv.Model(model.params.replace(config=config))
+    knobs = KNOBS | {"stop_ids": None}
+    out = jkv.generate(ending, PROMPTS[0], **knobs)
+    assert out.finish_reason == ["eos"]
+    assert out.tokens[0, -1] == end
+    assert jkv.generate(ending, PROMPTS[0], **KNOBS).finish_reason == ["length"]  # stop_ids=() never stops
+
+
+def test_a_stop_string_cuts_exactly_where_it_appears(lettered):
+    knobs = KNOBS | {"sampling": jkv.Sampling(temperature=1.0, seed=3)}
+    full = jkv.generate(lettered, "hello", **knobs)
+    stop = full.text[0][20:22]
+    cut = full.text[0].index(stop)
+    out = jkv.generate(lettered, "hello", stop_strings=[stop], **knobs)
+    assert out.text[0] == full.text[0][:cut]
+    assert out.lengths[0] == cut + 2
+    assert out.finish_reason == ["stop"]
+
+
+def test_a_model_that_gives_nan_says_so_in_the_finish_reason(model):
+    overflowing = model.params.replace(final_norm=model.params.final_norm * jnp.float32(3e38))
+    out = jkv.generate(overflowing, PROMPTS[0], **KNOBS)
+    assert out.finish_reason == ["nan"]
+    assert out.lengths[0] == 1
+
+
+def test_bare_params_and_arrays_are_taken(model):
+    out = jkv.generate(model.params, np.array(PROMPTS[1]), **KNOBS)
+    np.testing.assert_array_equal(out.tokens, jkv.generate(model, [PROMPTS[1]], **KNOBS).tokens)
+
+
+def test_a_long_prompt_is_prefilled_in_pieces_like_in_one(model, monkeypatch):
+    prompt = np.random.default_rng(0).integers(0, 32, 70).tolist()
+    whole = jkv.generate(model, prompt, **KNOBS)
+    monkeypatch.setattr(engine, "PREFILL_SIZES", (16,))
+    pieces = jkv.generate(model, prompt, policy=jkv.r_kv(budget=500, interval=16), **KNOBS)
+    np.testing.assert_array_equal(whole.tokens, pieces.tokens)
+    np.testing.assert_allclose(whole.logprobs, pieces.logprobs, atol=1e-4)
+
+
+BAD_INPUT = {
+    "no prompt": ({"prompt": []}, "at least one prompt"),
+    "empty string": ({"prompt": ""}, "needs a model with a tokenizer|at least one token"),
+    "empty prompt": ({"prompt": [[1, 2], []]}, "prompt 1 is empty"),
+    "token out of range": ({"prompt": [1, 32]}, r"lie in \[0, 32\); prompt 0 holds 32"),
+    "negative token": ({"prompt": [1, -1]}, "prompt 0 holds -1"),
+    "fractional tokens": ({"prompt": [0.5, 1.5]}, "flat sequence of token ids"),
+    "text without tokenizer": ({"prompt": "hello"}, "needs a model with a tokenizer"),
+    "prompt beyond the limit": ({"prompt": [1] * 4096}, "must fit the model's 4096 positions; prompt 0 has 4096"),
+    "completion beyond the limit": ({"prompt": [1] * 4000, "max_new_tokens": 100}, "max_new_tokens is 100"),
+    "n below one": ({"n": 0}, "n must be at least 1; got 0"),
+    "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+    "no rows": ({"max_running": 0}, "max_running must be at least 1"),
+    "no page": ({"page_size": 0}, "page_size must be at least 1"),
+    "policies of another number": ({"policy": [jkv.full()] * 2}, "got 2 for 1 prompts"),
+    "a pool too small": ({"kv_memory": 1000}, "must hold the largest request: 51 slots = 13 pages of 4 for each of 4"),
+    "stop id out of range": ({"stop_ids": (99,)}, r"stop_ids must be token ids in \[0, 32\)"),
+    "stop string without tokenizer": ({"stop_strings": ["x"]}, "stop_strings need a model with a tokenizer"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
+    before = engine.decode_chunk._cache_size(), engine.prefill_chunk._cache_size()
+    arguments = KNOBS | {"prompt": PROMPTS[0]} | changes
+    with pytest.raises(ValueError, match=words):
+        jkv.generate(model, arguments.pop("prompt"), **arguments)
+    assert (engine.decode_chunk._cache_size(), engine.prefill_chunk._cache_size()) == before
+
+
+def test_a_policy_by_its_bare_name_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match=r"made by a recipe such as .*known: \['full', 'r_kv'"):
+        spread_policies("r_kv", 1)
+
+
+def test_weights_with_nan_are_refused_by_name(model):
+    layers = (model.params.layers[0].replace(up=model.params.layers[0].up.at[3, 4].set(jnp.nan)), model.params.layers[1])
+    with pytest.raises(ValueError, match=r"params.layers\[0\].up holds NaN"):
+        jkv.generate(model.params.replace(layers=layers), PROMPTS[0], **KNOBS)
+
+
+def test_a_protected_prompt_longer_than_the_budget_is_refused(model):
+    evict = dataclasses.replace(POLICY.evict, protect_prompt=True)
+    with pytest.raises(ValueError, match="prompt 0 has 33 tokens, the budget is 24 slots"):
+        jkv.generate(model, PROMPTS[2], policy=jkv.Policy("mine", 24, evict), **KNOBS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temperature": -1.0}, "temperature must be 0"),
+        ({"temperature": float("nan")}, "temperature must be 0"),
+        ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
+        ({"top_k": -1}, "top_k must be 0"),
+        ({"seed": -1}, "seed must lie in"),
+    ],
+    ids=["temperature", "nan", "top_p", "top_k", "seed"],
+)
+def test_sampling_settings_out_of_range_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        jkv.Sampling(**settings)

@@ -1,0 +1,43 @@
+"""No device program copies the pool on the CPU, where float32 is the type to use: 0.10.2 rewrites a bf16 pool in float32."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jkv.testing import TINY, assert_no_pool_copy, find_copies
+from tests import programs
+
+
+def shapes_on_the_cpu(window: int) -> programs.Shapes:
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    return programs.shapes_of(TINY, dtype=jnp.float32, page_size=16, window=window, sharding=sharding)
+
+
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_program_updates_the_pool_in_place(name):
+    trace, window = programs.PROGRAMS[name]
+    shapes = shapes_on_the_cpu(window)
+    assert_no_pool_copy(trace(shapes).lower().compile(), shapes.state.cache.pool)
+
+
+@pytest.mark.parametrize("name", ["undonated", "sliced-keys"])
+def test_planted_copy_is_found(name):
+    shapes = shapes_on_the_cpu(window=0)
+    compiled = programs.PLANTED[name](shapes).lower().compile()
+    with pytest.raises(AssertionError):
+        assert_no_pool_copy(compiled, shapes.state.cache.pool)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%copy.1 = bf16[9,2,8,128]{3,2,1,0:T(8,128)(2,1)} copy(%p)",
+        "%copy.2 = bf16[18,8,128]{2,1,0} copy(%bitcast)",
+        "ROOT %transpose.3 = f32[9,8,2,128]{3,2,1,0} transpose(%p), dimensions={0,2,1,3}",
+        "%convert.4 = f32[9,2,8,128]{3,2,1,0} convert(%p)",
+        "%copy-done.5 = bf16[9,2,8,128]{3,2,1,0} copy-done(%copy-start.5)",
+    ],
+    ids=["copy", "copy-of-merged-axes", "transpose", "convert", "asynchronous-copy"],
+)
+def test_find_copies_knows_each_form(line):
+    assert find_copies("%p = bf16[9,2,8,128]{3,2,1,0} parameter(0)\n  " + line, (9, 2, 8, 128)) == [line]

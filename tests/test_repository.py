@@ -1,0 +1,76 @@
+"""Format, lint, types, the README's snippets, and a wheel that works outside the tree: the checks that are not of code."""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command, **options):
+    """A command's output; the test fails with it when the command does."""
+    done = subprocess.run(command, capture_output=True, text=True, cwd=options.pop("cwd", ROOT), **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("check", [("format", "--check"), ("check",)], ids=["format", "lint"])
+def test_ruff_has_nothing_to_say(check):
+    run(sys.executable, "-m", "ruff", *check, ".")
+
+
+def test_types_are_consistent():
+    run(sys.executable, "-m", "mypy")
+
+
+def test_the_readmes_snippets_run_in_order(capsys):
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert len(snippets) >= 4
+    scope = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), scope)
+    assert "</think>" in capsys.readouterr().out
+
+
+def test_the_readmes_command_generates_with_a_compressed_cache(capsys):
+    import shlex
+
+    from jkv import cli
+
+    command = re.search(r"^\.venv/bin/jkv (generate .*)$", (ROOT / "README.md").read_text(), flags=re.MULTILINE)[1]
+    assert cli.main(shlex.split(command)) == 0
+    captured = capsys.readouterr()
+    assert "\\boxed{" in captured.out
+    assert int(re.search(r"(\d+) tokens evicted", captured.err)[1]) > 0
+
+
+def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 16e6
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    assert "jkv/assets/tiny-reasoner/model.safetensors" in names
+    assert not any(name.startswith("tests") for name in names)
+    code = (
+        "import jkv; assert 'site' in jkv.__file__; m = jkv.load('tiny-reasoner');"
+        "print(jkv.generate(m, 'b=3;c=7;d=b*c;?d', max_new_tokens=8, progress=False).text[0])"
+    )
+    out = run(sys.executable, "-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"})
+    assert out.startswith("<think>")
+
+
+def test_the_repository_names_no_path_of_a_machine():
+    tracked = run("git", "ls-files").splitlines()
+    pattern = re.compile(r"/(?:work|root|home|tmp)/\w")
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix in {".safetensors", ".npz", ".lock"} or not path.is_file() or path == Path(__file__):
+            continue
+        found = pattern.search(path.read_text(errors="ignore"))
+        assert not found, f"{name}: {found[0]}"
