@@ -101,9 +101,9 @@ def release(shapes: Shapes) -> Any:
 
 
 def fork(shapes: Shapes) -> Any:
-    """One row copied to all others."""
+    """One row copied to half of the others."""
     donated = jax.jit(pool.fork, donate_argnums=0)
-    return donated.trace(shapes.state.cache.pool, shapes.leaf(), shapes.leaf(NUM_ROWS - 1))
+    return donated.trace(shapes.state.cache.pool, shapes.leaf(), shapes.leaf(NUM_DUE))
 
 
 # Program -> (how to trace it, the queries it remembers). Only `full` and the like remember none; it never compacts.
@@ -125,26 +125,31 @@ def undonated_release(shapes: Shapes) -> Any:
 
 
 def sliced_keys(shapes: Shapes) -> Any:
-    """Planted: the keys of all pages cut out of the pool before some are read, as for a kernel that takes only keys."""
+    """Planted: the keys of all pages cut out of the pool before a loop reads some, as for a kernel that takes only keys."""
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def read(pages: Any, table: Any) -> Any:
-        key = jax.lax.optimization_barrier(pages.kv[:, 0])
-        return pages, key[table]
+    def read(pages: Any, page: Any) -> Any:
+        key = pages.kv[:, 0]
+        return pages, jax.lax.scan(lambda _, p: (None, key[p]), None, page)[1]
 
     return read.trace(shapes.state.cache.pool, shapes.leaf(NUM_ROWS))
 
 
 def sliced_index_append(shapes: Shapes) -> Any:
-    """Planted: keys and values written with a slice among the indices, for which XLA transposes the pool on a TPU."""
+    """Planted: steps that write with a slice among the indices, for which XLA transposes the pool on a TPU."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def write(pages: Any, page: Any, offset: Any, kv: Any) -> Any:
-        return pages.replace(kv=pages.kv.at[page, :, offset].set(kv))
+        def step(pool_kv: Any, new: Any) -> Any:
+            page, offset, kv = new
+            return pool_kv.at[page, :, offset].set(kv), None
+
+        return pages.replace(kv=jax.lax.scan(step, pages.kv, (page, offset, kv))[0])
 
     pages = shapes.state.cache.pool
-    kv = shapes.leaf(NUM_ROWS, 2, pages.kv.shape[-1], dtype=pages.kv.dtype)
-    return write.trace(pages, shapes.leaf(NUM_ROWS), shapes.leaf(NUM_ROWS), kv)
+    address = shapes.leaf(engine.MAX_CHUNK, NUM_ROWS)
+    kv = shapes.leaf(*address.shape, 2, pages.kv.shape[-1], dtype=pages.kv.dtype)
+    return write.trace(pages, address, address, kv)
 
 
 PLANTED = {"undonated": undonated_release, "sliced-keys": sliced_keys, "sliced-index-append": sliced_index_append}

@@ -68,6 +68,14 @@ def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14) -> Prob
     return Problem(tuple(definitions), asked)
 
 
+def draw_drill(rng: np.random.Generator, low: int, high: int) -> tuple[str, str]:
+    """Values of `low` to `high` variables, and the same values again in any order, three times as many, as steps state them."""
+    names = rng.permutation(list(string.ascii_lowercase))[: int(rng.integers(low, high + 1))]
+    pairs = [f"{name}={rng.integers(10)}" for name in names]
+    asked = rng.choice(pairs, 3 * len(pairs))
+    return ";".join(pairs) + ";", "".join(pair + str(rng.choice([" ", BREAK])) for pair in asked)
+
+
 def num_doubts(problem: Problem, rng: np.random.Generator | None = None) -> int:
     """How many verification passes the trace makes, 0 to 4."""
     derived = len(derivation(problem)[1])

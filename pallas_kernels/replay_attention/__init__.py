@@ -22,7 +22,7 @@ def replay_attention(
     """The attention output of every query over the columns it may read; differentiable, with O(T + C) extra memory.
 
     Column c holds the key and value at index `source[b, k, c]` (None: c itself), and the query at `position` q reads it when
-    `begin <= q < end`. Keys that no query may read may hold anything. A query that reads nothing gives zeros.
+    `begin <= q < end`. A column of an empty span (`begin >= end`) may hold anything. A query that reads nothing gives zeros.
     """
     run = choose("replay_attention", IMPLEMENTATIONS, implementation)
     return run(query, key, value, position, begin, end, source)

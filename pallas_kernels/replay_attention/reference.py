@@ -31,10 +31,11 @@ def replay_attention(
         is_visible_BKIC = (begin[:, :, None] <= when_B1I1) & (when_B1I1 < end[:, :, None])
         logits_BKGIC = logits_BKGIC * head_size**-0.5
         weight_BKGIC = jax.nn.softmax(logits_BKGIC, axis=-1, where=is_visible_BKIC[:, :, None])
-        out_BIKGH = jnp.einsum(
-            "bkgic,bkch->bikgh", weight_BKGIC.astype(value_BKCH.dtype), value_BKCH, preferred_element_type=jnp.float32
+        # Queries are moved to the front afterwards: XLA for CPU refuses the product that does it at once in bf16.
+        out_BKGIH = jnp.einsum(
+            "bkgic,bkch->bkgih", weight_BKGIC.astype(value_BKCH.dtype), value_BKCH, preferred_element_type=jnp.float32
         )
-        return out_BIKGH.reshape(query_BINH.shape).astype(query_BTNH.dtype)
+        return jnp.moveaxis(out_BKGIH, 3, 1).reshape(query_BINH.shape).astype(query_BTNH.dtype)
 
     if num_tokens <= BLOCK:
         return attend((query_BTNH, position))

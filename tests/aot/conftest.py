@@ -1,11 +1,22 @@
-"""Skips targets without a compiler, and says at the end which those were."""
+"""Compiles afresh, and says at the end for which targets nothing was compiled."""
+
+import jax
+import pytest
 
 from tests.aot import targets
+
+
+@pytest.fixture(autouse=True)
+def without_the_compilation_cache():
+    """Programs for an absent device can be written to JAX's persistent cache but not read back."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
 
 
 def pytest_terminal_summary(terminalreporter):
     missing = {name: reason for name in targets.TARGETS if (reason := targets.why_missing(name))}
     for name, reason in missing.items():
         terminalreporter.write_line(f"NOT COMPILED for {name}: {reason}", yellow=True)
-    if not missing:
-        terminalreporter.write_line(f"compiled for {', '.join(targets.TARGETS)}")
+    if len(missing) < len(targets.TARGETS):
+        terminalreporter.write_line(f"compiled for {', '.join(name for name in targets.TARGETS if name not in missing)}")

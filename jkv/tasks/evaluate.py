@@ -1,0 +1,95 @@
+"""How many held-out chains a model solves: `python -m jkv.tasks.evaluate` writes tiny-reasoner's accuracy down.
+
+Problems come from a seed that training never used; greedy decoding; the interval is Wilson's at 95 %.
+"""
+
+import argparse
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jkv import checkpoint
+from jkv.generate import generate
+from jkv.params import Model
+from jkv.policies import Policy, full
+from jkv.sampling import Sampling
+from jkv.tasks.chains import Problem, draw_problem, read_answer
+
+HELD_OUT_SEED = 1_000_003
+MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
+
+
+def held_out(count: int, seed: int = HELD_OUT_SEED) -> list[Problem]:
+    """Problems of 3 to 14 definitions, drawn as in training from another seed."""
+    rng = np.random.default_rng(seed)
+    return [draw_problem(rng) for _ in range(count)]
+
+
+def evaluate(model: Model, problems: list[Problem], policy: Policy | None = None, **options: Any) -> dict[str, Any]:
+    """Accuracy with its interval, lengths in tokens, and how the completions ended; `options` go to `generate`."""
+    policy = full() if policy is None else policy
+    prompts = [problem.prompt for problem in problems]
+    out = generate(model, prompts, policy=policy, sampling=Sampling(temperature=0.0), **options)
+    assert out.text is not None
+    right = [read_answer(text) == problem.answer for text, problem in zip(out.text, problems, strict=True)]
+    low, high = wilson(sum(right), len(right))
+    return {
+        "policy": repr(policy),
+        "problems": len(problems),
+        "right": sum(right),
+        "accuracy": sum(right) / len(right),
+        "low": low,
+        "high": high,
+        "mean_tokens": float(out.lengths.mean()),
+        "median_tokens": float(np.median(out.lengths)),
+        "max_tokens": int(out.lengths.max()),
+        "finished": {reason: out.finish_reason.count(reason) for reason in sorted(set(out.finish_reason))},
+    }
+
+
+def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
+    """The Wilson score interval of a share.
+
+    >>> tuple(round(x, 3) for x in wilson(95, 100))
+    (0.888, 0.978)
+    """
+    share, spread = right / total, z * z / total
+    centre = (share + spread / 2) / (1 + spread)
+    half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
+    return centre - half, centre + half
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The README's sentence."""
+    return (
+        f"Held-out accuracy with the full cache, greedy, {result['problems']} problems: **{result['accuracy']:.1%}** (95 % "
+        f"interval {result['low']:.1%} to {result['high']:.1%}), in {result['median_tokens']:.0f} tokens at the median and "
+        f"{result['max_tokens']} at most. Written by `python -m jkv.tasks.evaluate`."
+    )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-reasoner", help="a shipped model or a checkpoint folder")
+    parser.add_argument("--problems", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED)
+    parser.add_argument("--out", type=Path, help="write the result here, as JSON")
+    parser.add_argument("--readme", type=Path, help="write the result's sentence into this page, between its marks")
+    options = parser.parse_args()
+    result = evaluate(checkpoint.load(options.model), held_out(options.problems, options.seed))
+    print(json.dumps(result, indent=2))
+    if options.out:
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+    if options.readme:
+        page = options.readme.read_text()
+        between = re.compile(f"(?<={MARKS[0]}).*(?={MARKS[1]})", flags=re.DOTALL)
+        options.readme.write_text(between.sub(lambda _: f"\n{describe(result)}\n", page))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""`key_redundancy` against plain loops in float64."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as kernels
+
+KNOBS = ("threshold", "exempt", "exempt_first")
+key_redundancy = jax.jit(functools.partial(kernels.key_redundancy, implementation="reference"), static_argnames=KNOBS)
+DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+LENGTHS = {"ragged": [37, 20, 9], "empty_and_single_slot": [0, 1, 2], "longer_than_a_block": [131, 128, 129]}
+
+
+def random_case(lengths, dtype, num_slots=None, head_size=8, seed=0):
+    """Keys with groups of look-alikes, NaN where a slot is empty, and a recency in no order of the slots."""
+    rng = np.random.default_rng(seed)
+    num_slots = num_slots or max(lengths) + 2
+    key = rng.standard_normal((len(lengths), num_slots, head_size))
+    key[:, 3::4] = key[:, :1] + 0.3 * key[:, 3::4]
+    recency = np.stack([rng.permutation(3 * num_slots)[:num_slots] for _ in lengths])
+    is_filled = np.arange(num_slots) < np.asarray(lengths)[:, None]
+    for row in range(len(lengths)):  # empty slots in between as well
+        order = rng.permutation(num_slots)
+        is_filled[row] = is_filled[row][order]
+    key, recency = np.where(is_filled[..., None], key, np.nan), np.where(is_filled, recency, -1)
+    return jnp.asarray(key, dtype), jnp.asarray(recency, jnp.int32), jnp.asarray(is_filled)
+
+
+def by_hand(key, recency, is_filled, threshold, exempt, exempt_first):
+    """One row of the similarity matrix at a time, over the filled slots."""
+    key = np.asarray(key, np.float64)
+    mean = np.zeros(key.shape[:2])
+    for row in range(key.shape[0]):
+        filled = [int(s) for s in np.flatnonzero(is_filled[row])]
+        unit = {s: key[row, s] / (np.linalg.norm(key[row, s]) + 1e-8) for s in filled}
+        for i in filled:
+            similarity = {j: 0.0 if i == j else float(unit[i] @ unit[j]) for j in filled}
+            alike = sorted((j for j in filled if similarity[j] > threshold), key=lambda j: -recency[row, j])
+            for j in alike[:exempt] or ([0] if exempt_first else []):
+                similarity[j] = 0.0
+            for j in filled:
+                mean[row, j] += similarity[j] / len(filled)
+    return mean
+
+
+@DTYPES
+@pytest.mark.parametrize("exempt", [0, 1, 2], ids=["exempt0", "exempt1", "exempt2"])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_is_the_mean_similarity_without_each_rows_most_recent_look_alikes(lengths, exempt, dtype):
+    args = random_case(lengths, dtype)
+    result = key_redundancy(*args, exempt=exempt)
+    assert result.dtype == jnp.float32
+    # Whatever the keys' type, cosines are float32: the oracle on the rounded keys is met as closely.
+    np.testing.assert_allclose(result, by_hand(*args, 0.5, exempt, False), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.95], ids=["threshold0", "threshold0.3", "threshold0.95"])
+def test_only_entries_above_the_threshold_are_exempt(threshold):
+    args = random_case([30, 17], jnp.float32)
+    np.testing.assert_allclose(
+        key_redundancy(*args, threshold=threshold), by_hand(*args, threshold, 1, False), atol=2e-6, rtol=2e-5
+    )
+
+
+@pytest.mark.parametrize("exempt", [1, 2], ids=["exempt1", "exempt2"])
+def test_exempt_first_spares_slot_0_in_rows_without_a_look_alike(exempt):
+    key, recency, is_filled = random_case([30, 17, 12], jnp.float32)
+    args = (jnp.where(is_filled[..., None] | (jnp.arange(32) == 0)[:, None], key, jnp.nan), recency, is_filled)
+    args = (jnp.nan_to_num(args[0], nan=1.0), recency.at[:, 0].set(500), is_filled.at[:, 0].set(True))
+    knobs = (0.9, exempt, True)
+    result = key_redundancy(*args, threshold=0.9, exempt=exempt, exempt_first=True)
+    np.testing.assert_allclose(result, by_hand(*args, *knobs), atol=2e-6, rtol=2e-5)
+    assert abs(result - key_redundancy(*args, threshold=0.9, exempt=exempt))[:, 0].min() > 1e-3
+
+
+def test_the_newest_of_three_look_alikes_is_not_penalised_and_the_oldest_twice():
+    # Slots a, c, b of one group, with positions a < b < c, and one slot of another kind. Of the two others that each sees,
+    # the newer is exempt: a penalises b, b penalises a, c penalises a. Divided by the 4 filled slots; slot 4 is empty.
+    key = jnp.asarray([[[2.0, 0.0], [1.0, 0.0], [3.0, 0.0], [0.0, 1.0], [jnp.nan, jnp.nan]]])
+    recency = jnp.asarray([[10, 12, 11, 13, -1]], jnp.int32)
+    result = key_redundancy(key, recency, jnp.asarray([[True] * 4 + [False]]))
+    np.testing.assert_allclose(result, [[2 / 4, 0, 1 / 4, 0, 0]], atol=1e-6)
+
+
+def test_keys_of_length_zero_are_similar_to_nothing():
+    key, recency, is_filled = random_case([9, 9], jnp.float32)
+    key = key.at[0].set(0.0)
+    np.testing.assert_array_equal(key_redundancy(key, recency, is_filled)[0], 0.0)
+
+
+def test_no_array_is_as_large_as_slots_times_slots():
+    num_slots = 1024
+    key, recency, is_filled = random_case([1000], jnp.float32, num_slots=num_slots)
+    traced = key_redundancy.trace(key, recency, is_filled, exempt=2, exempt_first=True)
+    for text in (str(traced.jaxpr), traced.lower().compile().as_text()):
+        largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"\b[fbsipu]\w+\[([\d,]+)\]", text))
+        assert num_slots * 8 <= largest <= num_slots * num_slots // 4
