@@ -11,7 +11,8 @@
 # %% [markdown]
 # # First steps with jkv
 #
-# A reasoning model whose KV cache stays small while it thinks. On Colab, install it first from a checkout: `%pip install ./jkv`.
+# A reasoning model whose KV cache stays small while it thinks.
+# On Colab, install it first from a checkout: `%pip install ./jkv`.
 
 # %%
 import numpy as np

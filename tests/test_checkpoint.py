@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jkv import checkpoint
+from jkv import architectures, checkpoint
 from jkv.model import forward, unembed
 from jkv.params import ModelConfig, RopeScaling, weight_shapes
 from jkv.tasks import vocabulary
@@ -77,7 +77,7 @@ def random_params(config, seed=0, dtype=np.float32):
 
 def config_folder(folder, family="llama", **fields):
     """A folder with a config.json alone."""
-    names = {"architectures": [checkpoint.ARCHITECTURES[family]], "model_type": family}
+    names = {"architectures": [architectures.ARCHITECTURES[family]], "model_type": family}
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(names | TINY | fields))
     return folder
@@ -521,7 +521,7 @@ def test_saved_weights_are_restored_bit_for_bit(case, tmp_path):
 SHARDED = """
 import sys, jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
-from jkv import checkpoint
+from jkv import architectures, checkpoint
 
 golden, folder = sys.argv[1:]
 devices = np.array(jax.devices())

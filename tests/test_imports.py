@@ -12,7 +12,7 @@ LAYERS = [  # each may import those above it, and its own
     {"pallas_kernels"},
     {"jkv.params"},
     {"jkv.model", "jkv.pool", "jkv.sampling", "jkv.testing"},
-    {"jkv.attention", "jkv.policies"},
+    {"jkv.architectures", "jkv.attention", "jkv.policies"},
     {"jkv.checkpoint", "jkv.engine", "jkv.score"},
     {"jkv.generate"},
     {"jkv.cli", "jkv.tasks"},
