@@ -68,9 +68,9 @@ def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14) -> Prob
     return Problem(tuple(definitions), asked)
 
 
-def draw_drill(rng: np.random.Generator, low: int, high: int) -> tuple[str, str]:
-    """Values of `low` to `high` variables, and the same values again in any order, three times as many, as steps state them."""
-    names = rng.permutation(list(string.ascii_lowercase))[: int(rng.integers(low, high + 1))]
+def draw_drill(rng: np.random.Generator) -> tuple[str, str]:
+    """The values of 4 to 14 variables, and the same again in any order, three times as many, as steps state them."""
+    names = rng.permutation(list(string.ascii_lowercase))[: int(rng.integers(4, 15))]
     pairs = [f"{name}={rng.integers(10)}" for name in names]
     asked = rng.choice(pairs, 3 * len(pairs))
     return ";".join(pairs) + ";", "".join(pair + str(rng.choice([" ", BREAK])) for pair in asked)

@@ -33,8 +33,8 @@ class Stage:
     """A part of the curriculum: `steps` batches of `rows` packed rows of `length` tokens, problems of `low`..`high`.
 
     `max_doubts` cuts the verification passes, whose tokens are easy copies: fewer of them, more of each batch is reasoning.
-    A `drill` has no problems but `low`..`high` values to remember, asked for at random, which are its only targets: looking
-    up is what a small model learns last, and this way it learns it first.
+    A share `drills` of the sequences are no problems but values to remember, asked for at random, which are their only
+    targets: looking up is what a small model learns last, and this way it learns it first.
     """
 
     steps: int
@@ -43,7 +43,7 @@ class Stage:
     low: int
     high: int
     max_doubts: int = 4
-    drill: bool = False
+    drills: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,8 @@ def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int]) -> dict[str,
 
 def draw_example(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
     """One sequence of a stage, and which of its tokens are to be learnt."""
-    if stage.drill:
-        given, asked = (tokenizer.encode(text) for text in chains.draw_drill(rng, stage.low, stage.high))
+    if rng.random() < stage.drills:
+        given, asked = (tokenizer.encode(text) for text in chains.draw_drill(rng))
         digits = set(tokenizer.convert_tokens_to_ids(list(string.digits)))
         return given + asked, [False] * len(given) + [token in digits for token in asked]
     problem = chains.draw_problem(rng, stage.low, stage.high)
@@ -145,14 +145,19 @@ def is_matrix(params: Params) -> Params:
     return jax.tree.map(lambda leaf: leaf.ndim == 2, params)
 
 
-def init_to_look_up(config: ModelConfig, key: PRNGKeyArray) -> Params:
+def init_to_look_up(config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> Params:
     """Fresh weights that already lean towards looking things up, which random ones take most of a short training to find.
 
     Queries and keys of a group start equal, so that equal content attends to itself, and outputs start as transposed values,
     so that a head copies what it reads (mimetic initialisation, arXiv 2305.09828). In the first layer, query and key biases of
-    head 0 differ by a rotation of one position on the fastest channels: it starts as a previous-token head.
+    head 0 differ by a rotation of one position on the fastest channels: it starts as a previous-token head. Tokens of two
+    characters (`x=`, `x:`) start as the sum of their characters' embeddings.
     """
     params = init_params(config, key, scale=config.width**-0.5 / 2)
+    embedding = params.embedding
+    for letter, mark in ((letter, mark) for letter in vocabulary.LETTERS for mark in "=:"):
+        pair, *parts = tokenizer.convert_tokens_to_ids([letter + mark, letter, mark])
+        embedding = embedding.at[pair].set(embedding[jnp.asarray(parts)].sum(axis=0))
     group, size = config.group_size, config.head_size
 
     def lean(weights: LayerParams) -> LayerParams:
@@ -170,7 +175,7 @@ def init_to_look_up(config: ModelConfig, key: PRNGKeyArray) -> Params:
         key_bias=first.key_bias.at[:size].set(jnp.concatenate([fast, jnp.zeros_like(fast)])),
         query_bias=first.query_bias.at[:size].set(jnp.concatenate([fast * jnp.cos(angle), -fast * jnp.sin(angle)])),
     )
-    return params.replace(layers=(first, *others))
+    return params.replace(embedding=embedding, layers=(first, *others))
 
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnames=("params", "state"))
@@ -193,7 +198,7 @@ def train(config: TrainConfig, model_config: ModelConfig, folder: Path) -> Param
     """Runs or resumes a training run whose checkpoints lie in `folder`; returns the last weights."""
     tokenizer = vocabulary.make_tokenizer()
     optimizer = make_optimizer(config)
-    params = init_to_look_up(model_config, jax.random.key(config.seed))
+    params = init_to_look_up(model_config, tokenizer, jax.random.key(config.seed))
     state = optimizer.init(params)
     step, tokens, began = 0, 0, time.monotonic()
     with ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:

@@ -22,6 +22,11 @@ def attention_mass(
     The softmax runs over the candidates alone. `over_group="max"` takes the largest logit of the group's query heads before
     one softmax (R-KV's released rule); `"mean"` averages the heads' softmaxes. Rows of `is_query` that are False (a sequence
     shorter than the window) do not count; a row with no query or no candidate gives zeros.
+
+    Raises:
+      ValueError: an unknown `over_group` or implementation.
     """
+    if over_group not in ("max", "mean"):
+        raise ValueError(f"over_group must be 'max' or 'mean'; got {over_group!r}.")
     run = choose("attention_mass", IMPLEMENTATIONS, implementation)
     return run(query, key, is_candidate, is_query, over_group)

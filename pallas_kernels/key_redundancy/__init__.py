@@ -23,7 +23,8 @@ def key_redundancy(
     C[i, j] is the cosine of keys i and j, 0 on the diagonal. In each row i the `exempt` most recent (largest `recency`, which
     must be distinct and non-negative) of the entries above `threshold` become 0, so that the newest of a group of look-alikes
     is not held redundant (R-KV, arXiv 2505.24133, 3.3). The result is the mean of column s over the filled rows.
-    `exempt_first=True` zeroes slot 0 in rows with no entry above the threshold, as the authors' code happens to do.
+    `exempt_first=True` zeroes slot 0 in rows with no entry above the threshold, as the authors' code happens to do (with
+    `exempt` at least 1).
     Cost: S * S * H multiplications twice; memory linear in S.
     """
     run = choose("key_redundancy", IMPLEMENTATIONS, implementation)
