@@ -120,16 +120,17 @@ def compress(
     pool = cache.pool
     present = jnp.minimum(row, pool.num_rows - 1)
     num_seen = pool.logical_length[present]
-    scores, positions = [], []
-    for layer in range(pool.page_table.shape[0]):
+
+    # One layer after the other: left to itself, XLA gathers the keys of all layers at once on a GPU, half the pool's bytes.
+    def rate(_: None, layer: Int[Array, ""]) -> tuple[None, tuple[Float[Array, "R K S"], Int[Array, "R K S"]]]:
         key, value, position = pages.gather(pool, layer, present)
         query = None
         if cache.query_ring is not None and evict.window:
             query = last_queries(cache.query_ring, layer, present, num_seen, evict.window)
         view = CacheView(key, value, position, query, layer=layer, prompt_length=prompt_length)
-        scores.append(evict.rate(view))
-        positions.append(position)
-    score, position = jnp.stack(scores), jnp.stack(positions)
+        return None, (evict.rate(view), position)
+
+    _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
     slots = evict.choose(score, position, budget[None, :, None])
     state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
     return state, dropped_positions(position, slots) if is_traced else None

@@ -16,6 +16,7 @@ advanced indices.
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -189,10 +190,12 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     source = jnp.where(slots == EMPTY, TRASH, address(table, jnp.maximum(slots, 0)))
     is_moved = (slots != EMPTY) & jnp.repeat(is_written, page_size, axis=-1)
     target = jnp.where(is_moved, address(new_table, jnp.broadcast_to(slot, slots.shape)), TRASH)
-    kv = pool.kv
-    for layer in range(table.shape[0]):  # one layer's worth of temporary memory
-        rows = (table.shape[1] * table.shape[2], pool.max_slots)
-        kv = kernels.take_slots(kv, source[layer].reshape(rows), target[layer].reshape(rows))
+    rows = (table.shape[0], table.shape[1] * table.shape[2], pool.max_slots)
+
+    def move(kv: Float[Array, "P 2 page H"], layer: tuple[Array, Array]) -> tuple[Float[Array, "P 2 page H"], None]:
+        return kernels.take_slots(kv, *layer), None
+
+    kv, _ = jax.lax.scan(move, pool.kv, (source.reshape(rows), target.reshape(rows)))  # one layer's worth of temporary memory
     moved = pool.position[source // page_size, source % page_size]
     position = pool.position.at[target // page_size, target % page_size].set(moved)
 
@@ -240,7 +243,7 @@ def release(pool: Pool, row: Int[Array, " R"]) -> Pool:
 
 
 def gather(
-    pool: Pool, layer: int, row: Int[Array, " R"]
+    pool: Pool, layer: int | Int[Array, ""], row: Int[Array, " R"]
 ) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S H"], Int[Array, "R K S"]]:
     """A layer's keys, values and positions (EMPTY beyond the length) of some rows, slot by slot."""
     table = pool.page_table[layer, row]

@@ -28,7 +28,7 @@ class CacheView(NamedTuple):
     query: Float[Array, "B N W H"] | None = None
     mass: Float[Array, "B K S"] | None = None
     similarity: Float[Array, "B K S"] | None = None
-    layer: int | None = None
+    layer: int | Int[Array, ""] | None = None
     budget: Int[Array, "B K"] | None = None
     prompt_length: Int[Array, " B"] | None = None
 

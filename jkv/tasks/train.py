@@ -151,13 +151,13 @@ def init_to_look_up(config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> P
     Queries and keys of a group start equal, so that equal content attends to itself, and outputs start as transposed values,
     so that a head copies what it reads (mimetic initialisation, arXiv 2305.09828). In the first layer, query and key biases of
     head 0 differ by a rotation of one position on the fastest channels: it starts as a previous-token head. Tokens of two
-    characters (`x=`, `x:`) start as the sum of their characters' embeddings.
+    characters (`x=`, `x:`) start half-way to their letter's embedding.
     """
     params = init_params(config, key, scale=config.width**-0.5 / 2)
     embedding = params.embedding
-    for letter, mark in ((letter, mark) for letter in vocabulary.LETTERS for mark in "=:"):
-        pair, *parts = tokenizer.convert_tokens_to_ids([letter + mark, letter, mark])
-        embedding = embedding.at[pair].set(embedding[jnp.asarray(parts)].sum(axis=0))
+    for pair in vocabulary.PAIRS:
+        ids = jnp.asarray(tokenizer.convert_tokens_to_ids([pair, pair[0]]))
+        embedding = embedding.at[ids[0]].set(embedding[ids].sum(axis=0) * 2**-0.5)
     group, size = config.group_size, config.head_size
 
     def lean(weights: LayerParams) -> LayerParams:
