@@ -296,6 +296,8 @@ class Engine:
             self.rows[i] = Row(request, completion, len(request.prompt), needed)
             self._prefill(i, request.prompt)
             admitted.append(i)
+        if admitted:
+            self._note_peak(int(pages.held_pages(self.state.cache.pool)))
         self._compress([i for i in admitted if self.rows[i].is_due])
 
     def _prefill(self, i: int, prompt: np.ndarray) -> None:
@@ -360,11 +362,14 @@ class Engine:
             completion.finish_reason = "stop"
 
     def _count_bytes(self, held: int) -> None:
-        stats, config = self.stats, self.params.config
-        kv_bytes = held * self.page_bytes + self.ring_bytes
+        stats, kv_bytes = self.stats, held * self.page_bytes + self.ring_bytes
         stats.kv_bytes = (stats.kv_bytes * stats.chunks + kv_bytes) / (stats.chunks + 1)
         stats.chunks += 1
-        stats.peak_kv_bytes = max(stats.peak_kv_bytes, kv_bytes)
+        self._note_peak(held)
+
+    def _note_peak(self, held: int) -> None:
+        stats, config = self.stats, self.params.config
+        stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.ring_bytes)
         seen = sum(len(row.request.prompt) + row.generated for row in self.rows.values())
         itemsize = self.params.embedding.dtype.itemsize
         dense = seen * 2 * config.num_layers * config.num_kv_heads * config.head_size * itemsize
@@ -412,7 +417,9 @@ class Engine:
             row[: len(finished)] = finished
             self.state = release(self.state, jnp.asarray(row))
         for i in finished:
-            del self.rows[i]
+            ended = self.rows.pop(i)
+            if ended.completion.ends is not None:
+                ended.completion.ends = ended.completion.ends[..., : len(ended.request.prompt) + ended.generated]
 
 
 def key_of(request: Request) -> np.ndarray:

@@ -107,7 +107,8 @@ def log_distribution(
         kth = jnp.take_along_axis(sorted_logits, rank[..., None], axis=-1)
         kept = jnp.where(sorted_logits >= kth, sorted_logits, -jnp.inf)
         before = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1) - jax.nn.softmax(kept, axis=-1)
-        is_nucleus = (before < top_p[..., None]) & (kept > -jnp.inf)
+        share = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]  # a sum of probabilities may round to 1 before its end
+        is_nucleus = (before < share) & (kept > -jnp.inf)
         floor = jnp.min(jnp.where(is_nucleus, sorted_logits, jnp.inf), axis=-1, keepdims=True)
         floor = jnp.where(is_greedy[..., None], -jnp.inf, floor)
         scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)

@@ -44,6 +44,13 @@ def test_a_result_is_indexed_by_sample_prompt_major(model):
     assert out.trace is None
 
 
+def test_the_peak_counts_a_prompt_before_it_is_compressed(model):
+    prompt = [1, 2, 3] * 40
+    out = jkv.generate(model, prompt, policy=jkv.streaming_llm(budget=12, interval=16), **KNOBS)
+    assert out.stats.peak_kv_bytes == 2 * 2 * 30 * engine.page_bytes(model.params, 4)
+    assert out.stats.kv_bytes < out.stats.peak_kv_bytes / 3
+
+
 def test_statistics_are_counted_on_the_real_pool(model):
     out = jkv.generate(model, PROMPTS[0], **KNOBS)
     layers, heads, size = 2, 2, 8

@@ -38,6 +38,12 @@ def test_the_distribution_is_that_of_plain_sorting(temperature, top_p, top_k):
     np.testing.assert_allclose(got.sum(axis=-1), 1, atol=1e-6)
 
 
+def test_a_row_that_cuts_nothing_is_the_same_beside_one_that_does():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5000)) * 8, jnp.float32)
+    settings = jnp.ones(2), jnp.asarray([1.0, 0.5]), jnp.zeros(2, jnp.int32)
+    np.testing.assert_array_equal(log_distribution(logits, *settings, True)[0], log_distribution(logits, *settings, False)[0])
+
+
 def test_drawn_tokens_follow_the_distribution():
     count = 20_000
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (count, 6))

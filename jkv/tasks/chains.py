@@ -3,7 +3,7 @@ r"""Chains of arithmetic modulo 10, and the redundant reasoning that solves them
 A problem defines one-letter variables and asks for one, `b=3;c=7;d=b*c;?d`. Its trace thinks one step a paragraph, restates
 each formula and its operands' values (a look-up many steps back), verifies itself zero to four times, and boxes the answer:
 
-    <think>  b=3  c=7  d:b*c b=3 c=7 d=1  Wait  b=3  c=7  d:b*c b=3 c=7 d=1  </think>  \boxed{1}
+    <think>  b=3  c=7  d=b*c b=3 c=7 3*7=1 d=1  Wait  b=3  c=7  d=b*c b=3 c=7 d=1  </think>  \boxed{1}
 
 How often it doubts itself follows from the answer (modulo 5), with a floor that keeps traces above 100 tokens, so greedy
 traces end and differ in length; one trace in eight draws the number at random, and so does a model that samples.
@@ -68,12 +68,26 @@ def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14) -> Prob
     return Problem(tuple(definitions), asked)
 
 
-def draw_drill(rng: np.random.Generator) -> tuple[str, str]:
-    """The values of 4 to 14 variables, and the same again in any order, three times as many, as steps state them."""
+def draw_values(rng: np.random.Generator) -> tuple[str, str]:
+    """A drill: the values of 4 to 14 variables, and the same again in any order, three times as many, as steps state them."""
     names = rng.permutation(list(string.ascii_lowercase))[: int(rng.integers(4, 15))]
     pairs = [f"{name}={rng.integers(10)}" for name in names]
     asked = rng.choice(pairs, 3 * len(pairs))
     return ";".join(pairs) + ";", "".join(pair + str(rng.choice([" ", BREAK])) for pair in asked)
+
+
+def draw_steps(rng: np.random.Generator) -> tuple[str, str]:
+    """A drill: formulas of 4 to 14 variables, and their steps in any order, operands of any value."""
+    names = [str(name) for name in rng.permutation(list(string.ascii_lowercase))]
+    count = int(rng.integers(4, 15))
+    formulas = [
+        (name, str(rng.choice(list(OPERATIONS))), *map(str, rng.choice(names, 2, replace=False))) for name in names[:count]
+    ]
+    steps = [
+        write_step(*formulas[i], dict(zip(formulas[i][2:], rng.integers(10, size=2).tolist(), strict=True))) + BREAK
+        for i in rng.permutation(count)
+    ]
+    return "".join(f"{name}={left}{operator}{right};" for name, operator, left, right in formulas), "".join(steps)
 
 
 def num_doubts(problem: Problem, rng: np.random.Generator | None = None) -> int:
@@ -97,16 +111,28 @@ def write_trace(problem: Problem, doubts: int) -> str:
     values = problem.values
     leaves, derived = derivation(problem)
 
-    def step(definition: tuple[str, ...], is_swapped: bool) -> str:
-        name, operator, left, right = definition
-        first, second = (right, left) if is_swapped else (left, right)
-        return f"{name}:{left}{operator}{right} {first}={values[first]} {second}={values[second]} {name}={values[name]}"
-
     given = [f"{name}={value}" for name, value in leaves]
-    steps = [*given, *(step(d, False) for d in derived)]
+    steps = [*given, *(write_step(*definition, values) for definition in derived)]
     for i in range(doubts):
-        steps += [DOUBTS[i], *given, *(step(d, is_swapped=i % 2 == 1) for d in derived)]
+        steps += [DOUBTS[i], *given, *(write_check(*definition, values, is_swapped=i % 2 == 1) for definition in derived)]
     return BREAK.join(["<think>", *steps, "</think>", rf"\boxed{{{problem.answer}}}"])
+
+
+def write_step(name: str, operator: str, left: str, right: str, values: dict[str, int]) -> str:
+    """A step that finds a value: the formula, its operands' values, the sum, the result.
+
+    >>> write_step("d", "*", "b", "c", {"b": 3, "c": 7})
+    'd=b*c b=3 c=7 3*7=1 d=1'
+    """
+    first, second = values[left], values[right]
+    result = OPERATIONS[operator](first, second)
+    return f"{name}={left}{operator}{right} {left}={first} {right}={second} {first}{operator}{second}={result} {name}={result}"
+
+
+def write_check(name: str, operator: str, left: str, right: str, values: dict[str, int], is_swapped: bool) -> str:
+    """A step that verifies a value found before: the formula, its operands' values in either order, the value."""
+    first, second = (right, left) if is_swapped else (left, right)
+    return f"{name}={left}{operator}{right} {first}={values[first]} {second}={values[second]} {name}={values[name]}"
 
 
 def read_answer(text: str) -> int | None:

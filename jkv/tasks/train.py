@@ -27,14 +27,16 @@ from jkv import model as decoder
 from jkv.params import LayerParams, ModelConfig, Params, init_params
 from jkv.tasks import chains, vocabulary
 
+STEP_TOKENS = 20  # d= b * c _ b= 3 _ c= 7 _ 3 * 7 = 1 _ d= 1 and the blank line
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A part of the curriculum: `steps` batches of `rows` packed rows of `length` tokens, problems of `low`..`high`.
 
     `max_doubts` cuts the verification passes, whose tokens are easy copies: fewer of them, more of each batch is reasoning.
-    A share `drills` of the sequences are no problems but values to remember, asked for at random, which are their only
-    targets: looking up is what a small model learns last, and this way it learns it first.
+    A share `drills` of the sequences are no problems but drills of the two things that a small model learns last: `values`
+    to look up, asked for at random, or the formulas and results of `steps`. Only these are targets.
     """
 
     steps: int
@@ -44,6 +46,7 @@ class Stage:
     high: int
     max_doubts: int = 4
     drills: float = 0.0
+    drill: str = "values"  # or "steps"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,14 +94,22 @@ def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int]) -> dict[str,
 def draw_example(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
     """One sequence of a stage, and which of its tokens are to be learnt."""
     if rng.random() < stage.drills:
-        given, asked = (tokenizer.encode(text) for text in chains.draw_drill(rng))
-        digits = set(tokenizer.convert_tokens_to_ids(list(string.digits)))
-        return given + asked, [False] * len(given) + [token in digits for token in asked]
+        is_steps = stage.drill == "steps"
+        given, asked = (tokenizer.encode(text) for text in (chains.draw_steps(rng) if is_steps else chains.draw_values(rng)))
+        return given + asked, [False] * len(given) + drill_targets(tokenizer, asked, is_steps)
     problem = chains.draw_problem(rng, stage.low, stage.high)
     prompt = tokenizer.encode(problem.prompt)
     trace = tokenizer.encode(chains.write_trace(problem, min(chains.num_doubts(problem, rng), stage.max_doubts)))
     tokens = [*prompt, *trace, tokenizer.eos_token_id]
     return tokens, [i >= len(prompt) for i in range(len(tokens))]
+
+
+def drill_targets(tokenizer: Any, asked: list[int], is_steps: bool) -> list[bool]:
+    """Which tokens of a drill can be known: every digit of values; the formula, sum and result of steps."""
+    if is_steps:
+        return [i % STEP_TOKENS in (1, 2, 3, 11, 12, 13, 15, 18) for i in range(len(asked))]
+    digits = set(tokenizer.convert_tokens_to_ids(list(string.digits)))
+    return [token in digits for token in asked]
 
 
 def packed_attention(
@@ -150,8 +161,8 @@ def init_to_look_up(config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> P
 
     Queries and keys of a group start equal, so that equal content attends to itself, and outputs start as transposed values,
     so that a head copies what it reads (mimetic initialisation, arXiv 2305.09828). In the first layer, query and key biases of
-    head 0 differ by a rotation of one position on the fastest channels: it starts as a previous-token head. Tokens of two
-    characters (`x=`, `x:`) start half-way to their letter's embedding.
+    heads 0, 2 and 3 differ by a rotation of one, two and three positions on the fastest channels: they start as heads that
+    read the last three tokens. The tokens `x=` start half-way to their letter's embedding.
     """
     params = init_params(config, key, scale=config.width**-0.5 / 2)
     embedding = params.embedding
@@ -170,11 +181,14 @@ def init_to_look_up(config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> P
     first, *others = (lean(weights) for weights in params.layers)
     fast = 3.8 * (jnp.arange(size // 2) < 8)  # channel pairs whose angle grows fast enough to tell neighbours apart
     angle = decoder.rotary_frequency(config)
-    first = first.replace(
-        query=first.query.at[:, :size].multiply(0.1),
-        key_bias=first.key_bias.at[:size].set(jnp.concatenate([fast, jnp.zeros_like(fast)])),
-        query_bias=first.query_bias.at[:size].set(jnp.concatenate([fast * jnp.cos(angle), -fast * jnp.sin(angle)])),
-    )
+    key_bias = jnp.concatenate([fast, jnp.zeros_like(fast)])
+    fresh = params.layers[0]  # heads 2 and 3 do not copy as head 0 does, or what they read would blur what it reads
+    first = first.replace(out=first.out.at[2 * size :].set(fresh.out[2 * size :] * 0.3))
+    first = first.replace(key_bias=jnp.tile(key_bias, config.num_kv_heads))
+    for head, back in ((0, 1), (2, 2), (3, 3)):
+        span = slice(head * size, (head + 1) * size)
+        bias = jnp.concatenate([fast * jnp.cos(back * angle), -fast * jnp.sin(back * angle)])
+        first = first.replace(query=first.query.at[:, span].multiply(0.1), query_bias=first.query_bias.at[span].set(bias))
     return params.replace(embedding=embedding, layers=(first, *others))
 
 

@@ -1,5 +1,7 @@
 """The counting task: problems are right, traces redundant and of the promised lengths, batches what training needs."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -32,15 +34,15 @@ def test_a_trace_stops_at_the_asked_variable_and_verifies_itself():
         "<think>",
         "b=3",
         "c=7",
-        "d:b*c b=3 c=7 d=1",
+        "d=b*c b=3 c=7 3*7=1 d=1",
         "Wait",
         "b=3",
         "c=7",
-        "d:b*c b=3 c=7 d=1",
+        "d=b*c b=3 c=7 d=1",
         "Alternatively",
         "b=3",
         "c=7",
-        "d:b*c c=7 b=3 d=1",
+        "d=b*c c=7 b=3 d=1",
         "</think>",
         r"\boxed{1}",
     ]
@@ -54,8 +56,8 @@ def test_every_step_of_every_trace_is_true_by_python():
             known[name] = int(body[0]) if len(body) == 1 else eval(f"({known[body[1]]}{body[0]}{known[body[2]]}) % 10")
         text = write_trace(problem, num_doubts(problem))
         for step in text.split("\n\n"):
-            for stated in step.split(":")[-1].split(" "):
-                if len(stated) == 3 and stated[1] == "=":
+            for stated in step.split(" "):
+                if re.fullmatch("[a-z]=[0-9]", stated):
                     assert known[stated[0]] == int(stated[2])
         assert read_answer(text) == known[problem.asked]
 
@@ -94,7 +96,7 @@ def test_a_batch_is_packed_and_masks_the_prompts(tokenizer):
 
 
 def test_training_resumes_where_it_stopped_as_if_unbroken(tmp_path):
-    model = ModelConfig("qwen2", 112, 16, 1, 2, 1, 8, 16, 256, qkv_bias=True, tie_embeddings=True)
+    model = ModelConfig("qwen2", 96, 16, 1, 2, 1, 8, 16, 256, qkv_bias=True, tie_embeddings=True)
     stage = {"rows": 2, "length": 64, "low": 3, "high": 3}
 
     def config(steps):
