@@ -46,7 +46,7 @@ class Stage:
     high: int
     max_doubts: int = 4
     drills: float = 0.0
-    drill: str = "values"  # or "steps"
+    drill: str = "values"  # or "both": half of them steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,11 @@ class TrainConfig:
     weight_decay: float
     checkpoint_every: int
     stages: tuple[Stage, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Updates of the whole run."""
+        return sum(stage.steps for stage in self.stages)
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -94,7 +99,7 @@ def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int]) -> dict[str,
 def draw_example(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
     """One sequence of a stage, and which of its tokens are to be learnt."""
     if rng.random() < stage.drills:
-        is_steps = stage.drill == "steps"
+        is_steps = stage.drill == "both" and rng.random() < 0.5
         given, asked = (tokenizer.encode(text) for text in (chains.draw_steps(rng) if is_steps else chains.draw_values(rng)))
         return given + asked, [False] * len(given) + drill_targets(tokenizer, asked, is_steps)
     problem = chains.draw_problem(rng, stage.low, stage.high)
@@ -138,14 +143,13 @@ def loss(params: Params, batch: dict[str, Int[Array, "B T1"]]) -> tuple[Float[Ar
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """AdamW with clipped gradients; warm-up, plateau, linear decay to zero."""
-    total = sum(stage.steps for stage in config.stages)
     schedule = optax.join_schedules(
         [
             optax.linear_schedule(0.0, config.learning_rate, config.warm_up),
             optax.constant_schedule(config.learning_rate),
             optax.linear_schedule(config.learning_rate, 0.0, config.decay),
         ],
-        [config.warm_up, total - config.decay],
+        [config.warm_up, config.num_steps - config.decay],
     )
     adam = optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=config.weight_decay, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
@@ -235,7 +239,7 @@ def train(config: TrainConfig, model_config: ModelConfig, folder: Path) -> Param
                 }
                 rate = tokens / (time.monotonic() - began)
                 print(json.dumps(line | {"tokens": tokens, "tokens_per_second": round(rate)}), flush=True)
-            if (step + 1) % config.checkpoint_every == 0:
+            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.num_steps:
                 manager.save(step + 1, args=ocp.args.StandardSave({"params": params, "state": state}))
         manager.wait_until_finished()
     return params

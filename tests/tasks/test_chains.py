@@ -95,6 +95,29 @@ def test_a_batch_is_packed_and_masks_the_prompts(tokenizer):
     assert batch["position"][0][first].tolist() == list(range(first.sum()))
 
 
+def test_a_drill_asks_for_what_can_be_known_and_nothing_else(tokenizer):
+    given, asked = chains.draw_values(np.random.default_rng(0))
+    values = dict(pair.split("=") for pair in given.strip(";").split(";"))
+    assert all(values[pair[0]] == pair[2] for pair in asked.split())
+    ids = tokenizer.encode(asked)
+    learnt = [
+        tokenizer.decode([i]) for i, is_target in zip(ids, train.drill_targets(tokenizer, ids, False), strict=True) if is_target
+    ]
+    assert "".join(learnt) == "".join(pair[2] for pair in asked.split())
+
+    given, asked = chains.draw_steps(np.random.default_rng(0))
+    ids = tokenizer.encode(asked)
+    learnt = [
+        tokenizer.decode([i]) for i, is_target in zip(ids, train.drill_targets(tokenizer, ids, True), strict=True) if is_target
+    ]
+    steps = asked.strip().split("\n\n")
+    assert len(learnt) == 8 * len(steps)
+    for i, step in enumerate(steps):
+        formula, total, result = step.split(" ")[0], step.split(" ")[3], step.split(" ")[4]
+        assert formula in given.split(";")
+        assert "".join(learnt[8 * i : 8 * i + 8]) == formula[2:] + total.replace("=", "") + result[2:]
+
+
 def test_training_resumes_where_it_stopped_as_if_unbroken(tmp_path):
     model = ModelConfig("qwen2", 96, 16, 1, 2, 1, 8, 16, 256, qkv_bias=True, tie_embeddings=True)
     stage = {"rows": 2, "length": 64, "low": 3, "high": 3}
