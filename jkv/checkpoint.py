@@ -43,6 +43,7 @@ TENSORS = {  # field of Params or LayerParams -> tensor of the checkpoint, where
 FUSED = {r"[qkv]_proj": "qkv_proj", r"(gate|up)_proj": "gate_up_proj"}  # phi3: stacked by rows, in the order of LayerParams
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}  # of a safetensors header
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # everything they do is in tokenizer.json
 SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 AGAIN = "The file is damaged or incomplete (or a git-lfs pointer): download or copy it again."
 
@@ -147,10 +148,14 @@ def read_tokenizer(folder: Path, config: ModelConfig) -> Any:
     """The folder's tokenizer, checked against the vocabulary of the model; None where there is none."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    settings = folder / "tokenizer_config.json"
+    named = read_json(settings).get("tokenizer_class") if settings.is_file() else None
+    # AutoTokenizer would put the model family's own splitting in place of what a generic tokenizer.json says.
+    loader = PreTrainedTokenizerFast if named in GENERIC_TOKENIZERS else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exceptions
         raise ValueError(
             f"The tokenizer in {folder} must be readable without code of its own: {error}. Mend it, or remove "

@@ -297,17 +297,29 @@ def test_end_tokens_come_from_the_first_file_that_has_them(generation, config, t
 def test_the_tokenizer_of_another_model_is_refused_with_numbers(tmp_path):
     folder = config_folder(tmp_path, vocab_size=63)
     vocabulary.make_tokenizer().save_pretrained(folder)
-    with pytest.raises(ValueError, match="vocab_size=63 tokens, got 64"):
+    with pytest.raises(ValueError, match=f"vocab_size=63 tokens, got {vocabulary.SIZE}"):
         checkpoint.load(folder)
 
 
+def test_a_generic_tokenizer_splits_as_its_file_says_whatever_the_models_family(tmp_path):
+    tokenizer = vocabulary.make_tokenizer()
+    config = ModelConfig("qwen2", vocabulary.SIZE, 16, 1, 2, 1, 8, 16, 256, qkv_bias=True, tie_embeddings=True)
+    params = random_params(config)
+    checkpoint.export(params, tokenizer, tmp_path / "model")
+    loaded = checkpoint.load(tmp_path / "model").tokenizer
+    text = "b=3;c=7;?c<think>\n\nWait again"
+    assert loaded.encode(text) == tokenizer.encode(text)
+
+
 def test_a_tokenizer_whose_ids_have_gaps_is_measured_by_its_largest_id(tmp_path):
-    folder = config_folder(tmp_path, vocab_size=64)
-    vocabulary.make_tokenizer().save_pretrained(folder)
-    text = (folder / "tokenizer.json").read_text()
-    assert '"z": 53' in text
-    (folder / "tokenizer.json").write_text(text.replace('"z": 53', '"z": 64'))
-    with pytest.raises(ValueError, match="vocab_size=64 tokens, got 65"):
+    size = vocabulary.SIZE
+    folder = config_folder(tmp_path, vocab_size=size)
+    tokenizer = vocabulary.make_tokenizer()
+    tokenizer.save_pretrained(folder)
+    text, entry = (folder / "tokenizer.json").read_text(), f'"z": {tokenizer.convert_tokens_to_ids("z")},'
+    assert entry in text
+    (folder / "tokenizer.json").write_text(text.replace(entry, f'"z": {size},'))
+    with pytest.raises(ValueError, match=f"vocab_size={size} tokens, got {size + 1}"):
         checkpoint.load(folder)
 
 
