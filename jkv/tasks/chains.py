@@ -84,7 +84,7 @@ def draw_steps(rng: np.random.Generator) -> tuple[str, str]:
         (name, str(rng.choice(list(OPERATIONS))), *map(str, rng.choice(names, 2, replace=False))) for name in names[:count]
     ]
     steps = [
-        write_step(*formulas[i], dict(zip(formulas[i][2:], rng.integers(10, size=2).tolist(), strict=True))) + BREAK
+        write_step(formulas[i], dict(zip(formulas[i][2:], rng.integers(10, size=2).tolist(), strict=True))) + BREAK
         for i in rng.permutation(count)
     ]
     return "".join(f"{name}={left}{operator}{right};" for name, operator, left, right in formulas), "".join(steps)
@@ -112,25 +112,27 @@ def write_trace(problem: Problem, doubts: int) -> str:
     leaves, derived = derivation(problem)
 
     given = [f"{name}={value}" for name, value in leaves]
-    steps = [*given, *(write_step(*definition, values) for definition in derived)]
+    steps = [*given, *(write_step(definition, values) for definition in derived)]
     for i in range(doubts):
-        steps += [DOUBTS[i], *given, *(write_check(*definition, values, is_swapped=i % 2 == 1) for definition in derived)]
+        steps += [DOUBTS[i], *given, *(write_check(definition, values, is_swapped=i % 2 == 1) for definition in derived)]
     return BREAK.join(["<think>", *steps, "</think>", rf"\boxed{{{problem.answer}}}"])
 
 
-def write_step(name: str, operator: str, left: str, right: str, values: dict[str, int]) -> str:
+def write_step(definition: tuple[str, ...], values: dict[str, int]) -> str:
     """A step that finds a value: the formula, its operands' values, the sum, the result.
 
-    >>> write_step("d", "*", "b", "c", {"b": 3, "c": 7})
+    >>> write_step(("d", "*", "b", "c"), {"b": 3, "c": 7})
     'd=b*c b=3 c=7 3*7=1 d=1'
     """
+    name, operator, left, right = definition
     first, second = values[left], values[right]
     result = OPERATIONS[operator](first, second)
     return f"{name}={left}{operator}{right} {left}={first} {right}={second} {first}{operator}{second}={result} {name}={result}"
 
 
-def write_check(name: str, operator: str, left: str, right: str, values: dict[str, int], is_swapped: bool) -> str:
+def write_check(definition: tuple[str, ...], values: dict[str, int], is_swapped: bool) -> str:
     """A step that verifies a value found before: the formula, its operands' values in either order, the value."""
+    name, operator, left, right = definition
     first, second = (right, left) if is_swapped else (left, right)
     return f"{name}={left}{operator}{right} {first}={values[first]} {second}={values[second]} {name}={values[name]}"
 
