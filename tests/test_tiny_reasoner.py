@@ -52,7 +52,7 @@ def test_it_is_small_and_grouped(reasoner):
 
 def test_a_compressed_cache_replays_exactly_on_real_text(reasoner):
     prompts = [problem.prompt for problem in held_out(3, seed=6)]
-    policy = jkv.r_kv(budget=64, interval=16, window=4)
+    policy = jkv.r_kv(budget=128, interval=16, window=4)
     out = jkv.generate(reasoner, prompts, policy=policy, page_size=4, return_trace=True, progress=False)
     assert out.stats.evicted > 0
     difference = np.abs(np.asarray(jkv.score(reasoner, out, trace=out.trace).logprobs) - out.logprobs)
