@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.params import count_weights
 from jkv.tasks.chains import DOUBTS
 from jkv.tasks.evaluate import MARKS, describe, evaluate, held_out, wilson
 
@@ -48,6 +49,8 @@ def test_the_readme_says_what_was_recorded(recorded):
 def test_it_is_small_and_grouped(reasoner):
     assert reasoner.config.group_size == 2
     assert sum(file.stat().st_size for file in ASSET.iterdir()) < 16e6
+    page = (Path(__file__).parent.parent / "README.md").read_text()
+    assert f"{count_weights(reasoner.params) / 1e6:.1f} million weights" in page
 
 
 def test_a_compressed_cache_replays_exactly_on_real_text(reasoner):
