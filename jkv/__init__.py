@@ -14,9 +14,11 @@ A slot is an index in the cache, a position an index in the sequence, a token a 
 
 from jkv import testing
 from jkv.checkpoint import load
-from jkv.generate import Result, generate
+from jkv.engine import Engine
+from jkv.generate import generate
 from jkv.params import Model, ModelConfig, Params
 from jkv.policies import POLICIES, CacheView, Evict, Policy, full, r_kv, random, streaming_llm
+from jkv.results import Event, Result
 from jkv.sampling import Sampling
 from jkv.score import Trace, score
 
@@ -25,6 +27,8 @@ __version__ = "0.1.0"
 __all__ = [
     "POLICIES",
     "CacheView",
+    "Engine",
+    "Event",
     "Evict",
     "Model",
     "ModelConfig",

@@ -1,4 +1,4 @@
-"""The command line: `jkv generate` decodes one prompt or a file of them with any policy.
+"""The command line: `jkv generate` decodes one prompt or a file of them, `jkv eval` compares policies.
 
 Bad input ends with one line that says the rule, what was got and how to mend it, and exit status 2.
 """
@@ -7,6 +7,7 @@ import argparse
 import ast
 import json
 import sys
+import tomllib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ examples:
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e"
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --set interval=16 --set window=4
   jkv generate --file prompts.txt --policy streaming_llm --budget 128 --out completions.jsonl
+  jkv eval --config configs/experiments/tiny.toml --out results
   jkv policies
 """
 
@@ -61,6 +63,25 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--page-size", type=int, default=16, help="slots of a page (default 16)")
     generate.add_argument("--max-running", type=int, help="rows decoded together; default: up to 32")
     generate.add_argument("--out", metavar="FILE", help="write JSON lines, one a sample, here; - is standard output")
+    evaluate = commands.add_parser(
+        "eval",
+        help="compare policies and budgets on the same problems",
+        description="Accuracy, lengths and memory of policies and budgets on the same problems: a table, JSON and a picture.",
+        **looks,
+    )
+    evaluate.set_defaults(run=run_eval)
+    evaluate.add_argument("--config", type=Path, help="a TOML file with any of the options below and [settings.<policy>]")
+    evaluate.add_argument("--model", help="a shipped model, a checkpoint folder, or a hub name; default: tiny-reasoner")
+    evaluate.add_argument(
+        "--file", type=Path, help='JSON lines with "prompt" and "answer", compared with \\boxed{}; default: unseen chains'
+    )
+    evaluate.add_argument("--problems", type=int, help="how many; default: 200")
+    evaluate.add_argument("--policies", type=words, help="comma-separated; default: all; full always runs")
+    evaluate.add_argument("--budgets", type=words, help='slots, or shares of the mean length; default: "10%%,25%%,50%%"')
+    evaluate.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
+    evaluate.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
+    evaluate.add_argument("--page-size", type=int, help="slots of a page; default: 16")
+    evaluate.add_argument("--out", type=Path, help="a folder for the table, the JSON and the picture (needs matplotlib)")
     policies = commands.add_parser("policies", help="list the policies and their settings")
     policies.set_defaults(run=run_policies)
     return parser
@@ -111,6 +132,84 @@ def run_generate(options: argparse.Namespace) -> int:
     return 0
 
 
+EVAL_DEFAULTS: dict[str, Any] = {
+    "model": "tiny-reasoner",
+    "problems": 200,
+    "budgets": ["10%", "25%", "50%"],
+    "max_running": 32,
+    "page_size": 16,
+    "settings": {},
+    "file": None,
+    "max_new_tokens": None,
+}
+
+
+def run_eval(options: argparse.Namespace) -> int:
+    """Compares policies, printing each line of the table as it is known."""
+    from jkv import checkpoint
+    from jkv.bench import compare as bench
+    from jkv.policies import POLICIES
+
+    chosen = read_eval_settings(options, EVAL_DEFAULTS | {"policies": list(POLICIES)})
+    if options.out:
+        check_plotting()
+    model = checkpoint.load(str(chosen["model"]))
+    problems = read_problems(chosen["file"], chosen["problems"])
+    print(bench.table([]), flush=True)
+    outcomes = bench.compare(
+        model,
+        problems,
+        chosen["policies"],
+        chosen["budgets"],
+        chosen["settings"],
+        report=lambda line: print(line, flush=True),
+        max_new_tokens=chosen["max_new_tokens"],
+        max_running=chosen["max_running"],
+        page_size=chosen["page_size"],
+    )
+    if options.out:
+        about = {name: str(value) if isinstance(value, Path) else value for name, value in chosen.items()}
+        for path in bench.write(outcomes, options.out, Path(str(chosen["model"])).name, about):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def read_eval_settings(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Options of the command line before those of the file before the defaults."""
+    written = {} if options.config is None else tomllib.loads(options.config.read_text())
+    if unknown := sorted(set(written) - set(defaults)):
+        raise ValueError(f"{options.config} may set {', '.join(sorted(defaults))}; got {', '.join(unknown)}.")
+    given = {name: getattr(options, name, None) for name in defaults}
+    return defaults | written | {name: value for name, value in given.items() if value is not None}
+
+
+def read_problems(file: Path | None, count: int) -> list[Any]:
+    """Problems of a file, or unseen chains."""
+    from jkv.bench.compare import Problem
+    from jkv.tasks.evaluate import held_out
+
+    if count < 1:
+        raise ValueError(f"problems must be at least 1; got {count}.")
+    if file is None:
+        return [Problem(problem.prompt, str(problem.answer)) for problem in held_out(count)]
+    return [Problem(record["prompt"], str(record["answer"])) for record in read_records(Path(file), ("prompt", "answer"))][
+        :count
+    ]
+
+
+def check_plotting() -> None:
+    """Refuses to start what would fail at its end."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('--out draws a picture with matplotlib, which is not installed. Run: pip install "jkv[eval]".')
+
+
+def words(text: str) -> list[str]:
+    """The parts of a comma-separated list."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
     """The prompts of the command line or of a file."""
     if (prompt is None) == (file is None):
@@ -122,13 +221,22 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
         raise ValueError(f"{file} must hold at least one prompt, one a line; it is empty.")
     if file.suffix != ".jsonl":
         return lines
-    prompts = []
-    for number, line in enumerate(lines, 1):
+    return [record["prompt"] for record in read_records(file, ("prompt",))]
+
+
+def read_records(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines, which must have some fields."""
+    records = []
+    for number, line in enumerate((line for line in file.read_text().splitlines() if line.strip()), 1):
         try:
-            prompts.append(json.loads(line)["prompt"])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f'Each line of {file} must be a JSON object with a "prompt"; line {number} is not.') from error
-    return prompts
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict) or not all(field in record for field in fields):
+            wanted = " and ".join(f'"{field}"' for field in fields)
+            raise ValueError(f"Each line of {file} must be a JSON object with {wanted}; line {number} is not.")
+        records.append(record)
+    return records
 
 
 def read_settings(budget: int | None, pairs: Iterable[str]) -> dict[str, Any]:

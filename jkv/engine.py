@@ -1,436 +1,699 @@
 """The only loop: admit, decode a chunk, compress rows that are due, emit finished rows and free their pages.
 
-Every device program has a fixed shape, so nothing compiles anew for another prompt, length, budget or weights; the pool is
-donated from each to the next. The host sees the device once a chunk. Rules of time, in one place:
+Every device program has a fixed shape (`jkv.programs`) and the host sees the device once a chunk. Rules of time, in one place:
 - a step draws a token from the logits at hand, appends it and computes the next logits; `generated` counts these steps;
-- a row is due when its own `generated` is a multiple of its policy's interval and more than `budget` slots are filled, so
-  a row's compactions never depend on its neighbours. Chunks divide every interval, and rows are admitted between chunks;
-- a prompt longer than its budget is compressed once, after prefill;
-- a request reserves its largest number of pages at admission, so the pool never runs out under it.
+- a row is due when its own `generated` is a multiple of its policy's interval and more than `budget` slots are filled. A
+  chunk never steps over a row's multiple, and rows are admitted between chunks, so a row's compactions never depend on its
+  neighbours;
+- a prompt longer than its budget is compressed once, after prefill.
+
+Rules of memory, in one place; all are arithmetic on the host, so the pool never runs out under a running row:
+- a bounded sample claims at admission the most pages it will ever hold, and is never put aside;
+- an unbounded one claims what it holds after the next chunk. When the claims exceed the pool, the youngest is put aside: its
+  pages go to host memory, and come back bit for bit when there is room;
+- samples that start from the same prompt share one prefill: a prefix, which claims its own pages as long as anyone needs it.
+  Prefixes give way first: one that no running row reads is dropped (to host memory, if a sample put aside reads it);
+- samples are admitted in order, and nobody overtakes the first that waits. Alone, every sample fits, or it was refused.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
-import math
+import heapq
+import itertools
+import secrets
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
-from jkv import model as decoder
 from jkv import pool as pages
-from jkv import sampling
-from jkv.attention import NEVER, Cache, DecodeAttention, PrefillAttention, last_queries
-from jkv.params import Params
-from jkv.policies.base import CacheView, Evict, Policy
-from jkv.pool import EMPTY
-from jkv.sampling import Sampling, SamplingRows
+from jkv import programs
+from jkv.attention import NEVER, Cache
+from jkv.memory import check_fits, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
+from jkv.params import Model, Params
+from jkv.policies.base import Evict, Policy
+from jkv.pool import EMPTY, TRASH, num_pages_of
+from jkv.programs import Control, State
+from jkv.requests import Request, check_counts, encode_prompts, make_request, spread_policies
+from jkv.results import Completion, Event, Result, RunStats, make_result
+from jkv.samples import Aside, Pages, Prefix, Sample, Start
+from jkv.sampling import DRAWS, Sampling, SamplingRows, request_id, sample_key
+from jkv.text import StopFinder, TextStream, cut, num_certain
+from jkv.timing import COMPILING, clock
 
-MAX_CHUNK = 16  # decode steps a dispatch, at most
+CHUNKS = (16, 8, 4, 2, 1)  # decode steps a dispatch
 PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 COMPRESS_SIZES = (1, 4, 16, 64)  # rows of a compaction program
-
-
-class State(NamedTuple):
-    """Everything that lives on the device between programs; donated to each of them."""
-
-    cache: Cache
-    logits: Float[Array, "B V"]  # of each row's next token
-
-
-class Control(NamedTuple):
-    """What the host tells a chunk about each row."""
-
-    is_active: Bool[Array, " B"]
-    remaining: Int[Array, " B"]  # tokens until the row's limit
-    stop_ids: Int[Array, "B E"]  # padded with -1
-    sampling: SamplingRows
-
-
-class Emitted(NamedTuple):
-    """A chunk's tokens, for the host; steps of finished rows are not real."""
-
-    token: Int[Array, "steps B"]
-    log_prob: Float[Array, "steps B"]
-    is_real: Bool[Array, "steps B"]
-    held_pages: Int[Array, ""]
-
-
-@functools.partial(jax.jit, static_argnames=("num_steps", "truncates"), donate_argnames="state")
-def decode_chunk(params: Params, state: State, control: Control, num_steps: int, truncates: bool) -> tuple[State, Emitted]:
-    """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
-    row = jnp.arange(control.remaining.shape[0], dtype=jnp.int32)
-
-    def step(carry: tuple[State, Array, Array], _: None) -> tuple[tuple[State, Array, Array], tuple[Array, Array, Array]]:
-        (cache, logits), is_active, remaining = carry
-        position = cache.pool.logical_length
-        token, log_prob = sampling.draw(logits, control.sampling, position, truncates)
-        token = jnp.where(is_active, token, 0)
-        num_new = is_active.astype(jnp.int32)
-        pool, address = pages.reserve(cache.pool, row, num_new, 1)
-        attend = DecodeAttention(address, pool.length + num_new[None, :, None], position)
-        cache = cache._replace(pool=pool)
-        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache)
-        cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
-        logits = decoder.unembed(params, hidden[:, 0])
-        is_last = (token[:, None] == control.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
-        return (State(cache, logits), is_active & ~is_last, remaining - 1), (token, log_prob, is_active)
-
-    carry, (token, log_prob, is_real) = jax.lax.scan(
-        step, (state, control.is_active, control.remaining), None, length=num_steps
-    )
-    return carry[0], Emitted(token, log_prob, is_real, pages.held_pages(carry[0].cache.pool))
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def prefill_chunk(
-    params: Params, state: State, row: Int[Array, " 1"], token: Int[Array, "1 T"], num_new: Int[Array, " 1"]
-) -> State:
-    """Appends the first `num_new` of T prompt tokens to a row, and leaves the logits after the last of them."""
-    cache = state.cache
-    position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
-    pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
-    attend = PrefillAttention(address, row, position, num_new)
-    hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool))
-    cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
-    logits = decoder.unembed(params, hidden[:, num_new[0] - 1])
-    return State(cache, state.logits.at[row].set(logits))
-
-
-@functools.partial(jax.jit, static_argnames=("evict", "is_traced"), donate_argnames="state")
-def compress(
-    state: State,
-    row: Int[Array, " R"],
-    budget: Int[Array, " R"],
-    prompt_length: Int[Array, " R"],
-    evict: Evict,
-    is_traced: bool,
-) -> tuple[State, Int[Array, "L R K S"] | None]:
-    """Compacts rows to their budgets, and lists the positions dropped (EMPTY where a slot stays) when traced.
-
-    A row equal to the number of rows stands for none.
-    """
-    cache = state.cache
-    pool = cache.pool
-    present = jnp.minimum(row, pool.num_rows - 1)
-    num_seen = pool.logical_length[present]
-
-    # One layer after the other: left to itself, XLA gathers the keys of all layers at once on a GPU, half the pool's bytes.
-    def rate(_: None, layer: Int[Array, ""]) -> tuple[None, tuple[Float[Array, "R K S"], Int[Array, "R K S"]]]:
-        key, value, position = pages.gather(pool, layer, present)
-        query = None
-        if cache.query_ring is not None and evict.window:
-            query = last_queries(cache.query_ring, layer, present, num_seen, evict.window)
-        view = CacheView(key, value, position, query, layer=layer, prompt_length=prompt_length)
-        return None, (evict.rate(view), position)
-
-    _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
-    slots = evict.choose(score, position, budget[None, :, None])
-    state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
-    return state, dropped_positions(position, slots) if is_traced else None
-
-
-def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:
-    """The positions of the filled slots that are not in `slots`, EMPTY elsewhere."""
-    layer, row, head, _ = jnp.indices(slots.shape, dtype=jnp.int32, sparse=True)
-    place = jnp.where(slots == EMPTY, slots.shape[-1], slots)
-    is_kept = jnp.zeros(slots.shape, bool).at[layer, row, head, place].set(True, mode="drop")
-    return jnp.where(is_kept, EMPTY, position)
-
-
-@functools.partial(jax.jit, donate_argnames="state")
-def release(state: State, row: Int[Array, " B"]) -> State:
-    """Frees rows."""
-    return state._replace(cache=state.cache._replace(pool=pages.release(state.cache.pool, row)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One sample to generate; token ids, checked by whoever made it."""
-
-    prompt: np.ndarray
-    policy: Policy
-    sampling: Sampling
-    seed: int
-    max_new_tokens: int
-    stop_ids: tuple[int, ...]
-    sample: int = 0  # index among the samples of equal prompts
-    stop_at: Callable[[list[int]], int | None] | None = None  # tokens so far -> how many to keep, None to go on
-
-    @property
-    def max_slots(self) -> int:
-        """The most slots that a layer and KV head of this request ever fills."""
-        everything = len(self.prompt) + self.max_new_tokens
-        if self.policy.evict is None:
-            return everything
-        return min(everything, max(len(self.prompt), self.policy.slots + self.policy.evict.interval))
-
-
-@dataclasses.dataclass
-class Completion:
-    """What the engine made of a request."""
-
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    log_probs: list[float] = dataclasses.field(default_factory=list)
-    finish_reason: str = ""
-    compactions: int = 0
-    evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
-    ends: np.ndarray | None = None  # [L, K, T] int32, traced requests only: when each token's key was dropped, or NEVER
-
-
-@dataclasses.dataclass
-class Row:
-    """A running request, on the host."""
-
-    request: Request
-    completion: Completion
-    filled: int  # slots of the fullest layer and KV head
-    reserved_pages: int
-    generated: int = 0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the row is to be compressed now."""
-        return not self.completion.finish_reason and self.request.policy.is_due(self.generated, self.filled)
-
-
-@dataclasses.dataclass
-class RunStats:
-    """What a run held and how long it took, measured on the pool itself; bytes and seconds."""
-
-    kv_bytes: float = 0.0  # mean over decode chunks
-    peak_kv_bytes: int = 0
-    dense_kv_bytes: int = 0  # what full caches of the same rows would have held at their peak
-    decode_seconds: float = 0.0  # compaction included, compile time not
-    prefill_seconds: float = 0.0
-    compile_seconds: float = 0.0
-    chunks: int = 0
-    prefills: int = 0
+SWAP_PAGES = 512  # pages moved to or from host memory at once
+ORDERS = ("arrival", "longest")
 
 
 class Engine:
-    """Runs requests on `num_rows` rows over one pool of `num_pages` pages.
+    """Runs any number of requests on `max_running` rows over one pool, refilling rows as they finish.
+
+        engine = jkv.Engine(model, max_running=8, max_slots=1024)
+        ticket = engine.submit("b=3;c=7;d=b*c;?d", policy=jkv.r_kv(budget=128))
+        for event in engine.stream():
+            print(event.text, end="")
+        print(engine.result(ticket).text[0])
+
+    Args:
+      model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
+      max_running: rows decoded together.
+      max_slots: the most slots that a request may fill in a layer and KV head: prompt and completion, or, bounded, the
+        longer of prompt and budget + interval. It sizes the page tables; None takes the model's positions, at most 4,096.
+      page_size: slots of a page.
+      kv_memory: bytes of the pool; "auto" takes what the device has free; None takes what full rows need.
+      num_pages: pages of the pool, in place of bytes.
+      window: last queries kept for policies that score by them: at least the largest `window` of the policies to come.
+      chunk: decode steps between two looks of the host, at most: 16, 8, 4, 2 or 1.
+      order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
+      max_stop_ids: the most stop ids of a request.
+      return_trace: whether results carry attention columns for `jkv.score`.
+      poison: for tests: freed pages become NaN.
 
     Attributes:
       stats: a `RunStats` of everything run so far.
+
+    Raises:
+      ValueError: a setting out of its range.
     """
 
     def __init__(
         self,
-        params: Params,
+        model_or_params: Model | Params,
         *,
-        num_rows: int,
-        num_pages: int,
-        max_pages: int,
-        page_size: int,
-        window: int = 0,
-        max_stop_ids: int = 1,
-        chunk: int = MAX_CHUNK,
-        truncates: bool = False,
-        is_traced: bool = False,
+        max_running: int = 8,
+        max_slots: int | None = None,
+        page_size: int = 16,
+        kv_memory: int | str | None = None,
+        num_pages: int | None = None,
+        window: int = 8,
+        chunk: int = CHUNKS[0],
+        order: str = "arrival",
+        max_stop_ids: int = 8,
+        return_trace: bool = False,
         poison: bool = False,
     ) -> None:
-        config = params.config
-        self.params = params
-        self.num_pages, self.chunk, self.truncates, self.is_traced = num_pages, chunk, truncates, is_traced
-        self.max_stop_ids = max_stop_ids
-        dtype = params.embedding.dtype
+        check_counts(max_running=max_running, max_slots=max_slots, page_size=page_size, num_pages=num_pages)
+        if chunk not in CHUNKS:
+            raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {chunk}.")
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}; got {order!r}.")
+        self.model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
+        self.params, config = self.model.params, self.model.config
+        max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
+        self.max_running, self.max_slots, self.page_size = max_running, max_slots, page_size
+        self.window, self.chunk, self.order, self.max_stop_ids = window, chunk, order, max_stop_ids
+        self.is_traced = return_trace
+        self.num_heads = num_layer_heads(self.params)
+        self.num_pages = num_pool_pages(
+            self.params, max_running, max_slots, page_size=page_size, kv_memory=kv_memory, num_pages=num_pages
+        )
+        dtype = self.params.embedding.dtype
         pool = pages.create(
             num_layers=config.num_layers,
-            num_rows=num_rows,
+            num_rows=max_running,
             num_kv_heads=config.num_kv_heads,
             head_size=config.head_size,
-            num_pages=num_pages,
-            max_pages=max_pages,
+            num_pages=self.num_pages,
+            max_pages=num_pages_of(max_slots, page_size),
             page_size=page_size,
             dtype=dtype,
             poison=poison,
         )
-        ring_shape = (config.num_layers, num_rows, window, config.num_query_heads, config.head_size)
+        ring_shape = (config.num_layers, max_running, window, config.num_query_heads, config.head_size)
         ring = jnp.zeros(ring_shape, dtype) if window else None
-        self.state = State(Cache(pool, ring), jnp.zeros((num_rows, config.vocab_size), jnp.float32))
-        self.num_rows = num_rows
-        self.rows: dict[int, Row] = {}  # by batch row
-        self.queue: collections.deque[tuple[int, Request]] = collections.deque()
-        self.stats = RunStats()
-        self.page_bytes = page_bytes(params, page_size)
+        self.state = State(Cache(pool, ring), jnp.zeros((max_running, config.vocab_size), jnp.float32))
         self.ring_bytes = 0 if ring is None else ring.nbytes
+        self.page_bytes = page_bytes(self.params, page_size)
+        self.stats = RunStats()
+        self.draws = DRAWS[0]  # the most demanding so far: going back would compile, and save nothing that was not paid
+        self.running: dict[int, Sample] = {}  # by batch row
+        self.waiting: list[tuple[tuple[int, int], Sample]] = []  # a heap
+        self.prefixes: dict[Any, Prefix] = {}
+        self.tickets: dict[int, list[Sample]] = {}
+        self._serial = itertools.count()
+        self._events: list[Event] = []
+        self._tells_text = False
 
-    def run(self, requests: Sequence[Request], on_tokens: Callable[[int], None] | None = None) -> list[Completion]:
-        """Generates every request, in their order; `on_tokens` hears how many tokens each chunk made."""
-        completions = [Completion() for _ in requests]
-        self.queue.extend(enumerate(requests))
-        with timed_compiles() as compiled:
-            while self.queue or self.rows:
-                self._admit(completions)
-                made = self._decode()
-                self._compress([i for i, row in self.rows.items() if row.is_due])
-                self._emit()
-                if on_tokens:
-                    on_tokens(made)
-        self.stats.compile_seconds += compiled()
-        return completions
+    # What a caller does.
 
-    def _admit(self, completions: list[Completion]) -> None:
-        """Fills free rows from the queue, in order, as long as their pages can be reserved."""
-        config, page_size = self.params.config, self.state.cache.pool.page_size
+    def submit(
+        self,
+        prompt: Any,
+        policy: Policy | None = None,
+        sampling: Sampling | None = None,
+        max_new_tokens: int | None = None,
+        n: int = 1,
+        stop_ids: Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
+        on_tokens: Callable[[Event], None] | None = None,
+        request: int | None = None,
+        first_sample: int = 0,
+    ) -> int:
+        """Queues `n` samples of one prompt and returns the ticket that stands for them.
+
+        Arguments are those of `jkv.generate`. `on_tokens` hears an `Event` for each sample and chunk; if it raises, the
+        request ends with the reason "error" and the others go on. `request` (a number below 2**32) stands for the prompt in
+        the random keys; None takes a hash of its tokens. Equal prompts of different calls draw equal tokens, unless `request`
+        or `first_sample`, the index of the first of the `n`, tells them apart.
+
+        Raises:
+          ValueError: a request that this engine can never serve, with the arithmetic; nothing else is affected.
+        """
+        check_counts(n=n, max_new_tokens=max_new_tokens)
+        prompts = encode_prompts(self.model, prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
+        if request is not None and not 0 <= request < 2**32:
+            raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {request}.")
+        settings = Sampling(temperature=0.0) if sampling is None else sampling
+        seed = secrets.randbits(32) if settings.seed is None else settings.seed
+        requests = [
+            make_request(
+                self.model,
+                prompts[0],
+                policy=spread_policies(policy, 1)[0],
+                sampling=settings,
+                seed=seed,
+                identity=request_id(prompts[0]) if request is None else request,
+                sample=sample,
+                max_new_tokens=max_new_tokens,
+                stop_ids=stop_ids,
+                stop_strings=stop_strings,
+            )
+            for sample in range(first_sample, first_sample + n)
+        ]
+        return self.submit_requests(requests, on_tokens)
+
+    def submit_requests(
+        self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None, ticket: int | None = None
+    ) -> int:
+        """Queues checked requests that share a ticket."""
+        for request in requests:
+            self._check(request)
+        ticket = next(self._serial) if ticket is None else ticket
+        samples = [self._make_sample(ticket, request, on_tokens) for request in requests]
+        self.tickets.setdefault(ticket, []).extend(samples)
+        return ticket
+
+    def cancel(self, ticket: int) -> None:
+        """Ends a request's unfinished samples; they keep the tokens they have. Rows and pages are free at the next step.
+
+        Raises:
+          ValueError: an unknown ticket.
+        """
+        for sample in self._samples_of(ticket):
+            if not sample.is_finished:
+                self._finish(sample, "cancelled")
+                self._tell(sample, [], [])
+
+    def step(self) -> list[Event]:
+        """One turn of the loop; what happened since the last one, by sample."""
+        compiled = COMPILING.seconds
+        with clock(self.stats, "seconds"):
+            self._free_finished()
+            self._admit()
+            self._make_room()
+            if self.running:
+                self._decode()
+                self._compress([i for i, sample in self.running.items() if sample.is_due])
+            self._free_finished()
+        self.stats.compile_seconds += COMPILING.seconds - compiled
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing left to do."""
+        return not self.running and not self.waiting and not self._events
+
+    def stream(self) -> Iterator[Event]:
+        """Every event until all requests are finished; more may be submitted, and any cancelled, meanwhile."""
+        self._tells_text = True
+        while not self.is_idle:
+            yield from self.step()
+
+    def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
+        """Finishes everything. Ctrl-C finishes what is there as "cancelled" and returns; a second one interrupts at once."""
+        with deferred_interrupt() as is_interrupted:
+            while not self.is_idle:
+                events = self.step()
+                if on_events:
+                    on_events(events)
+                if is_interrupted():
+                    for ticket in self.tickets:
+                        self.cancel(ticket)
+
+    def result(self, ticket: int) -> Result:
+        """A finished request's result, which the engine then forgets; its `stats` but for the tokens are the engine's so far.
+
+        Raises:
+          ValueError: an unknown ticket, or one that is not finished.
+        """
+        samples = self._samples_of(ticket)
+        if not all(sample.is_finished for sample in samples):
+            raise ValueError(f"result takes a finished request; {ticket} still runs. Call run() or stream() first.")
+        del self.tickets[ticket]
+        return make_result(self.model, samples, self.stats, self.is_traced)
+
+    # Samples.
+
+    def _check(self, request: Request) -> None:
+        """Refuses what this engine cannot serve."""
+        check_fits(self.params, request, max_slots=self.max_slots, num_pages=self.num_pages, page_size=self.page_size)
+        evict = request.policy.evict
+        if evict and evict.window > self.window:
+            raise ValueError(
+                f"{request.policy.name} looks at the last {evict.window} queries; this engine keeps {self.window}. Build it "
+                f"with window={evict.window}."
+            )
+        if len(request.stop_ids) > self.max_stop_ids:
+            raise ValueError(
+                f"This engine takes at most {self.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. Build it with "
+                f"max_stop_ids={len(request.stop_ids)}."
+            )
+
+    def _samples_of(self, ticket: int) -> list[Sample]:
+        if ticket not in self.tickets:
+            raise ValueError(f"No request has the ticket {ticket}: it was never given, or its result was already taken.")
+        return self.tickets[ticket]
+
+    def _make_sample(self, ticket: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
+        tokenizer = self.model.tokenizer
+        serial = next(self._serial)
+        prefix = self.prefixes.setdefault(request.prefix, Prefix())
+        sample = Sample(
+            ticket,
+            request,
+            Completion(),
+            priority=(-(len(request.prompt) + request.max_new_tokens) if self.order == "longest" else 0, serial),
+            prefix=prefix,
+            on_tokens=on_tokens,
+            stops=StopFinder(tokenizer.decode, request.stop_strings) if request.stop_strings else None,
+            submitted=time.perf_counter(),
+        )
+        prefix.samples.add(sample)
+        heapq.heappush(self.waiting, (sample.priority, sample))
+        return sample
+
+    def _finish(self, sample: Sample, reason: str) -> None:
+        """Ends a sample wherever it is; its row, if any, is freed with the others."""
+        completion = sample.completion
+        completion.finish_reason = reason
+        completion.seconds = time.perf_counter() - sample.submitted
+        sample.aside = None
+        if self.is_traced:
+            seen = len(sample.request.prompt) + sample.generated
+            whole = self._new_ends(seen) if completion.ends is None else completion.ends
+            completion.ends = whole[..., :seen]
+        if not sample.is_running:
+            self._let_go(sample)
+
+    def _tell(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
+        """Makes an event of what is new, for the caller of `step` and the request's callback."""
+        completion, text = sample.completion, None
+        if self.model.tokenizer is not None and (self._tells_text or sample.on_tokens):
+            text = self._new_text(sample)
+        event = Event(sample.ticket, sample.request.sample, tokens, log_probs, text, completion.finish_reason)
+        self._events.append(event)
+        if sample.on_tokens is None:
+            return
+        try:
+            sample.on_tokens(event)
+        except Exception as error:
+            for other in self.tickets.get(sample.ticket, []):
+                other.on_tokens = None
+                if not other.is_finished:
+                    other.completion.error = error
+                    self._finish(other, "error")
+                    self._tell(other, [], [])
+
+    def _new_text(self, sample: Sample) -> str:
+        """The text that no event has told yet and that no stop string can take back."""
+        if sample.text is None:
+            sample.text = TextStream(functools.partial(self.model.tokenizer.decode, skip_special_tokens=True))
+        sample.text.push(sample.completion.tokens[sample.num_told_tokens :])
+        sample.num_told_tokens = len(sample.completion.tokens)
+        text, stops = sample.text.text, sample.request.stop_strings
+        text = cut(text, stops) if sample.is_finished else text[: num_certain(text, stops)]
+        told, sample.num_told = sample.num_told, max(sample.num_told, len(text))
+        return text[told:]
+
+    # Memory: claims, prefixes, room. All on the host.
+
+    def _pages(self, num_slots: int) -> int:
+        return num_row_pages(self.params, num_slots, self.page_size)
+
+    def _claim(self, sample: Sample, shares: bool) -> int:
+        """Pages that a sample in a row may hold until the next look, those of its prefix not counted."""
+        if sample.request.policy.is_bounded:
+            return self._pages(sample.request.held_slots)
+        slots = sample.filled + min(self.chunk, sample.remaining)
+        return self._pages(slots) - (self._pages(sample.prefix.filled // self.page_size * self.page_size) if shares else 0)
+
+    def _claimed(self) -> int:
+        """Pages spoken for."""
+        rows = sum(self._claim(sample, sample.shares) for sample in self.running.values())
+        return rows + sum(self._pages(prefix.filled) for prefix in self.prefixes.values() if prefix.is_held)
+
+    def _find_room(self, sample: Sample) -> bool:
+        """Whether a waiting sample fits now, giving up prefixes that no row reads; settles whether it shares its own."""
+        prefix, request = sample.prefix, sample.request
+        sample.filled = sample.filled or request.first_slots
+        if sample.aside is None:
+            may_share = prefix.is_held or sum(other.is_fresh for other in prefix.samples) > 1
+        else:
+            may_share = prefix.is_held and bool(sample.aside.is_shared.any())
+        for shares in (True, False) if may_share else (False,):
+            needed = self._claim(sample, shares)
+            if shares and not prefix.is_held:
+                prefix.filled = request.first_slots
+                needed += self._pages(prefix.filled)
+            if sample.aside is None and not (shares and prefix.is_held):  # the whole prompt, until it is compressed
+                needed = max(needed, self._pages(len(request.prompt)))
+            while self._claimed() + needed > self.num_pages:
+                idle = [one for one in self.prefixes.values() if one.is_idle and not (shares and one is prefix)]
+                if not idle:
+                    break
+                self._give_up(idle[0])
+            if self._claimed() + needed <= self.num_pages:
+                sample.shares = shares
+                prefix.is_held |= shares
+                return True
+        return False
+
+    def _make_room(self) -> None:
+        """Puts the youngest unbounded samples aside until the next chunk fits the pool."""
+        while self._claimed() > self.num_pages:
+            idle = next((prefix for prefix in self.prefixes.values() if prefix.is_idle), None)
+            if idle is not None:
+                self._give_up(idle)
+                continue
+            unbounded = [i for i, sample in self.running.items() if not sample.request.policy.is_bounded]
+            self._put_aside(max(unbounded, key=lambda i: self.running[i].priority))
+
+    def _give_up(self, prefix: Prefix) -> None:
+        """Frees a prefix that no row reads, and keeps it in host memory for samples put aside that do."""
+        assert prefix.start is not None
+        table = prefix.start.page_table
+        if prefix.aside is None and any(sample.aside for sample in prefix.samples):
+            prefix.aside = self._read(table, table != TRASH)
+        self.state = programs.drop(self.state, prefix.start.snapshot.seat)
+        prefix.start, prefix.is_held = None, False
+
+    def _let_go(self, sample: Sample) -> None:
+        """A sample no longer needs its prefix; the last one frees it."""
+        prefix = sample.prefix
+        prefix.samples.discard(sample)
+        if prefix.is_held and not prefix.is_needed:
+            self._give_up(prefix)
+        if not prefix.samples:
+            self.prefixes.pop(sample.request.prefix, None)
+
+    # Rows.
+
+    def _admit(self) -> None:
+        """Fills free rows with those who wait, in their order, as long as there is room."""
+        free = [i for i in range(self.max_running) if i not in self.running]
         admitted = []
-        free = [i for i in range(self.num_rows) if i not in self.rows]
-        while free and self.queue:
-            index, request = self.queue[0]
-            needed = num_reserved_pages(self.params, request.max_slots, page_size)
-            if sum(row.reserved_pages for row in self.rows.values()) + needed > self.num_pages:
-                break
-            i = free.pop(0)
-            self.queue.popleft()
-            completion = completions[index]
-            if self.is_traced:
-                shape = (config.num_layers, config.num_kv_heads, len(request.prompt) + request.max_new_tokens)
-                completion.ends = np.full(shape, NEVER, np.int32)
-            self.rows[i] = Row(request, completion, len(request.prompt), needed)
-            self._prefill(i, request.prompt)
-            admitted.append(i)
-        if admitted:
-            self._note_peak(int(pages.held_pages(self.state.cache.pool)))
-        self._compress([i for i in admitted if self.rows[i].is_due])
+        while free and self.waiting:
+            sample = self.waiting[0][1]
+            if not sample.is_finished:
+                if not self._find_room(sample):
+                    break
+                sample.is_running = True
+                admitted.append(free.pop(0))
+                self.running[admitted[-1]] = sample
+            heapq.heappop(self.waiting)
+        assert self.running or not self.waiting, "a request that fits alone found no room"
+        now = time.perf_counter()
+        for (_, is_forking), group in itertools.groupby(admitted, key=self._source):
+            if is_forking:
+                self._fork(list(group))
+                continue
+            for i in group:
+                self._prefill(i) if self.running[i].aside is None else self._resume(i)
+        for i in admitted:
+            completion = self.running[i].completion
+            completion.queued_seconds = completion.queued_seconds or now - self.running[i].submitted
 
-    def _prefill(self, i: int, prompt: np.ndarray) -> None:
-        began = time.perf_counter()
-        row = jnp.asarray([i], jnp.int32)
-        with timed_compiles() as compiled:
+    def _source(self, i: int) -> tuple[int, bool]:
+        """What a row starts from, and whether that is a prefix."""
+        return id(self.running[i].prefix), self.running[i].is_forking
+
+    def _prefill(self, i: int) -> None:
+        """A prompt into its row, compressed if it is longer than the budget."""
+        sample = self.running[i]
+        prompt = sample.request.prompt
+        sample.filled = len(prompt)
+        if self.is_traced:
+            sample.completion.ends = self._new_ends(len(prompt) + sample.request.max_new_tokens)
+        with clock(self.stats, "prefill_seconds"):
             for piece in split_prompt(prompt):
-                num_new = jnp.asarray([len(piece)], jnp.int32)
                 padded = np.zeros((1, next(size for size in PREFILL_SIZES if size >= len(piece))), np.int32)
                 padded[0, : len(piece)] = piece
-                self.state = prefill_chunk(self.params, self.state, row, jnp.asarray(padded), num_new)
-            jax.block_until_ready(self.state.logits)
+                self.state = programs.prefill_chunk(
+                    self.params, self.state, np.asarray([i], np.int32), padded, np.asarray([len(piece)], np.int32)
+                )
+            self._note_peak(int(pages.held_pages(self.state.cache.pool)))
         self.stats.prefills += 1
-        self.stats.prefill_seconds += time.perf_counter() - began - compiled()
+        if sample.is_due:
+            self._compress([i])
 
-    def _decode(self) -> int:
-        """One chunk of all rows; returns the number of tokens made."""
-        began = time.perf_counter()
-        with timed_compiles() as compiled:
-            self.state, emitted = decode_chunk(
-                self.params, self.state, self._control(), num_steps=self.chunk, truncates=self.truncates
-            )
+    def _fork(self, rows: list[int]) -> None:
+        """Rows that start from the same prompt: prefilled once, in the first of them, and copied to all."""
+        prefix = self.running[rows[0]].prefix
+        if prefix.start is None:
+            self._prefill(rows[0])
+            self.state, snapshot = programs.leave(self.state, np.int32(rows[0]))
+            done = dataclasses.replace(self.running[rows[0]].completion)
+            prefix.start = Start(snapshot, np.asarray(snapshot.seat.page_table), done)
+        start = prefix.start
+        with clock(self.stats, "prefill_seconds"):
+            self.state = programs.fork(self.state, start.snapshot, self._pad_rows(rows))
+        for sample in (self.running[i] for i in rows):
+            completion, done = sample.completion, start.completion
+            sample.filled, completion.is_forked = prefix.filled, True
+            completion.compactions, completion.evicted = done.compactions, done.evicted
+            if done.ends is not None:
+                completion.ends = self._new_ends(len(sample.request.prompt) + sample.request.max_new_tokens)
+                count = len(sample.request.prompt)
+                completion.ends[..., :count] = done.ends[..., :count]
+        self.stats.forks += len(rows)
+
+    def _put_aside(self, i: int) -> None:
+        """Moves a row to host memory, but for the pages of its prefix."""
+        sample = self.running.pop(i)
+        with clock(self.stats, "swap_seconds"):
+            snapshot = jax.device_get(programs.look(self.state, np.int32(i)))
+            table = snapshot.seat.page_table
+            is_shared = np.zeros(table.shape, bool)
+            if sample.shares:
+                assert sample.prefix.start is not None
+                is_shared = (table == sample.prefix.start.page_table) & (table != TRASH)
+            own = self._read(table, (table != TRASH) & ~is_shared)
+            sample.aside = Aside(snapshot, own, is_shared)
+        sample.is_running, sample.shares = False, False
+        self.state = programs.release(self.state, self._pad_rows([i]))
+        heapq.heappush(self.waiting, (sample.priority, sample))
+        sample.completion.preemptions += 1
+        self.stats.preemptions += 1
+
+    def _resume(self, i: int) -> None:
+        """Brings a sample back that was put aside, bit for bit."""
+        sample = self.running[i]
+        aside, prefix, row = sample.aside, sample.prefix, np.int32(i)
+        assert aside is not None
+        with clock(self.stats, "swap_seconds"):
+            table, is_own = np.zeros_like(aside.snapshot.seat.page_table), aside.own.place >= 0
+            if sample.shares:
+                assert prefix.start is not None
+                table = np.where(aside.is_shared, prefix.start.page_table, TRASH)
+            else:
+                is_own = is_own | aside.is_shared
+            snapshot = aside.snapshot._replace(seat=aside.snapshot.seat._replace(page_table=table))
+            self.state = programs.sit(self.state, snapshot, row, is_own)
+            table = np.asarray(programs.look(self.state, row).seat.page_table)
+            self._write(table, aside.own, aside.own.place >= 0)
+            if not sample.shares and aside.is_shared.any():
+                assert prefix.aside is not None
+                self._write(table, prefix.aside, aside.is_shared)
+        sample.aside = None
+
+    def _read(self, table: np.ndarray, is_read: np.ndarray) -> Pages:
+        """Pages at some entries of a table, in host memory."""
+        page = table[is_read]
+        place = np.full(table.shape, -1, np.int32)
+        place[is_read] = np.arange(len(page), dtype=np.int32)
+        blocks = [
+            [block[: len(page) - start] for block in jax.device_get(programs.read_pages(self.state, pad_block(page, start)))]
+            for start in range(0, max(len(page), 1), SWAP_PAGES)
+        ]
+        kv, position = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+        return Pages(place, kv, position)
+
+    def _write(self, table: np.ndarray, stored: Pages, is_written: np.ndarray) -> None:
+        """Pages from host memory to some entries of a table."""
+        page, place = table[is_written], stored.place[is_written]
+        for start in range(0, len(page), SWAP_PAGES):
+            block = pad_block(place, start)
+            self.state = programs.write_pages(self.state, pad_block(page, start), stored.kv[block], stored.position[block])
+
+    def _pad_rows(self, rows: list[int]) -> np.ndarray:
+        """Rows for a program that takes as many as there are; the rest are none."""
+        return np.pad(np.asarray(rows, np.int32), (0, self.max_running - len(rows)), constant_values=self.max_running)
+
+    def _free_finished(self) -> None:
+        """Frees the rows and pages of finished samples."""
+        finished = [i for i, sample in self.running.items() if sample.is_finished]
+        if finished:
+            self.state = programs.release(self.state, self._pad_rows(finished))
+        for i in finished:
+            sample = self.running.pop(i)
+            sample.is_running = False
+            self._let_go(sample)
+
+    # Decoding.
+
+    def _num_steps(self) -> int:
+        """Steps of the next chunk, which must not pass a row's next compaction."""
+        due = (sample.request.policy.steps_until_due(sample.generated) for sample in self.running.values())
+        limit = min((steps for steps in due if steps), default=self.chunk)
+        return next(steps for steps in CHUNKS if steps <= min(limit, self.chunk))
+
+    def _decode(self) -> None:
+        """One chunk of all rows."""
+        num_steps, control = self._num_steps(), self._control()
+        with clock(self.stats, "decode_seconds"):
+            self.state, emitted = programs.decode_chunk(self.params, self.state, control, num_steps, self.draws)
             token, log_prob, is_real, held = jax.device_get(emitted)
-        self.stats.decode_seconds += time.perf_counter() - began - compiled()
-        assert held <= self.num_pages, "the pool ran out of pages below a reservation"
-        for i, row in self.rows.items():
-            self._collect(row, token[is_real[:, i], i], log_prob[is_real[:, i], i])
+        assert held <= self.num_pages, "the pool ran out of pages below a claim"
+        now = time.perf_counter()
+        running = list(self.running.items())
+        counts = is_real.sum(axis=0)
+        for i, sample in running:
+            if not sample.completion.tokens:
+                sample.completion.first_seconds = now - sample.submitted
+            sample.generated += int(counts[i])
+            sample.filled += int(counts[i])
+        self.stats.row_steps += num_steps * self.max_running
+        self.stats.tokens += int(counts.sum())
         self._count_bytes(int(held))
-        return int(is_real.sum())
+        for i, sample in running:
+            if not sample.is_finished:  # a callback may have ended it
+                self._collect(sample, token[: counts[i], i].tolist(), log_prob[: counts[i], i].tolist())
 
     def _control(self) -> Control:
-        num_rows = self.num_rows
+        num_rows = self.max_running
         stop_ids = np.full((num_rows, self.max_stop_ids), -1, np.int32)
         remaining, top_k = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
         temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
         key = np.zeros((num_rows, 2), np.uint32)
-        for i, row in self.rows.items():
-            request = row.request
+        for i, sample in self.running.items():
+            request = sample.request
             stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-            remaining[i] = request.max_new_tokens - row.generated
+            remaining[i] = sample.remaining
             temperature[i], top_p[i] = request.sampling.temperature, request.sampling.top_p
             top_k[i], key[i] = request.sampling.top_k, key_of(request)
-        rows = SamplingRows(*map(jnp.asarray, (temperature, top_p, top_k, key)))
-        return Control(jnp.asarray(remaining > 0), jnp.asarray(remaining), jnp.asarray(stop_ids), rows)
+            self.draws = max(self.draws, request.sampling.draws, key=DRAWS.index)
+        is_active, remaining, stop_ids, *settings = jax.device_put(
+            (remaining > 0, remaining, stop_ids, temperature, top_p, top_k, key)
+        )
+        return Control(is_active, remaining, stop_ids, SamplingRows(*settings))
 
-    def _collect(self, row: Row, tokens: np.ndarray, log_probs: np.ndarray) -> None:
-        """Takes a chunk's tokens over into the row's completion, and says whether and why it is finished."""
-        request, completion = row.request, row.completion
-        completion.tokens += tokens.tolist()
-        completion.log_probs += log_probs.tolist()
-        row.generated += len(tokens)
-        row.filled += len(tokens)
-        if not np.isfinite(completion.log_probs[-1]):
-            completion.finish_reason = "nan"
-        elif completion.tokens[-1] in request.stop_ids:
-            completion.finish_reason = "eos" if completion.tokens[-1] in self.params.config.end_ids else "stop"
-        elif row.generated >= request.max_new_tokens:
-            completion.finish_reason = "length"
-        kept = request.stop_at(completion.tokens) if request.stop_at else None
+    def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
+        """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""
+        request, completion = sample.request, sample.completion
+        reason = ""
+        if not np.isfinite(log_probs[-1]):
+            reason = "nan"
+        elif tokens[-1] in request.stop_ids:
+            reason = "eos" if tokens[-1] in self.params.config.end_ids else "stop"
+        elif sample.generated >= request.max_new_tokens:
+            reason = "length"
+        kept = sample.stops.find(tokens) if sample.stops else None
         if kept is not None:
-            del completion.tokens[kept:], completion.log_probs[kept:]
-            completion.finish_reason = "stop"
+            tokens, log_probs, reason = tokens[:kept], log_probs[:kept], "stop"
+        completion.tokens += tokens
+        completion.log_probs += log_probs
+        if reason:
+            self._finish(sample, reason)
+        self._tell(sample, tokens, log_probs)
 
     def _count_bytes(self, held: int) -> None:
-        stats, kv_bytes = self.stats, held * self.page_bytes + self.ring_bytes
-        stats.kv_bytes = (stats.kv_bytes * stats.chunks + kv_bytes) / (stats.chunks + 1)
+        stats, rows = self.stats, len(self.running)
+        kv_bytes = held * self.page_bytes + self.ring_bytes
+        stats.kv_bytes += (kv_bytes - stats.kv_bytes) / (stats.chunks + 1)
+        held_by_rows = held * self.page_bytes + self.ring_bytes * rows / self.max_running
+        stats.kv_bytes_per_sample += (held_by_rows - rows * stats.kv_bytes_per_sample) / (stats.sample_chunks + rows)
         stats.chunks += 1
+        stats.sample_chunks += rows
         self._note_peak(held)
 
     def _note_peak(self, held: int) -> None:
         stats, config = self.stats, self.params.config
         stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.ring_bytes)
-        seen = sum(len(row.request.prompt) + row.generated for row in self.rows.values())
+        seen = sum(len(sample.request.prompt) + sample.generated for sample in self.running.values())
         itemsize = self.params.embedding.dtype.itemsize
-        dense = seen * 2 * config.num_layers * config.num_kv_heads * config.head_size * itemsize
+        dense = seen * 2 * self.num_heads * config.head_size * itemsize
         stats.dense_kv_bytes = max(stats.dense_kv_bytes, dense)
+
+    # Compaction.
 
     def _compress(self, due: list[int]) -> None:
         """Compacts rows, those of the same policy together, padded to a few sizes."""
-        began = time.perf_counter()
         groups: dict[Evict, list[int]] = {}
         for i in due:
-            evict = self.rows[i].request.policy.evict
+            evict = self.running[i].request.policy.evict
             assert evict is not None
-            groups.setdefault(evict, []).append(i)
-        with timed_compiles() as compiled:
+            groups.setdefault(dataclasses.replace(evict, interval=1), []).append(i)  # when is settled; only how counts
+        with clock(self.stats, "decode_seconds"):
             for evict, members in groups.items():
                 for start in range(0, len(members), COMPRESS_SIZES[-1]):
                     self._compress_group(evict, members[start : start + COMPRESS_SIZES[-1]])
-        self.stats.decode_seconds += time.perf_counter() - began - compiled()
 
     def _compress_group(self, evict: Evict, members: list[int]) -> None:
         size = next(size for size in COMPRESS_SIZES if size >= len(members))
-        row = np.full(size, self.num_rows, np.int32)
+        row = np.full(size, self.max_running, np.int32)
         budget, prompt_length = np.zeros(size, np.int32), np.zeros(size, np.int32)
         for j, i in enumerate(members):
-            request = self.rows[i].request
+            request = self.running[i].request
             row[j], budget[j], prompt_length[j] = i, request.policy.slots, len(request.prompt)
-        arrays = (jnp.asarray(x) for x in (row, budget, prompt_length))
-        self.state, dropped = compress(self.state, *arrays, evict=evict, is_traced=self.is_traced)
+        self.state, dropped = programs.compress(self.state, row, budget, prompt_length, evict=evict, is_traced=self.is_traced)
         dropped = None if dropped is None else jax.device_get(dropped)
         for j, i in enumerate(members):
-            running = self.rows[i]
-            running.completion.compactions += 1
-            running.completion.evicted += running.filled - running.request.policy.slots
-            running.filled = running.request.policy.slots
-            if dropped is not None and running.completion.ends is not None:
+            sample = self.running[i]
+            completion = sample.completion
+            completion.compactions += 1
+            completion.evicted += sample.filled - sample.request.policy.slots
+            sample.filled = sample.request.policy.slots
+            if dropped is not None and completion.ends is not None:
                 layer, head, slot = np.nonzero(dropped[:, j] != EMPTY)
-                now = len(running.request.prompt) + running.generated
-                running.completion.ends[layer, head, dropped[layer, j, head, slot]] = now
+                now = len(sample.request.prompt) + sample.generated
+                completion.ends[layer, head, dropped[layer, j, head, slot]] = now
 
-    def _emit(self) -> None:
-        """Frees the rows that are finished."""
-        finished = [i for i, row in self.rows.items() if row.completion.finish_reason]
-        if finished:
-            row = np.full(self.num_rows, self.num_rows, np.int32)
-            row[: len(finished)] = finished
-            self.state = release(self.state, jnp.asarray(row))
-        for i in finished:
-            ended = self.rows.pop(i)
-            if ended.completion.ends is not None:
-                ended.completion.ends = ended.completion.ends[..., : len(ended.request.prompt) + ended.generated]
+    def _new_ends(self, num_columns: int) -> np.ndarray:
+        config = self.params.config
+        return np.full((config.num_layers, config.num_kv_heads, num_columns), NEVER, np.int32)
 
 
 def key_of(request: Request) -> np.ndarray:
-    """The key data of a request's sample; `request` in the key is a hash of the prompt's ids."""
-    return sample_key(request.seed, sampling.request_id(request.prompt), request.sample)
+    """The key data of a request's sample."""
+    return sample_key_of(request.seed, request.identity, request.sample)
 
 
 @functools.lru_cache(maxsize=4096)
-def sample_key(seed: int, request: int, sample: int) -> np.ndarray:
+def sample_key_of(seed: int, identity: int, sample: int) -> np.ndarray:
     """`sampling.sample_key`, on the host."""
-    return np.asarray(sampling.sample_key(np.uint32(seed), np.uint32(request), np.uint32(sample)))
+    return np.asarray(sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample)))
 
 
 def split_prompt(prompt: np.ndarray) -> list[np.ndarray]:
@@ -438,40 +701,30 @@ def split_prompt(prompt: np.ndarray) -> list[np.ndarray]:
     return [prompt[start : start + PREFILL_SIZES[-1]] for start in range(0, len(prompt), PREFILL_SIZES[-1])]
 
 
-def page_bytes(params: Params, page_size: int) -> int:
-    """Bytes of one page: keys, values and positions."""
-    return page_size * (2 * params.config.head_size * params.embedding.dtype.itemsize + 4)
-
-
-def num_reserved_pages(params: Params, max_slots: int, page_size: int) -> int:
-    """Pages that a request needs for `max_slots` slots in every layer and KV head."""
-    return params.config.num_layers * params.config.num_kv_heads * pages.num_pages_of(max_slots, page_size)
-
-
-def chunk_of(policies: Sequence[Policy]) -> int:
-    """Decode steps a dispatch: the largest number up to MAX_CHUNK that divides every policy's interval."""
-    common = math.gcd(0, *(policy.evict.interval for policy in policies if policy.evict))
-    return max(n for n in range(1, MAX_CHUNK + 1) if common % n == 0)
+def pad_block(x: np.ndarray, start: int) -> np.ndarray:
+    """SWAP_PAGES entries from `start` on, padded with 0 (the trash page, or any page whose content then goes there)."""
+    return np.pad(x[start : start + SWAP_PAGES], (0, max(0, start + SWAP_PAGES - len(x)))).astype(np.int32)
 
 
 @contextlib.contextmanager
-def timed_compiles() -> Iterator[Callable[[], float]]:
-    """Gives a function that tells the seconds spent tracing and compiling inside the block, nested spans counted once."""
-    spans: list[tuple[float, float]] = []
+def deferred_interrupt() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether Ctrl-C was pressed inside the block; a second press interrupts as usual.
 
-    def listen(event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith("/jax/core/compile/"):
-            spans.append((time.perf_counter() - duration_secs, time.perf_counter()))
+    An interrupt in the middle of a program would lose the pool, which was donated to it. Only the main thread hears signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    pressed: list[int] = []
+    before = signal.getsignal(signal.SIGINT)
 
-    def total() -> float:
-        seconds, reached = 0.0, 0.0
-        for begin, end in sorted(spans):
-            seconds += max(0.0, end - max(begin, reached))
-            reached = max(reached, end)
-        return seconds
+    def note(number: int, frame: Any) -> None:
+        if pressed and callable(before):
+            before(number, frame)
+        pressed.append(number)
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    signal.signal(signal.SIGINT, note)
     try:
-        yield total
+        yield lambda: bool(pressed)
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        signal.signal(signal.SIGINT, before)

@@ -13,7 +13,7 @@ No function copies the pool as long as the caller donates it: `kv` is only an op
 advanced indices.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -34,7 +34,7 @@ class Pool(flax.struct.PyTreeNode):
     page_table: Any  # [L, B, K, MP] pages of each layer, row and KV head; TRASH beyond the last
     length: Any  # [L, B, K] filled slots
     logical_length: Any  # [B] tokens seen, the position of the next one
-    refcount: Any  # [P] table entries that hold a page
+    refcount: Any  # [P] table entries that hold a page, those of seats without a row included
     free_stack: Any  # [P] the first `free_top` entries are the free pages
     free_top: Any  # [] negative after an allocation that the caller had not made sure of
     slot_data: dict[str, Any]  # name -> [L, B, K, MP*page] what belongs to a row's slot and not to the page ("log_weight")
@@ -54,6 +54,15 @@ class Pool(flax.struct.PyTreeNode):
     def max_slots(self) -> int:
         """Slots that one row can have in a layer and KV head (S = MP * page)."""
         return self.page_table.shape[3] * self.page_size
+
+
+class Seat(NamedTuple):
+    """The place of one row in the pool, apart from any row."""
+
+    page_table: Int[Array, "L K MP"]
+    length: Int[Array, "L K"]
+    logical_length: Int[Array, ""]
+    slot_data: dict[str, Float[Array, "L K S"]]
 
 
 def create(
@@ -132,29 +141,67 @@ def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Poo
     return pool.replace(length=length, logical_length=pool.logical_length.at[row].add(num_new, mode="drop"))
 
 
-def fork(pool: Pool, source: Int[Array, ""], target: Int[Array, " R"]) -> Pool:
-    """Empty rows `target` become copies of row `source`: they share its full pages and own a copy of its partial last page.
+def seat_of(pool: Pool, row: Int[Array, ""]) -> Seat:
+    """Where a row sits; a look, which takes no reference."""
+    data = {name: data[:, row] for name, data in pool.slot_data.items()}
+    return Seat(pool.page_table[:, row], pool.length[:, row], pool.logical_length[row], data)
+
+
+def leave(pool: Pool, row: Int[Array, ""]) -> tuple[Pool, Seat]:
+    """Row `row` becomes empty, and its references belong to the seat from now on, until `drop` lets go of them."""
+    return clear_rows(pool, row[None]), seat_of(pool, row)
+
+
+def sit(pool: Pool, seat: Seat, target: Int[Array, " R"], is_own: Bool[Array, "L K MP"]) -> Pool:
+    """Empty rows `target` take a seat: entries that `is_own` marks become fresh pages, to be written, the others are shared.
+
+    Shared pages must be full. A target equal to the number of rows stands for none.
+    """
+    is_real = (target < pool.num_rows)[None, :, None, None]
+    index = jnp.arange(seat.page_table.shape[-1], dtype=jnp.int32)
+    is_used = index < num_pages_of(seat.length, pool.page_size)[..., None]
+    is_shared = (is_used & ~is_own)[:, None] & is_real
+    table = jnp.broadcast_to(seat.page_table[:, None], is_shared.shape)
+    refcount = pool.refcount.at[jnp.where(is_shared, table, pool.refcount.shape[0])].add(1, mode="drop")
+    pool, fresh = allocate(pool.replace(refcount=refcount), (is_used & is_own)[:, None] & is_real)
+    data = pool.slot_data
+    return pool.replace(
+        page_table=pool.page_table.at[:, target].set(jnp.where(is_shared, table, fresh), mode="drop"),
+        length=pool.length.at[:, target].set(seat.length[:, None], mode="drop"),
+        logical_length=pool.logical_length.at[target].set(seat.logical_length, mode="drop"),
+        slot_data={name: data[name].at[:, target].set(seat.slot_data[name][:, None], mode="drop") for name in data},
+    )
+
+
+def fork(pool: Pool, seat: Seat, target: Int[Array, " R"]) -> Pool:
+    """Empty rows `target` become copies of a seat: they share its full pages and own a copy of its partial last page.
 
     A target equal to the number of rows stands for none.
     """
-    page_size, is_real = pool.page_size, (target < pool.num_rows)[None, :, None, None]
-    length = pool.length[:, source]
-    table = jnp.broadcast_to(pool.page_table[:, None, source], (length.shape[0], target.shape[0], *pool.page_table.shape[2:]))
-    index = jnp.arange(table.shape[-1], dtype=jnp.int32)
-    full, last = (length // page_size)[:, None, :, None], num_pages_of(length, page_size)[:, None, :, None]
-    is_tail = (index >= full) & (index < last) & is_real
-    shared = jnp.where((index < full) & is_real, table, pool.refcount.shape[0])
-    pool = pool.replace(refcount=pool.refcount.at[shared].add(1, mode="drop"))
-    pool, fresh = allocate(pool, is_tail.any(axis=-1))
-    tail = jnp.sum(jnp.where(is_tail, table, 0), axis=-1)  # at most one a row; TRASH onto TRASH where there is none
-    return pool.replace(
-        kv=pool.kv.at[fresh].set(pool.kv[tail]),
-        position=pool.position.at[fresh].set(pool.position[tail]),
-        page_table=pool.page_table.at[:, target].set(jnp.where(is_tail, fresh[..., None], table), mode="drop"),
-        length=pool.length.at[:, target].set(length[:, None], mode="drop"),
-        logical_length=pool.logical_length.at[target].set(pool.logical_length[source], mode="drop"),
-        slot_data={name: data.at[:, target].set(data[:, source, None], mode="drop") for name, data in pool.slot_data.items()},
-    )
+    page_size, present = pool.page_size, jnp.minimum(target, pool.num_rows - 1)
+    index = jnp.arange(seat.page_table.shape[-1], dtype=jnp.int32)
+    is_tail = (index == (seat.length // page_size)[..., None]) & (seat.length % page_size > 0)[..., None]
+    pool = sit(pool, seat, target, is_tail)
+    is_copied = is_tail[:, None] & (target < pool.num_rows)[None, :, None, None]
+    old = jnp.sum(jnp.where(is_copied, seat.page_table[:, None], TRASH), axis=-1)  # at most one a row; TRASH onto TRASH else
+    new = jnp.sum(jnp.where(is_copied, pool.page_table[:, present], TRASH), axis=-1)
+    return pool.replace(kv=pool.kv.at[new].set(pool.kv[old]), position=pool.position.at[new].set(pool.position[old]))
+
+
+def drop(pool: Pool, seat: Seat) -> Pool:
+    """The pool after a seat that `leave` made let go of its pages."""
+    index = jnp.arange(seat.page_table.shape[-1], dtype=jnp.int32)
+    return drop_references(pool, seat.page_table, index < num_pages_of(seat.length, pool.page_size)[..., None])
+
+
+def read_pages(pool: Pool, page: Int[Array, " I"]) -> tuple[Float[Array, "I 2 page H"], Int[Array, "I page"]]:
+    """Keys, values and positions of some pages, to be put aside."""
+    return pool.kv[page], pool.position[page]
+
+
+def write_pages(pool: Pool, page: Int[Array, " I"], kv: Float[Array, "I 2 page H"], position: Int[Array, "I page"]) -> Pool:
+    """What `read_pages` gave, in other pages; TRASH stands for nowhere."""
+    return pool.replace(kv=pool.kv.at[page].set(kv), position=pool.position.at[page].set(position))
 
 
 def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) -> Pool:
@@ -233,13 +280,17 @@ def release(pool: Pool, row: Int[Array, " R"]) -> Pool:
     table = pool.page_table[:, present]
     index = jnp.arange(table.shape[-1], dtype=jnp.int32)
     is_used = (index < num_pages_of(pool.length[:, present], pool.page_size)[..., None]) & is_real
-    pool = pool.replace(
+    return drop_references(clear_rows(pool, row), table, is_used)
+
+
+def clear_rows(pool: Pool, row: Int[Array, " R"]) -> Pool:
+    """The pool with `row`s empty; their references are the caller's business."""
+    return pool.replace(
         page_table=pool.page_table.at[:, row].set(TRASH, mode="drop"),
         length=pool.length.at[:, row].set(0, mode="drop"),
         logical_length=pool.logical_length.at[row].set(0, mode="drop"),
         slot_data={name: data.at[:, row].set(0.0, mode="drop") for name, data in pool.slot_data.items()},
     )
-    return drop_references(pool, table, is_used)
 
 
 def gather(

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
+DRAWS = ("greedy", "sampled", "truncated")  # the largest token; noise on all; noise on those that top-k and top-p leave
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
@@ -44,9 +46,11 @@ class Sampling:
             raise ValueError(f"seed must lie in [0, 2**32) or be None for fresh entropy; got {self.seed}.")
 
     @property
-    def truncates(self) -> bool:
-        """Whether some tokens can never be drawn."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0)
+    def draws(self) -> str:
+        """What drawing needs, one of DRAWS."""
+        if self.temperature == 0:
+            return "greedy"
+        return "truncated" if self.top_p < 1 or self.top_k > 0 else "sampled"
 
 
 class SamplingRows(NamedTuple):
@@ -71,18 +75,22 @@ def sample_key(seed: UInt32[Array, ""], request: UInt32[Array, ""], sample: UInt
 
 
 def draw(
-    logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, " B"], truncates: bool
+    logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, " B"], draws: str
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Each row's next token and its log-probability in nats; the key depends on seed, request, sample and position only."""
-    log_probs_BV = log_distribution(logits, rows.temperature, rows.top_p, rows.top_k, truncates)
+    """Each row's next token and its log-probability in nats; the key depends on seed, request, sample and position only.
+
+    `draws`, one of DRAWS, says what the most demanding row needs: noise costs a hash of every logit, truncation a sort.
+    """
+    log_probs_BV = log_distribution(logits, rows.temperature, rows.top_p, rows.top_k, draws == "truncated")
 
     def noise(key_data: UInt32[Array, " 2"], when: Int[Array, ""]) -> Float[Array, " V"]:
         key: PRNGKeyArray = jax.random.wrap_key_data(key_data, impl="threefry2x32")
         return jax.random.gumbel(jax.random.fold_in(key, when), logits.shape[-1:], jnp.float32)
 
-    noise_BV = jax.vmap(noise)(rows.key, position)
-    noise_BV = jnp.where(rows.temperature[:, None] > 0, noise_BV, 0.0)
-    token = jnp.argmax(log_probs_BV + noise_BV, axis=-1).astype(jnp.int32)
+    noisy_BV = log_probs_BV
+    if draws != "greedy":
+        noisy_BV = log_probs_BV + jnp.where(rows.temperature[:, None] > 0, jax.vmap(noise)(rows.key, position), 0.0)
+    token = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
     return token, jnp.take_along_axis(log_probs_BV, token[:, None], axis=-1)[:, 0]
 
 

@@ -24,7 +24,7 @@ from jkv.params import Model, Params
 from jkv.sampling import Sampling
 
 if TYPE_CHECKING:
-    from jkv.generate import Result
+    from jkv.results import Result
 
 UNEMBED_BLOCK = 64  # tokens whose logits exist at once
 MAX_ROWS = 8  # samples of a program
@@ -156,7 +156,7 @@ def score_rows(
         jnp.asarray([s.temperature for s in settings], jnp.float32),
         jnp.asarray([s.top_p for s in settings], jnp.float32),
         jnp.asarray([s.top_k for s in settings], jnp.int32),
-        truncates=any(s.truncates for s in settings),
+        truncates=any(s.draws == "truncated" for s in settings),
     )
     offset = np.arange(width, dtype=np.int32)
     picked = jnp.take_along_axis(log_probs, np.minimum(starts[:, None] + offset, total - 1), axis=1)
@@ -169,12 +169,14 @@ def make_columns(trace: Trace | None, params: Params, num_samples: int, total: i
     own = np.broadcast_to(np.arange(total, dtype=np.int32), shape)
     if trace is None:
         return Columns(None, jnp.asarray(own), jnp.full(shape, NEVER, jnp.int32))
-    num_columns = trace.end.shape[-1]
-    if num_columns <= total and np.array_equal(trace.source, trace.begin) and (trace.begin == own[..., :num_columns]).all():
+    # The trace is as wide as its longest sample needs; these rows may be shorter, and read no token beyond their own.
+    num_columns = min(trace.end.shape[-1], total)
+    if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
         end = np.full(shape, NEVER, np.int32)
-        end[..., :num_columns] = trace.end
+        end[..., :num_columns] = trace.end[..., :num_columns]
         return Columns(None, jnp.asarray(own), jnp.asarray(end))
-    return Columns(*(jnp.asarray(field) for field in trace))
+    end = np.where(trace.source < total, trace.end, trace.begin)
+    return Columns(*(jnp.asarray(field) for field in (np.minimum(trace.source, total - 1), trace.begin, end)))
 
 
 @functools.partial(jax.jit, static_argnames="truncates")

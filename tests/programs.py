@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 import jkv
 from jkv import engine, pool
+from jkv import programs as device
 from jkv.attention import Cache
-from jkv.engine import Control, State
 from jkv.params import ModelConfig, Params, weight_shapes
+from jkv.programs import Control, Snapshot, State
 from jkv.sampling import SamplingRows
 
 DEEP = 28  # layers whose pages the pool holds, however few are compiled
@@ -80,30 +81,60 @@ def decode(shapes: Shapes) -> Any:
     wide = leaf(rows, dtype=jnp.float32)
     settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
     control = Control(leaf(rows, dtype=bool), leaf(rows), leaf(rows, 1), settings)
-    return engine.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.MAX_CHUNK, truncates=False)
+    return device.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.CHUNKS[0], draws="sampled")
 
 
 def prefill(shapes: Shapes) -> Any:
     """The largest chunk of a prompt."""
     token = shapes.leaf(1, engine.PREFILL_SIZES[-1])
-    return engine.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1))
+    return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1))
 
 
 def compact(policy: str, shapes: Shapes) -> Any:
     """Half of the rows compacted at once."""
     due = shapes.leaf(NUM_DUE)
-    return engine.compress.trace(shapes.state, due, due, due, evict=POLICIES[policy].evict, is_traced=False)
+    return device.compress.trace(shapes.state, due, due, due, evict=POLICIES[policy].evict, is_traced=False)
 
 
 def release(shapes: Shapes) -> Any:
     """Any rows freed."""
-    return engine.release.trace(shapes.state, shapes.leaf(NUM_ROWS))
+    return device.release.trace(shapes.state, shapes.leaf(NUM_ROWS))
+
+
+def snapshot_of(shapes: Shapes) -> Snapshot:
+    """A row's snapshot."""
+    snapshot = jax.eval_shape(device.look, shapes.state, jax.ShapeDtypeStruct((), jnp.int32))
+    return jax.tree.map(lambda x: shapes.leaf(*x.shape, dtype=x.dtype), snapshot)
+
+
+def leave(shapes: Shapes) -> Any:
+    """A row taken out of the batch."""
+    return device.leave.trace(shapes.state, shapes.leaf())
 
 
 def fork(shapes: Shapes) -> Any:
-    """One row copied to half of the others."""
-    donated = jax.jit(pool.fork, donate_argnums=0)
-    return donated.trace(shapes.state.cache.pool, shapes.leaf(), shapes.leaf(NUM_DUE))
+    """A snapshot copied to any rows."""
+    return device.fork.trace(shapes.state, snapshot_of(shapes), shapes.leaf(NUM_ROWS))
+
+
+def sit(shapes: Shapes) -> Any:
+    """A row brought back to pages that are still to be written."""
+    snapshot = snapshot_of(shapes)
+    is_own = shapes.leaf(*snapshot.seat.page_table.shape, dtype=bool)
+    return device.sit.trace(shapes.state, snapshot, shapes.leaf(), is_own)
+
+
+def drop(shapes: Shapes) -> Any:
+    """A snapshot's pages let go."""
+    return device.drop.trace(shapes.state, snapshot_of(shapes).seat)
+
+
+def write_pages(shapes: Shapes) -> Any:
+    """A block of pages from host memory."""
+    kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
+    block = leaf(engine.SWAP_PAGES, *kv.shape[1:], dtype=kv.dtype)
+    page = leaf(engine.SWAP_PAGES)
+    return device.write_pages.trace(shapes.state, page, block, leaf(engine.SWAP_PAGES, kv.shape[2]))
 
 
 # Program -> (how to trace it, the queries it remembers). Only `full` and the like remember none; it never compacts.
@@ -115,7 +146,11 @@ PROGRAMS: dict[str, tuple[Callable[[Shapes], Any], int]] = {
     "compact-random": (functools.partial(compact, "random"), 0),
     "prefill": (prefill, 8),
     "release": (release, 8),
+    "leave": (leave, 8),
     "fork": (fork, 8),
+    "sit": (sit, 8),
+    "drop": (drop, 8),
+    "write_pages": (write_pages, 8),
 }
 
 
@@ -147,7 +182,7 @@ def sliced_index_append(shapes: Shapes) -> Any:
         return pages.replace(kv=jax.lax.scan(step, pages.kv, (page, offset, kv))[0])
 
     pages = shapes.state.cache.pool
-    address = shapes.leaf(engine.MAX_CHUNK, NUM_ROWS)
+    address = shapes.leaf(engine.CHUNKS[0], NUM_ROWS)
     kv = shapes.leaf(*address.shape, 2, pages.kv.shape[-1], dtype=pages.kv.dtype)
     return write.trace(pages, address, address, kv)
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import engine
-from jkv.generate import spread_policies
+from jkv import engine, memory, programs
+from jkv.requests import spread_policies
 
 PROMPTS = [[5, 1, 9], list(range(20)), [3, 7] * 16 + [1]]
 KNOBS = {"max_new_tokens": 48, "page_size": 4, "stop_ids": (), "progress": False}
@@ -47,7 +47,7 @@ def test_a_result_is_indexed_by_sample_prompt_major(model):
 def test_the_peak_counts_a_prompt_before_it_is_compressed(model):
     prompt = [1, 2, 3] * 40
     out = jkv.generate(model, prompt, policy=jkv.streaming_llm(budget=12, interval=16), **KNOBS)
-    assert out.stats.peak_kv_bytes == 2 * 2 * 30 * engine.page_bytes(model.params, 4)
+    assert out.stats.peak_kv_bytes == 2 * 2 * 30 * memory.page_bytes(model.params, 4)
     assert out.stats.kv_bytes < out.stats.peak_kv_bytes / 3
 
 
@@ -98,7 +98,7 @@ def test_more_requests_than_rows_are_served_in_order(model):
 
 def test_a_small_pool_makes_requests_wait_and_changes_nothing_else(model):
     wide = jkv.generate(model, PROMPTS, policy=POLICY, max_running=4, **KNOBS)
-    page = engine.page_bytes(model.params, 4)
+    page = memory.page_bytes(model.params, 4)
     tight = jkv.generate(model, PROMPTS, policy=POLICY, max_running=4, kv_memory=4 * 11 * page, **KNOBS)
     np.testing.assert_array_equal(wide.tokens, tight.tokens)
     assert tight.stats.peak_kv_bytes - 2 * 4 * 4 * 4 * 8 * 4 <= 4 * 11 * page  # the query ring comes on top
@@ -108,15 +108,15 @@ def test_nothing_compiles_anew_for_other_prompts_lengths_budgets_or_weights(mode
     knobs = KNOBS | {"max_running": 4, "sampling": jkv.Sampling(seed=0)}
     policy = jkv.r_kv(budget=24, interval=16, window=4)
     jkv.generate(model, PROMPTS, policy=policy, **knobs)
-    programs = (engine.decode_chunk, engine.prefill_chunk, engine.compress, engine.release)
-    before = [program._cache_size() for program in programs]
+    device = (programs.decode_chunk, programs.prefill_chunk, programs.compress, programs.release)
+    before = [program._cache_size() for program in device]
     others = jkv.testing.tiny_model(seed=9)
     for budget, prompts, temperature in [(20, PROMPTS[::-1], 0.7), (22, [[1, 2, 3, 4], [9] * 13], 0.0)]:
         for weights in (model, others):
             changed = jkv.r_kv(budget=budget, interval=16, window=4)
             sampling = jkv.Sampling(temperature, seed=budget)
             jkv.generate(weights, prompts, policy=changed, **knobs | {"sampling": sampling, "max_new_tokens": 40})
-    assert [program._cache_size() for program in programs] == before
+    assert [program._cache_size() for program in device] == before
 
 
 def test_the_same_seed_gives_the_same_tokens_and_none_draws_a_fresh_one(model):
@@ -217,11 +217,11 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize(("changes", "words"), BAD_INPUT.values(), ids=BAD_INPUT)
 def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
-    before = engine.decode_chunk._cache_size(), engine.prefill_chunk._cache_size()
+    before = programs.decode_chunk._cache_size(), programs.prefill_chunk._cache_size()
     arguments = KNOBS | {"prompt": PROMPTS[0]} | changes
     with pytest.raises(ValueError, match=words):
         jkv.generate(model, arguments.pop("prompt"), **arguments)
-    assert (engine.decode_chunk._cache_size(), engine.prefill_chunk._cache_size()) == before
+    assert (programs.decode_chunk._cache_size(), programs.prefill_chunk._cache_size()) == before
 
 
 def test_a_policy_by_its_bare_name_is_refused_with_the_known_ones():

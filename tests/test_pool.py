@@ -46,6 +46,12 @@ def append_tokens(pool, row, num_new, key, value):
 
 
 fork = jax.jit(pages.fork, donate_argnames="pool")
+leave = jax.jit(pages.leave, donate_argnames="pool")
+sit = jax.jit(pages.sit, donate_argnames="pool")
+drop = jax.jit(pages.drop, donate_argnames="pool")
+seat_of = jax.jit(pages.seat_of)
+read_pages = jax.jit(pages.read_pages)
+write_pages = jax.jit(pages.write_pages, donate_argnames="pool")
 take_slots = jax.jit(pages.take_slots, donate_argnames="pool")
 alias = jax.jit(pages.alias, donate_argnames="pool")
 release = jax.jit(pages.release, donate_argnames="pool")
@@ -82,21 +88,22 @@ def snapshot(pool):
     return jax.tree.map(np.array, pool)
 
 
-def assert_allocator_is_consistent(pool):
-    """Tables, reference counts and the free stack tell the same story; what is free is NaN."""
-    num_used = -(-pool.length // pool.page_size)[..., None]
-    is_used = np.arange(pool.page_table.shape[-1]) < num_used
-    assert (pool.page_table[is_used] != TRASH).all()
-    assert (pool.page_table[~is_used] == TRASH).all()
-    num_holders = np.bincount(pool.page_table[is_used], minlength=len(pool.refcount))
+def assert_allocator_is_consistent(pool, seats=()):
+    """Tables, those of seats without a row too, reference counts and the free stack agree; what is free is NaN."""
+    table = np.concatenate([pool.page_table, *(np.asarray(seat.page_table)[:, None] for seat in seats)], axis=1)
+    length = np.concatenate([pool.length, *(np.asarray(seat.length)[:, None] for seat in seats)], axis=1)
+    is_used = np.arange(table.shape[-1]) < -(-length // pool.page_size)[..., None]
+    assert (table[is_used] != TRASH).all()
+    assert (table[~is_used] == TRASH).all()
+    num_holders = np.bincount(table[is_used], minlength=len(pool.refcount))
     np.testing.assert_array_equal(pool.refcount, num_holders)
     free = pool.free_stack[: pool.free_top]
     assert sorted(free) == [page for page in range(1, len(num_holders)) if num_holders[page] == 0]
     assert np.isnan(pool.kv[free]).all()
     for page in np.flatnonzero(num_holders > 1):
-        layer, row, head, index = np.nonzero((pool.page_table == page) & is_used)
+        layer, row, head, index = np.nonzero((table == page) & is_used)
         assert len(set(zip(layer, head, strict=True))) == 1
-        assert (pool.length[layer, row, head] >= (index + 1) * pool.page_size).all()
+        assert (length[layer, row, head] >= (index + 1) * pool.page_size).all()
 
 
 def assert_shared_pages_are_untouched(before, after):
@@ -121,11 +128,12 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self, page_size, max_pages):
         super().__init__()
         self.rng = np.random.default_rng(0)
-        self.pool = new_pool(page_size, max_pages)
+        self.pool = new_pool(page_size, max_pages, L * (B + 2) * K * max_pages)  # every row and seat full
         self.page_size, self.max_slots = page_size, page_size * max_pages
         self.before = snapshot(self.pool)
         self.rows = [{cell: [] for cell in CELLS} for _ in range(B)]
         self.num_seen = [0] * B
+        self.apart = []  # rows that left with their pages: (seat, lists, tokens seen)
 
     def room(self, row):
         return self.max_slots - max(len(tokens) for tokens in self.rows[row].values())
@@ -162,10 +170,50 @@ class PoolMachine(RuleBasedStateMachine):
         target = data.draw(
             st.tuples(*[st.sampled_from(choices)] * 2).filter(lambda rows: rows[0] != rows[1] or rows[0] == NONE)
         )
-        self.pool = fork(self.pool, jnp.int32(source), ints(*target))
+        self.pool = fork(self.pool, seat_of(self.pool, jnp.int32(source)), ints(*target))
         for row in set(target) - {NONE}:
             self.rows[row] = {cell: list(tokens) for cell, tokens in self.rows[source].items()}
             self.num_seen[row] = self.num_seen[source]
+
+    @precondition(lambda self: len(self.apart) < 2)
+    @rule(row=ANY_ROW)
+    def leave_with_the_pages(self, row):
+        self.pool, seat = leave(self.pool, jnp.int32(row))
+        self.apart.append((seat, self.rows[row], self.num_seen[row]))
+        self.rows[row], self.num_seen[row] = {cell: [] for cell in CELLS}, 0
+
+    @precondition(lambda self: self.apart and self.empty_rows())
+    @rule(data=st.data(), is_dropped=st.booleans())
+    def fork_from_a_seat(self, data, is_dropped):
+        seat, tokens, num_seen = self.apart[0]
+        row = data.draw(st.sampled_from(self.empty_rows()))
+        self.pool = fork(self.pool, seat, ints(row, NONE))
+        self.rows[row], self.num_seen[row] = {cell: list(old) for cell, old in tokens.items()}, num_seen
+        if is_dropped:
+            self.drop_a_seat()
+
+    @precondition(lambda self: self.apart)
+    @rule()
+    def drop_a_seat(self):
+        self.pool = drop(self.pool, self.apart.pop(0)[0])
+
+    @rule(row=ANY_ROW)
+    def put_aside_and_bring_back(self, row):
+        """Pages that a seat holds too stay where they are; the others go through host memory."""
+        seat = jax.device_get(seat_of(self.pool, jnp.int32(row)))
+        is_held = seat.page_table != TRASH
+        for other, _, _ in self.apart:
+            is_held &= seat.page_table != np.asarray(other.page_table)
+        page = seat.page_table[is_held]
+        if len(page) > self.before.free_top + (self.before.refcount[page] == 1).sum():
+            return  # pages that other rows hold come back as copies, and there might not be enough
+        padded = np.full(L * K * self.max_slots // self.page_size, TRASH, np.int32)
+        padded[: len(page)] = page
+        kv, position = jax.device_get(read_pages(self.pool, padded))
+        self.pool = release(self.pool, ints(row, NONE))
+        self.pool = sit(self.pool, seat, ints(row), jnp.asarray(is_held))
+        padded[: len(page)] = np.asarray(self.pool.page_table)[:, row][is_held]
+        self.pool = write_pages(self.pool, padded, kv, position)
 
     @rule(rows=TWO_ROWS, is_in_order=st.booleans(), is_narrow=st.booleans(), data=st.data())
     def keep_some_slots(self, rows, is_in_order, is_narrow, data):
@@ -237,12 +285,14 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_allocator_is_consistent_and_shared_pages_are_never_written(self):
         after = snapshot(self.pool)
-        assert_allocator_is_consistent(after)
+        assert_allocator_is_consistent(after, [seat for seat, _, _ in self.apart])
         assert_shared_pages_are_untouched(self.before, after)
         self.before = after
 
     def teardown(self):
-        """Releasing every row gives back every page."""
+        """Releasing every row and seat gives back every page."""
+        for seat, _, _ in self.apart:
+            self.pool = drop(self.pool, seat)
         pool = release(release(self.pool, ints(0, 1)), ints(2, NONE))
         assert pages.held_pages(pool) == 0
         assert_allocator_is_consistent(snapshot(pool))
@@ -264,6 +314,11 @@ def filled_pool(num_tokens, page_size=2, max_pages=6, num_pages=None, dtype=jnp.
     return pool
 
 
+def forked(pool, target):
+    """The pool with copies of row 0."""
+    return fork(pool, seat_of(pool, jnp.int32(0)), target)
+
+
 def filled(pool, row):
     """Keys, values and positions of a row whose layers and heads all have the same length."""
     count = int(pool.length[0, row, 0])
@@ -279,7 +334,7 @@ def keep(pool, row, slots):
 
 
 def test_copy_on_write_keeps_the_siblings_tokens():
-    pool = fork(filled_pool(5), jnp.int32(0), ints(1, NONE))
+    pool = forked(filled_pool(5), ints(1, NONE))
     sibling = filled(pool, 0)
     pool = keep(pool, 1, [1, 2, 4])
     for before, after, taken in zip(sibling, filled(pool, 0), filled(pool, 1), strict=True):
@@ -288,7 +343,7 @@ def test_copy_on_write_keeps_the_siblings_tokens():
 
 
 def test_forked_rows_share_full_pages_and_append_to_pages_of_their_own():
-    pool = fork(filled_pool(5), jnp.int32(0), ints(1, 2))
+    pool = forked(filled_pool(5), ints(1, 2))
     table = np.asarray(pool.page_table)
     assert (table[:, 1:, :, :2] == table[:, :1, :, :2]).all()
     assert len(set(table[:, :, :, 2].ravel())) == L * B * K
@@ -305,7 +360,7 @@ def test_forked_rows_share_full_pages_and_append_to_pages_of_their_own():
 
 
 def test_leading_whole_pages_stay_shared_after_compaction():
-    pool = fork(filled_pool(8), jnp.int32(0), ints(1, NONE))
+    pool = forked(filled_pool(8), ints(1, NONE))
     pool = keep(pool, 1, [0, 1, 2, 3, 5, 6])
     table, refcount = np.asarray(pool.page_table), np.asarray(pool.refcount)
     assert (table[:, 1, :, :2] == table[:, 0, :, :2]).all()
@@ -334,7 +389,7 @@ def test_heads_that_keep_fewer_slots_hold_fewer_pages():
 
 
 def test_an_aliased_page_reads_as_a_log_weight_of_ln_2():
-    pool = fork(filled_pool(7), jnp.int32(0), ints(1, NONE))
+    pool = forked(filled_pool(7), ints(1, NONE))
     pool = alias(pool, ints(0), ints(1), ints(0))  # row 0: pages A A C D
     pool = keep(pool, 1, [0, 1, 4, 5, 6])  # row 1: pages A C D, where A stands for two
     log_weight = pool.slot_data["log_weight"].at[:, 1, :, :2].set(math.log(2))

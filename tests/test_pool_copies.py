@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jkv import programs as device
+from jkv.engine import SWAP_PAGES
 from jkv.testing import TINY, assert_no_pool_copy, find_copies
 from tests import programs
 
@@ -21,6 +23,14 @@ def test_program_updates_the_pool_in_place(name):
     trace, window = programs.PROGRAMS[name]
     shapes = shapes_on_the_cpu(window)
     assert_no_pool_copy(trace(shapes).lower().compile(), shapes.state.cache.pool)
+
+
+def test_pages_are_read_without_a_copy_of_the_others():
+    shapes = shapes_on_the_cpu(window=0)
+    pool = shapes.state.cache.pool
+    compiled = device.read_pages.lower(shapes.state, shapes.leaf(SWAP_PAGES)).compile()
+    assert not find_copies(compiled.as_text(), pool.kv.shape)
+    assert compiled.memory_analysis().temp_size_in_bytes < pool.kv.size * 4 // 10
 
 
 @pytest.mark.parametrize("name", ["undonated", "sliced-keys"])

@@ -77,6 +77,17 @@ def test_general_columns_with_sources_equal_the_short_form(model, squeezed):
     )
 
 
+@pytest.mark.parametrize("is_shuffled", [False, True], ids=["short_form", "general"])
+def test_a_short_sample_s_trace_may_be_as_wide_as_a_long_one_s(model, monkeypatch, is_shuffled):
+    monkeypatch.setattr(importlib.import_module("jkv.score"), "MAX_ROWS", 1)
+    out = jkv.generate(model, [[1, 2], [3] * 60], max_new_tokens=8, page_size=4, stop_ids=(), return_trace=True, progress=False)
+    trace = out.trace
+    if is_shuffled:
+        order = np.random.default_rng(0).permutation(trace.end.shape[-1])
+        trace = jkv.Trace(*(np.ascontiguousarray(field[..., order]) for field in trace))
+    np.testing.assert_allclose(jkv.score(model, out, trace=trace).logprobs, out.logprobs, atol=1e-5)
+
+
 def test_the_gradient_of_a_score_is_that_of_finite_differences(model, squeezed):
     direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), model.params)
 

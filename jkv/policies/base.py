@@ -166,6 +166,10 @@ class Policy:
         """Whether a row is to be compacted after its `generated`-th new token, with `filled` slots."""
         return self.evict is not None and generated % self.evict.interval == 0 and filled > self.slots
 
+    def steps_until_due(self, generated: int) -> int | None:
+        """Steps from the `generated`-th new token to the next at which the row may be compacted; None if it never is."""
+        return None if self.evict is None else self.evict.interval - generated % self.evict.interval
+
     @property
     def slots(self) -> int:
         """The budget of a policy that has one."""

@@ -3,9 +3,9 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import choose
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention import cpu, reference
 
-IMPLEMENTATIONS = {"reference": reference.paged_attention}
+IMPLEMENTATIONS = {"cpu": cpu.paged_attention, "reference": reference.paged_attention}
 
 
 def paged_attention(

@@ -12,7 +12,7 @@ from tests.aot import targets
 # A minute or so each on a TPU; what they add to their likes is compiled for the H200 and the CPU.
 SLOW = {
     (target, name) for target in ("tpu-v5e", "tpu-v6e") for name in ("decode-full", "compact-streaming_llm", "compact-random")
-}
+} | {("tpu-v6e", name) for name in ("leave", "sit", "drop", "write_pages")}
 CASES = [
     pytest.param(target, name, marks=[pytest.mark.slow] if (target, name) in SLOW else [], id=f"{target}-{name}")
     for target in targets.TARGETS

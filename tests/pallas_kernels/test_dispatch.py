@@ -2,6 +2,7 @@
 
 import importlib
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -18,10 +19,18 @@ SMALL_CALLS = {
 }
 
 
-def test_none_takes_the_first_of_the_table_and_a_name_takes_that_one():
-    table = {"best": lambda: 1, "other": lambda: 2}
-    assert choose("kernel", table, None)() == 1
-    assert choose("kernel", table, "other")() == 2
+def test_none_takes_the_platform_s_own_and_a_name_takes_that_one():
+    table = {"cpu": lambda x: x + 1, "reference": lambda x: x + 2}
+    assert choose("kernel", table, None)(jnp.int32(0)) == 1
+    assert choose("kernel", table, "reference")(jnp.int32(0)) == 2
+
+
+def test_none_takes_the_reference_where_the_platform_has_nothing_of_its_own():
+    assert choose("kernel", {"reference": lambda x: x + 2}, None)(jnp.int32(0)) == 2
+    table = {"cpu": lambda x: x - 1, "reference": lambda x: x + 2}
+    lowered = jax.jit(choose("kernel", table, None)).trace(jnp.int32(0)).lower(lowering_platforms=("tpu",))
+    assert "subtract" not in lowered.as_text()
+    assert "add" in lowered.as_text()
 
 
 @pytest.mark.parametrize("name", kernels.__all__)

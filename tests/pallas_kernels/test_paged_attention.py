@@ -10,7 +10,12 @@ import pytest
 
 import pallas_kernels as kernels
 
-paged_attention = jax.jit(functools.partial(kernels.paged_attention, implementation="reference"))
+
+@pytest.fixture(params=["reference", "cpu"])
+def paged_attention(request):
+    return jax.jit(functools.partial(kernels.paged_attention, implementation=request.param))
+
+
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "bfloat16"])
 #        rows' lengths      group, head size, page, pages of a row
@@ -55,7 +60,7 @@ def by_hand(query, kv, page_table, length, log_weight=None):
     return out, log_total
 
 
-def assert_agrees(args, log_weight, dtype):
+def assert_agrees(paged_attention, args, log_weight, dtype):
     out, log_total = paged_attention(*args, log_weight)
     expected_out, expected_total = by_hand(*args, log_weight)
     assert (out.dtype, log_total.dtype) == (dtype, jnp.float32)
@@ -65,29 +70,29 @@ def assert_agrees(args, log_weight, dtype):
 
 @DTYPES
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_reads_the_filled_slots_of_permuted_pages_and_nothing_else(case, dtype):
-    assert_agrees(random_case(*case, dtype), None, dtype)
+def test_reads_the_filled_slots_of_permuted_pages_and_nothing_else(paged_attention, case, dtype):
+    assert_agrees(paged_attention, random_case(*case, dtype), None, dtype)
 
 
 @DTYPES
-def test_pages_may_appear_in_several_tables_and_twice_in_one(dtype):
+def test_pages_may_appear_in_several_tables_and_twice_in_one(paged_attention, dtype):
     query, kv, page_table, length = random_case([12, 12, 10], 2, 8, 4, 3, dtype)
     page_table = page_table.at[1, 0].set(page_table[0, 2]).at[1, 2].set(page_table[0, 0]).at[2, 1].set(page_table[2, 0])
-    assert_agrees((query, kv, page_table, length), None, dtype)
+    assert_agrees(paged_attention, (query, kv, page_table, length), None, dtype)
 
 
 @DTYPES
-def test_log_weights_are_added_to_the_logits_and_minus_infinity_is_a_hole(dtype):
+def test_log_weights_are_added_to_the_logits_and_minus_infinity_is_a_hole(paged_attention, dtype):
     lengths = [7, 20, 13, 1, 0]
     args = random_case(lengths, 2, 8, 4, 5, dtype)
     log_weight = np.log(np.random.default_rng(1).integers(1, 6, size=(5, 20)))
     log_weight[:, ::3] = -np.inf
     log_weight[2, :12] = -np.inf  # all but the last slot
     log_weight[np.arange(20) >= np.asarray(lengths)[:, None]] = np.nan
-    assert_agrees(args, jnp.asarray(log_weight, jnp.float32), dtype)
+    assert_agrees(paged_attention, args, jnp.asarray(log_weight, jnp.float32), dtype)
 
 
-def test_a_slot_of_log_weight_ln_m_stands_for_m_equal_slots():
+def test_a_slot_of_log_weight_ln_m_stands_for_m_equal_slots(paged_attention):
     query, kv, page_table, length = random_case([8], 2, 8, 4, 4, jnp.float32)
     repeated = jnp.concatenate([page_table[:, :2], page_table[:, :1], page_table[:, :1]], axis=1)
     log_weight = jnp.where(jnp.arange(16)[None] < 4, math.log(3), 0.0)
@@ -96,19 +101,31 @@ def test_a_slot_of_log_weight_ln_m_stands_for_m_equal_slots():
         np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)
 
 
-def test_a_row_of_holes_gives_zeros_and_minus_infinity():
+def test_a_row_of_holes_gives_zeros_and_minus_infinity(paged_attention):
     args = random_case([6, 6], 2, 8, 4, 2, jnp.float32)
     log_weight = jnp.zeros((2, 8)).at[1].set(-jnp.inf)
-    assert_agrees(args, log_weight, jnp.float32)
+    assert_agrees(paged_attention, args, log_weight, jnp.float32)
     out, log_total = paged_attention(*args, log_weight)
     assert (out[1] == 0).all()
     assert (log_total[1] == -jnp.inf).all()
 
 
-def test_large_logits_do_not_overflow():
+def test_large_logits_do_not_overflow(paged_attention):
     query, kv, page_table, length = random_case([7, 3], 2, 8, 4, 2, jnp.float32)
     out, log_total = paged_attention(query * 120, kv, page_table, length)
     expected_out, expected_total = by_hand(query * 120, kv, page_table, length)
     assert expected_total.max() > 100  # beyond exp in float32
     np.testing.assert_allclose(out, expected_out, atol=1e-4, rtol=0)  # 120 times the rounding of the logits
     np.testing.assert_allclose(log_total, expected_total, rtol=1e-6)
+
+
+def test_on_a_cpu_a_row_s_bits_depend_on_nothing_but_the_row():
+    """Neither on longer neighbours nor on the width of the table, both of which add blocks to the loop."""
+    query, kv, page_table, length = random_case([150, 700, 130], 2, 8, 16, 48, jnp.float32)
+    run = jax.jit(functools.partial(kernels.paged_attention, implementation="cpu"))
+    together = run(query, kv, page_table, length)
+    shorter = run(query, kv, page_table, jnp.asarray([150, 3, 130], jnp.int32))
+    narrow = run(query, kv, page_table[:, :11], jnp.asarray([150, 3, 130], jnp.int32))
+    for x, y, z in zip(together, shorter, narrow, strict=True):
+        np.testing.assert_array_equal(x[0::2], y[0::2])
+        np.testing.assert_array_equal(x[0::2], z[0::2])

@@ -1,0 +1,259 @@
+"""`jkv eval`: what each policy costs in accuracy and saves in memory, all on the same problems.
+
+Budgets may be shares of the mean length that the full cache reaches on these problems ("25%"), but what is compared is the
+memory that was really held: the mean over decode chunks of the pool's bytes in use, for each running sample.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jkv.generate import generate
+from jkv.params import Model
+from jkv.policies import Policy, full, make
+from jkv.sampling import Sampling
+from jkv.tasks.evaluate import wilson
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    r"""A prompt and what the completion must answer, as `\boxed{answer}`."""
+
+    prompt: str
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One policy on all problems; rates are shares, memory is bytes a running sample."""
+
+    policy: str
+    settings: str
+    budget: int | None  # slots for each layer and KV head
+    share: float | None  # of the full cache's mean length
+    problems: int
+    accuracy: float
+    low: float  # 95 % Wilson interval
+    high: float
+    change: float  # accuracy less the full cache's, on the same problems
+    change_low: float  # 95 % interval of the paired difference
+    change_high: float
+    mean_tokens: float
+    inflation: float  # mean tokens by the full cache's
+    truncated: float  # stopped by the token limit
+    kv_bytes: float  # mean
+    kv_share: float  # of the full cache's mean
+    peak_kv_bytes: float  # of the whole run
+    evicted: float  # tokens a sample, averaged over layers and KV heads
+    compactions: float  # a sample
+    occupancy: float
+    tokens_per_second: float  # of the whole run, compile time apart
+
+
+def compare(
+    model: Model,
+    problems: Sequence[Problem],
+    policies: Sequence[str],
+    budgets: Sequence[str | int],
+    settings: dict[str, dict[str, Any]] | None = None,
+    report: Callable[[str], None] = lambda line: None,
+    **options: Any,
+) -> list[Outcome]:
+    """Every policy at every budget, the full cache first; `options` go to `generate`, `settings` to the policies by name.
+
+    Raises:
+      ValueError: an unknown policy or setting, or a budget that a policy cannot hold; told before anything runs, but for
+        shares, whose slots are known only after the full cache ran.
+    """
+    settings = settings or {}
+    wanted = [(name, budget) for name in policies if name != "full" for budget in budgets]
+    shares = {budget: parse_share(budget) for budget in budgets}
+    for name, budget in wanted:
+        make(name, {"budget": 1 << 30 if shares[budget] else int(budget)} | settings.get(name, {}))
+    runs = [run(model, problems, full(), **options)]
+    mean_length = float(np.mean([len(p) for p in runs[0].prompts]) + runs[0].mean_tokens)
+    outcomes = [summarise(runs[0], runs[0], None)]
+    report(row_of(outcomes[0]))
+    for name, budget in wanted:
+        share = shares[budget]
+        slots = round(share * mean_length) if share else int(budget)
+        policy = make(name, {"budget": slots} | settings.get(name, {}))
+        outcomes.append(summarise(run(model, problems, policy, **options), runs[0], share))
+        report(row_of(outcomes[-1]))
+    return outcomes
+
+
+def parse_share(budget: str | int) -> float | None:
+    """The share that a budget such as "25%" names, None for a number of slots.
+
+    >>> parse_share("25%"), parse_share(64)
+    (0.25, None)
+    """
+    text = str(budget).strip()
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        value = math.nan
+    if text.endswith("%") and 0 < value <= 100:
+        return value / 100
+    if text.isdigit() and value >= 1:
+        return None
+    raise ValueError(f'A budget is a number of slots, or a share of the mean length such as "25%"; got {budget!r}.')
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One policy's completions, judged."""
+
+    policy: Policy
+    is_right: np.ndarray
+    lengths: np.ndarray
+    finish_reason: list[str]
+    stats: Any
+    prompts: list[np.ndarray]
+
+    @property
+    def mean_tokens(self) -> float:
+        """Of a completion."""
+        return float(self.lengths.mean())
+
+
+def run(model: Model, problems: Sequence[Problem], policy: Policy, **options: Any) -> Run:
+    """Greedy completions of all problems."""
+    out = generate(model, [p.prompt for p in problems], policy=policy, sampling=Sampling(temperature=0.0), **options)
+    assert out.text is not None
+    is_right = np.array([boxed(text) == p.answer for text, p in zip(out.text, problems, strict=True)])
+    return Run(policy, is_right, out.lengths, out.finish_reason, out.stats, out.prompts)
+
+
+def summarise(this: Run, base: Run, share: float | None) -> Outcome:
+    """A run's figures beside the full cache's."""
+    count, stats = len(this.is_right), this.stats
+    low, high = wilson(int(this.is_right.sum()), count)
+    change, half = paired_change(this.is_right, base.is_right)
+    return Outcome(
+        policy=this.policy.name,
+        settings=repr(this.policy),
+        budget=this.policy.budget,
+        share=share,
+        problems=count,
+        accuracy=float(this.is_right.mean()),
+        low=low,
+        high=high,
+        change=change,
+        change_low=change - half,
+        change_high=change + half,
+        mean_tokens=this.mean_tokens,
+        inflation=this.mean_tokens / base.mean_tokens,
+        truncated=this.finish_reason.count("length") / count,
+        kv_bytes=stats.kv_bytes_per_sample,
+        kv_share=stats.kv_bytes_per_sample / base.stats.kv_bytes_per_sample,
+        peak_kv_bytes=stats.peak_kv_bytes,
+        evicted=stats.evicted / count,
+        compactions=stats.compactions / count,
+        occupancy=stats.occupancy,
+        tokens_per_second=stats.tokens_per_second,
+    )
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last `\boxed{}` after the thinking holds, or None.
+
+    >>> boxed(r"<think>\boxed{1}</think> It is \boxed{ 42 }.")
+    '42'
+    """
+    found = re.findall(r"\\boxed\{([^{}]*)\}", text.rpartition("</think>")[2])
+    return found[-1].strip() if found else None
+
+
+def paired_change(this: np.ndarray, base: np.ndarray) -> tuple[float, float]:
+    """The mean difference of paired outcomes and half its 95 % interval (normal, from the pairs that differ).
+
+    >>> change, half = paired_change(np.array([1, 1, 0, 0]), np.array([1, 1, 1, 1]))
+    >>> change, round(half, 2)
+    (-0.5, 0.49)
+    """
+    difference = this.astype(float) - base.astype(float)
+    return float(difference.mean()), float(1.96 * math.sqrt(difference.var() / len(difference)))
+
+
+COLUMNS = (
+    "policy",
+    "budget",
+    "accuracy (95 %)",
+    "change",
+    "tokens",
+    "truncated",
+    "KV kB",
+    "of full",
+    "peak MB",
+    "evicted",
+    "tok/s",
+)
+
+
+def row_of(outcome: Outcome) -> str:
+    """A line of the table."""
+    o = outcome
+    budget = "" if o.budget is None else f"{o.budget}" + (f" ({o.share:.0%})" if o.share else "")
+    cells = (
+        o.policy,
+        budget,
+        f"{o.accuracy:.1%} ({o.low:.1%} to {o.high:.1%})",
+        "" if o.budget is None else f"{100 * o.change:+.1f} ± {100 * (o.change_high - o.change):.1f}",
+        f"{o.mean_tokens:.0f} (x{o.inflation:.2f})",
+        f"{o.truncated:.1%}",
+        f"{o.kv_bytes / 1e3:.0f}",
+        f"{o.kv_share:.0%}",
+        f"{o.peak_kv_bytes / 1e6:.1f}",
+        f"{o.evicted:.0f} in {o.compactions:.1f}",
+        f"{o.tokens_per_second:.0f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A Markdown table."""
+    head = "| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS)
+    return "\n".join([head, *(row_of(outcome) for outcome in outcomes)])
+
+
+def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
+    """Accuracy against the memory really held, a line for each policy, the full cache as a band."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    base = outcomes[0]
+    axes.axhspan(100 * base.low, 100 * base.high, color="0.9", zorder=0)
+    axes.axhline(100 * base.accuracy, color="0.4", linewidth=1, label="full cache", zorder=1)
+    for marker, name in zip("osD^vPX*", dict.fromkeys(o.policy for o in outcomes[1:]), strict=False):
+        mine = sorted((o for o in outcomes if o.policy == name), key=lambda o: o.kv_share)
+        centre = [100 * o.accuracy for o in mine]
+        error = [[100 * (o.accuracy - o.low) for o in mine], [100 * (o.high - o.accuracy) for o in mine]]
+        axes.errorbar([100 * o.kv_share for o in mine], centre, error, marker=marker, capsize=2, linewidth=1.3, label=name)
+    axes.set(xlabel="mean KV bytes held, % of the full cache's", ylabel="accuracy, % (95 % interval)", title=title)
+    axes.set(xlim=(0, None), ylim=(0, 102))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> list[Path]:
+    """The table, the figures and the picture, as `name`.md, .json and .png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}{ending}" for ending in (".md", ".json", ".png")]
+    paths[0].write_text(table(outcomes) + "\n")
+    record = {"about": about, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
+    paths[1].write_text(json.dumps(record, indent=1) + "\n")
+    plot(outcomes, paths[2], f"{name}, {outcomes[0].problems} problems")
+    return paths

@@ -1,0 +1,84 @@
+"""How many pages: of a request, of a pool, of a device. Arithmetic on the host."""
+
+import os
+from typing import Any
+
+from jkv.params import Params
+from jkv.pool import num_pages_of
+from jkv.requests import Request
+
+AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for the programs' temporaries
+AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
+
+
+def page_bytes(params: Params, page_size: int) -> int:
+    """Bytes of one page: keys, values and positions."""
+    return page_size * (2 * params.config.head_size * params.embedding.dtype.itemsize + 4)
+
+
+def num_layer_heads(params: Params) -> int:
+    """Pairs of a layer and a KV head, each of which has pages of its own."""
+    return params.config.num_layers * params.config.num_kv_heads
+
+
+def num_row_pages(params: Params, num_slots: int, page_size: int) -> int:
+    """Pages of a row with `num_slots` slots in every layer and KV head."""
+    return num_layer_heads(params) * num_pages_of(num_slots, page_size)
+
+
+def num_pool_pages(
+    params: Params,
+    max_running: int,
+    max_slots: int,
+    *,
+    page_size: int,
+    kv_memory: int | str | None = None,
+    num_pages: int | None = None,
+) -> int:
+    """Pages of a pool given in pages, in bytes, by the device ("auto"), or (None) by what full rows need; never more than that.
+
+    Full rows need their own pages and, in the worst case, as many again for prompts that samples share.
+
+    Raises:
+      ValueError: a setting out of its range, or both settings.
+    """
+    most = 2 * max_running * num_row_pages(params, max_slots, page_size)
+    if kv_memory is not None and num_pages is not None:
+        raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}.")
+    if num_pages is not None:
+        return num_pages
+    if kv_memory is None:
+        return max_running * num_row_pages(params, max_slots, page_size)
+    if kv_memory == "auto":
+        kv_memory = free_bytes(next(iter(params.embedding.devices())))
+        return min(most, kv_memory // page_bytes(params, page_size))
+    if not isinstance(kv_memory, int) or isinstance(kv_memory, bool) or kv_memory < 1:
+        raise ValueError(f'kv_memory is a number of bytes of at least 1, or "auto"; got {kv_memory!r}.')
+    return min(most, kv_memory // page_bytes(params, page_size))
+
+
+def free_bytes(device: Any) -> int:
+    """Bytes that a pool may take on a device, what is there already left alone."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * AUTO_SHARE)
+    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * AUTO_HOST_SHARE)
+
+
+def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:
+    """Refuses a request that an engine of this size could not serve even alone."""
+    slots, size = request.max_slots, page_bytes(params, page_size)
+    if slots > max_slots:
+        raise ValueError(
+            f"A request may fill {max_slots} slots in a layer and KV head here, the engine's max_slots; this one fills {slots} "
+            f"({len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}). "
+            "Raise max_slots, or lower the budget or max_new_tokens."
+        )
+    needed = num_row_pages(params, slots, page_size)
+    if needed > num_pages:
+        raise ValueError(
+            f"The pool must hold the largest request: {slots} slots = {num_pages_of(slots, page_size)} pages of {page_size} "
+            f"for each of {num_layer_heads(params)} layer-heads = {needed} pages of {size} bytes = {needed * size} bytes; the "
+            f"pool has {num_pages} pages = {num_pages * size} bytes. Raise kv_memory, or lower the budget, max_new_tokens "
+            "or page_size."
+        )

@@ -1,0 +1,197 @@
+"""What runs on the device: every program that the engine dispatches, each of a fixed shape.
+
+Nothing compiles anew for another prompt, length, budget or weights. The pool is donated from each program to the next, and
+none copies it (`tests/test_pool_copies.py`, `tests/aot`).
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jkv import model as decoder
+from jkv import pool as pages
+from jkv import sampling
+from jkv.attention import Cache, DecodeAttention, PrefillAttention, last_queries
+from jkv.params import Params
+from jkv.policies.base import CacheView, Evict
+from jkv.pool import EMPTY, Seat
+from jkv.sampling import SamplingRows
+
+
+class State(NamedTuple):
+    """Everything that lives on the device between programs; donated to each of them."""
+
+    cache: Cache
+    logits: Float[Array, "B V"]  # of each row's next token
+
+
+class Snapshot(NamedTuple):
+    """One row apart from the batch: its place in the pool, and what else its next step needs."""
+
+    seat: Seat
+    logits: Float[Array, " V"]
+    query_ring: Float[Array, "L W N H"] | None
+
+
+class Control(NamedTuple):
+    """What the host tells a chunk about each row."""
+
+    is_active: Bool[Array, " B"]
+    remaining: Int[Array, " B"]  # tokens until the row's limit
+    stop_ids: Int[Array, "B E"]  # padded with -1
+    sampling: SamplingRows
+
+
+class Emitted(NamedTuple):
+    """A chunk's tokens, for the host; steps of finished rows are not real."""
+
+    token: Int[Array, "steps B"]
+    log_prob: Float[Array, "steps B"]
+    is_real: Bool[Array, "steps B"]
+    held_pages: Int[Array, ""]
+
+
+@functools.partial(jax.jit, static_argnames=("num_steps", "draws"), donate_argnames="state")
+def decode_chunk(params: Params, state: State, control: Control, num_steps: int, draws: str) -> tuple[State, Emitted]:
+    """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
+    row = jnp.arange(control.remaining.shape[0], dtype=jnp.int32)
+
+    def step(carry: tuple[State, Array, Array], _: None) -> tuple[tuple[State, Array, Array], tuple[Array, Array, Array]]:
+        (cache, logits), is_active, remaining = carry
+        position = cache.pool.logical_length
+        token, log_prob = sampling.draw(logits, control.sampling, position, draws)
+        token = jnp.where(is_active, token, 0)
+        num_new = is_active.astype(jnp.int32)
+        pool, address = pages.reserve(cache.pool, row, num_new, 1)
+        attend = DecodeAttention(address, pool.length + num_new[None, :, None], position)
+        cache = cache._replace(pool=pool)
+        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache)
+        cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
+        logits = decoder.unembed(params, hidden[:, 0])
+        is_last = (token[:, None] == control.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
+        return (State(cache, logits), is_active & ~is_last, remaining - 1), (token, log_prob, is_active)
+
+    carry, (token, log_prob, is_real) = jax.lax.scan(
+        step, (state, control.is_active, control.remaining), None, length=num_steps
+    )
+    return carry[0], Emitted(token, log_prob, is_real, pages.held_pages(carry[0].cache.pool))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def prefill_chunk(
+    params: Params, state: State, row: Int[Array, " 1"], token: Int[Array, "1 T"], num_new: Int[Array, " 1"]
+) -> State:
+    """Appends the first `num_new` of T prompt tokens to a row, and leaves the logits after the last of them."""
+    cache = state.cache
+    position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
+    pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
+    attend = PrefillAttention(address, row, position, num_new)
+    hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool))
+    cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
+    logits = decoder.unembed(params, hidden[:, num_new[0] - 1])
+    return State(cache, state.logits.at[row].set(logits))
+
+
+@functools.partial(jax.jit, static_argnames=("evict", "is_traced"), donate_argnames="state")
+def compress(
+    state: State,
+    row: Int[Array, " R"],
+    budget: Int[Array, " R"],
+    prompt_length: Int[Array, " R"],
+    evict: Evict,
+    is_traced: bool,
+) -> tuple[State, Int[Array, "L R K S"] | None]:
+    """Compacts rows to their budgets, and lists the positions dropped (EMPTY where a slot stays) when traced.
+
+    A row equal to the number of rows stands for none.
+    """
+    cache = state.cache
+    pool = cache.pool
+    present = jnp.minimum(row, pool.num_rows - 1)
+    num_seen = pool.logical_length[present]
+
+    # One layer after the other: left to itself, XLA gathers the keys of all layers at once on a GPU, half the pool's bytes.
+    def rate(_: None, layer: Int[Array, ""]) -> tuple[None, tuple[Float[Array, "R K S"], Int[Array, "R K S"]]]:
+        key, value, position = pages.gather(pool, layer, present)
+        query = None
+        if cache.query_ring is not None and evict.window:
+            query = last_queries(cache.query_ring, layer, present, num_seen, evict.window)
+        view = CacheView(key, value, position, query, layer=layer, prompt_length=prompt_length)
+        return None, (evict.rate(view), position)
+
+    _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
+    slots = evict.choose(score, position, budget[None, :, None])
+    state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
+    return state, dropped_positions(position, slots) if is_traced else None
+
+
+def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:
+    """The positions of the filled slots that are not in `slots`, EMPTY elsewhere."""
+    layer, row, head, _ = jnp.indices(slots.shape, dtype=jnp.int32, sparse=True)
+    place = jnp.where(slots == EMPTY, slots.shape[-1], slots)
+    is_kept = jnp.zeros(slots.shape, bool).at[layer, row, head, place].set(True, mode="drop")
+    return jnp.where(is_kept, EMPTY, position)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def release(state: State, row: Int[Array, " B"]) -> State:
+    """Frees rows."""
+    return state._replace(cache=state.cache._replace(pool=pages.release(state.cache.pool, row)))
+
+
+@jax.jit
+def look(state: State, row: Int[Array, ""]) -> Snapshot:
+    """A row as it stands; takes no reference."""
+    ring = state.cache.query_ring
+    return Snapshot(pages.seat_of(state.cache.pool, row), state.logits[row], None if ring is None else ring[:, row])
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def leave(state: State, row: Int[Array, ""]) -> tuple[State, Snapshot]:
+    """A row leaves the batch and keeps its pages, until `drop`."""
+    snapshot = look(state, row)
+    pool, _ = pages.leave(state.cache.pool, row)
+    return state._replace(cache=state.cache._replace(pool=pool)), snapshot
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def fork(state: State, snapshot: Snapshot, target: Int[Array, " B"]) -> State:
+    """Empty rows `target` go on from a snapshot, whose full pages they share."""
+    return place(state, pages.fork(state.cache.pool, snapshot.seat, target), snapshot, target)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def sit(state: State, snapshot: Snapshot, row: Int[Array, ""], is_own: Bool[Array, "L K MP"]) -> State:
+    """An empty row goes on from a snapshot; the entries that `is_own` marks become pages that `write_pages` has to fill."""
+    pool = pages.sit(state.cache.pool, snapshot.seat, row[None], is_own)
+    return place(state, pool, snapshot, row[None])
+
+
+def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array, " R"]) -> State:
+    """The state with a new pool, and a snapshot's logits and queries in rows `target`."""
+    ring = state.cache.query_ring
+    if ring is not None:
+        assert snapshot.query_ring is not None
+        ring = ring.at[:, target].set(snapshot.query_ring[:, None], mode="drop")
+    return State(Cache(pool, ring), state.logits.at[target].set(snapshot.logits, mode="drop"))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def drop(state: State, seat: Seat) -> State:
+    """Lets go of the pages of a row that left."""
+    return state._replace(cache=state.cache._replace(pool=pages.drop(state.cache.pool, seat)))
+
+
+@jax.jit
+def read_pages(state: State, page: Int[Array, " I"]) -> tuple[Float[Array, "I 2 page H"], Int[Array, "I page"]]:
+    """Pages to be put aside."""
+    return pages.read_pages(state.cache.pool, page)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def write_pages(state: State, page: Int[Array, " I"], kv: Float[Array, "I 2 page H"], position: Int[Array, "I page"]) -> State:
+    """Pages that were put aside, back in the pool."""
+    return state._replace(cache=state.cache._replace(pool=pages.write_pages(state.cache.pool, page, kv, position)))

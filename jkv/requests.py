@@ -1,0 +1,195 @@
+"""What is asked of the engine: one sample's request, made and checked before anything compiles."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.params import Model, Params
+from jkv.policies import POLICIES, Policy, full
+from jkv.sampling import Sampling
+
+DEFAULT_NEW_TOKENS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sample to generate; token ids, checked by `make_request`.
+
+    Attributes:
+      prompt: `[T]` int32.
+      policy: how its cache stays small.
+      sampling: how its tokens are drawn.
+      seed: of the draws: the sampling's, or a fresh one.
+      identity: what stands for the prompt in the random keys: the caller's number, or a hash of its tokens.
+      sample: index among the samples of equal prompts.
+      max_new_tokens: the most tokens of the completion.
+      stop_ids: tokens that end it.
+      stop_strings: texts that end it.
+    """
+
+    prompt: np.ndarray
+    policy: Policy
+    sampling: Sampling
+    seed: int
+    identity: int
+    sample: int
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
+
+    @property
+    def held_slots(self) -> int:
+        """The most slots that a layer and KV head fills once the prompt is in, and compressed if it is too long."""
+        everything = len(self.prompt) + self.max_new_tokens
+        if self.policy.evict is None:
+            return everything
+        return min(everything, self.policy.slots + self.policy.evict.interval)
+
+    @property
+    def first_slots(self) -> int:
+        """Slots filled when the first token is drawn."""
+        return self.policy.slots if self.policy.is_due(0, len(self.prompt)) else len(self.prompt)
+
+    @property
+    def max_slots(self) -> int:
+        """The most slots that a layer and KV head ever fills."""
+        return max(len(self.prompt), self.held_slots)
+
+    @property
+    def prefix(self) -> tuple[bytes, Policy | None]:
+        """What requests share that can start from one prefill: the prompt, and the policy if it compresses the prompt."""
+        return self.prompt.tobytes(), self.policy if self.policy.is_due(0, len(self.prompt)) else None
+
+
+def make_request(
+    model: Model,
+    prompt: np.ndarray,
+    *,
+    policy: Policy,
+    sampling: Sampling,
+    seed: int,
+    identity: int,
+    sample: int,
+    max_new_tokens: int | None,
+    stop_ids: Sequence[int] | None,
+    stop_strings: Sequence[str],
+    index: int = 0,
+) -> Request:
+    """A request that the model can serve; `index` names the prompt in errors.
+
+    Raises:
+      ValueError: what it asks for is impossible.
+    """
+    config = model.config
+    limit = new_token_limit(index, len(prompt), max_new_tokens, config.max_positions)
+    check_prompt_fits(policy, index, len(prompt))
+    ends = config.end_ids if stop_ids is None else check_stop_ids(stop_ids, config.vocab_size)
+    check_stop_strings(model, stop_strings)
+    return Request(prompt, policy, sampling, seed, identity, sample, limit, ends, tuple(stop_strings))
+
+
+def check_counts(**values: int | None) -> None:
+    """Refuses counts below one."""
+    for name, value in values.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1; got {value}.")
+
+
+def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
+    """Token ids of every prompt, checked."""
+    prompts = [prompt_or_prompts] if isinstance(prompt_or_prompts, str) else list(prompt_or_prompts)
+    if not prompts:
+        raise ValueError("There must be at least one prompt, and a prompt at least one token; got none.")
+    if not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0:  # a flat sequence of token ids
+        prompts = [prompt_or_prompts]
+    return [encode_prompt(model, i, prompt) for i, prompt in enumerate(prompts)]
+
+
+def encode_prompt(model: Model, index: int, prompt: Any) -> np.ndarray:
+    """One prompt's token ids."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError("A text prompt needs a model with a tokenizer; this one has none. Pass token ids.")
+        prompt = model.tokenizer.encode(prompt)
+    ids = np.asarray(prompt)
+    if ids.size == 0:
+        raise ValueError(f"A prompt must hold at least one token; prompt {index} is empty.")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"A prompt is a string or a flat sequence of token ids; prompt {index} is {ids.dtype}{list(ids.shape)}."
+        )
+    vocab_size = model.config.vocab_size
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        worst = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"Token ids must lie in [0, {vocab_size}); prompt {index} holds {worst}.")
+    return ids.astype(np.int32)
+
+
+def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
+    """One policy for each prompt."""
+    if policy is None:
+        policy = full()
+    policies: list[Any] = [policy] * num_prompts if isinstance(policy, Policy | str) else list(policy)
+    if len(policies) != num_prompts:
+        raise ValueError(f"policy is one, or one for each prompt; got {len(policies)} for {num_prompts} prompts.")
+    for each in policies:
+        if not isinstance(each, Policy):
+            raise ValueError(
+                f"policy must be made by a recipe such as jkv.r_kv(budget=256); known: {sorted(POLICIES)}; got {each!r}."
+            )
+    return policies
+
+
+def check_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+    """Stop ids that the model can produce."""
+    for token in stop_ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"stop_ids must be token ids in [0, {vocab_size}); got {token}.")
+    return tuple(int(token) for token in stop_ids)
+
+
+def check_prompt_fits(policy: Policy, index: int, prompt_length: int) -> None:
+    """Refuses a protected prompt that its budget cannot hold."""
+    if policy.evict and policy.evict.protect_prompt and policy.budget is not None and prompt_length > policy.budget:
+        raise ValueError(
+            f"{policy.name} never drops the prompt, so its budget must hold it; prompt {index} has {prompt_length} tokens, "
+            f"the budget is {policy.budget} slots. Raise the budget."
+        )
+
+
+def new_token_limit(index: int, prompt_length: int, asked: int | None, max_positions: int) -> int:
+    """The most new tokens of a request."""
+    left = max_positions - prompt_length
+    if left < 1 or (asked or 1) > left:
+        raise ValueError(
+            f"Prompt and completion must fit the model's {max_positions} positions; prompt {index} has {prompt_length} tokens "
+            f"and max_new_tokens is {asked or 'not given'}. Shorten the prompt or lower max_new_tokens."
+        )
+    return min(DEFAULT_NEW_TOKENS, left) if asked is None else asked
+
+
+@jax.jit
+def all_finite(params: Params) -> jax.Array:
+    """Whether no weight is NaN or infinite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
+
+
+def check_weights(params: Params) -> None:
+    """Refuses weights with NaN or infinity, naming the first."""
+    if not bool(all_finite(params)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not bool(jnp.isfinite(leaf).all()):
+                name = jax.tree_util.keystr(path)
+                raise ValueError(f"Weights must be finite; params{name} holds NaN or infinity. Reload or retrain the model.")
+
+
+def check_stop_strings(model: Model, stop_strings: Sequence[str]) -> None:
+    """Refuses stop strings that cannot be found."""
+    if isinstance(stop_strings, str) or not all(isinstance(stop, str) and stop for stop in stop_strings):
+        raise ValueError(f"stop_strings is a sequence of texts that are not empty; got {stop_strings!r}.")
+    if stop_strings and model.tokenizer is None:
+        raise ValueError("stop_strings need a model with a tokenizer; this one has none. Use stop_ids.")

@@ -1,0 +1,233 @@
+"""What comes back: completions, events of a stream, statistics."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jkv.params import Model
+from jkv.sampling import Sampling
+from jkv.score import Trace
+from jkv.text import cut
+
+if TYPE_CHECKING:
+    from jkv.engine import Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What a chunk brought for one sample.
+
+    Attributes:
+      ticket: of the request (`Engine.submit`); for `jkv.generate`, the index of the prompt.
+      sample: index among the request's samples.
+      tokens: the new ones.
+      logprobs: theirs.
+      text: what they add to the text, if a tokenizer is there and somebody listens. Characters that may yet turn out to be
+        part of a stop string wait for the next event.
+      finish_reason: empty as long as the sample goes on.
+    """
+
+    ticket: int
+    sample: int
+    tokens: list[int]
+    logprobs: list[float]
+    text: str | None
+    finish_reason: str
+
+
+@dataclasses.dataclass
+class Completion:
+    """What the engine made of a request."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    finish_reason: str = ""
+    ends: np.ndarray | None = None  # [L, K, T] int32, traced requests only: when each token's key was dropped, or NEVER
+    compactions: int = 0
+    evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
+    preemptions: int = 0
+    is_forked: bool = False
+    queued_seconds: float = 0.0
+    first_seconds: float = 0.0
+    seconds: float = 0.0
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleStats:
+    """How one sample fared. Seconds count from its submission, and include compilation.
+
+    Attributes:
+      queued_seconds: until it had a row.
+      first_seconds: until its first tokens were there.
+      seconds: until it was finished.
+      compactions: of its row.
+      evicted: tokens dropped, averaged over layers and KV heads.
+      preemptions: how often it was put aside to host memory.
+      is_forked: whether it started from a prompt that was prefilled for several samples.
+    """
+
+    queued_seconds: float
+    first_seconds: float
+    seconds: float
+    compactions: int
+    evicted: float
+    preemptions: int
+    is_forked: bool
+
+
+@dataclasses.dataclass
+class RunStats:
+    """What an engine held and how long it took, counted on the pool itself; bytes and seconds, without compile time."""
+
+    kv_bytes: float = 0.0  # mean over decode chunks
+    kv_bytes_per_sample: float = 0.0  # the same, by the samples that were running
+    peak_kv_bytes: int = 0
+    dense_kv_bytes: int = 0  # what full caches of the same rows would have held at their peak
+    seconds: float = 0.0  # all of `Engine.step`, with or without rows
+    decode_seconds: float = 0.0  # waiting for decode chunks, and for the compactions before them
+    prefill_seconds: float = 0.0
+    swap_seconds: float = 0.0  # to and from host memory
+    compile_seconds: float = 0.0
+    chunks: int = 0
+    sample_chunks: int = 0  # summed over the chunks' running samples
+    row_steps: int = 0  # rows times decode steps
+    tokens: int = 0  # of them, those that made a token
+    prefills: int = 0
+    forks: int = 0  # samples that started from a prompt prefilled for several
+    preemptions: int = 0
+
+    @property
+    def occupancy(self) -> float:
+        """The share of decode steps of rows that made a token."""
+        return self.tokens / max(self.row_steps, 1)
+
+    @property
+    def host_seconds(self) -> float:
+        """What the loop itself took: everything but waiting for device programs, and compiling."""
+        return self.seconds - self.decode_seconds - self.prefill_seconds - self.swap_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a call held and took, counted on the pool itself. Bytes, and seconds without compile time."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    evicted: float  # tokens dropped from the cache, averaged over layers and KV heads, summed over samples
+    compactions: int  # summed over samples
+    kv_bytes: int  # held, mean over decode chunks
+    kv_bytes_per_sample: float  # the same, by the samples that were running
+    peak_kv_bytes: int
+    dense_kv_bytes: int  # what full caches of the same rows would have held at their peak
+    tokens_per_second: float  # generated tokens by all seconds but those of compiling
+    decode_tokens_per_second: float  # by decode seconds alone
+    seconds: float
+    decode_seconds: float  # compaction included
+    prefill_seconds: float
+    swap_seconds: float
+    host_seconds: float  # of the loop itself
+    compile_seconds: float
+    occupancy: float  # share of decode steps of rows that made a token
+    prefills: int
+    forks: int  # samples that started from a prompt prefilled for several
+    preemptions: int
+    queued_seconds: float  # mean over samples, until they had a row
+    seed: int  # of the random draws: given, or drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Completions, prompt-major: the n samples of the first prompt, then of the second, also for one prompt.
+
+    Attributes:
+      text: completions without end tokens or anything from a stop string on; None without a tokenizer.
+      tokens: `[n, T]` int32, end tokens included, right-padded with 0.
+      lengths: `[n]` tokens of each completion.
+      logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (temperature 0: temperature
+        1's); 0 in padding.
+      finish_reason: of each sample: "eos" (an end token of the model), "stop" (a stop id or string of the caller), "length",
+        "cancelled" (by the caller, or Ctrl-C; what there was is kept), "error" (its callback raised), or "nan" (the model
+        gave no finite probabilities).
+      stats: one record for the call.
+      trace: attention columns for `jkv.score`, when asked for.
+      prompts: the token ids before each completion.
+      sampling: the settings of each sample.
+      samples: how each sample fared.
+    """
+
+    text: list[str] | None
+    tokens: np.ndarray
+    lengths: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: list[str]
+    stats: Stats
+    trace: Trace | None
+    prompts: list[np.ndarray]
+    sampling: list[Sampling]
+    samples: list[SampleStats]
+
+
+def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_traced: bool) -> Result:
+    """Padded arrays, texts, statistics and the trace."""
+    requests, completions = [sample.request for sample in samples], [sample.completion for sample in samples]
+    lengths = np.array([len(c.tokens) for c in completions], np.int32)
+    tokens = np.zeros((len(completions), lengths.max()), np.int32)
+    log_probs = np.zeros(tokens.shape, np.float32)
+    for i, completion in enumerate(completions):
+        tokens[i, : lengths[i]], log_probs[i, : lengths[i]] = completion.tokens, completion.log_probs
+    text = None
+    if model.tokenizer is not None:
+        decoded = (model.tokenizer.decode(completion.tokens, skip_special_tokens=True) for completion in completions)
+        text = [cut(whole, request.stop_strings) for whole, request in zip(decoded, requests, strict=True)]
+    fields = [field.name for field in dataclasses.fields(SampleStats)]
+    each = [SampleStats(**{name: getattr(completion, name) for name in fields}) for completion in completions]
+    num_tokens = int(lengths.sum())
+    stats = Stats(
+        prompt_tokens=sum(len(request.prompt) for request in requests),
+        generated_tokens=num_tokens,
+        evicted=sum(one.evicted for one in each),
+        compactions=sum(one.compactions for one in each),
+        kv_bytes=round(run.kv_bytes),
+        kv_bytes_per_sample=run.kv_bytes_per_sample,
+        peak_kv_bytes=run.peak_kv_bytes,
+        dense_kv_bytes=run.dense_kv_bytes,
+        tokens_per_second=num_tokens / max(run.seconds, 1e-9),
+        decode_tokens_per_second=num_tokens / max(run.decode_seconds, 1e-9),
+        seconds=run.seconds,
+        decode_seconds=run.decode_seconds,
+        prefill_seconds=run.prefill_seconds,
+        swap_seconds=run.swap_seconds,
+        host_seconds=run.host_seconds,
+        compile_seconds=run.compile_seconds,
+        occupancy=run.occupancy,
+        prefills=run.prefills,
+        forks=run.forks,
+        preemptions=run.preemptions,
+        queued_seconds=sum(one.queued_seconds for one in each) / len(each),
+        seed=requests[0].seed,
+    )
+    return Result(
+        text=text,
+        tokens=tokens,
+        lengths=lengths,
+        logprobs=log_probs,
+        finish_reason=[completion.finish_reason for completion in completions],
+        stats=stats,
+        trace=make_trace(completions) if is_traced else None,
+        prompts=[request.prompt for request in requests],
+        sampling=[request.sampling for request in requests],
+        samples=each,
+    )
+
+
+def make_trace(completions: Sequence[Completion]) -> Trace:
+    """The columns of every sample: each token's own, ended where it was evicted."""
+    ends = [completion.ends for completion in completions if completion.ends is not None]
+    num_columns = max(end.shape[-1] for end in ends)
+    padded = [np.pad(end, [(0, 0), (0, 0), (0, num_columns - end.shape[-1])]) for end in ends]
+    end = np.stack(padded)
+    own = np.broadcast_to(np.arange(num_columns, dtype=np.int32), end.shape)  # a view: costs no memory
+    return Trace(own, own, end)

@@ -1,0 +1,110 @@
+"""What the engine remembers on the host about each sample, and about prompts that samples share."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jkv.programs import Snapshot
+from jkv.requests import Request
+from jkv.results import Completion, Event
+from jkv.text import StopFinder, TextStream
+
+
+@dataclasses.dataclass(eq=False)
+class Prefix:
+    """A prompt that samples start from; when several do, it is prefilled once and its full pages are shared.
+
+    What gave way on the device is prefilled again for those who start, and is in host memory for those who were put aside.
+    """
+
+    samples: "set[Sample]" = dataclasses.field(default_factory=set)  # those not finished
+    is_held: bool = False  # whether its pages are in the pool, or are about to be
+    filled: int = 0  # slots
+    start: "Start | None" = None  # from when it is prefilled
+    aside: "Pages | None" = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is in the pool and no row reads it."""
+        return self.is_held and not any(sample.shares for sample in self.samples)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether a sample is to start from it, reads it, or will when it comes back."""
+        return any(sample.is_fresh or sample.shares or sample.aside for sample in self.samples)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A prefilled prompt on the device."""
+
+    snapshot: Snapshot
+    page_table: np.ndarray  # the snapshot's, on the host
+    completion: Completion  # what compressing the prompt did
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """Pages in host memory."""
+
+    place: np.ndarray  # [L, K, MP] int32: which of them lies at each entry of a row's table, -1 for none
+    kv: np.ndarray  # [I, 2, page, H]
+    position: np.ndarray  # [I, page]
+
+
+@dataclasses.dataclass(frozen=True)
+class Aside:
+    """A sample put aside: everything of its row that is not in the prefix's pages."""
+
+    snapshot: Any  # a `Snapshot` on the host
+    own: Pages
+    is_shared: np.ndarray  # [L, K, MP] entries that hold the prefix's pages
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """One sample through its life: waiting, running, put aside, finished."""
+
+    ticket: int
+    request: Request
+    completion: Completion
+    priority: tuple[int, int]  # the smallest is admitted first
+    prefix: Prefix
+    on_tokens: Callable[[Event], None] | None
+    stops: StopFinder | None
+    submitted: float  # time.perf_counter()
+    is_running: bool = False
+    shares: bool = False  # whether its row reads the prefix's pages
+    aside: Aside | None = None
+    generated: int = 0
+    filled: int = 0  # slots of the fullest layer and KV head
+    text: TextStream | None = None
+    num_told: int = 0  # characters of the text that were in an event
+    num_told_tokens: int = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it is over, for whatever reason."""
+        return bool(self.completion.finish_reason)
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it has not started yet."""
+        return not self.is_running and self.aside is None and not self.is_finished
+
+    @property
+    def is_forking(self) -> bool:
+        """Whether it starts from its prefix."""
+        return self.shares and self.aside is None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether its row is to be compressed now."""
+        return not self.is_finished and self.request.policy.is_due(self.generated, self.filled)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens until its limit."""
+        return self.request.max_new_tokens - self.generated

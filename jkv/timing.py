@@ -1,0 +1,51 @@
+"""Seconds spent compiling, as JAX reports them, so that no figure mixes them with the time that programs run."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+class CompileClock:
+    """Seconds spent tracing and compiling in this process since the package was imported, nested spans counted once."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []  # disjoint and ascending; the newest may still be enclosed by another
+        self._earlier = 0.0
+
+    def listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Takes one of JAX's reports, which come as each span ends: the inner ones first."""
+        if not event.startswith("/jax/core/compile/"):
+            return
+        end = time.perf_counter()
+        begin = end - duration_secs
+        while self._spans and self._spans[-1][0] >= begin:
+            self._spans.pop()
+        if self._spans:
+            begin = max(begin, self._spans[-1][1])
+        self._spans.append((begin, end))
+        if len(self._spans) > 256:
+            self._earlier += sum(b - a for a, b in self._spans[:128])
+            del self._spans[:128]
+
+    @property
+    def seconds(self) -> float:
+        """The total so far."""
+        return self._earlier + sum(end - begin for begin, end in self._spans)
+
+
+COMPILING = CompileClock()
+jax.monitoring.register_event_duration_secs_listener(COMPILING.listen)
+
+
+@contextlib.contextmanager
+def clock(stats: Any, field: str) -> Iterator[None]:
+    """Adds the seconds of a block to `stats.field`, but for those that it spent compiling."""
+    began, compiled = time.perf_counter(), COMPILING.seconds
+    try:
+        yield
+    finally:
+        spent = time.perf_counter() - began - (COMPILING.seconds - compiled)
+        setattr(stats, field, getattr(stats, field) + spent)

@@ -1,0 +1,63 @@
+"""Plain XLA for a CPU: a block of pages at a time and no further than the longest row, with a running softmax.
+
+The work follows what rows hold, not the width of their tables. A block beyond a row's length multiplies its sums by exactly 1
+and adds exactly 0, so a row's result is the same bits whatever its neighbours' lengths and the width of the table. The trip
+count is unknown to the compiler, for which a GPU would wait on the host: there the reference runs.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+BLOCK = 128  # slots
+
+
+def paged_attention(
+    query_RGH: Float[Array, "R G H"],
+    kv: Float[Array, "P 2 page H"],
+    page_table: Int[Array, "R MP"],
+    length: Int[Array, " R"],
+    log_weight: Float[Array, "R S"] | None,
+) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+    """See `pallas_kernels.paged_attention`."""
+    rows, group, head_size = query_RGH.shape
+    page_size = kv.shape[2]
+    num_pages = -(-BLOCK // page_size)
+    num_slots = num_pages * page_size
+    padding = -page_table.shape[1] % num_pages
+    page_table = jnp.pad(page_table, [(0, 0), (0, padding)])
+    if log_weight is not None:
+        log_weight = jnp.pad(log_weight, [(0, 0), (0, padding * page_size)])
+    offset = jnp.arange(num_slots, dtype=length.dtype)
+
+    def attend(block: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak_RG1, total_RG1, out_RGH = carry
+        page = jax.lax.dynamic_slice_in_dim(page_table, block * num_pages, num_pages, axis=1)
+        key_RSH = kv.at[page, 0].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
+        value_RSH = kv.at[page, 1].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
+        is_filled_RS = block * num_slots + offset < length[:, None]
+        logits_RGS = jnp.einsum("rgh,rsh->rgs", query_RGH, key_RSH, preferred_element_type=jnp.float32) * head_size**-0.5
+        if log_weight is not None:
+            weight_RS = jax.lax.dynamic_slice_in_dim(log_weight, block * num_slots, num_slots, axis=1)
+            logits_RGS = logits_RGS + weight_RS[:, None]
+        logits_RGS = jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf)
+        new_peak_RG1 = jnp.maximum(peak_RG1, jnp.max(logits_RGS, axis=-1, keepdims=True))
+        base_RG1 = jnp.where(new_peak_RG1 == -jnp.inf, 0.0, new_peak_RG1)  # nothing to read so far
+        weight_RGS, scale_RG1 = jnp.exp(logits_RGS - base_RG1), jnp.exp(peak_RG1 - base_RG1)
+        value_RSH = jnp.where(is_filled_RS[..., None], value_RSH, 0)  # 0 * NaN is NaN: stale slots must not be multiplied
+        added_RGH = jnp.einsum(
+            "rgs,rsh->rgh", weight_RGS.astype(value_RSH.dtype), value_RSH, preferred_element_type=jnp.float32
+        )
+        total_RG1 = total_RG1 * scale_RG1 + weight_RGS.sum(axis=-1, keepdims=True)
+        return new_peak_RG1, total_RG1, out_RGH * scale_RG1 + added_RGH
+
+    num_blocks = (jnp.max(length) + num_slots - 1) // num_slots
+    start = (
+        jnp.full((rows, group, 1), -jnp.inf, jnp.float32),
+        jnp.zeros((rows, group, 1), jnp.float32),
+        jnp.zeros((rows, group, head_size), jnp.float32),
+    )
+    peak_RG1, total_RG1, out_RGH = jax.lax.fori_loop(0, num_blocks, attend, start)
+    out_RGH = out_RGH / jnp.where(total_RG1 == 0, 1.0, total_RG1)
+    log_total_RG = (jnp.log(total_RG1) + jnp.where(peak_RG1 == -jnp.inf, 0.0, peak_RG1))[..., 0]
+    return out_RGH.astype(query_RGH.dtype), log_total_RG

@@ -1,0 +1,103 @@
+"""`jkv eval`: the figures, counted by hand on a model and problems small enough; files that open; and bad input."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jkv import checkpoint, cli
+from jkv.bench import compare as bench
+from jkv.policies import full, streaming_llm
+from jkv.tasks.evaluate import held_out
+
+
+@pytest.fixture(scope="module")
+def reasoner():
+    return checkpoint.load("tiny-reasoner")
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return [bench.Problem(problem.prompt, str(problem.answer)) for problem in held_out(6, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(reasoner, problems):
+    settings = {"streaming_llm": {"interval": 16}}
+    knobs = {"max_new_tokens": 96, "max_running": 4, "page_size": 4, "progress": False}
+    return bench.compare(reasoner, problems, ["full", "streaming_llm"], ["50%", 32], settings, **knobs)
+
+
+def test_every_policy_runs_at_every_budget_beside_the_full_cache(outcomes):
+    assert [outcome.policy for outcome in outcomes] == ["full", "streaming_llm", "streaming_llm"]
+    base, half, small = outcomes
+    assert (base.budget, half.share, small.share, small.budget) == (None, 0.5, None, 32)
+    assert base.change == base.evicted == 0
+    assert base.inflation == base.kv_share == 1
+    assert small.kv_share < half.kv_share < 1
+    assert small.evicted > half.evicted > 0
+
+
+def test_shares_count_from_the_measured_length(reasoner, problems, outcomes):
+    judged = bench.run(reasoner, problems, full(), max_new_tokens=96, max_running=4, page_size=4, progress=False)
+    lengths = [len(prompt) + length for prompt, length in zip(judged.prompts, judged.lengths, strict=True)]
+    assert outcomes[1].budget == round(np.mean(lengths) / 2)
+    assert outcomes[0].truncated == np.mean([reason == "length" for reason in judged.finish_reason])
+
+
+def test_a_paired_difference_has_the_interval_of_its_pairs():
+    this, base = np.array([1, 0, 1, 1, 0, 1]), np.array([1, 1, 0, 1, 0, 1])
+    change, half = bench.paired_change(this, base)
+    assert change == 0
+    assert half == pytest.approx(1.96 * np.sqrt((2 / 6) / 6))
+
+
+def test_table_json_and_picture_are_written(outcomes, tmp_path):
+    table, figures, picture = bench.write(outcomes, tmp_path / "results", "tiny", {"problems": 6})
+    lines = table.read_text().splitlines()
+    assert len(lines) == 2 + len(outcomes)
+    assert len({line.count("|") for line in lines}) == 1
+    recorded = json.loads(figures.read_text())
+    assert [outcome["accuracy"] for outcome in recorded["outcomes"]] == [outcome.accuracy for outcome in outcomes]
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize("budget", ["0%", "101%", "abc", "-3", "0", "1.5"])
+def test_a_budget_is_a_number_of_slots_or_a_share(budget):
+    with pytest.raises(ValueError, match="a number of slots, or a share"):
+        bench.parse_share(budget)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policies", "nope"], "policy must be one of"),
+        (["--budgets", "x"], "a number of slots, or a share"),
+        (["--policies", "r_kv", "--budgets", "4"], "must hold its sinks and recent slots"),
+        (["--problems", "0"], "problems must be at least 1"),
+        (["--file", "missing.jsonl"], "missing.jsonl"),
+    ],
+    ids=["policy", "budget", "too small", "problems", "file"],
+)
+def test_bad_input_is_told_before_anything_runs(arguments, words, capsys):
+    assert cli.main(["eval", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_config_file_may_set_only_what_there_is(tmp_path, capsys):
+    config = tmp_path / "mine.toml"
+    config.write_text("budget = 3\n")
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    assert "may set budgets, file, max_new_tokens" in capsys.readouterr().err
+
+
+def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out(2, seed=4)))
+    arguments = ["--file", str(file), "--policies", "full,streaming_llm", "--budgets", "32", "--max-new-tokens", "48"]
+    assert cli.main(["eval", *arguments, "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("\n") == 4
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".md", ".json", ".png"}
+    assert streaming_llm(budget=32).name in (tmp_path / "out" / "tiny-reasoner.md").read_text()
