@@ -49,7 +49,7 @@ class Outcome:
     truncated: float  # stopped by the token limit
     kv_bytes: float  # mean
     kv_share: float  # of the full cache's mean
-    peak_kv_bytes: float  # of the whole run
+    peak_kv_bytes: int  # of the whole run
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
     occupancy: float
