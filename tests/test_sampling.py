@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.sampling import SamplingRows, draw, log_distribution, request_id, sample_key
+from jkv.sampling import DRAWS, SamplingRows, draw, log_distribution, request_id, sample_key
 
 LOGITS = np.array([2.0, 1.0, 0.5, 0.5, -1.0, -3.0], np.float32)
 
@@ -50,7 +50,7 @@ def test_drawn_tokens_follow_the_distribution():
     keys = jnp.broadcast_to(sample_key(np.uint32(1), np.uint32(2), np.uint32(3)), (count, 2))
     ones = jnp.ones(count)
     rows = SamplingRows(0.8 * ones, 0.95 * ones, jnp.zeros(count, jnp.int32), keys)
-    token, log_prob = jax.jit(draw, static_argnums=3)(logits, rows, jnp.arange(count, dtype=jnp.int32), True)
+    token, log_prob = jax.jit(draw, static_argnums=3)(logits, rows, jnp.arange(count, dtype=jnp.int32), "truncated")
     wanted = expected(0.8, 0.95, 0)
     frequency = np.bincount(np.asarray(token), minlength=6)
     assert frequency[wanted == 0].sum() == 0
@@ -65,8 +65,8 @@ def test_keys_differ_by_seed_request_sample_and_position_and_nothing_else():
     key = jnp.asarray([next(iter(keys))] * 2, jnp.uint32)
     flat = jnp.zeros((2, 1000))
     rows = SamplingRows(jnp.ones(2), jnp.ones(2), jnp.zeros(2, jnp.int32), key)
-    same, _ = draw(flat, rows, jnp.asarray([7, 7], jnp.int32), False)
-    other, _ = draw(flat, rows, jnp.asarray([7, 8], jnp.int32), False)
+    same, _ = draw(flat, rows, jnp.asarray([7, 7], jnp.int32), "sampled")
+    other, _ = draw(flat, rows, jnp.asarray([7, 8], jnp.int32), "sampled")
     assert same[0] == same[1] == other[0]
     assert other[0] != other[1]
 
@@ -74,3 +74,15 @@ def test_keys_differ_by_seed_request_sample_and_position_and_nothing_else():
 def test_a_request_is_known_by_its_token_ids():
     assert request_id(np.array([1, 2, 3])) == request_id(np.array([1, 2, 3], np.int64))
     assert request_id(np.array([1, 2, 3])) != request_id(np.array([1, 2, 4]))
+
+
+def test_what_every_row_needs_may_be_said_to_be_less_without_changing_a_token():
+    """Greedy rows draw alike in all three programs, sampled ones in both that have noise."""
+    logits = jax.random.normal(jax.random.key(0), (4, 50))
+    rows = SamplingRows(
+        jnp.asarray([0.0, 0.0, 1.0, 0.7]), jnp.ones(4), jnp.zeros(4, jnp.int32), jnp.arange(8, dtype=jnp.uint32).reshape(4, 2)
+    )
+    greedy, sampled, truncated = (draw(logits, rows, jnp.arange(4, dtype=jnp.int32), draws)[0] for draws in DRAWS)
+    np.testing.assert_array_equal(sampled, truncated)
+    np.testing.assert_array_equal(greedy[:2], sampled[:2])
+    assert (greedy[2:] != sampled[2:]).any()

@@ -18,9 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import jkv
+from jkv import checkpoint
 from jkv.engine import Engine
+from jkv.generate import generate
 from jkv.memory import num_row_pages, page_bytes
+from jkv.params import Model
+from jkv.policies import full, r_kv
 
 # A random Qwen2 of 3.2 million weights: small enough for a laptop, large enough that a step is not all overhead.
 CONFIG: dict[str, Any] = {
@@ -49,7 +52,7 @@ def main() -> None:
     figures: dict[str, Any] = {"machine": describe_machine()}
     with tempfile.TemporaryDirectory() as folder:
         model = save_random(folder)
-        ours = jkv.load(folder)
+        ours = checkpoint.load(folder)
         figures["against_transformers"] = [
             against_transformers(model, ours, batch, options.new_tokens, options.rounds) for batch in options.batch
         ]
@@ -81,7 +84,7 @@ def draw_prompts(count: int, length: int = PROMPT) -> list[np.ndarray]:
     return list(np.random.default_rng(0).integers(1, CONFIG["vocab_size"], (count, length), dtype=np.int32))
 
 
-def against_transformers(model: Any, ours: jkv.Model, batch: int, new_tokens: int, rounds: int) -> dict[str, Any]:
+def against_transformers(model: Any, ours: Model, batch: int, new_tokens: int, rounds: int) -> dict[str, Any]:
     """Tokens a second of both with full caches, greedy, no end token."""
     import torch
 
@@ -102,7 +105,7 @@ def against_transformers(model: Any, ours: jkv.Model, batch: int, new_tokens: in
         outputs["transformers"] = out[:, PROMPT:].numpy()
 
     def mine() -> None:
-        out = jkv.generate(ours, prompts, max_new_tokens=new_tokens, stop_ids=(), max_running=batch, progress=False)
+        out = generate(ours, prompts, max_new_tokens=new_tokens, stop_ids=(), max_running=batch, progress=False)
         outputs["jkv"] = out.tokens
         outputs["host"] = np.array(out.stats.host_seconds / out.stats.seconds)
 
@@ -118,16 +121,16 @@ def against_transformers(model: Any, ours: jkv.Model, batch: int, new_tokens: in
     }
 
 
-def in_a_quarter(ours: jkv.Model, rounds: int, rows: int = 32, new_tokens: int = 1008) -> dict[str, Any]:
+def in_a_quarter(ours: Model, rounds: int, rows: int = 32, new_tokens: int = 1008) -> dict[str, Any]:
     """`r_kv` and `full` on the same requests and pool, which holds a quarter of the full caches."""
     prompts = draw_prompts(rows)
     full_slots = PROMPT + new_tokens
     num_pages = rows * num_row_pages(ours.params, full_slots, 16) // 4
-    policies = {"full": jkv.full(), "r_kv": jkv.r_kv(budget=128, interval=64)}
+    policies = {"full": full(), "r_kv": r_kv(budget=128, interval=64)}
     stats: dict[str, Any] = {}
 
     def call(name: str) -> None:
-        out = jkv.generate(
+        out = generate(
             ours,
             prompts,
             policy=policies[name],
@@ -157,7 +160,7 @@ def in_a_quarter(ours: jkv.Model, rounds: int, rows: int = 32, new_tokens: int =
     }
 
 
-def occupancy(ours: jkv.Model, rows: int = 8, requests: int = 64) -> dict[str, Any]:
+def occupancy(ours: Model, rows: int = 8, requests: int = 64) -> dict[str, Any]:
     """How busy rows are kept by a full queue of skewed lengths: log-normal, the longest ten times the median or more."""
     rng = np.random.default_rng(0)
     lengths = np.clip(np.exp(rng.normal(np.log(150), 0.9, requests)), 10, 2000).astype(int)
