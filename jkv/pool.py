@@ -185,7 +185,13 @@ def fork(pool: Pool, seat: Seat, target: Int[Array, " R"]) -> Pool:
     is_copied = is_tail[:, None] & (target < pool.num_rows)[None, :, None, None]
     old = jnp.sum(jnp.where(is_copied, seat.page_table[:, None], TRASH), axis=-1)  # at most one a row; TRASH onto TRASH else
     new = jnp.sum(jnp.where(is_copied, pool.page_table[:, present], TRASH), axis=-1)
-    return pool.replace(kv=pool.kv.at[new].set(pool.kv[old]), position=pool.position.at[new].set(pool.position[old]))
+
+    def copy(kv_and_position: tuple[Array, Array], layer: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
+        (kv, position), (source, copied) = kv_and_position, layer
+        return (kv.at[copied].set(kv[source]), position.at[copied].set(position[source])), None
+
+    (kv, position), _ = jax.lax.scan(copy, (pool.kv, pool.position), (old, new))  # one layer's worth of temporary memory
+    return pool.replace(kv=kv, position=position)
 
 
 def drop(pool: Pool, seat: Seat) -> Pool:
