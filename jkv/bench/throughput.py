@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,9 +54,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = save_random(folder)
         ours = checkpoint.load(folder)
-        figures["against_transformers"] = [
-            against_transformers(model, ours, batch, options.new_tokens, options.rounds) for batch in options.batch
-        ]
+        figures["against_transformers"] = []
+        for batch in options.batch:
+            figures["against_transformers"].append(against_transformers(model, ours, batch, options.new_tokens, options.rounds))
+            print(json.dumps(figures["against_transformers"][-1]), file=sys.stderr, flush=True)
         figures["in_a_quarter_of_the_memory"] = in_a_quarter(ours, options.rounds)
         figures["occupancy"] = occupancy(ours)
     print(json.dumps(figures, indent=1))
