@@ -139,7 +139,7 @@ class Engine:
         self.waiting: list[tuple[tuple[int, int], Sample]] = []  # a heap
         self.prefixes: dict[Any, Prefix] = {}
         self.tickets: dict[int, list[Sample]] = {}
-        self._serial = itertools.count()
+        self._ticket, self._serial = itertools.count(), itertools.count()
         self._events: list[Event] = []
         self._tells_text = False
 
@@ -193,15 +193,12 @@ class Engine:
         ]
         return self.submit_requests(requests, on_tokens)
 
-    def submit_requests(
-        self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None, ticket: int | None = None
-    ) -> int:
-        """Queues checked requests that share a ticket."""
+    def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
+        """Queues checked requests under one ticket; tickets count from 0."""
         for request in requests:
             self._check(request)
-        ticket = next(self._serial) if ticket is None else ticket
-        samples = [self._make_sample(ticket, request, on_tokens) for request in requests]
-        self.tickets.setdefault(ticket, []).extend(samples)
+        ticket = next(self._ticket)
+        self.tickets[ticket] = [self._make_sample(ticket, request, on_tokens) for request in requests]
         return ticket
 
     def cancel(self, ticket: int) -> None:
@@ -249,7 +246,7 @@ class Engine:
                 if on_events:
                     on_events(events)
                 if is_interrupted():
-                    for ticket in self.tickets:
+                    for ticket in list(self.tickets):  # a callback may take results
                         self.cancel(ticket)
 
     def result(self, ticket: int) -> Result:

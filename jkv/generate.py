@@ -115,11 +115,10 @@ def generate(
         max_stop_ids=max(8, *(len(request.stop_ids) for request in every)),
         return_trace=return_trace,
     )
-    for i, group in enumerate(requests):
-        engine.submit_requests(group, on_tokens, ticket=i)
+    tickets = [engine.submit_requests(group, on_tokens) for group in requests]
     with progress_bar(sum(request.max_new_tokens for request in every), progress) as on_events:
         engine.run(on_events)
-    samples = [sample for i in range(len(requests)) for sample in engine.tickets[i]]
+    samples = [sample for ticket in tickets for sample in engine.tickets[ticket]]
     for error in {id(s.completion.error): s.completion.error for s in samples if s.completion.error}.values():
         warnings.warn(f"on_tokens raised {error!r}; the samples of its prompt were ended", stacklevel=2)
     return make_result(model, samples, engine.stats, return_trace)

@@ -35,26 +35,23 @@ def num_pool_pages(
     kv_memory: int | str | None = None,
     num_pages: int | None = None,
 ) -> int:
-    """Pages of a pool given in pages, in bytes, by the device ("auto"), or (None) by what full rows need; never more than that.
+    """Pages of a pool given in pages, in bytes, by the device ("auto"), or (None) by what full rows hold.
 
-    Full rows need their own pages and, in the worst case, as many again for prompts that samples share.
+    Bytes buy no more pages than can ever be in use: full rows, and as many again for the prompts that samples share.
 
     Raises:
       ValueError: a setting out of its range, or both settings.
     """
-    most = 2 * max_running * num_row_pages(params, max_slots, page_size)
+    rows = max_running * num_row_pages(params, max_slots, page_size)
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}.")
-    if num_pages is not None:
-        return num_pages
     if kv_memory is None:
-        return max_running * num_row_pages(params, max_slots, page_size)
+        return rows if num_pages is None else num_pages
     if kv_memory == "auto":
         kv_memory = free_bytes(next(iter(params.embedding.devices())))
-        return min(most, kv_memory // page_bytes(params, page_size))
     if not isinstance(kv_memory, int) or isinstance(kv_memory, bool) or kv_memory < 1:
         raise ValueError(f'kv_memory is a number of bytes of at least 1, or "auto"; got {kv_memory!r}.')
-    return min(most, kv_memory // page_bytes(params, page_size))
+    return min(2 * rows, kv_memory // page_bytes(params, page_size))
 
 
 def free_bytes(device: Any) -> int:
