@@ -104,6 +104,8 @@ class Engine:
         check_counts(max_running=max_running, max_slots=max_slots, page_size=page_size, num_pages=num_pages)
         if chunk not in CHUNKS:
             raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {chunk}.")
+        if window < 0:
+            raise ValueError(f"window is a number of queries to keep, 0 or more; got {window}.")
         if order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}; got {order!r}.")
         self.model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
@@ -140,6 +142,7 @@ class Engine:
         self.prefixes: dict[Any, Prefix] = {}
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._serial = itertools.count(), itertools.count()
+        self._settings: tuple[jax.Array, SamplingRows] | None = None  # of the rows; None when they have changed
         self._events: list[Event] = []
         self._tells_text = False
 
@@ -431,6 +434,8 @@ class Engine:
                 self.running[admitted[-1]] = sample
             heapq.heappop(self.waiting)
         assert self.running or not self.waiting, "a request that fits alone found no room"
+        if admitted:
+            self._settings = None
         now = time.perf_counter()
         for (_, is_forking), group in itertools.groupby(admitted, key=self._source):
             if is_forking:
@@ -589,22 +594,26 @@ class Engine:
                 self._collect(sample, token[: counts[i], i].tolist(), log_prob[: counts[i], i].tolist())
 
     def _control(self) -> Control:
+        """What the next chunk has to know; settings change only with the rows, and stay on the device until then."""
+        if self._settings is None:
+            self._settings = self._row_settings()
+        remaining = np.zeros(self.max_running, np.int32)
+        for i, sample in self.running.items():
+            remaining[i] = sample.remaining
+        return Control(remaining, *self._settings)
+
+    def _row_settings(self) -> tuple[jax.Array, SamplingRows]:
         num_rows = self.max_running
-        stop_ids = np.full((num_rows, self.max_stop_ids), -1, np.int32)
-        remaining, top_k = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        stop_ids, top_k = np.full((num_rows, self.max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
         temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
         key = np.zeros((num_rows, 2), np.uint32)
         for i, sample in self.running.items():
             request = sample.request
             stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-            remaining[i] = sample.remaining
             temperature[i], top_p[i] = request.sampling.temperature, request.sampling.top_p
             top_k[i], key[i] = request.sampling.top_k, key_of(request)
             self.draws = max(self.draws, request.sampling.draws, key=DRAWS.index)
-        is_active, remaining, stop_ids, *settings = jax.device_put(
-            (remaining > 0, remaining, stop_ids, temperature, top_p, top_k, key)
-        )
-        return Control(is_active, remaining, stop_ids, SamplingRows(*settings))
+        return jax.device_put((stop_ids, SamplingRows(temperature, top_p, top_k, key)))
 
     def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""

@@ -39,8 +39,7 @@ class Snapshot(NamedTuple):
 class Control(NamedTuple):
     """What the host tells a chunk about each row."""
 
-    is_active: Bool[Array, " B"]
-    remaining: Int[Array, " B"]  # tokens until the row's limit
+    remaining: Int[Array, " B"]  # tokens until the row's limit; 0 for a row that is not running
     stop_ids: Int[Array, "B E"]  # padded with -1
     sampling: SamplingRows
 
@@ -75,7 +74,7 @@ def decode_chunk(params: Params, state: State, control: Control, num_steps: int,
         return (State(cache, logits), is_active & ~is_last, remaining - 1), (token, log_prob, is_active)
 
     carry, (token, log_prob, is_real) = jax.lax.scan(
-        step, (state, control.is_active, control.remaining), None, length=num_steps
+        step, (state, control.remaining > 0, control.remaining), None, length=num_steps
     )
     return carry[0], Emitted(token, log_prob, is_real, pages.held_pages(carry[0].cache.pool))
 

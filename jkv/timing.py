@@ -12,8 +12,8 @@ class CompileClock:
     """Seconds spent tracing and compiling in this process since the package was imported, nested spans counted once."""
 
     def __init__(self) -> None:
+        self.seconds = 0.0
         self._spans: list[tuple[float, float]] = []  # disjoint and ascending; the newest may still be enclosed by another
-        self._earlier = 0.0
 
     def listen(self, event: str, duration_secs: float, **_: Any) -> None:
         """Takes one of JAX's reports, which come as each span ends: the inner ones first."""
@@ -22,18 +22,14 @@ class CompileClock:
         end = time.perf_counter()
         begin = end - duration_secs
         while self._spans and self._spans[-1][0] >= begin:
-            self._spans.pop()
+            inner = self._spans.pop()
+            self.seconds -= inner[1] - inner[0]
         if self._spans:
             begin = max(begin, self._spans[-1][1])
         self._spans.append((begin, end))
+        self.seconds += end - begin
         if len(self._spans) > 256:
-            self._earlier += sum(b - a for a, b in self._spans[:128])
             del self._spans[:128]
-
-    @property
-    def seconds(self) -> float:
-        """The total so far."""
-        return self._earlier + sum(end - begin for begin, end in self._spans)
 
 
 COMPILING = CompileClock()

@@ -17,6 +17,13 @@ jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Each file's programs go when it is done: Linux allows a process 65,530 mappings, and every program takes a few."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def model():
     """A tiny random model, shared."""

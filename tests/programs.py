@@ -80,7 +80,7 @@ def decode(shapes: Shapes) -> Any:
     leaf, rows = shapes.leaf, NUM_ROWS
     wide = leaf(rows, dtype=jnp.float32)
     settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
-    control = Control(leaf(rows, dtype=bool), leaf(rows), leaf(rows, 1), settings)
+    control = Control(leaf(rows), leaf(rows, 1), settings)
     return device.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.CHUNKS[0], draws="sampled")
 
 

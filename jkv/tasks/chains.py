@@ -53,8 +53,8 @@ def infix(definition: tuple[str, ...]) -> tuple[str, ...]:
     return definition if len(definition) == 2 else (definition[0], definition[2], definition[1], definition[3])
 
 
-def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14) -> Problem:
-    """A random problem of `low` to `high` definitions, more often long; a fifth asks for a variable before the last."""
+def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14, early: float = 0.2) -> Problem:
+    """A random problem of `low` to `high` definitions, more often long; a share `early` asks for a variable before the last."""
     count = int(rng.integers(low, high + 1, size=3).max())
     leaves = 2 if count < 6 else int(rng.integers(2, 2 + count // 4 + 1))
     names = [str(x) for x in rng.permutation(list(string.ascii_lowercase))[:count]]
@@ -63,7 +63,7 @@ def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14) -> Prob
         left, right = rng.permutation(i)[:2]
         operator = str(rng.choice(["+", "-", "*"], p=[0.4, 0.35, 0.25]))
         definitions.append((names[i], operator, names[left], names[right]))
-    is_early = count - leaves > 1 and rng.random() < 0.2
+    is_early = count - leaves > 1 and rng.random() < early
     asked = names[int(rng.integers(leaves, count - 1))] if is_early else names[-1]
     return Problem(tuple(definitions), asked)
 

@@ -1,7 +1,7 @@
 """Trains a small reasoner on chains of arithmetic: `python -m jkv.tasks.train configs/experiments/train-tiny-reasoner.toml`.
 
 A curriculum of stages, each with its own problem sizes and sequence length; problems packed into rows, the prompt's loss
-masked; AdamW with a warm-up and a linear decay; orbax checkpoints, from which a second start of the same command goes on.
+masked; AdamW; orbax checkpoints, from which a second start of the same command goes on.
 The batch of a step depends on nothing but the seed and the step, so a resumed run sees what an unbroken one would.
 """
 
@@ -37,6 +37,7 @@ class Stage:
     `max_doubts` cuts the verification passes, whose tokens are easy copies: fewer of them, more of each batch is reasoning.
     A share `drills` of the sequences are no problems but drills of the two things that a small model learns last: `values`
     to look up, asked for at random, or the formulas and results of `steps`. Only these are targets.
+    A share `early` of the problems asks for a variable before the last, so that where to stop depends on the question.
     """
 
     steps: int
@@ -47,6 +48,7 @@ class Stage:
     max_doubts: int = 4
     drills: float = 0.0
     drill: str = "values"  # or "both": half of them steps
+    early: float = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +57,7 @@ class TrainConfig:
 
     model: str
     seed: int
-    learning_rate: float
-    warm_up: int
-    decay: int  # last steps, over which the learning rate falls to zero
+    learning_rate: tuple[tuple[int, float], ...]  # rates at steps, straight lines between them
     weight_decay: float
     checkpoint_every: int
     stages: tuple[Stage, ...]
@@ -71,7 +71,8 @@ class TrainConfig:
 def read_config(path: Path) -> TrainConfig:
     """A `TrainConfig` from a TOML file."""
     fields = tomllib.loads(path.read_text())
-    return TrainConfig(**fields | {"stages": tuple(Stage(**stage) for stage in fields["stages"])})
+    rates = tuple((step, rate) for step, rate in fields["learning_rate"])
+    return TrainConfig(**fields | {"learning_rate": rates, "stages": tuple(Stage(**stage) for stage in fields["stages"])})
 
 
 def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -102,7 +103,7 @@ def draw_example(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tupl
         is_steps = stage.drill == "both" and rng.random() < 0.5
         given, asked = (tokenizer.encode(text) for text in (chains.draw_steps(rng) if is_steps else chains.draw_values(rng)))
         return given + asked, [False] * len(given) + drill_targets(tokenizer, asked, is_steps)
-    problem = chains.draw_problem(rng, stage.low, stage.high)
+    problem = chains.draw_problem(rng, stage.low, stage.high, stage.early)
     prompt = tokenizer.encode(problem.prompt)
     trace = tokenizer.encode(chains.write_trace(problem, min(chains.num_doubts(problem, rng), stage.max_doubts)))
     tokens = [*prompt, *trace, tokenizer.eos_token_id]
@@ -142,15 +143,12 @@ def loss(params: Params, batch: dict[str, Int[Array, "B T1"]]) -> tuple[Float[Ar
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with clipped gradients; warm-up, plateau, linear decay to zero."""
-    schedule = optax.join_schedules(
-        [
-            optax.linear_schedule(0.0, config.learning_rate, config.warm_up),
-            optax.constant_schedule(config.learning_rate),
-            optax.linear_schedule(config.learning_rate, 0.0, config.decay),
-        ],
-        [config.warm_up, config.num_steps - config.decay],
-    )
+    """AdamW with clipped gradients, its learning rate a piecewise linear function of the step."""
+    steps, rates = (jnp.array(column, jnp.float32) for column in zip(*config.learning_rate, strict=True))
+
+    def schedule(step: Int[Array, ""]) -> Float[Array, ""]:
+        return jnp.interp(step.astype(jnp.float32), steps, rates)
+
     adam = optax.adamw(schedule, b1=0.9, b2=0.98, weight_decay=config.weight_decay, mask=is_matrix)
     return optax.chain(optax.clip_by_global_norm(1.0), adam)
 

@@ -124,7 +124,7 @@ def test_training_resumes_where_it_stopped_as_if_unbroken(tmp_path):
 
     def config(steps):
         stages = (train.Stage(steps=steps, **stage),)
-        return train.TrainConfig("", 0, 1e-2, 2, 0, 0.1, checkpoint_every=3, stages=stages)
+        return train.TrainConfig("", 0, ((0, 0.0), (2, 1e-2)), 0.1, checkpoint_every=3, stages=stages)
 
     with jax.numpy_dtype_promotion("standard"):  # optax is not written for strict promotion
         unbroken = train.train(config(6), model, tmp_path / "a")
