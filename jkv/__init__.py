@@ -17,7 +17,24 @@ from jkv.checkpoint import load
 from jkv.engine import Engine
 from jkv.generate import generate
 from jkv.params import Model, ModelConfig, Params
-from jkv.policies import POLICIES, CacheView, Evict, Policy, full, r_kv, random, streaming_llm
+from jkv.policies import (
+    POLICIES,
+    AfterPrompt,
+    CacheView,
+    Every,
+    Evict,
+    Growing,
+    Policy,
+    ada_kv,
+    evict_by,
+    full,
+    pyramid_kv,
+    r_kv,
+    random,
+    rpc,
+    snap_kv,
+    streaming_llm,
+)
 from jkv.results import Event, Result
 from jkv.sampling import Sampling
 from jkv.score import Trace, score
@@ -26,10 +43,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "POLICIES",
+    "AfterPrompt",
     "CacheView",
     "Engine",
     "Event",
+    "Every",
     "Evict",
+    "Growing",
     "Model",
     "ModelConfig",
     "Params",
@@ -37,12 +57,17 @@ __all__ = [
     "Result",
     "Sampling",
     "Trace",
+    "ada_kv",
+    "evict_by",
     "full",
     "generate",
     "load",
+    "pyramid_kv",
     "r_kv",
     "random",
+    "rpc",
     "score",
+    "snap_kv",
     "streaming_llm",
     "testing",
 ]

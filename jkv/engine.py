@@ -2,8 +2,8 @@
 
 Every device program has a fixed shape (`jkv.programs`) and the host sees the device once a chunk. Rules of time, in one place:
 - a step draws a token from the logits at hand, appends it and computes the next logits; `generated` counts these steps;
-- a row is due when its own `generated` is a multiple of its policy's interval and more than `budget` slots are filled. A
-  chunk never steps over a row's multiple, and rows are admitted between chunks, so a row's compactions never depend on its
+- a row is due when its policy's schedule says so, by its own `generated`, and it holds more than it is to keep. A chunk never
+  steps over such a moment of a row, and rows are admitted between chunks, so a row's compactions never depend on its
   neighbours;
 - a prompt longer than its budget is compressed once, after prefill.
 
@@ -35,7 +35,7 @@ import numpy as np
 from jkv import pool as pages
 from jkv import programs
 from jkv.attention import NEVER, Cache
-from jkv.memory import check_fits, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
+from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
 from jkv.params import Model, Params
 from jkv.policies.base import Evict, Policy
 from jkv.pool import EMPTY, TRASH, num_pages_of
@@ -52,6 +52,7 @@ PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 COMPRESS_SIZES = (1, 4, 16, 64)  # rows of a compaction program
 SWAP_PAGES = 512  # pages moved to or from host memory at once
 ORDERS = ("arrival", "longest")
+DEFAULT_WINDOW = 8  # queries: what the recipes need by default
 
 
 class Engine:
@@ -71,7 +72,8 @@ class Engine:
       page_size: slots of a page.
       kv_memory: bytes of the pool; "auto" takes what the device has free; None takes what full rows need.
       num_pages: pages of the pool, in place of bytes.
-      window: last queries kept for policies that score by them: at least the largest `window` of the policies to come.
+      policies: those to come; the engine keeps what they need to look at (the last queries, the attention that slots had). Any
+        policy may be submitted that needs no more. None keeps what the recipes' defaults need.
       chunk: decode steps between two looks of the host, at most: 16, 8, 4, 2 or 1.
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.
@@ -94,7 +96,7 @@ class Engine:
         page_size: int = 16,
         kv_memory: int | str | None = None,
         num_pages: int | None = None,
-        window: int = 8,
+        policies: Sequence[Policy] | None = None,
         chunk: int = CHUNKS[0],
         order: str = "arrival",
         max_stop_ids: int = 8,
@@ -104,15 +106,15 @@ class Engine:
         check_counts(max_running=max_running, max_slots=max_slots, page_size=page_size, num_pages=num_pages)
         if chunk not in CHUNKS:
             raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {chunk}.")
-        if window < 0:
-            raise ValueError(f"window is a number of queries to keep, 0 or more; got {window}.")
         if order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}; got {order!r}.")
         self.model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
         self.params, config = self.model.params, self.model.config
         max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
         self.max_running, self.max_slots, self.page_size = max_running, max_slots, page_size
-        self.window, self.chunk, self.order, self.max_stop_ids = window, chunk, order, max_stop_ids
+        self.chunk, self.order, self.max_stop_ids = chunk, order, max_stop_ids
+        evicts = [policy.evict for policy in policies or () if policy.evict]
+        self.window = DEFAULT_WINDOW if policies is None else max((evict.window for evict in evicts), default=0)
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
         self.num_pages = num_pool_pages(
@@ -130,8 +132,8 @@ class Engine:
             dtype=dtype,
             poison=poison,
         )
-        ring_shape = (config.num_layers, max_running, window, config.num_query_heads, config.head_size)
-        ring = jnp.zeros(ring_shape, dtype) if window else None
+        ring_shape = (config.num_layers, max_running, self.window, config.num_query_heads, config.head_size)
+        ring = jnp.zeros(ring_shape, dtype) if self.window else None
         self.state = State(Cache(pool, ring), jnp.zeros((max_running, config.vocab_size), jnp.float32))
         self.ring_bytes = 0 if ring is None else ring.nbytes
         self.page_bytes = page_bytes(self.params, page_size)
@@ -272,8 +274,8 @@ class Engine:
         evict = request.policy.evict
         if evict and evict.window > self.window:
             raise ValueError(
-                f"{request.policy.name} looks at the last {evict.window} queries; this engine keeps {self.window}. Build it "
-                f"with window={evict.window}."
+                f"{request.policy.name} looks at the last {evict.window} queries; this engine keeps {self.window}. Name the "
+                "policy when you build it: policies=[...]."
             )
         if len(request.stop_ids) > self.max_stop_ids:
             raise ValueError(
@@ -352,22 +354,31 @@ class Engine:
     def _pages(self, num_slots: int) -> int:
         return num_row_pages(self.params, num_slots, self.page_size)
 
+    def _set_filled(self, prefix: Prefix, request: Request) -> None:
+        """Settles what a prefix holds, from the request that starts it."""
+        size = self.params.config.num_kv_heads, self.page_size
+        prefix.filled = request.first_slots(self.params.config.num_layers)
+        prefix.num_pages = request.policy.num_pages(prefix.filled, *size)
+        prefix.num_full_pages = request.policy.num_full_pages(prefix.filled, *size)
+
     def _claim(self, sample: Sample, shares: bool) -> int:
         """Pages that a sample in a row may hold until the next look, those of its prefix not counted."""
         if sample.request.policy.is_bounded:
-            return self._pages(sample.request.held_slots)
+            return most_pages(self.params, sample.request, self.page_size)
         slots = sample.filled + min(self.chunk, sample.remaining)
-        return self._pages(slots) - (self._pages(sample.prefix.filled // self.page_size * self.page_size) if shares else 0)
+        held = sample.request.policy.num_pages(slots, self.params.config.num_kv_heads, self.page_size)
+        return held - (sample.prefix.num_full_pages if shares else 0)
 
     def _claimed(self) -> int:
         """Pages spoken for."""
         rows = sum(self._claim(sample, sample.shares) for sample in self.running.values())
-        return rows + sum(self._pages(prefix.filled) for prefix in self.prefixes.values() if prefix.is_held)
+        return rows + sum(prefix.num_pages for prefix in self.prefixes.values() if prefix.is_held)
 
     def _find_room(self, sample: Sample) -> bool:
         """Whether a waiting sample fits now, giving up prefixes that no row reads; settles whether it shares its own."""
         prefix, request = sample.prefix, sample.request
-        sample.filled = sample.filled or request.first_slots
+        if sample.filled is None:
+            sample.filled = request.first_slots(self.params.config.num_layers)
         if sample.aside is None:
             may_share = prefix.is_held or sum(other.is_fresh for other in prefix.samples) > 1
         else:
@@ -375,8 +386,8 @@ class Engine:
         for shares in (True, False) if may_share else (False,):
             needed = self._claim(sample, shares)
             if shares and not prefix.is_held:
-                prefix.filled = request.first_slots
-                needed += self._pages(prefix.filled)
+                self._set_filled(prefix, request)
+                needed += prefix.num_pages
             if sample.aside is None and not (shares and prefix.is_held):  # the whole prompt, until it is compressed
                 needed = max(needed, self._pages(len(request.prompt)))
             while self._claimed() + needed > self.num_pages:
@@ -455,7 +466,7 @@ class Engine:
         """A prompt into its row, compressed if it is longer than the budget."""
         sample = self.running[i]
         prompt = sample.request.prompt
-        sample.filled = len(prompt)
+        sample.filled = np.full(self.params.config.num_layers, len(prompt))
         if self.is_traced:
             sample.completion.ends = self._new_ends(len(prompt) + sample.request.max_new_tokens)
         with clock(self.stats, "prefill_seconds"):
@@ -585,7 +596,7 @@ class Engine:
             if not sample.completion.tokens:
                 sample.completion.first_seconds = now - sample.submitted
             sample.generated += int(counts[i])
-            sample.filled += int(counts[i])
+            sample.filled = sample.filled + int(counts[i])
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
         self._count_bytes(int(held))
@@ -597,7 +608,7 @@ class Engine:
         """What the next chunk has to know; settings change only with the rows, and stay on the device until then."""
         if self._settings is None:
             self._settings = self._row_settings()
-        remaining = np.zeros(self.max_running, np.int32)
+        remaining: Any = np.zeros(self.max_running, np.int32)
         for i, sample in self.running.items():
             remaining[i] = sample.remaining
         return Control(remaining, *self._settings)
@@ -613,7 +624,8 @@ class Engine:
             temperature[i], top_p[i] = request.sampling.temperature, request.sampling.top_p
             top_k[i], key[i] = request.sampling.top_k, key_of(request)
             self.draws = max(self.draws, request.sampling.draws, key=DRAWS.index)
-        return jax.device_put((stop_ids, SamplingRows(temperature, top_p, top_k, key)))
+        stop_ids, *settings = jax.device_put((stop_ids, temperature, top_p, top_k, key))
+        return stop_ids, SamplingRows(*settings)
 
     def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""
@@ -660,7 +672,7 @@ class Engine:
         for i in due:
             evict = self.running[i].request.policy.evict
             assert evict is not None
-            groups.setdefault(dataclasses.replace(evict, interval=1), []).append(i)  # when is settled; only how counts
+            groups.setdefault(evict, []).append(i)
         with clock(self.stats, "decode_seconds"):
             for evict, members in groups.items():
                 for start in range(0, len(members), COMPRESS_SIZES[-1]):
@@ -669,18 +681,19 @@ class Engine:
     def _compress_group(self, evict: Evict, members: list[int]) -> None:
         size = next(size for size in COMPRESS_SIZES if size >= len(members))
         row = np.full(size, self.max_running, np.int32)
-        budget, prompt_length = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        budget, prompt_length = np.zeros((self.params.config.num_layers, size), np.int32), np.zeros(size, np.int32)
         for j, i in enumerate(members):
-            request = self.running[i].request
-            row[j], budget[j], prompt_length[j] = i, request.policy.slots, len(request.prompt)
+            sample = self.running[i]
+            row[j], budget[:, j], prompt_length[j] = i, sample.compacted, len(sample.request.prompt)
         self.state, dropped = programs.compress(self.state, row, budget, prompt_length, evict=evict, is_traced=self.is_traced)
         dropped = None if dropped is None else jax.device_get(dropped)
         for j, i in enumerate(members):
             sample = self.running[i]
             completion = sample.completion
             completion.compactions += 1
-            completion.evicted += sample.filled - sample.request.policy.slots
-            sample.filled = sample.request.policy.slots
+            compacted = sample.compacted
+            completion.evicted += float((sample.filled - compacted).mean())
+            sample.filled = compacted
             if dropped is not None and completion.ends is not None:
                 layer, head, slot = np.nonzero(dropped[:, j] != EMPTY)
                 now = len(sample.request.prompt) + sample.generated

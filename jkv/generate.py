@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jkv.engine import Engine
-from jkv.memory import num_row_pages
+from jkv.memory import num_row_pages, widest
 from jkv.params import Model, Params
 from jkv.policies import Policy
 from jkv.requests import Request, check_counts, check_weights, encode_prompts, make_request, spread_policies
@@ -99,7 +99,7 @@ def generate(
 
     every = [request for group in requests for request in group]
     num_rows = max_running or min(1 << (len(every) - 1).bit_length(), DEFAULT_RUNNING)
-    max_slots = round_up(max(request.max_slots for request in every))
+    max_slots = round_up(max(widest(params, request) for request in every))
     if kv_memory is None and num_pages is None:
         num_pages = default_num_pages(params, every, num_rows, max_slots, page_size)
     engine = Engine(
@@ -109,7 +109,7 @@ def generate(
         page_size=page_size,
         kv_memory=kv_memory,
         num_pages=num_pages,
-        window=max(chosen.evict.window if chosen.evict else 0 for chosen in policies),
+        policies=policies,
         chunk=chunk,
         order=order,
         max_stop_ids=max(8, *(len(request.stop_ids) for request in every)),
@@ -130,7 +130,7 @@ def default_num_pages(params: Params, requests: Sequence[Request], num_rows: int
     most_equal = max(collections.Counter(request.prefix for request in requests).values())
     if most_equal == 1:
         return rows
-    prefix = num_row_pages(params, round_up(max(request.first_slots for request in requests)), page_size)
+    prefix = num_row_pages(params, round_up(max(int(request.first_slots(1).max()) for request in requests)), page_size)
     return rows + (-(-num_rows // most_equal) + 1) * prefix
 
 

@@ -26,6 +26,19 @@ def num_row_pages(params: Params, num_slots: int, page_size: int) -> int:
     return num_layer_heads(params) * num_pages_of(num_slots, page_size)
 
 
+def most_pages(params: Params, request: Request, page_size: int) -> int:
+    """The most pages of a request once its prompt is in and compacted."""
+    config, policy = params.config, request.policy
+    slots = policy.most_slots(len(request.prompt), request.max_new_tokens, config.num_layers)
+    return policy.num_pages(slots, config.num_kv_heads, page_size)
+
+
+def widest(params: Params, request: Request) -> int:
+    """The most slots that a request ever fills in any layer and KV head."""
+    config = params.config
+    return request.policy.widest(len(request.prompt), request.max_new_tokens, config.num_layers, config.num_kv_heads)
+
+
 def num_pool_pages(
     params: Params,
     max_running: int,
@@ -64,18 +77,18 @@ def free_bytes(device: Any) -> int:
 
 def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:
     """Refuses a request that an engine of this size could not serve even alone."""
-    slots, size = request.max_slots, page_bytes(params, page_size)
+    slots, size = widest(params, request), page_bytes(params, page_size)
     if slots > max_slots:
         raise ValueError(
             f"A request may fill {max_slots} slots in a layer and KV head here, the engine's max_slots; this one fills {slots} "
             f"({len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}). "
             "Raise max_slots, or lower the budget or max_new_tokens."
         )
-    needed = num_row_pages(params, slots, page_size)
+    needed = max(most_pages(params, request, page_size), num_row_pages(params, len(request.prompt), page_size))
     if needed > num_pages:
         raise ValueError(
-            f"The pool must hold the largest request: {slots} slots = {num_pages_of(slots, page_size)} pages of {page_size} "
-            f"for each of {num_layer_heads(params)} layer-heads = {needed} pages of {size} bytes = {needed * size} bytes; the "
-            f"pool has {num_pages} pages = {num_pages * size} bytes. Raise kv_memory, or lower the budget, max_new_tokens "
-            "or page_size."
+            f"The pool must hold the largest request: up to {slots} slots = {num_pages_of(slots, page_size)} pages of "
+            f"{page_size} in each of {num_layer_heads(params)} layer-heads = {needed} pages of {size} bytes = "
+            f"{needed * size} bytes; the pool has {num_pages} pages = {num_pages * size} bytes. Raise kv_memory, or lower the "
+            "budget, max_new_tokens or page_size."
         )

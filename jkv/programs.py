@@ -98,7 +98,7 @@ def prefill_chunk(
 def compress(
     state: State,
     row: Int[Array, " R"],
-    budget: Int[Array, " R"],
+    budget: Int[Array, "L R"],
     prompt_length: Int[Array, " R"],
     evict: Evict,
     is_traced: bool,
@@ -122,7 +122,7 @@ def compress(
         return None, (evict.rate(view), position)
 
     _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
-    slots = evict.choose(score, position, budget[None, :, None])
+    slots = evict.choose(score, position, budget[..., None])
     state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
     return state, dropped_positions(position, slots) if is_traced else None
 

@@ -41,28 +41,16 @@ class Request:
     stop_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
 
-    @property
-    def held_slots(self) -> int:
-        """The most slots that a layer and KV head fills once the prompt is in, and compressed if it is too long."""
-        everything = len(self.prompt) + self.max_new_tokens
-        if self.policy.evict is None:
-            return everything
-        return min(everything, self.policy.slots + self.policy.evict.interval)
-
-    @property
-    def first_slots(self) -> int:
-        """Slots filled when the first token is drawn."""
-        return self.policy.slots if self.policy.is_due(0, len(self.prompt)) else len(self.prompt)
-
-    @property
-    def max_slots(self) -> int:
-        """The most slots that a layer and KV head ever fills."""
-        return max(len(self.prompt), self.held_slots)
+    def first_slots(self, num_layers: int) -> np.ndarray:
+        """Slots of each layer's heads, on average, when the first token is drawn: [L]."""
+        return compacted(self.policy, np.full(num_layers, len(self.prompt)), len(self.prompt), 0)
 
     @property
     def prefix(self) -> tuple[bytes, Policy | None]:
-        """What requests share that can start from one prefill: the prompt, and the policy if it compresses the prompt."""
-        return self.prompt.tobytes(), self.policy if self.policy.is_due(0, len(self.prompt)) else None
+        """What requests share that can start from one prefill: the prompt, and the policy if it may compress the prompt."""
+        target = self.policy.target(len(self.prompt), 0)
+        stays_whole = target is None or (target >= len(self.prompt) and self.policy.pyramid == 1)
+        return self.prompt.tobytes(), None if stays_whole else self.policy
 
 
 def make_request(
@@ -90,6 +78,12 @@ def make_request(
     ends = config.end_ids if stop_ids is None else check_stop_ids(stop_ids, config.vocab_size)
     check_stop_strings(model, stop_strings)
     return Request(prompt, policy, sampling, seed, identity, sample, limit, ends, tuple(stop_strings))
+
+
+def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -> np.ndarray:
+    """Slots of each layer's heads, on average, after the compaction that is due at this moment, if any: [L]."""
+    target = policy.target(prompt, generated)
+    return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled)))
 
 
 def check_counts(**values: int | None) -> None:
@@ -154,10 +148,12 @@ def check_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
 
 def check_prompt_fits(policy: Policy, index: int, prompt_length: int) -> None:
     """Refuses a protected prompt that its budget cannot hold."""
-    if policy.evict and policy.evict.protect_prompt and policy.budget is not None and prompt_length > policy.budget:
+    if policy.evict is None or not policy.evict.protect_prompt or policy.budget is None:
+        return
+    if prompt_length + policy.evict.recent > policy.budget:
         raise ValueError(
-            f"{policy.name} never drops the prompt, so its budget must hold it; prompt {index} has {prompt_length} tokens, "
-            f"the budget is {policy.budget} slots. Raise the budget."
+            f"{policy.name} never drops the prompt, so its budget must hold it and the {policy.evict.recent} most recent "
+            f"slots; prompt {index} has {prompt_length} tokens, the budget is {policy.budget} slots. Raise the budget."
         )
 
 

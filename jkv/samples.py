@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jkv.programs import Snapshot
-from jkv.requests import Request
+from jkv.requests import Request, compacted
 from jkv.results import Completion, Event
 from jkv.text import StopFinder, TextStream
 
@@ -21,7 +21,9 @@ class Prefix:
 
     samples: "set[Sample]" = dataclasses.field(default_factory=set)  # those not finished
     is_held: bool = False  # whether its pages are in the pool, or are about to be
-    filled: int = 0  # slots
+    filled: Any = None  # [L] slots of each layer's heads, on average
+    num_pages: int = 0  # at most
+    num_full_pages: int = 0  # at least: those that rows can share
     start: "Start | None" = None  # from when it is prefilled
     aside: "Pages | None" = None
 
@@ -79,7 +81,7 @@ class Sample:
     shares: bool = False  # whether its row reads the prefix's pages
     aside: Aside | None = None
     generated: int = 0
-    filled: int = 0  # slots of the fullest layer and KV head
+    filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered
     text: TextStream | None = None
     num_told: int = 0  # characters of the text that were in an event
     num_told_tokens: int = 0
@@ -100,9 +102,14 @@ class Sample:
         return self.shares and self.aside is None
 
     @property
+    def compacted(self) -> Any:
+        """What `filled` is after the compaction that is due now, if any."""
+        return compacted(self.request.policy, self.filled, len(self.request.prompt), self.generated)
+
+    @property
     def is_due(self) -> bool:
         """Whether its row is to be compressed now."""
-        return not self.is_finished and self.request.policy.is_due(self.generated, self.filled)
+        return not self.is_finished and bool((self.compacted < self.filled).any())
 
     @property
     def remaining(self) -> int:

@@ -59,7 +59,7 @@ def make_engine(model: Any, max_running: int, num_pages: int, **options: Any) ->
         max_slots=MAX_SLOTS,
         page_size=PAGE_SIZE,
         num_pages=num_pages,
-        window=WINDOW,
+        policies=POLICIES,
         chunk=CHUNK,
         poison=True,
         **options,

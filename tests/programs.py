@@ -92,8 +92,8 @@ def prefill(shapes: Shapes) -> Any:
 
 def compact(policy: str, shapes: Shapes) -> Any:
     """Half of the rows compacted at once."""
-    due = shapes.leaf(NUM_DUE)
-    return device.compress.trace(shapes.state, due, due, due, evict=POLICIES[policy].evict, is_traced=False)
+    due, budget = shapes.leaf(NUM_DUE), shapes.leaf(shapes.params.config.num_layers, NUM_DUE)
+    return device.compress.trace(shapes.state, due, budget, due, evict=POLICIES[policy].evict, is_traced=False)
 
 
 def release(shapes: Shapes) -> Any:

@@ -54,7 +54,7 @@ def test_policies_are_listed_with_their_settings(capsys):
         (("", "--max-new-tokens", 3), "at least one token"),
         ((PROBLEM, "--file", "x.txt"), "got both"),
         (("--file", "missing.txt"), "No such file"),
-        ((PROBLEM, "--policy", "foo"), "policy must be one of full, r_kv"),
+        ((PROBLEM, "--policy", "foo"), "policy must be one of full, ada_kv"),
         ((PROBLEM, "--policy", "r_kv"), "r_kv needs budget="),
         ((PROBLEM, "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
         ((PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "tau=1"), "r_kv has these settings"),

@@ -209,7 +209,7 @@ BAD_INPUT = {
     "no rows": ({"max_running": 0}, "max_running must be at least 1"),
     "no page": ({"page_size": 0}, "page_size must be at least 1"),
     "policies of another number": ({"policy": [jkv.full()] * 2}, "got 2 for 1 prompts"),
-    "a pool too small": ({"kv_memory": 1000}, "must hold the largest request: 51 slots = 13 pages of 4 for each of 4"),
+    "a pool too small": ({"kv_memory": 1000}, "must hold the largest request: up to 51 slots = 13 pages of 4 in each of 4"),
     "stop id out of range": ({"stop_ids": (99,)}, r"stop_ids must be token ids in \[0, 32\)"),
     "stop string without tokenizer": ({"stop_strings": ["x"]}, "stop_strings need a model with a tokenizer"),
 }
@@ -225,7 +225,7 @@ def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
 
 
 def test_a_policy_by_its_bare_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"made by a recipe such as .*known: \['full', 'r_kv'"):
+    with pytest.raises(ValueError, match=r"made by a recipe such as .*known: \['ada_kv', 'full'"):
         spread_policies("r_kv", 1)
 
 
@@ -237,8 +237,8 @@ def test_weights_with_nan_are_refused_by_name(model):
 
 def test_a_protected_prompt_longer_than_the_budget_is_refused(model):
     evict = dataclasses.replace(POLICY.evict, protect_prompt=True)
-    with pytest.raises(ValueError, match="prompt 0 has 33 tokens, the budget is 24 slots"):
-        jkv.generate(model, PROMPTS[2], policy=jkv.Policy("mine", 24, evict), **KNOBS)
+    with pytest.raises(ValueError, match="the 4 most recent slots; prompt 0 has 33 tokens, the budget is 24 slots"):
+        jkv.generate(model, PROMPTS[2], policy=jkv.Policy("mine", evict, POLICY.schedule), **KNOBS)
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import engine
-from jkv.policies import full
-from jkv.sampling import Sampling
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -25,14 +22,14 @@ def golden(request):
 def test_logits_of_64_decode_steps_through_the_pool_match(golden, page_size):
     model, reference = golden
     steps = len(reference["greedy"])
-    request = engine.Request(reference["prompt"], full(), Sampling(temperature=0.0), 0, steps, ())
-    run = engine.Engine(model.params, num_rows=2, num_pages=400, max_pages=-(-100 // page_size), page_size=page_size, chunk=1)
-    run.rows[1] = engine.Row(request, engine.Completion(), len(request.prompt), 100)  # beside an empty row
-    run._prefill(1, request.prompt)
+    engine = jkv.Engine(model.params, max_running=2, max_slots=100, page_size=page_size, chunk=1)
+    engine.submit([1], max_new_tokens=1)  # takes row 0 and leaves it empty after a step
+    ticket = engine.submit(reference["prompt"], max_new_tokens=steps, stop_ids=())
+    engine._admit()
     for step in range(steps):
-        np.testing.assert_allclose(run.state.logits[1], reference["decode_logits"][step], atol=1e-4)
-        run._decode()
-    assert run.rows[1].completion.tokens == reference["greedy"].tolist()
+        np.testing.assert_allclose(engine.state.logits[1], reference["decode_logits"][step], atol=1e-4)
+        engine.step()
+    assert engine.result(ticket).tokens[0].tolist() == reference["greedy"].tolist()
 
 
 def test_generate_gives_the_same_greedy_tokens(golden):

@@ -4,20 +4,47 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jkv.policies.base import CacheView, Evict, Policy
+from jkv.policies.ada_kv import ada_kv
+from jkv.policies.base import CacheView, Evict, Policy, evict_by
 from jkv.policies.full import full
+from jkv.policies.pyramid_kv import pyramid_kv
 from jkv.policies.r_kv import r_kv
 from jkv.policies.random import random
+from jkv.policies.rpc import rpc
+from jkv.policies.schedules import AfterPrompt, Every, Growing
+from jkv.policies.snap_kv import snap_kv
 from jkv.policies.streaming_llm import streaming_llm
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "full": full,
+    "ada_kv": ada_kv,
+    "pyramid_kv": pyramid_kv,
     "r_kv": r_kv,
     "random": random,
+    "rpc": rpc,
+    "snap_kv": snap_kv,
     "streaming_llm": streaming_llm,
 }
 
-__all__ = ["POLICIES", "CacheView", "Evict", "Policy", "full", "make", "r_kv", "random", "streaming_llm"]
+__all__ = [
+    "POLICIES",
+    "AfterPrompt",
+    "CacheView",
+    "Every",
+    "Evict",
+    "Growing",
+    "Policy",
+    "ada_kv",
+    "evict_by",
+    "full",
+    "make",
+    "pyramid_kv",
+    "r_kv",
+    "random",
+    "rpc",
+    "snap_kv",
+    "streaming_llm",
+]
 
 
 def make(name: str, settings: Mapping[str, Any]) -> Policy:

@@ -1,18 +1,20 @@
 """What a policy is: a frozen, hashable record of parts, each a set of pure functions.
 
-This release has one part, `evict`: which slots stay (a score), when (a schedule) and how many (a budget in slots). The
-score is the paper's idea, a function of a `CacheView`; everything else here is the mechanism that every paper shares.
+`evict` says which slots stay (a score), `schedule` when, and how many. The score is the paper's idea, a function of a
+`CacheView`; everything else here is the mechanism that every paper shares.
 """
 
 import dataclasses
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.pool import EMPTY
+from jkv.policies.schedules import Every, Schedule
+from jkv.pool import EMPTY, num_pages_of
 
-SCOPES = ("head", "layer", "all")
+SCOPES = ("head", "layer", "all", "compete")
 
 
 class CacheView(NamedTuple):
@@ -57,17 +59,18 @@ class Score(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Evict:
-    """Keeps the best-scored `budget` slots whenever the schedule says so.
+    """Which slots stay: the best-scored. How many, and when, is the schedule's.
 
     Attributes:
       score: a hashable function of a `CacheView`; its `window` attribute, if any, says how many last queries it needs.
-      interval: generated tokens between compactions of a row.
       sinks: the first positions, never dropped.
       recent: the last positions, never dropped.
       protect_prompt: whether the prompt is never dropped.
       scope: whether every KV head keeps its own slots ("head"), all heads of a layer the same ("layer", by the mean score),
-        or all layers and heads the same ("all", by the mean over heads summed over layers). A set that is to be the same
-        needs positions that are the same, which holds as long as every compaction has the same scope.
+        all layers and heads the same ("all", by the mean over heads summed over layers), or a layer's heads compete for its
+        slots ("compete"). A set that is to be the same needs positions that are the same, which holds as long as every
+        compaction has the same scope.
+      floor: the share of the budget that a competing head keeps in any case.
       order: whether kept slots are stored ascending by position, or ("score") best score first and the recent ones last.
 
     Raises:
@@ -75,20 +78,20 @@ class Evict:
     """
 
     score: Score
-    interval: int = 128
     sinks: int = 0
     recent: int = 0
     protect_prompt: bool = False
     scope: str = "head"
+    floor: float = 0.2
     order: str = "position"
 
     def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise ValueError(f"interval must be at least 1 generated token; got {self.interval}.")
         if self.sinks < 0 or self.recent < 0:
             raise ValueError(f"sinks and recent must be numbers of slots >= 0; got {self.sinks=}, {self.recent=}.")
         if self.scope not in SCOPES:
             raise ValueError(f"scope must be one of {SCOPES}; got {self.scope!r}.")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor is a share of the budget and must lie in [0, 1]; got {self.floor}.")
         if self.order not in ("position", "score"):
             raise ValueError(f"order must be 'position' or 'score'; got {self.order!r}.")
 
@@ -96,6 +99,11 @@ class Evict:
     def window(self) -> int:
         """Last queries that the score needs."""
         return getattr(self.score, "window", 0)
+
+    @property
+    def needs_mass(self) -> bool:
+        """Whether the score looks at the attention that each slot has had."""
+        return getattr(self.score, "needs_mass", False)
 
     def rate(self, view: CacheView) -> Float[Array, "B K S"]:
         """The score with the mechanism's marks: `-inf` for an empty slot, `+inf` for a protected one."""
@@ -111,7 +119,7 @@ class Evict:
         return protected & view.is_filled
 
     def choose(
-        self, score: Float[Array, "L B K S"], position: Int[Array, "L B K S"], budget: Int[Array, "1 B #K"]
+        self, score: Float[Array, "L B K S"], position: Int[Array, "L B K S"], budget: Int[Array, "#L B #K"]
     ) -> Int[Array, "L B K S"]:
         """The slots that stay in every layer, EMPTY at the end; `score` as `rate` gives it, ties go to the lower slot."""
         if self.scope == "layer":
@@ -119,12 +127,14 @@ class Evict:
         elif self.scope == "all":
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True).sum(axis=0, keepdims=True), score.shape)
         ranked = jnp.argsort(-score, axis=-1, stable=True).astype(jnp.int32)
+        best_first = jnp.take_along_axis(score, ranked, axis=-1)
+        if self.scope == "compete":
+            budget = compete(best_first, budget, self.floor)
         rank = jnp.arange(score.shape[-1], dtype=jnp.int32)
-        is_kept = (rank < budget[..., None]) & (jnp.take_along_axis(score, ranked, axis=-1) > -jnp.inf)
+        is_kept = (rank < budget[..., None]) & (best_first > -jnp.inf)
         # A sort key for the slots that stay; the others come last.
         if self.order == "score":
-            is_recent = jnp.take_along_axis(score, ranked, axis=-1) == jnp.inf
-            place = jnp.where(is_recent, score.shape[-1] + ranked, rank)
+            place = jnp.where(best_first == jnp.inf, score.shape[-1] + ranked, rank)
         else:
             place = jnp.take_along_axis(position, ranked, axis=-1)
         last = jnp.iinfo(jnp.int32).max
@@ -133,48 +143,128 @@ class Evict:
         return jnp.where(rank < count, jnp.take_along_axis(ranked, by_place, axis=-1), EMPTY)
 
 
+def compete(best_first: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"], floor: float) -> Int[Array, "L B K"]:
+    """Slots of each head when a layer's heads share its slots: the best of all, after a floor and what is protected."""
+    layers, batch, heads, slots = best_first.shape
+    total = jnp.broadcast_to(budget, (layers, batch, heads)).sum(axis=-1)
+    least = least_slots(budget, floor)
+    is_sure = (jnp.arange(slots, dtype=jnp.int32) < least[..., None]) & (best_first > -jnp.inf)
+    flat = jnp.where(is_sure, jnp.inf, best_first).reshape(layers, batch, heads * slots)
+    rank = jnp.argsort(jnp.argsort(-flat, axis=-1, stable=True), axis=-1)
+    return (rank < total[..., None]).reshape(best_first.shape).sum(axis=-1, dtype=jnp.int32)
+
+
+def least_slots(budget: Any, floor: float) -> Any:
+    """Slots that a competing head keeps in any case (arrays of JAX or NumPy)."""
+    return (budget * round(floor * 1000)) // 1000
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A method: its name, its budget in slots for each layer and KV head, and its parts; an absent part is None.
+    """A method: its name and its parts; an absent part is None.
+
+    Attributes:
+      name: what it is called.
+      evict: which slots stay.
+      schedule: when, and how many.
+      pyramid: how many times the mean budget the first layer has, falling in even steps to the last; 1 makes all equal. What
+        is never dropped is not counted.
 
     Raises:
-      ValueError: a budget too small for the slots that are never dropped, or a missing one.
+      ValueError: a budget too small for the slots that are never dropped, or one part without the other.
     """
 
     name: str
-    budget: int | None = None
     evict: Evict | None = None
+    schedule: Schedule | None = None
+    pyramid: float = 1.0
 
     def __post_init__(self) -> None:
+        if (self.evict is None) != (self.schedule is None):
+            raise ValueError(f"{self.name} needs both evict (which slots stay) and schedule (when, and how many), or neither.")
+        if not 1 <= self.pyramid < 2:
+            raise ValueError(
+                f"pyramid is the first layer's share of the mean budget and must lie in [1, 2); got {self.pyramid}."
+            )
         if self.evict is None:
             return
-        if self.budget is None or self.budget < 1:
-            raise ValueError(f"{self.name} needs a budget of at least 1 slot for each layer and KV head; got {self.budget}.")
-        protected = self.evict.sinks + self.evict.recent
-        if self.budget < protected:
+        if self.budget is None:
+            if self.pyramid > 1 or self.evict.scope == "compete":
+                raise ValueError(f"{self.name} has no fixed budget, so layers or heads cannot divide it; got {self.schedule}.")
+            if not self.evict.protect_prompt:
+                raise ValueError(f"{self.name}'s schedule counts the prompt as kept: set protect_prompt=True in evict.")
+            return
+        if self.pyramid > 1 and not self.protected:
+            raise ValueError(f"{self.name} leaves its last layers next to nothing: pyramid > 1 needs sinks or recent slots.")
+        if self.budget < self.protected:
             raise ValueError(
                 f"{self.name}'s budget must hold its sinks and recent slots, {self.evict.sinks} + {self.evict.recent} = "
-                f"{protected}; got budget={self.budget}. Raise the budget, or lower sinks or the window."
+                f"{self.protected}; got budget={self.budget}. Raise the budget, or lower sinks or the window."
             )
+
+    @property
+    def budget(self) -> int | None:
+        """Slots that a compaction leaves in a layer and KV head, on average; None where nothing fixes them."""
+        return None if self.schedule is None else self.schedule.budget
+
+    @property
+    def protected(self) -> int:
+        """Slots that are never dropped, the prompt's not counted."""
+        return 0 if self.evict is None else self.evict.sinks + self.evict.recent
 
     @property
     def is_bounded(self) -> bool:
         """Whether the cache of a row stops growing."""
-        return self.evict is not None
+        return self.schedule is not None and self.schedule.is_bounded
 
-    def is_due(self, generated: int, filled: int) -> bool:
-        """Whether a row is to be compacted after its `generated`-th new token, with `filled` slots."""
-        return self.evict is not None and generated % self.evict.interval == 0 and filled > self.slots
+    def target(self, prompt: int, generated: int) -> int | None:
+        """Slots that a row keeps after its `generated`-th token, if it has more; None if it is not the time."""
+        return None if self.schedule is None else self.schedule.target(prompt, generated)
 
     def steps_until_due(self, generated: int) -> int | None:
         """Steps from the `generated`-th new token to the next at which the row may be compacted; None if it never is."""
-        return None if self.evict is None else self.evict.interval - generated % self.evict.interval
+        return None if self.schedule is None else self.schedule.steps_until_due(generated)
 
-    @property
-    def slots(self) -> int:
-        """The budget of a policy that has one."""
-        assert self.budget is not None, f"{self.name} has no budget"
-        return self.budget
+    def budgets(self, target: int, num_layers: int) -> np.ndarray:
+        """Slots of each layer, `num_layers * target` together: [L]."""
+        if num_layers == 1 or self.pyramid == 1:
+            return np.full(num_layers, target)
+        slope = np.linspace(self.pyramid, 2 - self.pyramid, num_layers)
+        return self.protected + np.diff(np.rint(np.cumsum(slope) * (target - self.protected)).astype(int), prepend=0)
+
+    def most_slots(self, prompt: int, new: int, num_layers: int) -> np.ndarray:
+        """The most slots of each layer's heads, on average, once the prompt is in and compacted: [L]."""
+        return self._most(self._layer_budgets(num_layers), prompt, new)
+
+    def widest(self, prompt: int, new: int, num_layers: int, num_kv_heads: int) -> int:
+        """The most slots of any layer and KV head."""
+        budgets = self._layer_budgets(num_layers)
+        if self.evict is not None and self.evict.scope == "compete":
+            budgets = num_kv_heads * budgets - (num_kv_heads - 1) * least_slots(budgets, self.evict.floor)
+        return max(prompt, int(self._most(budgets, prompt, new).max()))
+
+    def _layer_budgets(self, num_layers: int) -> np.ndarray:
+        return np.zeros(num_layers, int) if self.budget is None else self.budgets(self.budget, num_layers)
+
+    def _most(self, budgets: np.ndarray, prompt: int, new: int) -> np.ndarray:
+        if self.schedule is None:
+            return np.full(len(budgets), prompt + new)
+        if self.budget is None:
+            return np.full(len(budgets), self.schedule.most_slots(prompt, new))
+        schedule: Any = self.schedule
+        return np.array([dataclasses.replace(schedule, budget=int(b)).most_slots(prompt, new) for b in budgets])
+
+    def num_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
+        """Pages, at most, of a row whose layers hold `slots` ([L]) slots a KV head, on average over the heads."""
+        if self.evict is not None and self.evict.scope == "compete":  # any head's last page may hold a single slot
+            return int((num_kv_heads * (slots + page_size - 1) // page_size).sum())
+        return int(num_kv_heads * num_pages_of(slots, page_size).sum())
+
+    def num_full_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
+        """Full pages, at least, of such a row."""
+        if self.evict is not None and self.evict.scope == "compete":
+            return int(np.maximum(0, num_kv_heads * (slots - page_size + 1) // page_size).sum())
+        return int(num_kv_heads * (slots // page_size).sum())
 
     def select(self, view: CacheView) -> Int[Array, "B K S"]:
         """The slots of one layer that would stay, as `take_slots` stores them, EMPTY at the end; pure, jit- and vmap-able.
@@ -189,5 +279,24 @@ class Policy:
         if self.evict.window and (view.query is None or view.query.shape[2] < self.evict.window):
             got = "none" if view.query is None else str(view.query.shape[2])
             raise ValueError(f"{self.name} looks at the last {self.evict.window} queries; the view has {got}.")
-        budget = jnp.full(view.position.shape[:2], self.slots, jnp.int32) if view.budget is None else view.budget
+        budget = view.budget
+        if budget is None:
+            if self.budget is None:
+                raise ValueError(f"{self.name}'s budget grows with the sequence, so the view must say it: CacheView(budget=).")
+            budget = jnp.full(view.position.shape[:2], self.budget, jnp.int32)
         return self.evict.choose(self.evict.rate(view)[None], view.position[None], budget[None])[0]
+
+
+def evict_by(score: Score, budget: int, interval: int = 128, name: str = "", **settings: Any) -> Policy:
+    """A policy of your own in one line: keeps the `budget` best slots by `score` every `interval` generated tokens.
+
+    `settings` are those of `Evict` (sinks, recent, scope, ...); the name is the score's unless given.
+
+    Raises:
+      ValueError: a setting out of its range.
+
+    >>> evict_by(lambda view: -view.position.astype("float32"), budget=64, name="oldest").budget
+    64
+    """
+    name = name or getattr(score, "__name__", type(score).__name__)
+    return Policy(name, Evict(score, **settings), Every(budget, interval))

@@ -8,7 +8,8 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from jkv.policies.base import CacheView, Evict, Policy
-from jkv.policies.scores import is_query, max_pool
+from jkv.policies.schedules import Every
+from jkv.policies.scores import AttentionMass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,36 +25,31 @@ class ImportanceMinusRedundancy:
     a key with no look-alike exempts slot 0, and "most recent" goes by slot, not by position.
     """
 
-    window: int
+    mass: AttentionMass
     importance: float
     similarity: float
     exempt: int
-    pool: int
     released: bool
+
+    @property
+    def window(self) -> int:
+        """Last queries needed."""
+        return self.mass.window
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         batch, heads, num_slots, head_size = view.key.shape
         rows = (batch * heads, num_slots)
-        is_past = view.is_filled & (view.age >= self.window)
-        assert view.query is not None
-        query = view.query[:, :, -self.window :].reshape(batch * heads, -1, self.window, head_size)
-        key = view.key.reshape(*rows, head_size)
-        is_seen = jnp.repeat(is_query(view, self.window), heads, axis=0)
-        mass = kernels.attention_mass(query, key, is_past.reshape(rows), is_seen).reshape(view.position.shape)
-        mass = max_pool(jnp.where(is_past, mass, -jnp.inf), self.pool)
-
         slot = jnp.arange(num_slots, dtype=jnp.int32)
-        recency = jnp.broadcast_to(slot, rows) if self.released else view.position.reshape(rows)
         redundancy = kernels.key_redundancy(
-            key,
-            recency,
+            view.key.reshape(*rows, head_size),
+            jnp.broadcast_to(slot, rows) if self.released else view.position.reshape(rows),
             view.is_filled.reshape(rows),
             threshold=self.similarity,
             exempt=self.exempt,
             exempt_first=self.released,
         ).reshape(view.position.shape)
         redundancy = jax.nn.softmax(redundancy, axis=-1, where=view.is_filled)
-        return self.importance * mass - (1 - self.importance) * redundancy
+        return self.importance * self.mass(view) - (1 - self.importance) * redundancy
 
 
 def r_kv(
@@ -64,6 +60,8 @@ def r_kv(
     similarity: float = 0.5,
     exempt: int = 1,
     pool: int = 7,
+    over_group: str = "max",
+    scope: str = "head",
     released: bool = False,
 ) -> Policy:
     """R-KV with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
@@ -78,16 +76,13 @@ def r_kv(
     >>> r_kv(budget=256).budget
     256
     """
-    if window < 1:
-        raise ValueError(f"r_kv scores by its last queries, so window must be at least 1; got {window}.")
     if not 0 <= importance <= 1:
         raise ValueError(f"importance is a weight and must lie in [0, 1]; got {importance}.")
     if not -1 <= similarity <= 1:
         raise ValueError(f"similarity is a cosine and must lie in [-1, 1]; got {similarity}.")
     if exempt < 0:
         raise ValueError(f"exempt must be a number of slots >= 0; got {exempt}.")
-    if pool < 1 or pool % 2 == 0:
-        raise ValueError(f"pool must be an odd number of slots >= 1; got {pool}.")
-    score = ImportanceMinusRedundancy(window, importance, similarity, exempt, pool, released)
-    evict = Evict(score, interval=interval, recent=window, order="score" if released else "position")
-    return Policy("r_kv", budget, evict)
+    mass = AttentionMass(window, pool, over_group=over_group)
+    score = ImportanceMinusRedundancy(mass, importance, similarity, exempt, released)
+    evict = Evict(score, recent=window, scope=scope, order="score" if released else "position")
+    return Policy("r_kv", evict, Every(budget, interval))

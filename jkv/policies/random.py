@@ -1,6 +1,7 @@
 """Random eviction: the baseline that any score has to beat."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.schedules import Every
 from jkv.policies.scores import Uniform
 
 
@@ -15,4 +16,4 @@ def random(budget: int, interval: int = 128, seed: int = 0, recent: int = 1) -> 
     >>> random(budget=64).name
     'random'
     """
-    return Policy("random", budget, Evict(Uniform(seed), interval=interval, recent=recent))
+    return Policy("random", Evict(Uniform(seed), recent=recent), Every(budget, interval))

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+import pallas_kernels as kernels
 from jkv.policies.base import CacheView
 
 
@@ -36,6 +37,71 @@ class Uniform:
         return jax.vmap(over_heads, in_axes=(0, None, 0))(view.position, head, view.num_seen)
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionMass:
+    """The softmax mass that the last `window` queries give each slot, 0 to 1, averaged over them and pooled over neighbours.
+
+    Attributes:
+      window: how many queries; the slots of the last `window` tokens get no score unless `candidates` is "all".
+      pool: neighbouring slots that are pooled, an odd number; 1 pools nothing.
+      pooling: "max", or "mean" with slots beyond the candidates counted as 0.
+      over_group: "max" takes the largest logit of a KV head's query heads, "mean" averages their softmaxes.
+      candidates: what the softmax runs over: "past" (the slots before the window), "thought" (those, the prompt's left out),
+        "causal" (each query over everything it saw; the slots before the window are scored) or "all" (likewise; all scored).
+      repeat_newest: the newest query counts twice and the oldest not at all (an accident of RPC's released code).
+    """
+
+    window: int
+    pool: int = 1
+    pooling: str = "max"
+    over_group: str = "max"
+    candidates: str = "past"
+    repeat_newest: bool = False
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window is the number of last queries that score, at least 1; got {self.window}.")
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise ValueError(f"pool must be an odd number of slots >= 1; got {self.pool}.")
+        for field, known in MASS_SETTINGS.items():
+            if getattr(self, field) not in known:
+                raise ValueError(f"{field} must be one of {known}; got {getattr(self, field)!r}.")
+
+    def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
+        batch, heads, num_slots, head_size = view.key.shape
+        rows = (batch * heads, num_slots)
+        assert view.query is not None
+        query, is_seen = view.query[:, :, -self.window :], is_query(view, self.window)
+        if self.repeat_newest:
+            query = jnp.concatenate([query[:, :, 1:], query[:, :, -1:]], axis=2)
+            is_seen = jnp.concatenate([is_seen[:, 1:], is_seen[:, -1:]], axis=1)
+        is_scored = view.is_filled
+        if self.candidates != "all":
+            is_scored &= view.age >= self.window
+        if self.candidates == "thought":
+            assert view.prompt_length is not None
+            is_scored &= view.position >= view.prompt_length[:, None, None]
+        sees_all = self.candidates in ("causal", "all")
+        mass = kernels.attention_mass(
+            query.reshape(batch * heads, -1, self.window, head_size),
+            view.key.reshape(*rows, head_size),
+            (view.is_filled if sees_all else is_scored).reshape(rows),
+            jnp.repeat(is_seen, heads, axis=0),
+            view.age.reshape(rows) if sees_all else None,
+            over_group=self.over_group,
+        ).reshape(view.position.shape)
+        if self.pooling == "mean":
+            return mean_pool(jnp.where(is_scored, mass, 0.0), self.pool)
+        return max_pool(jnp.where(is_scored, mass, -jnp.inf), self.pool)
+
+
+MASS_SETTINGS = {
+    "pooling": ("max", "mean"),
+    "over_group": ("max", "mean"),
+    "candidates": ("past", "thought", "causal", "all"),
+}
+
+
 def is_query(view: CacheView, window: int) -> Bool[Array, "B W"]:
     """Which of the last `window` queries exist: a sequence may be shorter than the window."""
     return jnp.arange(window, dtype=jnp.int32) >= window - view.num_seen[:, None]
@@ -44,3 +110,8 @@ def is_query(view: CacheView, window: int) -> Bool[Array, "B W"]:
 def max_pool(x: Float[Array, "B K S"], width: int) -> Float[Array, "B K S"]:
     """The largest of `width` (odd) neighbouring slots, the slot itself in the middle."""
     return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, width), (1, 1, 1), "SAME")
+
+
+def mean_pool(x: Float[Array, "B K S"], width: int) -> Float[Array, "B K S"]:
+    """The mean of `width` (odd) neighbouring slots, zeros beyond the ends counted."""
+    return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, width), (1, 1, 1), "SAME") / width

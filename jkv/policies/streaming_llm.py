@@ -1,6 +1,7 @@
 """StreamingLLM (arXiv 2309.17453): the first tokens and the last ones."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.schedules import Every
 from jkv.policies.scores import Recency
 
 
@@ -18,4 +19,4 @@ def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: s
     """
     if positions != "true":
         raise ValueError(f"streaming_llm keeps keys at their true positions, positions='true'; got {positions!r}.")
-    return Policy("streaming_llm", budget, Evict(Recency(), interval=interval, sinks=sinks))
+    return Policy("streaming_llm", Evict(Recency(), sinks=sinks), Every(budget, interval))

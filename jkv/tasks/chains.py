@@ -90,6 +90,14 @@ def draw_steps(rng: np.random.Generator) -> tuple[str, str]:
     return "".join(f"{name}={left}{operator}{right};" for name, operator, left, right in formulas), "".join(steps)
 
 
+def draw_stops(rng: np.random.Generator) -> tuple[str, str]:
+    """A drill: 2 to 14 variables, one of them asked for, and their values in order up to it."""
+    names = [str(name) for name in rng.permutation(list(string.ascii_lowercase))[: int(rng.integers(2, 15))]]
+    pairs = [f"{name}={rng.integers(10)}" for name in names]
+    last = int(rng.integers(len(pairs)))
+    return ";".join(pairs) + f";?{names[last]}", BREAK.join(["<think>", *pairs[: last + 1], "</think>"])
+
+
 def num_doubts(problem: Problem, rng: np.random.Generator | None = None) -> int:
     """How many verification passes the trace makes, 0 to 4."""
     derived = len(derivation(problem)[1])

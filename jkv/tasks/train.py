@@ -27,6 +27,7 @@ from jkv import model as decoder
 from jkv.params import LayerParams, ModelConfig, Params, init_params
 from jkv.tasks import chains, vocabulary
 
+DRILLS = {"values": chains.draw_values, "steps": chains.draw_steps, "stops": chains.draw_stops}
 STEP_TOKENS = 20  # d= b * c _ b= 3 _ c= 7 _ 3 * 7 = 1 _ d= 1 and the blank line
 
 
@@ -35,8 +36,9 @@ class Stage:
     """A part of the curriculum: `steps` batches of `rows` packed rows of `length` tokens, problems of `low`..`high`.
 
     `max_doubts` cuts the verification passes, whose tokens are easy copies: fewer of them, more of each batch is reasoning.
-    A share `drills` of the sequences are no problems but drills of the two things that a small model learns last: `values`
-    to look up, asked for at random, or the formulas and results of `steps`. Only these are targets.
+    A share `drills` of the sequences are no problems but drills of the three things that a small model learns last: `values`
+    to look up, asked for at random; the formulas and results of `steps`; where the question `stops` the thought. Only these
+    are targets.
     A share `early` of the problems asks for a variable before the last, so that where to stop depends on the question.
     """
 
@@ -47,7 +49,7 @@ class Stage:
     high: int
     max_doubts: int = 4
     drills: float = 0.0
-    drill: str = "values"  # or "both": half of them steps
+    drill: tuple[str, ...] = ("values",)  # which, in equal shares
     early: float = 0.2
 
 
@@ -72,7 +74,8 @@ def read_config(path: Path) -> TrainConfig:
     """A `TrainConfig` from a TOML file."""
     fields = tomllib.loads(path.read_text())
     rates = tuple((step, rate) for step, rate in fields["learning_rate"])
-    return TrainConfig(**fields | {"learning_rate": rates, "stages": tuple(Stage(**stage) for stage in fields["stages"])})
+    stages = tuple(Stage(**stage | {"drill": tuple(stage.get("drill", ["values"]))}) for stage in fields["stages"])
+    return TrainConfig(**fields | {"learning_rate": rates, "stages": stages})
 
 
 def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int]) -> dict[str, np.ndarray]:
@@ -100,9 +103,9 @@ def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int]) -> dict[str,
 def draw_example(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
     """One sequence of a stage, and which of its tokens are to be learnt."""
     if rng.random() < stage.drills:
-        is_steps = stage.drill == "both" and rng.random() < 0.5
-        given, asked = (tokenizer.encode(text) for text in (chains.draw_steps(rng) if is_steps else chains.draw_values(rng)))
-        return given + asked, [False] * len(given) + drill_targets(tokenizer, asked, is_steps)
+        kind = stage.drill[int(rng.integers(len(stage.drill)))]
+        given, asked = (tokenizer.encode(text) for text in DRILLS[kind](rng))
+        return given + asked, [False] * len(given) + drill_targets(tokenizer, asked, kind)
     problem = chains.draw_problem(rng, stage.low, stage.high, stage.early)
     prompt = tokenizer.encode(problem.prompt)
     trace = tokenizer.encode(chains.write_trace(problem, min(chains.num_doubts(problem, rng), stage.max_doubts)))
@@ -110,9 +113,14 @@ def draw_example(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tupl
     return tokens, [i >= len(prompt) for i in range(len(tokens))]
 
 
-def drill_targets(tokenizer: Any, asked: list[int], is_steps: bool) -> list[bool]:
-    """Which tokens of a drill can be known: every digit of values; the formula, sum and result of steps."""
-    if is_steps:
+def drill_targets(tokenizer: Any, asked: list[int], kind: str) -> list[bool]:
+    """Which tokens of a drill can be known: every digit of values; the formula, sum and result of steps; what follows each of
+    the steps of stops.
+    """
+    if kind == "stops":
+        (end_of_step,) = tokenizer.encode(chains.BREAK)
+        return [i > 1 and asked[i - 1] == end_of_step for i in range(len(asked))]
+    if kind == "steps":
         return [i % STEP_TOKENS in (1, 2, 3, 11, 12, 13, 15, 18) for i in range(len(asked))]
     digits = set(tokenizer.convert_tokens_to_ids(list(string.digits)))
     return [token in digits for token in asked]

@@ -1,6 +1,6 @@
 """How much the last queries attend to each slot: the importance score of R-KV and its relatives."""
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention_mass import reference
 from pallas_kernels.dispatch import choose
@@ -13,6 +13,7 @@ def attention_mass(
     key: Float[Array, "R S H"],
     is_candidate: Bool[Array, "R S"],
     is_query: Bool[Array, "R W"],
+    age: Int[Array, "R S"] | None = None,
     *,
     over_group: str = "max",
     implementation: str | None = None,
@@ -21,7 +22,8 @@ def attention_mass(
 
     The softmax runs over the candidates alone. `over_group="max"` takes the largest logit of the group's query heads before
     one softmax (R-KV's released rule); `"mean"` averages the heads' softmaxes. Rows of `is_query` that are False (a sequence
-    shorter than the window) do not count; a row with no query or no candidate gives zeros.
+    shorter than the window) do not count; a row with no query or no candidate gives zeros. With `age` (tokens that came after a
+    slot's), query w, which had W - 1 - w after it, does not see what came later.
 
     Raises:
       ValueError: an unknown `over_group` or implementation.
@@ -29,4 +31,4 @@ def attention_mass(
     if over_group not in ("max", "mean"):
         raise ValueError(f"over_group must be 'max' or 'mean'; got {over_group!r}.")
     run = choose("attention_mass", IMPLEMENTATIONS, implementation)
-    return run(query, key, is_candidate, is_query, over_group)
+    return run(query, key, is_candidate, is_query, age, over_group)

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 def attention_mass(
@@ -10,6 +10,7 @@ def attention_mass(
     key_RSH: Float[Array, "R S H"],
     is_candidate: Bool[Array, "R S"],
     is_query: Bool[Array, "R W"],
+    age: Int[Array, "R S"] | None,
     over_group: str,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
@@ -18,7 +19,11 @@ def attention_mass(
     logits_RGWS = logits_RGWS * key_RSH.shape[-1] ** -0.5
     if over_group == "max":
         logits_RGWS = logits_RGWS.max(axis=1, keepdims=True)
-    probability_RGWS = jax.nn.softmax(logits_RGWS, axis=-1, where=is_candidate[:, None, None])
+    is_seen_RWS = jnp.broadcast_to(is_candidate[:, None], (*is_query.shape, key_RSH.shape[1]))
+    if age is not None:
+        after_W = jnp.arange(is_query.shape[1] - 1, -1, -1, dtype=age.dtype)
+        is_seen_RWS &= age[:, None] >= after_W[:, None]
+    probability_RGWS = jax.nn.softmax(logits_RGWS, axis=-1, where=is_seen_RWS[:, None])
     mass_RWS = jnp.where(is_query[..., None], probability_RGWS.mean(axis=1), 0.0)
     mass_RS = mass_RWS.sum(axis=1) / jnp.maximum(is_query.sum(axis=-1, keepdims=True), 1).astype(jnp.float32)
     return jnp.where(is_candidate, mass_RS, 0.0)

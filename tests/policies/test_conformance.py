@@ -1,6 +1,7 @@
 """What every policy must do, whatever its idea; a new line in the table of policies is enough to be tested here."""
 
 import inspect
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ def build(name, **changes):
     return make(name, {field: value for field, value in (SMALL | changes).items() if field in fields})
 
 
-def random_view(rng, batch=2, heads=2, slots=40, window=8, group=2, dtype=jnp.float32):
+def random_view(rng, batch=2, heads=2, slots=40, window=8, group=2, dtype=jnp.float32, budget=None):
     """Random caches of different lengths; what is beyond a length is NaN."""
     length = rng.integers(window, slots + 1, size=(batch, 1))
     seen = np.sort(np.stack([rng.permutation(3 * slots)[:slots] for _ in range(batch * heads)]), axis=-1)
@@ -37,9 +38,10 @@ def random_view(rng, batch=2, heads=2, slots=40, window=8, group=2, dtype=jnp.fl
     key, value = (np.where((position == EMPTY)[..., None], np.nan, x) for x in (key, value))
     query = rng.standard_normal((batch, heads * group, window, 8))
     prompt_length = jnp.asarray([3] * batch, jnp.int32)
+    budget = None if budget is None else jnp.full((batch, heads), budget, jnp.int32)
     arrays = (jnp.asarray(x, dtype) for x in (key, value, query))
     key, value, query = arrays
-    return jkv.CacheView(key, value, jnp.asarray(position), query, layer=0, prompt_length=prompt_length)
+    return jkv.CacheView(key, value, jnp.asarray(position), query, layer=0, budget=budget, prompt_length=prompt_length)
 
 
 @pytest.fixture(scope="module")
@@ -47,46 +49,92 @@ def uncut(model):
     return jkv.generate(model, PROMPTS, **KNOBS)
 
 
+class Squeezed(NamedTuple):
+    """A run and its policy."""
+
+    policy: jkv.Policy
+    out: jkv.Result
+    stats: Any
+    trace: jkv.Trace
+
+
 @pytest.fixture(scope="module", params=list(POLICIES))
 def squeezed(request, model):
     """Each policy's compressed run, with its trace."""
-    sampling = jkv.Sampling(seed=3)
-    return jkv.generate(model, PROMPTS, policy=build(request.param), sampling=sampling, return_trace=True, **KNOBS)
+    policy = build(request.param)
+    out = jkv.generate(model, PROMPTS, policy=policy, sampling=jkv.Sampling(seed=3), return_trace=True, **KNOBS)
+    return Squeezed(policy, out, out.stats, out.trace)
 
 
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_a_budget_as_long_as_the_sequence_gives_the_full_caches_tokens(name, model, uncut):
-    out = jkv.generate(model, PROMPTS, policy=build(name, budget=len(PROMPTS[2]) + 96), **KNOBS)
+    whole = build(name, budget=len(PROMPTS[2]) + 96, beta=1.0, ratio=1)  # in every layer; of the thought
+    out = jkv.generate(model, PROMPTS, policy=whole, **KNOBS)
     np.testing.assert_array_equal(out.tokens, uncut.tokens)
     np.testing.assert_allclose(out.logprobs, uncut.logprobs, atol=1e-4)
     assert out.stats.compactions == 0
 
 
 def test_replay_gives_the_log_probabilities_of_the_engine(model, squeezed):
-    replayed = jkv.score(model, squeezed, trace=squeezed.trace).logprobs
-    difference = np.abs(np.asarray(replayed) - squeezed.logprobs)
+    replayed = jkv.score(model, squeezed.out, trace=squeezed.trace).logprobs
+    difference = np.abs(np.asarray(replayed) - squeezed.out.logprobs)
     assert np.percentile(difference, 99) <= 1e-5
     assert difference.max() <= 1e-4
 
 
+def simulate(policy, prompt, steps, num_layers=2):
+    """When a row of `prompt` tokens is compacted in `steps` steps, and how much each layer drops; the last step ends it."""
+    filled, when = np.full(num_layers, prompt), set()
+    dropped = np.zeros(num_layers, int)
+    for generated in range(steps):
+        target = policy.target(prompt, generated)
+        kept = filled if target is None else np.minimum(filled, policy.budgets(target, num_layers))
+        if (kept < filled).any():
+            when.add(prompt + generated)
+        dropped += filled - kept
+        filled = kept + 1
+    return when, dropped
+
+
+def test_a_plain_schedule_is_what_it_says():
+    """Prompt of 3: due after 32 steps (35 slots), then every 16. Prompt of 33: after prefill as well."""
+    assert simulate(build("streaming_llm"), 3, 96)[0] == {3 + 16 * i for i in range(2, 6)}
+    assert simulate(build("streaming_llm"), 33, 96)[0] == {33 + 16 * i for i in range(6)}
+    assert simulate(build("streaming_llm"), 33, 96)[1].tolist() == [33 + 80 - 24] * 2
+
+
 def test_compaction_happens_when_due_and_the_trace_tells_what_it_dropped(squeezed):
-    trace = squeezed.trace
-    dropped = (trace.end[:, 0, 0] < 2**31 - 1) & (np.arange(trace.end.shape[-1]) < trace.end[:, 0, 0])
-    if squeezed.stats.compactions == 0:
-        assert not dropped.any()
-        return
-    # Budget 24, interval 16, 96 steps, the last of which ends the rows. Prompt of 3: due after 32 steps (35 slots), then every
-    # 16: 4 times. Prompt of 20: from 16 on: 5 times. Prompt of 33: after prefill as well: 6 times.
-    assert squeezed.stats.compactions == 4 + 5 + 6
-    assert squeezed.stats.evicted == (3 + 80 - 24) + (20 + 80 - 24) + (33 + 80 - 24)
-    assert dropped.sum(axis=-1).tolist() == [59, 76, 89]
-    assert set(trace.end[0, 0, 0][dropped[0]].tolist()) <= {3 + 16 * i for i in range(2, 6)}
+    policy, trace = squeezed.policy, squeezed.trace
+    expected = [simulate(policy, len(prompt), 96) for prompt in PROMPTS]
+    assert squeezed.stats.compactions == sum(len(when) for when, _ in expected)
+    assert squeezed.stats.evicted == sum(dropped.mean() for _, dropped in expected)
+    ended = trace.end < 2**31 - 1  # [n, L, K, columns]
+    real = np.arange(trace.end.shape[-1]) < np.array([len(prompt) + 96 for prompt in PROMPTS])[:, None, None, None]
+    for row, (when, dropped) in enumerate(expected):
+        by_head = (ended & real)[row].sum(axis=-1)
+        if policy.evict and policy.evict.scope == "compete":
+            np.testing.assert_array_equal(by_head.mean(axis=-1), dropped)
+        else:
+            np.testing.assert_array_equal(by_head, np.broadcast_to(dropped[:, None], by_head.shape))
+        assert set(trace.end[row][(ended & real)[row]].tolist()) <= when
 
 
 def test_compression_holds_less_memory_than_full(squeezed, uncut):
-    if squeezed.stats.compactions:
+    if squeezed.policy.is_bounded:
         assert squeezed.stats.peak_kv_bytes < 0.6 * uncut.stats.peak_kv_bytes
         assert squeezed.stats.dense_kv_bytes == uncut.stats.dense_kv_bytes
+
+
+def assert_counts(policy, view, slots):
+    """Every head keeps its budget, or what it has; heads that compete keep it together, each at least the floor."""
+    count = (np.asarray(slots) != EMPTY).sum(axis=-1)
+    filled = np.asarray(view.is_filled).sum(axis=-1)
+    if policy.evict.scope == "compete":
+        budget = np.asarray(view.budget)
+        np.testing.assert_array_equal(count.sum(axis=-1), np.minimum(budget.sum(axis=-1), filled.sum(axis=-1)))
+        assert (count >= np.minimum(filled, np.floor(budget * policy.evict.floor))).all()
+    else:
+        np.testing.assert_array_equal(count, np.minimum(view.budget, filled))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
@@ -94,13 +142,12 @@ def test_compression_holds_less_memory_than_full(squeezed, uncut):
 @pytest.mark.parametrize("name", EVICTING)
 def test_select_keeps_the_budget_in_order_and_never_an_empty_slot(name, group, dtype):
     policy = build(name)
-    view = random_view(np.random.default_rng(1), group=group, dtype=dtype)
+    view = random_view(np.random.default_rng(1), group=group, dtype=dtype, budget=24)
     slots = np.asarray(policy.select(view))
     position = np.asarray(view.position)
+    assert_counts(policy, view, slots)
     for b, k in np.ndindex(slots.shape[:2]):
         kept = slots[b, k][slots[b, k] != EMPTY]
-        filled = (position[b, k] != EMPTY).sum()
-        assert len(kept) == min(policy.budget, filled)
         assert (slots[b, k, len(kept) :] == EMPTY).all()
         positions = position[b, k, kept]
         assert (positions != EMPTY).all()
@@ -114,7 +161,7 @@ def test_select_keeps_the_budget_in_order_and_never_an_empty_slot(name, group, d
 @pytest.mark.parametrize("name", EVICTING)
 def test_select_treats_rows_apart_and_is_the_same_under_jit_and_vmap(name):
     policy = build(name)
-    view = random_view(np.random.default_rng(2), batch=3)
+    view = random_view(np.random.default_rng(2), batch=3, budget=24)
     view = view._replace(layer=None)
     select = jax.jit(policy.select)
     slots = select(view)
@@ -130,9 +177,11 @@ def test_a_views_budget_overrides_the_policys(name):
     policy = build(name)
     view = random_view(np.random.default_rng(3))
     budget = jnp.asarray([[9, 24], [12, 30]], jnp.int32)
-    count = (np.asarray(policy.select(view._replace(budget=budget))) != EMPTY).sum(axis=-1)
-    filled = np.asarray(view.is_filled).sum(axis=-1)
-    np.testing.assert_array_equal(count, np.minimum(budget, filled))
+    view = view._replace(budget=budget)
+    assert_counts(policy, view, policy.select(view))
+    if policy.budget is not None:
+        view = view._replace(budget=None)
+        assert_counts(policy, view._replace(budget=jnp.full((2, 2), policy.budget)), policy.select(view))
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -141,7 +190,7 @@ def test_sets_shared_by_scope_are_the_same_for_every_head(name):
 
     policy = build(name)
     policy = dataclasses.replace(policy, evict=dataclasses.replace(policy.evict, scope="layer"))
-    view = random_view(np.random.default_rng(4))
+    view = random_view(np.random.default_rng(4), budget=24)
     view = view._replace(position=jnp.broadcast_to(view.position[:, :1], view.position.shape))
     slots = np.asarray(policy.select(view))
     np.testing.assert_array_equal(slots[:, 0], slots[:, 1])

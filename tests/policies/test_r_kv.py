@@ -87,9 +87,9 @@ def test_the_newest_of_identical_tokens_outlives_the_others():
     ("settings", "words"),
     [
         ({"budget": 4}, "budget must hold"),
-        ({"budget": 0}, "at least 1 slot"),
+        ({"budget": 0}, "number of slots, at least 1"),
         ({"budget": 64, "interval": 0}, "interval must be at least 1"),
-        ({"budget": 64, "window": 0}, "window must be at least 1"),
+        ({"budget": 64, "window": 0}, "window is the number of last queries that score, at least 1"),
         ({"budget": 64, "importance": 1.5}, "importance is a weight"),
         ({"budget": 64, "similarity": 2.0}, "similarity is a cosine"),
         ({"budget": 64, "exempt": -1}, "exempt must be"),

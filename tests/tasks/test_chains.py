@@ -101,14 +101,18 @@ def test_a_drill_asks_for_what_can_be_known_and_nothing_else(tokenizer):
     assert all(values[pair[0]] == pair[2] for pair in asked.split())
     ids = tokenizer.encode(asked)
     learnt = [
-        tokenizer.decode([i]) for i, is_target in zip(ids, train.drill_targets(tokenizer, ids, False), strict=True) if is_target
+        tokenizer.decode([i])
+        for i, is_target in zip(ids, train.drill_targets(tokenizer, ids, "values"), strict=True)
+        if is_target
     ]
     assert "".join(learnt) == "".join(pair[2] for pair in asked.split())
 
     given, asked = chains.draw_steps(np.random.default_rng(0))
     ids = tokenizer.encode(asked)
     learnt = [
-        tokenizer.decode([i]) for i, is_target in zip(ids, train.drill_targets(tokenizer, ids, True), strict=True) if is_target
+        tokenizer.decode([i])
+        for i, is_target in zip(ids, train.drill_targets(tokenizer, ids, "steps"), strict=True)
+        if is_target
     ]
     steps = asked.strip().split("\n\n")
     assert len(learnt) == 8 * len(steps)

@@ -1,0 +1,25 @@
+"""PyramidKV (arXiv 2406.02069): SnapKV with more slots in the first layers and fewer in the last."""
+
+from jkv.policies.base import Evict, Policy
+from jkv.policies.snap_kv import snap_schedule, snap_score
+
+
+def pyramid_kv(
+    budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7, beta: float = 20.0
+) -> Policy:
+    """PyramidKV with `budget` slots on average over layers; the last `window` tokens always stay, in every layer.
+
+    Beyond them the last layer keeps `(budget - window) / beta` slots, the first as many above the mean as the last below it,
+    those between on a straight line. `when` is SnapKV's; the authors' rule is "prefill". Layers hold real pages for their own
+    share alone, where the authors' code keeps one length for each layer in dense memory.
+
+    Raises:
+      ValueError: a setting out of its range, or a budget not above the window.
+
+    >>> pyramid_kv(budget=108).budgets(108, 3).tolist()
+    [203, 108, 13]
+    """
+    if beta < 1:
+        raise ValueError(f"beta is how many times less than the mean the last layer keeps, at least 1; got {beta}.")
+    evict = Evict(snap_score(when, window, pool), recent=window)
+    return Policy("pyramid_kv", evict, snap_schedule(when, budget, interval), pyramid=2 - 1 / beta)
