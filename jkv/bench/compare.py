@@ -16,7 +16,7 @@ import numpy as np
 
 from jkv.generate import generate
 from jkv.params import Model
-from jkv.policies import Policy, full, make
+from jkv.policies import Policy, full, has_budget, make
 from jkv.sampling import Sampling
 from jkv.tasks.evaluate import wilson
 
@@ -67,23 +67,32 @@ def compare(
 ) -> list[Outcome]:
     """Every policy at every budget, the full cache first; `options` go to `generate`, `settings` to the policies by name.
 
+    A policy whose budget grows with the sequence (RPC) runs once, with its settings.
+
     Raises:
       ValueError: an unknown policy or setting, or a budget that a policy cannot hold; told before anything runs, but for
         shares, whose slots are known only after the full cache ran.
     """
     settings = settings or {}
-    wanted = [(name, budget) for name in policies if name != "full" for budget in budgets]
     shares = {budget: parse_share(budget) for budget in budgets}
+
+    def build(name: str, slots: int | None) -> Policy:
+        return make(name, ({} if slots is None else {"budget": slots}) | settings.get(name, {}))
+
+    wanted: list[tuple[str, str | int | None]] = []
+    for name in policies:
+        if name != "full":
+            wanted += [(name, budget) for budget in (budgets if has_budget(name) else [None])]
     for name, budget in wanted:
-        make(name, {"budget": 1 << 30 if shares[budget] else int(budget)} | settings.get(name, {}))
+        build(name, None if budget is None else 1 << 30 if shares[budget] else int(budget))
     runs = [run(model, problems, full(), **options)]
     mean_length = float(np.mean([len(p) for p in runs[0].prompts]) + runs[0].mean_tokens)
     outcomes = [summarise(runs[0], runs[0], None)]
     report(row_of(outcomes[0]))
     for name, budget in wanted:
-        share = shares[budget]
-        slots = round(share * mean_length) if share else int(budget)
-        policy = make(name, {"budget": slots} | settings.get(name, {}))
+        share = None if budget is None else shares[budget]
+        slots = round(share * mean_length) if share else None if budget is None else int(budget)
+        policy = build(name, slots)
         outcomes.append(summarise(run(model, problems, policy, **options), runs[0], share))
         report(row_of(outcomes[-1]))
     return outcomes
@@ -202,11 +211,12 @@ def row_of(outcome: Outcome) -> str:
     """A line of the table."""
     o = outcome
     budget = "" if o.budget is None else f"{o.budget}" + (f" ({o.share:.0%})" if o.share else "")
+    is_base = o.policy == "full"
     cells = (
         o.policy,
         budget,
         f"{o.accuracy:.1%} ({o.low:.1%} to {o.high:.1%})",
-        "" if o.budget is None else f"{100 * o.change:+.1f} ± {100 * (o.change_high - o.change):.1f}",
+        "" if is_base else f"{100 * o.change:+.1f} ± {100 * (o.change_high - o.change):.1f}",
         f"{o.mean_tokens:.0f} (x{o.inflation:.2f})",
         f"{o.truncated:.1%}",
         f"{o.kv_bytes / 1e3:.0f}",

@@ -47,6 +47,11 @@ __all__ = [
 ]
 
 
+def has_budget(name: str) -> bool:
+    """Whether a policy takes a budget; an unknown name does, so that `make` can refuse it."""
+    return name not in POLICIES or "budget" in inspect.signature(POLICIES[name]).parameters
+
+
 def make(name: str, settings: Mapping[str, Any]) -> Policy:
     """The policy that a name and its settings, as a user types them, stand for.
 

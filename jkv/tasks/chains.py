@@ -1,9 +1,10 @@
 r"""Chains of arithmetic modulo 10, and the redundant reasoning that solves them: the task of tiny-reasoner.
 
 A problem defines one-letter variables and asks for one, `b=3;c=7;d=b*c;?d`. Its trace thinks one step a paragraph, restates
-each formula and its operands' values (a look-up many steps back), verifies itself zero to four times, and boxes the answer:
+each formula and its operands' values (a look-up many steps back), restates the answer at the end of each pass, verifies itself
+zero to four times, and boxes the answer:
 
-    <think>  b=3  c=7  d=b*c b=3 c=7 3*7=1 d=1  Wait  b=3  c=7  d=b*c b=3 c=7 d=1  </think>  \boxed{1}
+    <think>  b=3  c=7  d=b*c b=3 c=7 3*7=1 d=1  d=1  Wait  b=3  c=7  d=b*c b=3 c=7 d=1  d=1  </think>  d=1 \boxed{1}
 
 How often it doubts itself follows from the answer (modulo 5), with a floor that keeps traces above 100 tokens, so greedy
 traces end and differ in length; one trace in eight draws the number at random, and so does a model that samples.
@@ -17,7 +18,7 @@ import numpy as np
 
 BREAK = "\n\n"
 DOUBTS = ("Wait", "Alternatively", "again", "Wait again")  # how the first to fourth verification begins
-MIN_DOUBTS = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}  # by the number of derived variables on the way to the answer
+MIN_DOUBTS = {1: 4, 2: 2, 3: 1, 4: 1, 5: 1, 6: 1}  # by the number of derived variables
 RANDOM_DOUBTS = 1 / 8
 OPERATIONS = {"+": lambda a, b: (a + b) % 10, "-": lambda a, b: (a - b) % 10, "*": lambda a, b: (a * b) % 10}
 
@@ -90,40 +91,27 @@ def draw_steps(rng: np.random.Generator) -> tuple[str, str]:
     return "".join(f"{name}={left}{operator}{right};" for name, operator, left, right in formulas), "".join(steps)
 
 
-def draw_stops(rng: np.random.Generator) -> tuple[str, str]:
-    """A drill: 2 to 14 variables, one of them asked for, and their values in order up to it."""
-    names = [str(name) for name in rng.permutation(list(string.ascii_lowercase))[: int(rng.integers(2, 15))]]
-    pairs = [f"{name}={rng.integers(10)}" for name in names]
-    last = int(rng.integers(len(pairs)))
-    return ";".join(pairs) + f";?{names[last]}", BREAK.join(["<think>", *pairs[: last + 1], "</think>"])
-
-
 def num_doubts(problem: Problem, rng: np.random.Generator | None = None) -> int:
     """How many verification passes the trace makes, 0 to 4."""
-    derived = len(derivation(problem)[1])
+    derived = sum(len(definition) == 4 for definition in problem.definitions)
     wish = problem.answer % 5
     if rng is not None and rng.random() < RANDOM_DOUBTS:
         wish = int(rng.integers(5))
     return max(wish, MIN_DOUBTS.get(derived, 0))
 
 
-def derivation(problem: Problem) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
-    """The leaves and the derived definitions up to the asked variable."""
-    names = [d[0] for d in problem.definitions]
-    used = problem.definitions[: names.index(problem.asked) + 1]
-    return [d for d in used if len(d) == 2], [d for d in used if len(d) == 4]
-
-
 def write_trace(problem: Problem, doubts: int) -> str:
-    """The model's turn, from `<think>` to the boxed answer."""
+    """The model's turn, from `<think>` to the boxed answer; each pass goes through all definitions and ends with the answer."""
     values = problem.values
-    leaves, derived = derivation(problem)
+    given = [f"{name}={value}" for name, *body in problem.definitions if len(body) == 1 for value in body]
+    derived = [definition for definition in problem.definitions if len(definition) == 4]
+    answer = f"{problem.asked}={problem.answer}"
 
-    given = [f"{name}={value}" for name, value in leaves]
-    steps = [*given, *(write_step(definition, values) for definition in derived)]
+    steps = [*given, *(write_step(definition, values) for definition in derived), answer]
     for i in range(doubts):
-        steps += [DOUBTS[i], *given, *(write_check(definition, values, is_swapped=i % 2 == 1) for definition in derived)]
-    return BREAK.join(["<think>", *steps, "</think>", rf"\boxed{{{problem.answer}}}"])
+        checks = (write_check(definition, values, is_swapped=i % 2 == 1) for definition in derived)
+        steps += [DOUBTS[i], *given, *checks, answer]
+    return BREAK.join(["<think>", *steps, "</think>", rf"{answer} \boxed{{{problem.answer}}}"])
 
 
 def write_step(definition: tuple[str, ...], values: dict[str, int]) -> str:

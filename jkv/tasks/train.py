@@ -27,7 +27,7 @@ from jkv import model as decoder
 from jkv.params import LayerParams, ModelConfig, Params, init_params
 from jkv.tasks import chains, vocabulary
 
-DRILLS = {"values": chains.draw_values, "steps": chains.draw_steps, "stops": chains.draw_stops}
+DRILLS = {"values": chains.draw_values, "steps": chains.draw_steps}
 STEP_TOKENS = 20  # d= b * c _ b= 3 _ c= 7 _ 3 * 7 = 1 _ d= 1 and the blank line
 
 
@@ -36,10 +36,9 @@ class Stage:
     """A part of the curriculum: `steps` batches of `rows` packed rows of `length` tokens, problems of `low`..`high`.
 
     `max_doubts` cuts the verification passes, whose tokens are easy copies: fewer of them, more of each batch is reasoning.
-    A share `drills` of the sequences are no problems but drills of the three things that a small model learns last: `values`
-    to look up, asked for at random; the formulas and results of `steps`; where the question `stops` the thought. Only these
-    are targets.
-    A share `early` of the problems asks for a variable before the last, so that where to stop depends on the question.
+    A share `drills` of the sequences are no problems but drills of the two things that a small model learns last: `values`
+    to look up, asked for at random, or the formulas and results of `steps`. Only these are targets. A share `early` of the
+    problems asks for a variable before the last.
     """
 
     steps: int
@@ -114,12 +113,7 @@ def draw_example(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tupl
 
 
 def drill_targets(tokenizer: Any, asked: list[int], kind: str) -> list[bool]:
-    """Which tokens of a drill can be known: every digit of values; the formula, sum and result of steps; what follows each of
-    the steps of stops.
-    """
-    if kind == "stops":
-        (end_of_step,) = tokenizer.encode(chains.BREAK)
-        return [i > 1 and asked[i - 1] == end_of_step for i in range(len(asked))]
+    """Which tokens of a drill can be known: every digit of values; the formula, sum and result of steps."""
     if kind == "steps":
         return [i % STEP_TOKENS in (1, 2, 3, 11, 12, 13, 15, 18) for i in range(len(asked))]
     digits = set(tokenizer.convert_tokens_to_ids(list(string.digits)))

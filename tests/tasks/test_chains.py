@@ -28,23 +28,29 @@ def test_a_problem_reads_and_computes_as_written():
     assert problem.answer == 1
 
 
-def test_a_trace_stops_at_the_asked_variable_and_verifies_itself():
+def test_a_trace_goes_through_all_definitions_ends_with_the_asked_one_and_verifies_itself():
     problem = Problem((("b", "3"), ("c", "7"), ("d", "*", "b", "c"), ("e", "-", "b", "d")), "d")
     assert write_trace(problem, 2).split("\n\n") == [
         "<think>",
         "b=3",
         "c=7",
         "d=b*c b=3 c=7 3*7=1 d=1",
+        "e=b-d b=3 d=1 3-1=2 e=2",
+        "d=1",
         "Wait",
         "b=3",
         "c=7",
         "d=b*c b=3 c=7 d=1",
+        "e=b-d b=3 d=1 e=2",
+        "d=1",
         "Alternatively",
         "b=3",
         "c=7",
         "d=b*c c=7 b=3 d=1",
+        "e=b-d d=1 b=3 e=2",
+        "d=1",
         "</think>",
-        r"\boxed{1}",
+        r"d=1 \boxed{1}",
     ]
 
 
@@ -67,7 +73,7 @@ def test_traces_have_100_to_1000_tokens_and_half_of_them_over_300(tokenizer):
     lengths = [len(tokenizer.encode(write_trace(p, num_doubts(p, rng)))) for p in draw_many(1000)]
     assert min(lengths) >= 100
     assert max(lengths) <= 1000
-    assert 0.45 < np.mean(np.array(lengths) > 300) < 0.6
+    assert np.mean(np.array(lengths) > 300) > 0.5
     passes = [num_doubts(p, rng) for p in draw_many(1000)]
     assert set(passes) == {0, 1, 2, 3, 4}
 
