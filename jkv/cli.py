@@ -191,7 +191,7 @@ def read_problems(file: Path | None, count: int) -> list[Any]:
     if count < 1:
         raise ValueError(f"problems must be at least 1; got {count}.")
     if file is None:
-        return [Problem(problem.prompt, str(problem.answer)) for problem in held_out(count)]
+        return [Problem(problem.prompt, problem.answer) for problem in held_out(count)]
     return [Problem(record["prompt"], str(record["answer"])) for record in read_records(Path(file), ("prompt", "answer"))][
         :count
     ]

@@ -18,7 +18,7 @@ def reasoner():
 
 @pytest.fixture(scope="module")
 def problems():
-    return [bench.Problem(problem.prompt, str(problem.answer)) for problem in held_out(6, seed=3)]
+    return [bench.Problem(problem.prompt, problem.answer) for problem in held_out(6, seed=3)]
 
 
 @pytest.fixture(scope="module")

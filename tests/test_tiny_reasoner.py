@@ -35,7 +35,7 @@ def test_it_thinks_step_by_step_and_doubts_itself(reasoner):
     problems = held_out(8, seed=5)
     out = jkv.generate(reasoner, [problem.prompt for problem in problems], progress=False)
     for text in out.text:
-        assert re.fullmatch(r"<think>\n\n.*\n\n</think>\n\n\\boxed\{\d\}", text, flags=re.DOTALL)
+        assert re.fullmatch(r"<think>\n\n.*\n\n</think>\n\n\\boxed\{[a-z]=\d\}", text, flags=re.DOTALL)
     assert any(doubt in text for text in out.text for doubt in DOUBTS)
     assert out.finish_reason == ["eos"] * 8
 

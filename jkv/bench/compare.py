@@ -7,7 +7,6 @@ memory that was really held: the mean over decode chunks of the pool's bytes in 
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from jkv.generate import generate
 from jkv.params import Model
 from jkv.policies import Policy, full, has_budget, make
 from jkv.sampling import Sampling
+from jkv.tasks.chains import read_answer
 from jkv.tasks.evaluate import wilson
 
 
@@ -137,7 +137,7 @@ def run(model: Model, problems: Sequence[Problem], policy: Policy, **options: An
     """Greedy completions of all problems."""
     out = generate(model, [p.prompt for p in problems], policy=policy, sampling=Sampling(temperature=0.0), **options)
     assert out.text is not None
-    is_right = np.array([boxed(text) == p.answer for text, p in zip(out.text, problems, strict=True)])
+    is_right = np.array([read_answer(text) == p.answer for text, p in zip(out.text, problems, strict=True)])
     return Run(policy, is_right, out.lengths, out.finish_reason, out.stats, out.prompts)
 
 
@@ -169,16 +169,6 @@ def summarise(this: Run, base: Run, share: float | None) -> Outcome:
         occupancy=stats.occupancy,
         tokens_per_second=stats.tokens_per_second,
     )
-
-
-def boxed(text: str) -> str | None:
-    r"""What the last `\boxed{}` after the thinking holds, or None.
-
-    >>> boxed(r"<think>\boxed{1}</think> It is \boxed{ 42 }.")
-    '42'
-    """
-    found = re.findall(r"\\boxed\{([^{}]*)\}", text.rpartition("</think>")[2])
-    return found[-1].strip() if found else None
 
 
 def paired_change(this: np.ndarray, base: np.ndarray) -> tuple[float, float]:

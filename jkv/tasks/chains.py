@@ -4,7 +4,7 @@ A problem defines one-letter variables and asks for one, `b=3;c=7;d=b*c;?d`. Its
 each formula and its operands' values (a look-up many steps back), restates the answer at the end of each pass, verifies itself
 zero to four times, and boxes the answer:
 
-    <think>  b=3  c=7  d=b*c b=3 c=7 3*7=1 d=1  d=1  Wait  b=3  c=7  d=b*c b=3 c=7 d=1  d=1  </think>  d=1 \boxed{1}
+    <think>  b=3  c=7  d=b*c b=3 c=7 3*7=1 d=1  d=1  Wait  b=3  c=7  d=b*c b=3 c=7 d=1  d=1  </think>  \boxed{d=1}
 
 How often it doubts itself follows from the answer (modulo 5), with a floor that keeps traces above 100 tokens, so greedy
 traces end and differ in length; one trace in eight draws the number at random, and so does a model that samples.
@@ -44,9 +44,9 @@ class Problem:
         return known
 
     @property
-    def answer(self) -> int:
-        """The asked value, 0 to 9."""
-        return self.values[self.asked]
+    def answer(self) -> str:
+        """The asked variable and its value, `d=1`."""
+        return f"{self.asked}={self.values[self.asked]}"
 
 
 def infix(definition: tuple[str, ...]) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14, early: 
 
 
 def draw_values(rng: np.random.Generator) -> tuple[str, str]:
-    """A drill: the values of 4 to 14 variables, and the same again in any order, three times as many, as steps state them."""
+    """A drill: the values of 4 to 14 variables, and the same again in any order, three times as many, as traces state them."""
     names = rng.permutation(list(string.ascii_lowercase))[: int(rng.integers(4, 15))]
     pairs = [f"{name}={rng.integers(10)}" for name in names]
     asked = rng.choice(pairs, 3 * len(pairs))
@@ -94,7 +94,7 @@ def draw_steps(rng: np.random.Generator) -> tuple[str, str]:
 def num_doubts(problem: Problem, rng: np.random.Generator | None = None) -> int:
     """How many verification passes the trace makes, 0 to 4."""
     derived = sum(len(definition) == 4 for definition in problem.definitions)
-    wish = problem.answer % 5
+    wish = problem.values[problem.asked] % 5
     if rng is not None and rng.random() < RANDOM_DOUBTS:
         wish = int(rng.integers(5))
     return max(wish, MIN_DOUBTS.get(derived, 0))
@@ -105,13 +105,12 @@ def write_trace(problem: Problem, doubts: int) -> str:
     values = problem.values
     given = [f"{name}={value}" for name, *body in problem.definitions if len(body) == 1 for value in body]
     derived = [definition for definition in problem.definitions if len(definition) == 4]
-    answer = f"{problem.asked}={problem.answer}"
 
-    steps = [*given, *(write_step(definition, values) for definition in derived), answer]
+    steps = [*given, *(write_step(definition, values) for definition in derived), problem.answer]
     for i in range(doubts):
         checks = (write_check(definition, values, is_swapped=i % 2 == 1) for definition in derived)
-        steps += [DOUBTS[i], *given, *checks, answer]
-    return BREAK.join(["<think>", *steps, "</think>", rf"{answer} \boxed{{{problem.answer}}}"])
+        steps += [DOUBTS[i], *given, *checks, problem.answer]
+    return BREAK.join(["<think>", *steps, "</think>", rf"\boxed{{{problem.answer}}}"])
 
 
 def write_step(definition: tuple[str, ...], values: dict[str, int]) -> str:
@@ -133,11 +132,11 @@ def write_check(definition: tuple[str, ...], values: dict[str, int], is_swapped:
     return f"{name}={left}{operator}{right} {first}={values[first]} {second}={values[second]} {name}={values[name]}"
 
 
-def read_answer(text: str) -> int | None:
-    r"""The digit in the last `\boxed{}` after the thinking, or None.
+def read_answer(text: str) -> str | None:
+    r"""What the last `\boxed{}` after the thinking holds, or None.
 
-    >>> read_answer("<think>\n\nd=1\n\n</think>\n\n\\boxed{7}")
-    7
+    >>> read_answer(r"<think>\boxed{d=1}</think> It is \boxed{ d=7 }.")
+    'd=7'
     """
-    found = re.findall(r"\\boxed\{(\d)\}", text.rpartition("</think>")[2])
-    return int(found[-1]) if found else None
+    found = re.findall(r"\\boxed\{([^{}]*)\}", text.rpartition("</think>")[2])
+    return found[-1].strip() if found else None
