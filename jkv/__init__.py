@@ -34,6 +34,7 @@ from jkv.policies import (
     rpc,
     snap_kv,
     streaming_llm,
+    tova,
 )
 from jkv.results import Event, Result
 from jkv.sampling import Sampling
@@ -70,4 +71,5 @@ __all__ = [
     "snap_kv",
     "streaming_llm",
     "testing",
+    "tova",
 ]

@@ -23,19 +23,21 @@ def problems():
 
 @pytest.fixture(scope="module")
 def outcomes(reasoner, problems):
-    settings = {"streaming_llm": {"interval": 16}}
+    settings = {"streaming_llm": {"interval": 16}, "rpc": {"interval": 32, "window": 4}}
     knobs = {"max_new_tokens": 96, "max_running": 4, "page_size": 4, "progress": False}
-    return bench.compare(reasoner, problems, ["full", "streaming_llm"], ["50%", 32], settings, **knobs)
+    return bench.compare(reasoner, problems, ["full", "streaming_llm", "rpc"], ["50%", 32], settings, **knobs)
 
 
 def test_every_policy_runs_at_every_budget_beside_the_full_cache(outcomes):
-    assert [outcome.policy for outcome in outcomes] == ["full", "streaming_llm", "streaming_llm"]
-    base, half, small = outcomes
+    assert [outcome.policy for outcome in outcomes] == ["full", "streaming_llm", "streaming_llm", "rpc"]
+    base, half, small, growing = outcomes
     assert (base.budget, half.share, small.share, small.budget) == (None, 0.5, None, 32)
     assert base.change == base.evicted == 0
     assert base.inflation == base.kv_share == 1
     assert small.kv_share < half.kv_share < 1
     assert small.evicted > half.evicted > 0
+    assert (growing.budget, growing.share) == (None, None)  # it has none, and runs once
+    assert 0 < growing.kv_share < 1
 
 
 def test_shares_count_from_the_measured_length(reasoner, problems, outcomes):

@@ -14,6 +14,7 @@ from jkv.policies.rpc import rpc
 from jkv.policies.schedules import AfterPrompt, Every, Growing
 from jkv.policies.snap_kv import snap_kv
 from jkv.policies.streaming_llm import streaming_llm
+from jkv.policies.tova import tova
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "full": full,
@@ -24,6 +25,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "rpc": rpc,
     "snap_kv": snap_kv,
     "streaming_llm": streaming_llm,
+    "tova": tova,
 }
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "rpc",
     "snap_kv",
     "streaming_llm",
+    "tova",
 ]
 
 

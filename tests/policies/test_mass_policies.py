@@ -113,6 +113,35 @@ def test_rpc_keeps_prompt_window_and_the_best_of_the_thought(scope, group):
         np.testing.assert_array_equal(kept(slots[0, k]), [*range(prompt), *best, *range(size - WINDOW, size)])
 
 
+@GROUPS
+@pytest.mark.parametrize("keep_newest", [False, True])
+def test_tova_keeps_what_the_newest_query_attends_to_most_over_all_heads(keep_newest, group):
+    rng = np.random.default_rng(group + 30)
+    size = 40
+    key = rng.standard_normal((1, 2, size, 8))
+    key[0, :, -1] = -np.sign(rng.standard_normal(8)) * 3  # the newest token hardly attends to itself
+    query = rng.standard_normal((1, 2 * group, WINDOW, 8))
+    query[0, :, -1] = -key[0, 0, -1] * 0.1
+    view = jkv.CacheView(
+        jnp.asarray(key, jnp.float32),
+        jnp.asarray(key, jnp.float32),
+        jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (1, 2, size)),
+        jnp.asarray(query, jnp.float32),
+    )
+    mass = np.mean([softmax(key[0, n // group] @ query[0, n, -1] / np.sqrt(8)) for n in range(2 * group)], axis=0)
+    mass[-1] = np.inf if keep_newest else mass[-1]
+    expected = np.sort(np.argsort(-mass, kind="stable")[:BUDGET])
+    assert (size - 1 in expected) == keep_newest
+    slots = jkv.tova(BUDGET, keep_newest=keep_newest).select(view)
+    np.testing.assert_array_equal(np.asarray(slots)[0, :, :BUDGET], [expected, expected])
+
+
+def test_tova_decides_after_every_token(model):
+    """Every step past the budget drops one, also in a chunk of many: as many compactions as tokens beyond it."""
+    out = jkv.generate(model, [1, 2, 3], policy=jkv.tova(8), max_new_tokens=20, stop_ids=(), page_size=4, progress=False)
+    assert out.stats.compactions == out.stats.evicted == 3 + 19 - 8
+
+
 def test_rpc_released_counts_the_newest_query_twice_and_the_oldest_not_at_all():
     view = random_view(np.random.default_rng(3), slots=60, budget=30)
     doubled = jnp.concatenate([view.query[:, :, -WINDOW + 1 :], view.query[:, :, -1:]], axis=2)

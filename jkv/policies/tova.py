@@ -1,0 +1,23 @@
+"""TOVA (arXiv 2401.06104): drops whatever the newest token attends to least."""
+
+from jkv.policies.base import Evict, Policy
+from jkv.policies.schedules import Every
+from jkv.policies.scores import AttentionMass
+
+
+def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
+    """TOVA with `budget` slots for each layer and KV head: after each token, those that its query attends to most.
+
+    The softmax runs over all slots, the token's own among them, and is averaged over all query heads of a layer, whose KV
+    heads keep the same tokens; a prompt longer than the budget is compacted once, by its last query. The newest token may be
+    dropped at once, unless `keep_newest`. Every `interval` tokens instead of each, several go at a time, by the query of the
+    last: far cheaper here, where each compaction is a program of its own, and another rule than the paper's.
+
+    Raises:
+      ValueError: a setting out of its range.
+
+    >>> tova(budget=64).evict.scope
+    'layer'
+    """
+    score = AttentionMass(window=1, over_group="mean", candidates="all")
+    return Policy("tova", Evict(score, recent=int(keep_newest), scope="layer"), Every(budget, interval))
