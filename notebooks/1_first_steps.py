@@ -34,7 +34,7 @@ print(full.text[0])
 # The same with R-KV: at most 64 slots in each layer and KV head after every compaction, every 16 tokens.
 
 # %%
-policy = jkv.r_kv(budget=64, interval=16)
+policy = jkv.r_kv(budget=96, interval=16)
 small = jkv.generate(model, problem, policy=policy, return_trace=True)
 print(small.text[0].splitlines()[-1], small.stats)
 assert small.stats.peak_kv_bytes < full.stats.peak_kv_bytes

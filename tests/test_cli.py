@@ -6,7 +6,7 @@ import pytest
 
 from jkv import cli
 
-PROBLEM = "b=3;c=7;d=b*c;?d"
+PROBLEM = "b=3;c=7;d=b*c;e=d+b;f=e*c;g=f-d;?g"
 
 
 def run(capsys, *arguments):
@@ -16,7 +16,7 @@ def run(capsys, *arguments):
 
 
 def test_a_prompt_prints_its_reasoning_and_a_line_of_statistics(capsys):
-    status, out, err = run(capsys, "generate", PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "interval=16")
+    status, out, err = run(capsys, "generate", PROBLEM, "--policy", "r_kv", "--budget", 96, "--set", "interval=16")
     assert status == 0
     assert out.startswith("<think>")
     assert "</think>" in out
@@ -57,9 +57,9 @@ def test_policies_are_listed_with_their_settings(capsys):
         ((PROBLEM, "--policy", "foo"), "policy must be one of full, ada_kv"),
         ((PROBLEM, "--policy", "r_kv"), "r_kv needs budget="),
         ((PROBLEM, "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
-        ((PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "tau=1"), "r_kv has these settings"),
-        ((PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "interval=often"), "interval must be of type int"),
-        ((PROBLEM, "--policy", "r_kv", "--budget", 64, "--set", "interval"), "--set takes NAME=VALUE"),
+        ((PROBLEM, "--policy", "r_kv", "--budget", 96, "--set", "tau=1"), "r_kv has these settings"),
+        ((PROBLEM, "--policy", "r_kv", "--budget", 96, "--set", "interval=often"), "interval must be of type int"),
+        ((PROBLEM, "--policy", "r_kv", "--budget", 96, "--set", "interval"), "--set takes NAME=VALUE"),
         ((PROBLEM, "--policy", "full", "--budget", 64), "full has these settings: none; got 'budget'"),
         ((PROBLEM, "-n", 0), "n must be at least 1"),
         ((PROBLEM, "--temperature", -1), "temperature must be 0"),
