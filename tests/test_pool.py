@@ -211,6 +211,7 @@ class PoolMachine(RuleBasedStateMachine):
         padded[: len(page)] = page
         kv, position = jax.device_get(read_pages(self.pool, padded))
         self.pool = release(self.pool, ints(row, NONE))
+        self.the_allocator_is_consistent_and_shared_pages_are_never_written()  # a page freed here may come back written
         self.pool = sit(self.pool, seat, ints(row), jnp.asarray(is_held))
         padded[: len(page)] = np.asarray(self.pool.page_table)[:, row][is_held]
         self.pool = write_pages(self.pool, padded, kv, position)
