@@ -52,7 +52,7 @@ PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 COMPRESS_SIZES = (1, 4, 16, 64)  # rows of a compaction program
 SWAP_PAGES = 512  # pages moved to or from host memory at once
 ORDERS = ("arrival", "longest")
-DEFAULT_WINDOW = 8  # queries: what the recipes need by default
+DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 
 
 class Engine:
@@ -72,8 +72,8 @@ class Engine:
       page_size: slots of a page.
       kv_memory: bytes of the pool; "auto" takes what the device has free; None takes what full rows need.
       num_pages: pages of the pool, in place of bytes.
-      policies: those to come; the engine keeps what they need to look at (the last queries, the attention that slots had). Any
-        policy may be submitted that needs no more. None keeps what the recipes' defaults need.
+      policies: those to come; the engine keeps as many last queries as they score by. Any policy may be submitted that needs
+        no more. None keeps 8, R-KV's and SnapKV's default; RPC's 32 have to be named.
       chunk: decode steps between two looks of the host, at most: 16, 8, 4, 2 or 1.
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.

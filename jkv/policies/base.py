@@ -100,11 +100,6 @@ class Evict:
         """Last queries that the score needs."""
         return getattr(self.score, "window", 0)
 
-    @property
-    def needs_mass(self) -> bool:
-        """Whether the score looks at the attention that each slot has had."""
-        return getattr(self.score, "needs_mass", False)
-
     def rate(self, view: CacheView) -> Float[Array, "B K S"]:
         """The score with the mechanism's marks: `-inf` for an empty slot, `+inf` for a protected one."""
         score = self.score(view).astype(jnp.float32)
