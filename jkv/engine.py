@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv import pool as pages
-from jkv import programs
+from jkv import programs, swap
 from jkv.attention import NEVER, Cache
 from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
 from jkv.params import Model, Params
@@ -42,7 +42,7 @@ from jkv.pool import EMPTY, TRASH, num_pages_of
 from jkv.programs import Control, State
 from jkv.requests import Request, check_counts, encode_prompts, make_request, spread_policies
 from jkv.results import Completion, Event, Result, RunStats, make_result
-from jkv.samples import Aside, Pages, Prefix, Sample, Start
+from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, SamplingRows, request_id, sample_key
 from jkv.text import StopFinder, TextStream, cut, num_certain
 from jkv.timing import COMPILING, clock
@@ -50,7 +50,6 @@ from jkv.timing import COMPILING, clock
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps a dispatch
 PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 COMPRESS_SIZES = (1, 4, 16, 64)  # rows of a compaction program
-SWAP_PAGES = 512  # pages moved to or from host memory at once
 ORDERS = ("arrival", "longest")
 DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 
@@ -416,7 +415,7 @@ class Engine:
         assert prefix.start is not None
         table = prefix.start.page_table
         if prefix.aside is None and any(sample.aside for sample in prefix.samples):
-            prefix.aside = self._read(table, table != TRASH)
+            prefix.aside = swap.read_pages(self.state, table, table != TRASH)
         self.state = programs.drop(self.state, prefix.start.snapshot.seat)
         prefix.start, prefix.is_held = None, False
 
@@ -506,14 +505,7 @@ class Engine:
         """Moves a row to host memory, but for the pages of its prefix."""
         sample = self.running.pop(i)
         with clock(self.stats, "swap_seconds"):
-            snapshot = jax.device_get(programs.look(self.state, np.int32(i)))
-            table = snapshot.seat.page_table
-            is_shared = np.zeros(table.shape, bool)
-            if sample.shares:
-                assert sample.prefix.start is not None
-                is_shared = (table == sample.prefix.start.page_table) & (table != TRASH)
-            own = self._read(table, (table != TRASH) & ~is_shared)
-            sample.aside = Aside(snapshot, own, is_shared)
+            sample.aside = swap.put_aside(self.state, i, sample.shared_table)
         sample.is_running, sample.shares = False, False
         self.state = programs.release(self.state, self._pad_rows([i]))
         heapq.heappush(self.waiting, (sample.priority, sample))
@@ -523,42 +515,10 @@ class Engine:
     def _resume(self, i: int) -> None:
         """Brings a sample back that was put aside, bit for bit."""
         sample = self.running[i]
-        aside, prefix, row = sample.aside, sample.prefix, np.int32(i)
-        assert aside is not None
+        assert sample.aside is not None
         with clock(self.stats, "swap_seconds"):
-            table, is_own = np.zeros_like(aside.snapshot.seat.page_table), aside.own.place >= 0
-            if sample.shares:
-                assert prefix.start is not None
-                table = np.where(aside.is_shared, prefix.start.page_table, TRASH)
-            else:
-                is_own = is_own | aside.is_shared
-            snapshot = aside.snapshot._replace(seat=aside.snapshot.seat._replace(page_table=table))
-            self.state = programs.sit(self.state, snapshot, row, is_own)
-            table = np.asarray(programs.look(self.state, row).seat.page_table)
-            self._write(table, aside.own, aside.own.place >= 0)
-            if not sample.shares and aside.is_shared.any():
-                assert prefix.aside is not None
-                self._write(table, prefix.aside, aside.is_shared)
+            self.state = swap.bring_back(self.state, i, sample.aside, sample.shared_table, sample.prefix.aside)
         sample.aside = None
-
-    def _read(self, table: np.ndarray, is_read: np.ndarray) -> Pages:
-        """Pages at some entries of a table, in host memory."""
-        page = table[is_read]
-        place = np.full(table.shape, -1, np.int32)
-        place[is_read] = np.arange(len(page), dtype=np.int32)
-        blocks = [
-            [block[: len(page) - start] for block in jax.device_get(programs.read_pages(self.state, pad_block(page, start)))]
-            for start in range(0, max(len(page), 1), SWAP_PAGES)
-        ]
-        kv, position = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-        return Pages(place, kv, position)
-
-    def _write(self, table: np.ndarray, stored: Pages, is_written: np.ndarray) -> None:
-        """Pages from host memory to some entries of a table."""
-        page, place = table[is_written], stored.place[is_written]
-        for start in range(0, len(page), SWAP_PAGES):
-            block = pad_block(place, start)
-            self.state = programs.write_pages(self.state, pad_block(page, start), stored.kv[block], stored.position[block])
 
     def _pad_rows(self, rows: list[int]) -> np.ndarray:
         """Rows for a program that takes as many as there are; the rest are none."""
@@ -718,11 +678,6 @@ def sample_key_of(seed: int, identity: int, sample: int) -> np.ndarray:
 def split_prompt(prompt: np.ndarray) -> list[np.ndarray]:
     """The pieces that prefill takes one after the other."""
     return [prompt[start : start + PREFILL_SIZES[-1]] for start in range(0, len(prompt), PREFILL_SIZES[-1])]
-
-
-def pad_block(x: np.ndarray, start: int) -> np.ndarray:
-    """SWAP_PAGES entries from `start` on, padded with 0 (the trash page, or any page whose content then goes there)."""
-    return np.pad(x[start : start + SWAP_PAGES], (0, max(0, start + SWAP_PAGES - len(x)))).astype(np.int32)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import numpy as np
 from jkv.programs import Snapshot
 from jkv.requests import Request, compacted
 from jkv.results import Completion, Event
+from jkv.swap import Aside, Pages
 from jkv.text import StopFinder, TextStream
 
 
@@ -47,24 +48,6 @@ class Start:
     completion: Completion  # what compressing the prompt did
 
 
-@dataclasses.dataclass(frozen=True)
-class Pages:
-    """Pages in host memory."""
-
-    place: np.ndarray  # [L, K, MP] int32: which of them lies at each entry of a row's table, -1 for none
-    kv: np.ndarray  # [I, 2, page, H]
-    position: np.ndarray  # [I, page]
-
-
-@dataclasses.dataclass(frozen=True)
-class Aside:
-    """A sample put aside: everything of its row that is not in the prefix's pages."""
-
-    snapshot: Any  # a `Snapshot` on the host
-    own: Pages
-    is_shared: np.ndarray  # [L, K, MP] entries that hold the prefix's pages
-
-
 @dataclasses.dataclass(eq=False)
 class Sample:
     """One sample through its life: waiting, running, put aside, finished."""
@@ -100,6 +83,14 @@ class Sample:
     def is_forking(self) -> bool:
         """Whether it starts from its prefix."""
         return self.shares and self.aside is None
+
+    @property
+    def shared_table(self) -> np.ndarray | None:
+        """Where the pages of its prefix lie that its row reads: [L, K, MP]."""
+        if not self.shares:
+            return None
+        assert self.prefix.start is not None
+        return self.prefix.start.page_table
 
     @property
     def compacted(self) -> Any:

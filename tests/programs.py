@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jkv
-from jkv import engine, pool
+from jkv import engine, pool, swap
 from jkv import programs as device
 from jkv.attention import Cache
 from jkv.params import ModelConfig, Params, weight_shapes
@@ -132,9 +132,9 @@ def drop(shapes: Shapes) -> Any:
 def write_pages(shapes: Shapes) -> Any:
     """A block of pages from host memory."""
     kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
-    block = leaf(engine.SWAP_PAGES, *kv.shape[1:], dtype=kv.dtype)
-    page = leaf(engine.SWAP_PAGES)
-    return device.write_pages.trace(shapes.state, page, block, leaf(engine.SWAP_PAGES, kv.shape[2]))
+    block = leaf(swap.BLOCK, *kv.shape[1:], dtype=kv.dtype)
+    page = leaf(swap.BLOCK)
+    return device.write_pages.trace(shapes.state, page, block, leaf(swap.BLOCK, kv.shape[2]))
 
 
 # Program -> (how to trace it, the queries it remembers). Only `full` and the like remember none; it never compacts.

@@ -14,7 +14,7 @@ LAYERS = [  # each may import those above it, and its own
     {"jkv.model", "jkv.pool", "jkv.sampling", "jkv.testing"},
     {"jkv.architectures", "jkv.attention", "jkv.policies"},
     {"jkv.checkpoint", "jkv.programs", "jkv.requests", "jkv.score"},
-    {"jkv.memory", "jkv.results", "jkv.samples"},
+    {"jkv.memory", "jkv.results", "jkv.samples", "jkv.swap"},
     {"jkv.engine"},
     {"jkv.generate"},
     {"jkv.tasks"},

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jkv import programs as device
-from jkv.engine import SWAP_PAGES
+from jkv.swap import BLOCK
 from jkv.testing import TINY, assert_no_pool_copy, find_copies
 from tests import programs
 
@@ -28,7 +28,7 @@ def test_program_updates_the_pool_in_place(name):
 def test_pages_are_read_without_a_copy_of_the_others():
     shapes = shapes_on_the_cpu(window=0)
     pool = shapes.state.cache.pool
-    compiled = device.read_pages.lower(shapes.state, shapes.leaf(SWAP_PAGES)).compile()
+    compiled = device.read_pages.lower(shapes.state, shapes.leaf(BLOCK)).compile()
     assert not find_copies(compiled.as_text(), pool.kv.shape)
     assert compiled.memory_analysis().temp_size_in_bytes < pool.kv.size * 4 // 10
 

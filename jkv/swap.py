@@ -1,0 +1,83 @@
+"""Rows and pages in host memory: what the engine puts aside when the pool is short, and brings back bit for bit."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv import programs
+from jkv.pool import TRASH
+from jkv.programs import State
+
+BLOCK = 512  # pages moved at once, so that one program serves any number
+
+
+@dataclasses.dataclass(frozen=True)
+class Pages:
+    """Pages in host memory."""
+
+    place: np.ndarray  # [L, K, MP] int32: which of them lies at each entry of a row's table, -1 for none
+    kv: np.ndarray  # [I, 2, page, H]
+    position: np.ndarray  # [I, page]
+
+
+@dataclasses.dataclass(frozen=True)
+class Aside:
+    """A row put aside: everything of it that is not in the pages of its prefix."""
+
+    snapshot: Any  # a `Snapshot` on the host
+    own: Pages
+    is_shared: np.ndarray  # [L, K, MP] entries that hold the prefix's pages
+
+
+def put_aside(state: State, row: int, prefix_table: np.ndarray | None) -> Aside:
+    """A copy of a row in host memory, but for the pages at `prefix_table` ([L, K, MP]), which stay where they are."""
+    snapshot = jax.device_get(programs.look(state, np.int32(row)))
+    table = snapshot.seat.page_table
+    is_shared = np.zeros(table.shape, bool) if prefix_table is None else (table == prefix_table) & (table != TRASH)
+    return Aside(snapshot, read_pages(state, table, (table != TRASH) & ~is_shared), is_shared)
+
+
+def bring_back(state: State, row: int, aside: Aside, prefix_table: np.ndarray | None, prefix_aside: Pages | None) -> State:
+    """The state with the copy in an empty row; the prefix's pages are shared at `prefix_table`, or copied from host memory."""
+    table, is_own = np.zeros_like(aside.snapshot.seat.page_table), aside.own.place >= 0
+    if prefix_table is None:
+        is_own = is_own | aside.is_shared
+    else:
+        table = np.where(aside.is_shared, prefix_table, TRASH)
+    snapshot = aside.snapshot._replace(seat=aside.snapshot.seat._replace(page_table=table))
+    state = programs.sit(state, snapshot, np.int32(row), is_own)
+    table = np.asarray(programs.look(state, np.int32(row)).seat.page_table)
+    state = write_pages(state, table, aside.own, aside.own.place >= 0)
+    if prefix_table is None and aside.is_shared.any():
+        assert prefix_aside is not None
+        state = write_pages(state, table, prefix_aside, aside.is_shared)
+    return state
+
+
+def read_pages(state: State, table: np.ndarray, is_read: np.ndarray) -> Pages:
+    """Pages at some entries of a table."""
+    page = table[is_read]
+    place = np.full(table.shape, -1, np.int32)
+    place[is_read] = np.arange(len(page), dtype=np.int32)
+    blocks = [
+        [block[: len(page) - start] for block in jax.device_get(programs.read_pages(state, pad_block(page, start)))]
+        for start in range(0, max(len(page), 1), BLOCK)
+    ]
+    kv, position = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
+    return Pages(place, kv, position)
+
+
+def write_pages(state: State, table: np.ndarray, stored: Pages, is_written: np.ndarray) -> State:
+    """The state with stored pages at some entries of a table."""
+    page, place = table[is_written], stored.place[is_written]
+    for start in range(0, len(page), BLOCK):
+        block = pad_block(place, start)
+        state = programs.write_pages(state, pad_block(page, start), stored.kv[block], stored.position[block])
+    return state
+
+
+def pad_block(x: np.ndarray, start: int) -> np.ndarray:
+    """BLOCK entries from `start` on, padded with 0 (the trash page, or any page whose content then goes there)."""
+    return np.pad(x[start : start + BLOCK], (0, max(0, start + BLOCK - len(x)))).astype(np.int32)
