@@ -6,10 +6,11 @@ Both append the new keys and values first and then read the pool; both remember 
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
 from jkv import pool as pages
+from jkv.each_step import StepRules, add_mass, choose_victim
 from jkv.pool import EMPTY, Pool
 
 NEVER = jnp.iinfo(jnp.int32).max  # the end of a column that is never dropped
@@ -20,6 +21,7 @@ class Cache(NamedTuple):
 
     pool: Pool
     query_ring: Float[Array, "L B W N H"] | None  # the query of position p lies at p % W; None when no policy needs it
+    victim: Int[Array, "L B K"] | None = None  # slots that the step in progress gives up; None when it gives up none
 
 
 class DecodeAttention(NamedTuple):
@@ -28,6 +30,8 @@ class DecodeAttention(NamedTuple):
     address: Int[Array, "L B K T"]
     length: Int[Array, "L B K"]  # filled slots, the new ones included
     position: Int[Array, " B"]
+    rules: StepRules | None  # None when no policy goes by the accumulated mass or evicts in steps
+    goes_on: Bool[Array, " B"]  # whether a row has a next step
 
     def __call__(
         self,
@@ -42,18 +46,34 @@ class DecodeAttention(NamedTuple):
         pool = pages.append(cache.pool, self.address[layer], key, value)
         rows = batch * key.shape[2]
         log_weight = pool.slot_data.get("log_weight")
-        out, _ = kernels.paged_attention(
+        out, log_total, logits = kernels.paged_attention(
             query.reshape(rows, -1, head_size),
             pool.kv,
             pool.page_table[layer].reshape(rows, -1),
             self.length[layer].reshape(rows),
             None if log_weight is None else log_weight[layer].reshape(rows, -1),
+            with_logits=self.rules is not None,
         )
+        victim = cache.victim
+        if self.rules is not None:
+            assert logits is not None
+            assert victim is not None
+            shape = pool.page_table.shape[1:3]
+            mass = add_mass(
+                pool.slot_data["mass"][layer],
+                logits.reshape(*shape, *logits.shape[1:]),
+                log_total.reshape(*shape, -1),
+                self.rules.forgets,
+            )
+            position = pages.positions(pool.replace(length=self.length), layer, jnp.arange(batch, dtype=jnp.int32))
+            slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on)
+            pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
+            victim = victim.at[layer].set(slot)
         ring = cache.query_ring
         if ring is not None:
             row = jnp.arange(batch, dtype=jnp.int32)
             ring = ring.at[layer, row, self.position % ring.shape[2]].set(query[:, 0])
-        return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring)
+        return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring, victim)
 
 
 class PrefillAttention(NamedTuple):
@@ -91,7 +111,28 @@ class PrefillAttention(NamedTuple):
             is_last = (offset < self.num_new) & (offset >= self.num_new - window)
             where = jnp.where(is_last, self.position[0] % window, window)
             ring = ring.at[layer, self.row, where].set(query[0], mode="drop")
+        if "mass" in pool.slot_data:
+            added = self.mass(query, key_1KSH, begin_1KS)
+            pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer, self.row].add(added)})
         return out, Cache(pool, ring)
+
+    def mass(
+        self, query: Float[Array, "1 T N H"], key: Float[Array, "1 K S H"], position: Int[Array, "1 K S"]
+    ) -> Float[Array, "1 K S"]:
+        """What the chunk's queries attend to, summed over them and over the query heads of each KV head."""
+        num_heads, head_size = key.shape[1], key.shape[3]
+        num_queries = query.shape[1]
+        last = jnp.arange(num_queries, dtype=jnp.int32) >= num_queries - self.num_new  # the real ones, moved to the end
+        query_KGTH = jnp.moveaxis(jnp.roll(query[0], num_queries - self.num_new[0], axis=0), 0, 1)
+        mean = kernels.attention_mass(
+            query_KGTH.reshape(num_heads, -1, num_queries, head_size),
+            key[0],
+            position[0] != EMPTY,
+            jnp.broadcast_to(last, (num_heads, num_queries)),
+            self.position[0, 0] + self.num_new - 1 - position[0],
+            over_group="mean",
+        )
+        return mean[None] * self.num_new.astype(jnp.float32) * (query.shape[2] // num_heads)
 
 
 def last_queries(

@@ -35,6 +35,7 @@ import numpy as np
 from jkv import pool as pages
 from jkv import programs, swap
 from jkv.attention import NEVER, Cache
+from jkv.each_step import UNLIMITED, StepRules
 from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
 from jkv.params import Model, Params
 from jkv.policies.base import Evict, Policy
@@ -71,8 +72,9 @@ class Engine:
       page_size: slots of a page.
       kv_memory: bytes of the pool; "auto" takes what the device has free; None takes what full rows need.
       num_pages: pages of the pool, in place of bytes.
-      policies: those to come; the engine keeps as many last queries as they score by. Any policy may be submitted that needs
-        no more. None keeps 8, R-KV's and SnapKV's default; RPC's 32 have to be named.
+      policies: those to come; the engine keeps as many last queries as they score by, and the attention mass of each slot if
+        one needs it. Any policy may be submitted that needs no more. None keeps 8 queries, R-KV's and SnapKV's default; RPC
+        with its 32, H2O and TOVA have to be named.
       chunk: decode steps between two looks of the host, at most: 16, 8, 4, 2 or 1.
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.
@@ -114,6 +116,7 @@ class Engine:
         self.chunk, self.order, self.max_stop_ids = chunk, order, max_stop_ids
         evicts = [policy.evict for policy in policies or () if policy.evict]
         self.window = DEFAULT_WINDOW if policies is None else max((evict.window for evict in evicts), default=0)
+        self.keeps_mass = any(policy.needs_mass for policy in policies or ())
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
         self.num_pages = num_pool_pages(
@@ -129,12 +132,14 @@ class Engine:
             max_pages=num_pages_of(max_slots, page_size),
             page_size=page_size,
             dtype=dtype,
+            slot_data=("mass",) if self.keeps_mass else (),
+            has_holes=self.keeps_mass,
             poison=poison,
         )
         ring_shape = (config.num_layers, max_running, self.window, config.num_query_heads, config.head_size)
         ring = jnp.zeros(ring_shape, dtype) if self.window else None
         self.state = State(Cache(pool, ring), jnp.zeros((max_running, config.vocab_size), jnp.float32))
-        self.ring_bytes = 0 if ring is None else ring.nbytes
+        self.row_bytes = sum(x.nbytes for x in jax.tree.leaves((ring, pool.slot_data, pool.hole)))  # beside the pages
         self.page_bytes = page_bytes(self.params, page_size)
         self.stats = RunStats()
         self.draws = DRAWS[0]  # the most demanding so far: going back would compile, and save nothing that was not paid
@@ -143,7 +148,7 @@ class Engine:
         self.prefixes: dict[Any, Prefix] = {}
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._serial = itertools.count(), itertools.count()
-        self._settings: tuple[jax.Array, SamplingRows] | None = None  # of the rows; None when they have changed
+        self._settings: tuple[jax.Array, SamplingRows, StepRules | None] | None = None  # of the rows; None: they have changed
         self._events: list[Event] = []
         self._tells_text = False
 
@@ -274,6 +279,11 @@ class Engine:
         if evict and evict.window > self.window:
             raise ValueError(
                 f"{request.policy.name} looks at the last {evict.window} queries; this engine keeps {self.window}. Name the "
+                "policy when you build it: policies=[...]."
+            )
+        if request.policy.needs_mass and not self.keeps_mass:
+            raise ValueError(
+                f"{request.policy.name} goes by the attention mass of each slot, which this engine does not keep. Name the "
                 "policy when you build it: policies=[...]."
             )
         if len(request.stop_ids) > self.max_stop_ids:
@@ -490,7 +500,8 @@ class Engine:
             prefix.start = Start(snapshot, np.asarray(snapshot.seat.page_table), done)
         start = prefix.start
         with clock(self.stats, "prefill_seconds"):
-            self.state = programs.fork(self.state, start.snapshot, self._pad_rows(rows))
+            for owns_all, group in self._by_ownership(rows):
+                self.state = programs.fork(self.state, start.snapshot, self._pad_rows(group), owns_all)
         for sample in (self.running[i] for i in rows):
             completion, done = sample.completion, start.completion
             sample.filled, completion.is_forked = prefix.filled, True
@@ -500,6 +511,13 @@ class Engine:
                 count = len(sample.request.prompt)
                 completion.ends[..., :count] = done.ends[..., :count]
         self.stats.forks += len(rows)
+
+    def _by_ownership(self, rows: list[int]) -> Iterator[tuple[bool, list[int]]]:
+        """Rows that will write into their prompt's pages and must own them, and the others."""
+        for owns_all in (False, True):
+            group = [i for i in rows if self.running[i].request.policy.evicts_in_steps == owns_all]
+            if group:
+                yield owns_all, group
 
     def _put_aside(self, i: int) -> None:
         """Moves a row to host memory, but for the pages of its prefix."""
@@ -546,8 +564,9 @@ class Engine:
         """One chunk of all rows."""
         num_steps, control = self._num_steps(), self._control()
         with clock(self.stats, "decode_seconds"):
-            self.state, emitted = programs.decode_chunk(self.params, self.state, control, num_steps, self.draws)
-            token, log_prob, is_real, held = jax.device_get(emitted)
+            is_traced = self.is_traced and self.keeps_mass
+            self.state, emitted = programs.decode_chunk(self.params, self.state, control, num_steps, self.draws, is_traced)
+            token, log_prob, is_real, held, is_running, dropped = jax.device_get(emitted)
         assert held <= self.num_pages, "the pool ran out of pages below a claim"
         now = time.perf_counter()
         running = list(self.running.items())
@@ -555,8 +574,11 @@ class Engine:
         for i, sample in running:
             if not sample.completion.tokens:
                 sample.completion.first_seconds = now - sample.submitted
+            if sample.request.policy.evicts_in_steps:
+                sample.note_steps(int(counts[i]), bool(is_running[i]), None if dropped is None else dropped[:, :, i])
+            else:
+                sample.filled = sample.filled + int(counts[i])
             sample.generated += int(counts[i])
-            sample.filled = sample.filled + int(counts[i])
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
         self._count_bytes(int(held))
@@ -573,7 +595,7 @@ class Engine:
             remaining[i] = sample.remaining
         return Control(remaining, *self._settings)
 
-    def _row_settings(self) -> tuple[jax.Array, SamplingRows]:
+    def _row_settings(self) -> tuple[jax.Array, SamplingRows, StepRules | None]:
         num_rows = self.max_running
         stop_ids, top_k = np.full((num_rows, self.max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
         temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
@@ -585,7 +607,23 @@ class Engine:
             top_k[i], key[i] = request.sampling.top_k, key_of(request)
             self.draws = max(self.draws, request.sampling.draws, key=DRAWS.index)
         stop_ids, *settings = jax.device_put((stop_ids, temperature, top_p, top_k, key))
-        return stop_ids, SamplingRows(*settings)
+        return stop_ids, SamplingRows(*settings), self._step_rules()
+
+    def _step_rules(self) -> StepRules | None:
+        if not self.keeps_mass:
+            return None
+        num_rows, num_layers = self.max_running, self.params.config.num_layers
+        budget = np.full((num_layers, num_rows), UNLIMITED, np.int32)
+        sinks, recent = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        forgets, is_per_layer = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
+        for i, sample in self.running.items():
+            policy = sample.request.policy
+            if policy.evicts_in_steps:
+                evict: Any = policy.evict
+                budget[:, i] = policy.layer_budgets(num_layers)
+                sinks[i], recent[i] = evict.sinks, evict.recent
+                forgets[i], is_per_layer[i] = evict.score.in_step == "last", evict.scope == "layer"
+        return StepRules(*jax.device_put((budget, sinks, recent, forgets, is_per_layer)))
 
     def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""
@@ -608,9 +646,9 @@ class Engine:
 
     def _count_bytes(self, held: int) -> None:
         stats, rows = self.stats, len(self.running)
-        kv_bytes = held * self.page_bytes + self.ring_bytes
+        kv_bytes = held * self.page_bytes + self.row_bytes
         stats.kv_bytes += (kv_bytes - stats.kv_bytes) / (stats.chunks + 1)
-        held_by_rows = held * self.page_bytes + self.ring_bytes * rows / self.max_running
+        held_by_rows = held * self.page_bytes + self.row_bytes * rows / self.max_running
         stats.kv_bytes_per_sample += (held_by_rows - rows * stats.kv_bytes_per_sample) / (stats.sample_chunks + rows)
         stats.chunks += 1
         stats.sample_chunks += rows
@@ -618,7 +656,7 @@ class Engine:
 
     def _note_peak(self, held: int) -> None:
         stats, config = self.stats, self.params.config
-        stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.ring_bytes)
+        stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.row_bytes)
         seen = sum(len(sample.request.prompt) + sample.generated for sample in self.running.values())
         itemsize = self.params.embedding.dtype.itemsize
         dense = seen * 2 * self.num_heads * config.head_size * itemsize

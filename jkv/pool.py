@@ -7,7 +7,8 @@ Invariants, which the property tests check:
 - page 0 is the trash page: it is never owned, never free, and takes the writes that belong nowhere;
 - `refcount[p]` counts the table entries that hold p; the free stack holds exactly the other pages, once each;
 - a page with more than one reference is never written (copy on write), and only full pages have more than one;
-- slots at or beyond `length` are empty: their position, keys and values may be anything, their slot data are zero.
+- slots at or beyond `length` are empty: their position, keys and values may be anything, their slot data are zero;
+- below it, at most one is empty, the hole, whose position is EMPTY: the row's next token goes there.
 
 No function copies the pool as long as the caller donates it: `kv` is only an operand of gather and of scatter with full
 advanced indices.
@@ -38,6 +39,7 @@ class Pool(flax.struct.PyTreeNode):
     free_stack: Any  # [P] the first `free_top` entries are the free pages
     free_top: Any  # [] negative after an allocation that the caller had not made sure of
     slot_data: dict[str, Any]  # name -> [L, B, K, MP*page] what belongs to a row's slot and not to the page ("log_weight")
+    hole: Any = None  # [L, B, K] the slot of the hole, EMPTY for none; None where rows never have one
     poison: bool = flax.struct.field(pytree_node=False, default=False)  # tests: freed pages become NaN
 
     @property
@@ -76,6 +78,7 @@ def create(
     page_size: int,
     dtype: Any = jnp.float32,
     slot_data: tuple[str, ...] = (),
+    has_holes: bool = False,
     poison: bool = False,
 ) -> Pool:
     """An empty pool of `num_pages` pages (the trash page comes on top), with room for `max_pages` in each row."""
@@ -91,6 +94,7 @@ def create(
         free_stack=jnp.arange(total, dtype=jnp.int32)[::-1],
         free_top=jnp.asarray(num_pages, jnp.int32),
         slot_data={name: jnp.zeros((*table[:3], max_pages * page_size), jnp.float32) for name in slot_data},
+        hole=jnp.full(table[:3], EMPTY, jnp.int32) if has_holes else None,
         poison=poison,
     )
 
@@ -104,11 +108,12 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
     """Gives `row`s the pages for their next `num_new` (at most T = `max_new`) tokens, and says where each token goes.
 
     The result's addresses (`page * page_size + offset`) are for `append`, the same for every token of a layer and KV head;
-    tokens at or beyond `num_new` go to the trash page. Positions are written here, once for all layers.
+    tokens at or beyond `num_new` go to the trash page. Positions are written here, once for all layers. A row with a hole takes
+    one token at a time.
     """
     page_size, max_pages = pool.page_size, pool.page_table.shape[3]
     length = pool.length[:, row]
-    first, last = num_pages_of(length, page_size), num_pages_of(length + num_new[None, :, None], page_size)
+    first, last = num_pages_of(length, page_size), num_pages_of(length + num_growing(pool, row, num_new), page_size)
     index = first[..., None] + jnp.arange(num_pages_of(max_new, page_size), dtype=jnp.int32)
     is_needed = index < last[..., None]
     pool, page = allocate(pool, is_needed)
@@ -118,12 +123,21 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
 
     offset = jnp.arange(max_new, dtype=jnp.int32)
     slot = length[..., None] + offset
+    if pool.hole is not None:
+        hole = pool.hole[:, row, :, None]
+        slot = jnp.where(hole == EMPTY, slot, hole)
     is_real = offset < num_new[None, :, None, None]
     page = jnp.take_along_axis(table[:, row], jnp.minimum(slot // page_size, max_pages - 1), axis=-1)
     address = jnp.where(is_real, page * page_size + slot % page_size, TRASH)
     when = pool.logical_length[row][None, :, None, None] + offset
     position = pool.position.at[address // page_size, address % page_size].set(jnp.broadcast_to(when, address.shape))
     return pool.replace(page_table=table, position=position), address
+
+
+def num_growing(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Int[Array, "L R K"]:
+    """How much longer `num_new` tokens make each layer and KV head: those that fill a hole do not."""
+    growing = jnp.broadcast_to(num_new[None, :, None], (pool.length.shape[0], *row.shape, pool.length.shape[2]))
+    return growing if pool.hole is None else jnp.where(pool.hole[:, row] == EMPTY, growing, 0)
 
 
 def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"], value: Float[Array, "R T K H"]) -> Pool:
@@ -137,8 +151,27 @@ def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"
 
 def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Pool:
     """The pool after the reserved tokens have been appended in every layer."""
-    length = pool.length.at[:, row].add(num_new[None, :, None], mode="drop")
-    return pool.replace(length=length, logical_length=pool.logical_length.at[row].add(num_new, mode="drop"))
+    length = pool.length.at[:, row].add(num_growing(pool, row, num_new), mode="drop")
+    hole = pool.hole
+    if hole is not None:
+        hole = hole.at[:, row].set(jnp.where(num_new[None, :, None] > 0, EMPTY, hole[:, row]), mode="drop")
+    return pool.replace(length=length, hole=hole, logical_length=pool.logical_length.at[row].add(num_new, mode="drop"))
+
+
+def open_holes(pool: Pool, slot: Int[Array, "L B K"]) -> tuple[Pool, Int[Array, "L B K"]]:
+    """The pool without these slots, one of each layer, row and KV head, and their positions; EMPTY stands for none.
+
+    Their rows must have no hole, and their pages one reference.
+    """
+    is_real = slot != EMPTY
+    layer, row, head = jnp.indices(slot.shape, dtype=jnp.int32, sparse=True)
+    at = jnp.maximum(slot, 0)
+    page = jnp.where(is_real, pool.page_table[layer, row, head, at // pool.page_size], TRASH)
+    position = jnp.where(is_real, pool.position[page, at % pool.page_size], EMPTY)
+    beyond = jnp.where(is_real, at, pool.max_slots)
+    data = {name: data.at[layer, row, head, beyond].set(0.0, mode="drop") for name, data in pool.slot_data.items()}
+    emptied = pool.position.at[page, at % pool.page_size].set(EMPTY)
+    return pool.replace(position=emptied, slot_data=data, hole=jnp.where(is_real, slot, pool.hole)), position
 
 
 def seat_of(pool: Pool, row: Int[Array, ""]) -> Seat:
@@ -173,18 +206,23 @@ def sit(pool: Pool, seat: Seat, target: Int[Array, " R"], is_own: Bool[Array, "L
     )
 
 
-def fork(pool: Pool, seat: Seat, target: Int[Array, " R"]) -> Pool:
+def fork(pool: Pool, seat: Seat, target: Int[Array, " R"], owns_all: bool = False) -> Pool:
     """Empty rows `target` become copies of a seat: they share its full pages and own a copy of its partial last page.
 
-    A target equal to the number of rows stands for none.
+    With `owns_all` (rows that will write into their pages again) they own copies of all. A target equal to the number of rows
+    stands for none.
     """
     page_size, present = pool.page_size, jnp.minimum(target, pool.num_rows - 1)
     index = jnp.arange(seat.page_table.shape[-1], dtype=jnp.int32)
-    is_tail = (index == (seat.length // page_size)[..., None]) & (seat.length % page_size > 0)[..., None]
-    pool = sit(pool, seat, target, is_tail)
-    is_copied = is_tail[:, None] & (target < pool.num_rows)[None, :, None, None]
-    old = jnp.sum(jnp.where(is_copied, seat.page_table[:, None], TRASH), axis=-1)  # at most one a row; TRASH onto TRASH else
-    new = jnp.sum(jnp.where(is_copied, pool.page_table[:, present], TRASH), axis=-1)
+    is_own = (index == (seat.length // page_size)[..., None]) & (seat.length % page_size > 0)[..., None]
+    if owns_all:
+        is_own = index < num_pages_of(seat.length, page_size)[..., None]
+    pool = sit(pool, seat, target, is_own)
+    is_copied = is_own[:, None] & (target < pool.num_rows)[None, :, None, None]
+    old = jnp.where(is_copied, seat.page_table[:, None], TRASH)  # TRASH onto TRASH where nothing is copied
+    new = jnp.where(is_copied, pool.page_table[:, present], TRASH)
+    if not owns_all:  # at most one a row
+        old, new = old.sum(axis=-1), new.sum(axis=-1)
 
     def copy(kv_and_position: tuple[Array, Array], layer: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
         (kv, position), (source, copied) = kv_and_position, layer
@@ -261,6 +299,7 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
         position=position,
         page_table=pool.page_table.at[:, row].set(new_table, mode="drop"),
         length=pool.length.at[:, row].set(count, mode="drop"),
+        hole=None if pool.hole is None else pool.hole.at[:, row].set(EMPTY, mode="drop"),
         slot_data={name: take(data) for name, data in pool.slot_data.items()},
     )
     return drop_references(pool, table, is_used & (is_copied | ~is_kept))
@@ -295,6 +334,7 @@ def clear_rows(pool: Pool, row: Int[Array, " R"]) -> Pool:
         page_table=pool.page_table.at[:, row].set(TRASH, mode="drop"),
         length=pool.length.at[:, row].set(0, mode="drop"),
         logical_length=pool.logical_length.at[row].set(0, mode="drop"),
+        hole=None if pool.hole is None else pool.hole.at[:, row].set(EMPTY, mode="drop"),
         slot_data={name: data.at[:, row].set(0.0, mode="drop") for name, data in pool.slot_data.items()},
     )
 
@@ -305,11 +345,16 @@ def gather(
     """A layer's keys, values and positions (EMPTY beyond the length) of some rows, slot by slot."""
     table = pool.page_table[layer, row]
     shape = (*table.shape[:2], pool.max_slots)
-    slot = jnp.arange(pool.max_slots, dtype=jnp.int32)
-    position = jnp.where(slot < pool.length[layer, row][..., None], pool.position[table].reshape(shape), EMPTY)
     key = pool.kv.at[table, 0].get(mode="promise_in_bounds").reshape(*shape, -1)
     value = pool.kv.at[table, 1].get(mode="promise_in_bounds").reshape(*shape, -1)
-    return key, value, position
+    return key, value, positions(pool, layer, row)
+
+
+def positions(pool: Pool, layer: int | Int[Array, ""], row: Int[Array, " R"]) -> Int[Array, "R K S"]:
+    """A layer's positions of some rows, slot by slot, EMPTY in empty slots."""
+    table, slot = pool.page_table[layer, row], jnp.arange(pool.max_slots, dtype=jnp.int32)
+    position = pool.position[table].reshape(*table.shape[:2], pool.max_slots)
+    return jnp.where(slot < pool.length[layer, row][..., None], position, EMPTY)
 
 
 def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array, "..."]]:

@@ -5,7 +5,7 @@ none copies it (`tests/test_pool_copies.py`, `tests/aot`).
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jkv import model as decoder
 from jkv import pool as pages
 from jkv import sampling
 from jkv.attention import Cache, DecodeAttention, PrefillAttention, last_queries
+from jkv.each_step import StepRules
 from jkv.params import Params
 from jkv.policies.base import CacheView, Evict
 from jkv.pool import EMPTY, Seat
@@ -42,6 +43,7 @@ class Control(NamedTuple):
     remaining: Int[Array, " B"]  # tokens until the row's limit; 0 for a row that is not running
     stop_ids: Int[Array, "B E"]  # padded with -1
     sampling: SamplingRows
+    rules: StepRules | None  # None when the pool keeps no mass
 
 
 class Emitted(NamedTuple):
@@ -51,32 +53,40 @@ class Emitted(NamedTuple):
     log_prob: Float[Array, "steps B"]
     is_real: Bool[Array, "steps B"]
     held_pages: Int[Array, ""]
+    is_running: Bool[Array, " B"]  # rows that go on
+    dropped: Int[Array, "steps L B K"] | None  # positions that steps gave up, EMPTY for none; None unless traced
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", "draws"), donate_argnames="state")
-def decode_chunk(params: Params, state: State, control: Control, num_steps: int, draws: str) -> tuple[State, Emitted]:
+@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced"), donate_argnames="state")
+def decode_chunk(
+    params: Params, state: State, control: Control, num_steps: int, draws: str, is_traced: bool = False
+) -> tuple[State, Emitted]:
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
     row = jnp.arange(control.remaining.shape[0], dtype=jnp.int32)
 
-    def step(carry: tuple[State, Array, Array], _: None) -> tuple[tuple[State, Array, Array], tuple[Array, Array, Array]]:
+    def step(carry: tuple[State, Array, Array], _: None) -> tuple[tuple[State, Array, Array], tuple[Any, ...]]:
         (cache, logits), is_active, remaining = carry
         position = cache.pool.logical_length
         token, log_prob = sampling.draw(logits, control.sampling, position, draws)
         token = jnp.where(is_active, token, 0)
-        num_new = is_active.astype(jnp.int32)
-        pool, address = pages.reserve(cache.pool, row, num_new, 1)
-        attend = DecodeAttention(address, pool.length + num_new[None, :, None], position)
-        cache = cache._replace(pool=pool)
-        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache)
-        cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
-        logits = decoder.unembed(params, hidden[:, 0])
         is_last = (token[:, None] == control.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
-        return (State(cache, logits), is_active & ~is_last, remaining - 1), (token, log_prob, is_active)
+        goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
+        pool, address = pages.reserve(cache.pool, row, num_new, 1)
+        length = pool.length + pages.num_growing(pool, row, num_new)
+        attend = DecodeAttention(address, length, position, control.rules, goes_on)
+        cache = cache._replace(pool=pool, victim=None if control.rules is None else jnp.full_like(length, EMPTY))
+        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache)
+        pool, dropped = pages.advance(cache.pool, row, num_new), None
+        if cache.victim is not None:
+            pool, dropped = pages.open_holes(pool, cache.victim)
+        logits = decoder.unembed(params, hidden[:, 0])
+        state = State(Cache(pool, cache.query_ring), logits)
+        return (state, goes_on, remaining - 1), (token, log_prob, is_active, dropped if is_traced else None)
 
-    carry, (token, log_prob, is_real) = jax.lax.scan(
-        step, (state, control.remaining > 0, control.remaining), None, length=num_steps
-    )
-    return carry[0], Emitted(token, log_prob, is_real, pages.held_pages(carry[0].cache.pool))
+    start = (state, control.remaining > 0, control.remaining)
+    (state, is_running, _), emitted = jax.lax.scan(step, start, None, length=num_steps)
+    token, log_prob, is_real, dropped = emitted
+    return state, Emitted(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, dropped)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -118,7 +128,8 @@ def compress(
         query = None
         if cache.query_ring is not None and evict.window:
             query = last_queries(cache.query_ring, layer, present, num_seen, evict.window)
-        view = CacheView(key, value, position, query, layer=layer, prompt_length=prompt_length)
+        mass = pool.slot_data["mass"][layer, present] if evict.needs_mass else None
+        view = CacheView(key, value, position, query, mass, layer=layer, prompt_length=prompt_length)
         return None, (evict.rate(view), position)
 
     _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
@@ -156,10 +167,10 @@ def leave(state: State, row: Int[Array, ""]) -> tuple[State, Snapshot]:
     return state._replace(cache=state.cache._replace(pool=pool)), snapshot
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def fork(state: State, snapshot: Snapshot, target: Int[Array, " B"]) -> State:
-    """Empty rows `target` go on from a snapshot, whose full pages they share."""
-    return place(state, pages.fork(state.cache.pool, snapshot.seat, target), snapshot, target)
+@functools.partial(jax.jit, static_argnames="owns_all", donate_argnames="state")
+def fork(state: State, snapshot: Snapshot, target: Int[Array, " B"], owns_all: bool = False) -> State:
+    """Empty rows `target` go on from a snapshot, whose full pages they share, or copy."""
+    return place(state, pages.fork(state.cache.pool, snapshot.seat, target, owns_all), snapshot, target)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

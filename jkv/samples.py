@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.pool import EMPTY
 from jkv.programs import Snapshot
 from jkv.requests import Request, compacted
 from jkv.results import Completion, Event
@@ -101,6 +102,19 @@ class Sample:
     def is_due(self) -> bool:
         """Whether its row is to be compressed now."""
         return not self.is_finished and bool((self.compacted < self.filled).any())
+
+    def note_steps(self, count: int, goes_on: bool, dropped: np.ndarray | None) -> None:
+        """Counts what `count` steps gave up (`dropped` [steps, L, K] positions, when traced); a last step gives up nothing."""
+        policy, completion, start = self.request.policy, self.completion, len(self.request.prompt) + self.generated
+        budgets = policy.layer_budgets(len(self.filled))
+        filled = self.filled + count
+        evicted = np.maximum(0, filled - (not goes_on) - budgets)
+        self.filled = filled - evicted
+        completion.compactions += int(evicted.max())
+        completion.evicted += float(evicted.mean())
+        if dropped is not None and completion.ends is not None:
+            step, layer, head = np.nonzero(dropped[:count] != EMPTY)
+            completion.ends[layer, head, dropped[step, layer, head]] = start + step + 1
 
     @property
     def remaining(self) -> int:

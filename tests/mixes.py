@@ -24,6 +24,8 @@ POLICIES = [
     jkv.pyramid_kv(budget=14, interval=8, window=WINDOW),
     jkv.ada_kv(budget=14, interval=8, window=WINDOW),
     jkv.rpc(interval=8, window=WINDOW),
+    jkv.h2o(budget=14),
+    jkv.tova(budget=11),
 ]
 SAMPLINGS = [jkv.Sampling(temperature=0.0), jkv.Sampling(temperature=1.0, seed=7)]
 LENGTHS = [1, 7, 16, 23]  # most new tokens

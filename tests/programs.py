@@ -11,6 +11,7 @@ import jkv
 from jkv import engine, pool, swap
 from jkv import programs as device
 from jkv.attention import Cache
+from jkv.each_step import StepRules
 from jkv.params import ModelConfig, Params, weight_shapes
 from jkv.programs import Control, Snapshot, State
 from jkv.sampling import SamplingRows
@@ -23,6 +24,7 @@ POLICIES = {
     "r_kv": jkv.r_kv(BUDGET, INTERVAL),
     "streaming_llm": jkv.streaming_llm(BUDGET),
     "random": jkv.random(BUDGET, INTERVAL),
+    "h2o": jkv.h2o(BUDGET, interval=INTERVAL),
 }
 
 # The widths of DeepSeek-R1-Distill-Qwen-1.5B.
@@ -48,7 +50,9 @@ class Shapes(NamedTuple):
     leaf: Callable[..., jax.ShapeDtypeStruct]  # (*sizes, dtype=int32)
 
 
-def shapes_of(config: ModelConfig, *, dtype: Any, page_size: int, window: int, sharding: Any) -> Shapes:
+def shapes_of(
+    config: ModelConfig, *, dtype: Any, page_size: int, window: int, sharding: Any, keeps_mass: bool = False
+) -> Shapes:
     """A full engine of 32 rows, each with room for R-KV's budget and buffer in all of 28 layers."""
 
     def leaf(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -65,6 +69,8 @@ def shapes_of(config: ModelConfig, *, dtype: Any, page_size: int, window: int, s
         max_pages=max_pages,
         page_size=page_size,
         dtype=dtype,
+        slot_data=("mass",) if keeps_mass else (),
+        has_holes=keeps_mass,
     )
     ring = (config.num_layers, NUM_ROWS, window, config.num_query_heads, config.head_size)
     state = State(
@@ -80,7 +86,11 @@ def decode(shapes: Shapes) -> Any:
     leaf, rows = shapes.leaf, NUM_ROWS
     wide = leaf(rows, dtype=jnp.float32)
     settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
-    control = Control(leaf(rows), leaf(rows, 1), settings)
+    rules = None
+    if shapes.state.cache.pool.hole is not None:
+        flags = leaf(rows, dtype=bool)
+        rules = StepRules(leaf(shapes.params.config.num_layers, rows), leaf(rows), leaf(rows), flags, flags)
+    control = Control(leaf(rows), leaf(rows, 1), settings, rules)
     return device.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.CHUNKS[0], draws="sampled")
 
 
@@ -112,9 +122,9 @@ def leave(shapes: Shapes) -> Any:
     return device.leave.trace(shapes.state, shapes.leaf())
 
 
-def fork(shapes: Shapes) -> Any:
+def fork(shapes: Shapes, owns_all: bool = False) -> Any:
     """A snapshot copied to any rows."""
-    return device.fork.trace(shapes.state, snapshot_of(shapes), shapes.leaf(NUM_ROWS))
+    return device.fork.trace(shapes.state, snapshot_of(shapes), shapes.leaf(NUM_ROWS), owns_all)
 
 
 def sit(shapes: Shapes) -> Any:
@@ -137,20 +147,32 @@ def write_pages(shapes: Shapes) -> Any:
     return device.write_pages.trace(shapes.state, page, block, leaf(swap.BLOCK, kv.shape[2]))
 
 
-# Program -> (how to trace it, the queries it remembers). Only `full` and the like remember none; it never compacts.
-PROGRAMS: dict[str, tuple[Callable[[Shapes], Any], int]] = {
-    "decode-full": (decode, 0),
-    "decode-r_kv": (decode, 8),
-    "compact-r_kv": (functools.partial(compact, "r_kv"), 8),
-    "compact-streaming_llm": (functools.partial(compact, "streaming_llm"), 0),
-    "compact-random": (functools.partial(compact, "random"), 0),
-    "prefill": (prefill, 8),
-    "release": (release, 8),
-    "leave": (leave, 8),
-    "fork": (fork, 8),
-    "sit": (sit, 8),
-    "drop": (drop, 8),
-    "write_pages": (write_pages, 8),
+class Program(NamedTuple):
+    """How to trace a program, and what its engine keeps."""
+
+    trace: Callable[[Shapes], Any]
+    window: int = 0  # last queries
+    keeps_mass: bool = False
+
+
+# Only `full` and the like remember no query; it never compacts.
+PROGRAMS: dict[str, Program] = {
+    "decode-full": Program(decode),
+    "decode-r_kv": Program(decode, 8),
+    "decode-h2o": Program(decode, keeps_mass=True),
+    "compact-r_kv": Program(functools.partial(compact, "r_kv"), 8),
+    "compact-streaming_llm": Program(functools.partial(compact, "streaming_llm")),
+    "compact-random": Program(functools.partial(compact, "random")),
+    "compact-h2o": Program(functools.partial(compact, "h2o"), keeps_mass=True),
+    "prefill": Program(prefill, 8),
+    "prefill-h2o": Program(prefill, keeps_mass=True),
+    "release": Program(release, 8),
+    "leave": Program(leave, 8),
+    "fork": Program(fork, 8),
+    "fork-h2o": Program(functools.partial(fork, owns_all=True), keeps_mass=True),
+    "sit": Program(sit, 8),
+    "drop": Program(drop, 8),
+    "write_pages": Program(write_pages, 8),
 }
 
 

@@ -135,7 +135,7 @@ def test_samples_of_a_prompt_share_one_prefill_and_its_pages(model):
     assert engine.stats.prefills == 1
     assert engine.stats.forks == 9
     shared, own = 39 // 4, 3  # pages of 4 slots: 39 prompt tokens, then 8 more from the partial page on
-    assert engine.stats.peak_kv_bytes - engine.ring_bytes == 4 * (shared + 1 + 8 * own) * engine.page_bytes
+    assert engine.stats.peak_kv_bytes - engine.row_bytes == 4 * (shared + 1 + 8 * own) * engine.page_bytes
     out = engine.result(ticket)
     assert all(one.is_forked for one in out.samples)
     assert len({tuple(row) for row in out.tokens.tolist()}) == 8

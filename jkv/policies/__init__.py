@@ -7,11 +7,12 @@ from typing import Any
 from jkv.policies.ada_kv import ada_kv
 from jkv.policies.base import CacheView, Evict, Policy, evict_by
 from jkv.policies.full import full
+from jkv.policies.h2o import h2o
 from jkv.policies.pyramid_kv import pyramid_kv
 from jkv.policies.r_kv import r_kv
 from jkv.policies.random import random
 from jkv.policies.rpc import rpc
-from jkv.policies.schedules import AfterPrompt, Every, Growing
+from jkv.policies.schedules import AfterPrompt, EachStep, Every, Growing
 from jkv.policies.snap_kv import snap_kv
 from jkv.policies.streaming_llm import streaming_llm
 from jkv.policies.tova import tova
@@ -19,6 +20,7 @@ from jkv.policies.tova import tova
 POLICIES: dict[str, Callable[..., Policy]] = {
     "full": full,
     "ada_kv": ada_kv,
+    "h2o": h2o,
     "pyramid_kv": pyramid_kv,
     "r_kv": r_kv,
     "random": random,
@@ -32,6 +34,7 @@ __all__ = [
     "POLICIES",
     "AfterPrompt",
     "CacheView",
+    "EachStep",
     "Every",
     "Evict",
     "Growing",
@@ -39,6 +42,7 @@ __all__ = [
     "ada_kv",
     "evict_by",
     "full",
+    "h2o",
     "make",
     "pyramid_kv",
     "r_kv",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.policies.schedules import Every, Schedule
+from jkv.policies.schedules import EachStep, Every, Schedule
 from jkv.pool import EMPTY, num_pages_of
 
 SCOPES = ("head", "layer", "all", "compete")
@@ -21,7 +21,8 @@ class CacheView(NamedTuple):
     """What a score may look at: one layer's cache, batch rows independent. Empty slots have position EMPTY (-1).
 
     Query w of the window is the one of the token W - 1 - w before the newest; a sequence shorter than the window leaves the
-    oldest ones meaningless. `budget=None` is the policy's own.
+    oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group. `budget=None` is the
+    policy's own.
     """
 
     key: Float[Array, "B K S H"]
@@ -62,7 +63,9 @@ class Evict:
     """Which slots stay: the best-scored. How many, and when, is the schedule's.
 
     Attributes:
-      score: a hashable function of a `CacheView`; its `window` attribute, if any, says how many last queries it needs.
+      score: a hashable function of a `CacheView`. Its attributes say what it needs, if anything: `window`, how many last
+        queries; `needs_mass`, the accumulated mass. `in_step` says that a decode step can compute it: "sum", the accumulated
+        mass, or "last", the mass of the last query.
       sinks: the first positions, never dropped.
       recent: the last positions, never dropped.
       protect_prompt: whether the prompt is never dropped.
@@ -99,6 +102,11 @@ class Evict:
     def window(self) -> int:
         """Last queries that the score needs."""
         return getattr(self.score, "window", 0)
+
+    @property
+    def needs_mass(self) -> bool:
+        """Whether the score needs the accumulated mass."""
+        return getattr(self.score, "needs_mass", False)
 
     def rate(self, view: CacheView) -> Float[Array, "B K S"]:
         """The score with the mechanism's marks: `-inf` for an empty slot, `+inf` for a protected one."""
@@ -183,6 +191,14 @@ class Policy:
             )
         if self.evict is None:
             return
+        if self.evicts_in_steps:
+            if getattr(self.evict.score, "in_step", None) is None or self.evict.scope not in ("head", "layer"):
+                raise ValueError(
+                    f"{self.name} cannot evict inside a step, which knows a slot's attention mass alone, by KV head or layer; "
+                    f"got {self.evict.score} and scope {self.evict.scope!r}. Use the schedule Every(budget, interval=1)."
+                )
+            if self.evict.protect_prompt:
+                raise ValueError(f"{self.name} cannot protect the prompt in a step. Use Every(budget, interval=1).")
         if self.budget is None:
             if self.pyramid > 1 or self.evict.scope == "compete":
                 raise ValueError(f"{self.name} has no fixed budget, so layers or heads cannot divide it; got {self.schedule}.")
@@ -208,6 +224,16 @@ class Policy:
         return 0 if self.evict is None else self.evict.sinks + self.evict.recent
 
     @property
+    def evicts_in_steps(self) -> bool:
+        """Whether slots are given up inside the decode step (`jkv.each_step`)."""
+        return isinstance(self.schedule, EachStep)
+
+    @property
+    def needs_mass(self) -> bool:
+        """Whether the engine must keep each slot's attention mass."""
+        return self.evicts_in_steps or (self.evict is not None and self.evict.needs_mass)
+
+    @property
     def is_bounded(self) -> bool:
         """Whether the cache of a row stops growing."""
         return self.schedule is not None and self.schedule.is_bounded
@@ -229,16 +255,17 @@ class Policy:
 
     def most_slots(self, prompt: int, new: int, num_layers: int) -> np.ndarray:
         """The most slots of each layer's heads, on average, once the prompt is in and compacted: [L]."""
-        return self._most(self._layer_budgets(num_layers), prompt, new)
+        return self._most(self.layer_budgets(num_layers), prompt, new)
 
     def widest(self, prompt: int, new: int, num_layers: int, num_kv_heads: int) -> int:
         """The most slots of any layer and KV head."""
-        budgets = self._layer_budgets(num_layers)
+        budgets = self.layer_budgets(num_layers)
         if self.evict is not None and self.evict.scope == "compete":
             budgets = num_kv_heads * budgets - (num_kv_heads - 1) * least_slots(budgets, self.evict.floor)
         return max(prompt, int(self._most(budgets, prompt, new).max()))
 
-    def _layer_budgets(self, num_layers: int) -> np.ndarray:
+    def layer_budgets(self, num_layers: int) -> np.ndarray:
+        """Slots that the fixed budget leaves in each layer, 0 where there is none: [L]."""
         return np.zeros(num_layers, int) if self.budget is None else self.budgets(self.budget, num_layers)
 
     def _most(self, budgets: np.ndarray, prompt: int, new: int) -> np.ndarray:
@@ -274,6 +301,8 @@ class Policy:
         if self.evict.window and (view.query is None or view.query.shape[2] < self.evict.window):
             got = "none" if view.query is None else str(view.query.shape[2])
             raise ValueError(f"{self.name} looks at the last {self.evict.window} queries; the view has {got}.")
+        if self.evict.needs_mass and view.mass is None:
+            raise ValueError(f"{self.name} goes by the accumulated attention mass; the view has none: CacheView(mass=).")
         budget = view.budget
         if budget is None:
             if self.budget is None:

@@ -27,7 +27,7 @@ class Schedule(Protocol):
         ...
 
     def steps_until_due(self, generated: int) -> int | None:
-        """Steps to the next moment at which a row may be compacted; None if there is none."""
+        """Steps to the next moment at which a row may be compacted between two steps; None if there is none."""
         ...
 
     def most_slots(self, prompt: int, new: int) -> int:
@@ -56,6 +56,26 @@ class Every:
 
     def most_slots(self, prompt: int, new: int) -> int:
         return min(prompt + new, self.budget + self.interval)
+
+
+@dataclasses.dataclass(frozen=True)
+class EachStep:
+    """Down to `budget` slots after every token, inside its step (`jkv.each_step`), and once after a longer prompt."""
+
+    budget: int
+    is_bounded = True
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+
+    def target(self, prompt: int, generated: int) -> int | None:
+        return self.budget
+
+    def steps_until_due(self, generated: int) -> int | None:
+        return None
+
+    def most_slots(self, prompt: int, new: int) -> int:
+        return min(prompt + new, self.budget + 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,18 @@ class Uniform:
 
 
 @dataclasses.dataclass(frozen=True)
+class AccumulatedMass:
+    """The softmax mass that all queries so far gave each slot, summed over the query heads of its KV head."""
+
+    needs_mass = True
+    in_step = "sum"
+
+    def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
+        assert view.mass is not None
+        return view.mass
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionMass:
     """The softmax mass that the last `window` queries give each slot, 0 to 1, averaged over them and pooled over neighbours.
 
@@ -66,6 +78,12 @@ class AttentionMass:
         for field, known in MASS_SETTINGS.items():
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} must be one of {known}; got {getattr(self, field)!r}.")
+
+    @property
+    def in_step(self) -> str | None:
+        """What of a step's own attention is this score, if anything."""
+        is_plain = (self.window, self.pool, self.over_group, self.candidates) == (1, 1, "mean", "all")
+        return "last" if is_plain else None
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         batch, heads, num_slots, head_size = view.key.shape

@@ -1,7 +1,7 @@
 """TOVA (arXiv 2401.06104): drops whatever the newest token attends to least."""
 
 from jkv.policies.base import Evict, Policy
-from jkv.policies.schedules import Every
+from jkv.policies.schedules import EachStep, Every
 from jkv.policies.scores import AttentionMass
 
 
@@ -11,7 +11,7 @@ def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
     The softmax runs over all slots, the token's own among them, and is averaged over all query heads of a layer, whose KV
     heads keep the same tokens; a prompt longer than the budget is compacted once, by its last query. The newest token may be
     dropped at once, unless `keep_newest`. Every `interval` tokens instead of each, several go at a time, by the query of the
-    last: far cheaper here, where each compaction is a program of its own, and another rule than the paper's.
+    last: another rule than the paper's.
 
     Raises:
       ValueError: a setting out of its range.
@@ -20,4 +20,5 @@ def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
     'layer'
     """
     score = AttentionMass(window=1, over_group="mean", candidates="all")
-    return Policy("tova", Evict(score, recent=int(keep_newest), scope="layer"), Every(budget, interval))
+    schedule = EachStep(budget) if interval == 1 else Every(budget, interval)
+    return Policy("tova", Evict(score, recent=int(keep_newest), scope="layer"), schedule)

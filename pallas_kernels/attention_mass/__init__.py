@@ -30,5 +30,5 @@ def attention_mass(
     """
     if over_group not in ("max", "mean"):
         raise ValueError(f"over_group must be 'max' or 'mean'; got {over_group!r}.")
-    run = choose("attention_mass", IMPLEMENTATIONS, implementation)
-    return run(query, key, is_candidate, is_query, age, over_group)
+    run = choose("attention_mass", IMPLEMENTATIONS, implementation, over_group=over_group)
+    return run(query, key, is_candidate, is_query, age)

@@ -23,40 +23,43 @@ def paged_attention(
     page_table: Int[Array, "R MP"],
     length: Int[Array, " R"],
     log_weight: Float[Array, "R S"] | None,
-) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+    with_logits: bool,
+) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """See `pallas_kernels.paged_attention`."""
-    rows, page_size = page_table.shape[0], kv.shape[2]
+    (rows, max_pages), page_size = page_table.shape, kv.shape[2]
     block_pages = -(-BLOCK // page_size)
-    padding = -page_table.shape[1] % block_pages
+    padding = -max_pages % block_pages
     page_table = jnp.pad(page_table, [(0, 0), (0, padding)])
     if log_weight is not None:
         log_weight = jnp.pad(log_weight, [(0, 0), (0, padding * page_size)])
-    run = functools.partial(attend_group, kv, block_pages)
-    if rows <= GROUP:
-        return run((query_RGH, page_table, length, log_weight))
+    run = functools.partial(attend_group, kv, block_pages, with_logits)
+    args = query_RGH, page_table, length, log_weight
+    if rows > GROUP:
 
-    def split(x: Array | None) -> Array | None:  # rows that fill the last group are empty
-        if x is None:
-            return None
-        return jnp.pad(x, [(0, -rows % GROUP)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, GROUP, *x.shape[1:])
+        def split(x: Array) -> Array:  # rows that fill the last group are empty
+            return jnp.pad(x, [(0, -rows % GROUP)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, GROUP, *x.shape[1:])
 
-    out, log_total = jax.lax.map(run, jax.tree.map(split, (query_RGH, page_table, length, log_weight)))
-    return out.reshape(-1, *query_RGH.shape[1:])[:rows], log_total.reshape(-1, query_RGH.shape[1])[:rows]
+        out, log_total, logits = jax.lax.map(run, jax.tree.map(split, args))
+        out, log_total, logits = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:rows], (out, log_total, logits))
+    else:
+        out, log_total, logits = run(args)
+    return out, log_total, logits[..., : max_pages * page_size] if with_logits else None
 
 
 def attend_group(
     kv: Float[Array, "P 2 page H"],
     block_pages: int,
+    with_logits: bool,
     group: tuple[Float[Array, "R G H"], Int[Array, "R MP"], Int[Array, " R"], Float[Array, "R S"] | None],
-) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """Rows that are walked together; their tables are whole blocks."""
     query_RGH, page_table, length, log_weight = group
     rows, heads, head_size = query_RGH.shape
     num_slots = block_pages * kv.shape[2]
     offset = jnp.arange(num_slots, dtype=length.dtype)
 
-    def attend(block: Int[Array, ""], carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        peak_RG1, total_RG1, out_RGH = carry
+    def attend(block: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        peak_RG1, total_RG1, out_RGH, *seen = carry
         page = jax.lax.dynamic_slice_in_dim(page_table, block * block_pages, block_pages, axis=1)
         key_RSH = kv.at[page, 0].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
         value_RSH = kv.at[page, 1].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
@@ -67,6 +70,7 @@ def attend_group(
             weight_RS = jax.lax.dynamic_slice_in_dim(log_weight, block * num_slots, num_slots, axis=1)
             logits_RGS = logits_RGS + weight_RS[:, None]
         logits_RGS = jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf)
+        seen = [jax.lax.dynamic_update_slice_in_dim(all_RGS, logits_RGS, block * num_slots, axis=2) for all_RGS in seen]
         new_peak_RG1 = jnp.maximum(peak_RG1, jnp.max(logits_RGS, axis=-1, keepdims=True))
         base_RG1 = jnp.where(new_peak_RG1 == -jnp.inf, 0.0, new_peak_RG1)  # nothing to read so far
         weight_RGS, scale_RG1 = jnp.exp(logits_RGS - base_RG1), jnp.exp(peak_RG1 - base_RG1)
@@ -75,15 +79,17 @@ def attend_group(
             "rgs,rsh->rgh", weight_RGS.astype(value_RSH.dtype), value_RSH, preferred_element_type=jnp.float32
         )
         total_RG1 = total_RG1 * scale_RG1 + weight_RGS.sum(axis=-1, keepdims=True)
-        return new_peak_RG1, total_RG1, out_RGH * scale_RG1 + added_RGH
+        return new_peak_RG1, total_RG1, out_RGH * scale_RG1 + added_RGH, *seen
 
     num_blocks = (jnp.max(length) + num_slots - 1) // num_slots
-    start = (
+    start: tuple[Array, ...] = (
         jnp.full((rows, heads, 1), -jnp.inf, jnp.float32),
         jnp.zeros((rows, heads, 1), jnp.float32),
         jnp.zeros((rows, heads, head_size), jnp.float32),
     )
-    peak_RG1, total_RG1, out_RGH = jax.lax.fori_loop(0, num_blocks, attend, start)
+    if with_logits:
+        start += (jnp.full((rows, heads, page_table.shape[1] * kv.shape[2]), -jnp.inf, jnp.float32),)
+    peak_RG1, total_RG1, out_RGH, *seen = jax.lax.fori_loop(0, num_blocks, attend, start)
     out_RGH = out_RGH / jnp.where(total_RG1 == 0, 1.0, total_RG1)
     log_total_RG = (jnp.log(total_RG1) + jnp.where(peak_RG1 == -jnp.inf, 0.0, peak_RG1))[..., 0]
-    return out_RGH.astype(query_RGH.dtype), log_total_RG
+    return out_RGH.astype(query_RGH.dtype), log_total_RG, seen[0] if seen else None

@@ -10,7 +10,8 @@ def paged_attention(
     page_table: Int[Array, "R MP"],
     length: Int[Array, " R"],
     log_weight: Float[Array, "R S"] | None,
-) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
+    with_logits: bool,
+) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """See `pallas_kernels.paged_attention`."""
     rows, max_pages = page_table.shape
     num_slots, head_size = max_pages * kv.shape[2], kv.shape[3]
@@ -30,4 +31,5 @@ def paged_attention(
     value_RSH = jnp.where(is_filled_RS[..., None], value_RSH, 0)  # 0 * NaN is NaN: stale slots must not be multiplied
     out_RGH = jnp.einsum("rgs,rsh->rgh", weight_RGS.astype(value_RSH.dtype), value_RSH, preferred_element_type=jnp.float32)
     out_RGH = out_RGH / jnp.where(total_RG == 0, 1.0, total_RG)[..., None]
-    return out_RGH.astype(query_RGH.dtype), jnp.log(total_RG) + peak_RG1[..., 0]
+    log_total_RG = jnp.log(total_RG) + peak_RG1[..., 0]
+    return out_RGH.astype(query_RGH.dtype), log_total_RG, logits_RGS if with_logits else None

@@ -20,29 +20,31 @@ CASES = [
 ]
 
 
-def shapes_on(target: str, *, window: int = 0, num_layers: int = 2) -> programs.Shapes:
+def shapes_on(target: str, *, window: int = 0, keeps_mass: bool = False, num_layers: int = 2) -> programs.Shapes:
     """Skips a target whose compiler is not installed; one that is installed and fails is an error."""
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     config = dataclasses.replace(programs.R1_QWEN, num_layers=num_layers)
     page_size, sharding = targets.TARGETS[target][2], targets.sharding_of(target)
-    return programs.shapes_of(config, dtype=jnp.bfloat16, page_size=page_size, window=window, sharding=sharding)
+    return programs.shapes_of(
+        config, dtype=jnp.bfloat16, page_size=page_size, window=window, sharding=sharding, keeps_mass=keeps_mass
+    )
 
 
 @pytest.mark.parametrize(("target", "name"), CASES)
 def test_program_updates_the_pool_in_place(target, name):
-    trace, window = programs.PROGRAMS[name]
+    trace, window, keeps_mass = programs.PROGRAMS[name]
     is_unrolled = name.startswith(("decode", "prefill"))  # two layers are enough; those of the others are scanned
-    shapes = shapes_on(target, window=window, num_layers=2 if is_unrolled else programs.DEEP)
+    shapes = shapes_on(target, window=window, keeps_mass=keeps_mass, num_layers=2 if is_unrolled else programs.DEEP)
     assert_no_pool_copy(targets.compile_for(target, trace(shapes)), shapes.state.cache.pool)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_decoding_all_layers_updates_the_pool_in_place(target):
-    trace, window = programs.PROGRAMS["decode-r_kv"]
-    shapes = shapes_on(target, window=window, num_layers=programs.DEEP)
-    assert_no_pool_copy(targets.compile_for(target, trace(shapes)), shapes.state.cache.pool)
+    program = programs.PROGRAMS["decode-r_kv"]
+    shapes = shapes_on(target, window=program.window, num_layers=programs.DEEP)
+    assert_no_pool_copy(targets.compile_for(target, program.trace(shapes)), shapes.state.cache.pool)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pallas_kernels as kernels
 
 @pytest.fixture(params=["reference", "cpu"])
 def paged_attention(request):
-    return jax.jit(functools.partial(kernels.paged_attention, implementation=request.param))
+    run = functools.partial(kernels.paged_attention, implementation=request.param)
+    return jax.jit(run, static_argnames="with_logits")
 
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 8e-3}
@@ -48,21 +49,26 @@ def by_hand(query, kv, page_table, length, log_weight=None):
     query, kv = np.asarray(query, np.float64), np.asarray(kv, np.float64)
     rows, group, head_size = query.shape
     out, log_total = np.zeros(query.shape), np.full((rows, group), -np.inf)
+    logits = np.full((rows, group, page_table.shape[1] * kv.shape[2]), -np.inf)
     for row, head in np.ndindex(rows, group):
         weight, total = np.zeros(head_size), 0.0
         for slot in range(length[row]):
             key, value = kv[page_table[row, slot // kv.shape[2]], :, slot % kv.shape[2]]
             logit = query[row, head] @ key / math.sqrt(head_size)
             logit += 0.0 if log_weight is None else float(log_weight[row, slot])
+            logits[row, head, slot] = logit
             weight, total = weight + math.exp(logit) * value, total + math.exp(logit)
         if total > 0:
             out[row, head], log_total[row, head] = weight / total, math.log(total)
-    return out, log_total
+    return out, log_total, logits
 
 
 def assert_agrees(paged_attention, args, log_weight, dtype):
-    out, log_total = paged_attention(*args, log_weight)
-    expected_out, expected_total = by_hand(*args, log_weight)
+    out, log_total, logits = paged_attention(*args, log_weight, with_logits=True)
+    expected_out, expected_total, expected_logits = by_hand(*args, log_weight)
+    for x, y in zip((out, log_total, None), paged_attention(*args, log_weight), strict=True):
+        np.testing.assert_array_equal(x, y)
+    np.testing.assert_allclose(logits, expected_logits, atol=2e-5, rtol=0)
     assert (out.dtype, log_total.dtype) == (dtype, jnp.float32)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=TOLERANCE[dtype], rtol=0)
     np.testing.assert_allclose(log_total, expected_total, atol=2e-5, rtol=0)
@@ -96,8 +102,8 @@ def test_a_slot_of_log_weight_ln_m_stands_for_m_equal_slots(paged_attention):
     query, kv, page_table, length = random_case([8], 2, 8, 4, 4, jnp.float32)
     repeated = jnp.concatenate([page_table[:, :2], page_table[:, :1], page_table[:, :1]], axis=1)
     log_weight = jnp.where(jnp.arange(16)[None] < 4, math.log(3), 0.0)
-    weighted = paged_attention(query, kv, page_table, length, log_weight)
-    for x, y in zip(weighted, paged_attention(query, kv, repeated, jnp.asarray([16], jnp.int32)), strict=True):
+    weighted = paged_attention(query, kv, page_table, length, log_weight)[:2]
+    for x, y in zip(weighted, paged_attention(query, kv, repeated, jnp.asarray([16], jnp.int32))[:2], strict=True):
         np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)
 
 
@@ -105,15 +111,15 @@ def test_a_row_of_holes_gives_zeros_and_minus_infinity(paged_attention):
     args = random_case([6, 6], 2, 8, 4, 2, jnp.float32)
     log_weight = jnp.zeros((2, 8)).at[1].set(-jnp.inf)
     assert_agrees(paged_attention, args, log_weight, jnp.float32)
-    out, log_total = paged_attention(*args, log_weight)
+    out, log_total, _ = paged_attention(*args, log_weight)
     assert (out[1] == 0).all()
     assert (log_total[1] == -jnp.inf).all()
 
 
 def test_large_logits_do_not_overflow(paged_attention):
     query, kv, page_table, length = random_case([7, 3], 2, 8, 4, 2, jnp.float32)
-    out, log_total = paged_attention(query * 120, kv, page_table, length)
-    expected_out, expected_total = by_hand(query * 120, kv, page_table, length)
+    out, log_total, _ = paged_attention(query * 120, kv, page_table, length)
+    expected_out, expected_total, _ = by_hand(query * 120, kv, page_table, length)
     assert expected_total.max() > 100  # beyond exp in float32
     np.testing.assert_allclose(out, expected_out, atol=1e-4, rtol=0)  # 120 times the rounding of the logits
     np.testing.assert_allclose(log_total, expected_total, rtol=1e-6)
@@ -122,10 +128,10 @@ def test_large_logits_do_not_overflow(paged_attention):
 def test_on_a_cpu_a_row_s_bits_depend_on_nothing_but_the_row():
     """Neither on longer neighbours nor on the width of the table, both of which add blocks to the loop."""
     query, kv, page_table, length = random_case([150, 700, 130], 2, 8, 16, 48, jnp.float32)
-    run = jax.jit(functools.partial(kernels.paged_attention, implementation="cpu"))
+    run = jax.jit(functools.partial(kernels.paged_attention, implementation="cpu", with_logits=True))
     together = run(query, kv, page_table, length)
     shorter = run(query, kv, page_table, jnp.asarray([150, 3, 130], jnp.int32))
     narrow = run(query, kv, page_table[:, :11], jnp.asarray([150, 3, 130], jnp.int32))
     for x, y, z in zip(together, shorter, narrow, strict=True):
         np.testing.assert_array_equal(x[0::2], y[0::2])
-        np.testing.assert_array_equal(x[0::2], z[0::2])
+        np.testing.assert_array_equal(x[0::2, ..., : z.shape[-1]], z[0::2])
