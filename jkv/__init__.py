@@ -26,11 +26,13 @@ from jkv.policies import (
     Evict,
     Growing,
     Policy,
+    Read,
     ada_kv,
     evict_by,
     full,
     h2o,
     pyramid_kv,
+    quest,
     r_kv,
     random,
     rpc,
@@ -41,6 +43,7 @@ from jkv.policies import (
 from jkv.results import Event, Result
 from jkv.sampling import Sampling
 from jkv.score import Trace, score
+from jkv.verify import verify
 
 __version__ = "0.1.0"
 
@@ -58,6 +61,7 @@ __all__ = [
     "ModelConfig",
     "Params",
     "Policy",
+    "Read",
     "Result",
     "Sampling",
     "Trace",
@@ -68,6 +72,7 @@ __all__ = [
     "h2o",
     "load",
     "pyramid_kv",
+    "quest",
     "r_kv",
     "random",
     "rpc",
@@ -76,4 +81,5 @@ __all__ = [
     "streaming_llm",
     "testing",
     "tova",
+    "verify",
 ]

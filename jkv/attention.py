@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
 from jkv import pool as pages
-from jkv.each_step import StepRules, add_mass, choose_victim
+from jkv.each_step import UNLIMITED, StepRules, add_mass, choose_victim
+from jkv.page_choice import Choice, ReadRules, bound, choose_pages
 from jkv.pool import EMPTY, Pool
 
 NEVER = jnp.iinfo(jnp.int32).max  # the end of a column that is never dropped
@@ -22,6 +23,7 @@ class Cache(NamedTuple):
     pool: Pool
     query_ring: Float[Array, "L B W N H"] | None  # the query of position p lies at p % W; None when no policy needs it
     victim: Int[Array, "L B K"] | None = None  # slots that the step in progress gives up; None when it gives up none
+    is_read: Bool[Array, "L B K MP"] | None = None  # pages that the step in progress reads; None when it reads all
 
 
 class DecodeAttention(NamedTuple):
@@ -31,6 +33,7 @@ class DecodeAttention(NamedTuple):
     length: Int[Array, "L B K"]  # filled slots, the new ones included
     position: Int[Array, " B"]
     rules: StepRules | None  # None when no policy goes by the accumulated mass or evicts in steps
+    reads: ReadRules | None  # None when every policy reads everything
     goes_on: Bool[Array, " B"]  # whether a row has a next step
 
     def __call__(
@@ -45,14 +48,21 @@ class DecodeAttention(NamedTuple):
         batch, _, num_heads, head_size = query.shape
         pool = pages.append(cache.pool, self.address[layer], key, value)
         rows = batch * key.shape[2]
+        query_RGH = query.reshape(rows, -1, head_size)
+        page_table, length = pool.page_table[layer].reshape(rows, -1), self.length[layer].reshape(rows)
         log_weight = pool.slot_data.get("log_weight")
+        log_weight = None if log_weight is None else log_weight[layer].reshape(rows, -1)
+        is_read = cache.is_read
+        if self.reads is not None:
+            assert is_read is not None
+            choice = self.choose(layer, query_RGH, pool, page_table, length)
+            page_table, length = choice.page_table, choice.length
+            is_read = is_read.at[layer].set(choice.is_read.reshape(is_read.shape[1:]))
+            if log_weight is not None:
+                by_page = log_weight.reshape(rows, -1, pool.page_size)
+                log_weight = jnp.take_along_axis(by_page, choice.entry[..., None], axis=1).reshape(rows, -1)
         out, log_total, logits = kernels.paged_attention(
-            query.reshape(rows, -1, head_size),
-            pool.kv,
-            pool.page_table[layer].reshape(rows, -1),
-            self.length[layer].reshape(rows),
-            None if log_weight is None else log_weight[layer].reshape(rows, -1),
-            with_logits=self.rules is not None,
+            query_RGH, pool.kv, page_table, length, log_weight, with_logits=self.rules is not None
         )
         victim = cache.victim
         if self.rules is not None:
@@ -73,7 +83,17 @@ class DecodeAttention(NamedTuple):
         if ring is not None:
             row = jnp.arange(batch, dtype=jnp.int32)
             ring = ring.at[layer, row, self.position % ring.shape[2]].set(query[:, 0])
-        return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring, victim)
+        return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring, victim, is_read)
+
+    def choose(
+        self, layer: int, query: Float[Array, "R G H"], pool: Pool, page_table: Int[Array, "R MP"], length: Int[Array, " R"]
+    ) -> Choice:
+        """The pages that each row and KV head reads in this layer."""
+        assert self.reads is not None
+        num_heads = pool.page_table.shape[2]
+        num_pages = jnp.where(layer < self.reads.dense_layers, UNLIMITED, self.reads.num_pages)
+        worth = bound(query, pool.bounds[page_table], jnp.repeat(self.reads.averages, num_heads))
+        return choose_pages(worth, page_table, length, pool.page_size, jnp.repeat(num_pages, num_heads))
 
 
 class PrefillAttention(NamedTuple):

@@ -37,6 +37,7 @@ from jkv import programs, swap
 from jkv.attention import NEVER, Cache
 from jkv.each_step import UNLIMITED, StepRules
 from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
+from jkv.page_choice import ReadRules, columns_of
 from jkv.params import Model, Params
 from jkv.policies.base import Evict, Policy
 from jkv.pool import EMPTY, TRASH, num_pages_of
@@ -117,10 +118,18 @@ class Engine:
         evicts = [policy.evict for policy in policies or () if policy.evict]
         self.window = DEFAULT_WINDOW if policies is None else max((evict.window for evict in evicts), default=0)
         self.keeps_mass = any(policy.needs_mass for policy in policies or ())
+        self.keeps_bounds = any(policy.read for policy in policies or ())
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
+        self.page_bytes = page_bytes(self.params, page_size, self.keeps_bounds)
         self.num_pages = num_pool_pages(
-            self.params, max_running, max_slots, page_size=page_size, kv_memory=kv_memory, num_pages=num_pages
+            self.params,
+            max_running,
+            max_slots,
+            page_size=page_size,
+            bytes_per_page=self.page_bytes,
+            kv_memory=kv_memory,
+            num_pages=num_pages,
         )
         dtype = self.params.embedding.dtype
         pool = pages.create(
@@ -134,13 +143,13 @@ class Engine:
             dtype=dtype,
             slot_data=("mass",) if self.keeps_mass else (),
             has_holes=self.keeps_mass,
+            has_bounds=self.keeps_bounds,
             poison=poison,
         )
         ring_shape = (config.num_layers, max_running, self.window, config.num_query_heads, config.head_size)
         ring = jnp.zeros(ring_shape, dtype) if self.window else None
         self.state = State(Cache(pool, ring), jnp.zeros((max_running, config.vocab_size), jnp.float32))
         self.row_bytes = sum(x.nbytes for x in jax.tree.leaves((ring, pool.slot_data, pool.hole)))  # beside the pages
-        self.page_bytes = page_bytes(self.params, page_size)
         self.stats = RunStats()
         self.draws = DRAWS[0]  # the most demanding so far: going back would compile, and save nothing that was not paid
         self.running: dict[int, Sample] = {}  # by batch row
@@ -148,7 +157,7 @@ class Engine:
         self.prefixes: dict[Any, Prefix] = {}
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._serial = itertools.count(), itertools.count()
-        self._settings: tuple[jax.Array, SamplingRows, StepRules | None] | None = None  # of the rows; None: they have changed
+        self._settings: tuple[Any, ...] | None = None  # of the rows, as `Control` has them; None when they have changed
         self._events: list[Event] = []
         self._tells_text = False
 
@@ -286,6 +295,11 @@ class Engine:
                 f"{request.policy.name} goes by the attention mass of each slot, which this engine does not keep. Name the "
                 "policy when you build it: policies=[...]."
             )
+        if request.policy.read and not self.keeps_bounds:
+            raise ValueError(
+                f"{request.policy.name} goes by bounds of each page's keys, which this engine does not keep. Name the policy "
+                "when you build it: policies=[...]."
+            )
         if len(request.stop_ids) > self.max_stop_ids:
             raise ValueError(
                 f"This engine takes at most {self.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. Build it with "
@@ -325,6 +339,10 @@ class Engine:
             seen = len(sample.request.prompt) + sample.generated
             whole = self._new_ends(seen) if completion.ends is None else completion.ends
             completion.ends = whole[..., :seen]
+            if completion.reads:
+                reads = np.concatenate(completion.reads)
+                completion.columns = columns_of(reads, len(sample.request.prompt), self.page_size, NEVER)
+                completion.reads = []
         if not sample.is_running:
             self._let_go(sample)
 
@@ -564,9 +582,9 @@ class Engine:
         """One chunk of all rows."""
         num_steps, control = self._num_steps(), self._control()
         with clock(self.stats, "decode_seconds"):
-            is_traced = self.is_traced and self.keeps_mass
+            is_traced = self.is_traced and (self.keeps_mass or self.keeps_bounds)
             self.state, emitted = programs.decode_chunk(self.params, self.state, control, num_steps, self.draws, is_traced)
-            token, log_prob, is_real, held, is_running, dropped = jax.device_get(emitted)
+            token, log_prob, is_real, held, is_running, dropped, is_read = jax.device_get(emitted)
         assert held <= self.num_pages, "the pool ran out of pages below a claim"
         now = time.perf_counter()
         running = list(self.running.items())
@@ -578,6 +596,8 @@ class Engine:
                 sample.note_steps(int(counts[i]), bool(is_running[i]), None if dropped is None else dropped[:, :, i])
             else:
                 sample.filled = sample.filled + int(counts[i])
+            if is_read is not None and sample.request.policy.read:
+                sample.completion.reads.append(is_read[: counts[i], :, i])
             sample.generated += int(counts[i])
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
@@ -595,7 +615,7 @@ class Engine:
             remaining[i] = sample.remaining
         return Control(remaining, *self._settings)
 
-    def _row_settings(self) -> tuple[jax.Array, SamplingRows, StepRules | None]:
+    def _row_settings(self) -> tuple[Any, ...]:
         num_rows = self.max_running
         stop_ids, top_k = np.full((num_rows, self.max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
         temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
@@ -607,7 +627,7 @@ class Engine:
             top_k[i], key[i] = request.sampling.top_k, key_of(request)
             self.draws = max(self.draws, request.sampling.draws, key=DRAWS.index)
         stop_ids, *settings = jax.device_put((stop_ids, temperature, top_p, top_k, key))
-        return stop_ids, SamplingRows(*settings), self._step_rules()
+        return stop_ids, SamplingRows(*settings), self._step_rules(), self._read_rules()
 
     def _step_rules(self) -> StepRules | None:
         if not self.keeps_mass:
@@ -624,6 +644,18 @@ class Engine:
                 sinks[i], recent[i] = evict.sinks, evict.recent
                 forgets[i], is_per_layer[i] = evict.score.in_step == "last", evict.scope == "layer"
         return StepRules(*jax.device_put((budget, sinks, recent, forgets, is_per_layer)))
+
+    def _read_rules(self) -> ReadRules | None:
+        if not self.keeps_bounds:
+            return None
+        num_pages = np.full(self.max_running, UNLIMITED, np.int32)
+        dense_layers, averages = np.zeros(self.max_running, np.int32), np.zeros(self.max_running, bool)
+        for i, sample in self.running.items():
+            read = sample.request.policy.read
+            if read:
+                num_pages[i], dense_layers[i] = read.budget // self.page_size, read.dense_layers
+                averages[i] = read.over_group == "mean"
+        return ReadRules(*jax.device_put((num_pages, dense_layers, averages)))
 
     def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""

@@ -11,9 +11,10 @@ AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for the progra
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
 
 
-def page_bytes(params: Params, page_size: int) -> int:
-    """Bytes of one page: keys, values and positions."""
-    return page_size * (2 * params.config.head_size * params.embedding.dtype.itemsize + 4)
+def page_bytes(params: Params, page_size: int, has_bounds: bool = False) -> int:
+    """Bytes of one page: keys, values and positions, and the bounds of its keys where a policy needs them."""
+    pair = 2 * params.config.head_size * params.embedding.dtype.itemsize
+    return page_size * (pair + 4) + has_bounds * pair
 
 
 def num_layer_heads(params: Params) -> int:
@@ -45,6 +46,7 @@ def num_pool_pages(
     max_slots: int,
     *,
     page_size: int,
+    bytes_per_page: int,
     kv_memory: int | str | None = None,
     num_pages: int | None = None,
 ) -> int:
@@ -64,7 +66,7 @@ def num_pool_pages(
         kv_memory = free_bytes(next(iter(params.embedding.devices())))
     if not isinstance(kv_memory, int) or isinstance(kv_memory, bool) or kv_memory < 1:
         raise ValueError(f'kv_memory is a number of bytes of at least 1, or "auto"; got {kv_memory!r}.')
-    return min(2 * rows, kv_memory // page_bytes(params, page_size))
+    return min(2 * rows, kv_memory // bytes_per_page)
 
 
 def free_bytes(device: Any) -> int:
@@ -77,7 +79,7 @@ def free_bytes(device: Any) -> int:
 
 def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:
     """Refuses a request that an engine of this size could not serve even alone."""
-    slots, size = widest(params, request), page_bytes(params, page_size)
+    slots, size = widest(params, request), page_bytes(params, page_size, request.policy.read is not None)
     if slots > max_slots:
         raise ValueError(
             f"A request may fill {max_slots} slots in a layer and KV head here, the engine's max_slots; this one fills {slots} "

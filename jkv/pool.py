@@ -40,6 +40,7 @@ class Pool(flax.struct.PyTreeNode):
     free_top: Any  # [] negative after an allocation that the caller had not made sure of
     slot_data: dict[str, Any]  # name -> [L, B, K, MP*page] what belongs to a row's slot and not to the page ("log_weight")
     hole: Any = None  # [L, B, K] the slot of the hole, EMPTY for none; None where rows never have one
+    bounds: Any = None  # [P, 2, H] the smallest and largest of each page's keys, while rows only append; None if none asks
     poison: bool = flax.struct.field(pytree_node=False, default=False)  # tests: freed pages become NaN
 
     @property
@@ -67,6 +68,14 @@ class Seat(NamedTuple):
     slot_data: dict[str, Float[Array, "L K S"]]
 
 
+class Content(NamedTuple):
+    """What some pages hold."""
+
+    kv: Float[Array, "I 2 page H"]
+    position: Int[Array, "I page"]
+    bounds: Float[Array, "I 2 H"] | None
+
+
 def create(
     *,
     num_layers: int,
@@ -79,6 +88,7 @@ def create(
     dtype: Any = jnp.float32,
     slot_data: tuple[str, ...] = (),
     has_holes: bool = False,
+    has_bounds: bool = False,
     poison: bool = False,
 ) -> Pool:
     """An empty pool of `num_pages` pages (the trash page comes on top), with room for `max_pages` in each row."""
@@ -95,6 +105,7 @@ def create(
         free_top=jnp.asarray(num_pages, jnp.int32),
         slot_data={name: jnp.zeros((*table[:3], max_pages * page_size), jnp.float32) for name in slot_data},
         hole=jnp.full(table[:3], EMPTY, jnp.int32) if has_holes else None,
+        bounds=jnp.zeros((total, 2, head_size), dtype) if has_bounds else None,
         poison=poison,
     )
 
@@ -120,6 +131,9 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
     layer, _, head = jnp.indices(length.shape, dtype=jnp.int32, sparse=True)
     where = (layer[..., None], row[None, :, None, None], head[..., None], jnp.where(is_needed, index, max_pages))
     table = pool.page_table.at[where].set(page, mode="drop")
+    bounds = pool.bounds
+    if bounds is not None:
+        bounds = bounds.at[page].set(jnp.asarray([[jnp.inf], [-jnp.inf]], bounds.dtype))
 
     offset = jnp.arange(max_new, dtype=jnp.int32)
     slot = length[..., None] + offset
@@ -131,7 +145,7 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
     address = jnp.where(is_real, page * page_size + slot % page_size, TRASH)
     when = pool.logical_length[row][None, :, None, None] + offset
     position = pool.position.at[address // page_size, address % page_size].set(jnp.broadcast_to(when, address.shape))
-    return pool.replace(page_table=table, position=position), address
+    return pool.replace(page_table=table, position=position, bounds=bounds), address
 
 
 def num_growing(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Int[Array, "L R K"]:
@@ -146,7 +160,10 @@ def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"
     kv_RKT2H = jnp.stack([jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)], axis=3).astype(pool.kv.dtype)
     page, offset = address // pool.page_size, address % pool.page_size
     kv = pool.kv.at[page[..., None], key_or_value, offset[..., None]].set(kv_RKT2H, mode="promise_in_bounds")
-    return pool.replace(kv=kv)
+    bounds = pool.bounds
+    if bounds is not None:
+        bounds = bounds.at[page, 0].min(kv_RKT2H[..., 0, :]).at[page, 1].max(kv_RKT2H[..., 0, :])
+    return pool.replace(kv=kv, bounds=bounds)
 
 
 def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Pool:
@@ -224,12 +241,13 @@ def fork(pool: Pool, seat: Seat, target: Int[Array, " R"], owns_all: bool = Fals
     if not owns_all:  # at most one a row
         old, new = old.sum(axis=-1), new.sum(axis=-1)
 
-    def copy(kv_and_position: tuple[Array, Array], layer: tuple[Array, Array]) -> tuple[tuple[Array, Array], None]:
-        (kv, position), (source, copied) = kv_and_position, layer
-        return (kv.at[copied].set(kv[source]), position.at[copied].set(position[source])), None
+    def copy(of_pages: Any, layer: tuple[Array, Array]) -> tuple[Any, None]:
+        source, copied = layer
+        return jax.tree.map(lambda x: x.at[copied].set(x[source]), of_pages), None
 
-    (kv, position), _ = jax.lax.scan(copy, (pool.kv, pool.position), (old, new))  # one layer's worth of temporary memory
-    return pool.replace(kv=kv, position=position)
+    of_pages = pool.kv, pool.position, pool.bounds
+    (kv, position, bounds), _ = jax.lax.scan(copy, of_pages, (old, new))  # one layer's worth of temporary memory
+    return pool.replace(kv=kv, position=position, bounds=bounds)
 
 
 def drop(pool: Pool, seat: Seat) -> Pool:
@@ -238,14 +256,15 @@ def drop(pool: Pool, seat: Seat) -> Pool:
     return drop_references(pool, seat.page_table, index < num_pages_of(seat.length, pool.page_size)[..., None])
 
 
-def read_pages(pool: Pool, page: Int[Array, " I"]) -> tuple[Float[Array, "I 2 page H"], Int[Array, "I page"]]:
-    """Keys, values and positions of some pages, to be put aside."""
-    return pool.kv[page], pool.position[page]
+def read_pages(pool: Pool, page: Int[Array, " I"]) -> Content:
+    """What some pages hold, to be put aside."""
+    return Content(pool.kv[page], pool.position[page], None if pool.bounds is None else pool.bounds[page])
 
 
-def write_pages(pool: Pool, page: Int[Array, " I"], kv: Float[Array, "I 2 page H"], position: Int[Array, "I page"]) -> Pool:
+def write_pages(pool: Pool, page: Int[Array, " I"], content: Content) -> Pool:
     """What `read_pages` gave, in other pages; TRASH stands for nowhere."""
-    return pool.replace(kv=pool.kv.at[page].set(kv), position=pool.position.at[page].set(position))
+    whole = Content(pool.kv, pool.position, pool.bounds)
+    return pool.replace(**jax.tree.map(lambda x, new: x.at[page].set(new), whole, content)._asdict())
 
 
 def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) -> Pool:

@@ -16,6 +16,7 @@ from jkv import pool as pages
 from jkv import sampling
 from jkv.attention import Cache, DecodeAttention, PrefillAttention, last_queries
 from jkv.each_step import StepRules
+from jkv.page_choice import ReadRules
 from jkv.params import Params
 from jkv.policies.base import CacheView, Evict
 from jkv.pool import EMPTY, Seat
@@ -44,6 +45,7 @@ class Control(NamedTuple):
     stop_ids: Int[Array, "B E"]  # padded with -1
     sampling: SamplingRows
     rules: StepRules | None  # None when the pool keeps no mass
+    reads: ReadRules | None  # None when the pool keeps no bounds
 
 
 class Emitted(NamedTuple):
@@ -55,6 +57,7 @@ class Emitted(NamedTuple):
     held_pages: Int[Array, ""]
     is_running: Bool[Array, " B"]  # rows that go on
     dropped: Int[Array, "steps L B K"] | None  # positions that steps gave up, EMPTY for none; None unless traced
+    is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced"), donate_argnames="state")
@@ -73,20 +76,25 @@ def decode_chunk(
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
         pool, address = pages.reserve(cache.pool, row, num_new, 1)
         length = pool.length + pages.num_growing(pool, row, num_new)
-        attend = DecodeAttention(address, length, position, control.rules, goes_on)
-        cache = cache._replace(pool=pool, victim=None if control.rules is None else jnp.full_like(length, EMPTY))
+        attend = DecodeAttention(address, length, position, control.rules, control.reads, goes_on)
+        cache = cache._replace(
+            pool=pool,
+            victim=None if control.rules is None else jnp.full_like(length, EMPTY),
+            is_read=None if control.reads is None else jnp.zeros(pool.page_table.shape, bool),
+        )
         hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
         if cache.victim is not None:
             pool, dropped = pages.open_holes(pool, cache.victim)
         logits = decoder.unembed(params, hidden[:, 0])
         state = State(Cache(pool, cache.query_ring), logits)
-        return (state, goes_on, remaining - 1), (token, log_prob, is_active, dropped if is_traced else None)
+        events = (dropped, cache.is_read) if is_traced else (None, None)
+        return (state, goes_on, remaining - 1), (token, log_prob, is_active, *events)
 
     start = (state, control.remaining > 0, control.remaining)
     (state, is_running, _), emitted = jax.lax.scan(step, start, None, length=num_steps)
-    token, log_prob, is_real, dropped = emitted
-    return state, Emitted(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, dropped)
+    token, log_prob, is_real, dropped, is_read = emitted
+    return state, Emitted(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, dropped, is_read)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -196,12 +204,12 @@ def drop(state: State, seat: Seat) -> State:
 
 
 @jax.jit
-def read_pages(state: State, page: Int[Array, " I"]) -> tuple[Float[Array, "I 2 page H"], Int[Array, "I page"]]:
+def read_pages(state: State, page: Int[Array, " I"]) -> pages.Content:
     """Pages to be put aside."""
     return pages.read_pages(state.cache.pool, page)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def write_pages(state: State, page: Int[Array, " I"], kv: Float[Array, "I 2 page H"], position: Int[Array, "I page"]) -> State:
+def write_pages(state: State, page: Int[Array, " I"], content: pages.Content) -> State:
     """Pages that were put aside, back in the pool."""
-    return state._replace(cache=state.cache._replace(pool=pages.write_pages(state.cache.pool, page, kv, position)))
+    return state._replace(cache=state.cache._replace(pool=pages.write_pages(state.cache.pool, page, content)))

@@ -45,6 +45,8 @@ class Completion:
     log_probs: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str = ""
     ends: np.ndarray | None = None  # [L, K, T] int32, traced requests only: when each token's key was dropped, or NEVER
+    reads: list[np.ndarray] = dataclasses.field(default_factory=list)  # [steps, L, K, MP] bool: traced Quest's chunks
+    columns: tuple[np.ndarray, ...] | None = None  # source, begin, end [L, K, C], where `ends` cannot say it
     compactions: int = 0
     evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
     preemptions: int = 0
@@ -226,8 +228,18 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
 def make_trace(completions: Sequence[Completion]) -> Trace:
     """The columns of every sample: each token's own, ended where it was evicted."""
     ends = [completion.ends for completion in completions if completion.ends is not None]
-    num_columns = max(end.shape[-1] for end in ends)
-    padded = [np.pad(end, [(0, 0), (0, 0), (0, num_columns - end.shape[-1])]) for end in ends]
-    end = np.stack(padded)
-    own = np.broadcast_to(np.arange(num_columns, dtype=np.int32), end.shape)  # a view: costs no memory
-    return Trace(own, own, end)
+    if all(completion.columns is None for completion in completions):
+        end = stack_padded(ends)
+        own = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)  # a view: costs no memory
+        return Trace(own, own, end)
+    columns = []
+    for completion, end in zip(completions, ends, strict=True):
+        own = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)
+        columns.append((own, own, end) if completion.columns is None else completion.columns)
+    return Trace(*(stack_padded(field) for field in zip(*columns, strict=True)))
+
+
+def stack_padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays of different width as one, filled up with zeros: columns that nobody reads."""
+    width = max(array.shape[-1] for array in arrays)
+    return np.stack([np.pad(array, [(0, 0), (0, 0), (0, width - array.shape[-1])]) for array in arrays])

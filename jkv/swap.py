@@ -18,8 +18,7 @@ class Pages:
     """Pages in host memory."""
 
     place: np.ndarray  # [L, K, MP] int32: which of them lies at each entry of a row's table, -1 for none
-    kv: np.ndarray  # [I, 2, page, H]
-    position: np.ndarray  # [I, page]
+    content: Any  # a `Content` of I pages, on the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +60,18 @@ def read_pages(state: State, table: np.ndarray, is_read: np.ndarray) -> Pages:
     page = table[is_read]
     place = np.full(table.shape, -1, np.int32)
     place[is_read] = np.arange(len(page), dtype=np.int32)
-    blocks = [
-        [block[: len(page) - start] for block in jax.device_get(programs.read_pages(state, pad_block(page, start)))]
-        for start in range(0, max(len(page), 1), BLOCK)
-    ]
-    kv, position = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
-    return Pages(place, kv, position)
+    starts = range(0, max(len(page), 1), BLOCK)
+    blocks = [jax.device_get(programs.read_pages(state, pad_block(page, start))) for start in starts]
+    return Pages(place, jax.tree.map(lambda *parts: np.concatenate(parts)[: len(page)], *blocks))
 
 
 def write_pages(state: State, table: np.ndarray, stored: Pages, is_written: np.ndarray) -> State:
     """The state with stored pages at some entries of a table."""
     page, place = table[is_written], stored.place[is_written]
     for start in range(0, len(page), BLOCK):
-        block = pad_block(place, start)
-        state = programs.write_pages(state, pad_block(page, start), stored.kv[block], stored.position[block])
+        which = pad_block(place, start)
+        block = jax.tree.map(lambda x, which=which: x[which], stored.content)
+        state = programs.write_pages(state, pad_block(page, start), block)
     return state
 
 

@@ -5,8 +5,12 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jkv.params import Model, ModelConfig, init_params
+from jkv.policies.base import CacheView
+from jkv.pool import EMPTY
 
 TINY = ModelConfig(
     family="qwen2",
@@ -26,6 +30,43 @@ TINY = ModelConfig(
 def tiny_model(seed: int = 0, config: ModelConfig = TINY) -> Model:
     """A random model, large enough in scale that its logits are not flat; no tokenizer."""
     return Model(init_params(config, jax.random.key(seed), scale=0.3), name="tiny")
+
+
+def random_view(
+    rng: np.random.Generator,
+    batch: int = 2,
+    heads: int = 2,
+    slots: int = 40,
+    window: int = 8,
+    group: int = 2,
+    dtype: Any = jnp.float32,
+    budget: int | None = None,
+) -> CacheView:
+    """Random caches of different lengths, a third of the keys look-alikes; what is beyond a length is NaN."""
+    length = rng.integers(window, slots + 1, size=(batch, 1))
+    seen = np.sort(np.stack([rng.permutation(3 * slots)[:slots] for _ in range(batch * heads)]), axis=-1)
+    position = seen.reshape(batch, heads, slots).astype(np.int32)
+    for b in range(batch):  # the newest `window` positions are the same everywhere, as after decoding
+        position[b, :, length[b, 0] - window : length[b, 0]] = 3 * slots + np.arange(window)
+    position = np.where(np.arange(slots) < length[:, :, None], position, EMPTY)
+    shape = (batch, heads, slots, 8)
+    key, value = rng.standard_normal((2, *shape)).astype(np.float32)
+    key[:, :, 1::3] = key[:, :, :1] + 0.1 * key[:, :, 1::3]  # look-alikes
+    key, value = (np.where((position == EMPTY)[..., None], np.nan, x) for x in (key, value))
+    query = rng.standard_normal((batch, heads * group, window, 8))
+    prompt_length = jnp.asarray([3] * batch, jnp.int32)
+    budgets = None if budget is None else jnp.full((batch, heads), budget, jnp.int32)
+    mass = jnp.asarray(np.where(position == EMPTY, np.nan, rng.random(position.shape)), jnp.float32)
+    return CacheView(
+        jnp.asarray(key, dtype),
+        jnp.asarray(value, dtype),
+        jnp.asarray(position),
+        jnp.asarray(query, dtype),
+        mass,
+        layer=0,
+        budget=budgets,
+        prompt_length=prompt_length,
+    )
 
 
 def assert_no_pool_copy(compiled: Any, pool: Any) -> None:

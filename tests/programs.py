@@ -143,8 +143,8 @@ def write_pages(shapes: Shapes) -> Any:
     """A block of pages from host memory."""
     kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
     block = leaf(swap.BLOCK, *kv.shape[1:], dtype=kv.dtype)
-    page = leaf(swap.BLOCK)
-    return device.write_pages.trace(shapes.state, page, block, leaf(swap.BLOCK, kv.shape[2]))
+    content = pool.Content(block, leaf(swap.BLOCK, kv.shape[2]), None)
+    return device.write_pages.trace(shapes.state, leaf(swap.BLOCK), content)
 
 
 class Program(NamedTuple):

@@ -209,12 +209,12 @@ class PoolMachine(RuleBasedStateMachine):
             return  # pages that other rows hold come back as copies, and there might not be enough
         padded = np.full(L * K * self.max_slots // self.page_size, TRASH, np.int32)
         padded[: len(page)] = page
-        kv, position = jax.device_get(read_pages(self.pool, padded))
+        content = jax.device_get(read_pages(self.pool, padded))
         self.pool = release(self.pool, ints(row, NONE))
         self.the_allocator_is_consistent_and_shared_pages_are_never_written()  # a page freed here may come back written
         self.pool = sit(self.pool, seat, ints(row), jnp.asarray(is_held))
         padded[: len(page)] = np.asarray(self.pool.page_table)[:, row][is_held]
-        self.pool = write_pages(self.pool, padded, kv, position)
+        self.pool = write_pages(self.pool, padded, content)
 
     @rule(rows=TWO_ROWS, is_in_order=st.booleans(), is_narrow=st.booleans(), data=st.data())
     def keep_some_slots(self, rows, is_in_order, is_narrow, data):

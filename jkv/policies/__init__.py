@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jkv.policies.ada_kv import ada_kv
-from jkv.policies.base import CacheView, Evict, Policy, evict_by
+from jkv.policies.base import CacheView, Evict, Policy, Read, evict_by
 from jkv.policies.full import full
 from jkv.policies.h2o import h2o
 from jkv.policies.pyramid_kv import pyramid_kv
+from jkv.policies.quest import quest
 from jkv.policies.r_kv import r_kv
 from jkv.policies.random import random
 from jkv.policies.rpc import rpc
@@ -22,6 +23,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "ada_kv": ada_kv,
     "h2o": h2o,
     "pyramid_kv": pyramid_kv,
+    "quest": quest,
     "r_kv": r_kv,
     "random": random,
     "rpc": rpc,
@@ -39,12 +41,14 @@ __all__ = [
     "Evict",
     "Growing",
     "Policy",
+    "Read",
     "ada_kv",
     "evict_by",
     "full",
     "h2o",
     "make",
     "pyramid_kv",
+    "quest",
     "r_kv",
     "random",
     "rpc",

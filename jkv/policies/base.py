@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.policies.schedules import EachStep, Every, Schedule
+from jkv.policies.schedules import EachStep, Every, Schedule, check_budget
 from jkv.pool import EMPTY, num_pages_of
 
 SCOPES = ("head", "layer", "all", "compete")
@@ -163,6 +163,31 @@ def least_slots(budget: Any, floor: float) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
+class Read:
+    """Which pages a decode step reads (Quest): those that may hold the keys of the largest logits.
+
+    Attributes:
+      budget: slots read in a layer and KV head, rounded down to whole pages; at least the current page.
+      dense_layers: the first layers, which read everything.
+      over_group: whether the query heads of a KV head choose by the largest of their bounds ("max") or the mean of them.
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    budget: int
+    dense_layers: int = 2
+    over_group: str = "max"
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        if self.dense_layers < 0:
+            raise ValueError(f"dense_layers is how many first layers read everything, at least 0; got {self.dense_layers}.")
+        if self.over_group not in ("max", "mean"):
+            raise ValueError(f"over_group must be 'max' or 'mean'; got {self.over_group!r}.")
+
+
+@dataclasses.dataclass(frozen=True)
 class Policy:
     """A method: its name and its parts; an absent part is None.
 
@@ -172,6 +197,7 @@ class Policy:
       schedule: when, and how many.
       pyramid: how many times the mean budget the first layer has, falling in even steps to the last; 1 makes all equal. What
         is never dropped is not counted.
+      read: which pages a step reads; None reads all.
 
     Raises:
       ValueError: a budget too small for the slots that are never dropped, or one part without the other.
@@ -181,6 +207,7 @@ class Policy:
     evict: Evict | None = None
     schedule: Schedule | None = None
     pyramid: float = 1.0
+    read: Read | None = None
 
     def __post_init__(self) -> None:
         if (self.evict is None) != (self.schedule is None):
@@ -189,6 +216,8 @@ class Policy:
             raise ValueError(
                 f"pyramid is the first layer's share of the mean budget and must lie in [1, 2); got {self.pyramid}."
             )
+        if self.read and self.evict:
+            raise ValueError(f"{self.name} cannot evict and choose what to read: compaction moves keys between pages.")
         if self.evict is None:
             return
         if self.evicts_in_steps:

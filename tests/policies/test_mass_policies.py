@@ -6,7 +6,7 @@ import pytest
 
 import jkv
 from jkv.policies.schedules import AfterPrompt, Every, Growing
-from tests.policies.test_conformance import random_view
+from jkv.testing import random_view
 
 GROUPS = pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
 BUDGET, WINDOW, POOL = 20, 4, 5

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import jkv
-from tests.policies.test_conformance import random_view
+from jkv.testing import random_view
 
 
 def softmax(x):

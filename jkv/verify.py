@@ -1,0 +1,305 @@
+"""Whether a policy keeps the promises that the engine, replay and its users rely on: `jkv.verify(policy)` says in words.
+
+Each check is a function of a `Case` that returns what is wrong, or None. Runs are small: a random model of two layers, prompts
+and completions a little longer than the policy needs to act twice.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv import programs
+from jkv.engine import Engine
+from jkv.policies import CacheView, Policy, full
+from jkv.pool import EMPTY
+from jkv.results import Result, make_result
+from jkv.sampling import Sampling
+from jkv.score import round_up, score
+from jkv.testing import random_view, tiny_model
+
+SAMPLING = Sampling(temperature=1.0, seed=3)
+PAGE_SIZE = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `verify` found.
+
+    Attributes:
+      policy: its name.
+      failures: check -> what is wrong.
+      passed: the checks that it passed.
+    """
+
+    policy: str
+    failures: dict[str, str]
+    passed: tuple[str, ...]
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.failures
+
+    def __str__(self) -> str:
+        lines = [f"{self.policy}: {len(self.passed)} checks passed, {len(self.failures)} failed"]
+        lines += [f"  ok      {describe(name)}" for name in self.passed]
+        lines += [f"  FAILED  {describe(name)}\n          {words}" for name, words in self.failures.items()]
+        return "\n".join(lines)
+
+
+def describe(name: str) -> str:
+    """A check's promise, the first line of its docstring."""
+    return (CHECKS[name].__doc__ or name).splitlines()[0]
+
+
+class Case:
+    """A policy with what its checks share, each computed once."""
+
+    def __init__(self, policy: Policy, group: int = 2, dtype: Any = jnp.float32) -> None:
+        self.policy, self.model, self.group, self.dtype = policy, tiny_model(), group, dtype
+        schedule: Any = policy.schedule
+        budget, interval = policy.budget or 0, getattr(schedule, "interval", 1)
+        self.new_tokens = max(64, budget // 2 + 2 * interval + getattr(schedule, "window", 0) + 8)
+        rng, size = np.random.default_rng(0), self.model.config.vocab_size
+        lengths = (3, max(20, budget // 2), max(33, budget + 9))
+        self.prompts = [rng.integers(1, size, length, dtype=np.int32) for length in lengths]
+
+    def run(
+        self,
+        policy: Policy | None = None,
+        prompts: Sequence[np.ndarray] | None = None,
+        new_tokens: int | None = None,
+        sampling: Sampling = SAMPLING,
+    ) -> Result:
+        """A traced run of the policy, or of another, on an engine of always the same shape: its programs compile once."""
+        prompts = self.prompts if prompts is None else prompts
+        policy = self.policy if policy is None else policy
+        engine = Engine(
+            self.model,
+            max_running=len(self.prompts),
+            max_slots=round_up(max(len(prompt) for prompt in self.prompts) + self.new_tokens),
+            page_size=PAGE_SIZE,
+            policies=[self.policy],
+            return_trace=True,
+        )
+        limit = self.new_tokens if new_tokens is None else new_tokens
+        tickets = [engine.submit(prompt, policy, sampling, limit, stop_ids=()) for prompt in prompts]
+        engine.run()
+        return make_result(self.model, [sample for t in tickets for sample in engine.tickets[t]], engine.stats, is_traced=True)
+
+    @functools.cached_property
+    def compressed(self) -> Result:
+        """The policy's run."""
+        return self.run()
+
+    def view(self, seed: int, batch: int = 2) -> CacheView:
+        """A random view with room for more slots than the budget, of rows of different lengths; NaN in empty slots."""
+        window = self.policy.evict.window if self.policy.evict else 0
+        slots = max(40, 2 * self.num_kept)
+        rng = np.random.default_rng(seed)
+        view = random_view(rng, batch=batch, slots=slots, window=max(8, window), group=self.group, dtype=self.dtype)
+        return view._replace(budget=jnp.full(view.position.shape[:2], self.num_kept, jnp.int32))
+
+    @property
+    def num_kept(self) -> int:
+        """Slots that `view` is to be cut to."""
+        protected = self.policy.protected + (3 if self.policy.evict and self.policy.evict.protect_prompt else 0)
+        return self.policy.budget or max(24, protected + 4)
+
+
+def is_hashable(case: Case) -> str | None:
+    """It is hashable, equal to a copy of itself, and its name is its own."""
+    try:
+        hash(case.policy)
+    except TypeError as error:
+        return f"{error}: make the score a frozen dataclass or a plain function, not a closure over arrays or lists."
+    return None
+
+
+def selects_what_is_there(case: Case) -> str | None:
+    """It keeps as many slots as the budget says or the row has, each once, none of them empty."""
+    if case.policy.evict is None:
+        return None
+    view = case.view(1)
+    slots, filled = np.asarray(case.policy.select(view)), np.asarray(view.is_filled)
+    count, wanted = (slots != EMPTY).sum(axis=-1), np.minimum(case.num_kept, filled.sum(axis=-1))
+    if case.policy.evict.scope == "compete":
+        count, wanted = count.sum(axis=-1), wanted.sum(axis=-1)
+    if (count != wanted).any():
+        return f"It keeps {count.tolist()} slots, not {wanted.tolist()}. Is the score NaN or -inf somewhere?"
+    for b, k in np.ndindex(slots.shape[:2]):
+        kept = slots[b, k][slots[b, k] != EMPTY]
+        if len(set(kept.tolist())) < len(kept) or not filled[b, k, kept].all():
+            return f"Row {b}, head {k} keeps a slot twice, or an empty one: {kept.tolist()}."
+        if (slots[b, k, len(kept) :] != EMPTY).any():
+            return f"Row {b}, head {k} has empty entries before kept ones: {slots[b, k].tolist()}."
+    return None
+
+
+def keeps_what_is_protected(case: Case) -> str | None:
+    """Sinks and recent tokens survive."""
+    if case.policy.evict is None:
+        return None
+    view = case.view(2)
+    slots, protected = np.asarray(case.policy.select(view)), np.asarray(case.policy.evict.is_protected(view))
+    for b, k in np.ndindex(slots.shape[:2]):
+        lost = set(np.flatnonzero(protected[b, k]).tolist()) - set(slots[b, k].tolist())
+        if lost:
+            positions = sorted(np.asarray(view.position)[b, k, sorted(lost)].tolist())
+            return f"Row {b}, head {k} drops the protected positions {positions}."
+    return None
+
+
+def is_pure(case: Case) -> str | None:
+    """It selects the same slots eagerly, under jit and under vmap, and twice."""
+    if case.policy.evict is None:
+        return None
+    view = case.view(3)._replace(layer=None)
+    compiled = jax.jit(case.policy.select)
+    eager, jitted, again = (np.asarray(select(view)) for select in (case.policy.select, compiled, compiled))
+    each = jax.tree.map(lambda x: x[:, None], view)
+    mapped = np.asarray(jax.jit(jax.vmap(case.policy.select))(each)[:, 0])
+    for name, other in (("under jit", jitted), ("a second time", again), ("under vmap", mapped)):
+        if (eager != other).any():
+            return f"It selects other slots {name}: the score depends on something besides the view, or on its batch."
+    return None
+
+
+def treats_rows_apart(case: Case) -> str | None:
+    """A row's choice does not depend on the rows beside it."""
+    if case.policy.evict is None:
+        return None
+    view = case.view(4, batch=3)._replace(layer=None)
+    select = jax.jit(case.policy.select)
+    together = np.asarray(select(view))
+    for b in range(3):
+        alone = np.asarray(select(jax.tree.map(lambda x, b=b: x[b : b + 1], view)))[0]
+        if (alone != together[b]).any():
+            return f"Row {b} keeps other slots alone than in a batch: the score mixes rows."
+    return None
+
+
+def equals_full_when_nothing_is_due(case: Case) -> str | None:
+    """A budget as long as the sequence gives the full cache's tokens and log-probabilities."""
+    policy, schedule = case.policy, case.policy.schedule
+    new_tokens, enough = case.new_tokens, 2 * len(case.prompts) * (len(case.prompts[-1]) + case.new_tokens)
+    if policy.read is not None:
+        policy = dataclasses.replace(policy, read=dataclasses.replace(policy.read, budget=enough))
+    elif policy.evict is not None and policy.budget is not None:
+        wide: Any = schedule
+        evict = dataclasses.replace(policy.evict, floor=1.0)
+        policy = dataclasses.replace(policy, schedule=dataclasses.replace(wide, budget=enough), evict=evict, pyramid=1.0)
+    elif schedule is not None:  # it drops what its schedule says, whatever the budget: stop before
+        new_tokens = (schedule.steps_until_due(0) or 2) - 1
+    uncut = case.run(full(), new_tokens=new_tokens)
+    whole = case.run(policy, new_tokens=new_tokens)
+    if whole.stats.evicted:
+        return f"It drops {whole.stats.evicted:g} tokens though its budget holds them all."
+    if not np.array_equal(whole.tokens, uncut.tokens):
+        return "It gives other tokens than the full cache though nothing is dropped."
+    return far_apart(whole.logprobs, uncut.logprobs, "the full cache")
+
+
+def replays(case: Case) -> str | None:
+    """Replaying its trace gives the log-probabilities that it drew from."""
+    out = case.compressed
+    replayed = score(case.model, out, trace=out.trace).logprobs
+    return far_apart(out.logprobs, replayed, "the replay of its trace")
+
+
+def does_not_depend_on_the_batch(case: Case) -> str | None:
+    """A request gives the same tokens alone as beside others."""
+    for i, prompt in enumerate(case.prompts):
+        alone, together = case.run(prompts=[prompt]).tokens[0], case.compressed.tokens[i]
+        if not np.array_equal(alone, together):
+            return f"Prompt {i} gives other tokens alone, from token {int((alone != together).argmax())} on."
+    return None
+
+
+def never_compiles_again(case: Case) -> str | None:
+    """Other prompts, lengths and seeds compile nothing anew."""
+    assert case.compressed.tokens.size
+    before = num_compiled()
+    rng = np.random.default_rng(9)
+    others = [rng.permutation(prompt)[: len(prompt) - i] for i, prompt in enumerate(case.prompts)]
+    case.run(prompts=others, sampling=Sampling(seed=8))
+    if num_compiled() > before:
+        return f"{num_compiled() - before} programs compiled for other prompts: does the score compare or hash by identity?"
+    return None
+
+
+def num_compiled() -> int:
+    """Programs that the engine has compiled in this process."""
+    names = ("decode_chunk", "prefill_chunk", "compress", "release")
+    return sum(getattr(programs, name)._cache_size() for name in names)
+
+
+def frees_memory(case: Case) -> str | None:
+    """A bounded policy holds fewer bytes than the full cache, and drops what its schedule says."""
+    if not case.policy.is_bounded:
+        return None
+    held, dense = case.compressed.stats.peak_kv_bytes, case.compressed.stats.dense_kv_bytes
+    if not case.compressed.stats.evicted:
+        return f"It dropped nothing in {case.new_tokens} tokens."
+    if held >= dense:
+        return f"It held {held} bytes at its peak; full caches would hold {dense}."
+    return None
+
+
+def far_apart(ours: Any, theirs: Any, name: str) -> str | None:
+    """Words for log-probabilities that differ by more than 1e-4 anywhere, or 1e-5 in one place of a hundred."""
+    difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
+    if not np.isfinite(difference).all():
+        return f"Log-probabilities are not finite, or not those of {name}."
+    if difference.max() > 1e-4 or np.percentile(difference, 99) > 1e-5:
+        return f"Log-probabilities differ from those of {name} by up to {difference.max():.1e}, 1e-4 allowed."
+    return None
+
+
+CHECKS: dict[str, Callable[[Case], str | None]] = {
+    check.__name__: check
+    for check in (
+        is_hashable,
+        selects_what_is_there,
+        keeps_what_is_protected,
+        is_pure,
+        treats_rows_apart,
+        equals_full_when_nothing_is_due,
+        replays,
+        does_not_depend_on_the_batch,
+        never_compiles_again,
+        frees_memory,
+    )
+}
+
+
+def verify(policy: Any) -> Report:
+    """Runs the conformance suite on a policy; print the report.
+
+    A check that raises has failed with the error's words. Takes seconds at budgets of hundreds; lengths grow with the budget
+    and interval, so verify a method at a small one.
+
+    Raises:
+      TypeError: something that is not a `Policy`.
+
+    >>> import jkv
+    >>> print(jkv.verify(jkv.streaming_llm(budget=16, interval=8)))  # doctest: +ELLIPSIS
+    streaming_llm: 10 checks passed, 0 failed
+    ...
+    """
+    if not isinstance(policy, Policy):
+        raise TypeError(f"verify takes a policy, as jkv.r_kv(budget=128) or jkv.evict_by(score, budget=64); got {policy!r}.")
+    case, failures = Case(policy), {}
+    for name, check in CHECKS.items():
+        try:
+            words = check(case)
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+        if words:
+            failures[name] = words
+    return Report(policy.name, failures, tuple(name for name in CHECKS if name not in failures))
