@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
+from jkv import model as decoder
 from jkv import pool as pages
 from jkv.each_step import UNLIMITED, StepRules, add_mass, choose_victim
 from jkv.page_choice import Choice, ReadRules, bound, choose_pages
 from jkv.pool import EMPTY, Pool
+from jkv.sinks import MOST_SINKS, merge
 
 NEVER = jnp.iinfo(jnp.int32).max  # the end of a column that is never dropped
 
@@ -26,6 +28,14 @@ class Cache(NamedTuple):
     is_read: Bool[Array, "L B K MP"] | None = None  # pages that the step in progress reads; None when it reads all
 
 
+class SinkRules(NamedTuple):
+    """Sinks of each row that are read from another position, and how far the step's queries turn for them."""
+
+    num_sinks: Int[Array, " B"]
+    cos: Float[Array, "B T half"]
+    sin: Float[Array, "B T half"]
+
+
 class DecodeAttention(NamedTuple):
     """Every row's next token (T = 1) reads the row's pages."""
 
@@ -34,6 +44,7 @@ class DecodeAttention(NamedTuple):
     position: Int[Array, " B"]
     rules: StepRules | None  # None when no policy goes by the accumulated mass or evicts in steps
     reads: ReadRules | None  # None when every policy reads everything
+    sinks: SinkRules | None  # None when sinks stay where they are
     goes_on: Bool[Array, " B"]  # whether a row has a next step
 
     def __call__(
@@ -61,9 +72,18 @@ class DecodeAttention(NamedTuple):
             if log_weight is not None:
                 by_page = log_weight.reshape(rows, -1, pool.page_size)
                 log_weight = jnp.take_along_axis(by_page, choice.entry[..., None], axis=1).reshape(rows, -1)
+        if self.sinks is not None:
+            is_sink = jnp.arange(pool.max_slots, dtype=jnp.int32) < jnp.repeat(self.sinks.num_sinks, key.shape[2])[:, None]
+            log_weight = jnp.where(is_sink, -jnp.inf, 0.0 if log_weight is None else log_weight)
         out, log_total, logits = kernels.paged_attention(
             query_RGH, pool.kv, page_table, length, log_weight, with_logits=self.rules is not None
         )
+        if self.sinks is not None:
+            turned = decoder.rotate(query, self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
+            first_pages = page_table[:, : pages.num_pages_of(MOST_SINKS, pool.page_size)]
+            num_sinks = jnp.minimum(length, jnp.repeat(self.sinks.num_sinks, key.shape[2]))
+            of_sinks, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
+            out = merge((out, of_sinks), (log_total, sinks_total))
         victim = cache.victim
         if self.rules is not None:
             assert logits is not None

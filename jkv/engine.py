@@ -119,6 +119,7 @@ class Engine:
         self.window = DEFAULT_WINDOW if policies is None else max((evict.window for evict in evicts), default=0)
         self.keeps_mass = any(policy.needs_mass for policy in policies or ())
         self.keeps_bounds = any(policy.read for policy in policies or ())
+        self.moves_sinks = any(policy.moves_sinks for policy in policies or ())
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
         self.page_bytes = page_bytes(self.params, page_size, self.keeps_bounds)
@@ -299,6 +300,11 @@ class Engine:
             raise ValueError(
                 f"{request.policy.name} goes by bounds of each page's keys, which this engine does not keep. Name the policy "
                 "when you build it: policies=[...]."
+            )
+        if request.policy.moves_sinks and not self.moves_sinks:
+            raise ValueError(
+                f"{request.policy.name} reads its sinks at their place in the cache, and this engine was built for policies "
+                "that do not. Name the policy when you build it: policies=[...]."
             )
         if len(request.stop_ids) > self.max_stop_ids:
             raise ValueError(
@@ -590,6 +596,8 @@ class Engine:
         running = list(self.running.items())
         counts = is_real.sum(axis=0)
         for i, sample in running:
+            if self.is_traced and sample.request.policy.moves_sinks:
+                sample.note_shift(int(counts[i]))
             if not sample.completion.tokens:
                 sample.completion.first_seconds = now - sample.submitted
             if sample.request.policy.evicts_in_steps:
@@ -627,7 +635,7 @@ class Engine:
             top_k[i], key[i] = request.sampling.top_k, key_of(request)
             self.draws = max(self.draws, request.sampling.draws, key=DRAWS.index)
         stop_ids, *settings = jax.device_put((stop_ids, temperature, top_p, top_k, key))
-        return stop_ids, SamplingRows(*settings), self._step_rules(), self._read_rules()
+        return stop_ids, SamplingRows(*settings), self._step_rules(), self._read_rules(), self._moving_sinks()
 
     def _step_rules(self) -> StepRules | None:
         if not self.keeps_mass:
@@ -656,6 +664,14 @@ class Engine:
                 num_pages[i], dense_layers[i] = read.budget // self.page_size, read.dense_layers
                 averages[i] = read.over_group == "mean"
         return ReadRules(*jax.device_put((num_pages, dense_layers, averages)))
+
+    def _moving_sinks(self) -> jax.Array | None:
+        if not self.moves_sinks:
+            return None
+        sinks = np.zeros(self.max_running, np.int32)
+        for i, sample in self.running.items():
+            sinks[i] = sample.request.policy.num_moving_sinks
+        return jax.device_put(sinks)
 
     def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""

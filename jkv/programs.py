@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jkv import model as decoder
 from jkv import pool as pages
 from jkv import sampling
-from jkv.attention import Cache, DecodeAttention, PrefillAttention, last_queries
+from jkv.attention import Cache, DecodeAttention, PrefillAttention, SinkRules, last_queries
 from jkv.each_step import StepRules
 from jkv.page_choice import ReadRules
 from jkv.params import Params
@@ -46,6 +46,7 @@ class Control(NamedTuple):
     sampling: SamplingRows
     rules: StepRules | None  # None when the pool keeps no mass
     reads: ReadRules | None  # None when the pool keeps no bounds
+    sinks: Int[Array, " B"] | None  # of each row that moves them, 0 of the others; None when no policy does
 
 
 class Emitted(NamedTuple):
@@ -76,7 +77,11 @@ def decode_chunk(
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
         pool, address = pages.reserve(cache.pool, row, num_new, 1)
         length = pool.length + pages.num_growing(pool, row, num_new)
-        attend = DecodeAttention(address, length, position, control.rules, control.reads, goes_on)
+        sinks = None
+        if control.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
+            angle = decoder.rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
+            sinks = SinkRules(control.sinks, jnp.cos(angle), jnp.sin(angle))
+        attend = DecodeAttention(address, length, position, control.rules, control.reads, sinks, goes_on)
         cache = cache._replace(
             pool=pool,
             victim=None if control.rules is None else jnp.full_like(length, EMPTY),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jkv.params import Model
+from jkv.requests import Request
 from jkv.sampling import Sampling
 from jkv.score import Trace
 from jkv.text import cut
@@ -47,6 +48,7 @@ class Completion:
     ends: np.ndarray | None = None  # [L, K, T] int32, traced requests only: when each token's key was dropped, or NEVER
     reads: list[np.ndarray] = dataclasses.field(default_factory=list)  # [steps, L, K, MP] bool: traced Quest's chunks
     columns: tuple[np.ndarray, ...] | None = None  # source, begin, end [L, K, C], where `ends` cannot say it
+    sink_shift: np.ndarray | None = None  # [T] int32, traced and moving sinks only: see `Trace`
     compactions: int = 0
     evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
     preemptions: int = 0
@@ -218,28 +220,34 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
         logprobs=log_probs,
         finish_reason=[completion.finish_reason for completion in completions],
         stats=stats,
-        trace=make_trace(completions) if is_traced else None,
+        trace=make_trace(completions, requests) if is_traced else None,
         prompts=[request.prompt for request in requests],
         sampling=[request.sampling for request in requests],
         samples=each,
     )
 
 
-def make_trace(completions: Sequence[Completion]) -> Trace:
+def make_trace(completions: Sequence[Completion], requests: Sequence[Request]) -> Trace:
     """The columns of every sample: each token's own, ended where it was evicted."""
     ends = [completion.ends for completion in completions if completion.ends is not None]
+    sinks, shift = None, None
+    if any(request.policy.moves_sinks for request in requests):
+        sinks = np.array([request.policy.num_moving_sinks for request in requests], np.int32)
+        none = np.zeros(1, np.int32)
+        shift = stack_padded([none if c.sink_shift is None else c.sink_shift for c in completions])
     if all(completion.columns is None for completion in completions):
         end = stack_padded(ends)
         own = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)  # a view: costs no memory
-        return Trace(own, own, end)
+        return Trace(own, own, end, sinks, shift)
     columns = []
     for completion, end in zip(completions, ends, strict=True):
         own = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)
         columns.append((own, own, end) if completion.columns is None else completion.columns)
-    return Trace(*(stack_padded(field) for field in zip(*columns, strict=True)))
+    source, begin, end = (stack_padded(field) for field in zip(*columns, strict=True))
+    return Trace(source, begin, end, sinks, shift)
 
 
 def stack_padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Arrays of different width as one, filled up with zeros: columns that nobody reads."""
     width = max(array.shape[-1] for array in arrays)
-    return np.stack([np.pad(array, [(0, 0), (0, 0), (0, width - array.shape[-1])]) for array in arrays])
+    return np.stack([np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]) for array in arrays])

@@ -103,6 +103,13 @@ class Sample:
         """Whether its row is to be compressed now."""
         return not self.is_finished and bool((self.compacted < self.filled).any())
 
+    def note_shift(self, count: int) -> None:
+        """Notes how far the queries of the next `count` steps turn for the sinks: as many positions as were dropped."""
+        start, completion = len(self.request.prompt) + self.generated, self.completion
+        if completion.sink_shift is None:
+            completion.sink_shift = np.zeros(len(self.request.prompt) + self.request.max_new_tokens, np.int32)
+        completion.sink_shift[start : start + count] = int(self.filled[0]) - start
+
     def note_steps(self, count: int, goes_on: bool, dropped: np.ndarray | None) -> None:
         """Counts what `count` steps gave up (`dropped` [steps, L, K] positions, when traced); a last step gives up nothing."""
         policy, completion, start = self.request.policy, self.completion, len(self.request.prompt) + self.generated

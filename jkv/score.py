@@ -36,6 +36,8 @@ class Trace(NamedTuple):
     source: np.ndarray  # [n, L, K, C] token whose key and value the column holds
     begin: np.ndarray  # [n, L, K, C] first position that reads it
     end: np.ndarray  # [n, L, K, C] first position that reads it no more; NEVER (2**31 - 1) when it stays
+    sinks: np.ndarray | None = None  # [n] first tokens that queries read from another position (`jkv.sinks`), if any
+    sink_shift: np.ndarray | None = None  # [n, T] positions by which each query turns for them, at most 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Columns(NamedTuple):
     source: Int[Array, "n L K C"] | None  # None: column c is token c
     begin: Int[Array, "n L K C"]
     end: Int[Array, "n L K C"]
+    sinks: Int[Array, " n"] | None = None
+    sink_shift: Int[Array, "n T"] | None = None
 
 
 class ReplayAttention(NamedTuple):
@@ -62,6 +66,7 @@ class ReplayAttention(NamedTuple):
 
     position: Int[Array, "n T"]
     columns: Columns
+    turn: Float[Array, "n T half"] | None  # radians by which queries turn for the sinks
 
     def __call__(
         self,
@@ -72,10 +77,19 @@ class ReplayAttention(NamedTuple):
         cache: None,
     ) -> tuple[Float[Array, "n T N H"], None]:
         """Attention as the trace has it."""
-        source, begin, end = self.columns
-        source = None if source is None else source[:, layer]
-        out = kernels.replay_attention(query, key, value, self.position, begin[:, layer], end[:, layer], source)
-        return out, None
+        source, begin, end, sinks, _ = self.columns
+        columns = begin[:, layer], end[:, layer], None if source is None else source[:, layer]
+        if sinks is None:
+            return kernels.replay_attention(query, key, value, self.position, *columns), None
+        # One softmax over both groups: heads twice as wide, whose first half meets the other keys and whose second the sinks.
+        assert self.turn is not None
+        turned = decoder.rotate(query, jnp.cos(self.turn), jnp.sin(self.turn))
+        is_sink = (jnp.arange(key.shape[1], dtype=jnp.int32) < sinks[:, None])[..., None, None]
+        query = jnp.concatenate([query, turned], axis=-1) * 2**0.5  # the kernel divides by the root of the doubled size
+        key = jnp.concatenate([jnp.where(is_sink, 0, key), jnp.where(is_sink, key, 0)], axis=-1)
+        value = jnp.concatenate([value, jnp.zeros_like(value)], axis=-1)
+        out = kernels.replay_attention(query, key, value, self.position, *columns)
+        return out[..., : out.shape[-1] // 2], None
 
 
 def score(
@@ -117,7 +131,7 @@ def score(
     parts = []
     for start in range(0, num_samples, MAX_ROWS):
         some = slice(start, min(start + MAX_ROWS, num_samples))
-        part = None if trace is None else Trace(*(field[some] for field in trace))
+        part: Any = None if trace is None else jax.tree.map(lambda field, some=some: field[some], trace)
         parts.append(score_rows(params, tokens[some], prompts[some], counts[some], settings[some], part))
     return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
 
@@ -174,9 +188,18 @@ def make_columns(trace: Trace | None, params: Params, num_samples: int, total: i
     if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
         end = np.full(shape, NEVER, np.int32)
         end[..., :num_columns] = trace.end[..., :num_columns]
-        return Columns(None, jnp.asarray(own), jnp.asarray(end))
+        return Columns(None, jnp.asarray(own), jnp.asarray(end), *make_shift(trace, total))
     end = np.where(trace.source < total, trace.end, trace.begin)
-    return Columns(*(jnp.asarray(field) for field in (np.minimum(trace.source, total - 1), trace.begin, end)))
+    source = np.minimum(trace.source, total - 1)
+    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *make_shift(trace, total))
+
+
+def make_shift(trace: Trace, total: int) -> tuple[Any, Any]:
+    """A trace's sinks and shifts, padded or cut to the tokens of these rows."""
+    if trace.sinks is None or trace.sink_shift is None:
+        return None, None
+    shift = trace.sink_shift[:, :total]
+    return jnp.asarray(trace.sinks), jnp.asarray(np.pad(shift, [(0, 0), (0, total - shift.shape[1])]))
 
 
 @functools.partial(jax.jit, static_argnames="truncates")
@@ -192,7 +215,8 @@ def sequence_log_probs(
     """The log-probability of each token given those before it; 0 for the first. The logits exist a block at a time."""
     num_samples, total = token.shape
     position = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), token.shape)
-    hidden_nTD, _ = decoder.forward(params, token, position, ReplayAttention(position, columns), None)
+    turn = None if columns.sink_shift is None else decoder.rotary_angle(params.config, columns.sink_shift)
+    hidden_nTD, _ = decoder.forward(params, token, position, ReplayAttention(position, columns, turn), None)
     target_nT = jnp.roll(token, -1, axis=1)
 
     @jax.checkpoint

@@ -26,6 +26,8 @@ POLICIES = [
     jkv.rpc(interval=8, window=WINDOW),
     jkv.h2o(budget=14),
     jkv.tova(budget=11),
+    jkv.quest(budget=12, dense_layers=1),
+    jkv.streaming_llm(budget=12, interval=8, positions="cache"),
 ]
 SAMPLINGS = [jkv.Sampling(temperature=0.0), jkv.Sampling(temperature=1.0, seed=7)]
 LENGTHS = [1, 7, 16, 23]  # most new tokens

@@ -90,7 +90,7 @@ def decode(shapes: Shapes) -> Any:
     if shapes.state.cache.pool.hole is not None:
         flags = leaf(rows, dtype=bool)
         rules = StepRules(leaf(shapes.params.config.num_layers, rows), leaf(rows), leaf(rows), flags, flags)
-    control = Control(leaf(rows), leaf(rows, 1), settings, rules)
+    control = Control(leaf(rows), leaf(rows, 1), settings, rules, None, None)
     return device.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.CHUNKS[0], draws="sampled")
 
 

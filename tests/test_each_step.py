@@ -80,7 +80,7 @@ def decode_step(pool, query, key, value, is_active, goes_on):
     position = pool.logical_length
     pool, address = pages.reserve(pool, row, num_new, 1)
     length = pool.length + pages.num_growing(pool, row, num_new)
-    attend = DecodeAttention(address, length, position, RULES, None, goes_on)
+    attend = DecodeAttention(address, length, position, RULES, None, None, goes_on)
     cache = Cache(pool, None, jnp.full_like(length, EMPTY))
     for layer in range(L):
         _, cache = attend(layer, query[layer], key[layer], value[layer], cache)

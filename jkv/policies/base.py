@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget
 from jkv.pool import EMPTY, num_pages_of
+from jkv.sinks import MOST_SINKS
 
 SCOPES = ("head", "layer", "all", "compete")
 
@@ -187,7 +188,7 @@ class Read:
             raise ValueError(f"over_group must be 'max' or 'mean'; got {self.over_group!r}.")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
     """A method: its name and its parts; an absent part is None.
 
@@ -198,6 +199,8 @@ class Policy:
       pyramid: how many times the mean budget the first layer has, falling in even steps to the last; 1 makes all equal. What
         is never dropped is not counted.
       read: which pages a step reads; None reads all.
+      moves_sinks: whether the sinks are read at their place in the cache, right before the slots that are left, and not at
+        their true positions (`jkv.sinks`). What is left must be a window.
 
     Raises:
       ValueError: a budget too small for the slots that are never dropped, or one part without the other.
@@ -208,6 +211,7 @@ class Policy:
     schedule: Schedule | None = None
     pyramid: float = 1.0
     read: Read | None = None
+    moves_sinks: bool = False
 
     def __post_init__(self) -> None:
         if (self.evict is None) != (self.schedule is None):
@@ -220,6 +224,11 @@ class Policy:
             raise ValueError(f"{self.name} cannot evict and choose what to read: compaction moves keys between pages.")
         if self.evict is None:
             return
+        if self.moves_sinks and not (0 < self.evict.sinks <= MOST_SINKS and self.pyramid == 1 and self.evict.scope == "head"):
+            raise ValueError(
+                f"{self.name} can move 1 to {MOST_SINKS} sinks, with the same budget in every layer and head; got "
+                f"{self.evict.sinks} sinks, pyramid {self.pyramid} and scope {self.evict.scope!r}."
+            )
         if self.evicts_in_steps:
             if getattr(self.evict.score, "in_step", None) is None or self.evict.scope not in ("head", "layer"):
                 raise ValueError(
@@ -242,6 +251,10 @@ class Policy:
                 f"{self.protected}; got budget={self.budget}. Raise the budget, or lower sinks or the window."
             )
 
+    def __repr__(self) -> str:
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return f"Policy({', '.join(f'{field.name}={value!r}' for field, value in fields if value != field.default)})"
+
     @property
     def budget(self) -> int | None:
         """Slots that a compaction leaves in a layer and KV head, on average; None where nothing fixes them."""
@@ -261,6 +274,11 @@ class Policy:
     def needs_mass(self) -> bool:
         """Whether the engine must keep each slot's attention mass."""
         return self.evicts_in_steps or (self.evict is not None and self.evict.needs_mass)
+
+    @property
+    def num_moving_sinks(self) -> int:
+        """Sinks that are read at their place in the cache."""
+        return self.evict.sinks if self.evict is not None and self.moves_sinks else 0
 
     @property
     def is_bounded(self) -> bool:

@@ -8,8 +8,9 @@ from jkv.policies.scores import Recency
 def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: str = "true") -> Policy:
     """The first `sinks` tokens and the newest, `budget` slots together, compacted every `interval` generated tokens.
 
-    Keys keep their true positions. The authors' code rotates them at their place in the cache instead (`positions="cache"`),
-    which this release does not offer.
+    Keys keep their true positions, as most others have it. `positions="cache"` is the authors' own rule: each key counts as
+    standing at its place in the cache, so the sinks move up to the window as tokens between them are dropped. Theirs drops a
+    token at each step; here that is `interval=1`, a compaction program after each.
 
     Raises:
       ValueError: a setting out of its range.
@@ -17,6 +18,7 @@ def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: s
     >>> streaming_llm(budget=64).evict.sinks
     4
     """
-    if positions != "true":
-        raise ValueError(f"streaming_llm keeps keys at their true positions, positions='true'; got {positions!r}.")
-    return Policy("streaming_llm", Evict(Recency(), sinks=sinks), Every(budget, interval))
+    if positions not in ("true", "cache"):
+        raise ValueError(f"positions must be 'true' or 'cache'; got {positions!r}.")
+    moves_sinks = positions == "cache" and sinks > 0
+    return Policy("streaming_llm", Evict(Recency(), sinks=sinks), Every(budget, interval), moves_sinks=moves_sinks)
