@@ -176,7 +176,11 @@ class PrefillAttention(NamedTuple):
 
 
 def last_queries(
-    ring: Float[Array, "L B W N H"], layer: int | Int[Array, ""], row: Int[Array, " R"], num_seen: Int[Array, " R"], window: int
+    ring: Float[Array, "L B ring N H"],
+    layer: int | Int[Array, ""],
+    row: Int[Array, " R"],
+    num_seen: Int[Array, " R"],
+    window: int,
 ) -> Float[Array, "R N W H"]:
     """The last `window` queries of some rows, oldest first."""
     when = num_seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)

@@ -8,7 +8,6 @@ import pytest
 import jkv
 from jkv.engine import Engine
 from tests.mixes import (
-    LENGTHS,
     MAX_SLOTS,
     PROMPTS,
     Expected,
@@ -62,25 +61,25 @@ def play(engine, rng, expected):
 
 def replay(model, outs):
     """Differences between log-probabilities and their replay, of all samples at once."""
-    width, num_columns = max(LENGTHS), max(map(len, PROMPTS)) + max(LENGTHS)
 
-    def joined(parts, size, fill):
-        padded = [
-            np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, size - part.shape[-1])], constant_values=fill) for part in parts
-        ]
-        return np.concatenate(padded)
+    def joined(parts):
+        size = max(part.shape[-1] for part in parts)
+        return np.concatenate([np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, size - part.shape[-1])]) for part in parts])
 
-    end = joined([out.trace.end for out in outs], num_columns, jkv.attention.NEVER)
-    own = np.broadcast_to(np.arange(num_columns, dtype=np.int32), end.shape)
+    traces = [out.trace for out in outs]
+    unmoved = [np.zeros(len(out.lengths), np.int32) for out in outs]
+    sinks = [none if trace.sinks is None else trace.sinks for trace, none in zip(traces, unmoved, strict=True)]
+    shift = [none[:, None] if trace.sinks is None else trace.sink_shift for trace, none in zip(traces, unmoved, strict=True)]
+    columns = (joined([getattr(trace, field) for trace in traces]) for field in ("source", "begin", "end"))
     scored = jkv.score(
         model,
-        joined([out.tokens for out in outs], width, 0),
-        jkv.Trace(own, own, end),
+        joined([out.tokens for out in outs]),
+        jkv.Trace(*columns, np.concatenate(sinks), joined(shift)),
         prompts=[prompt for out in outs for prompt in out.prompts],
         lengths=[length for out in outs for length in out.lengths.tolist()],
         sampling=[sampling for out in outs for sampling in out.sampling],
     )
-    return np.abs(np.asarray(scored.logprobs) - joined([out.logprobs for out in outs], width, 0))
+    return np.abs(np.asarray(scored.logprobs) - joined([out.logprobs for out in outs]))
 
 
 def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expected):
