@@ -6,6 +6,7 @@ Bad input ends with one line that says the rule, what was got and how to mend it
 import argparse
 import ast
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -31,11 +32,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     try:
         return options.run(options)
+    except BrokenPipeError:  # `jkv generate ... | head`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- for the interpreter's last flush
+        return 0
     except (ValueError, OSError) as error:
         print(f"jkv: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # `jkv generate ... | head`
-        return 0
+    except KeyboardInterrupt:
+        print("jkv: interrupted", file=sys.stderr)
+        return 130
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -102,6 +107,8 @@ def run_policies(_: argparse.Namespace) -> int:
 def run_generate(options: argparse.Namespace) -> int:
     """Generates, then prints texts or writes JSON lines."""
     prompts = read_prompts(options.prompt, options.file)
+    if options.out not in (None, "-") and not Path(options.out).absolute().parent.is_dir():
+        raise ValueError(f"--out must lie in a folder that exists; {Path(options.out).parent} does not.")
     from jkv import checkpoint
     from jkv.generate import generate
     from jkv.policies import make
@@ -144,6 +151,13 @@ EVAL_DEFAULTS: dict[str, Any] = {
 }
 
 
+EVAL_TYPES = {"problems": int, "max_running": int, "page_size": int, "max_new_tokens": int, "model": str, "file": str} | {
+    "budgets": list,
+    "policies": list,
+    "settings": dict,
+}
+
+
 def run_eval(options: argparse.Namespace) -> int:
     """Compares policies, printing each line of the table as it is known."""
     from jkv import checkpoint
@@ -179,6 +193,9 @@ def read_eval_settings(options: argparse.Namespace, defaults: dict[str, Any]) ->
     written = {} if options.config is None else tomllib.loads(options.config.read_text())
     if unknown := sorted(set(written) - set(defaults)):
         raise ValueError(f"{options.config} may set {', '.join(sorted(defaults))}; got {', '.join(unknown)}.")
+    for name, kind in EVAL_TYPES.items():
+        if name in written and not isinstance(written[name], kind):
+            raise ValueError(f"{options.config}: {name} must be of type {kind.__name__}; got {written[name]!r}.")
     given = {name: getattr(options, name, None) for name in defaults}
     return defaults | written | {name: value for name, value in given.items() if value is not None}
 

@@ -16,6 +16,7 @@ Rules of memory, in one place; all are arithmetic on the host, so the pool never
 - samples are admitted in order, and nobody overtakes the first that waits. Alone, every sample fits, or it was refused.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -73,9 +74,9 @@ class Engine:
       page_size: slots of a page.
       kv_memory: bytes of the pool; "auto" takes what the device has free; None takes what full rows need.
       num_pages: pages of the pool, in place of bytes.
-      policies: those to come; the engine keeps as many last queries as they score by, and the attention mass of each slot if
-        one needs it. Any policy may be submitted that needs no more. None keeps 8 queries, R-KV's and SnapKV's default; RPC
-        with its 32, H2O and TOVA have to be named.
+      policies: those to come; the engine keeps what they need: as many last queries as they score by, each slot's attention
+        mass (H2O, TOVA), bounds of each page (Quest). Any policy may be submitted that needs no more. None keeps 8 queries,
+        R-KV's and SnapKV's default; RPC with its 32, H2O, TOVA, Quest and `positions="cache"` have to be named.
       chunk: decode steps between two looks of the host, at most: 16, 8, 4, 2 or 1.
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.
@@ -217,7 +218,7 @@ class Engine:
         for request in requests:
             self._check(request)
         ticket = next(self._ticket)
-        self.tickets[ticket] = [self._make_sample(ticket, request, on_tokens) for request in requests]
+        self.tickets[ticket] = [self._make_sample(ticket, i, request, on_tokens) for i, request in enumerate(requests)]
         return ticket
 
     def cancel(self, ticket: int) -> None:
@@ -232,17 +233,25 @@ class Engine:
                 self._tell(sample, [], [])
 
     def step(self) -> list[Event]:
-        """One turn of the loop; what happened since the last one, by sample."""
+        """One turn of the loop; what happened since the last one, by sample.
+
+        Raises:
+          KeyboardInterrupt: Ctrl-C was pressed. The turn is finished all the same, the engine usable, and its events come with
+            the next one's. A second press interrupts at once, and may lose the pool.
+        """
         compiled = COMPILING.seconds
-        with clock(self.stats, "seconds"):
-            self._free_finished()
-            self._admit()
-            self._make_room()
-            if self.running:
-                self._decode()
-                self._compress([i for i, sample in self.running.items() if sample.is_due])
-            self._free_finished()
-        self.stats.compile_seconds += COMPILING.seconds - compiled
+        with deferred_interrupt() as is_interrupted:
+            with clock(self.stats, "seconds"):
+                self._free_finished()
+                self._admit()
+                self._make_room()
+                if self.running:
+                    self._decode()
+                    self._compress([i for i, sample in self.running.items() if sample.is_due])
+                self._free_finished()
+            self.stats.compile_seconds += COMPILING.seconds - compiled
+        if is_interrupted():
+            raise KeyboardInterrupt
         events, self._events = self._events, []
         return events
 
@@ -252,21 +261,29 @@ class Engine:
         return not self.running and not self.waiting and not self._events
 
     def stream(self) -> Iterator[Event]:
-        """Every event until all requests are finished; more may be submitted, and any cancelled, meanwhile."""
+        """Every event until all requests are finished; more may be submitted, and any cancelled, meanwhile.
+
+        Events of a stream that was left come with the next one.
+        """
         self._tells_text = True
         while not self.is_idle:
-            yield from self.step()
+            events = collections.deque(self.step())
+            try:
+                while events:
+                    yield events.popleft()
+            finally:
+                self._events = [*events, *self._events]
 
     def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
-        """Finishes everything. Ctrl-C finishes what is there as "cancelled" and returns; a second one interrupts at once."""
-        with deferred_interrupt() as is_interrupted:
-            while not self.is_idle:
+        """Finishes everything. Ctrl-C finishes what is there as "cancelled" and returns."""
+        while not self.is_idle:
+            try:
                 events = self.step()
                 if on_events:
                     on_events(events)
-                if is_interrupted():
-                    for ticket in list(self.tickets):  # a callback may take results
-                        self.cancel(ticket)
+            except KeyboardInterrupt:
+                for ticket in list(self.tickets):  # a callback may take results
+                    self.cancel(ticket)
 
     def result(self, ticket: int) -> Result:
         """A finished request's result, which the engine then forgets; its `stats` but for the tokens are the engine's so far.
@@ -317,14 +334,16 @@ class Engine:
             raise ValueError(f"No request has the ticket {ticket}: it was never given, or its result was already taken.")
         return self.tickets[ticket]
 
-    def _make_sample(self, ticket: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
+    def _make_sample(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         tokenizer = self.model.tokenizer
         serial = next(self._serial)
         prefix = self.prefixes.setdefault(request.prefix, Prefix())
         sample = Sample(
             ticket,
+            index,
             request,
             Completion(),
+            most_pages=most_pages(self.params, request, self.page_size),
             priority=(-(len(request.prompt) + request.max_new_tokens) if self.order == "longest" else 0, serial),
             prefix=prefix,
             on_tokens=on_tokens,
@@ -357,13 +376,14 @@ class Engine:
         completion, text = sample.completion, None
         if self.model.tokenizer is not None and (self._tells_text or sample.on_tokens):
             text = self._new_text(sample)
-        event = Event(sample.ticket, sample.request.sample, tokens, log_probs, text, completion.finish_reason)
+        event = Event(sample.ticket, sample.index, tokens, log_probs, text, completion.finish_reason)
         self._events.append(event)
         if sample.on_tokens is None:
             return
         try:
             sample.on_tokens(event)
         except Exception as error:
+            completion.error = error
             for other in self.tickets.get(sample.ticket, []):
                 other.on_tokens = None
                 if not other.is_finished:
@@ -397,7 +417,7 @@ class Engine:
     def _claim(self, sample: Sample, shares: bool) -> int:
         """Pages that a sample in a row may hold until the next look, those of its prefix not counted."""
         if sample.request.policy.is_bounded:
-            return most_pages(self.params, sample.request, self.page_size)
+            return sample.most_pages
         slots = sample.filled + min(self.chunk, sample.remaining)
         held = sample.request.policy.num_pages(slots, self.params.config.num_kv_heads, self.page_size)
         return held - (sample.prefix.num_full_pages if shares else 0)
@@ -718,7 +738,7 @@ class Engine:
         for i in due:
             evict = self.running[i].request.policy.evict
             assert evict is not None
-            groups.setdefault(evict, []).append(i)
+            groups.setdefault(evict.as_program, []).append(i)
         with clock(self.stats, "decode_seconds"):
             for evict, members in groups.items():
                 for start in range(0, len(members), COMPRESS_SIZES[-1]):
@@ -728,10 +748,15 @@ class Engine:
         size = next(size for size in COMPRESS_SIZES if size >= len(members))
         row = np.full(size, self.max_running, np.int32)
         budget, prompt_length = np.zeros((self.params.config.num_layers, size), np.int32), np.zeros(size, np.int32)
+        protected = np.zeros((2, size), np.int32)
         for j, i in enumerate(members):
             sample = self.running[i]
+            own: Any = sample.request.policy.evict
             row[j], budget[:, j], prompt_length[j] = i, sample.compacted, len(sample.request.prompt)
-        self.state, dropped = programs.compress(self.state, row, budget, prompt_length, evict=evict, is_traced=self.is_traced)
+            protected[:, j] = own.sinks, own.recent
+        self.state, dropped = programs.compress(
+            self.state, row, budget, prompt_length, protected, evict=evict, is_traced=self.is_traced
+        )
         dropped = None if dropped is None else jax.device_get(dropped)
         for j, i in enumerate(members):
             sample = self.running[i]
@@ -772,11 +797,11 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
 
     An interrupt in the middle of a program would lose the pool, which was donated to it. Only the main thread hears signals.
     """
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield lambda: False
         return
     pressed: list[int] = []
-    before = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: Any) -> None:
         if pressed and callable(before):

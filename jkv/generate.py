@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jkv.engine import Engine
-from jkv.memory import num_row_pages, widest
+from jkv.memory import free_bytes, most_pages, num_row_pages, page_bytes, widest
 from jkv.params import Model, Params
 from jkv.policies import Policy
 from jkv.requests import Request, check_counts, check_weights, encode_prompts, make_request, spread_policies
@@ -102,6 +102,8 @@ def generate(
     max_slots = round_up(max(widest(params, request) for request in every))
     if kv_memory is None and num_pages is None:
         num_pages = default_num_pages(params, every, num_rows, max_slots, page_size)
+        free = free_bytes(next(iter(params.embedding.devices()))) // page_bytes(params, page_size, has_bounds=True)
+        num_pages = max(1, min(num_pages, free))  # fewer run at a time where memory is short
     engine = Engine(
         model,
         max_running=num_rows,
@@ -126,7 +128,8 @@ def generate(
 
 def default_num_pages(params: Params, requests: Sequence[Request], num_rows: int, max_slots: int, page_size: int) -> int:
     """Pages for full rows, and for the prompts that samples share at a time."""
-    rows = num_rows * num_row_pages(params, max_slots, page_size)
+    widest_row = max(most_pages(params, request, page_size) for request in requests)  # unequal heads may round up more often
+    rows = num_rows * max(widest_row, num_row_pages(params, max_slots, page_size))
     most_equal = max(collections.Counter(request.prefix for request in requests).values())
     if most_equal == 1:
         return rows

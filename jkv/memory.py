@@ -50,7 +50,7 @@ def num_pool_pages(
     kv_memory: int | str | None = None,
     num_pages: int | None = None,
 ) -> int:
-    """Pages of a pool given in pages, in bytes, by the device ("auto"), or (None) by what full rows hold.
+    """Pages of a pool given in pages, in bytes, by the device ("auto"), or (None) by what full rows hold, if that fits it.
 
     Bytes buy no more pages than can ever be in use: full rows, and as many again for the prompts that samples share.
 
@@ -58,12 +58,13 @@ def num_pool_pages(
       ValueError: a setting out of its range, or both settings.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
+    free = free_bytes(next(iter(params.embedding.devices())))
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}.")
     if kv_memory is None:
-        return rows if num_pages is None else num_pages
+        return max(1, min(rows, free // bytes_per_page)) if num_pages is None else num_pages
     if kv_memory == "auto":
-        kv_memory = free_bytes(next(iter(params.embedding.devices())))
+        kv_memory = free
     if not isinstance(kv_memory, int) or isinstance(kv_memory, bool) or kv_memory < 1:
         raise ValueError(f'kv_memory is a number of bytes of at least 1, or "auto"; got {kv_memory!r}.')
     return min(2 * rows, kv_memory // bytes_per_page)
@@ -74,7 +75,8 @@ def free_bytes(device: Any) -> int:
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats["bytes_in_use"]) * AUTO_SHARE)
-    return int(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * AUTO_HOST_SHARE)
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS knows the total alone
+    return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * AUTO_HOST_SHARE)
 
 
 def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:

@@ -123,12 +123,14 @@ def compress(
     row: Int[Array, " R"],
     budget: Int[Array, "L R"],
     prompt_length: Int[Array, " R"],
+    protected: Int[Array, "2 R"],
     evict: Evict,
     is_traced: bool,
 ) -> tuple[State, Int[Array, "L R K S"] | None]:
     """Compacts rows to their budgets, and lists the positions dropped (EMPTY where a slot stays) when traced.
 
-    A row equal to the number of rows stands for none.
+    `protected` are each row's numbers of sinks and of recent tokens; `evict` is `Evict.as_program`. A row equal to the number
+    of rows stands for none.
     """
     cache = state.cache
     pool = cache.pool
@@ -143,6 +145,7 @@ def compress(
             query = last_queries(cache.query_ring, layer, present, num_seen, evict.window)
         mass = pool.slot_data["mass"][layer, present] if evict.needs_mass else None
         view = CacheView(key, value, position, query, mass, layer=layer, prompt_length=prompt_length)
+        view = view._replace(sinks=protected[0], recent=protected[1])
         return None, (evict.rate(view), position)
 
     _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))

@@ -13,7 +13,7 @@ from jkv.score import Trace
 from jkv.text import cut
 
 if TYPE_CHECKING:
-    from jkv.engine import Sample
+    from jkv.samples import Sample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,7 @@ class SampleStats:
       evicted: tokens dropped, averaged over layers and KV heads.
       preemptions: how often it was put aside to host memory.
       is_forked: whether it started from a prompt that was prefilled for several samples.
+      error: what its callback raised, if anything.
     """
 
     queued_seconds: float
@@ -80,6 +81,7 @@ class SampleStats:
     evicted: float
     preemptions: int
     is_forked: bool
+    error: Exception | None
 
 
 @dataclasses.dataclass
@@ -107,6 +109,11 @@ class RunStats:
     def occupancy(self) -> float:
         """The share of decode steps of rows that made a token."""
         return self.tokens / max(self.row_steps, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens by all seconds but those of compiling."""
+        return self.tokens / max(self.seconds, 1e-9)
 
     @property
     def host_seconds(self) -> float:

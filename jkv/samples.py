@@ -54,8 +54,10 @@ class Sample:
     """One sample through its life: waiting, running, put aside, finished."""
 
     ticket: int
+    index: int  # among the samples of its ticket
     request: Request
     completion: Completion
+    most_pages: int  # that it ever holds, its prompt in and compacted
     priority: tuple[int, int]  # the smallest is admitted first
     prefix: Prefix
     on_tokens: Callable[[Event], None] | None

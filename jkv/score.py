@@ -127,6 +127,7 @@ def score(
     if not len(prompts) == len(counts) == len(settings) == num_samples:
         got = f"{num_samples} rows of tokens, {len(prompts)} prompts, {len(counts)} lengths, {len(settings)} settings"
         raise ValueError(f"Every row of tokens needs one prompt, one length and one sampling setting; got {got}.")
+    check_tokens(params, tokens, prompts)
     check_trace(trace, params, num_samples)
     parts = []
     for start in range(0, num_samples, MAX_ROWS):
@@ -134,6 +135,22 @@ def score(
         part: Any = None if trace is None else jax.tree.map(lambda field, some=some: field[some], trace)
         parts.append(score_rows(params, tokens[some], prompts[some], counts[some], settings[some], part))
     return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
+
+
+def check_tokens(params: Params, tokens: np.ndarray, prompts: Sequence[Any]) -> None:
+    """Refuses what has no log-probability."""
+    size = params.config.vocab_size
+    for i, ids in enumerate([*prompts, tokens]):
+        what = f"prompt {i}" if i < len(prompts) else "tokens"
+        if isinstance(ids, str):
+            raise ValueError(f"Scoring takes token ids; {what} is text. Encode it with the model's tokenizer.")
+        ids = np.asarray(ids)
+        if ids.size == 0 and i < len(prompts):
+            raise ValueError(
+                f"A prompt must hold at least one token, which the first completion token follows; {what} is empty."
+            )
+        if ids.size and (ids.min() < 0 or ids.max() >= size):
+            raise ValueError(f"Token ids must lie in [0, {size}); {what} holds {ids[(ids < 0) | (ids >= size)][0]}.")
 
 
 def check_trace(trace: Trace | None, params: Params, num_samples: int) -> None:

@@ -31,7 +31,7 @@ full = jkv.generate(model, problem)
 print(full.text[0])
 
 # %% [markdown]
-# The same with R-KV: at most 64 slots in each layer and KV head after every compaction, every 16 tokens.
+# The same with R-KV: at most 96 slots in each layer and KV head after every compaction, every 16 tokens.
 
 # %%
 policy = jkv.r_kv(budget=96, interval=16)

@@ -12,6 +12,7 @@ from jkv import engine, pool, swap
 from jkv import programs as device
 from jkv.attention import Cache
 from jkv.each_step import StepRules
+from jkv.page_choice import ReadRules
 from jkv.params import ModelConfig, Params, weight_shapes
 from jkv.programs import Control, Snapshot, State
 from jkv.sampling import SamplingRows
@@ -51,7 +52,14 @@ class Shapes(NamedTuple):
 
 
 def shapes_of(
-    config: ModelConfig, *, dtype: Any, page_size: int, window: int, sharding: Any, keeps_mass: bool = False
+    config: ModelConfig,
+    *,
+    dtype: Any,
+    page_size: int,
+    sharding: Any,
+    window: int = 0,
+    keeps_mass: bool = False,
+    keeps_bounds: bool = False,
 ) -> Shapes:
     """A full engine of 32 rows, each with room for R-KV's budget and buffer in all of 28 layers."""
 
@@ -71,6 +79,7 @@ def shapes_of(
         dtype=dtype,
         slot_data=("mass",) if keeps_mass else (),
         has_holes=keeps_mass,
+        has_bounds=keeps_bounds,
     )
     ring = (config.num_layers, NUM_ROWS, window, config.num_query_heads, config.head_size)
     state = State(
@@ -81,7 +90,7 @@ def shapes_of(
     return Shapes(params, state, leaf)
 
 
-def decode(shapes: Shapes) -> Any:
+def decode(shapes: Shapes, moves_sinks: bool = False) -> Any:
     """A chunk of decode steps."""
     leaf, rows = shapes.leaf, NUM_ROWS
     wide = leaf(rows, dtype=jnp.float32)
@@ -90,7 +99,11 @@ def decode(shapes: Shapes) -> Any:
     if shapes.state.cache.pool.hole is not None:
         flags = leaf(rows, dtype=bool)
         rules = StepRules(leaf(shapes.params.config.num_layers, rows), leaf(rows), leaf(rows), flags, flags)
-    control = Control(leaf(rows), leaf(rows, 1), settings, rules, None, None)
+    reads = None
+    if shapes.state.cache.pool.bounds is not None:
+        reads = ReadRules(leaf(rows), leaf(rows), leaf(rows, dtype=bool))
+    sinks = leaf(rows) if moves_sinks else None
+    control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks)
     return device.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.CHUNKS[0], draws="sampled")
 
 
@@ -103,7 +116,8 @@ def prefill(shapes: Shapes) -> Any:
 def compact(policy: str, shapes: Shapes) -> Any:
     """Half of the rows compacted at once."""
     due, budget = shapes.leaf(NUM_DUE), shapes.leaf(shapes.params.config.num_layers, NUM_DUE)
-    return device.compress.trace(shapes.state, due, budget, due, evict=POLICIES[policy].evict, is_traced=False)
+    protected, evict = shapes.leaf(2, NUM_DUE), POLICIES[policy].evict.as_program
+    return device.compress.trace(shapes.state, due, budget, due, protected, evict=evict, is_traced=False)
 
 
 def release(shapes: Shapes) -> Any:
@@ -143,7 +157,9 @@ def write_pages(shapes: Shapes) -> Any:
     """A block of pages from host memory."""
     kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
     block = leaf(swap.BLOCK, *kv.shape[1:], dtype=kv.dtype)
-    content = pool.Content(block, leaf(swap.BLOCK, kv.shape[2]), None)
+    bounds = shapes.state.cache.pool.bounds
+    bounds = None if bounds is None else leaf(swap.BLOCK, *bounds.shape[1:], dtype=bounds.dtype)
+    content = pool.Content(block, leaf(swap.BLOCK, kv.shape[2]), bounds)
     return device.write_pages.trace(shapes.state, leaf(swap.BLOCK), content)
 
 
@@ -153,6 +169,12 @@ class Program(NamedTuple):
     trace: Callable[[Shapes], Any]
     window: int = 0  # last queries
     keeps_mass: bool = False
+    keeps_bounds: bool = False
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """Of `shapes_of`."""
+        return {"window": self.window, "keeps_mass": self.keeps_mass, "keeps_bounds": self.keeps_bounds}
 
 
 # Only `full` and the like remember no query; it never compacts.
@@ -160,19 +182,24 @@ PROGRAMS: dict[str, Program] = {
     "decode-full": Program(decode),
     "decode-r_kv": Program(decode, 8),
     "decode-h2o": Program(decode, keeps_mass=True),
+    "decode-quest": Program(decode, keeps_bounds=True),
+    "decode-moving-sinks": Program(functools.partial(decode, moves_sinks=True)),
     "compact-r_kv": Program(functools.partial(compact, "r_kv"), 8),
     "compact-streaming_llm": Program(functools.partial(compact, "streaming_llm")),
     "compact-random": Program(functools.partial(compact, "random")),
     "compact-h2o": Program(functools.partial(compact, "h2o"), keeps_mass=True),
     "prefill": Program(prefill, 8),
     "prefill-h2o": Program(prefill, keeps_mass=True),
+    "prefill-quest": Program(prefill, keeps_bounds=True),
     "release": Program(release, 8),
     "leave": Program(leave, 8),
     "fork": Program(fork, 8),
     "fork-h2o": Program(functools.partial(fork, owns_all=True), keeps_mass=True),
+    "fork-quest": Program(fork, keeps_bounds=True),
     "sit": Program(sit, 8),
     "drop": Program(drop, 8),
     "write_pages": Program(write_pages, 8),
+    "write_pages-quest": Program(write_pages, keeps_bounds=True),
 }
 
 

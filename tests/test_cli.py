@@ -61,6 +61,8 @@ def test_policies_are_listed_with_their_settings(capsys):
         ((PROBLEM, "--policy", "r_kv", "--budget", 96, "--set", "interval=often"), "interval must be of type int"),
         ((PROBLEM, "--policy", "r_kv", "--budget", 96, "--set", "interval"), "--set takes NAME=VALUE"),
         ((PROBLEM, "--policy", "full", "--budget", 64), "full has these settings: none; got 'budget'"),
+        ((PROBLEM, "--policy", "h2o", "--budget", 96, "--set", "recent=half"), "recent must be of type int | None"),
+        ((PROBLEM, "--out", "no/such/folder/x.jsonl"), "must lie in a folder that exists"),
         ((PROBLEM, "-n", 0), "n must be at least 1"),
         ((PROBLEM, "--temperature", -1), "temperature must be 0"),
         ((PROBLEM, "--model", "no-such-model"), "tiny-reasoner"),

@@ -314,6 +314,66 @@ def test_ctrl_c_returns_what_is_there(model):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+def test_a_callback_that_raises_at_the_last_event_is_told(model):
+    def fail(event):
+        if event.finish_reason:
+            raise RuntimeError("the disk is full")
+
+    with pytest.warns(UserWarning, match="the disk is full"):
+        out = jkv.generate(model, PROMPTS[0], max_new_tokens=5, stop_ids=(), on_tokens=fail, progress=False)
+    assert out.finish_reason == ["length"]
+    assert isinstance(out.samples[0].error, RuntimeError)
+
+
+def test_events_count_samples_within_their_request(model):
+    heard = []
+    out = jkv.generate(
+        model,
+        [PROMPTS[0]] * 2,
+        n=2,
+        max_new_tokens=3,
+        stop_ids=(),
+        on_tokens=lambda e: heard.append((e.ticket, e.sample)),
+        sampling=jkv.Sampling(seed=1),
+        progress=False,
+    )
+    assert sorted(heard) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert len(out.lengths) == 4
+
+
+def test_ctrl_c_in_a_stream_leaves_an_engine_that_goes_on(model):
+    """The turn in progress is finished first, and no token of it is lost."""
+    engine, quiet = (make_engine(model, 2, 2 * ROW) for _ in range(2))
+
+    def interrupt(event):
+        if len(heard) == 0:
+            heard.append(event)
+            signal.raise_signal(signal.SIGINT)
+
+    heard = []
+    tickets = [engine.submit(prompt, max_new_tokens=20, stop_ids=(), on_tokens=interrupt) for prompt in PROMPTS[:2]]
+    with pytest.raises(KeyboardInterrupt):
+        list(engine.stream())
+    told = {ticket: [] for ticket in tickets}
+    for event in engine.stream():
+        told[event.ticket] += event.tokens
+    expected = [quiet.submit(prompt, max_new_tokens=20, stop_ids=()) for prompt in PROMPTS[:2]]
+    quiet.run()
+    for ticket, alone in zip(tickets, expected, strict=True):
+        assert told[ticket] == engine.result(ticket).tokens[0].tolist() == quiet.result(alone).tokens[0].tolist()
+
+
+def test_a_stream_that_is_left_loses_no_event(model):
+    engine = make_engine(model, 2, 2 * ROW)
+    tickets = [engine.submit(prompt, max_new_tokens=20, stop_ids=()) for prompt in PROMPTS[:2]]
+    told = {ticket: [] for ticket in tickets}
+    while not engine.is_idle:
+        for event in engine.stream():
+            told[event.ticket] += event.tokens
+            break
+    assert [len(tokens) for tokens in told.values()] == [20, 20]
+
+
 def test_a_stream_may_take_new_requests_and_cancel_old_ones(model):
     engine = make_engine(model, 2, 2 * ROW)
     first = engine.submit(PROMPTS[0], max_new_tokens=60, stop_ids=())

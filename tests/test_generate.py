@@ -1,6 +1,8 @@
 """`jkv.generate` as a user meets it: results, statistics, invariance, compile counts, and every kind of bad input."""
 
 import dataclasses
+import functools
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -104,16 +106,18 @@ def test_a_small_pool_makes_requests_wait_and_changes_nothing_else(model):
     assert tight.stats.peak_kv_bytes - 2 * 4 * 4 * 4 * 8 * 4 <= 4 * 11 * page  # the query ring comes on top
 
 
-def test_nothing_compiles_anew_for_other_prompts_lengths_budgets_or_weights(model):
-    knobs = KNOBS | {"max_running": 4, "sampling": jkv.Sampling(seed=0)}
-    policy = jkv.r_kv(budget=24, interval=16, window=4)
-    jkv.generate(model, PROMPTS, policy=policy, **knobs)
+@pytest.mark.parametrize("recipe", [functools.partial(jkv.r_kv, window=4), jkv.h2o], ids=["r_kv", "h2o"])
+def test_nothing_compiles_anew_for_other_prompts_lengths_budgets_or_weights(recipe, model):
+    knobs = KNOBS | {"max_running": 4}
+    for temperature in (1.0, 0.0):  # drawing and not drawing are two programs
+        sampling = jkv.Sampling(temperature, seed=0)
+        jkv.generate(model, PROMPTS, policy=recipe(budget=24, interval=16), **knobs | {"sampling": sampling})
     device = (programs.decode_chunk, programs.prefill_chunk, programs.compress, programs.release)
     before = [program._cache_size() for program in device]
     others = jkv.testing.tiny_model(seed=9)
     for budget, prompts, temperature in [(20, PROMPTS[::-1], 0.7), (22, [[1, 2, 3, 4], [9] * 13], 0.0)]:
         for weights in (model, others):
-            changed = jkv.r_kv(budget=budget, interval=16, window=4)
+            changed = recipe(budget=budget, interval=16)
             sampling = jkv.Sampling(temperature, seed=budget)
             jkv.generate(weights, prompts, policy=changed, **knobs | {"sampling": sampling, "max_new_tokens": 40})
     assert [program._cache_size() for program in device] == before
@@ -255,3 +259,17 @@ def test_a_protected_prompt_longer_than_the_budget_is_refused(model):
 def test_sampling_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         jkv.Sampling(**settings)
+
+
+def test_the_pool_that_generate_sizes_holds_what_heads_that_compete_may_round_up_to(model):
+    policy = jkv.ada_kv(budget=112, interval=16, floor=1.0)
+    out = jkv.generate(model, list(range(1, 11)), policy=policy, max_new_tokens=54, stop_ids=(), progress=False)
+    assert out.lengths.tolist() == [54]
+
+
+def test_a_pool_larger_than_the_memory_is_cut_to_it(model, monkeypatch):
+    """Fewer rows run at a time; a request that fits alone is served."""
+    monkeypatch.setattr(sys.modules["jkv.generate"], "free_bytes", lambda device: 40 * memory.page_bytes(model.params, 4, True))
+    out = jkv.generate(model, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], **KNOBS | {"max_new_tokens": 20})
+    assert out.stats.peak_kv_bytes <= 40 * memory.page_bytes(model.params, 4)
+    assert out.lengths.tolist() == [20, 20, 20]

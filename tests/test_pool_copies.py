@@ -12,17 +12,17 @@ from jkv.testing import TINY, assert_no_pool_copy, find_copies
 from tests import programs
 
 
-def shapes_on_the_cpu(window: int = 0, keeps_mass: bool = False) -> programs.Shapes:
+def shapes_on_the_cpu(**kept) -> programs.Shapes:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     config = dataclasses.replace(TINY, head_size=64)  # keys larger than the rows of R-KV's similarity matrix
-    return programs.shapes_of(config, dtype=jnp.float32, page_size=16, window=window, sharding=sharding, keeps_mass=keeps_mass)
+    return programs.shapes_of(config, dtype=jnp.float32, page_size=16, sharding=sharding, **kept)
 
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_program_updates_the_pool_in_place(name):
-    trace, window, keeps_mass = programs.PROGRAMS[name]
-    shapes = shapes_on_the_cpu(window, keeps_mass)
-    assert_no_pool_copy(trace(shapes).lower().compile(), shapes.state.cache.pool)
+    program = programs.PROGRAMS[name]
+    shapes = shapes_on_the_cpu(**program.kept)
+    assert_no_pool_copy(program.trace(shapes).lower().compile(), shapes.state.cache.pool)
 
 
 def test_pages_are_read_without_a_copy_of_the_others():

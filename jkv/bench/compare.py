@@ -15,7 +15,7 @@ import numpy as np
 
 from jkv.generate import generate
 from jkv.params import Model
-from jkv.policies import Policy, full, has_budget, make
+from jkv.policies import POLICIES, Policy, full, has_budget, make
 from jkv.sampling import Sampling
 from jkv.tasks.chains import read_answer
 from jkv.tasks.evaluate import wilson
@@ -74,6 +74,8 @@ def compare(
         shares, whose slots are known only after the full cache ran.
     """
     settings = settings or {}
+    if unknown := sorted(set(settings) - set(POLICIES)):
+        raise ValueError(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.")
     shares = {budget: parse_share(budget) for budget in budgets}
 
     def build(name: str, slots: int | None) -> Policy:
@@ -137,6 +139,8 @@ def run(model: Model, problems: Sequence[Problem], policy: Policy, **options: An
     """Greedy completions of all problems."""
     out = generate(model, [p.prompt for p in problems], policy=policy, sampling=Sampling(temperature=0.0), **options)
     assert out.text is not None
+    if "cancelled" in out.finish_reason:
+        raise KeyboardInterrupt  # half a run is no figure
     is_right = np.array([read_answer(text) == p.answer for text, p in zip(out.text, problems, strict=True)])
     return Run(policy, is_right, out.lengths, out.finish_reason, out.stats, out.prompts)
 
@@ -182,6 +186,7 @@ def paired_change(this: np.ndarray, base: np.ndarray) -> tuple[float, float]:
     return float(difference.mean()), float(1.96 * math.sqrt(difference.var() / len(difference)))
 
 
+MARKERS = "osD^vPX*<>hp"
 COLUMNS = (
     "policy",
     "budget",
@@ -235,7 +240,8 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     base = outcomes[0]
     axes.axhspan(100 * base.low, 100 * base.high, color="0.9", zorder=0)
     axes.axhline(100 * base.accuracy, color="0.4", linewidth=1, label="full cache", zorder=1)
-    for marker, name in zip("osD^vPX*", dict.fromkeys(o.policy for o in outcomes[1:]), strict=False):
+    for i, name in enumerate(dict.fromkeys(o.policy for o in outcomes[1:])):
+        marker = MARKERS[i % len(MARKERS)]
         mine = sorted((o for o in outcomes if o.policy == name), key=lambda o: o.kv_share)
         centre = [100 * o.accuracy for o in mine]
         error = [[100 * (o.accuracy - o.low) for o in mine], [100 * (o.high - o.accuracy) for o in mine]]

@@ -82,7 +82,7 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
         wanted = fields[field].annotation
         accepted = (int, float) if wanted is float else wanted
         if not isinstance(value, accepted) or isinstance(value, bool) != (wanted is bool):
-            raise ValueError(f"{name}'s {field} must be of type {wanted.__name__}; got {value!r}.")
+            raise ValueError(f"{name}'s {field} must be of type {getattr(wanted, '__name__', wanted)}; got {value!r}.")
     for field, parameter in fields.items():
         if parameter.default is parameter.empty and field not in settings:
             raise ValueError(f"{name} needs {field}=; its settings are: {known}.")

@@ -22,8 +22,8 @@ class CacheView(NamedTuple):
     """What a score may look at: one layer's cache, batch rows independent. Empty slots have position EMPTY (-1).
 
     Query w of the window is the one of the token W - 1 - w before the newest; a sequence shorter than the window leaves the
-    oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group. `budget=None` is the
-    policy's own.
+    oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group. `budget`, `sinks`
+    and `recent`, where None, are the policy's own.
     """
 
     key: Float[Array, "B K S H"]
@@ -35,6 +35,8 @@ class CacheView(NamedTuple):
     layer: int | Int[Array, ""] | None = None
     budget: Int[Array, "B K"] | None = None
     prompt_length: Int[Array, " B"] | None = None
+    sinks: Int[Array, " B"] | None = None
+    recent: Int[Array, " B"] | None = None
 
     @property
     def is_filled(self) -> Bool[Array, "B K S"]:
@@ -100,6 +102,11 @@ class Evict:
             raise ValueError(f"order must be 'position' or 'score'; got {self.order!r}.")
 
     @property
+    def as_program(self) -> "Evict":
+        """What a compiled program depends on: `sinks` and `recent` are data (`CacheView`), like budgets."""
+        return dataclasses.replace(self, sinks=0, recent=0)
+
+    @property
     def window(self) -> int:
         """Last queries that the score needs."""
         return getattr(self.score, "window", 0)
@@ -117,7 +124,9 @@ class Evict:
 
     def is_protected(self, view: CacheView) -> Bool[Array, "B K S"]:
         """Which slots must stay."""
-        protected = (view.position < self.sinks) | (view.age < self.recent)
+        sinks = self.sinks if view.sinks is None else view.sinks[:, None, None]
+        recent = self.recent if view.recent is None else view.recent[:, None, None]
+        protected = (view.position < sinks) | (view.age < recent)
         if self.protect_prompt and view.prompt_length is not None:
             protected |= view.position < view.prompt_length[:, None, None]
         return protected & view.is_filled
@@ -224,10 +233,10 @@ class Policy:
             raise ValueError(f"{self.name} cannot evict and choose what to read: compaction moves keys between pages.")
         if self.evict is None:
             return
-        if self.moves_sinks and not (0 < self.evict.sinks <= MOST_SINKS and self.pyramid == 1 and self.evict.scope == "head"):
+        if self.moves_sinks and not self._can_move_sinks:
             raise ValueError(
-                f"{self.name} can move 1 to {MOST_SINKS} sinks, with the same budget in every layer and head; got "
-                f"{self.evict.sinks} sinks, pyramid {self.pyramid} and scope {self.evict.scope!r}."
+                f"{self.name} can move 1 to {MOST_SINKS} sinks up to a window without gaps, of the same budget in every layer "
+                f"and head, compacted between steps and stored by position; got {self}."
             )
         if self.evicts_in_steps:
             if getattr(self.evict.score, "in_step", None) is None or self.evict.scope not in ("head", "layer"):
@@ -274,6 +283,16 @@ class Policy:
     def needs_mass(self) -> bool:
         """Whether the engine must keep each slot's attention mass."""
         return self.evicts_in_steps or (self.evict is not None and self.evict.needs_mass)
+
+    @property
+    def _can_move_sinks(self) -> bool:
+        evict: Any = self.evict
+        return (
+            0 < evict.sinks <= MOST_SINKS
+            and getattr(evict.score, "keeps_window", False)
+            and (evict.scope, evict.order, self.pyramid) == ("head", "position", 1)
+            and isinstance(self.schedule, Every)
+        )
 
     @property
     def num_moving_sinks(self) -> int:

@@ -14,6 +14,8 @@ from jkv.policies.base import CacheView
 class Recency:
     """Newer is better."""
 
+    keeps_window = True  # what is left, sinks apart, has no gaps
+
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         return view.position.astype(jnp.float32)
 

@@ -35,6 +35,8 @@ def evaluate(model: Model, problems: list[Problem], policy: Policy | None = None
     prompts = [problem.prompt for problem in problems]
     out = generate(model, prompts, policy=policy, sampling=Sampling(temperature=0.0), **options)
     assert out.text is not None
+    if "cancelled" in out.finish_reason:
+        raise KeyboardInterrupt  # half a run is no figure
     right = [read_answer(text) == problem.answer for text, problem in zip(out.text, problems, strict=True)]
     low, high = wilson(sum(right), len(right))
     return {

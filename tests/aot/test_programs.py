@@ -1,6 +1,7 @@
 """No device program copies the pool on a TPU or GPU, by compiling for each without having it."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -12,7 +13,14 @@ from tests.aot import targets
 # A minute or so each on a TPU; what they add to their likes is compiled for the H200 and the CPU.
 SLOW = {
     (target, name) for target in ("tpu-v5e", "tpu-v6e") for name in ("decode-full", "compact-streaming_llm", "compact-random")
-} | {("tpu-v6e", name) for name in ("leave", "sit", "drop", "write_pages")}
+}
+SLOW |= {("tpu-v6e", name) for name in ("leave", "sit", "drop", "write_pages", "decode-h2o", "decode-quest")}
+SLOW |= {
+    (target, name)
+    for target in ("tpu-v5e", "tpu-v6e")
+    for name in programs.PROGRAMS
+    if name.endswith(("-h2o", "-quest", "-moving-sinks")) and name not in ("decode-h2o", "decode-quest")
+}
 CASES = [
     pytest.param(target, name, marks=[pytest.mark.slow] if (target, name) in SLOW else [], id=f"{target}-{name}")
     for target in targets.TARGETS
@@ -20,30 +28,28 @@ CASES = [
 ]
 
 
-def shapes_on(target: str, *, window: int = 0, keeps_mass: bool = False, num_layers: int = 2) -> programs.Shapes:
+def shapes_on(target: str, *, num_layers: int = 2, **kept: Any) -> programs.Shapes:
     """Skips a target whose compiler is not installed; one that is installed and fails is an error."""
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     config = dataclasses.replace(programs.R1_QWEN, num_layers=num_layers)
     page_size, sharding = targets.TARGETS[target][2], targets.sharding_of(target)
-    return programs.shapes_of(
-        config, dtype=jnp.bfloat16, page_size=page_size, window=window, sharding=sharding, keeps_mass=keeps_mass
-    )
+    return programs.shapes_of(config, dtype=jnp.bfloat16, page_size=page_size, sharding=sharding, **kept)
 
 
 @pytest.mark.parametrize(("target", "name"), CASES)
 def test_program_updates_the_pool_in_place(target, name):
-    trace, window, keeps_mass = programs.PROGRAMS[name]
+    program = programs.PROGRAMS[name]
     is_unrolled = name.startswith(("decode", "prefill"))  # two layers are enough; those of the others are scanned
-    shapes = shapes_on(target, window=window, keeps_mass=keeps_mass, num_layers=2 if is_unrolled else programs.DEEP)
-    assert_no_pool_copy(targets.compile_for(target, trace(shapes)), shapes.state.cache.pool)
+    shapes = shapes_on(target, num_layers=2 if is_unrolled else programs.DEEP, **program.kept)
+    assert_no_pool_copy(targets.compile_for(target, program.trace(shapes)), shapes.state.cache.pool)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_decoding_all_layers_updates_the_pool_in_place(target):
     program = programs.PROGRAMS["decode-r_kv"]
-    shapes = shapes_on(target, window=program.window, num_layers=programs.DEEP)
+    shapes = shapes_on(target, num_layers=programs.DEEP, **program.kept)
     assert_no_pool_copy(targets.compile_for(target, program.trace(shapes)), shapes.state.cache.pool)
 
 

@@ -160,6 +160,7 @@ def unprotected(self, view):
         ("mixes rows", "treats_rows_apart", "the score mixes rows"),
         ("nan", "selects_what_is_there", "NaN"),
         ("hidden state", "is_pure", "besides the view"),
+        ("hash", "is_hashable", "hash by value"),
         ("nothing", None, None),
     ],
 )
