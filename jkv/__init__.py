@@ -36,6 +36,7 @@ from jkv.policies import (
     r_kv,
     random,
     rpc,
+    seal,
     snap_kv,
     streaming_llm,
     tova,
@@ -43,6 +44,7 @@ from jkv.policies import (
 from jkv.results import Event, Result
 from jkv.sampling import Sampling
 from jkv.score import Trace, score
+from jkv.steering import SteeringVector
 from jkv.verify import verify
 
 __version__ = "0.1.0"
@@ -64,6 +66,7 @@ __all__ = [
     "Read",
     "Result",
     "Sampling",
+    "SteeringVector",
     "Trace",
     "ada_kv",
     "evict_by",
@@ -77,6 +80,7 @@ __all__ = [
     "random",
     "rpc",
     "score",
+    "seal",
     "snap_kv",
     "streaming_llm",
     "testing",

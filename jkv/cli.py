@@ -1,4 +1,5 @@
-"""The command line: `jkv generate` decodes one prompt or a file of them, `jkv eval` compares policies.
+"""The command line: `jkv generate` decodes one prompt or a file of them, `jkv eval` compares policies, `jkv steer`
+extracts a steering vector.
 
 Bad input ends with one line that says the rule, what was got and how to mend it, and exit status 2.
 """
@@ -19,6 +20,8 @@ examples:
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --set interval=16 --set window=4
   jkv generate --file prompts.txt --policy streaming_llm --budget 128 --out completions.jsonl
   jkv eval --config configs/experiments/tiny.toml --out results
+  jkv steer --problems 100 --out steer.safetensors
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy seal --set vector=steer.safetensors
   jkv policies
 """
 
@@ -81,12 +84,26 @@ def make_parser() -> argparse.ArgumentParser:
         "--file", type=Path, help='JSON lines with "prompt" and "answer", compared with \\boxed{}; default: unseen chains'
     )
     evaluate.add_argument("--problems", type=int, help="how many; default: 200")
-    evaluate.add_argument("--policies", type=words, help="comma-separated; default: all; full always runs")
+    evaluate.add_argument("--policies", type=words, help="comma-separated; default: all but seal; full always runs")
     evaluate.add_argument("--budgets", type=words, help='slots, or shares of the mean length; default: "10%%,25%%,50%%"')
     evaluate.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     evaluate.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
     evaluate.add_argument("--page-size", type=int, help="slots of a page; default: 16")
     evaluate.add_argument("--out", type=Path, help="a folder for the table, the JSON and the picture (needs matplotlib)")
+    steer = commands.add_parser(
+        "steer",
+        help="extract a steering vector",
+        description="Extracts a steering vector (SEAL) from a model's own traces, for --policy seal.",
+        **looks,
+    )
+    steer.set_defaults(run=run_steer)
+    steer.add_argument("--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, or a hub name")
+    steer.add_argument("--file", type=Path, help="prompts, as of generate; default: unseen chains")
+    steer.add_argument("--problems", type=int, default=100, help="how many unseen chains; default: 100")
+    steer.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    steer.add_argument("--seed", type=int, help="of the random draws; default: fresh")
+    steer.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
+    steer.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
     policies = commands.add_parser("policies", help="list the policies and their settings")
     policies.set_defaults(run=run_policies)
     return parser
@@ -162,9 +179,9 @@ def run_eval(options: argparse.Namespace) -> int:
     """Compares policies, printing each line of the table as it is known."""
     from jkv import checkpoint
     from jkv.bench import compare as bench
-    from jkv.policies import POLICIES
+    from jkv.policies import POLICIES, needs_no_file
 
-    chosen = read_eval_settings(options, EVAL_DEFAULTS | {"policies": list(POLICIES)})
+    chosen = read_eval_settings(options, EVAL_DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
     if options.out:
         check_plotting()
     model = checkpoint.load(str(chosen["model"]))
@@ -185,6 +202,25 @@ def run_eval(options: argparse.Namespace) -> int:
         about = {name: str(value) if isinstance(value, Path) else value for name, value in chosen.items()}
         for path in bench.write(outcomes, options.out, Path(str(chosen["model"])).name, about):
             print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def run_steer(options: argparse.Namespace) -> int:
+    """Generates traces, extracts their vector and saves it."""
+    from jkv import checkpoint
+    from jkv.extract import extract
+    from jkv.generate import generate
+    from jkv.sampling import Sampling
+
+    sampling = Sampling(options.temperature, seed=options.seed)
+    prompts = read_prompts(None, options.file) if options.file else [p.prompt for p in read_problems(None, options.problems)]
+    model = checkpoint.load(options.model)
+    out = generate(model, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens)
+    completions = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
+    vector = extract(model, out.prompts, completions)
+    vector.save(options.out)
+    kinds = ", ".join(f"{value} {name}" for name, value in vector.about.items() if name in ("check", "switch", "go on"))
+    print(f"wrote {options.out}: {vector}, from thoughts: {kinds}", file=sys.stderr)
     return 0
 
 

@@ -47,6 +47,7 @@ from jkv.requests import Request, check_counts, encode_prompts, make_request, sp
 from jkv.results import Completion, Event, Result, RunStats, make_result
 from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, SamplingRows, request_id, sample_key
+from jkv.steering import Steer, SteerRules, marks_of, num_checks, thinks
 from jkv.text import StopFinder, TextStream, cut, num_certain
 from jkv.timing import COMPILING, clock
 
@@ -121,6 +122,7 @@ class Engine:
         self.keeps_mass = any(policy.needs_mass for policy in policies or ())
         self.keeps_bounds = any(policy.read for policy in policies or ())
         self.moves_sinks = any(policy.moves_sinks for policy in policies or ())
+        self.steers = any(policy.steer for policy in policies or ())
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
         self.page_bytes = page_bytes(self.params, page_size, self.keeps_bounds)
@@ -323,11 +325,28 @@ class Engine:
                 f"{request.policy.name} reads its sinks at their place in the cache, and this engine was built for policies "
                 "that do not. Name the policy when you build it: policies=[...]."
             )
+        if request.policy.steer:
+            self._check_steer(request.policy.name, request.policy.steer)
         if len(request.stop_ids) > self.max_stop_ids:
             raise ValueError(
                 f"This engine takes at most {self.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. Build it with "
                 f"max_stop_ids={len(request.stop_ids)}."
             )
+
+    def _check_steer(self, name: str, steer: Steer) -> None:
+        if not self.steers:
+            raise ValueError(
+                f"{name} steers, and this engine was built for policies that do not. Name the policy when you build it: "
+                "policies=[...]."
+            )
+        config = self.params.config
+        expected, got = (config.num_layers, config.width), steer.vector.values.shape
+        if got != expected:
+            raise ValueError(
+                f"{name}'s vector must be of this model, {expected[0]} layers of width {expected[1]}; it has {got[0]} of "
+                f"{got[1]}. Extract one with `jkv steer`."
+            )
+        marks_of(self.model.tokenizer, config.vocab_size)
 
     def _samples_of(self, ticket: int) -> list[Sample]:
         if ticket not in self.tickets:
@@ -608,9 +627,9 @@ class Engine:
         """One chunk of all rows."""
         num_steps, control = self._num_steps(), self._control()
         with clock(self.stats, "decode_seconds"):
-            is_traced = self.is_traced and (self.keeps_mass or self.keeps_bounds)
+            is_traced = self.is_traced and (self.keeps_mass or self.keeps_bounds or self.steers)
             self.state, emitted = programs.decode_chunk(self.params, self.state, control, num_steps, self.draws, is_traced)
-            token, log_prob, is_real, held, is_running, dropped, is_read = jax.device_get(emitted)
+            token, log_prob, is_real, held, is_running, dropped, is_read, steered = jax.device_get(emitted)
         assert held <= self.num_pages, "the pool ran out of pages below a claim"
         now = time.perf_counter()
         running = list(self.running.items())
@@ -626,6 +645,8 @@ class Engine:
                 sample.filled = sample.filled + int(counts[i])
             if is_read is not None and sample.request.policy.read:
                 sample.completion.reads.append(is_read[: counts[i], :, i])
+            if steered is not None and sample.request.policy.steer:
+                sample.note_steering(steered[: counts[i], i])
             sample.generated += int(counts[i])
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
@@ -641,7 +662,7 @@ class Engine:
         remaining: Any = np.zeros(self.max_running, np.int32)
         for i, sample in self.running.items():
             remaining[i] = sample.remaining
-        return Control(remaining, *self._settings)
+        return Control(remaining, *[*self._settings, self._steer_rules()])
 
     def _row_settings(self) -> tuple[Any, ...]:
         num_rows = self.max_running
@@ -692,6 +713,25 @@ class Engine:
         for i, sample in self.running.items():
             sinks[i] = sample.request.policy.num_moving_sinks
         return jax.device_put(sinks)
+
+    def _steer_rules(self) -> SteerRules | None:
+        """What the next chunk adds to hidden states; strengths and what rows think change from chunk to chunk."""
+        if not self.steers:
+            return None
+        config = self.params.config
+        marks = marks_of(self.model.tokenizer, config.vocab_size)
+        strength, layer = np.zeros(self.max_running, np.float32), np.zeros(self.max_running, np.int32)
+        vector = np.zeros((self.max_running, config.width), np.float32)
+        is_thinking = np.zeros(self.max_running, bool)
+        for i, sample in self.running.items():
+            steer, tokens = sample.request.policy.steer, sample.completion.tokens
+            if steer:
+                if steer.growth and sample.generated % steer.interval == 0:
+                    sample.num_checks = num_checks(self.model.tokenizer.decode(tokens)) if tokens else 0
+                strength[i] = steer.strength - steer.growth * sample.num_checks
+                layer[i], vector[i] = steer.layer, steer.values
+                is_thinking[i] = thinks([*sample.request.prompt.tolist(), *tokens], marks.think)
+        return SteerRules(*jax.device_put((strength, layer, vector, is_thinking, marks.is_break, marks.think)))
 
     def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""

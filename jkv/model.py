@@ -6,6 +6,7 @@ same weights. The model reports what it saw; it knows no policy.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -30,17 +31,24 @@ class Attend(Protocol):
 
 
 def forward(
-    params: Params, token: Int[Array, "B T"], position: Int[Array, "B T"], attend: Attend, cache: Any
+    params: Params,
+    token: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    attend: Attend,
+    cache: Any,
+    enter: Callable[[int, Array], Array] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """The hidden state of every token after the final norm, and what `attend` made of the cache.
 
     `position` is each token's index in its sequence, the only thing that RoPE looks at; keys handed to `attend` are rotated.
+    `enter` may look at, and change, the hidden states that enter each layer.
     """
     config = params.config
     angle_BTH = rotary_angle(config, position)
     cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
     hidden = params.embedding[token]
     for layer, weights in enumerate(params.layers):
+        hidden = hidden if enter is None else enter(layer, hidden)
         query, key, value = project(config, weights, hidden, cos, sin)
         mixed, cache = attend(layer, query, key, value, cache)
         hidden = hidden + mixed.reshape(*token.shape, -1) @ weights.out

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv import model as decoder
 from jkv import pool as pages
-from jkv import sampling
+from jkv import sampling, steering
 from jkv.attention import Cache, DecodeAttention, PrefillAttention, SinkRules, last_queries
 from jkv.each_step import StepRules
 from jkv.page_choice import ReadRules
@@ -21,6 +21,7 @@ from jkv.params import Params
 from jkv.policies.base import CacheView, Evict
 from jkv.pool import EMPTY, Seat
 from jkv.sampling import SamplingRows
+from jkv.steering import SteerRules
 
 
 class State(NamedTuple):
@@ -47,6 +48,7 @@ class Control(NamedTuple):
     rules: StepRules | None  # None when the pool keeps no mass
     reads: ReadRules | None  # None when the pool keeps no bounds
     sinks: Int[Array, " B"] | None  # of each row that moves them, 0 of the others; None when no policy does
+    steer: SteerRules | None  # None when no policy steers
 
 
 class Emitted(NamedTuple):
@@ -59,6 +61,7 @@ class Emitted(NamedTuple):
     is_running: Bool[Array, " B"]  # rows that go on
     dropped: Int[Array, "steps L B K"] | None  # positions that steps gave up, EMPTY for none; None unless traced
     is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
+    steered: Float[Array, "steps B"] | None  # how much of its vector each token got; None unless traced
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced"), donate_argnames="state")
@@ -68,8 +71,8 @@ def decode_chunk(
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
     row = jnp.arange(control.remaining.shape[0], dtype=jnp.int32)
 
-    def step(carry: tuple[State, Array, Array], _: None) -> tuple[tuple[State, Array, Array], tuple[Any, ...]]:
-        (cache, logits), is_active, remaining = carry
+    def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        (cache, logits), is_active, remaining, is_thinking = carry
         position = cache.pool.logical_length
         token, log_prob = sampling.draw(logits, control.sampling, position, draws)
         token = jnp.where(is_active, token, 0)
@@ -87,19 +90,23 @@ def decode_chunk(
             victim=None if control.rules is None else jnp.full_like(length, EMPTY),
             is_read=None if control.reads is None else jnp.zeros(pool.page_table.shape, bool),
         )
-        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache)
+        enter = steered = None
+        if control.steer is not None:
+            steered, is_thinking = steering.amounts(control.steer, token, is_thinking)
+            enter = functools.partial(steering.push, control.steer.vector, control.steer.layer, steered[:, None])
+        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache, enter)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
         if cache.victim is not None:
             pool, dropped = pages.open_holes(pool, cache.victim)
         logits = decoder.unembed(params, hidden[:, 0])
         state = State(Cache(pool, cache.query_ring), logits)
-        events = (dropped, cache.is_read) if is_traced else (None, None)
-        return (state, goes_on, remaining - 1), (token, log_prob, is_active, *events)
+        events = (dropped, cache.is_read, steered) if is_traced else (None, None, None)
+        return (state, goes_on, remaining - 1, is_thinking), (token, log_prob, is_active, *events)
 
-    start = (state, control.remaining > 0, control.remaining)
-    (state, is_running, _), emitted = jax.lax.scan(step, start, None, length=num_steps)
-    token, log_prob, is_real, dropped, is_read = emitted
-    return state, Emitted(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, dropped, is_read)
+    is_thinking = None if control.steer is None else control.steer.is_thinking
+    start = (state, control.remaining > 0, control.remaining, is_thinking)
+    (state, is_running, *_), (token, log_prob, is_real, *events) = jax.lax.scan(step, start, None, length=num_steps)
+    return state, Emitted(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, *events)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

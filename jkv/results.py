@@ -9,7 +9,7 @@ import numpy as np
 from jkv.params import Model
 from jkv.requests import Request
 from jkv.sampling import Sampling
-from jkv.score import Trace
+from jkv.score import SteerTrace, Trace
 from jkv.text import cut
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Completion:
     reads: list[np.ndarray] = dataclasses.field(default_factory=list)  # [steps, L, K, MP] bool: traced Quest's chunks
     columns: tuple[np.ndarray, ...] | None = None  # source, begin, end [L, K, C], where `ends` cannot say it
     sink_shift: np.ndarray | None = None  # [T] int32, traced and moving sinks only: see `Trace`
+    steered: np.ndarray | None = None  # [T] float32, traced and steered only: how much of the vector each token got
     compactions: int = 0
     evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
     preemptions: int = 0
@@ -242,16 +243,27 @@ def make_trace(completions: Sequence[Completion], requests: Sequence[Request]) -
         sinks = np.array([request.policy.num_moving_sinks for request in requests], np.int32)
         none = np.zeros(1, np.int32)
         shift = stack_padded([none if c.sink_shift is None else c.sink_shift for c in completions])
+    steer = make_steer_trace(completions, requests) if any(request.policy.steer for request in requests) else None
     if all(completion.columns is None for completion in completions):
         end = stack_padded(ends)
         own = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)  # a view: costs no memory
-        return Trace(own, own, end, sinks, shift)
+        return Trace(own, own, end, sinks, shift, steer)
     columns = []
     for completion, end in zip(completions, ends, strict=True):
         own = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)
         columns.append((own, own, end) if completion.columns is None else completion.columns)
     source, begin, end = (stack_padded(field) for field in zip(*columns, strict=True))
-    return Trace(source, begin, end, sinks, shift)
+    return Trace(source, begin, end, sinks, shift, steer)
+
+
+def make_steer_trace(completions: Sequence[Completion], requests: Sequence[Request]) -> SteerTrace:
+    """What was added to each sample's hidden states; nothing for those that no policy steers."""
+    steers = [request.policy.steer for request in requests]
+    width = next(steer.values.shape[0] for steer in steers if steer)
+    amount = stack_padded([np.zeros(1, np.float32) if c.steered is None else c.steered for c in completions])
+    layer = np.array([steer.layer if steer else 0 for steer in steers], np.int32)
+    vector = np.stack([steer.values.astype(np.float32) if steer else np.zeros(width, np.float32) for steer in steers])
+    return SteerTrace(amount, layer, vector)
 
 
 def stack_padded(arrays: Sequence[np.ndarray]) -> np.ndarray:

@@ -69,6 +69,7 @@ class Sample:
     generated: int = 0
     filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered
     text: TextStream | None = None
+    num_checks: int = 0  # checking thoughts when the steering last looked
     num_told: int = 0  # characters of the text that were in an event
     num_told_tokens: int = 0
 
@@ -111,6 +112,13 @@ class Sample:
         if completion.sink_shift is None:
             completion.sink_shift = np.zeros(len(self.request.prompt) + self.request.max_new_tokens, np.int32)
         completion.sink_shift[start : start + count] = int(self.filled[0]) - start
+
+    def note_steering(self, amount: np.ndarray) -> None:
+        """Notes how much of its vector each of the next tokens got."""
+        start, completion = len(self.request.prompt) + self.generated, self.completion
+        if completion.steered is None:
+            completion.steered = np.zeros(len(self.request.prompt) + self.request.max_new_tokens, np.float32)
+        completion.steered[start : start + len(amount)] = amount
 
     def note_steps(self, count: int, goes_on: bool, dropped: np.ndarray | None) -> None:
         """Counts what `count` steps gave up (`dropped` [steps, L, K] positions, when traced); a last step gives up nothing."""

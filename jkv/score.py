@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 from jkv import model as decoder
 from jkv import sampling as distributions
+from jkv import steering
 from jkv.attention import NEVER
 from jkv.params import Model, Params
 from jkv.sampling import Sampling
@@ -30,6 +31,14 @@ UNEMBED_BLOCK = 64  # tokens whose logits exist at once
 MAX_ROWS = 8  # samples of a program
 
 
+class SteerTrace(NamedTuple):
+    """What steering added to the hidden states of each sample: `amount` times `vector` where they enter `layer`."""
+
+    amount: Any  # [n, T]
+    layer: Any  # [n]
+    vector: Any  # [n, D]
+
+
 class Trace(NamedTuple):
     """Attention columns of each sample, layer and KV head (int32, on the host); prompt and completion are one sequence."""
 
@@ -38,6 +47,7 @@ class Trace(NamedTuple):
     end: np.ndarray  # [n, L, K, C] first position that reads it no more; NEVER (2**31 - 1) when it stays
     sinks: np.ndarray | None = None  # [n] first tokens that queries read from another position (`jkv.sinks`), if any
     sink_shift: np.ndarray | None = None  # [n, T] positions by which each query turns for them, at most 0
+    steer: SteerTrace | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +69,7 @@ class Columns(NamedTuple):
     end: Int[Array, "n L K C"]
     sinks: Int[Array, " n"] | None = None
     sink_shift: Int[Array, "n T"] | None = None
+    steer: SteerTrace | None = None
 
 
 class ReplayAttention(NamedTuple):
@@ -77,7 +88,7 @@ class ReplayAttention(NamedTuple):
         cache: None,
     ) -> tuple[Float[Array, "n T N H"], None]:
         """Attention as the trace has it."""
-        source, begin, end, sinks, _ = self.columns
+        source, begin, end, sinks, *_ = self.columns
         columns = begin[:, layer], end[:, layer], None if source is None else source[:, layer]
         if sinks is None:
             return kernels.replay_attention(query, key, value, self.position, *columns), None
@@ -205,18 +216,22 @@ def make_columns(trace: Trace | None, params: Params, num_samples: int, total: i
     if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
         end = np.full(shape, NEVER, np.int32)
         end[..., :num_columns] = trace.end[..., :num_columns]
-        return Columns(None, jnp.asarray(own), jnp.asarray(end), *make_shift(trace, total))
+        return Columns(None, jnp.asarray(own), jnp.asarray(end), *beyond_columns(trace, total))
     end = np.where(trace.source < total, trace.end, trace.begin)
     source = np.minimum(trace.source, total - 1)
-    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *make_shift(trace, total))
+    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *beyond_columns(trace, total))
 
 
-def make_shift(trace: Trace, total: int) -> tuple[Any, Any]:
-    """A trace's sinks and shifts, padded or cut to the tokens of these rows."""
+def beyond_columns(trace: Trace, total: int) -> tuple[Any, Any, Any]:
+    """What a trace says besides its columns, padded or cut to the tokens of these rows."""
+
+    def fit(x: np.ndarray) -> Array:
+        return jnp.asarray(np.pad(x[:, :total], [(0, 0), (0, max(0, total - x.shape[1]))]))
+
+    steer = None if trace.steer is None else trace.steer._replace(amount=fit(trace.steer.amount))
     if trace.sinks is None or trace.sink_shift is None:
-        return None, None
-    shift = trace.sink_shift[:, :total]
-    return jnp.asarray(trace.sinks), jnp.asarray(np.pad(shift, [(0, 0), (0, total - shift.shape[1])]))
+        return None, None, steer
+    return jnp.asarray(trace.sinks), fit(trace.sink_shift), steer
 
 
 @functools.partial(jax.jit, static_argnames="truncates")
@@ -233,7 +248,10 @@ def sequence_log_probs(
     num_samples, total = token.shape
     position = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), token.shape)
     turn = None if columns.sink_shift is None else decoder.rotary_angle(params.config, columns.sink_shift)
-    hidden_nTD, _ = decoder.forward(params, token, position, ReplayAttention(position, columns, turn), None)
+    enter, steer = None, columns.steer
+    if steer is not None:
+        enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)
+    hidden_nTD, _ = decoder.forward(params, token, position, ReplayAttention(position, columns, turn), None, enter)
     target_nT = jnp.roll(token, -1, axis=1)
 
     @jax.checkpoint

@@ -21,7 +21,8 @@ from jkv.pool import EMPTY
 from jkv.results import Result, make_result
 from jkv.sampling import Sampling
 from jkv.score import round_up, score
-from jkv.testing import TINY, random_view, tiny_model
+from jkv.steering import SteeringVector
+from jkv.testing import TINY, TinyTokenizer, random_view, tiny_model
 
 SAMPLING = Sampling(temperature=1.0, seed=3)
 PAGE_SIZE = 4
@@ -63,7 +64,13 @@ class Case:
 
     def __init__(self, policy: Policy, group: int = 2, dtype: Any = jnp.float32) -> None:
         self.policy, self.group, self.dtype = policy, group, dtype
-        self.model = tiny_model(config=dataclasses.replace(TINY, max_positions=1 << 20))
+        config = dataclasses.replace(TINY, max_positions=1 << 20)
+        self.model = tiny_model(config=config, tokenizer=TinyTokenizer())
+        if policy.steer:  # by a vector of this model
+            values = np.random.default_rng(1).standard_normal((config.num_layers, config.width)).astype(np.float32)
+            layer = min(policy.steer.layer, config.num_layers - 1)
+            steer = dataclasses.replace(policy.steer, vector=SteeringVector(values), layer=layer)
+            self.policy = dataclasses.replace(policy, steer=steer)
         schedule: Any = policy.schedule
         budget, interval = policy.budget or 0, getattr(schedule, "interval", 1)
         self.new_tokens = max(64, budget // 2 + 2 * interval + getattr(schedule, "window", 0) + 8)
@@ -188,7 +195,7 @@ def treats_rows_apart(case: Case) -> str | None:
 
 
 def equals_full_when_nothing_is_due(case: Case) -> str | None:
-    """A budget as long as the sequence gives the full cache's tokens and log-probabilities."""
+    """A budget as long as the sequence, or a strength of zero, gives the full cache's tokens and log-probabilities."""
     policy, schedule = case.policy, case.policy.schedule
     new_tokens, enough = case.new_tokens, 2 * len(case.prompts) * (len(case.prompts[-1]) + case.new_tokens)
     if policy.read is not None:
@@ -197,6 +204,8 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
         wide: Any = schedule
         evict = dataclasses.replace(policy.evict, floor=1.0)
         policy = dataclasses.replace(policy, schedule=dataclasses.replace(wide, budget=enough), evict=evict, pyramid=1.0)
+    elif policy.steer is not None:
+        policy = dataclasses.replace(policy, steer=dataclasses.replace(policy.steer, strength=0.0, growth=0.0))
     elif schedule is not None:  # it drops what its schedule says, whatever the budget: stop before
         new_tokens = (schedule.steps_until_due(0) or 2) - 1
     uncut = case.run(full(), new_tokens=new_tokens)

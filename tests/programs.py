@@ -16,6 +16,7 @@ from jkv.page_choice import ReadRules
 from jkv.params import ModelConfig, Params, weight_shapes
 from jkv.programs import Control, Snapshot, State
 from jkv.sampling import SamplingRows
+from jkv.steering import SteerRules
 
 DEEP = 28  # layers whose pages the pool holds, however few are compiled
 NUM_ROWS = 32
@@ -90,7 +91,7 @@ def shapes_of(
     return Shapes(params, state, leaf)
 
 
-def decode(shapes: Shapes, moves_sinks: bool = False) -> Any:
+def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False) -> Any:
     """A chunk of decode steps."""
     leaf, rows = shapes.leaf, NUM_ROWS
     wide = leaf(rows, dtype=jnp.float32)
@@ -103,7 +104,12 @@ def decode(shapes: Shapes, moves_sinks: bool = False) -> Any:
     if shapes.state.cache.pool.bounds is not None:
         reads = ReadRules(leaf(rows), leaf(rows), leaf(rows, dtype=bool))
     sinks = leaf(rows) if moves_sinks else None
-    control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks)
+    steer = None
+    if steers:
+        config, flags = shapes.params.config, leaf(rows, dtype=bool)
+        vector, is_break = leaf(rows, config.width, dtype=jnp.float32), leaf(config.vocab_size, dtype=bool)
+        steer = SteerRules(wide, leaf(rows), vector, flags, is_break, leaf(2))
+    control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer)
     return device.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.CHUNKS[0], draws="sampled")
 
 
@@ -183,6 +189,7 @@ PROGRAMS: dict[str, Program] = {
     "decode-r_kv": Program(decode, 8),
     "decode-h2o": Program(decode, keeps_mass=True),
     "decode-quest": Program(decode, keeps_bounds=True),
+    "decode-seal": Program(functools.partial(decode, steers=True)),
     "decode-moving-sinks": Program(functools.partial(decode, moves_sinks=True)),
     "compact-r_kv": Program(functools.partial(compact, "r_kv"), 8),
     "compact-streaming_llm": Program(functools.partial(compact, "streaming_llm")),

@@ -14,6 +14,7 @@ from jkv.policies.r_kv import r_kv
 from jkv.policies.random import random
 from jkv.policies.rpc import rpc
 from jkv.policies.schedules import AfterPrompt, EachStep, Every, Growing
+from jkv.policies.seal import seal
 from jkv.policies.snap_kv import snap_kv
 from jkv.policies.streaming_llm import streaming_llm
 from jkv.policies.tova import tova
@@ -27,6 +28,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "r_kv": r_kv,
     "random": random,
     "rpc": rpc,
+    "seal": seal,
     "snap_kv": snap_kv,
     "streaming_llm": streaming_llm,
     "tova": tova,
@@ -52,6 +54,7 @@ __all__ = [
     "r_kv",
     "random",
     "rpc",
+    "seal",
     "snap_kv",
     "streaming_llm",
     "tova",
@@ -61,6 +64,12 @@ __all__ = [
 def has_budget(name: str) -> bool:
     """Whether a policy takes a budget; an unknown name does, so that `make` can refuse it."""
     return name not in POLICIES or "budget" in inspect.signature(POLICIES[name]).parameters
+
+
+def needs_no_file(name: str) -> bool:
+    """Whether a policy is complete with nothing but a budget."""
+    fields = inspect.signature(POLICIES[name]).parameters.values()
+    return all(field.name == "budget" or field.default is not field.empty for field in fields)
 
 
 def make(name: str, settings: Mapping[str, Any]) -> Policy:

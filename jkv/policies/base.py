@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget
 from jkv.pool import EMPTY, num_pages_of
 from jkv.sinks import MOST_SINKS
+from jkv.steering import Steer
 
 SCOPES = ("head", "layer", "all", "compete")
 
@@ -210,6 +211,7 @@ class Policy:
       read: which pages a step reads; None reads all.
       moves_sinks: whether the sinks are read at their place in the cache, right before the slots that are left, and not at
         their true positions (`jkv.sinks`). What is left must be a window.
+      steer: what is added to hidden states (`jkv.steering`).
 
     Raises:
       ValueError: a budget too small for the slots that are never dropped, or one part without the other.
@@ -221,6 +223,7 @@ class Policy:
     pyramid: float = 1.0
     read: Read | None = None
     moves_sinks: bool = False
+    steer: Steer | None = None
 
     def __post_init__(self) -> None:
         if (self.evict is None) != (self.schedule is None):
@@ -309,8 +312,9 @@ class Policy:
         return None if self.schedule is None else self.schedule.target(prompt, generated)
 
     def steps_until_due(self, generated: int) -> int | None:
-        """Steps from the `generated`-th new token to the next at which the row may be compacted; None if it never is."""
-        return None if self.schedule is None else self.schedule.steps_until_due(generated)
+        """Steps from the `generated`-th new token to the next at which the engine must look; None if it need not."""
+        due = [part.steps_until_due(generated) for part in (self.schedule, self.steer) if part is not None]
+        return min((steps for steps in due if steps is not None), default=None)
 
     def budgets(self, target: int, num_layers: int) -> np.ndarray:
         """Slots of each layer, `num_layers * target` together: [L]."""

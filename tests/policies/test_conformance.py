@@ -13,14 +13,17 @@ from jkv.pool import EMPTY
 from jkv.testing import random_view
 from jkv.verify import CHECKS, Case, is_hashable, keeps_what_is_protected, selects_what_is_there
 
-SMALL = {"budget": 24, "interval": 16, "window": 4}
-EVICTING = [name for name in POLICIES if name not in ("full", "quest")]
+SMALL = {"budget": 24, "interval": 16, "window": 4, "growth": 0.1}
+VECTOR = jkv.SteeringVector(np.ones((2, 32), np.float32))
 
 
 def build(name, **changes):
     """A policy at test size: only the settings that its recipe has."""
     fields = inspect.signature(POLICIES[name]).parameters
-    return make(name, {field: value for field, value in (SMALL | changes).items() if field in fields})
+    return make(name, {field: value for field, value in (SMALL | {"vector": VECTOR} | changes).items() if field in fields})
+
+
+EVICTING = [name for name in POLICIES if build(name).evict]
 
 
 @pytest.fixture(scope="module", params=list(POLICIES))
