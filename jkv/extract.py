@@ -45,14 +45,16 @@ def extract(model: Model, prompts: Sequence[Any], completions: Sequence[Any]) ->
 
 
 def thoughts(tokenizer: Any, tokens: np.ndarray, is_break: np.ndarray, think: np.ndarray) -> Iterator[tuple[int, str]]:
-    """The place of the token before each finished thought, and the thought's kind."""
+    """The place of the token before each finished thought that says anything, and the thought's kind."""
     is_thinking, opened = False, -1
     for at, token in enumerate(tokens.tolist()):
         if token == think[0]:
             is_thinking, opened = True, -1
         ends = token == think[1] or is_break[token]
         if ends and opened >= 0:
-            yield opened, label(tokenizer.decode(tokens[opened + 1 : at + 1].tolist()).split(BREAK)[0])
+            text = tokenizer.decode(tokens[opened + 1 : at + bool(is_break[token])].tolist()).split(BREAK)[0]
+            if text.strip():
+                yield opened, label(text)
         if token == think[1]:
             is_thinking = False
         if ends:

@@ -178,7 +178,7 @@ def marks_of(tokenizer: Any, vocab_size: int) -> Marks:
 def thinks(tokens: Sequence[int], think: np.ndarray) -> bool:
     """Whether thinking has begun and not ended."""
     marks = [token for token in tokens if token in (think[0], think[1])]
-    return bool(marks) and marks[-1] == think[0]
+    return bool(marks and marks[-1] == think[0])
 
 
 def label(thought: str) -> str:

@@ -15,17 +15,22 @@ from jkv.verify import Case
 
 THINK, END, BREAK, FULL_STOP_BREAK = range(4)  # tokens of the tiny tokenizer
 VECTOR = SteeringVector(np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32))
-KNOBS = {"max_new_tokens": 60, "stop_ids": (), "page_size": 4, "progress": False}
+SAMPLING = jkv.Sampling(temperature=3.0, seed=2)  # nearly any token, breaks among them
+KNOBS = {"max_new_tokens": 150, "stop_ids": (), "page_size": 4, "progress": False}
+
+
+def new_talker():
+    return tiny_model(tokenizer=TinyTokenizer())
 
 
 @pytest.fixture(scope="module")
 def talker():
-    return tiny_model(tokenizer=TinyTokenizer())
+    return new_talker()
 
 
 def generate(model, policy, **options):
     prompts = [[5, THINK, 9], [7, 8], [THINK, END, 6]]
-    return jkv.generate(model, prompts, policy=policy, sampling=jkv.Sampling(seed=2), return_trace=True, **KNOBS | options)
+    return jkv.generate(model, prompts, policy=policy, sampling=SAMPLING, return_trace=True, **KNOBS | options)
 
 
 def amounts_of(out, i, strength_at):
@@ -74,7 +79,7 @@ def test_replay_is_exact_and_a_push_one_token_late_is_not(talker):
     difference = np.abs(np.asarray(jkv.score(talker, out, trace=out.trace._replace(steer=late)).logprobs) - out.logprobs)
     assert difference[0].max() > 1e-3
     assert difference[1].max() <= 1e-4
-    alone = jkv.generate(talker, [7, 8], policy=policies[1], sampling=jkv.Sampling(seed=2), max_running=4, **KNOBS)
+    alone = jkv.generate(talker, [7, 8], policy=policies[1], sampling=SAMPLING, max_running=4, **KNOBS)
     np.testing.assert_array_equal(alone.tokens[0], out.tokens[1])
 
 
@@ -165,17 +170,15 @@ def test_the_command_extracts_a_vector_that_steers(tmp_path, capsys):
         (lambda: jkv.seal(__file__), "`jkv steer` wrote"),
         (lambda: generate(tiny_model(), jkv.seal(VECTOR)), "has no tokenizer"),
         (
-            lambda: generate(tiny_model(tokenizer=TinyTokenizer()), jkv.seal(SteeringVector(np.ones((3, 16), np.float32)))),
+            lambda: generate(new_talker(), jkv.seal(SteeringVector(np.ones((3, 16), np.float32)))),
             "must be of this model, 2 layers of width 32; it has 3 of 16",
         ),
         (
-            lambda: jkv.Engine(tiny_model(tokenizer=TinyTokenizer()), max_slots=64).submit(
-                [1], jkv.seal(VECTOR), max_new_tokens=9
-            ),
+            lambda: jkv.Engine(new_talker(), max_slots=64).submit([1], jkv.seal(VECTOR), max_new_tokens=9),
             "policies=",
         ),
         (
-            lambda: extract(tiny_model(tokenizer=TinyTokenizer()), [[5]], [[THINK, BREAK, 6, BREAK]]),
+            lambda: extract(new_talker(), [[5]], [[THINK, BREAK, 6, BREAK]]),
             "needs thoughts that check",
         ),
     ],
