@@ -125,7 +125,7 @@ def is_hashable(case: Case) -> str | None:
     """It is hashable, and equal to a copy of itself."""
     try:
         twin = copy.deepcopy(case.policy)
-        is_equal = twin == case.policy and hash(twin) == hash(case.policy)
+        is_equal = hash(twin) == hash(case.policy) and twin == case.policy
     except TypeError as error:
         return f"{error}: make the score a frozen dataclass or a plain function, not a closure over arrays or lists."
     return None if is_equal else "A copy of it is another policy, so programs compile anew for it: compare and hash by value."
