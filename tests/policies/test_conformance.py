@@ -199,3 +199,46 @@ class Unhashable:
 def test_verify_takes_policies_alone():
     with pytest.raises(TypeError, match="verify takes a policy"):
         jkv.verify("r_kv")
+
+
+def other(out, **fields):
+    """A result with some fields changed."""
+    return dataclasses.replace(out, **fields)
+
+
+def ended_early(trace):
+    """Every eviction one query too soon."""
+    return trace._replace(end=trace.end - (trace.end < 2**31 - 1))
+
+
+@pytest.fixture(scope="module")
+def window_case():
+    return Case(jkv.streaming_llm(budget=24, interval=16))
+
+
+@pytest.mark.parametrize(
+    ("check", "plant", "words"),
+    [
+        (
+            "replays",
+            lambda out: other(out, trace=out.trace._replace(end=out.trace.end - (out.trace.end < 2**31 - 1))),
+            "differ",
+        ),
+        ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, evicted=0.0)), "dropped nothing"),
+        ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, peak_kv_bytes=1 << 40)), "It held"),
+        ("does_not_depend_on_the_batch", lambda out: other(out, tokens=out.tokens[:, ::-1]), "other tokens alone"),
+    ],
+)
+def test_verify_notices_what_a_run_does_wrong(check, plant, words, window_case):
+    assert CHECKS[check](window_case) is None
+    planted = Case(window_case.policy)
+    planted.compressed = plant(window_case.compressed)
+    assert words in CHECKS[check](planted)
+
+
+def test_verify_notices_drops_below_the_budget_and_programs_compiled_for_a_copy(window_case, monkeypatch):
+    planted = Case(window_case.policy)
+    run = planted.run
+    monkeypatch.setattr(planted, "run", lambda policy=None, *args, **options: run(None, *args, **options))
+    assert "though its budget holds them all" in CHECKS["equals_full_when_nothing_is_due"](planted)
+    assert "programs compiled" in CHECKS["never_compiles_again"](Case(jkv.evict_by(Planted("hash"), budget=24, interval=16)))
