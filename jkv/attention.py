@@ -14,7 +14,7 @@ from jkv import pool as pages
 from jkv.each_step import UNLIMITED, StepRules, add_mass, choose_victim
 from jkv.page_choice import Choice, ReadRules, bound, choose_pages
 from jkv.pool import EMPTY, Pool
-from jkv.sinks import MOST_SINKS, merge
+from jkv.sinks import MOST_SINKS, SinkRules, merge
 
 NEVER = jnp.iinfo(jnp.int32).max  # the end of a column that is never dropped
 
@@ -26,14 +26,6 @@ class Cache(NamedTuple):
     query_ring: Float[Array, "L B W N H"] | None  # the query of position p lies at p % W; None when no policy needs it
     victim: Int[Array, "L B K"] | None = None  # slots that the step in progress gives up; None when it gives up none
     is_read: Bool[Array, "L B K MP"] | None = None  # pages that the step in progress reads; None when it reads all
-
-
-class SinkRules(NamedTuple):
-    """Sinks of each row that are read from another position, and how far the step's queries turn for them."""
-
-    num_sinks: Int[Array, " B"]
-    cos: Float[Array, "B T half"]
-    sin: Float[Array, "B T half"]
 
 
 class DecodeAttention(NamedTuple):

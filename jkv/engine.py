@@ -36,9 +36,9 @@ import numpy as np
 from jkv import pool as pages
 from jkv import programs, swap
 from jkv.attention import NEVER, Cache
-from jkv.each_step import UNLIMITED, StepRules
+from jkv.control import Needs, for_chunk, row_settings
 from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
-from jkv.page_choice import ReadRules, columns_of
+from jkv.page_choice import columns_of
 from jkv.params import Model, Params
 from jkv.policies.base import Evict, Policy
 from jkv.pool import EMPTY, TRASH, num_pages_of
@@ -46,8 +46,7 @@ from jkv.programs import Control, State
 from jkv.requests import Request, check_counts, encode_prompts, make_request, spread_policies
 from jkv.results import Completion, Event, Result, RunStats, make_result
 from jkv.samples import Prefix, Sample, Start
-from jkv.sampling import DRAWS, Sampling, SamplingRows, request_id, sample_key
-from jkv.steering import Steer, SteerRules, marks_of, num_checks, thinks
+from jkv.sampling import DRAWS, Sampling, request_id
 from jkv.text import StopFinder, TextStream, cut, num_certain
 from jkv.timing import COMPILING, clock
 
@@ -55,7 +54,6 @@ CHUNKS = (16, 8, 4, 2, 1)  # decode steps a dispatch
 PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 COMPRESS_SIZES = (1, 4, 16, 64)  # rows of a compaction program
 ORDERS = ("arrival", "longest")
-DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 
 
 class Engine:
@@ -117,15 +115,10 @@ class Engine:
         max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
         self.max_running, self.max_slots, self.page_size = max_running, max_slots, page_size
         self.chunk, self.order, self.max_stop_ids = chunk, order, max_stop_ids
-        evicts = [policy.evict for policy in policies or () if policy.evict]
-        self.window = DEFAULT_WINDOW if policies is None else max((evict.window for evict in evicts), default=0)
-        self.keeps_mass = any(policy.needs_mass for policy in policies or ())
-        self.keeps_bounds = any(policy.read for policy in policies or ())
-        self.moves_sinks = any(policy.moves_sinks for policy in policies or ())
-        self.steers = any(policy.steer for policy in policies or ())
+        self.needs = Needs.of(policies)
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
-        self.page_bytes = page_bytes(self.params, page_size, self.keeps_bounds)
+        self.page_bytes = page_bytes(self.params, page_size, self.needs.bounds)
         self.num_pages = num_pool_pages(
             self.params,
             max_running,
@@ -145,13 +138,13 @@ class Engine:
             max_pages=num_pages_of(max_slots, page_size),
             page_size=page_size,
             dtype=dtype,
-            slot_data=("mass",) if self.keeps_mass else (),
-            has_holes=self.keeps_mass,
-            has_bounds=self.keeps_bounds,
+            slot_data=("mass",) if self.needs.mass else (),
+            has_holes=self.needs.mass,
+            has_bounds=self.needs.bounds,
             poison=poison,
         )
-        ring_shape = (config.num_layers, max_running, self.window, config.num_query_heads, config.head_size)
-        ring = jnp.zeros(ring_shape, dtype) if self.window else None
+        ring_shape = (config.num_layers, max_running, self.needs.window, config.num_query_heads, config.head_size)
+        ring = jnp.zeros(ring_shape, dtype) if self.needs.window else None
         self.state = State(Cache(pool, ring), jnp.zeros((max_running, config.vocab_size), jnp.float32))
         self.row_bytes = sum(x.nbytes for x in jax.tree.leaves((ring, pool.slot_data, pool.hole)))  # beside the pages
         self.stats = RunStats()
@@ -161,7 +154,7 @@ class Engine:
         self.prefixes: dict[Any, Prefix] = {}
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._serial = itertools.count(), itertools.count()
-        self._settings: tuple[Any, ...] | None = None  # of the rows, as `Control` has them; None when they have changed
+        self._settings: Control | None = None  # of the rows, on the device; None when the rows have changed
         self._events: list[Event] = []
         self._tells_text = False
 
@@ -304,49 +297,12 @@ class Engine:
     def _check(self, request: Request) -> None:
         """Refuses what this engine cannot serve."""
         check_fits(self.params, request, max_slots=self.max_slots, num_pages=self.num_pages, page_size=self.page_size)
-        evict = request.policy.evict
-        if evict and evict.window > self.window:
-            raise ValueError(
-                f"{request.policy.name} looks at the last {evict.window} queries; this engine keeps {self.window}. Name the "
-                "policy when you build it: policies=[...]."
-            )
-        if request.policy.needs_mass and not self.keeps_mass:
-            raise ValueError(
-                f"{request.policy.name} goes by the attention mass of each slot, which this engine does not keep. Name the "
-                "policy when you build it: policies=[...]."
-            )
-        if request.policy.read and not self.keeps_bounds:
-            raise ValueError(
-                f"{request.policy.name} goes by bounds of each page's keys, which this engine does not keep. Name the policy "
-                "when you build it: policies=[...]."
-            )
-        if request.policy.moves_sinks and not self.moves_sinks:
-            raise ValueError(
-                f"{request.policy.name} reads its sinks at their place in the cache, and this engine was built for policies "
-                "that do not. Name the policy when you build it: policies=[...]."
-            )
-        if request.policy.steer:
-            self._check_steer(request.policy.name, request.policy.steer)
+        self.needs.check(request.policy, self.model)
         if len(request.stop_ids) > self.max_stop_ids:
             raise ValueError(
                 f"This engine takes at most {self.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. Build it with "
                 f"max_stop_ids={len(request.stop_ids)}."
             )
-
-    def _check_steer(self, name: str, steer: Steer) -> None:
-        if not self.steers:
-            raise ValueError(
-                f"{name} steers, and this engine was built for policies that do not. Name the policy when you build it: "
-                "policies=[...]."
-            )
-        config = self.params.config
-        expected, got = (config.num_layers, config.width), steer.vector.values.shape
-        if got != expected:
-            raise ValueError(
-                f"{name}'s vector must be of this model, {expected[0]} layers of width {expected[1]}; it has {got[0]} of "
-                f"{got[1]}. Extract one with `jkv steer`."
-            )
-        marks_of(self.model.tokenizer, config.vocab_size)
 
     def _samples_of(self, ticket: int) -> list[Sample]:
         if ticket not in self.tickets:
@@ -627,7 +583,7 @@ class Engine:
         """One chunk of all rows."""
         num_steps, control = self._num_steps(), self._control()
         with clock(self.stats, "decode_seconds"):
-            is_traced = self.is_traced and (self.keeps_mass or self.keeps_bounds or self.steers)
+            is_traced = self.is_traced and self.needs.has_events
             self.state, emitted = programs.decode_chunk(self.params, self.state, control, num_steps, self.draws, is_traced)
             token, log_prob, is_real, held, is_running, dropped, is_read, steered = jax.device_get(emitted)
         assert held <= self.num_pages, "the pool ran out of pages below a claim"
@@ -658,80 +614,17 @@ class Engine:
     def _control(self) -> Control:
         """What the next chunk has to know; settings change only with the rows, and stay on the device until then."""
         if self._settings is None:
-            self._settings = self._row_settings()
-        remaining: Any = np.zeros(self.max_running, np.int32)
-        for i, sample in self.running.items():
-            remaining[i] = sample.remaining
-        return Control(remaining, *[*self._settings, self._steer_rules()])
-
-    def _row_settings(self) -> tuple[Any, ...]:
-        num_rows = self.max_running
-        stop_ids, top_k = np.full((num_rows, self.max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
-        temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
-        key = np.zeros((num_rows, 2), np.uint32)
-        for i, sample in self.running.items():
-            request = sample.request
-            stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-            temperature[i], top_p[i] = request.sampling.temperature, request.sampling.top_p
-            top_k[i], key[i] = request.sampling.top_k, key_of(request)
-            self.draws = max(self.draws, request.sampling.draws, key=DRAWS.index)
-        stop_ids, *settings = jax.device_put((stop_ids, temperature, top_p, top_k, key))
-        return stop_ids, SamplingRows(*settings), self._step_rules(), self._read_rules(), self._moving_sinks()
-
-    def _step_rules(self) -> StepRules | None:
-        if not self.keeps_mass:
-            return None
-        num_rows, num_layers = self.max_running, self.params.config.num_layers
-        budget = np.full((num_layers, num_rows), UNLIMITED, np.int32)
-        sinks, recent = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
-        forgets, is_per_layer = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
-        for i, sample in self.running.items():
-            policy = sample.request.policy
-            if policy.evicts_in_steps:
-                evict: Any = policy.evict
-                budget[:, i] = policy.layer_budgets(num_layers)
-                sinks[i], recent[i] = evict.sinks, evict.recent
-                forgets[i], is_per_layer[i] = evict.score.in_step == "last", evict.scope == "layer"
-        return StepRules(*jax.device_put((budget, sinks, recent, forgets, is_per_layer)))
-
-    def _read_rules(self) -> ReadRules | None:
-        if not self.keeps_bounds:
-            return None
-        num_pages = np.full(self.max_running, UNLIMITED, np.int32)
-        dense_layers, averages = np.zeros(self.max_running, np.int32), np.zeros(self.max_running, bool)
-        for i, sample in self.running.items():
-            read = sample.request.policy.read
-            if read:
-                num_pages[i], dense_layers[i] = read.budget // self.page_size, read.dense_layers
-                averages[i] = read.over_group == "mean"
-        return ReadRules(*jax.device_put((num_pages, dense_layers, averages)))
-
-    def _moving_sinks(self) -> jax.Array | None:
-        if not self.moves_sinks:
-            return None
-        sinks = np.zeros(self.max_running, np.int32)
-        for i, sample in self.running.items():
-            sinks[i] = sample.request.policy.num_moving_sinks
-        return jax.device_put(sinks)
-
-    def _steer_rules(self) -> SteerRules | None:
-        """What the next chunk adds to hidden states; strengths and what rows think change from chunk to chunk."""
-        if not self.steers:
-            return None
-        config = self.params.config
-        marks = marks_of(self.model.tokenizer, config.vocab_size)
-        strength, layer = np.zeros(self.max_running, np.float32), np.zeros(self.max_running, np.int32)
-        vector = np.zeros((self.max_running, config.width), np.float32)
-        is_thinking = np.zeros(self.max_running, bool)
-        for i, sample in self.running.items():
-            steer, tokens = sample.request.policy.steer, sample.completion.tokens
-            if steer:
-                if steer.growth and sample.generated % steer.interval == 0:
-                    sample.num_checks = num_checks(self.model.tokenizer.decode(tokens)) if tokens else 0
-                strength[i] = steer.strength - steer.growth * sample.num_checks
-                layer[i], vector[i] = steer.layer, steer.values
-                is_thinking[i] = thinks([*sample.request.prompt.tolist(), *tokens], marks.think)
-        return SteerRules(*jax.device_put((strength, layer, vector, is_thinking, marks.is_break, marks.think)))
+            demands = [sample.request.sampling.draws for sample in self.running.values()]
+            self.draws = max([self.draws, *demands], key=DRAWS.index)
+            self._settings = row_settings(
+                self.running,
+                self.needs,
+                self.model,
+                num_rows=self.max_running,
+                max_stop_ids=self.max_stop_ids,
+                page_size=self.page_size,
+            )
+        return for_chunk(self._settings, self.running, self.model)
 
     def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""
@@ -813,17 +706,6 @@ class Engine:
     def _new_ends(self, num_columns: int) -> np.ndarray:
         config = self.params.config
         return np.full((config.num_layers, config.num_kv_heads, num_columns), NEVER, np.int32)
-
-
-def key_of(request: Request) -> np.ndarray:
-    """The key data of a request's sample."""
-    return sample_key_of(request.seed, request.identity, request.sample)
-
-
-@functools.lru_cache(maxsize=4096)
-def sample_key_of(seed: int, identity: int, sample: int) -> np.ndarray:
-    """`sampling.sample_key`, on the host."""
-    return np.asarray(sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample)))
 
 
 def split_prompt(prompt: np.ndarray) -> list[np.ndarray]:

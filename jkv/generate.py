@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jkv.engine import Engine
-from jkv.memory import free_bytes, most_pages, num_row_pages, page_bytes, widest
+from jkv.memory import at_most_free, most_pages, num_row_pages, page_bytes, widest
 from jkv.params import Model, Params
 from jkv.policies import Policy
 from jkv.requests import Request, check_counts, check_weights, encode_prompts, make_request, spread_policies
@@ -102,8 +102,8 @@ def generate(
     max_slots = round_up(max(widest(params, request) for request in every))
     if kv_memory is None and num_pages is None:
         num_pages = default_num_pages(params, every, num_rows, max_slots, page_size)
-        free = free_bytes(next(iter(params.embedding.devices()))) // page_bytes(params, page_size, has_bounds=True)
-        num_pages = max(1, min(num_pages, free))  # fewer run at a time where memory is short
+        has_bounds = any(policy.read is not None for policy in policies)
+        num_pages = at_most_free(params, num_pages, page_bytes(params, page_size, has_bounds))
     engine = Engine(
         model,
         max_running=num_rows,

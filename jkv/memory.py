@@ -58,16 +58,20 @@ def num_pool_pages(
       ValueError: a setting out of its range, or both settings.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
-    free = free_bytes(next(iter(params.embedding.devices())))
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}.")
     if kv_memory is None:
-        return max(1, min(rows, free // bytes_per_page)) if num_pages is None else num_pages
+        return at_most_free(params, rows, bytes_per_page) if num_pages is None else num_pages
     if kv_memory == "auto":
-        kv_memory = free
+        kv_memory = free_bytes(next(iter(params.embedding.devices())))
     if not isinstance(kv_memory, int) or isinstance(kv_memory, bool) or kv_memory < 1:
         raise ValueError(f'kv_memory is a number of bytes of at least 1, or "auto"; got {kv_memory!r}.')
     return min(2 * rows, kv_memory // bytes_per_page)
+
+
+def at_most_free(params: Params, num_pages: int, bytes_per_page: int) -> int:
+    """As many of the pages as the device has room for, at least one: where memory is short, fewer rows run at a time."""
+    return max(1, min(num_pages, free_bytes(next(iter(params.embedding.devices()))) // bytes_per_page))
 
 
 def free_bytes(device: Any) -> int:

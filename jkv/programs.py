@@ -14,13 +14,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jkv import model as decoder
 from jkv import pool as pages
 from jkv import sampling, steering
-from jkv.attention import Cache, DecodeAttention, PrefillAttention, SinkRules, last_queries
+from jkv.attention import Cache, DecodeAttention, PrefillAttention, last_queries
 from jkv.each_step import StepRules
 from jkv.page_choice import ReadRules
 from jkv.params import Params
 from jkv.policies.base import CacheView, Evict
 from jkv.pool import EMPTY, Seat
 from jkv.sampling import SamplingRows
+from jkv.sinks import SinkRules
 from jkv.steering import SteerRules
 
 

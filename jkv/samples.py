@@ -10,6 +10,7 @@ from jkv.pool import EMPTY
 from jkv.programs import Snapshot
 from jkv.requests import Request, compacted
 from jkv.results import Completion, Event
+from jkv.steering import Thinking
 from jkv.swap import Aside, Pages
 from jkv.text import StopFinder, TextStream
 
@@ -69,7 +70,7 @@ class Sample:
     generated: int = 0
     filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered
     text: TextStream | None = None
-    num_checks: int = 0  # checking thoughts when the steering last looked
+    thinking: Thinking = dataclasses.field(default_factory=Thinking)  # what steering goes by
     num_told: int = 0  # characters of the text that were in an event
     num_told_tokens: int = 0
 

@@ -5,10 +5,20 @@ first tokens, the sinks, come closer. Attention is a function of distances, so i
 alone, back by as many positions as were dropped between them and the window: two groups of slots, merged exactly.
 """
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 MOST_SINKS = 64  # that a policy may move: how far the second look at a row's pages goes
+
+
+class SinkRules(NamedTuple):
+    """Sinks of each row that are read from another position, and how far the step's queries turn for them."""
+
+    num_sinks: Int[Array, " B"]
+    cos: Float[Array, "B T half"]
+    sin: Float[Array, "B T half"]
 
 
 def merge(

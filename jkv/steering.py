@@ -8,7 +8,7 @@ the mean of checking and switching thoughts minus the mean of the others (`extra
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,10 +175,39 @@ def marks_of(tokenizer: Any, vocab_size: int) -> Marks:
     return Marks(is_break, np.array([ids[0] for ids in think], np.int32))
 
 
-def thinks(tokens: Sequence[int], think: np.ndarray) -> bool:
-    """Whether thinking has begun and not ended."""
-    marks = [token for token in tokens if token in (think[0], think[1])]
-    return bool(marks and marks[-1] == think[0])
+@dataclasses.dataclass
+class Thinking:
+    """How far the thinking of a sample has come; each of its tokens is looked at once, and decoded once.
+
+    Attributes:
+      is_thinking: whether it has begun and not ended.
+      num_checks: checking thoughts of the completion that were finished when they were last counted.
+    """
+
+    is_thinking: bool = False
+    num_checks: int = 0
+    _num_followed: int = 0
+    _num_counted: int = 0
+
+    def follow(self, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int], marks: Marks) -> None:
+        """Takes the completion's new tokens, and the prompt's before the first of them."""
+        if self._num_followed == 0:
+            self._read(prompt, marks)
+        self._read(tokens[self._num_followed :], marks)
+        self._num_followed = len(tokens)
+
+    def _read(self, tokens: Sequence[int] | np.ndarray, marks: Marks) -> None:
+        for token in tokens:
+            if token in marks.think:
+                self.is_thinking = bool(token == marks.think[0])
+
+    def count(self, tokens: Sequence[int], marks: Marks, decode: Callable[[Sequence[int]], str]) -> None:
+        """Counts the checks among the thoughts that were finished since the last count."""
+        ends = np.flatnonzero(marks.is_break[tokens[self._num_counted :]])
+        if len(ends):
+            finished = self._num_counted + int(ends[-1]) + 1
+            self.num_checks += num_checks(decode(tokens[self._num_counted : finished]))
+            self._num_counted = finished
 
 
 def label(thought: str) -> str:

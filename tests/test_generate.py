@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -269,7 +268,7 @@ def test_the_pool_that_generate_sizes_holds_what_heads_that_compete_may_round_up
 
 def test_a_pool_larger_than_the_memory_is_cut_to_it(model, monkeypatch):
     """Fewer rows run at a time; a request that fits alone is served."""
-    monkeypatch.setattr(sys.modules["jkv.generate"], "free_bytes", lambda device: 40 * memory.page_bytes(model.params, 4, True))
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 40 * memory.page_bytes(model.params, 4))
     out = jkv.generate(model, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], **KNOBS | {"max_new_tokens": 20})
     assert out.stats.peak_kv_bytes <= 40 * memory.page_bytes(model.params, 4)
     assert out.lengths.tolist() == [20, 20, 20]

@@ -8,8 +8,8 @@ import pytest
 import jkv
 from jkv import model as decoder
 from jkv import pool as pages
-from jkv.attention import Cache, DecodeAttention, SinkRules
-from jkv.sinks import merge
+from jkv.attention import Cache, DecodeAttention
+from jkv.sinks import SinkRules, merge
 from jkv.testing import TINY
 
 K, H, SINKS, DROPPED, SEEN = 2, TINY.head_size, 3, 14, 30

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -58,13 +59,19 @@ def test_breaks_that_the_model_makes_while_it_thinks_are_pushed(talker):
 
 
 def test_the_strength_falls_with_each_check_when_it_is_looked_at(talker, monkeypatch):
-    """Looked at every 8 tokens, by the text of all of them; the letter E stands for a check."""
-    monkeypatch.setattr("jkv.engine.num_checks", lambda text: text.count("E"))
+    """Looked at every 8 tokens, by the text of the thoughts that were finished then; the letter E stands for a check."""
+    monkeypatch.setattr("jkv.steering.num_checks", lambda text: text.count("E"))
     out = generate(talker, jkv.seal(VECTOR, strength=-1.0, growth=0.25, interval=8))
     letter = TinyTokenizer.pieces.index("E")
+
+    def strength_at(tokens, made):
+        looked = tokens[: made // 8 * 8]
+        finished = max((i for i, token in enumerate(looked) if token in (BREAK, FULL_STOP_BREAK)), default=-1)
+        return -1.0 - 0.25 * looked[: finished + 1].count(letter)
+
     strengths = set()
     for i in range(3):
-        expected = amounts_of(out, i, lambda tokens, made: -1.0 - 0.25 * tokens[: made // 8 * 8].count(letter))
+        expected = amounts_of(out, i, strength_at)
         np.testing.assert_allclose(out.trace.steer.amount[i, : len(expected)], expected)
         strengths |= set(expected.tolist())
     assert len(strengths) > 3
@@ -120,8 +127,6 @@ def test_a_vector_is_the_difference_of_means_at_every_layers_input(talker):
         seen = []
 
         def attend(layer, query, key, value, cache):
-            import jax
-
             return jax.nn.dot_product_attention(query, key, value, is_causal=True), cache
 
         def enter(layer, x, seen=seen):

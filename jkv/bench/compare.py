@@ -13,12 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from jkv.generate import generate
 from jkv.params import Model
 from jkv.policies import POLICIES, Policy, full, has_budget, make
-from jkv.sampling import Sampling
-from jkv.tasks.chains import read_answer
-from jkv.tasks.evaluate import wilson
+from jkv.tasks.evaluate import solve, wilson
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,12 +134,8 @@ class Run:
 
 def run(model: Model, problems: Sequence[Problem], policy: Policy, **options: Any) -> Run:
     """Greedy completions of all problems."""
-    out = generate(model, [p.prompt for p in problems], policy=policy, sampling=Sampling(temperature=0.0), **options)
-    assert out.text is not None
-    if "cancelled" in out.finish_reason:
-        raise KeyboardInterrupt  # half a run is no figure
-    is_right = np.array([read_answer(text) == p.answer for text, p in zip(out.text, problems, strict=True)])
-    return Run(policy, is_right, out.lengths, out.finish_reason, out.stats, out.prompts)
+    out, is_right = solve(model, problems, policy, **options)
+    return Run(policy, np.array(is_right), out.lengths, out.finish_reason, out.stats, out.prompts)
 
 
 def summarise(this: Run, base: Run, share: float | None) -> Outcome:

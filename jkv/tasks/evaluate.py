@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from jkv import checkpoint
 from jkv.generate import generate
 from jkv.params import Model
 from jkv.policies import Policy, full
+from jkv.results import Result
 from jkv.sampling import Sampling
 from jkv.tasks.chains import Problem, draw_problem, read_answer
 
@@ -32,12 +34,7 @@ def held_out(count: int, seed: int = HELD_OUT_SEED) -> list[Problem]:
 def evaluate(model: Model, problems: list[Problem], policy: Policy | None = None, **options: Any) -> dict[str, Any]:
     """Accuracy with its interval, lengths in tokens, and how the completions ended; `options` go to `generate`."""
     policy = full() if policy is None else policy
-    prompts = [problem.prompt for problem in problems]
-    out = generate(model, prompts, policy=policy, sampling=Sampling(temperature=0.0), **options)
-    assert out.text is not None
-    if "cancelled" in out.finish_reason:
-        raise KeyboardInterrupt  # half a run is no figure
-    right = [read_answer(text) == problem.answer for text, problem in zip(out.text, problems, strict=True)]
+    out, right = solve(model, problems, policy, **options)
     low, high = wilson(sum(right), len(right))
     return {
         "policy": repr(policy),
@@ -51,6 +48,19 @@ def evaluate(model: Model, problems: list[Problem], policy: Policy | None = None
         "max_tokens": int(out.lengths.max()),
         "finished": {reason: out.finish_reason.count(reason) for reason in sorted(set(out.finish_reason))},
     }
+
+
+def solve(model: Model, problems: Sequence[Any], policy: Policy, **options: Any) -> tuple[Result, list[bool]]:
+    """Greedy completions of problems (anything with a `prompt` and an `answer`), and which of them are right.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C ended it early, and half a run is no figure.
+    """
+    out = generate(model, [p.prompt for p in problems], policy=policy, sampling=Sampling(temperature=0.0), **options)
+    if "cancelled" in out.finish_reason:
+        raise KeyboardInterrupt
+    assert out.text is not None
+    return out, [read_answer(text) == problem.answer for text, problem in zip(out.text, problems, strict=True)]
 
 
 def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:

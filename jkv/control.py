@@ -1,0 +1,181 @@
+"""What policies ask of an engine, and what the device is told about each row: arithmetic on the host, from the running samples.
+
+`Needs` is settled when the engine is built, for it decides what the device keeps; a row's settings change when rows do; what
+steering adds changes from chunk to chunk.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv.each_step import UNLIMITED, StepRules
+from jkv.page_choice import ReadRules
+from jkv.params import Model
+from jkv.policies import Policy
+from jkv.programs import Control
+from jkv.samples import Sample
+from jkv.sampling import SamplingRows, sample_key
+from jkv.steering import SteerRules, marks_of
+
+DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What an engine keeps for its policies.
+
+    Attributes:
+      window: last queries of each row.
+      mass: the attention mass of each slot, and holes.
+      bounds: the smallest and largest of each page's keys.
+      moving_sinks: a second look at the sinks of each row.
+      steering: vectors to add to hidden states.
+    """
+
+    window: int = 0
+    mass: bool = False
+    bounds: bool = False
+    moving_sinks: bool = False
+    steering: bool = False
+
+    @classmethod
+    def of(cls, policies: Sequence[Policy] | None) -> "Needs":
+        """What policies need together; None stands for the plain ones, scored by few queries."""
+        if policies is None:
+            return cls(window=DEFAULT_WINDOW)
+        return cls(
+            window=max((policy.evict.window for policy in policies if policy.evict), default=0),
+            mass=any(policy.needs_mass for policy in policies),
+            bounds=any(policy.read is not None for policy in policies),
+            moving_sinks=any(policy.moves_sinks for policy in policies),
+            steering=any(policy.steer is not None for policy in policies),
+        )
+
+    @property
+    def has_events(self) -> bool:
+        """Whether a step decides something that a trace has to tell."""
+        return self.mass or self.bounds or self.steering
+
+    def check(self, policy: Policy, model: Model) -> None:
+        """Refuses a policy that needs more, or a vector of another model.
+
+        Raises:
+          ValueError: what is missing, and how to have it.
+        """
+        own, kept = (dataclasses.asdict(needs) for needs in (Needs.of([policy]), self))
+        missing = [name for name in own if own[name] > kept[name]]
+        if missing:
+            wanted, built = (", ".join(f"{name}={needs[name]}" for name in missing) for needs in (own, kept))
+            raise ValueError(
+                f"{policy.name} needs {wanted} (`jkv.control.Needs`); this engine was built with {built}. Name the policy when "
+                "you build it: policies=[...]."
+            )
+        if policy.steer is not None:
+            config, got = model.config, policy.steer.vector.values.shape
+            if got != (config.num_layers, config.width):
+                raise ValueError(
+                    f"{policy.name}'s vector must be of this model, {config.num_layers} layers of width {config.width}; it has "
+                    f"{got[0]} of {got[1]}. Extract one with `jkv steer`."
+                )
+            marks_of(model.tokenizer, config.vocab_size)
+
+
+def row_settings(
+    running: Mapping[int, Sample], needs: Needs, model: Model, *, num_rows: int, max_stop_ids: int, page_size: int
+) -> Control:
+    """What stays the same as long as the rows do, on the device; nothing is running in it yet."""
+    stop_ids, top_k = np.full((num_rows, max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
+    temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
+    key = np.zeros((num_rows, 2), np.uint32)
+    for i, sample in running.items():
+        request = sample.request
+        stop_ids[i, : len(request.stop_ids)] = request.stop_ids
+        temperature[i], top_p[i] = request.sampling.temperature, request.sampling.top_p
+        top_k[i], key[i] = request.sampling.top_k, sample_key_of(request.seed, request.identity, request.sample)
+    policies = {i: sample.request.policy for i, sample in running.items()}
+    sampling: Any = (temperature, top_p, top_k, key)
+    arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "sampling": SamplingRows(*sampling)}
+    settings = Control(
+        **arrays,
+        rules=step_rules(policies, num_rows, model.config.num_layers) if needs.mass else None,
+        reads=read_rules(policies, num_rows, page_size) if needs.bounds else None,
+        sinks=moving_sinks(policies, num_rows) if needs.moving_sinks else None,
+        steer=steer_rules(policies, num_rows, model) if needs.steering else None,
+    )
+    return jax.device_put(settings)
+
+
+def for_chunk(settings: Control, running: Mapping[int, Sample], model: Model) -> Control:
+    """The settings with what has changed since the last chunk: tokens that remain, strengths, who thinks."""
+    num_rows = settings.remaining.shape[0]
+    remaining: Any = np.zeros(num_rows, np.int32)
+    strength, is_thinking = np.zeros(num_rows, np.float32), np.zeros(num_rows, bool)
+    for i, sample in running.items():
+        remaining[i] = sample.remaining
+        steer, progress = sample.request.policy.steer, sample.thinking
+        if steer is not None:
+            marks = marks_of(model.tokenizer, model.config.vocab_size)
+            progress.follow(sample.request.prompt, sample.completion.tokens, marks)
+            if steer.growth and sample.generated % steer.interval == 0:
+                progress.count(sample.completion.tokens, marks, model.tokenizer.decode)
+            strength[i], is_thinking[i] = steer.strength - steer.growth * progress.num_checks, progress.is_thinking
+    steer_settings: Any = settings.steer
+    if steer_settings is not None:
+        steer_settings = steer_settings._replace(strength=strength, is_thinking=is_thinking)
+    return settings._replace(remaining=remaining, steer=steer_settings)
+
+
+def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -> Any:
+    """`StepRules`: rows that evict between steps, or never, have no budget here."""
+    budget = np.full((num_layers, num_rows), UNLIMITED, np.int32)
+    sinks, recent = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    forgets, is_per_layer = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
+    for i, policy in policies.items():
+        if policy.evicts_in_steps:
+            evict: Any = policy.evict
+            budget[:, i] = policy.layer_budgets(num_layers)
+            sinks[i], recent[i] = evict.sinks, evict.recent
+            forgets[i], is_per_layer[i] = evict.score.in_step == "last", evict.scope == "layer"
+    arrays: Any = (budget, sinks, recent, forgets, is_per_layer)
+    return StepRules(*arrays)
+
+
+def read_rules(policies: Mapping[int, Policy], num_rows: int, page_size: int) -> Any:
+    """`ReadRules`: rows without a `Read` read all their pages."""
+    num_pages, dense_layers = np.full(num_rows, UNLIMITED, np.int32), np.zeros(num_rows, np.int32)
+    averages = np.zeros(num_rows, bool)
+    for i, policy in policies.items():
+        if policy.read is not None:
+            num_pages[i], dense_layers[i] = policy.read.budget // page_size, policy.read.dense_layers
+            averages[i] = policy.read.over_group == "mean"
+    arrays: Any = (num_pages, dense_layers, averages)
+    return ReadRules(*arrays)
+
+
+def moving_sinks(policies: Mapping[int, Policy], num_rows: int) -> Any:
+    """Sinks of each row that are read at their place in the cache."""
+    sinks = np.zeros(num_rows, np.int32)
+    for i, policy in policies.items():
+        sinks[i] = policy.num_moving_sinks
+    return sinks
+
+
+def steer_rules(policies: Mapping[int, Policy], num_rows: int, model: Model) -> Any:
+    """`SteerRules` but for what changes from chunk to chunk."""
+    marks, layer = marks_of(model.tokenizer, model.config.vocab_size), np.zeros(num_rows, np.int32)
+    vector = np.zeros((num_rows, model.config.width), np.float32)
+    for i, policy in policies.items():
+        if policy.steer is not None:
+            layer[i], vector[i] = policy.steer.layer, policy.steer.values
+    arrays: Any = (np.zeros(num_rows, np.float32), layer, vector, np.zeros(num_rows, bool), marks.is_break, marks.think)
+    return SteerRules(*arrays)
+
+
+@functools.lru_cache(maxsize=4096)
+def sample_key_of(seed: int, identity: int, sample: int) -> np.ndarray:
+    """`sampling.sample_key`, on the host."""
+    return np.asarray(sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample)))
