@@ -19,6 +19,7 @@ from jkv.policies import Policy
 from jkv.programs import Control
 from jkv.samples import Sample
 from jkv.sampling import SamplingRows, sample_key
+from jkv.sentences import ends_of
 from jkv.steering import SteerRules, marks_of
 
 DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
@@ -34,6 +35,7 @@ class Needs:
       bounds: the smallest and largest of each page's keys.
       moving_sinks: a second look at the sinks of each row.
       steering: vectors to add to hidden states.
+      sentences: the hidden states of tokens, for the host to find sentences that are said again.
     """
 
     window: int = 0
@@ -41,6 +43,7 @@ class Needs:
     bounds: bool = False
     moving_sinks: bool = False
     steering: bool = False
+    sentences: bool = False
 
     @classmethod
     def of(cls, policies: Sequence[Policy] | None) -> "Needs":
@@ -53,6 +56,7 @@ class Needs:
             bounds=any(policy.read is not None for policy in policies),
             moving_sinks=any(policy.moves_sinks for policy in policies),
             steering=any(policy.steer is not None for policy in policies),
+            sentences=any(policy.sentences is not None for policy in policies),
         )
 
     @property
@@ -82,6 +86,8 @@ class Needs:
                     f"{got[0]} of {got[1]}. Extract one with `jkv steer`."
                 )
             marks_of(model.tokenizer, config.vocab_size)
+        if policy.sentences is not None:
+            ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
 
 
 def row_settings(
@@ -121,7 +127,7 @@ def for_chunk(settings: Control, running: Mapping[int, Sample], model: Model) ->
             marks = marks_of(model.tokenizer, model.config.vocab_size)
             progress.follow(sample.request.prompt, sample.completion.tokens, marks)
             if steer.growth and sample.generated % steer.interval == 0:
-                progress.count(sample.completion.tokens, marks, model.tokenizer.decode)
+                progress.count(sample.completion.tokens, marks, model.tokenizer.decode, steer.keywords)
             strength[i], is_thinking[i] = steer.strength - steer.growth * progress.num_checks, progress.is_thinking
     steer_settings: Any = settings.steer
     if steer_settings is not None:

@@ -47,6 +47,7 @@ from jkv.requests import Request, check_counts, encode_prompts, make_request, sp
 from jkv.results import Completion, Event, Result, RunStats, make_result
 from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, request_id
+from jkv.sentences import SentenceLog, SentenceMap, ends_of
 from jkv.text import StopFinder, TextStream, cut, num_certain
 from jkv.timing import COMPILING, clock
 
@@ -156,6 +157,7 @@ class Engine:
         self._ticket, self._serial = itertools.count(), itertools.count()
         self._settings: Control | None = None  # of the rows, on the device; None when the rows have changed
         self._events: list[Event] = []
+        self._map_width = 1  # positions that compaction is told sentences for
         self._tells_text = False
 
     # What a caller does.
@@ -495,15 +497,18 @@ class Engine:
         sample = self.running[i]
         prompt = sample.request.prompt
         sample.filled = np.full(self.params.config.num_layers, len(prompt))
+        sample.sentences = self._new_log(sample.request.policy)
         if self.is_traced:
             sample.completion.ends = self._new_ends(len(prompt) + sample.request.max_new_tokens)
         with clock(self.stats, "prefill_seconds"):
             for piece in split_prompt(prompt):
                 padded = np.zeros((1, next(size for size in PREFILL_SIZES if size >= len(piece))), np.int32)
                 padded[0, : len(piece)] = piece
-                self.state = programs.prefill_chunk(
+                self.state, hidden = programs.prefill_chunk(
                     self.params, self.state, np.asarray([i], np.int32), padded, np.asarray([len(piece)], np.int32)
                 )
+                if sample.sentences is not None:
+                    sample.sentences.take(piece, np.asarray(hidden[0])[: len(piece)])
             self._note_peak(int(pages.held_pages(self.state.cache.pool)))
         self.stats.prefills += 1
         if sample.is_due:
@@ -516,7 +521,7 @@ class Engine:
             self._prefill(rows[0])
             self.state, snapshot = programs.leave(self.state, np.int32(rows[0]))
             done = dataclasses.replace(self.running[rows[0]].completion)
-            prefix.start = Start(snapshot, np.asarray(snapshot.seat.page_table), done)
+            prefix.start = Start(snapshot, np.asarray(snapshot.seat.page_table), done, self.running[rows[0]].sentences)
         start = prefix.start
         with clock(self.stats, "prefill_seconds"):
             for owns_all, group in self._by_ownership(rows):
@@ -525,6 +530,7 @@ class Engine:
             completion, done = sample.completion, start.completion
             sample.filled, completion.is_forked = prefix.filled, True
             completion.compactions, completion.evicted = done.compactions, done.evicted
+            sample.sentences = None if start.sentences is None else start.sentences.copy()
             if done.ends is not None:
                 completion.ends = self._new_ends(len(sample.request.prompt) + sample.request.max_new_tokens)
                 count = len(sample.request.prompt)
@@ -584,8 +590,10 @@ class Engine:
         num_steps, control = self._num_steps(), self._control()
         with clock(self.stats, "decode_seconds"):
             is_traced = self.is_traced and self.needs.has_events
-            self.state, emitted = programs.decode_chunk(self.params, self.state, control, num_steps, self.draws, is_traced)
-            token, log_prob, is_real, held, is_running, dropped, is_read, steered = jax.device_get(emitted)
+            self.state, emitted = programs.decode_chunk(
+                self.params, self.state, control, num_steps, self.draws, is_traced, self.needs.sentences
+            )
+            token, log_prob, is_real, held, is_running, dropped, is_read, steered, hidden = jax.device_get(emitted)
         assert held <= self.num_pages, "the pool ran out of pages below a claim"
         now = time.perf_counter()
         running = list(self.running.items())
@@ -603,6 +611,8 @@ class Engine:
                 sample.completion.reads.append(is_read[: counts[i], :, i])
             if steered is not None and sample.request.policy.steer:
                 sample.note_steering(steered[: counts[i], i])
+            if sample.sentences is not None:
+                sample.sentences.take(token[: counts[i], i], hidden[: counts[i], i])
             sample.generated += int(counts[i])
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
@@ -687,9 +697,13 @@ class Engine:
             own: Any = sample.request.policy.evict
             row[j], budget[:, j], prompt_length[j] = i, sample.compacted, len(sample.request.prompt)
             protected[:, j] = own.sinks, own.recent
-        self.state, dropped = programs.compress(
-            self.state, row, budget, prompt_length, protected, evict=evict, is_traced=self.is_traced
+        sentences = self._map_sentences(members, size) if evict.needs_similarity else None
+        self.state, dropped, is_left = programs.compress(
+            self.state, row, budget, prompt_length, protected, evict=evict, is_traced=self.is_traced, sentences=sentences
         )
+        if is_left is not None:
+            for i, left in zip(members, np.asarray(is_left), strict=False):
+                self._log_of(i).forget(left)
         dropped = None if dropped is None else jax.device_get(dropped)
         for j, i in enumerate(members):
             sample = self.running[i]
@@ -702,6 +716,32 @@ class Engine:
                 layer, head, slot = np.nonzero(dropped[:, j] != EMPTY)
                 now = len(sample.request.prompt) + sample.generated
                 completion.ends[layer, head, dropped[layer, j, head, slot]] = now
+
+    def _new_log(self, policy: Policy) -> SentenceLog | None:
+        if policy.sentences is None:
+            return None
+        config = self.params.config
+        is_end = ends_of(self.model.tokenizer, config.vocab_size, policy.sentences.ends)
+        return SentenceLog(is_end, policy.sentences.threshold, config.width)
+
+    def _log_of(self, i: int) -> SentenceLog:
+        log = self.running[i].sentences
+        assert log is not None
+        return log
+
+    def _map_sentences(self, members: list[int], size: int) -> SentenceMap:
+        """Which sentences rows that are due say again; as wide as the longest request that ever ran may get, rounded up."""
+        longest = max(len(self.running[i].request.prompt) + self.running[i].request.max_new_tokens for i in members)
+        self._map_width = max(self._map_width, 1 << (longest - 1).bit_length())
+        sentence, similarity = np.zeros((size, self._map_width), np.int32), np.zeros((size, self._map_width), np.float32)
+        for j, i in enumerate(members):
+            log = self._log_of(i)
+            log.compare()
+            sentence[j], similarity[j] = log.by_position(self._map_width)
+        held = sum(sample.sentences.nbytes for sample in self.running.values() if sample.sentences is not None)
+        self.stats.peak_sentence_bytes = max(self.stats.peak_sentence_bytes, held)
+        arrays: Any = (sentence, similarity)
+        return SentenceMap(*arrays)
 
     def _new_ends(self, num_columns: int) -> np.ndarray:
         config = self.params.config

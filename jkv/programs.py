@@ -21,6 +21,7 @@ from jkv.params import Params
 from jkv.policies.base import CacheView, Evict
 from jkv.pool import EMPTY, Seat
 from jkv.sampling import SamplingRows
+from jkv.sentences import SentenceMap, similarity_of_slots
 from jkv.sinks import SinkRules
 from jkv.steering import SteerRules
 
@@ -63,11 +64,18 @@ class Emitted(NamedTuple):
     dropped: Int[Array, "steps L B K"] | None  # positions that steps gave up, EMPTY for none; None unless traced
     is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
     steered: Float[Array, "steps B"] | None  # how much of its vector each token got; None unless traced
+    hidden: Float[Array, "steps B D"] | None  # of each token, after the final norm; None unless sentences are looked for
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "tells_hidden"), donate_argnames="state")
 def decode_chunk(
-    params: Params, state: State, control: Control, num_steps: int, draws: str, is_traced: bool = False
+    params: Params,
+    state: State,
+    control: Control,
+    num_steps: int,
+    draws: str,
+    is_traced: bool = False,
+    tells_hidden: bool = False,
 ) -> tuple[State, Emitted]:
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
     row = jnp.arange(control.remaining.shape[0], dtype=jnp.int32)
@@ -101,7 +109,10 @@ def decode_chunk(
             pool, dropped = pages.open_holes(pool, cache.victim)
         logits = decoder.unembed(params, hidden[:, 0])
         state = State(Cache(pool, cache.query_ring), logits)
-        events = (dropped, cache.is_read, steered) if is_traced else (None, None, None)
+        events = (
+            *((dropped, cache.is_read, steered) if is_traced else (None, None, None)),
+            hidden[:, 0] if tells_hidden else None,
+        )
         return (state, goes_on, remaining - 1, is_thinking), (token, log_prob, is_active, *events)
 
     is_thinking = None if control.steer is None else control.steer.is_thinking
@@ -113,8 +124,8 @@ def decode_chunk(
 @functools.partial(jax.jit, donate_argnames="state")
 def prefill_chunk(
     params: Params, state: State, row: Int[Array, " 1"], token: Int[Array, "1 T"], num_new: Int[Array, " 1"]
-) -> State:
-    """Appends the first `num_new` of T prompt tokens to a row, and leaves the logits after the last of them."""
+) -> tuple[State, Float[Array, "1 T D"]]:
+    """Appends the first `num_new` of T prompt tokens to a row, and leaves the logits after the last; with the hidden states."""
     cache = state.cache
     position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
@@ -122,7 +133,7 @@ def prefill_chunk(
     hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool))
     cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
     logits = decoder.unembed(params, hidden[:, num_new[0] - 1])
-    return State(cache, state.logits.at[row].set(logits))
+    return State(cache, state.logits.at[row].set(logits)), hidden
 
 
 @functools.partial(jax.jit, static_argnames=("evict", "is_traced"), donate_argnames="state")
@@ -134,8 +145,11 @@ def compress(
     protected: Int[Array, "2 R"],
     evict: Evict,
     is_traced: bool,
-) -> tuple[State, Int[Array, "L R K S"] | None]:
+    sentences: SentenceMap | None = None,
+) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
     """Compacts rows to their budgets, and lists the positions dropped (EMPTY where a slot stays) when traced.
+
+    With sentences, also tells which positions are left in any layer and head.
 
     `protected` are each row's numbers of sinks and of recent tokens; `evict` is `Evict.as_program`. A row equal to the number
     of rows stands for none.
@@ -154,12 +168,22 @@ def compress(
         mass = pool.slot_data["mass"][layer, present] if evict.needs_mass else None
         view = CacheView(key, value, position, query, mass, layer=layer, prompt_length=prompt_length)
         view = view._replace(sinks=protected[0], recent=protected[1])
+        if sentences is not None:
+            view = view._replace(similarity=similarity_of_slots(sentences, position))
         return None, (evict.rate(view), position)
 
     _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
     slots = evict.choose(score, position, budget[..., None])
     state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
-    return state, dropped_positions(position, slots) if is_traced else None
+    dropped = dropped_positions(position, slots) if is_traced else None
+    return state, dropped, None if sentences is None else positions_left(position, slots, sentences.sentence.shape[1])
+
+
+def positions_left(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"], num_positions: int) -> Bool[Array, "R T"]:
+    """Which positions the `slots` of any layer and head hold."""
+    row = jnp.arange(position.shape[1], dtype=jnp.int32)[:, None, None]
+    held = jnp.where(slots == EMPTY, num_positions, jnp.take_along_axis(position, jnp.maximum(slots, 0), axis=-1))
+    return jnp.zeros((position.shape[1], num_positions), bool).at[row, held].set(True, mode="drop")
 
 
 def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:

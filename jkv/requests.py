@@ -11,6 +11,7 @@ import numpy as np
 from jkv.params import Model, Params
 from jkv.policies import POLICIES, Policy, full
 from jkv.sampling import Sampling
+from jkv.sentences import Sentences
 
 DEFAULT_NEW_TOKENS = 1024
 
@@ -46,11 +47,13 @@ class Request:
         return compacted(self.policy, np.full(num_layers, len(self.prompt)), len(self.prompt), 0)
 
     @property
-    def prefix(self) -> tuple[bytes, Policy | None]:
-        """What requests share that can start from one prefill: the prompt, and the policy if it may compress the prompt."""
+    def prefix(self) -> tuple[bytes, Policy | Sentences | None]:
+        """What requests share that can start from one prefill: the prompt, how its sentences are found if they are, and all of
+        the policy if it may compress the prompt.
+        """
         target = self.policy.target(len(self.prompt), 0)
         stays_whole = target is None or (target >= len(self.prompt) and self.policy.pyramid == 1)
-        return self.prompt.tobytes(), None if stays_whole else self.policy
+        return self.prompt.tobytes(), self.policy.sentences if stays_whole else self.policy
 
 
 def make_request(

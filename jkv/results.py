@@ -92,6 +92,7 @@ class RunStats:
     kv_bytes: float = 0.0  # mean over decode chunks
     kv_bytes_per_sample: float = 0.0  # the same, by the samples that were running
     peak_kv_bytes: int = 0
+    peak_sentence_bytes: int = 0  # of embeddings in host memory, for policies that go by sentences
     dense_kv_bytes: int = 0  # what full caches of the same rows would have held at their peak
     seconds: float = 0.0  # all of `Engine.step`, with or without rows
     decode_seconds: float = 0.0  # waiting for decode chunks, and for the compactions before them
@@ -133,6 +134,7 @@ class Stats:
     kv_bytes: int  # held, mean over decode chunks
     kv_bytes_per_sample: float  # the same, by the samples that were running
     peak_kv_bytes: int
+    peak_sentence_bytes: int  # of embeddings in host memory, for policies that go by sentences
     dense_kv_bytes: int  # what full caches of the same rows would have held at their peak
     tokens_per_second: float  # generated tokens by all seconds but those of compiling
     decode_tokens_per_second: float  # by decode seconds alone
@@ -205,6 +207,7 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
         kv_bytes=round(run.kv_bytes),
         kv_bytes_per_sample=run.kv_bytes_per_sample,
         peak_kv_bytes=run.peak_kv_bytes,
+        peak_sentence_bytes=run.peak_sentence_bytes,
         dense_kv_bytes=run.dense_kv_bytes,
         tokens_per_second=num_tokens / max(run.seconds, 1e-9),
         decode_tokens_per_second=num_tokens / max(run.decode_seconds, 1e-9),

@@ -10,6 +10,7 @@ from jkv.pool import EMPTY
 from jkv.programs import Snapshot
 from jkv.requests import Request, compacted
 from jkv.results import Completion, Event
+from jkv.sentences import SentenceLog
 from jkv.steering import Thinking
 from jkv.swap import Aside, Pages
 from jkv.text import StopFinder, TextStream
@@ -48,6 +49,7 @@ class Start:
     snapshot: Snapshot
     page_table: np.ndarray  # the snapshot's, on the host
     completion: Completion  # what compressing the prompt did
+    sentences: SentenceLog | None  # of the prompt, for policies that go by them
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,6 +73,7 @@ class Sample:
     filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered
     text: TextStream | None = None
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # what steering goes by
+    sentences: SentenceLog | None = None  # of a row whose policy goes by them
     num_told: int = 0  # characters of the text that were in an event
     num_told_tokens: int = 0
 

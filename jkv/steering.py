@@ -37,6 +37,7 @@ SWITCHES = (  # and one that holds one of these, or starts with "alternatively",
     "another strategy",
     "another technique",
 )
+CHECK_WORDS = ("Wait", "Alternatively", "again")  # SkipKV's: a thought that holds one checks what was done
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,6 +94,7 @@ class Steer:
       growth: how much the strength falls with each checking thought so far, brought up to date every `interval` tokens
         (SkipKV's 0.02; SEAL has none).
       interval: generated tokens between two such looks.
+      keywords: words that make a thought a checking one there.
     """
 
     vector: SteeringVector
@@ -100,6 +102,7 @@ class Steer:
     strength: float = -1.0
     growth: float = 0.0
     interval: int = 128
+    keywords: tuple[str, ...] = CHECK_WORDS
 
     def __post_init__(self) -> None:
         num_layers = self.vector.values.shape[0]
@@ -109,6 +112,8 @@ class Steer:
             raise ValueError(f"interval must be at least 1 generated token; got {self.interval}.")
         if not np.isfinite(self.values).all() or not self.values.any():
             raise ValueError(f"The vector of layer {self.layer} must be finite and not zero; extract one for that layer.")
+        if "" in self.keywords:
+            raise ValueError(f"keywords are words that make a thought a checking one; got {self.keywords!r}.")
 
     @property
     def values(self) -> np.ndarray:
@@ -201,12 +206,14 @@ class Thinking:
             if token in marks.think:
                 self.is_thinking = bool(token == marks.think[0])
 
-    def count(self, tokens: Sequence[int], marks: Marks, decode: Callable[[Sequence[int]], str]) -> None:
+    def count(
+        self, tokens: Sequence[int], marks: Marks, decode: Callable[[Sequence[int]], str], keywords: Sequence[str]
+    ) -> None:
         """Counts the checks among the thoughts that were finished since the last count."""
         ends = np.flatnonzero(marks.is_break[tokens[self._num_counted :]])
         if len(ends):
             finished = self._num_counted + int(ends[-1]) + 1
-            self.num_checks += num_checks(decode(tokens[self._num_counted : finished]))
+            self.num_checks += num_checks(decode(tokens[self._num_counted : finished]), keywords)
             self._num_counted = finished
 
 
@@ -224,7 +231,7 @@ def label(thought: str) -> str:
     return "go on"
 
 
-def num_checks(text: str, keywords: Sequence[str] = ("Wait", "Alternatively", "again")) -> int:
+def num_checks(text: str, keywords: Sequence[str] = CHECK_WORDS) -> int:
     r"""SkipKV's count of checking thoughts: finished ones that hold a keyword as a word.
 
     >>> num_checks("d=1\n\nWait\n\nb=3\n\nWait aga")

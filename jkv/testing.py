@@ -74,13 +74,17 @@ def random_view(
     query = rng.standard_normal((batch, heads * group, window, 8))
     prompt_length = jnp.asarray([3] * batch, jnp.int32)
     budgets = None if budget is None else jnp.full((batch, heads), budget, jnp.int32)
-    mass = jnp.asarray(np.where(position == EMPTY, np.nan, rng.random(position.shape)), jnp.float32)
+    mass, similarity = (
+        np.where(position == EMPTY, np.float32(np.nan), x) for x in rng.random((2, *position.shape), np.float32)
+    )
+    similarity = np.where(similarity < 0.7, np.float32(0), similarity)  # a third is said again
     return CacheView(
         jnp.asarray(key, dtype),
         jnp.asarray(value, dtype),
         jnp.asarray(position),
         jnp.asarray(query, dtype),
-        mass,
+        jnp.asarray(mass),
+        jnp.asarray(similarity),
         layer=0,
         budget=budgets,
         prompt_length=prompt_length,

@@ -28,6 +28,7 @@ POLICIES = [
     jkv.tova(budget=11),
     jkv.quest(budget=12, dense_layers=1),
     jkv.streaming_llm(budget=12, interval=8, positions="cache"),
+    jkv.skip_kv(budget=14, interval=8, window=WINDOW, tau=0.2, ends=(1, 5, 9, 17)),
 ]
 SAMPLINGS = [jkv.Sampling(temperature=0.0), jkv.Sampling(temperature=1.0, seed=7)]
 LENGTHS = [1, 7, 16, 23]  # most new tokens

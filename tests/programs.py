@@ -16,17 +16,20 @@ from jkv.page_choice import ReadRules
 from jkv.params import ModelConfig, Params, weight_shapes
 from jkv.programs import Control, Snapshot, State
 from jkv.sampling import SamplingRows
+from jkv.sentences import SentenceMap
 from jkv.steering import SteerRules
 
 DEEP = 28  # layers whose pages the pool holds, however few are compiled
 NUM_ROWS = 32
 NUM_DUE = 16  # rows of the compaction
+NUM_POSITIONS = 32_768  # that a compaction is told sentences for
 BUDGET, INTERVAL = 1024, 128  # R-KV's
 POLICIES = {
     "r_kv": jkv.r_kv(BUDGET, INTERVAL),
     "streaming_llm": jkv.streaming_llm(BUDGET),
     "random": jkv.random(BUDGET, INTERVAL),
     "h2o": jkv.h2o(BUDGET, interval=INTERVAL),
+    "skip_kv": jkv.skip_kv(BUDGET, interval=INTERVAL),
 }
 
 # The widths of DeepSeek-R1-Distill-Qwen-1.5B.
@@ -91,7 +94,7 @@ def shapes_of(
     return Shapes(params, state, leaf)
 
 
-def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False) -> Any:
+def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, tells_hidden: bool = False) -> Any:
     """A chunk of decode steps."""
     leaf, rows = shapes.leaf, NUM_ROWS
     wide = leaf(rows, dtype=jnp.float32)
@@ -110,7 +113,8 @@ def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False) -> A
         vector, is_break = leaf(rows, config.width, dtype=jnp.float32), leaf(config.vocab_size, dtype=bool)
         steer = SteerRules(wide, leaf(rows), vector, flags, is_break, leaf(2))
     control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer)
-    return device.decode_chunk.trace(shapes.params, shapes.state, control, num_steps=engine.CHUNKS[0], draws="sampled")
+    options = {"num_steps": engine.CHUNKS[0], "draws": "sampled", "tells_hidden": tells_hidden}
+    return device.decode_chunk.trace(shapes.params, shapes.state, control, **options)
 
 
 def prefill(shapes: Shapes) -> Any:
@@ -123,7 +127,11 @@ def compact(policy: str, shapes: Shapes) -> Any:
     """Half of the rows compacted at once."""
     due, budget = shapes.leaf(NUM_DUE), shapes.leaf(shapes.params.config.num_layers, NUM_DUE)
     protected, evict = shapes.leaf(2, NUM_DUE), POLICIES[policy].evict.as_program
-    return device.compress.trace(shapes.state, due, budget, due, protected, evict=evict, is_traced=False)
+    sentences = None
+    if evict.needs_similarity:
+        sentences = SentenceMap(shapes.leaf(NUM_DUE, NUM_POSITIONS), shapes.leaf(NUM_DUE, NUM_POSITIONS, dtype=jnp.float32))
+    options = {"evict": evict, "is_traced": False, "sentences": sentences}
+    return device.compress.trace(shapes.state, due, budget, due, protected, **options)
 
 
 def release(shapes: Shapes) -> Any:
@@ -192,6 +200,8 @@ PROGRAMS: dict[str, Program] = {
     "decode-seal": Program(functools.partial(decode, steers=True)),
     "decode-moving-sinks": Program(functools.partial(decode, moves_sinks=True)),
     "compact-r_kv": Program(functools.partial(compact, "r_kv"), 8),
+    "decode-skip_kv": Program(functools.partial(decode, tells_hidden=True), 8),
+    "compact-skip_kv": Program(functools.partial(compact, "skip_kv"), 8),
     "compact-streaming_llm": Program(functools.partial(compact, "streaming_llm")),
     "compact-random": Program(functools.partial(compact, "random")),
     "compact-h2o": Program(functools.partial(compact, "h2o"), keeps_mass=True),

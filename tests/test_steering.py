@@ -60,7 +60,7 @@ def test_breaks_that_the_model_makes_while_it_thinks_are_pushed(talker):
 
 def test_the_strength_falls_with_each_check_when_it_is_looked_at(talker, monkeypatch):
     """Looked at every 8 tokens, by the text of the thoughts that were finished then; the letter E stands for a check."""
-    monkeypatch.setattr("jkv.steering.num_checks", lambda text: text.count("E"))
+    monkeypatch.setattr("jkv.steering.num_checks", lambda text, keywords: text.count("E"))
     out = generate(talker, jkv.seal(VECTOR, strength=-1.0, growth=0.25, interval=8))
     letter = TinyTokenizer.pieces.index("E")
 

@@ -15,6 +15,7 @@ from jkv.policies.random import random
 from jkv.policies.rpc import rpc
 from jkv.policies.schedules import AfterPrompt, EachStep, Every, Growing
 from jkv.policies.seal import seal
+from jkv.policies.skip_kv import skip_kv
 from jkv.policies.snap_kv import snap_kv
 from jkv.policies.streaming_llm import streaming_llm
 from jkv.policies.tova import tova
@@ -29,6 +30,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "random": random,
     "rpc": rpc,
     "seal": seal,
+    "skip_kv": skip_kv,
     "snap_kv": snap_kv,
     "streaming_llm": streaming_llm,
     "tova": tova,
@@ -55,6 +57,7 @@ __all__ = [
     "random",
     "rpc",
     "seal",
+    "skip_kv",
     "snap_kv",
     "streaming_llm",
     "tova",

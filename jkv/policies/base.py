@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget
 from jkv.pool import EMPTY, num_pages_of
+from jkv.sentences import Sentences
 from jkv.sinks import MOST_SINKS
 from jkv.steering import Steer
 
@@ -23,7 +24,8 @@ class CacheView(NamedTuple):
     """What a score may look at: one layer's cache, batch rows independent. Empty slots have position EMPTY (-1).
 
     Query w of the window is the one of the token W - 1 - w before the newest; a sequence shorter than the window leaves the
-    oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group. `budget`, `sinks`
+    oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group.
+    `similarity` is how alike a later sentence is to the slot's, if it is flagged, else 0 (`jkv.sentences`). `budget`, `sinks`
     and `recent`, where None, are the policy's own.
     """
 
@@ -68,8 +70,8 @@ class Evict:
 
     Attributes:
       score: a hashable function of a `CacheView`. Its attributes say what it needs, if anything: `window`, how many last
-        queries; `needs_mass`, the accumulated mass. `in_step` says that a decode step can compute it: "sum", the accumulated
-        mass, or "last", the mass of the last query.
+        queries; `needs_mass`, the accumulated mass; `needs_similarity`, that of sentences. `in_step` says that a decode step
+        can compute it: "sum", the accumulated mass, or "last", the mass of the last query.
       sinks: the first positions, never dropped.
       recent: the last positions, never dropped.
       protect_prompt: whether the prompt is never dropped.
@@ -116,6 +118,11 @@ class Evict:
     def needs_mass(self) -> bool:
         """Whether the score needs the accumulated mass."""
         return getattr(self.score, "needs_mass", False)
+
+    @property
+    def needs_similarity(self) -> bool:
+        """Whether the score needs the similarity of sentences."""
+        return getattr(self.score, "needs_similarity", False)
 
     def rate(self, view: CacheView) -> Float[Array, "B K S"]:
         """The score with the mechanism's marks: `-inf` for an empty slot, `+inf` for a protected one."""
@@ -212,6 +219,7 @@ class Policy:
       moves_sinks: whether the sinks are read at their place in the cache, right before the slots that are left, and not at
         their true positions (`jkv.sinks`). What is left must be a window.
       steer: what is added to hidden states (`jkv.steering`).
+      sentences: how sentences are found that are said again, for a score that needs it (`jkv.sentences`).
 
     Raises:
       ValueError: a budget too small for the slots that are never dropped, or one part without the other.
@@ -224,6 +232,7 @@ class Policy:
     read: Read | None = None
     moves_sinks: bool = False
     steer: Steer | None = None
+    sentences: Sentences | None = None
 
     def __post_init__(self) -> None:
         if (self.evict is None) != (self.schedule is None):
@@ -234,8 +243,12 @@ class Policy:
             )
         if self.read and self.evict:
             raise ValueError(f"{self.name} cannot evict and choose what to read: compaction moves keys between pages.")
+        if (self.sentences is not None) != (self.evict is not None and self.evict.needs_similarity):
+            raise ValueError(f"{self.name} needs both sentences and a score that goes by their similarity, or neither.")
         if self.evict is None:
             return
+        if self.sentences is not None and self.evict.order != "position":
+            raise ValueError(f"{self.name} finds sentences among slots stored by position; got order={self.evict.order!r}.")
         if self.moves_sinks and not self._can_move_sinks:
             raise ValueError(
                 f"{self.name} can move 1 to {MOST_SINKS} sinks up to a window without gaps, of the same budget in every layer "
@@ -373,6 +386,8 @@ class Policy:
             raise ValueError(f"{self.name} looks at the last {self.evict.window} queries; the view has {got}.")
         if self.evict.needs_mass and view.mass is None:
             raise ValueError(f"{self.name} goes by the accumulated attention mass; the view has none: CacheView(mass=).")
+        if self.evict.needs_similarity and view.similarity is None:
+            raise ValueError(f"{self.name} goes by the similarity of sentences; the view has none: CacheView(similarity=).")
         budget = view.budget
         if budget is None:
             if self.budget is None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from jkv.policies.base import Policy
-from jkv.steering import Steer, SteeringVector, load_vector
+from jkv.steering import CHECK_WORDS, Steer, SteeringVector, load_vector
 
 
 def seal(
@@ -23,6 +23,17 @@ def seal(
     Raises:
       ValueError: a file that holds no vector, or a setting out of its range.
     """
+    return Policy("seal", steer=steer_by(vector, layer, strength, growth, interval))
+
+
+def steer_by(
+    vector: SteeringVector | Path | str,
+    layer: int | None = None,
+    strength: float = -1.0,
+    growth: float = 0.0,
+    interval: int = 128,
+    keywords: tuple[str, ...] = CHECK_WORDS,
+) -> Steer:
+    """Steering by a vector or a file of one, at the layer two thirds up unless told."""
     loaded = vector if isinstance(vector, SteeringVector) else load_vector(vector)
-    layer = 2 * loaded.values.shape[0] // 3 if layer is None else layer
-    return Policy("seal", steer=Steer(loaded, layer, strength, growth, interval))
+    return Steer(loaded, 2 * loaded.values.shape[0] // 3 if layer is None else layer, strength, growth, interval, keywords)

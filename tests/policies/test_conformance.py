@@ -13,7 +13,7 @@ from jkv.pool import EMPTY
 from jkv.testing import random_view
 from jkv.verify import CHECKS, Case, is_hashable, keeps_what_is_protected, selects_what_is_there
 
-SMALL = {"budget": 24, "interval": 16, "window": 4, "growth": 0.1}
+SMALL = {"budget": 24, "interval": 16, "window": 4, "growth": 0.1, "tau": 0.3}
 VECTOR = jkv.SteeringVector(np.ones((2, 32), np.float32))
 
 
