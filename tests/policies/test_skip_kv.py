@@ -226,6 +226,8 @@ def test_samples_of_a_prompt_share_it_and_then_remember_their_own_sentences(mode
         prompts = [[1], prompt, [3, 4]]
         alone = jkv.generate(model, prompts, policy=recipe(), sampling=SAMPLING, **KNOBS)
         np.testing.assert_array_equal(out.tokens[0], alone.tokens[1])
+        beside = jkv.generate(model, [prompt] * 3, policy=[jkv.full(), recipe(), recipe(ends=(9,))], sampling=SAMPLING, **KNOBS)
+        assert beside.stats.forks == 0  # what is known of the prompt's sentences differs
         assert np.abs(np.asarray(jkv.score(model, out, trace=out.trace).logprobs) - out.logprobs).max() <= 1e-4
 
 
