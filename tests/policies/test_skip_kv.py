@@ -8,6 +8,8 @@ import pytest
 
 import jkv
 from jkv import model as decoder
+from jkv import pool as pages
+from jkv.engine import Engine
 from jkv.policies.base import Evict
 from jkv.policies.scores import Recency
 from jkv.policies.skip_kv import LessRepeated
@@ -229,6 +231,36 @@ def test_samples_of_a_prompt_share_it_and_then_remember_their_own_sentences(mode
         beside = jkv.generate(model, [prompt] * 3, policy=[jkv.full(), recipe(), recipe(ends=(9,))], sampling=SAMPLING, **KNOBS)
         assert beside.stats.forks == 0  # what is known of the prompt's sentences differs
         assert np.abs(np.asarray(jkv.score(model, out, trace=out.trace).logprobs) - out.logprobs).max() <= 1e-4
+
+
+def test_ragged_prompts_need_no_grouping_for_no_slot_ever_holds_padding(model):
+    """SkipKV 4.3 sorts batches by length, since padding takes slots from the budget; here rows have none (its Appendix A.3)."""
+    prompts = [[7], PROMPTS[0], PROMPTS[2], [*PROMPTS[2], *PROMPTS[2]]]  # 1 to 102 tokens, side by side
+    budget, interval = 24, 16
+
+    def num_held(prompt, generated):
+        held = min(prompt, budget)
+        for g in range(generated):
+            held = (min(held, budget) if g % interval == 0 else held) + 1
+        return held
+
+    engine = Engine(model, max_running=4, max_slots=160, page_size=4, policies=[recipe()], chunk=8)
+    for prompt in prompts:
+        engine.submit(prompt, recipe(), SAMPLING, 90, stop_ids=())
+    full_rows, row = 0, jnp.arange(4, dtype=jnp.int32)
+    while engine.waiting or engine.running:
+        engine.step()
+        pool = engine.state.cache.pool
+        position = np.stack([np.asarray(pages.positions(pool, layer, row)) for layer in range(2)])
+        for i, sample in engine.running.items():
+            expected = num_held(len(sample.request.prompt), sample.generated)
+            for of_head in position[:, i].reshape(-1, position.shape[-1]):
+                held = of_head[of_head >= 0].tolist()
+                assert len(set(held)) == len(held)  # every slot a token of its own ...
+                assert set(held) <= set(range(len(sample.request.prompt) + sample.generated))  # ... and the row's
+                assert len(held) in (expected, min(expected, budget) if sample.generated % interval == 0 else expected)
+                full_rows += len(held) >= budget
+    assert full_rows > 100
 
 
 @pytest.mark.parametrize(
