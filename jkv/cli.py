@@ -200,7 +200,8 @@ def run_eval(options: argparse.Namespace) -> int:
     )
     if options.out:
         about = {name: str(value) if isinstance(value, Path) else value for name, value in chosen.items()}
-        for path in bench.write(outcomes, options.out, Path(str(chosen["model"])).name, about):
+        name = options.config.stem if options.config else Path(str(chosen["model"])).name
+        for path in bench.write(outcomes, options.out, name, about):
             print(f"wrote {path}", file=sys.stderr)
     return 0
 
@@ -226,7 +227,7 @@ def run_steer(options: argparse.Namespace) -> int:
 
 def read_eval_settings(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
     """Options of the command line before those of the file before the defaults."""
-    written = {} if options.config is None else tomllib.loads(options.config.read_text())
+    written = {} if options.config is None else read_config(options.config)
     if unknown := sorted(set(written) - set(defaults)):
         raise ValueError(f"{options.config} may set {', '.join(sorted(defaults))}; got {', '.join(unknown)}.")
     for name, kind in EVAL_TYPES.items():
@@ -234,6 +235,15 @@ def read_eval_settings(options: argparse.Namespace, defaults: dict[str, Any]) ->
             raise ValueError(f"{options.config}: {name} must be of type {kind.__name__}; got {written[name]!r}.")
     given = {name: getattr(options, name, None) for name in defaults}
     return defaults | written | {name: value for name, value in given.items() if value is not None}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A TOML file on top of the one that it `extends`, if any; tables of settings are joined name by name."""
+    own = tomllib.loads(path.read_text())
+    if "extends" not in own:
+        return own
+    base = read_config(path.parent / own.pop("extends"))
+    return base | own | {"settings": base.get("settings", {}) | own.get("settings", {})}
 
 
 def read_problems(file: Path | None, count: int) -> list[Any]:

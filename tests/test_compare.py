@@ -1,13 +1,16 @@
 """`jkv eval`: the figures, counted by hand on a model and problems small enough; files that open; and bad input."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jkv import checkpoint, cli
 from jkv.bench import compare as bench
-from jkv.policies import full, streaming_llm
+from jkv.policies import full, r_kv, streaming_llm
+from jkv.steering import SteeringVector
 from jkv.tasks.evaluate import held_out
 
 
@@ -93,6 +96,36 @@ def test_a_config_file_may_set_only_what_there_is(tmp_path, capsys):
     config.write_text("budget = 3\n")
     assert cli.main(["eval", "--config", str(config)]) == 2
     assert "may set budgets, file, max_new_tokens" in capsys.readouterr().err
+    config.write_text('[settings.mine]\npolicy = "no_kv"\n')
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    assert "settings are for policies" in capsys.readouterr().err
+
+
+def test_a_variant_has_its_policys_settings_and_its_own_on_top():
+    settings = {"r_kv": {"interval": 16, "window": 4}, "mean": {"policy": "r_kv", "over_group": "mean", "window": 6}}
+    made = bench.build("mean", 64, settings)
+    assert made.name == "mean"
+    assert made == dataclasses.replace(r_kv(64, 16, window=6, over_group="mean"), name="mean")
+    assert bench.build("r_kv", 64, settings) == r_kv(64, 16, window=4)
+
+
+FOLDER = Path("configs/experiments").absolute()
+EXPERIMENTS = sorted(path for path in FOLDER.glob("*.toml") if not path.stem.startswith("train"))
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=[path.stem for path in EXPERIMENTS])
+def test_every_experiment_names_policies_that_there_are(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    SteeringVector(np.ones((4, 8), np.float32)).save("steer.safetensors")
+    config = cli.read_config(path)
+    settings = config["settings"]
+    recipes = {name: settings.get(name, {}).get("policy", name) for name in config["policies"][1:]}
+    built = [bench.build(name, 64 if bench.has_budget(recipe) else None, settings) for name, recipe in recipes.items()]
+    assert len(set(built)) == len(built) == len({dataclasses.replace(policy, name="") for policy in built})
+    assert set(config) <= {*cli.EVAL_DEFAULTS, "policies"}
+    assert {"extends", "train"}.isdisjoint(config)
+    assert config["page_size"] == 4  # of tiny.toml
+    assert config["settings"]["r_kv"] == {"interval": 16, "window": 4}
 
 
 def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):

@@ -47,6 +47,7 @@ class Outcome:
     kv_bytes: float  # mean
     kv_share: float  # of the full cache's mean
     peak_kv_bytes: int  # of the whole run
+    right: str  # a 1 or 0 for each problem
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
     occupancy: float
@@ -64,26 +65,24 @@ def compare(
 ) -> list[Outcome]:
     """Every policy at every budget, the full cache first; `options` go to `generate`, `settings` to the policies by name.
 
-    A policy whose budget grows with the sequence (RPC) runs once, with its settings.
+    A name of your own is a variant: its settings say which `policy` it is, and come on top of that one's. A policy without a
+    budget (RPC's grows with the sequence) runs once, with its settings.
 
     Raises:
       ValueError: an unknown policy or setting, or a budget that a policy cannot hold; told before anything runs, but for
         shares, whose slots are known only after the full cache ran.
     """
     settings = settings or {}
-    if unknown := sorted(set(settings) - set(POLICIES)):
+    recipes = {name: own.get("policy", name) for name, own in settings.items()}
+    if unknown := sorted(set(recipes.values()) - set(POLICIES)):
         raise ValueError(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.")
     shares = {budget: parse_share(budget) for budget in budgets}
-
-    def build(name: str, slots: int | None) -> Policy:
-        return make(name, ({} if slots is None else {"budget": slots}) | settings.get(name, {}))
-
     wanted: list[tuple[str, str | int | None]] = []
     for name in policies:
         if name != "full":
-            wanted += [(name, budget) for budget in (budgets if has_budget(name) else [None])]
+            wanted += [(name, budget) for budget in (budgets if has_budget(recipes.get(name, name)) else [None])]
     for name, budget in wanted:
-        build(name, None if budget is None else 1 << 30 if shares[budget] else int(budget))
+        build(name, None if budget is None else 1 << 30 if shares[budget] else int(budget), settings)
     runs = [run(model, problems, full(), **options)]
     mean_length = float(np.mean([len(p) for p in runs[0].prompts]) + runs[0].mean_tokens)
     outcomes = [summarise(runs[0], runs[0], None)]
@@ -91,10 +90,19 @@ def compare(
     for name, budget in wanted:
         share = None if budget is None else shares[budget]
         slots = round(share * mean_length) if share else None if budget is None else int(budget)
-        policy = build(name, slots)
+        policy = build(name, slots, settings)
         outcomes.append(summarise(run(model, problems, policy, **options), runs[0], share))
         report(row_of(outcomes[-1]))
     return outcomes
+
+
+def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]]) -> Policy:
+    """The policy, or variant of one, that a name stands for."""
+    own = settings.get(name, {})
+    recipe = own.get("policy", name)
+    chosen = ({} if slots is None else {"budget": slots}) | settings.get(recipe, {}) | own
+    policy = make(recipe, {field: value for field, value in chosen.items() if field != "policy"})
+    return dataclasses.replace(policy, name=name)
 
 
 def parse_share(budget: str | int) -> float | None:
@@ -161,6 +169,7 @@ def summarise(this: Run, base: Run, share: float | None) -> Outcome:
         kv_bytes=stats.kv_bytes_per_sample,
         kv_share=stats.kv_bytes_per_sample / base.stats.kv_bytes_per_sample,
         peak_kv_bytes=stats.peak_kv_bytes,
+        right="".join(str(int(is_right)) for is_right in this.is_right),
         evicted=stats.evicted / count,
         compactions=stats.compactions / count,
         occupancy=stats.occupancy,

@@ -1,6 +1,7 @@
 """The table of policies: each name's recipe. A new policy is its own file and one line here."""
 
 import inspect
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,7 +92,8 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
     for field, value in settings.items():
         if field not in fields:
             raise ValueError(f"{name} has these settings: {known}; got {field!r}.")
-        wanted = fields[field].annotation
+        wanted: Any = fields[field].annotation
+        wanted = wanted.__origin__ if isinstance(wanted, types.GenericAlias) else wanted
         accepted = (int, float) if wanted is float else wanted
         if not isinstance(value, accepted) or isinstance(value, bool) != (wanted is bool):
             raise ValueError(f"{name}'s {field} must be of type {getattr(wanted, '__name__', wanted)}; got {value!r}.")
