@@ -3,9 +3,9 @@
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import choose
-from pallas_kernels.key_redundancy import reference
+from pallas_kernels.key_redundancy import cpu, reference
 
-IMPLEMENTATIONS = {"reference": reference.key_redundancy}
+IMPLEMENTATIONS = {"cpu": cpu.key_redundancy, "reference": reference.key_redundancy}
 
 
 def key_redundancy(
@@ -25,7 +25,8 @@ def key_redundancy(
     is not held redundant (R-KV, arXiv 2505.24133, 3.3). The result is the mean of column s over the filled rows.
     `exempt_first=True` zeroes slot 0 in rows with no entry above the threshold, as the authors' code happens to do (with
     `exempt` at least 1).
-    Cost: S * S * H multiplications twice; memory linear in S.
+    Cost: S * S * H multiplications and additions `exempt` times; memory linear in S.
     """
-    run = choose("key_redundancy", IMPLEMENTATIONS, implementation)
-    return run(key, recency, is_filled, threshold, exempt, exempt_first)
+    settings = {"threshold": threshold, "exempt": exempt, "exempt_first": exempt_first}
+    run = choose("key_redundancy", IMPLEMENTATIONS, implementation, **settings)
+    return run(key, recency, is_filled)

@@ -1,4 +1,8 @@
-"""Plain XLA: a scan over blocks of rows of the similarity matrix, which never exists as a whole."""
+"""Plain XLA: the mean of all similarities is one product with the sum of the keys, so only the exempt ones have to be found.
+
+A key's most recent look-alike comes from a scan over blocks of rows of the similarity matrix, which never exists as a whole.
+The matrix is symmetric, so the largest of a column stands for that of a row: it needs no reduction across a vector's lanes.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -16,29 +20,48 @@ def key_redundancy(
     exempt_first: bool,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.key_redundancy`."""
-    num_slots = key_RSH.shape[1]
+    num_rows, num_slots, _ = key_RSH.shape
     key_RSH = jnp.where(is_filled[..., None], key_RSH, 0).astype(jnp.float32)
     key_RSH = key_RSH / (jnp.linalg.norm(key_RSH, axis=-1, keepdims=True) + 1e-8)
+    total_RS = jnp.einsum("rsh,rh->rs", key_RSH, key_RSH.sum(axis=1)) - jnp.square(key_RSH).sum(axis=-1)
+
+    by_recency_RS = jnp.argsort(jnp.where(is_filled, recency_RS, -1), axis=-1).astype(jnp.int32)  # slots, the newest last
+    row_R1 = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
     slot = jnp.arange(num_slots, dtype=jnp.int32)
+    rank_RS = jnp.zeros_like(by_recency_RS).at[row_R1, by_recency_RS].set(slot)
+    rank_RS = jnp.where(is_filled, rank_RS, -1)
+    below_RS = jnp.full_like(rank_RS, num_slots)
+    for turn in range(exempt):
+        below_RS = latest_alike(key_RSH, rank_RS, below_RS, threshold)
+        other_RS = jnp.take_along_axis(by_recency_RS, jnp.maximum(below_RS, 0), axis=-1)
+        is_exempt_RS = is_filled & (below_RS >= 0)
+        if exempt_first and turn == 0:
+            other_RS = jnp.where(below_RS >= 0, other_RS, 0)
+            is_exempt_RS = is_filled & (other_RS != slot)
+        similarity_RS = (key_RSH * jnp.take_along_axis(key_RSH, other_RS[..., None], axis=1)).sum(axis=-1)
+        total_RS = total_RS.at[row_R1, other_RS].add(jnp.where(is_exempt_RS, -similarity_RS, 0.0))
+    count_R1 = jnp.maximum(is_filled.sum(axis=-1, keepdims=True), 1).astype(jnp.float32)
+    return jnp.where(is_filled, total_RS / count_R1, 0.0)
+
+
+def latest_alike(
+    key_RSH: Float[Array, "R S H"], rank_RS: Int[Array, "R S"], below_RS: Int[Array, "R S"], threshold: float
+) -> Int[Array, "R S"]:
+    """The largest rank under `below`, of another key whose cosine with each (unit) key is above the threshold; -1 for none."""
+    num_slots = key_RSH.shape[1]
     block = min(BLOCK, num_slots)
-    num_blocks = -(-num_slots // block)
+    padding = -num_slots % block
+    padded_RSH = jnp.pad(key_RSH, [(0, 0), (0, padding), (0, 0)])
+    padded_RS = jnp.pad(rank_RS, [(0, 0), (0, padding)], constant_values=-1)
+    slot = jnp.arange(num_slots, dtype=jnp.int32)
 
-    def add_block(total_RS: Float[Array, "R S"], index: Int[Array, ""]) -> tuple[Float[Array, "R S"], None]:
-        row_I = index * block + jnp.arange(block, dtype=jnp.int32)
-        clipped_I = jnp.minimum(row_I, num_slots - 1)
-        is_row_RI = is_filled[:, clipped_I] & (row_I < num_slots)
-        similarity_RIS = jnp.einsum("rih,rsh->ris", key_RSH[:, clipped_I], key_RSH)
-        similarity_RIS = jnp.where(is_row_RI[..., None] & (row_I[:, None] != slot), similarity_RIS, 0.0)
-        is_alike_RIS = similarity_RIS > threshold
-        for turn in range(exempt):
-            latest_RI1 = jnp.max(jnp.where(is_alike_RIS, recency_RS[:, None], -1), axis=-1, keepdims=True)
-            is_exempt_RIS = is_alike_RIS & (recency_RS[:, None] == latest_RI1)
-            if exempt_first and turn == 0:
-                is_exempt_RIS |= (latest_RI1 == -1) & (slot == 0)
-            similarity_RIS = jnp.where(is_exempt_RIS, 0.0, similarity_RIS)
-            is_alike_RIS &= ~is_exempt_RIS
-        return total_RS + similarity_RIS.sum(axis=1), None
+    def look(best_RS: Int[Array, "R S"], start: Int[Array, ""]) -> tuple[Int[Array, "R S"], None]:
+        key_RIH = jax.lax.dynamic_slice_in_dim(padded_RSH, start, block, axis=1)
+        rank_RI1 = jax.lax.dynamic_slice_in_dim(padded_RS, start, block, axis=1)[..., None]
+        similarity_RIS = jnp.einsum("rih,rsh->ris", key_RIH, key_RSH)
+        is_other_IS = (start + jnp.arange(block, dtype=jnp.int32))[:, None] != slot
+        is_alike_RIS = (similarity_RIS > threshold) & is_other_IS & (rank_RI1 < below_RS[:, None])
+        return jnp.maximum(best_RS, jnp.where(is_alike_RIS, rank_RI1, -1).max(axis=1)), None
 
-    total_RS = jnp.zeros(key_RSH.shape[:2], jnp.float32)
-    total_RS, _ = jax.lax.scan(add_block, total_RS, jnp.arange(num_blocks, dtype=jnp.int32))
-    return total_RS / jnp.maximum(is_filled.sum(axis=-1, keepdims=True), 1).astype(jnp.float32)
+    start = jnp.arange(0, num_slots, block, dtype=jnp.int32)
+    return jax.lax.scan(look, jnp.full_like(rank_RS, -1), start)[0]

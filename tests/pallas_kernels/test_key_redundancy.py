@@ -12,7 +12,13 @@ import pytest
 import pallas_kernels as kernels
 
 KNOBS = ("threshold", "exempt", "exempt_first")
-key_redundancy = jax.jit(functools.partial(kernels.key_redundancy, implementation="reference"), static_argnames=KNOBS)
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def key_redundancy(request):
+    return jax.jit(functools.partial(kernels.key_redundancy, implementation=request.param), static_argnames=KNOBS)
+
+
 DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 LENGTHS = {"ragged": [37, 20, 9], "empty_and_single_slot": [0, 1, 2], "longer_than_a_block": [131, 128, 129]}
 
@@ -52,7 +58,7 @@ def by_hand(key, recency, is_filled, threshold, exempt, exempt_first):
 @DTYPES
 @pytest.mark.parametrize("exempt", [0, 1, 2], ids=["exempt0", "exempt1", "exempt2"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
-def test_is_the_mean_similarity_without_each_rows_most_recent_look_alikes(lengths, exempt, dtype):
+def test_is_the_mean_similarity_without_each_rows_most_recent_look_alikes(key_redundancy, lengths, exempt, dtype):
     args = random_case(lengths, dtype)
     result = key_redundancy(*args, exempt=exempt)
     assert result.dtype == jnp.float32
@@ -61,7 +67,7 @@ def test_is_the_mean_similarity_without_each_rows_most_recent_look_alikes(length
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.95], ids=["threshold0", "threshold0.3", "threshold0.95"])
-def test_only_entries_above_the_threshold_are_exempt(threshold):
+def test_only_entries_above_the_threshold_are_exempt(key_redundancy, threshold):
     args = random_case([30, 17], jnp.float32)
     np.testing.assert_allclose(
         key_redundancy(*args, threshold=threshold), by_hand(*args, threshold, 1, False), atol=2e-6, rtol=2e-5
@@ -69,7 +75,7 @@ def test_only_entries_above_the_threshold_are_exempt(threshold):
 
 
 @pytest.mark.parametrize("exempt", [1, 2], ids=["exempt1", "exempt2"])
-def test_exempt_first_spares_slot_0_in_rows_without_a_look_alike(exempt):
+def test_exempt_first_spares_slot_0_in_rows_without_a_look_alike(key_redundancy, exempt):
     key, recency, is_filled = random_case([30, 17, 12], jnp.float32)
     args = (jnp.where(is_filled[..., None] | (jnp.arange(32) == 0)[:, None], key, jnp.nan), recency, is_filled)
     args = (jnp.nan_to_num(args[0], nan=1.0), recency.at[:, 0].set(500), is_filled.at[:, 0].set(True))
@@ -79,7 +85,7 @@ def test_exempt_first_spares_slot_0_in_rows_without_a_look_alike(exempt):
     assert abs(result - key_redundancy(*args, threshold=0.9, exempt=exempt))[:, 0].min() > 1e-3
 
 
-def test_the_newest_of_three_look_alikes_is_not_penalised_and_the_oldest_twice():
+def test_the_newest_of_three_look_alikes_is_not_penalised_and_the_oldest_twice(key_redundancy):
     # Slots a, c, b of one group, with positions a < b < c, and one slot of another kind. Of the two others that each sees,
     # the newer is exempt: a penalises b, b penalises a, c penalises a. Divided by the 4 filled slots; slot 4 is empty.
     key = jnp.asarray([[[2.0, 0.0], [1.0, 0.0], [3.0, 0.0], [0.0, 1.0], [jnp.nan, jnp.nan]]])
@@ -88,13 +94,13 @@ def test_the_newest_of_three_look_alikes_is_not_penalised_and_the_oldest_twice()
     np.testing.assert_allclose(result, [[2 / 4, 0, 1 / 4, 0, 0]], atol=1e-6)
 
 
-def test_keys_of_length_zero_are_similar_to_nothing():
+def test_keys_of_length_zero_are_similar_to_nothing(key_redundancy):
     key, recency, is_filled = random_case([9, 9], jnp.float32)
     key = key.at[0].set(0.0)
     np.testing.assert_array_equal(key_redundancy(key, recency, is_filled)[0], 0.0)
 
 
-def test_no_array_is_as_large_as_slots_times_slots():
+def test_no_array_is_as_large_as_slots_times_slots(key_redundancy):
     num_slots = 1024
     key, recency, is_filled = random_case([1000], jnp.float32, num_slots=num_slots)
     traced = key_redundancy.trace(key, recency, is_filled, exempt=2, exempt_first=True)
