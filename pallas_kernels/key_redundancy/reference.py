@@ -4,6 +4,8 @@ A key's most recent look-alike comes from a scan over blocks of rows of the simi
 The matrix is symmetric, so the largest of a column stands for that of a row: it needs no reduction across a vector's lanes.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -18,8 +20,10 @@ def key_redundancy(
     threshold: float,
     exempt: int,
     exempt_first: bool,
+    find: Callable[..., Int[Array, "R S"]] | None = None,
 ) -> Float[Array, "R S"]:
-    """See `pallas_kernels.key_redundancy`."""
+    """See `pallas_kernels.key_redundancy`; `find` is `latest_alike` by default."""
+    find = latest_alike if find is None else find
     num_rows, num_slots, _ = key_RSH.shape
     key_RSH = jnp.where(is_filled[..., None], key_RSH, 0).astype(jnp.float32)
     key_RSH = key_RSH / (jnp.linalg.norm(key_RSH, axis=-1, keepdims=True) + 1e-8)
@@ -30,13 +34,13 @@ def key_redundancy(
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     rank_RS = jnp.zeros_like(by_recency_RS).at[row_R1, by_recency_RS].set(slot)
     rank_RS = jnp.where(is_filled, rank_RS, -1)
-    below_RS = jnp.full_like(rank_RS, num_slots)
+    latest_RS = None
     for turn in range(exempt):
-        below_RS = latest_alike(key_RSH, rank_RS, below_RS, threshold)
-        other_RS = jnp.take_along_axis(by_recency_RS, jnp.maximum(below_RS, 0), axis=-1)
-        is_exempt_RS = is_filled & (below_RS >= 0)
+        latest_RS = find(key_RSH, rank_RS, latest_RS, threshold)
+        other_RS = jnp.take_along_axis(by_recency_RS, jnp.maximum(latest_RS, 0), axis=-1)
+        is_exempt_RS = is_filled & (latest_RS >= 0)
         if exempt_first and turn == 0:
-            other_RS = jnp.where(below_RS >= 0, other_RS, 0)
+            other_RS = jnp.where(latest_RS >= 0, other_RS, 0)
             is_exempt_RS = is_filled & (other_RS != slot)
         similarity_RS = (key_RSH * jnp.take_along_axis(key_RSH, other_RS[..., None], axis=1)).sum(axis=-1)
         total_RS = total_RS.at[row_R1, other_RS].add(jnp.where(is_exempt_RS, -similarity_RS, 0.0))
@@ -45,23 +49,25 @@ def key_redundancy(
 
 
 def latest_alike(
-    key_RSH: Float[Array, "R S H"], rank_RS: Int[Array, "R S"], below_RS: Int[Array, "R S"], threshold: float
+    key_RSH: Float[Array, "R S H"], rank_RS: Int[Array, "R S"], below_RS: Int[Array, "R S"] | None, threshold: float
 ) -> Int[Array, "R S"]:
-    """The largest rank under `below`, of another key whose cosine with each (unit) key is above the threshold; -1 for none."""
+    """The largest rank (under `below`) of another key whose cosine with each (unit) key is above the threshold; -1 for none."""
     num_slots = key_RSH.shape[1]
     block = min(BLOCK, num_slots)
     padding = -num_slots % block
     padded_RSH = jnp.pad(key_RSH, [(0, 0), (0, padding), (0, 0)])
-    padded_RS = jnp.pad(rank_RS, [(0, 0), (0, padding)], constant_values=-1)
+    # Ranks as floats, exact to 2 ** 24: a CPU takes the largest of floats faster than of integers.
+    padded_RS = jnp.pad(rank_RS, [(0, 0), (0, padding)], constant_values=-1).astype(jnp.float32)
     slot = jnp.arange(num_slots, dtype=jnp.int32)
 
-    def look(best_RS: Int[Array, "R S"], start: Int[Array, ""]) -> tuple[Int[Array, "R S"], None]:
+    def look(best_RS: Float[Array, "R S"], start: Int[Array, ""]) -> tuple[Float[Array, "R S"], None]:
         key_RIH = jax.lax.dynamic_slice_in_dim(padded_RSH, start, block, axis=1)
         rank_RI1 = jax.lax.dynamic_slice_in_dim(padded_RS, start, block, axis=1)[..., None]
         similarity_RIS = jnp.einsum("rih,rsh->ris", key_RIH, key_RSH)
-        is_other_IS = (start + jnp.arange(block, dtype=jnp.int32))[:, None] != slot
-        is_alike_RIS = (similarity_RIS > threshold) & is_other_IS & (rank_RI1 < below_RS[:, None])
-        return jnp.maximum(best_RS, jnp.where(is_alike_RIS, rank_RI1, -1).max(axis=1)), None
+        is_alike_RIS = (similarity_RIS > threshold) & ((start + jnp.arange(block, dtype=jnp.int32))[:, None] != slot)
+        if below_RS is not None:
+            is_alike_RIS &= rank_RI1 < below_RS[:, None].astype(jnp.float32)
+        return jnp.maximum(best_RS, jnp.where(is_alike_RIS, rank_RI1, -1.0).max(axis=1)), None
 
-    start = jnp.arange(0, num_slots, block, dtype=jnp.int32)
-    return jax.lax.scan(look, jnp.full_like(rank_RS, -1), start)[0]
+    none_RS, start = jnp.full(rank_RS.shape, -1.0), jnp.arange(0, num_slots, block, dtype=jnp.int32)
+    return jax.lax.scan(look, none_RS, start)[0].astype(jnp.int32)
