@@ -19,7 +19,7 @@ SLOW |= {
     (target, name)
     for target in ("tpu-v5e", "tpu-v6e")
     for name in programs.PROGRAMS
-    if name.endswith(("-h2o", "-quest", "-moving-sinks", "-seal")) and name not in ("decode-h2o", "decode-quest")
+    if name.endswith(("-h2o", "-quest", "-moving-sinks", "-seal", "-skip_kv")) and name not in ("decode-h2o", "decode-quest")
 }
 CASES = [
     pytest.param(target, name, marks=[pytest.mark.slow] if (target, name) in SLOW else [], id=f"{target}-{name}")
