@@ -486,7 +486,10 @@ class Engine:
                 self._prefill(i) if self.running[i].aside is None else self._resume(i)
         for i in admitted:
             completion = self.running[i].completion
-            completion.queued_seconds = completion.queued_seconds or now - self.running[i].submitted
+            if not completion.queued_seconds:
+                completion.queued_seconds = now - self.running[i].submitted
+                self.stats.started += 1
+                self.stats.queued_seconds += completion.queued_seconds
 
     def _source(self, i: int) -> tuple[int, bool]:
         """What a row starts from, and whether that is a prefix."""
@@ -510,6 +513,7 @@ class Engine:
                 if sample.sentences is not None:
                     sample.sentences.take(piece, np.asarray(hidden[0])[: len(piece)])
             self._note_peak(int(pages.held_pages(self.state.cache.pool)))
+        self._note_row(sample)
         self.stats.prefills += 1
         if sample.is_due:
             self._compress([i])
@@ -607,6 +611,7 @@ class Engine:
                 sample.note_steps(int(counts[i]), bool(is_running[i]), None if dropped is None else dropped[:, :, i])
             else:
                 sample.filled = sample.filled + int(counts[i])
+            self._note_row(sample)
             if is_read is not None and sample.request.policy.read:
                 sample.completion.reads.append(is_read[: counts[i], :, i])
             if steered is not None and sample.request.policy.steer:
@@ -672,6 +677,10 @@ class Engine:
         itemsize = self.params.embedding.dtype.itemsize
         dense = seen * 2 * self.num_heads * config.head_size * itemsize
         stats.dense_kv_bytes = max(stats.dense_kv_bytes, dense)
+
+    def _note_row(self, sample: Sample) -> None:
+        num_pages = sample.request.policy.num_pages(sample.filled, self.params.config.num_kv_heads, self.page_size)
+        sample.completion.peak_kv_bytes = max(sample.completion.peak_kv_bytes, num_pages * self.page_bytes)
 
     # Compaction.
 

@@ -54,10 +54,16 @@ class Completion:
     evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
     preemptions: int = 0
     is_forked: bool = False
+    peak_kv_bytes: int = 0
     queued_seconds: float = 0.0
     first_seconds: float = 0.0
     seconds: float = 0.0
     error: Exception | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +71,8 @@ class SampleStats:
     """How one sample fared. Seconds count from its submission, and include compilation.
 
     Attributes:
+      num_tokens: of its completion.
+      peak_kv_bytes: of the pages that its row held, those shared with other rows counted in full.
       queued_seconds: until it had a row.
       first_seconds: until its first tokens were there.
       seconds: until it was finished.
@@ -75,6 +83,8 @@ class SampleStats:
       error: what its callback raised, if anything.
     """
 
+    num_tokens: int
+    peak_kv_bytes: int
     queued_seconds: float
     first_seconds: float
     seconds: float
@@ -83,6 +93,11 @@ class SampleStats:
     preemptions: int
     is_forked: bool
     error: Exception | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of its completion, from when it had a row."""
+        return self.num_tokens / max(self.seconds - self.queued_seconds, 1e-9)
 
 
 @dataclasses.dataclass
@@ -106,6 +121,8 @@ class RunStats:
     prefills: int = 0
     forks: int = 0  # samples that started from a prompt prefilled for several
     preemptions: int = 0
+    started: int = 0  # samples that got a row
+    queued_seconds: float = 0.0  # they waited for it, together
 
     @property
     def occupancy(self) -> float:

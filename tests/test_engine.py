@@ -397,7 +397,14 @@ def test_statistics_tell_each_sample_s_story(model):
     first, second = (engine.result(ticket).samples[0] for ticket in tickets)
     assert 0 < first.queued_seconds < first.first_seconds <= first.seconds
     assert second.queued_seconds > first.queued_seconds
+    assert first.num_tokens == second.num_tokens == 8
+    assert first.tokens_per_second == 8 / (first.seconds - first.queued_seconds)
+    slots = len(PROMPTS[0]) + 8  # in pages of 4, of 2 layers and 2 heads
+    assert first.peak_kv_bytes == second.peak_kv_bytes == 2 * 2 * -(-slots // 4) * engine.page_bytes
     stats = engine.stats
+    prefix = 2 * 2 * engine.page_bytes  # of the prompt, for the one that waits
+    assert stats.peak_kv_bytes == first.peak_kv_bytes + prefix + engine.row_bytes
+    assert (stats.started, stats.queued_seconds) == (2, first.queued_seconds + second.queued_seconds)
     assert stats.occupancy == 1.0
     assert 0 < stats.host_seconds < stats.seconds
     assert stats.chunks == 2
