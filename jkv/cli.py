@@ -93,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     steer = commands.add_parser(
         "steer",
         help="extract a steering vector",
-        description="Extracts a steering vector (SEAL) from a model's own traces, for --policy seal.",
+        description="Extracts a steering vector (SEAL) from a model's own traces, for the policies seal and skip_kv.",
         **looks,
     )
     steer.set_defaults(run=run_steer)
@@ -200,7 +200,8 @@ def run_eval(options: argparse.Namespace) -> int:
     )
     if options.out:
         about = {name: str(value) if isinstance(value, Path) else value for name, value in chosen.items()}
-        name = options.config.stem if options.config else Path(str(chosen["model"])).name
+        model_name = Path(str(chosen["model"])).name
+        name = f"{options.config.stem}-{model_name}" if options.config else model_name
         for path in bench.write(outcomes, options.out, name, about):
             print(f"wrote {path}", file=sys.stderr)
     return 0
@@ -237,13 +238,22 @@ def read_eval_settings(options: argparse.Namespace, defaults: dict[str, Any]) ->
     return defaults | written | {name: value for name, value in given.items() if value is not None}
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A TOML file on top of the one that it `extends`, if any; tables of settings are joined name by name."""
-    own = tomllib.loads(path.read_text())
+    own, chain = tomllib.loads(path.read_text()), (*chain, path.resolve())
+    settings = own.setdefault("settings", {})
+    if not isinstance(settings, dict) or not all(isinstance(table, dict) for table in settings.values()):
+        raise ValueError(f"{path}: settings are tables, one a policy, as [settings.r_kv]; got {settings!r}.")
+    for name, table in settings.items():
+        if not isinstance(table.get("policy", ""), str):
+            raise ValueError(f"{path}: the policy of [settings.{name}] is a name; got {table['policy']!r}.")
     if "extends" not in own:
         return own
-    base = read_config(path.parent / own.pop("extends"))
-    return base | own | {"settings": base.get("settings", {}) | own.get("settings", {})}
+    other = own.pop("extends")
+    if not isinstance(other, str) or (path.parent / other).resolve() in chain:
+        raise ValueError(f"{path}: extends names another file, not this one or one that extends it; got {other!r}.")
+    base = read_config(path.parent / other, chain)
+    return base | own | {"settings": base["settings"] | settings}
 
 
 def read_problems(file: Path | None, count: int) -> list[Any]:

@@ -54,6 +54,7 @@ from jkv.timing import COMPILING, clock
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps a dispatch
 PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 COMPRESS_SIZES = (1, 4, 16, 64)  # rows of a compaction program
+MAP_WIDTH = 32_768  # positions
 ORDERS = ("arrival", "longest")
 
 
@@ -75,8 +76,8 @@ class Engine:
       kv_memory: bytes of the pool; "auto" takes what the device has free; None takes what full rows need.
       num_pages: pages of the pool, in place of bytes.
       policies: those to come; the engine keeps what they need: as many last queries as they score by, each slot's attention
-        mass (H2O, TOVA), bounds of each page (Quest). Any policy may be submitted that needs no more. None keeps 8 queries,
-        R-KV's and SnapKV's default; RPC with its 32, H2O, TOVA, Quest and `positions="cache"` have to be named.
+        mass (H2O, TOVA), bounds of each page (Quest), hidden states (SkipKV), vectors (SEAL). Any policy may be submitted that
+        needs no more. None keeps 8 queries, R-KV's and SnapKV's default; what needs more or other things has to be named.
       chunk: decode steps between two looks of the host, at most: 16, 8, 4, 2 or 1.
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.
@@ -107,6 +108,8 @@ class Engine:
         poison: bool = False,
     ) -> None:
         check_counts(max_running=max_running, max_slots=max_slots, page_size=page_size, num_pages=num_pages)
+        if policies is not None and not isinstance(policies, Sequence):
+            raise ValueError(f"policies is a list, of the policies to come; got {policies!r}. Write policies=[...].")
         if chunk not in CHUNKS:
             raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {chunk}.")
         if order not in ORDERS:
@@ -116,7 +119,7 @@ class Engine:
         max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
         self.max_running, self.max_slots, self.page_size = max_running, max_slots, page_size
         self.chunk, self.order, self.max_stop_ids = chunk, order, max_stop_ids
-        self.needs = Needs.of(policies)
+        self.needs = Needs.of(None if policies is None else spread_policies(policies, len(policies)))
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
         self.page_bytes = page_bytes(self.params, page_size, self.needs.bounds)
@@ -157,7 +160,8 @@ class Engine:
         self._ticket, self._serial = itertools.count(), itertools.count()
         self._settings: Control | None = None  # of the rows, on the device; None when the rows have changed
         self._events: list[Event] = []
-        self._map_width = 1  # positions that compaction is told sentences for
+        # Positions that compaction is told sentences for; more only if a longer request comes.
+        self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         self._tells_text = False
 
     # What a caller does.
@@ -336,7 +340,7 @@ class Engine:
         completion = sample.completion
         completion.finish_reason = reason
         completion.seconds = time.perf_counter() - sample.submitted
-        sample.aside = None
+        sample.aside = sample.sentences = None
         if self.is_traced:
             seen = len(sample.request.prompt) + sample.generated
             whole = self._new_ends(seen) if completion.ends is None else completion.ends
@@ -511,7 +515,7 @@ class Engine:
                     self.params, self.state, np.asarray([i], np.int32), padded, np.asarray([len(piece)], np.int32)
                 )
                 if sample.sentences is not None:
-                    sample.sentences.take(piece, np.asarray(hidden[0])[: len(piece)])
+                    sample.sentences.take(piece, np.asarray(hidden)[0, : len(piece)])
             self._note_peak(int(pages.held_pages(self.state.cache.pool)))
         self._note_row(sample)
         self.stats.prefills += 1
@@ -619,6 +623,7 @@ class Engine:
             if sample.sentences is not None:
                 sample.sentences.take(token[: counts[i], i], hidden[: counts[i], i])
             sample.generated += int(counts[i])
+        self._note_sentences()
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
         self._count_bytes(int(held))
@@ -677,6 +682,13 @@ class Engine:
         itemsize = self.params.embedding.dtype.itemsize
         dense = seen * 2 * self.num_heads * config.head_size * itemsize
         stats.dense_kv_bytes = max(stats.dense_kv_bytes, dense)
+
+    def _note_sentences(self) -> None:
+        if self.needs.sentences:
+            logs = [sample.sentences for sample in (*self.running.values(), *(sample for _, sample in self.waiting))]
+            logs += [prefix.start.sentences for prefix in self.prefixes.values() if prefix.start]
+            held = sum(log.nbytes for log in logs if log is not None)
+            self.stats.peak_sentence_bytes = max(self.stats.peak_sentence_bytes, held)
 
     def _note_row(self, sample: Sample) -> None:
         num_pages = sample.request.policy.num_pages(sample.filled, self.params.config.num_kv_heads, self.page_size)
@@ -739,7 +751,7 @@ class Engine:
         return log
 
     def _map_sentences(self, members: list[int], size: int) -> SentenceMap:
-        """Which sentences rows that are due say again; as wide as the longest request that ever ran may get, rounded up."""
+        """Which sentences rows that are due say again."""
         longest = max(len(self.running[i].request.prompt) + self.running[i].request.max_new_tokens for i in members)
         self._map_width = max(self._map_width, 1 << (longest - 1).bit_length())
         sentence, similarity = np.zeros((size, self._map_width), np.int32), np.zeros((size, self._map_width), np.float32)
@@ -747,8 +759,6 @@ class Engine:
             log = self._log_of(i)
             log.compare()
             sentence[j], similarity[j] = log.by_position(self._map_width)
-        held = sum(sample.sentences.nbytes for sample in self.running.values() if sample.sentences is not None)
-        self.stats.peak_sentence_bytes = max(self.stats.peak_sentence_bytes, held)
         arrays: Any = (sentence, similarity)
         return SentenceMap(*arrays)
 

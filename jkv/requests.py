@@ -89,11 +89,11 @@ def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -
     return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled)))
 
 
-def check_counts(**values: int | None) -> None:
-    """Refuses counts below one."""
+def check_counts(**values: Any) -> None:
+    """Refuses counts below one, and what is no count; None stands for a default."""
     for name, value in values.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}.")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
+            raise ValueError(f"{name} must be at least 1, a whole number; got {value!r}.")
 
 
 def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
@@ -130,7 +130,9 @@ def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
     """One policy for each prompt."""
     if policy is None:
         policy = full()
-    policies: list[Any] = [policy] * num_prompts if isinstance(policy, Policy | str) else list(policy)
+    policies: list[Any] = (
+        list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy] * num_prompts
+    )
     if len(policies) != num_prompts:
         raise ValueError(f"policy is one, or one for each prompt; got {len(policies)} for {num_prompts} prompts.")
     for each in policies:
@@ -141,8 +143,10 @@ def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
     return policies
 
 
-def check_stop_ids(stop_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
+def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:
     """Stop ids that the model can produce."""
+    if np.ndim(stop_ids) != 1 or not all(isinstance(token, int | np.integer) for token in stop_ids):
+        raise ValueError(f"stop_ids is a list of token ids; got {stop_ids!r}.")
     for token in stop_ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop_ids must be token ids in [0, {vocab_size}); got {token}.")

@@ -33,33 +33,45 @@ class Sentences:
     """
 
     threshold: float
-    ends: tuple[str | int, ...] = ENDS
+    ends: tuple[Any, ...] = ENDS
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise ValueError(
                 f"tau is the cosine above which two sentences are alike and must lie in (0, 1]; got {self.threshold}."
             )
-        if not self.ends or "" in self.ends:
+        if not self.ends or not all(is_token(end) or (isinstance(end, str) and end) for end in self.ends):
             raise ValueError(f"ends are texts or token ids after which a sentence is over, at least one; got {self.ends!r}.")
 
 
+def is_token(end: Any) -> bool:
+    """Whether something is a number that may be a token's."""
+    return isinstance(end, int | np.integer) and not isinstance(end, bool)
+
+
 @functools.lru_cache(maxsize=8)
-def ends_of(tokenizer: Any, vocab_size: int, ends: tuple[str | int, ...]) -> np.ndarray:
+def ends_of(tokenizer: Any, vocab_size: int, ends: tuple[Any, ...]) -> np.ndarray:
     """Which tokens end a sentence: [V].
 
     Raises:
       ValueError: texts without a tokenizer, or tokens that the model does not have.
     """
-    if tokenizer is None and any(isinstance(end, str) for end in ends):
+    if tokenizer is None and not all(map(is_token, ends)):
         raise ValueError("Sentences end with texts, and this model has no tokenizer. Pass ends= as token ids.")
-    ids = [[end] if isinstance(end, int) else tokenizer.encode(end, add_special_tokens=False) for end in ends]
-    last = [tokens[-1] for tokens in ids if tokens]  # a text that the tokenizer cannot write ends nothing
-    if not last or not 0 <= min(last) <= max(last) < vocab_size:
+    ids = [end if is_token(end) else last_token(tokenizer, str(end)) for end in ends]
+    known = [i for i in ids if i is not None]
+    if not known or not 0 <= min(known) <= max(known) < vocab_size:
         raise ValueError(f"ends must be tokens of the model, in [0, {vocab_size}); {ends!r} are {ids}.")
     is_end = np.zeros(vocab_size, bool)
-    is_end[last] = True
+    is_end[known] = True
     return is_end
+
+
+def last_token(tokenizer: Any, end: str) -> int | None:
+    """The last token of a text; None for one that the tokenizer cannot write, which ends nothing."""
+    ids = tokenizer.encode(end, add_special_tokens=False)
+    text = tokenizer.decode(ids[-1:]) if ids else ""
+    return ids[-1] if text and end.endswith(text) else None
 
 
 class SentenceMap(NamedTuple):
@@ -96,8 +108,8 @@ class SentenceLog:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of embeddings."""
-        return self.embedding.nbytes + sum(one.nbytes for one in self._fresh)
+        """Bytes of embeddings, that of the unfinished sentence included."""
+        return self.embedding.nbytes + sum(one.nbytes for one in self._fresh) + self._sum.nbytes
 
     @property
     def num_finished(self) -> int:
@@ -106,15 +118,13 @@ class SentenceLog:
 
     def take(self, tokens: Sequence[int] | np.ndarray, hidden: np.ndarray) -> None:
         """Takes the next tokens with their hidden states [T, D]; however they are cut into pieces, the sums are the same."""
-        is_end = self.is_end[np.asarray(tokens)]
-        local = np.cumsum(is_end) - is_end
-        self.sentence += (self.num_finished + local).tolist()
-        sums = np.zeros((int(is_end.sum()) + 1, len(self._sum)))
-        sums[0] = self._sum
-        np.add.at(sums, local, hidden.astype(np.float64))  # one token after the other
-        lengths = np.maximum(np.linalg.norm(sums[:-1], axis=-1, keepdims=True), 1e-12)  # scaling makes the mean of the sum
-        self._fresh += list((sums[:-1] / lengths).astype(np.float32))
-        self._sum = sums[-1]
+        for token, state in zip(tokens, np.asarray(hidden, np.float64), strict=True):
+            self.sentence.append(self.num_finished)
+            self._sum += state
+            if self.is_end[token]:
+                length = max(float(np.linalg.norm(self._sum)), 1e-12)  # scaling makes the mean of the sum
+                self._fresh.append((self._sum / length).astype(np.float32))
+                self._sum = np.zeros_like(self._sum)
 
     def compare(self) -> None:
         """Flags what the sentences that ended since the last time say again; the latest of several counts."""
@@ -147,5 +157,6 @@ class SentenceLog:
     def copy(self) -> "SentenceLog":
         """A log that goes its own way."""
         twin = copy.copy(self)
-        twin.sentence, twin._fresh, twin.similarity = list(self.sentence), list(self._fresh), self.similarity.copy()
+        twin.sentence, twin._fresh = list(self.sentence), list(self._fresh)
+        twin.similarity, twin._sum = self.similarity.copy(), self._sum.copy()
         return twin

@@ -112,7 +112,7 @@ class Steer:
             raise ValueError(f"interval must be at least 1 generated token; got {self.interval}.")
         if not np.isfinite(self.values).all() or not self.values.any():
             raise ValueError(f"The vector of layer {self.layer} must be finite and not zero; extract one for that layer.")
-        if "" in self.keywords:
+        if not all(isinstance(word, str) and word for word in self.keywords):
             raise ValueError(f"keywords are words that make a thought a checking one; got {self.keywords!r}.")
 
     @property
@@ -232,10 +232,11 @@ def label(thought: str) -> str:
 
 
 def num_checks(text: str, keywords: Sequence[str] = CHECK_WORDS) -> int:
-    r"""SkipKV's count of checking thoughts: finished ones that hold a keyword as a word.
+    r"""SkipKV's count of checking thoughts: finished ones that hold a keyword as a word (or anywhere, if it is not ASCII).
 
     >>> num_checks("d=1\n\nWait\n\nb=3\n\nWait aga")
     1
     """
     thoughts = text.split(BREAK)[:-1]
-    return sum(any(re.search(rf"\b{re.escape(word)}\b", thought) for word in keywords) for thought in thoughts)
+    patterns = [re.compile(rf"(?<!\w){re.escape(word)}(?!\w)" if word.isascii() else re.escape(word)) for word in keywords]
+    return sum(any(pattern.search(thought) for pattern in patterns) for thought in thoughts)

@@ -101,6 +101,25 @@ def test_a_config_file_may_set_only_what_there_is(tmp_path, capsys):
     assert "settings are for policies" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("extends = 3", "extends names another file"),
+        ('extends = "mine.toml"', "extends names another file"),
+        ("settings = 5", "settings are tables"),
+        ("settings.r_kv = 5", "settings are tables"),
+        ("[settings.x]\npolicy = 3", "is a name; got 3"),
+    ],
+)
+def test_a_config_of_the_wrong_shape_is_one_line_of_error(text, words, tmp_path, capsys):
+    config = tmp_path / "mine.toml"
+    config.write_text(text)
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
 def test_a_variant_has_its_policys_settings_and_its_own_on_top():
     settings = {"r_kv": {"interval": 16, "window": 4}, "mean": {"policy": "r_kv", "over_group": "mean", "window": 6}}
     made = bench.build("mean", 64, settings)

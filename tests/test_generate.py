@@ -9,7 +9,7 @@ import pytest
 
 import jkv
 from jkv import engine, memory, programs
-from jkv.requests import spread_policies
+from jkv.requests import check_counts, check_stop_ids, spread_policies
 
 PROMPTS = [[5, 1, 9], list(range(20)), [3, 7] * 16 + [1]]
 KNOBS = {"max_new_tokens": 48, "page_size": 4, "stop_ids": (), "progress": False}
@@ -207,7 +207,7 @@ BAD_INPUT = {
     "text without tokenizer": ({"prompt": "hello"}, "needs a model with a tokenizer"),
     "prompt beyond the limit": ({"prompt": [1] * 4096}, "must fit the model's 4096 positions; prompt 0 has 4096"),
     "completion beyond the limit": ({"prompt": [1] * 4000, "max_new_tokens": 100}, "max_new_tokens is 100"),
-    "n below one": ({"n": 0}, "n must be at least 1; got 0"),
+    "n below one": ({"n": 0}, "n must be at least 1, a whole number; got 0"),
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     "no rows": ({"max_running": 0}, "max_running must be at least 1"),
     "no page": ({"page_size": 0}, "page_size must be at least 1"),
@@ -230,6 +230,18 @@ def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
 def test_a_policy_by_its_bare_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"made by a recipe such as .*known: \['ada_kv', 'full'"):
         spread_policies("r_kv", 1)
+
+
+def test_what_is_no_policy_count_or_list_of_ids_is_refused():
+    with pytest.raises(ValueError, match=r"made by a recipe such as jkv.r_kv\(budget=256\).*got <function r_kv"):
+        spread_policies(jkv.r_kv, 2)
+    for value in (2.5, True, "3"):
+        with pytest.raises(ValueError, match="n must be at least 1, a whole number"):
+            check_counts(n=value)
+    check_counts(n=np.int64(3), max_new_tokens=None)
+    for ids in (5, "5", [[5]], [1.5]):
+        with pytest.raises(ValueError, match="stop_ids is a list of token ids"):
+            check_stop_ids(ids, 32)
 
 
 def test_weights_with_nan_are_refused_by_name(model):

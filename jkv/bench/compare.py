@@ -47,6 +47,7 @@ class Outcome:
     kv_bytes: float  # mean
     kv_share: float  # of the full cache's mean
     peak_kv_bytes: int  # of the whole run
+    peak_sentence_bytes: int  # of the whole run, in host memory (SkipKV)
     right: str  # a 1 or 0 for each problem
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
@@ -169,6 +170,7 @@ def summarise(this: Run, base: Run, share: float | None) -> Outcome:
         kv_bytes=stats.kv_bytes_per_sample,
         kv_share=stats.kv_bytes_per_sample / base.stats.kv_bytes_per_sample,
         peak_kv_bytes=stats.peak_kv_bytes,
+        peak_sentence_bytes=stats.peak_sentence_bytes,
         right="".join(str(int(is_right)) for is_right in this.is_right),
         evicted=stats.evicted / count,
         compactions=stats.compactions / count,

@@ -1,9 +1,9 @@
 """What eviction costs beside decoding, on a wide random model: `python -m jkv.bench.cost configs/models/wide.toml`.
 
 Device programs as the engine dispatches them, on caches filled with random keys; everything in one process and in turns, the
-median of several rounds. R-KV's scoring and compaction are compared with what their own arithmetic would take at the matrix
-rate of the same run, and with the decode steps between two compactions; a step of H2O and of TOVA, whose eviction is inside,
-with a step of the full cache at the same length.
+median of several rounds. R-KV's scoring and compaction are compared with what their arithmetic (the whole similarity matrix,
+though a CPU computes half of it) would take at the matrix rate of the same run, and with the decode steps between two
+compactions; a step of H2O and of TOVA, whose eviction is inside, with a step of the full cache at the same length.
 """
 
 import argparse
@@ -47,6 +47,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--out", type=Path, help="write the figures here, as JSON")
     options = parser.parse_args()
+    if options.interval < 1 or options.interval % CHUNKS[0]:
+        parser.error(f"--interval must be a multiple of a chunk's {CHUNKS[0]} steps; got {options.interval}")
     config = ModelConfig(**tomllib.loads(options.model.read_text()))
     params = init_params(config, jax.random.key(0))
     sizes = {"batch": options.batch, "budget": options.budget, "interval": options.interval}
@@ -91,7 +93,7 @@ def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, p
             taken[name] += [once] if turn else []  # the first compiles
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     heads = config.num_layers * batch * config.num_kv_heads
-    flops = heads * 2 * config.head_size * slots * (slots + config.group_size * evict.window)
+    flops = heads * 2 * config.head_size * slots * (slots + config.group_size * evict.window)  # a CPU does half of slots ** 2
     rate = matrix_rate(rounds)
     return {
         "compaction_seconds": round(seconds["compact"], 4),

@@ -16,9 +16,9 @@ def seal(
     """Steering alone: `strength` times the vector is added at `layer`'s input, to each token after which a thought begins.
 
     `vector` is a `SteeringVector` or a file of one (`jkv steer` writes it); `layer` defaults to the one two thirds up (the
-    authors' 20 of 28 to 32). With `growth`, the strength falls by so much for each checking thought so far, looked at every
-    `interval` tokens (SkipKV's adaptive form). Tokens that the model makes are steered, those of the prompt are not. The cache
-    is the full one.
+    authors have 20 of 28 and of 32). With `growth`, the strength falls by so much for each checking thought so far, looked at
+    every `interval` tokens (SkipKV's adaptive form). Tokens that the model makes are steered, those of the prompt are not. The
+    cache is the full one.
 
     Raises:
       ValueError: a file that holds no vector, or a setting out of its range.

@@ -24,6 +24,11 @@ class LessRepeated:
     needs_similarity = True
 
     @property
+    def needs_mass(self) -> bool:
+        """Whether the accumulated mass is needed."""
+        return getattr(self.score, "needs_mass", False)
+
+    @property
     def window(self) -> int:
         """Last queries needed."""
         return getattr(self.score, "window", 0)
@@ -35,17 +40,20 @@ class LessRepeated:
 
 def skip_kv(
     budget: int,
-    tau: float = 0.98,
-    steer: Steer | SteeringVector | Path | str | None = None,
     interval: int = 128,
     window: int = 8,
+    tau: float = 0.98,
+    steer: Steer | SteeringVector | Path | str | None = None,
+    layer: int | None = None,
+    strength: float = -1.0,
+    growth: float = 0.02,
+    keywords: Sequence[str] = CHECK_WORDS,
+    ends: Sequence[Any] = ENDS,
     importance: float = 0.1,
     similarity: float = 0.5,
     exempt: int = 1,
     pool: int = 7,
     over_group: str = "max",
-    ends: Sequence[str | int] = ENDS,
-    keywords: Sequence[str] = CHECK_WORDS,
     sentences: bool = True,
 ) -> Policy:
     """R-KV with a penalty on sentences whose embedding has a cosine above `tau` with a later one's; the prompt's count too.
@@ -54,25 +62,27 @@ def skip_kv(
     two of their tokens. `tau` was tuned for each model, data set and budget; the default is the median of the authors' 24
     values (0.95 to 0.99). `ends` are the texts (or token ids) that end a sentence.
 
-    `steer` adds SkipKV's adaptive steering: a vector that `jkv steer` wrote, from then on as `seal` with strength -1, which
-    falls by 0.02 for each thought so far that holds one of `keywords`, looked at at every compaction; or a `Steer` of your own.
-    `sentences=False` leaves the penalty out, an ablation.
+    `steer`, a vector that `jkv steer` wrote, adds SkipKV's adaptive steering: `seal` at `layer` (by default two thirds up) with
+    a `strength` (the authors' -1 or -1.25) that falls by `growth` for each thought so far that holds one of `keywords`, brought
+    up to date every `interval` tokens. A `Steer` comes with settings of its own. `sentences=False` leaves the penalty out, an
+    ablation.
 
     As in the authors' code: sentences are found by token ids, their embedding is at unit length, of several later ones the
     latest counts, and sentences of one token are never penalised. Apart from it: tokens know their sentence, where the code
-    moves ranges after each eviction, and loses some.
+    moves ranges after each eviction, and loses some; keywords are whole words of the completion's text, where the code looks
+    for tokens, so that " again" does not count there; and a thought ends with a blank line, where the code counts sentences.
 
     Raises:
-      ValueError: a setting out of its range, or a budget not above the window.
+      ValueError: a setting out of its range, or a budget below the window.
 
     >>> skip_kv(budget=256).sentences.threshold
     0.98
     """
-    score = r_kv(budget, interval, window, importance, similarity, exempt, pool, over_group).evict.score  # type: ignore[union-attr]
-    found = Sentences(tau, as_tuple(ends, "ends"))
-    evict = Evict(LessRepeated(score) if sentences else score, recent=window)
+    plain: Any = r_kv(budget, interval, window, importance, similarity, exempt, pool, over_group).evict
+    found, words = Sentences(tau, as_tuple(ends, "ends")), as_tuple(keywords, "keywords")
     if steer is not None and not isinstance(steer, Steer):
-        steer = steer_by(steer, growth=0.02, interval=interval, keywords=as_tuple(keywords, "keywords"))
+        steer = steer_by(steer, layer, strength, growth, interval, words)
+    evict = Evict(LessRepeated(plain.score) if sentences else plain.score, recent=window)
     return Policy("skip_kv", evict, Every(budget, interval), steer=steer, sentences=found if sentences else None)
 
 

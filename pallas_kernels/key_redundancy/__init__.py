@@ -25,7 +25,7 @@ def key_redundancy(
     is not held redundant (R-KV, arXiv 2505.24133, 3.3). The result is the mean of column s over the filled rows.
     `exempt_first=True` zeroes slot 0 in rows with no entry above the threshold, as the authors' code happens to do (with
     `exempt` at least 1).
-    Cost: S * S * H multiplications and additions `exempt` times; memory linear in S.
+    Cost: S * S * H multiplications and additions `exempt` times, half of them on a CPU; memory linear in S.
     """
     settings = {"threshold": threshold, "exempt": exempt, "exempt_first": exempt_first}
     run = choose("key_redundancy", IMPLEMENTATIONS, implementation, **settings)

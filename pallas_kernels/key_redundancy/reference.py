@@ -21,9 +21,10 @@ def key_redundancy(
     exempt: int,
     exempt_first: bool,
     find: Callable[..., Int[Array, "R S"]] | None = None,
+    add: Callable[..., Float[Array, "R S"]] | None = None,
 ) -> Float[Array, "R S"]:
-    """See `pallas_kernels.key_redundancy`; `find` is `latest_alike` by default."""
-    find = latest_alike if find is None else find
+    """See `pallas_kernels.key_redundancy`; `find` and `add` are `latest_alike` and `add_at`, or do the same faster."""
+    find, add = find or latest_alike, add or add_at
     num_rows, num_slots, _ = key_RSH.shape
     key_RSH = jnp.where(is_filled[..., None], key_RSH, 0).astype(jnp.float32)
     key_RSH = key_RSH / (jnp.linalg.norm(key_RSH, axis=-1, keepdims=True) + 1e-8)
@@ -43,7 +44,7 @@ def key_redundancy(
             other_RS = jnp.where(latest_RS >= 0, other_RS, 0)
             is_exempt_RS = is_filled & (other_RS != slot)
         similarity_RS = (key_RSH * jnp.take_along_axis(key_RSH, other_RS[..., None], axis=1)).sum(axis=-1)
-        total_RS = total_RS.at[row_R1, other_RS].add(jnp.where(is_exempt_RS, -similarity_RS, 0.0))
+        total_RS = add(total_RS, other_RS, jnp.where(is_exempt_RS, -similarity_RS, 0.0))
     count_R1 = jnp.maximum(is_filled.sum(axis=-1, keepdims=True), 1).astype(jnp.float32)
     return jnp.where(is_filled, total_RS / count_R1, 0.0)
 
@@ -71,3 +72,17 @@ def latest_alike(
 
     none_RS, start = jnp.full(rank_RS.shape, -1.0), jnp.arange(0, num_slots, block, dtype=jnp.int32)
     return jax.lax.scan(look, none_RS, start)[0].astype(jnp.int32)
+
+
+def add_at(total_RS: Float[Array, "R S"], slot_RS: Int[Array, "R S"], value_RS: Float[Array, "R S"]) -> Float[Array, "R S"]:
+    """The totals with each value added at its slot, always in the same order: a GPU's scatter adds in any."""
+    num_slots = total_RS.shape[1]
+    slot, block = jnp.arange(num_slots, dtype=jnp.int32), min(BLOCK, num_slots)
+    padding = [(0, 0), (0, -num_slots % block)]
+    slot_RS, value_RS = jnp.pad(slot_RS, padding, constant_values=-1), jnp.pad(value_RS, padding)
+
+    def add_block(total_RS: Float[Array, "R S"], start: Int[Array, ""]) -> tuple[Float[Array, "R S"], None]:
+        slot_RI, value_RI = (jax.lax.dynamic_slice_in_dim(x, start, block, axis=1) for x in (slot_RS, value_RS))
+        return total_RS + jnp.where(slot_RI[..., None] == slot, value_RI[..., None], 0.0).sum(axis=1), None
+
+    return jax.lax.scan(add_block, total_RS, jnp.arange(0, num_slots, block, dtype=jnp.int32))[0]

@@ -77,8 +77,8 @@ def test_compaction_is_told_what_a_plain_reading_of_the_rule_flags(model, monkey
 
     def note(log, width):
         sentence, similarity = by_position(log, width)
-        told.setdefault(id(log), []).append((sentence[: len(log.sentence)].copy(), similarity[: len(log.sentence)].copy()))
-        KEPT_ALIVE.append(log)
+        count = len(log.sentence)
+        told.setdefault(log, []).append((sentence[:count].copy(), similarity[:count].copy()))
         return sentence, similarity
 
     monkeypatch.setattr(SentenceLog, "by_position", note)
@@ -100,9 +100,6 @@ def test_compaction_is_told_what_a_plain_reading_of_the_rule_flags(model, monkey
         flagged, unlike = flagged + (expected > 0).sum(), unlike + (expected == 0).sum()
     assert flagged > 20
     assert unlike > 20
-
-
-KEPT_ALIVE = []
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
@@ -176,12 +173,13 @@ def test_the_latest_of_several_counts_and_only_above_the_threshold():
     np.testing.assert_allclose(log.similarity, [0.6, 0.6, 0, 0], atol=1e-6)
     say(north)
     np.testing.assert_allclose(log.similarity, [0.6, 0.6, 0.8, 0, 0], atol=1e-6)
-    bytes_of_all = log.nbytes
+    unfinished = 3 * 8
+    assert log.nbytes == 5 * 3 * 4 + unfinished
     is_left = np.zeros(32, bool)
     is_left[[4, 9]] = True  # a token of the third and one of the fifth
     log.forget(is_left)
     assert log.known.tolist() == [2, 4]
-    assert log.nbytes == bytes_of_all * 2 // 5
+    assert log.nbytes == 2 * 3 * 4 + unfinished
     say(near)
     np.testing.assert_allclose(log.similarity, [0.6, 0.6, 1.0, 0, 0.8, 0], atol=1e-6)  # what is forgotten stays as it was
 
@@ -219,6 +217,29 @@ def test_steering_comes_with_it_and_replays(model):
     assert len(set(out.trace.steer.amount[0].tolist())) > 1
     replayed = np.asarray(jkv.score(model, out, trace=out.trace).logprobs)
     assert np.abs(replayed - out.logprobs).max() <= 1e-4
+
+
+def test_embeddings_are_counted_while_they_are_held_and_gone_with_the_sample(model):
+    engine = Engine(model, max_running=2, max_slots=160, page_size=4, policies=[recipe()])
+    tickets = [engine.submit(prompt, recipe(budget=100), SAMPLING, 60, stop_ids=()) for prompt in PROMPTS[:2]]
+    most = 0
+    while engine.running or engine.waiting:
+        engine.step()
+        held = 0
+        for sample in engine.running.values():
+            tokens = [*sample.request.prompt.tolist(), *sample.completion.tokens]
+            held += len(cut_into_sentences(tokens, ENDS)) * 32 * 4 + 32 * 8  # float32, and the sum of the unfinished in float64
+        most = max(most, held)
+    assert 0 < most <= engine.stats.peak_sentence_bytes <= most + 16 * 2 * 32 * 4  # the last chunk's are gone after the step
+    assert all(sample.sentences is None for ticket in tickets for sample in engine.tickets[ticket])
+
+
+def test_what_a_tokenizer_cannot_write_ends_nothing():
+    reasoner = jkv.load("tiny-reasoner")
+    is_end = ends_of(reasoner.tokenizer, reasoner.params.config.vocab_size, jkv.skip_kv(64).sentences.ends)
+    assert [reasoner.tokenizer.decode([i]) for i in np.flatnonzero(is_end)] == ["\n\n"]
+    is_end = ends_of(TinyTokenizer(), 32, jkv.skip_kv(64).sentences.ends)
+    assert np.flatnonzero(is_end).tolist() == [2, 3]
 
 
 def test_samples_of_a_prompt_share_it_and_then_remember_their_own_sentences(model):
@@ -269,9 +290,12 @@ def test_ragged_prompts_need_no_grouping_for_no_slot_ever_holds_padding(model):
         (lambda: recipe(tau=0.0), r"must lie in \(0, 1\]"),
         (lambda: recipe(tau=1.01), r"must lie in \(0, 1\]"),
         (lambda: recipe(ends=()), "at least one"),
+        (lambda: jkv.generate(tiny_model(), [1], policy=recipe(ends=[np.int64(2), 99])), "must be tokens of the model"),
         (lambda: recipe(steer=VECTOR, keywords="Wait"), "keywords is a list of texts, not one"),
         (lambda: recipe(ends=("",)), "texts or token ids"),
         (lambda: recipe(ends="\n"), "ends is a list of texts, not one"),
+        (lambda: recipe(ends=(True,)), "texts or token ids"),
+        (lambda: recipe(ends=(2.5,)), "texts or token ids"),
         (lambda: recipe(budget=3), "must hold its sinks and recent"),
         (lambda: recipe(interval=0), "interval must be at least 1"),
         (lambda: recipe(steer=VECTOR, keywords=("",)), "keywords are words"),
