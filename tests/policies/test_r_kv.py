@@ -13,12 +13,26 @@ def softmax(x):
     return x / x.sum()
 
 
-def reference(key, position, query, budget, *, window=4, importance=0.1, similarity=0.5, exempt=1, pool=7, released=False):
+def reference(
+    key,
+    position,
+    query,
+    budget,
+    *,
+    window=4,
+    importance=0.1,
+    similarity=0.5,
+    exempt=1,
+    pool=7,
+    over_group="max",
+    released=False,
+):
     """Kept slots of one KV head in stored order; key [S, H], position [S] ascending, query [G, W, H] oldest first."""
     size, width = key.shape
     past = size - window
     logits = np.einsum("gwh,sh->gws", query[:, -window:], key[:past]) / np.sqrt(width)
-    mass = np.stack([softmax(row) for row in logits.max(axis=0)]).mean(axis=0)
+    rows = logits.max(axis=0) if over_group == "max" else logits.reshape(-1, past)
+    mass = np.stack([softmax(row) for row in rows]).mean(axis=0)
     pooled = np.array([mass[max(0, s - pool // 2) : s + pool // 2 + 1].max() for s in range(past)])
     unit = key / (np.linalg.norm(key, axis=-1, keepdims=True) + 1e-8)
     cosine = unit @ unit.T
@@ -57,6 +71,28 @@ def test_kept_slots_are_those_of_an_independent_implementation(settings, release
             key[b, k, :size], position[b, k, :size], query[b, 2 * k : 2 * k + 2], 20, released=released, **settings
         )
         np.testing.assert_array_equal(slots[b, k][slots[b, k] >= 0], expected)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("over_group", ["max", "mean"])
+@pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
+def test_kept_sets_are_those_of_the_rule_for_every_group_and_type(group, over_group, dtype):
+    """Outside a band around the cut: max-pooling makes ties common, and bf16 rounds what decides them."""
+    view = random_view(np.random.default_rng(group), slots=60, group=group, dtype=dtype)
+    slots = np.asarray(jkv.r_kv(budget=20, window=4, importance=0.5, over_group=over_group).select(view))
+    key, query, position = (np.asarray(x, np.float64) for x in (view.key, view.query, view.position))
+    sure = 0
+    for b, k in np.ndindex(slots.shape[:2]):
+        size = int((position[b, k] >= 0).sum())
+        args = key[b, k, :size], position[b, k, :size], query[b, group * k : group * (k + 1)], 20
+        _, score = reference(*args, importance=0.5, over_group=over_group)
+        kept, recent = set(slots[b, k][slots[b, k] >= 0].tolist()), set(range(size - 4, size))
+        cut, band = np.sort(score)[::-1][min(15, size - 5)], 1e-5 if dtype == jnp.float32 else 2e-3
+        surely = set(np.flatnonzero(score > cut + band).tolist())
+        assert surely | recent <= kept
+        assert kept - recent <= set(np.flatnonzero(score >= cut - band).tolist())
+        sure += len(surely)
+    assert sure > 20
 
 
 def test_released_stores_in_score_order_and_the_default_by_position():
