@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [  # each may import those above it, and its own
     {"pallas_kernels"},
     {"jkv.params", "jkv.text", "jkv.timing"},
-    {"jkv.each_step", "jkv.model", "jkv.page_choice", "jkv.pool", "jkv.sampling", "jkv.sinks", "jkv.steering"},
+    {"jkv.each_step", "jkv.model", "jkv.page_choice", "jkv.pool", "jkv.sampling", "jkv.sentences", "jkv.sinks", "jkv.steering"},
     {"jkv.architectures", "jkv.attention", "jkv.policies", "jkv.testing"},
     {"jkv.checkpoint", "jkv.programs", "jkv.requests", "jkv.score"},
     {"jkv.memory", "jkv.results", "jkv.samples", "jkv.swap"},
