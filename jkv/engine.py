@@ -54,7 +54,7 @@ from jkv.timing import COMPILING, clock
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps a dispatch
 PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 COMPRESS_SIZES = (1, 4, 16, 64)  # rows of a compaction program
-MAP_WIDTH = 32_768  # positions
+MAP_WIDTH = 32_768  # positions that compaction is told sentences for, at first
 ORDERS = ("arrival", "longest")
 
 
@@ -160,7 +160,7 @@ class Engine:
         self._ticket, self._serial = itertools.count(), itertools.count()
         self._settings: Control | None = None  # of the rows, on the device; None when the rows have changed
         self._events: list[Event] = []
-        # Positions that compaction is told sentences for; more only if a longer request comes.
+        # A longer request doubles it, and compiles compaction anew.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         self._tells_text = False
 

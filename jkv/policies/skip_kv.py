@@ -59,7 +59,7 @@ def skip_kv(
     """R-KV with a penalty on sentences whose embedding has a cosine above `tau` with a later one's; the prompt's count too.
 
     The penalty, that cosine, outweighs R-KV's score, so flagged sentences go first, in every layer and head that still holds
-    two of their tokens. `tau` was tuned for each model, data set and budget; the default is the median of the authors' 24
+    two of their tokens. `tau` was tuned for each model, data set and budget; the default lies at the middle of the authors' 24
     values (0.95 to 0.99). `ends` are the texts (or token ids) that end a sentence.
 
     `steer`, a vector that `jkv steer` wrote, adds SkipKV's adaptive steering: `seal` at `layer` (by default two thirds up) with
