@@ -10,13 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jkv import pool as pages
+from jkv.attention import Cache
 from jkv.each_step import UNLIMITED, StepRules
 from jkv.page_choice import ReadRules
-from jkv.params import Model
+from jkv.params import Model, ModelConfig
 from jkv.policies import Policy
-from jkv.programs import Control
+from jkv.programs import Control, State
 from jkv.samples import Sample
 from jkv.sampling import SamplingRows, sample_key
 from jkv.sentences import ends_of
@@ -88,6 +91,37 @@ class Needs:
             marks_of(model.tokenizer, config.vocab_size)
         if policy.sentences is not None:
             ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
+
+
+def empty_state(
+    config: ModelConfig,
+    needs: Needs,
+    *,
+    num_rows: int,
+    num_pages: int,
+    max_pages: int,
+    page_size: int,
+    dtype: Any = jnp.float32,
+    poison: bool = False,
+) -> State:
+    """The state of an engine in which nothing runs: a pool (`pool.create`), the last queries, the logits."""
+    pool = pages.create(
+        num_layers=config.num_layers,
+        num_rows=num_rows,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        num_pages=num_pages,
+        max_pages=max_pages,
+        page_size=page_size,
+        dtype=dtype,
+        slot_data=("mass",) if needs.mass else (),
+        has_holes=needs.mass,
+        has_bounds=needs.bounds,
+        poison=poison,
+    )
+    ring = (config.num_layers, num_rows, needs.window, config.num_query_heads, config.head_size)
+    cache = Cache(pool, jnp.zeros(ring, dtype) if needs.window else None)
+    return State(cache, jnp.zeros((num_rows, config.vocab_size), jnp.float32))
 
 
 def row_settings(

@@ -30,24 +30,23 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jkv import pool as pages
 from jkv import programs, swap
-from jkv.attention import NEVER, Cache
-from jkv.control import Needs, for_chunk, row_settings
+from jkv.attention import NEVER
+from jkv.control import Needs, empty_state, for_chunk, row_settings
 from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
 from jkv.page_choice import columns_of
 from jkv.params import Model, Params
 from jkv.policies.base import Evict, Policy
 from jkv.pool import EMPTY, TRASH, num_pages_of
-from jkv.programs import Control, State
+from jkv.programs import Control
 from jkv.requests import Request, check_counts, encode_prompts, make_request, spread_policies
 from jkv.results import Completion, Event, Result, RunStats, make_result
 from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, request_id
-from jkv.sentences import SentenceLog, SentenceMap, ends_of
+from jkv.sentences import map_sentences, new_log
 from jkv.text import StopFinder, TextStream, cut, num_certain
 from jkv.timing import COMPILING, clock
 
@@ -132,25 +131,19 @@ class Engine:
             kv_memory=kv_memory,
             num_pages=num_pages,
         )
-        dtype = self.params.embedding.dtype
-        pool = pages.create(
-            num_layers=config.num_layers,
+        self.state = empty_state(
+            config,
+            self.needs,
             num_rows=max_running,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
             num_pages=self.num_pages,
             max_pages=num_pages_of(max_slots, page_size),
             page_size=page_size,
-            dtype=dtype,
-            slot_data=("mass",) if self.needs.mass else (),
-            has_holes=self.needs.mass,
-            has_bounds=self.needs.bounds,
+            dtype=self.params.embedding.dtype,
             poison=poison,
         )
-        ring_shape = (config.num_layers, max_running, self.needs.window, config.num_query_heads, config.head_size)
-        ring = jnp.zeros(ring_shape, dtype) if self.needs.window else None
-        self.state = State(Cache(pool, ring), jnp.zeros((max_running, config.vocab_size), jnp.float32))
-        self.row_bytes = sum(x.nbytes for x in jax.tree.leaves((ring, pool.slot_data, pool.hole)))  # beside the pages
+        cache = self.state.cache
+        beside_pages = cache.query_ring, cache.pool.slot_data, cache.pool.hole
+        self.row_bytes = sum(x.nbytes for x in jax.tree.leaves(beside_pages))
         self.stats = RunStats()
         self.draws = DRAWS[0]  # the most demanding so far: going back would compile, and save nothing that was not paid
         self.running: dict[int, Sample] = {}  # by batch row
@@ -325,7 +318,7 @@ class Engine:
             request,
             Completion(),
             most_pages=most_pages(self.params, request, self.page_size),
-            priority=(-(len(request.prompt) + request.max_new_tokens) if self.order == "longest" else 0, serial),
+            priority=(-request.most_tokens if self.order == "longest" else 0, serial),
             prefix=prefix,
             on_tokens=on_tokens,
             stops=StopFinder(tokenizer.decode, request.stop_strings) if request.stop_strings else None,
@@ -504,9 +497,9 @@ class Engine:
         sample = self.running[i]
         prompt = sample.request.prompt
         sample.filled = np.full(self.params.config.num_layers, len(prompt))
-        sample.sentences = self._new_log(sample.request.policy)
+        sample.sentences = new_log(self.model, sample.request.policy.sentences)
         if self.is_traced:
-            sample.completion.ends = self._new_ends(len(prompt) + sample.request.max_new_tokens)
+            sample.completion.ends = self._new_ends(sample.request.most_tokens)
         with clock(self.stats, "prefill_seconds"):
             for piece in split_prompt(prompt):
                 padded = np.zeros((1, next(size for size in PREFILL_SIZES if size >= len(piece))), np.int32)
@@ -540,7 +533,7 @@ class Engine:
             completion.compactions, completion.evicted = done.compactions, done.evicted
             sample.sentences = None if start.sentences is None else start.sentences.copy()
             if done.ends is not None:
-                completion.ends = self._new_ends(len(sample.request.prompt) + sample.request.max_new_tokens)
+                completion.ends = self._new_ends(sample.request.most_tokens)
                 count = len(sample.request.prompt)
                 completion.ends[..., :count] = done.ends[..., :count]
         self.stats.forks += len(rows)
@@ -718,13 +711,18 @@ class Engine:
             own: Any = sample.request.policy.evict
             row[j], budget[:, j], prompt_length[j] = i, sample.compacted, len(sample.request.prompt)
             protected[:, j] = own.sinks, own.recent
-        sentences = self._map_sentences(members, size) if evict.needs_similarity else None
+        logs = [log for log in (self.running[i].sentences for i in members) if log is not None]
+        sentences = None
+        if evict.needs_similarity:
+            longest = max(self.running[i].request.most_tokens for i in members)
+            self._map_width = max(self._map_width, 1 << (longest - 1).bit_length())
+            sentences = map_sentences(logs, size, self._map_width)
         self.state, dropped, is_left = programs.compress(
             self.state, row, budget, prompt_length, protected, evict=evict, is_traced=self.is_traced, sentences=sentences
         )
         if is_left is not None:
-            for i, left in zip(members, np.asarray(is_left), strict=False):
-                self._log_of(i).forget(left)
+            for log, left in zip(logs, np.asarray(is_left), strict=False):
+                log.forget(left)
         dropped = None if dropped is None else jax.device_get(dropped)
         for j, i in enumerate(members):
             sample = self.running[i]
@@ -737,30 +735,6 @@ class Engine:
                 layer, head, slot = np.nonzero(dropped[:, j] != EMPTY)
                 now = len(sample.request.prompt) + sample.generated
                 completion.ends[layer, head, dropped[layer, j, head, slot]] = now
-
-    def _new_log(self, policy: Policy) -> SentenceLog | None:
-        if policy.sentences is None:
-            return None
-        config = self.params.config
-        is_end = ends_of(self.model.tokenizer, config.vocab_size, policy.sentences.ends)
-        return SentenceLog(is_end, policy.sentences.threshold, config.width)
-
-    def _log_of(self, i: int) -> SentenceLog:
-        log = self.running[i].sentences
-        assert log is not None
-        return log
-
-    def _map_sentences(self, members: list[int], size: int) -> SentenceMap:
-        """Which sentences rows that are due say again."""
-        longest = max(len(self.running[i].request.prompt) + self.running[i].request.max_new_tokens for i in members)
-        self._map_width = max(self._map_width, 1 << (longest - 1).bit_length())
-        sentence, similarity = np.zeros((size, self._map_width), np.int32), np.zeros((size, self._map_width), np.float32)
-        for j, i in enumerate(members):
-            log = self._log_of(i)
-            log.compare()
-            sentence[j], similarity[j] = log.by_position(self._map_width)
-        arrays: Any = (sentence, similarity)
-        return SentenceMap(*arrays)
 
     def _new_ends(self, num_columns: int) -> np.ndarray:
         config = self.params.config

@@ -173,7 +173,7 @@ def compress(
         return None, (evict.rate(view), position)
 
     _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
-    slots = evict.choose(score, position, budget[..., None])
+    slots = evict.choose(score, budget[..., None])
     state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
     dropped = dropped_positions(position, slots) if is_traced else None
     return state, dropped, None if sentences is None else positions_left(position, slots, sentences.sentence.shape[1])

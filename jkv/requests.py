@@ -42,6 +42,11 @@ class Request:
     stop_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
 
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and completion at their longest."""
+        return len(self.prompt) + self.max_new_tokens
+
     def first_slots(self, num_layers: int) -> np.ndarray:
         """Slots of each layer's heads, on average, when the first token is drawn: [L]."""
         return compacted(self.policy, np.full(num_layers, len(self.prompt)), len(self.prompt), 0)

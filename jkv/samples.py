@@ -114,14 +114,14 @@ class Sample:
         """Notes how far the queries of the next `count` steps turn for the sinks: as many positions as were dropped."""
         start, completion = len(self.request.prompt) + self.generated, self.completion
         if completion.sink_shift is None:
-            completion.sink_shift = np.zeros(len(self.request.prompt) + self.request.max_new_tokens, np.int32)
+            completion.sink_shift = np.zeros(self.request.most_tokens, np.int32)
         completion.sink_shift[start : start + count] = int(self.filled[0]) - start
 
     def note_steering(self, amount: np.ndarray) -> None:
         """Notes how much of its vector each of the next tokens got."""
         start, completion = len(self.request.prompt) + self.generated, self.completion
         if completion.steered is None:
-            completion.steered = np.zeros(len(self.request.prompt) + self.request.max_new_tokens, np.float32)
+            completion.steered = np.zeros(self.request.most_tokens, np.float32)
         completion.steered[start : start + len(amount)] = amount
 
     def note_steps(self, count: int, goes_on: bool, dropped: np.ndarray | None) -> None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jkv.params import Model
 from jkv.pool import EMPTY
 
 ENDS = ("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", "?\n\n")  # as in SkipKV's code; its paper has all but the last
@@ -160,3 +161,21 @@ class SentenceLog:
         twin.sentence, twin._fresh = list(self.sentence), list(self._fresh)
         twin.similarity, twin._sum = self.similarity.copy(), self._sum.copy()
         return twin
+
+
+def new_log(model: Model, sentences: Sentences | None) -> SentenceLog | None:
+    """An empty log for a policy that goes by sentences; None for others."""
+    if sentences is None:
+        return None
+    is_end = ends_of(model.tokenizer, model.config.vocab_size, sentences.ends)
+    return SentenceLog(is_end, sentences.threshold, model.config.width)
+
+
+def map_sentences(logs: Sequence[SentenceLog], num_rows: int, width: int) -> SentenceMap:
+    """Which sentences are said again in each of the first rows, for as many positions as `width`."""
+    sentence, similarity = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), np.float32)
+    for row, log in enumerate(logs):
+        log.compare()
+        sentence[row], similarity[row] = log.by_position(width)
+    arrays: Any = (sentence, similarity)
+    return SentenceMap(*arrays)

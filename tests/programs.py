@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jkv
 from jkv import engine, pool, swap
 from jkv import programs as device
-from jkv.attention import Cache
+from jkv.control import Needs, empty_state
 from jkv.each_step import StepRules
 from jkv.page_choice import ReadRules
 from jkv.params import ModelConfig, Params, weight_shapes
@@ -71,25 +71,10 @@ def shapes_of(
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
     max_pages = pool.num_pages_of(BUDGET + INTERVAL, page_size)
-    create = functools.partial(
-        pool.create,
-        num_layers=config.num_layers,
-        num_rows=NUM_ROWS,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        num_pages=DEEP * NUM_ROWS * config.num_kv_heads * max_pages,
-        max_pages=max_pages,
-        page_size=page_size,
-        dtype=dtype,
-        slot_data=("mass",) if keeps_mass else (),
-        has_holes=keeps_mass,
-        has_bounds=keeps_bounds,
-    )
-    ring = (config.num_layers, NUM_ROWS, window, config.num_query_heads, config.head_size)
-    state = State(
-        Cache(jax.eval_shape(create), leaf(*ring, dtype=dtype) if window else None),
-        leaf(NUM_ROWS, config.vocab_size, dtype=jnp.float32),
-    )
+    needs = Needs(window, mass=keeps_mass, bounds=keeps_bounds)
+    num_pages = DEEP * NUM_ROWS * config.num_kv_heads * max_pages
+    sizes = {"num_rows": NUM_ROWS, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
+    state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype))
     params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weight_shapes(config, dtype), state))
     return Shapes(params, state, leaf)
 

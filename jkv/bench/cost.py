@@ -1,9 +1,10 @@
 """What eviction costs beside decoding, on a wide random model: `python -m jkv.bench.cost configs/models/wide.toml`.
 
 Device programs as the engine dispatches them, on caches filled with random keys; everything in one process and in turns, the
-median of several rounds. R-KV's scoring and compaction are compared with what their arithmetic (the whole similarity matrix,
-though a CPU computes half of it) would take at the matrix rate of the same run, and with the decode steps between two
-compactions; a step of H2O and of TOVA, whose eviction is inside, with a step of the full cache at the same length.
+median of several rounds. R-KV's scoring and compaction are compared with what their arithmetic would take at two matrix rates
+of the same run, of a large square product and of products of their own shape (keys by keys, a head size deep), and with the
+decode steps between two compactions; a step of H2O and of TOVA, whose eviction is inside, with a step of the full cache at
+the same length.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from jkv import pool as pages
 from jkv import programs
 from jkv.attention import Cache
 from jkv.bench.throughput import describe_machine
-from jkv.control import Needs, step_rules
+from jkv.control import Needs, empty_state, step_rules
 from jkv.engine import CHUNKS
 from jkv.params import ModelConfig, Params, init_params
 from jkv.policies import Policy, full, h2o, r_kv, tova
@@ -93,15 +94,15 @@ def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, p
             taken[name] += [once] if turn else []  # the first compiles
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     heads = config.num_layers * batch * config.num_kv_heads
-    flops = heads * 2 * config.head_size * slots * (slots + config.group_size * evict.window)  # a CPU does half of slots ** 2
-    rate = matrix_rate(rounds)
+    flops = heads * 2 * config.head_size * slots * (slots + config.group_size * evict.window)
+    rates = {"square": matrix_rate(rounds, 2048, 2048), "own_shape": matrix_rate(rounds, slots, config.head_size)}
     return {
         "compaction_seconds": round(seconds["compact"], 4),
         "decode_seconds_between": round(seconds["decode"], 4),
         "share_of_decode": round(seconds["compact"] / seconds["decode"], 4),
-        "own_gflop": round(flops / 1e9, 2),
-        "matrix_gflop_per_second": round(rate / 1e9, 1),
-        "times_own_arithmetic": round(seconds["compact"] / (flops / rate), 2),
+        "own_gflop": round(flops / 1e9, 6),
+        "matrix_gflop_per_second": {name: round(rate / 1e9, 1) for name, rate in rates.items()},
+        "times_own_arithmetic": {name: round(seconds["compact"] / (flops / rate), 2) for name, rate in rates.items()},
     }
 
 
@@ -135,7 +136,7 @@ def memory_of_redundancy(params: Params, batch: int, budget: int, interval: int,
     evict: Any = policy.evict
     leaf = jax.ShapeDtypeStruct
     temporary = {}
-    for slots in (2048, 4096, 8192):
+    for slots in (2560, 5120, 10240):
         state = jax.eval_shape(functools.partial(new_state, params, policy, batch, slots, page_size))
         rows, per_layer = leaf((batch,), jnp.int32), leaf((config.num_layers, batch), jnp.int32)
         traced = programs.compress.trace(
@@ -147,23 +148,10 @@ def memory_of_redundancy(params: Params, batch: int, budget: int, interval: int,
 
 def new_state(params: Params, policy: Policy, batch: int, slots: int, page_size: int) -> State:
     """An empty pool of exactly these rows, with what the policy needs."""
-    config, needs = params.config, Needs.of([policy])
     max_pages = pages.num_pages_of(slots, page_size)
-    pool = pages.create(
-        num_layers=config.num_layers,
-        num_rows=batch,
-        num_kv_heads=config.num_kv_heads,
-        head_size=config.head_size,
-        num_pages=config.num_layers * batch * config.num_kv_heads * max_pages,
-        max_pages=max_pages,
-        page_size=page_size,
-        dtype=jnp.float32,
-        slot_data=("mass",) if needs.mass else (),
-        has_holes=needs.mass,
-    )
-    shape = (config.num_layers, batch, needs.window, config.num_query_heads, config.head_size)
-    ring = jnp.zeros(shape, jnp.float32) if needs.window else None
-    return State(Cache(pool, ring), jnp.zeros((batch, config.vocab_size), jnp.float32))
+    num_pages = params.config.num_layers * batch * params.config.num_kv_heads * max_pages
+    sizes = {"num_rows": batch, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
+    return empty_state(params.config, Needs.of([policy]), **sizes)
 
 
 @functools.partial(jax.jit, static_argnames="slots", donate_argnames="state")
@@ -206,15 +194,20 @@ def seconds_of(run: Callable[[], None], holder: dict[str, Any]) -> float:
     return time.perf_counter() - began
 
 
-def matrix_rate(rounds: int, size: int = 2048) -> float:
-    """Floating-point operations a second of a float32 matrix product."""
-    x = jax.random.normal(jax.random.key(0), (size, size))
-    multiply, holder = jax.jit(jnp.matmul), {"state": x}
+def matrix_rate(rounds: int, size: int, depth: int) -> float:
+    """Floating-point operations a second of a float32 product of [size, depth] and [depth, size], several in a row."""
+    count = max(1, 2048**3 // (size**2 * depth))
+    x = jax.random.normal(jax.random.key(0), (count, size, depth))
+    holder: dict[str, Any] = {"state": x}
+
+    @jax.jit
+    def multiply(x: Array) -> Array:
+        return jax.lax.map(lambda one: (one @ one.T)[0], x)
 
     def run() -> None:
-        holder["state"] = multiply(x, x)
+        holder["state"] = multiply(x)
 
-    return 2 * size**3 / statistics.median([seconds_of(run, holder) for _ in range(rounds + 1)][1:])
+    return 2 * count * size**2 * depth / statistics.median([seconds_of(run, holder) for _ in range(rounds + 1)][1:])
 
 
 if __name__ == "__main__":

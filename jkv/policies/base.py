@@ -7,9 +7,10 @@
 import dataclasses
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget
 from jkv.pool import EMPTY, num_pages_of
@@ -23,6 +24,7 @@ SCOPES = ("head", "layer", "all", "compete")
 class CacheView(NamedTuple):
     """What a score may look at: one layer's cache, batch rows independent. Empty slots have position EMPTY (-1).
 
+    Slots are in the order in which the policy stores them: ascending by position, unless `Evict.order` says otherwise.
     Query w of the window is the one of the token W - 1 - w before the newest; a sequence shorter than the window leaves the
     oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group.
     `similarity` is how alike a later sentence is to the slot's, if it is flagged, else 0 (`jkv.sentences`). `budget`, `sinks`
@@ -139,40 +141,53 @@ class Evict:
             protected |= view.position < view.prompt_length[:, None, None]
         return protected & view.is_filled
 
-    def choose(
-        self, score: Float[Array, "L B K S"], position: Int[Array, "L B K S"], budget: Int[Array, "#L B #K"]
-    ) -> Int[Array, "L B K S"]:
+    def choose(self, score: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"]) -> Int[Array, "L B K S"]:
         """The slots that stay in every layer, EMPTY at the end; `score` as `rate` gives it, ties go to the lower slot."""
         if self.scope == "layer":
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True), score.shape)
         elif self.scope == "all":
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True).sum(axis=0, keepdims=True), score.shape)
-        ranked = jnp.argsort(-score, axis=-1, stable=True).astype(jnp.int32)
-        best_first = jnp.take_along_axis(score, ranked, axis=-1)
-        if self.scope == "compete":
-            budget = compete(best_first, budget, self.floor)
-        rank = jnp.arange(score.shape[-1], dtype=jnp.int32)
-        is_kept = (rank < budget[..., None]) & (best_first > -jnp.inf)
-        # A sort key for the slots that stay; the others come last.
+        is_kept = compete(score, budget, self.floor) if self.scope == "compete" else largest(score, budget)
+        slot = jnp.arange(score.shape[-1], dtype=jnp.int32)
         if self.order == "score":
-            place = jnp.where(best_first == jnp.inf, score.shape[-1] + ranked, rank)
-        else:
-            place = jnp.take_along_axis(position, ranked, axis=-1)
-        last = jnp.iinfo(jnp.int32).max
-        by_place = jnp.argsort(jnp.where(is_kept, place, last), axis=-1, stable=True)
-        count = is_kept.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-        return jnp.where(rank < count, jnp.take_along_axis(ranked, by_place, axis=-1), EMPTY)
+            in_place = jnp.where(score == jnp.inf, jnp.finfo(jnp.float32).max, -score)  # the protected ones come last
+            in_place = jnp.where(is_kept, in_place, jnp.inf)
+            slots = jnp.argsort(in_place, axis=-1, stable=True).astype(jnp.int32)
+            return jnp.where(slot < is_kept.sum(axis=-1, keepdims=True), slots, EMPTY)
+        layer, row, head, _ = jnp.indices(score.shape, dtype=jnp.int32, sparse=True)
+        place = jnp.where(is_kept, is_kept.cumsum(axis=-1, dtype=jnp.int32) - 1, score.shape[-1])
+        return jnp.full(score.shape, EMPTY, jnp.int32).at[layer, row, head, place].set(slot, mode="drop")
 
 
-def compete(best_first: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"], floor: float) -> Int[Array, "L B K"]:
-    """Slots of each head when a layer's heads share its slots: the best of all, after a floor and what is protected."""
-    layers, batch, heads, slots = best_first.shape
+def largest(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> Bool[Array, "*N S"]:
+    """Which `count` slots score highest, ties going to the lower slot; never one of `-inf`.
+
+    No sort: the lowest score that stays is found bit by bit, from the highest one down.
+    """
+    score = jnp.where(score == 0, 0.0, jnp.where(score > -jnp.inf, score, -jnp.inf))  # one zero, and no NaN
+    bits = jax.lax.bitcast_convert_type(score, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    bits = jnp.where(bits >= sign, ~bits, bits | sign)  # in the order of the scores
+
+    def narrow(low: UInt[Array, "..."], bit: UInt[Array, ""]) -> tuple[UInt[Array, "..."], None]:
+        middle = low | bit
+        is_enough = (bits >= middle[..., None]).sum(axis=-1, dtype=jnp.int32) >= count
+        return jnp.where(is_enough, middle, low), None
+
+    bit = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)[::-1]
+    lowest = jax.lax.scan(narrow, jnp.zeros(score.shape[:-1], jnp.uint32), bit)[0][..., None]
+    is_above, is_level = bits > lowest, bits == lowest
+    left = count[..., None] - is_above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    is_largest = is_above | (is_level & (is_level.cumsum(axis=-1, dtype=jnp.int32) <= left))
+    return is_largest & (score > -jnp.inf)
+
+
+def compete(score: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"], floor: float) -> Bool[Array, "L B K S"]:
+    """Which slots stay when a layer's heads share its slots: the best of all, after a floor and what is protected."""
+    layers, batch, heads, slots = score.shape
     total = jnp.broadcast_to(budget, (layers, batch, heads)).sum(axis=-1)
-    least = least_slots(budget, floor)
-    is_sure = (jnp.arange(slots, dtype=jnp.int32) < least[..., None]) & (best_first > -jnp.inf)
-    flat = jnp.where(is_sure, jnp.inf, best_first).reshape(layers, batch, heads * slots)
-    rank = jnp.argsort(jnp.argsort(-flat, axis=-1, stable=True), axis=-1)
-    return (rank < total[..., None]).reshape(best_first.shape).sum(axis=-1, dtype=jnp.int32)
+    sure = jnp.where(largest(score, least_slots(budget, floor)), jnp.inf, score)
+    return largest(sure.reshape(layers, batch, heads * slots), total).reshape(score.shape)
 
 
 def least_slots(budget: Any, floor: float) -> Any:
@@ -393,7 +408,7 @@ class Policy:
             if self.budget is None:
                 raise ValueError(f"{self.name}'s budget grows with the sequence, so the view must say it: CacheView(budget=).")
             budget = jnp.full(view.position.shape[:2], self.budget, jnp.int32)
-        return self.evict.choose(self.evict.rate(view)[None], view.position[None], budget[None])[0]
+        return self.evict.choose(self.evict.rate(view)[None], budget[None])[0]
 
 
 def evict_by(score: Score, budget: int, interval: int = 128, name: str = "", **settings: Any) -> Policy:

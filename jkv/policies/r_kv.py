@@ -3,7 +3,6 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
@@ -39,10 +38,8 @@ class ImportanceMinusRedundancy:
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         batch, heads, num_slots, head_size = view.key.shape
         rows = (batch * heads, num_slots)
-        slot = jnp.arange(num_slots, dtype=jnp.int32)
         redundancy = kernels.key_redundancy(
             view.key.reshape(*rows, head_size),
-            jnp.broadcast_to(slot, rows) if self.released else view.position.reshape(rows),
             view.is_filled.reshape(rows),
             threshold=self.similarity,
             exempt=self.exempt,

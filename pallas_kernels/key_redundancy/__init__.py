@@ -1,6 +1,6 @@
 """How similar each key is to the other keys of its row: the redundancy score of R-KV."""
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.dispatch import choose
 from pallas_kernels.key_redundancy import cpu, reference
@@ -10,7 +10,6 @@ IMPLEMENTATIONS = {"cpu": cpu.key_redundancy, "reference": reference.key_redunda
 
 def key_redundancy(
     key: Float[Array, "R S H"],
-    recency: Int[Array, "R S"],
     is_filled: Bool[Array, "R S"],
     *,
     threshold: float = 0.5,
@@ -20,13 +19,12 @@ def key_redundancy(
 ) -> Float[Array, "R S"]:
     """The mean cosine similarity of every filled key to a slot's key, -1 to 1, float32; 0 where a slot is empty.
 
-    C[i, j] is the cosine of keys i and j, 0 on the diagonal. In each row i the `exempt` most recent (largest `recency`, which
-    must be distinct and non-negative) of the entries above `threshold` become 0, so that the newest of a group of look-alikes
-    is not held redundant (R-KV, arXiv 2505.24133, 3.3). The result is the mean of column s over the filled rows.
-    `exempt_first=True` zeroes slot 0 in rows with no entry above the threshold, as the authors' code happens to do (with
-    `exempt` at least 1).
-    Cost: S * S * H multiplications and additions `exempt` times, half of them on a CPU; memory linear in S.
+    C[i, j] is the cosine of keys i and j, 0 on the diagonal. In each row i the last `exempt` of the entries above `threshold`
+    become 0, so that of a group of look-alikes the newest is not held redundant (R-KV, arXiv 2505.24133, 3.3; slots are in
+    the order of their tokens). The result is the mean of column s over the filled rows. `exempt_first=True` zeroes slot 0 in
+    rows with no entry above the threshold, as the authors' code happens to do (with `exempt` at least 1).
+    Cost: S * S * H multiplications and additions `exempt` times; memory linear in S.
     """
     settings = {"threshold": threshold, "exempt": exempt, "exempt_first": exempt_first}
     run = choose("key_redundancy", IMPLEMENTATIONS, implementation, **settings)
-    return run(key, recency, is_filled)
+    return run(key, is_filled)

@@ -1,7 +1,7 @@
 """Plain XLA: the mean of all similarities is one product with the sum of the keys, so only the exempt ones have to be found.
 
-A key's most recent look-alike comes from a scan over blocks of rows of the similarity matrix, which never exists as a whole.
-The matrix is symmetric, so the largest of a column stands for that of a row: it needs no reduction across a vector's lanes.
+A key's latest look-alike comes from a scan over blocks of rows of the similarity matrix, which never exists as a whole. The
+matrix is symmetric, so the largest of a column stands for that of a row: it needs no reduction across a vector's lanes.
 """
 
 from collections.abc import Callable
@@ -10,38 +10,29 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-BLOCK = 128
+BLOCK = 128  # slots
 
 
 def key_redundancy(
     key_RSH: Float[Array, "R S H"],
-    recency_RS: Int[Array, "R S"],
     is_filled: Bool[Array, "R S"],
     threshold: float,
     exempt: int,
     exempt_first: bool,
-    find: Callable[..., Int[Array, "R S"]] | None = None,
+    block: int = BLOCK,
     add: Callable[..., Float[Array, "R S"]] | None = None,
 ) -> Float[Array, "R S"]:
-    """See `pallas_kernels.key_redundancy`; `find` and `add` are `latest_alike` and `add_at`, or do the same faster."""
-    find, add = find or latest_alike, add or add_at
-    num_rows, num_slots, _ = key_RSH.shape
+    """See `pallas_kernels.key_redundancy`; `block` is the most rows of the matrix at a time, `add` does what `add_at` does."""
+    add = add or add_at
     key_RSH = jnp.where(is_filled[..., None], key_RSH, 0).astype(jnp.float32)
     key_RSH = key_RSH / (jnp.linalg.norm(key_RSH, axis=-1, keepdims=True) + 1e-8)
     total_RS = jnp.einsum("rsh,rh->rs", key_RSH, key_RSH.sum(axis=1)) - jnp.square(key_RSH).sum(axis=-1)
-
-    by_recency_RS = jnp.argsort(jnp.where(is_filled, recency_RS, -1), axis=-1).astype(jnp.int32)  # slots, the newest last
-    row_R1 = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
-    slot = jnp.arange(num_slots, dtype=jnp.int32)
-    rank_RS = jnp.zeros_like(by_recency_RS).at[row_R1, by_recency_RS].set(slot)
-    rank_RS = jnp.where(is_filled, rank_RS, -1)
+    slot = jnp.arange(key_RSH.shape[1], dtype=jnp.int32)
     latest_RS = None
     for turn in range(exempt):
-        latest_RS = find(key_RSH, rank_RS, latest_RS, threshold)
-        other_RS = jnp.take_along_axis(by_recency_RS, jnp.maximum(latest_RS, 0), axis=-1)
-        is_exempt_RS = is_filled & (latest_RS >= 0)
+        latest_RS = latest_alike(key_RSH, is_filled, latest_RS, threshold, block)
+        other_RS, is_exempt_RS = jnp.maximum(latest_RS, 0), is_filled & (latest_RS >= 0)
         if exempt_first and turn == 0:
-            other_RS = jnp.where(latest_RS >= 0, other_RS, 0)
             is_exempt_RS = is_filled & (other_RS != slot)
         similarity_RS = (key_RSH * jnp.take_along_axis(key_RSH, other_RS[..., None], axis=1)).sum(axis=-1)
         total_RS = add(total_RS, other_RS, jnp.where(is_exempt_RS, -similarity_RS, 0.0))
@@ -50,27 +41,32 @@ def key_redundancy(
 
 
 def latest_alike(
-    key_RSH: Float[Array, "R S H"], rank_RS: Int[Array, "R S"], below_RS: Int[Array, "R S"] | None, threshold: float
+    key_RSH: Float[Array, "R S H"],
+    is_filled: Bool[Array, "R S"],
+    below_RS: Int[Array, "R S"] | None,
+    threshold: float,
+    block: int,
 ) -> Int[Array, "R S"]:
-    """The largest rank (under `below`) of another key whose cosine with each (unit) key is above the threshold; -1 for none."""
+    """The last slot (before `below`) of another key whose cosine with each (unit) key is above the threshold; -1 for none."""
     num_slots = key_RSH.shape[1]
-    block = min(BLOCK, num_slots)
-    padding = -num_slots % block
-    padded_RSH = jnp.pad(key_RSH, [(0, 0), (0, padding), (0, 0)])
-    # Ranks as floats, exact to 2 ** 24: a CPU takes the largest of floats faster than of integers.
-    padded_RS = jnp.pad(rank_RS, [(0, 0), (0, padding)], constant_values=-1).astype(jnp.float32)
-    slot = jnp.arange(num_slots, dtype=jnp.int32)
+    num_blocks = -(-num_slots // block)
+    block = -(-num_slots // num_blocks)
+    padding = (0, num_blocks * block - num_slots)
+    # Slots as floats, exact to 2 ** 24: a CPU takes the largest of floats faster than of integers.
+    slot = jnp.arange(num_slots, dtype=jnp.float32)
+    padded_RS = jnp.pad(jnp.where(is_filled, slot, -1.0), [(0, 0), padding], constant_values=-1)
+    padded_RSH = jnp.pad(key_RSH, [(0, 0), padding, (0, 0)])
 
     def look(best_RS: Float[Array, "R S"], start: Int[Array, ""]) -> tuple[Float[Array, "R S"], None]:
         key_RIH = jax.lax.dynamic_slice_in_dim(padded_RSH, start, block, axis=1)
-        rank_RI1 = jax.lax.dynamic_slice_in_dim(padded_RS, start, block, axis=1)[..., None]
+        slot_RI1 = jax.lax.dynamic_slice_in_dim(padded_RS, start, block, axis=1)[..., None]
         similarity_RIS = jnp.einsum("rih,rsh->ris", key_RIH, key_RSH)
-        is_alike_RIS = (similarity_RIS > threshold) & ((start + jnp.arange(block, dtype=jnp.int32))[:, None] != slot)
+        is_alike_RIS = (similarity_RIS > threshold) & (slot_RI1 != slot)
         if below_RS is not None:
-            is_alike_RIS &= rank_RI1 < below_RS[:, None].astype(jnp.float32)
-        return jnp.maximum(best_RS, jnp.where(is_alike_RIS, rank_RI1, -1.0).max(axis=1)), None
+            is_alike_RIS &= slot_RI1 < below_RS[:, None].astype(jnp.float32)
+        return jnp.maximum(best_RS, jnp.where(is_alike_RIS, slot_RI1, -1.0).max(axis=1)), None
 
-    none_RS, start = jnp.full(rank_RS.shape, -1.0), jnp.arange(0, num_slots, block, dtype=jnp.int32)
+    none_RS, start = jnp.full(is_filled.shape, -1.0), jnp.arange(0, num_blocks * block, block, dtype=jnp.int32)
     return jax.lax.scan(look, none_RS, start)[0].astype(jnp.int32)
 
 
