@@ -240,20 +240,29 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    names = list(dict.fromkeys(o.policy for o in outcomes[1:]))
+    is_crowded = len(names) > 6
+    colour = plt.get_cmap("tab20" if len(names) > 10 else "tab10")
+    figure, axes = plt.subplots(figsize=(9, 6) if is_crowded else (7, 4.5), layout="constrained")
     base = outcomes[0]
     axes.axhspan(100 * base.low, 100 * base.high, color="0.9", zorder=0)
     axes.axhline(100 * base.accuracy, color="0.4", linewidth=1, label="full cache", zorder=1)
-    for i, name in enumerate(dict.fromkeys(o.policy for o in outcomes[1:])):
-        marker = MARKERS[i % len(MARKERS)]
+    for i, name in enumerate(names):
+        look: dict[str, Any] = {
+            "marker": MARKERS[i % len(MARKERS)],
+            "color": colour(i % colour.N),
+            "capsize": 2,
+            "linewidth": 1.3,
+        }
         mine = sorted((o for o in outcomes if o.policy == name), key=lambda o: o.kv_share)
         centre = [100 * o.accuracy for o in mine]
         error = [[100 * (o.accuracy - o.low) for o in mine], [100 * (o.high - o.accuracy) for o in mine]]
-        axes.errorbar([100 * o.kv_share for o in mine], centre, error, marker=marker, capsize=2, linewidth=1.3, label=name)
+        axes.errorbar([100 * o.kv_share for o in mine], centre, error, label=name, **look)
     axes.set(xlabel="mean KV bytes held, % of the full cache's", ylabel="accuracy, % (95 % interval)", title=title)
     axes.set(xlim=(0, None), ylim=(0, 102))
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False, loc="lower right")
+    beside: Any = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    axes.legend(frameon=False, **(beside if is_crowded else {"loc": "lower right"}))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
