@@ -55,8 +55,11 @@ def infix(definition: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def draw_problem(rng: np.random.Generator, low: int = 3, high: int = 14, early: float = 0.2) -> Problem:
-    """A random problem of `low` to `high` definitions, more often long; a share `early` asks for a variable before the last."""
-    count = int(rng.integers(low, high + 1, size=3).max())
+    """A random problem of `low` to `high` definitions, three in four of them the largest of three draws.
+
+    A share `early` asks for a variable before the last.
+    """
+    count = int(rng.integers(low, high + 1, size=3 if rng.random() < 0.75 else 1).max())
     leaves = 2 if count < 6 else int(rng.integers(2, 2 + count // 4 + 1))
     names = [str(x) for x in rng.permutation(list(string.ascii_lowercase))[:count]]
     definitions: list[tuple[str, ...]] = [(name, str(rng.integers(10))) for name in names[:leaves]]
@@ -107,9 +110,9 @@ def write_trace(problem: Problem, doubts: int) -> str:
     derived = [definition for definition in problem.definitions if len(definition) == 4]
 
     steps = [*given, *(write_step(definition, values) for definition in derived), problem.answer]
-    for i in range(doubts):
-        checks = (write_check(definition, values, is_swapped=i % 2 == 1) for definition in derived)
-        steps += [DOUBTS[i], *given, *checks, problem.answer]
+    checks = [write_check(definition, values) for definition in derived]
+    for doubt in DOUBTS[:doubts]:
+        steps += [doubt, *given, *checks, problem.answer]
     return BREAK.join(["<think>", *steps, "</think>", rf"\boxed{{{problem.answer}}}"])
 
 
@@ -125,11 +128,10 @@ def write_step(definition: tuple[str, ...], values: dict[str, int]) -> str:
     return f"{name}={left}{operator}{right} {left}={first} {right}={second} {first}{operator}{second}={result} {name}={result}"
 
 
-def write_check(definition: tuple[str, ...], values: dict[str, int], is_swapped: bool) -> str:
-    """A step that verifies a value found before: the formula, its operands' values in either order, the value."""
+def write_check(definition: tuple[str, ...], values: dict[str, int]) -> str:
+    """A step that verifies a value found before: the formula, its operands' values, the value."""
     name, operator, left, right = definition
-    first, second = (right, left) if is_swapped else (left, right)
-    return f"{name}={left}{operator}{right} {first}={values[first]} {second}={values[second]} {name}={values[name]}"
+    return f"{name}={left}{operator}{right} {left}={values[left]} {right}={values[right]} {name}={values[name]}"
 
 
 def read_answer(text: str) -> str | None:

@@ -21,7 +21,7 @@ from jkv.results import Result
 from jkv.sampling import Sampling
 from jkv.tasks.chains import Problem, draw_problem, read_answer
 
-HELD_OUT_SEED = 1_000_003
+HELD_OUT_SEED = 2_000_003
 MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
 
 
