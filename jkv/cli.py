@@ -124,8 +124,8 @@ def run_policies(_: argparse.Namespace) -> int:
 def run_generate(options: argparse.Namespace) -> int:
     """Generates, then prints texts or writes JSON lines."""
     prompts = read_prompts(options.prompt, options.file)
-    if options.out not in (None, "-") and not Path(options.out).absolute().parent.is_dir():
-        raise ValueError(f"--out must lie in a folder that exists; {Path(options.out).parent} does not.")
+    if options.out not in (None, "-"):
+        check_target(Path(options.out))
     from jkv import checkpoint
     from jkv.generate import generate
     from jkv.policies import make
@@ -182,28 +182,34 @@ def run_eval(options: argparse.Namespace) -> int:
     from jkv.policies import POLICIES, needs_no_file
 
     chosen = read_eval_settings(options, EVAL_DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
+    model_name = Path(str(chosen["model"])).name
+    name = f"{options.config.stem}-{model_name}" if options.config else model_name
     if options.out:
         check_plotting()
+        options.out.mkdir(parents=True, exist_ok=True)
     model = checkpoint.load(str(chosen["model"]))
     problems = read_problems(chosen["file"], chosen["problems"])
+    about = {field: str(value) if isinstance(value, Path) else value for field, value in chosen.items()}
+
+    def report(outcomes: list[bench.Outcome]) -> None:
+        print(bench.row_of(outcomes[-1]), flush=True)
+        if options.out:  # after each, so that nothing is lost when the next is interrupted
+            bench.write(outcomes, options.out, name, about)
+
     print(bench.table([]), flush=True)
-    outcomes = bench.compare(
+    bench.compare(
         model,
         problems,
         chosen["policies"],
         chosen["budgets"],
         chosen["settings"],
-        report=lambda line: print(line, flush=True),
+        report=report,
         max_new_tokens=chosen["max_new_tokens"],
         max_running=chosen["max_running"],
         page_size=chosen["page_size"],
     )
     if options.out:
-        about = {name: str(value) if isinstance(value, Path) else value for name, value in chosen.items()}
-        model_name = Path(str(chosen["model"])).name
-        name = f"{options.config.stem}-{model_name}" if options.config else model_name
-        for path in bench.write(outcomes, options.out, name, about):
-            print(f"wrote {path}", file=sys.stderr)
+        print(f"wrote {name}.md, .json and .png to {options.out}", file=sys.stderr)
     return 0
 
 
@@ -214,6 +220,7 @@ def run_steer(options: argparse.Namespace) -> int:
     from jkv.generate import generate
     from jkv.sampling import Sampling
 
+    check_target(options.out)
     sampling = Sampling(options.temperature, seed=options.seed)
     prompts = read_prompts(None, options.file) if options.file else [p.prompt for p in read_problems(None, options.problems)]
     model = checkpoint.load(options.model)
@@ -256,6 +263,12 @@ def read_config(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     return base | own | {"settings": base["settings"] | settings}
 
 
+def check_target(path: Path) -> None:
+    """Refuses to start what could not be written at its end."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ValueError(f"--out must be a file in a folder that exists; got {path}.")
+
+
 def read_problems(file: Path | None, count: int) -> list[Any]:
     """Problems of a file, or unseen chains."""
     from jkv.bench.compare import Problem
@@ -289,7 +302,7 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
         raise ValueError("generate takes one prompt or --file FILE; got " + ("neither." if prompt is None else "both."))
     if file is None:
         return [prompt]
-    lines = [line for line in file.read_text().splitlines() if line.strip()]
+    lines = [line for line in read_text(file).splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{file} must hold at least one prompt, one a line; it is empty.")
     if file.suffix != ".jsonl":
@@ -297,10 +310,18 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
     return [record["prompt"] for record in read_records(file, ("prompt",))]
 
 
+def read_text(file: Path) -> str:
+    """A file's text."""
+    try:
+        return file.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} must be UTF-8 text; {error}.") from None
+
+
 def read_records(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, which must have some fields."""
     records = []
-    for number, line in enumerate((line for line in file.read_text().splitlines() if line.strip()), 1):
+    for number, line in enumerate((line for line in read_text(file).splitlines() if line.strip()), 1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
@@ -353,9 +374,10 @@ def summarise(policy: Any, out: Any) -> str:
     """One line of statistics."""
     s = out.stats
     saved = 1 - s.peak_kv_bytes / max(s.dense_kv_bytes, 1)
+    share = f" ({saved:.0%} saved)" if saved > 0 else ""  # a short text fills its last pages in part
     return (
         f"[{policy.name}] {s.generated_tokens} tokens, finished by {'/'.join(sorted(set(out.finish_reason)))}; "
-        f"peak KV {s.peak_kv_bytes / 1024:.0f} KiB of a full cache's {s.dense_kv_bytes / 1024:.0f} ({saved:+.0%} saved); "
+        f"peak KV {s.peak_kv_bytes / 1024:.0f} KiB of a full cache's {s.dense_kv_bytes / 1024:.0f}{share}; "
         f"{s.evicted:.0f} tokens evicted in {s.compactions} compactions; {s.tokens_per_second:.0f} tokens/s; "
         f"compiled in {s.compile_seconds:.1f} s; seed {s.seed}"
     )

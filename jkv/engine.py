@@ -35,6 +35,7 @@ import numpy as np
 from jkv import pool as pages
 from jkv import programs, swap
 from jkv.attention import NEVER
+from jkv.checks import check_counts, typed
 from jkv.control import Needs, empty_state, for_chunk, row_settings
 from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
 from jkv.page_choice import columns_of
@@ -42,7 +43,7 @@ from jkv.params import Model, Params
 from jkv.policies.base import Evict, Policy
 from jkv.pool import EMPTY, TRASH, num_pages_of
 from jkv.programs import Control
-from jkv.requests import Request, check_counts, encode_prompts, make_request, spread_policies
+from jkv.requests import Request, check_model, check_sampling, encode_prompts, make_request, spread_policies
 from jkv.results import Completion, Event, Result, RunStats, make_result
 from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, request_id
@@ -113,7 +114,7 @@ class Engine:
             raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {chunk}.")
         if order not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}; got {order!r}.")
-        self.model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
+        self.model = check_model(model_or_params)
         self.params, config = self.model.params, self.model.config
         max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
         self.max_running, self.max_slots, self.page_size = max_running, max_slots, page_size
@@ -153,6 +154,7 @@ class Engine:
         self._ticket, self._serial = itertools.count(), itertools.count()
         self._settings: Control | None = None  # of the rows, on the device; None when the rows have changed
         self._events: list[Event] = []
+        self._raised: BaseException | None = None  # by a callback
         # A longer request doubles it, and compiles compaction anew.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         self._tells_text = False
@@ -186,9 +188,11 @@ class Engine:
         prompts = encode_prompts(self.model, prompt)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
-        if request is not None and not 0 <= request < 2**32:
+        if request is not None and not 0 <= typed("request", request, int) < 2**32:
             raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {request}.")
-        settings = Sampling(temperature=0.0) if sampling is None else sampling
+        if not 0 <= typed("first_sample", first_sample, int) <= 2**32 - n:
+            raise ValueError(f"first_sample must lie in [0, 2**32), with the n samples; got {first_sample}.")
+        settings = check_sampling(sampling)
         seed = secrets.randbits(32) if settings.seed is None else settings.seed
         requests = [
             make_request(
@@ -230,8 +234,9 @@ class Engine:
         """One turn of the loop; what happened since the last one, by sample.
 
         Raises:
-          KeyboardInterrupt: Ctrl-C was pressed. The turn is finished all the same, the engine usable, and its events come with
-            the next one's. A second press interrupts at once, and may lose the pool.
+          KeyboardInterrupt: Ctrl-C was pressed, or a callback raised it (or `SystemExit` and the like). The turn is finished
+            all the same, the engine usable, and its events come with the next one's. A second press interrupts at once, and
+            may lose the pool.
         """
         compiled = COMPILING.seconds
         with deferred_interrupt() as is_interrupted:
@@ -244,6 +249,9 @@ class Engine:
                     self._compress([i for i, sample in self.running.items() if sample.is_due])
                 self._free_finished()
             self.stats.compile_seconds += COMPILING.seconds - compiled
+        raised, self._raised = self._raised, None
+        if raised is not None:
+            raise raised
         if is_interrupted():
             raise KeyboardInterrupt
         events, self._events = self._events, []
@@ -322,7 +330,7 @@ class Engine:
             prefix=prefix,
             on_tokens=on_tokens,
             stops=StopFinder(tokenizer.decode, request.stop_strings) if request.stop_strings else None,
-            submitted=time.perf_counter(),
+            submitted=time.perf_counter() - COMPILING.seconds,
         )
         prefix.samples.add(sample)
         heapq.heappush(self.waiting, (sample.priority, sample))
@@ -332,7 +340,7 @@ class Engine:
         """Ends a sample wherever it is; its row, if any, is freed with the others."""
         completion = sample.completion
         completion.finish_reason = reason
-        completion.seconds = time.perf_counter() - sample.submitted
+        completion.seconds = sample.seconds
         sample.aside = sample.sentences = None
         if self.is_traced:
             seen = len(sample.request.prompt) + sample.generated
@@ -356,7 +364,9 @@ class Engine:
             return
         try:
             sample.on_tokens(event)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._raised = error  # not the request's alone: `step` raises it when nothing can be lost
             completion.error = error
             for other in self.tickets.get(sample.ticket, []):
                 other.on_tokens = None
@@ -474,7 +484,7 @@ class Engine:
         assert self.running or not self.waiting, "a request that fits alone found no room"
         if admitted:
             self._settings = None
-        now = time.perf_counter()
+        waited = {i: self.running[i].seconds for i in admitted}
         for (_, is_forking), group in itertools.groupby(admitted, key=self._source):
             if is_forking:
                 self._fork(list(group))
@@ -484,7 +494,7 @@ class Engine:
         for i in admitted:
             completion = self.running[i].completion
             if not completion.queued_seconds:
-                completion.queued_seconds = now - self.running[i].submitted
+                completion.queued_seconds = waited[i]
                 self.stats.started += 1
                 self.stats.queued_seconds += completion.queued_seconds
 
@@ -596,14 +606,13 @@ class Engine:
             )
             token, log_prob, is_real, held, is_running, dropped, is_read, steered, hidden = jax.device_get(emitted)
         assert held <= self.num_pages, "the pool ran out of pages below a claim"
-        now = time.perf_counter()
         running = list(self.running.items())
         counts = is_real.sum(axis=0)
         for i, sample in running:
             if self.is_traced and sample.request.policy.moves_sinks:
                 sample.note_shift(int(counts[i]))
             if not sample.completion.tokens:
-                sample.completion.first_seconds = now - sample.submitted
+                sample.completion.first_seconds = sample.seconds
             if sample.request.policy.evicts_in_steps:
                 sample.note_steps(int(counts[i]), bool(is_running[i]), None if dropped is None else dropped[:, :, i])
             else:
@@ -620,9 +629,9 @@ class Engine:
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
         self._count_bytes(int(held))
-        for i, sample in running:
-            if not sample.is_finished:  # a callback may have ended it
-                self._collect(sample, token[: counts[i], i].tolist(), log_prob[: counts[i], i].tolist())
+        news = [(s, *self._collect(s, token[: counts[i], i].tolist(), log_prob[: counts[i], i].tolist())) for i, s in running]
+        for sample, tokens, log_probs in news:  # a callback may end others, who keep what they have
+            self._tell(sample, tokens, log_probs)
 
     def _control(self) -> Control:
         """What the next chunk has to know; settings change only with the rows, and stay on the device until then."""
@@ -639,8 +648,8 @@ class Engine:
             )
         return for_chunk(self._settings, self.running, self.model)
 
-    def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
-        """Takes a chunk's tokens over into the completion, and says whether and why it is finished."""
+    def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> tuple[list[int], list[float]]:
+        """Takes a chunk's tokens over into the completion, ends it if it is finished, and returns those that count."""
         request, completion = sample.request, sample.completion
         reason = ""
         if not np.isfinite(log_probs[-1]):
@@ -656,7 +665,7 @@ class Engine:
         completion.log_probs += log_probs
         if reason:
             self._finish(sample, reason)
-        self._tell(sample, tokens, log_probs)
+        return tokens, log_probs
 
     def _count_bytes(self, held: int) -> None:
         stats, rows = self.stats, len(self.running)

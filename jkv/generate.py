@@ -7,16 +7,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jkv.checks import check_counts
 from jkv.engine import Engine
 from jkv.memory import at_most_free, most_pages, num_row_pages, page_bytes, widest
 from jkv.params import Model, Params
 from jkv.policies import Policy
-from jkv.requests import Request, check_counts, check_weights, encode_prompts, make_request, spread_policies
+from jkv.requests import Request, check_model, check_sampling, encode_prompts, make_request, spread_policies
 from jkv.results import Event, Result, make_result
 from jkv.sampling import Sampling, request_id
 from jkv.score import round_up
 
 DEFAULT_PAGE_SIZE = 16
+PROMPT_ROOM = 256  # slots
 DEFAULT_RUNNING = 32
 
 
@@ -65,13 +67,12 @@ def generate(
     Raises:
       ValueError: bad input, told before anything compiles.
     """
-    model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
+    model = check_model(model_or_params)
     params = model.params
     check_counts(n=n, max_new_tokens=max_new_tokens, max_running=max_running, page_size=page_size)
-    sampling = Sampling(temperature=0.0) if sampling is None else sampling
+    sampling = check_sampling(sampling)
     prompts = encode_prompts(model, prompt_or_prompts)
     policies = spread_policies(policy, len(prompts))
-    check_weights(params)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     seen: collections.Counter[int] = collections.Counter()  # the j-th equal prompt goes on with the sample index
     requests = []
@@ -101,7 +102,7 @@ def generate(
     num_rows = max_running or min(1 << (len(every) - 1).bit_length(), DEFAULT_RUNNING)
     max_slots = round_up(max(widest(params, request) for request in every))
     if kv_memory is None and num_pages is None:
-        num_pages = default_num_pages(params, every, num_rows, max_slots, page_size)
+        num_pages = default_num_pages(params, every, n, num_rows, max_slots, page_size)
         has_bounds = any(policy.read is not None for policy in policies)
         num_pages = at_most_free(params, num_pages, page_bytes(params, page_size, has_bounds))
     engine = Engine(
@@ -126,15 +127,21 @@ def generate(
     return make_result(model, samples, engine.stats, return_trace)
 
 
-def default_num_pages(params: Params, requests: Sequence[Request], num_rows: int, max_slots: int, page_size: int) -> int:
-    """Pages for full rows, and for the prompts that samples share at a time."""
+def default_num_pages(
+    params: Params, requests: Sequence[Request], n: int, num_rows: int, max_slots: int, page_size: int
+) -> int:
+    """Pages for full rows, and for the prompts that samples may share at a time.
+
+    These have room whether or not prompts are equal, and the same for prompts of up to `PROMPT_ROOM` slots: the pool's size
+    is a shape, and what prompts say must compile nothing.
+    """
     widest_row = max(most_pages(params, request, page_size) for request in requests)  # unequal heads may round up more often
     rows = num_rows * max(widest_row, num_row_pages(params, max_slots, page_size))
-    most_equal = max(collections.Counter(request.prefix for request in requests).values())
-    if most_equal == 1:
+    if len(requests) == 1:
         return rows
-    prefix = num_row_pages(params, round_up(max(int(request.first_slots(1).max()) for request in requests)), page_size)
-    return rows + (-(-num_rows // most_equal) + 1) * prefix
+    longest = max(int(request.first_slots(1).max()) for request in requests)
+    prefix = num_row_pages(params, min(max_slots, max(PROMPT_ROOM, round_up(longest))), page_size)
+    return rows + (-(-num_rows // max(n, 2)) + 1) * prefix
 
 
 @contextlib.contextmanager

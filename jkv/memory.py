@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from jkv.checks import check_counts, typed
 from jkv.params import Params
 from jkv.pool import num_pages_of
 from jkv.requests import Request
@@ -55,32 +56,45 @@ def num_pool_pages(
     Bytes buy no more pages than can ever be in use: full rows, and as many again for the prompts that samples share.
 
     Raises:
-      ValueError: a setting out of its range, or both settings.
+      ValueError: a setting out of its range, both settings, or more than the device has free.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}.")
-    if kv_memory is None:
-        return at_most_free(params, rows, bytes_per_page) if num_pages is None else num_pages
+    if kv_memory is None and num_pages is None:
+        return at_most_free(params, rows, bytes_per_page)
     if kv_memory == "auto":
-        kv_memory = free_bytes(next(iter(params.embedding.devices())))
-    if not isinstance(kv_memory, int) or isinstance(kv_memory, bool) or kv_memory < 1:
-        raise ValueError(f'kv_memory is a number of bytes of at least 1, or "auto"; got {kv_memory!r}.')
-    return min(2 * rows, kv_memory // bytes_per_page)
+        kv_memory = free_bytes(device_of(params))
+    if num_pages is None:
+        num_bytes = typed('kv_memory, unless "auto",', kv_memory, int)
+        check_counts(kv_memory=num_bytes)
+        num_pages = min(2 * rows, num_bytes // bytes_per_page)
+    free = free_bytes(device_of(params), share=1.0)
+    if num_pages * bytes_per_page > free:
+        raise ValueError(
+            f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = {num_pages * bytes_per_page} bytes, "
+            f'and {free} bytes are free. Lower kv_memory or num_pages, or pass kv_memory="auto".'
+        )
+    return num_pages
 
 
 def at_most_free(params: Params, num_pages: int, bytes_per_page: int) -> int:
     """As many of the pages as the device has room for, at least one: where memory is short, fewer rows run at a time."""
-    return max(1, min(num_pages, free_bytes(next(iter(params.embedding.devices()))) // bytes_per_page))
+    return max(1, min(num_pages, free_bytes(device_of(params)) // bytes_per_page))
 
 
-def free_bytes(device: Any) -> int:
-    """Bytes that a pool may take on a device, what is there already left alone."""
+def device_of(params: Params) -> Any:
+    """The device that holds the weights, or one of several."""
+    return next(iter(params.embedding.devices()))
+
+
+def free_bytes(device: Any, share: float | None = None) -> int:
+    """Bytes that a pool may take on a device, what is there already left alone; `share` of what is free, or a safe one."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * AUTO_SHARE)
+        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * (share or AUTO_SHARE))
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS knows the total alone
-    return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * AUTO_HOST_SHARE)
+    return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * (share or AUTO_HOST_SHARE))
 
 
 def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:

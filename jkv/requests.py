@@ -61,6 +61,22 @@ class Request:
         return self.prompt.tobytes(), self.policy.sentences if stays_whole else self.policy
 
 
+def check_model(model_or_params: Any) -> Model:
+    """A model whose weights are finite; bare `Params` have no tokenizer."""
+    if not isinstance(model_or_params, Model | Params):
+        raise ValueError(f"The model is what jkv.load returns, or bare Params; got {model_or_params!r}. Load it first.")
+    model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
+    check_weights(model.params)
+    return model
+
+
+def check_sampling(sampling: Any) -> Sampling:
+    """How to draw; None is greedy."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling is a jkv.Sampling, such as jkv.Sampling(temperature=0.7); got {sampling!r}.")
+    return Sampling(temperature=0.0) if sampling is None else sampling
+
+
 def make_request(
     model: Model,
     prompt: np.ndarray,
@@ -94,20 +110,16 @@ def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -
     return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled)))
 
 
-def check_counts(**values: Any) -> None:
-    """Refuses counts below one, and what is no count; None stands for a default."""
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
-            raise ValueError(f"{name} must be at least 1, a whole number; got {value!r}.")
-
-
 def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
     """Token ids of every prompt, checked."""
-    prompts = [prompt_or_prompts] if isinstance(prompt_or_prompts, str) else list(prompt_or_prompts)
+    try:
+        prompts = [prompt_or_prompts] if isinstance(prompt_or_prompts, str) else list(prompt_or_prompts)
+    except TypeError:
+        raise ValueError(f"A prompt is a string or a sequence of token ids; got {prompt_or_prompts!r}.") from None
     if not prompts:
         raise ValueError("There must be at least one prompt, and a prompt at least one token; got none.")
-    if not isinstance(prompts[0], str) and np.ndim(prompts[0]) == 0:  # a flat sequence of token ids
-        prompts = [prompt_or_prompts]
+    if np.isscalar(prompts[0]) != isinstance(prompts[0], str) or getattr(prompts[0], "shape", None) == ():
+        prompts = [prompt_or_prompts]  # a flat sequence of token ids
     return [encode_prompt(model, i, prompt) for i, prompt in enumerate(prompts)]
 
 
@@ -117,7 +129,10 @@ def encode_prompt(model: Model, index: int, prompt: Any) -> np.ndarray:
         if model.tokenizer is None:
             raise ValueError("A text prompt needs a model with a tokenizer; this one has none. Pass token ids.")
         prompt = model.tokenizer.encode(prompt)
-    ids = np.asarray(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:
+        raise ValueError(f"A prompt is a string or a flat sequence of token ids; prompt {index} is ragged.") from None
     if ids.size == 0:
         raise ValueError(f"A prompt must hold at least one token; prompt {index} is empty.")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
@@ -197,7 +212,8 @@ def check_weights(params: Params) -> None:
 
 def check_stop_strings(model: Model, stop_strings: Sequence[str]) -> None:
     """Refuses stop strings that cannot be found."""
-    if isinstance(stop_strings, str) or not all(isinstance(stop, str) and stop for stop in stop_strings):
+    is_list = isinstance(stop_strings, Sequence) and not isinstance(stop_strings, str)
+    if not is_list or not all(isinstance(stop, str) and stop for stop in stop_strings):
         raise ValueError(f"stop_strings is a sequence of texts that are not empty; got {stop_strings!r}.")
     if stop_strings and model.tokenizer is None:
         raise ValueError("stop_strings need a model with a tokenizer; this one has none. Use stop_ids.")

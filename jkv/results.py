@@ -58,7 +58,7 @@ class Completion:
     queued_seconds: float = 0.0
     first_seconds: float = 0.0
     seconds: float = 0.0
-    error: Exception | None = None
+    error: BaseException | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -92,7 +92,7 @@ class SampleStats:
     evicted: float
     preemptions: int
     is_forked: bool
-    error: Exception | None
+    error: BaseException | None
 
     @property
     def tokens_per_second(self) -> float:
@@ -226,8 +226,8 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
         peak_kv_bytes=run.peak_kv_bytes,
         peak_sentence_bytes=run.peak_sentence_bytes,
         dense_kv_bytes=run.dense_kv_bytes,
-        tokens_per_second=num_tokens / max(run.seconds, 1e-9),
-        decode_tokens_per_second=num_tokens / max(run.decode_seconds, 1e-9),
+        tokens_per_second=run.tokens_per_second,
+        decode_tokens_per_second=run.tokens / max(run.decode_seconds, 1e-9),
         seconds=run.seconds,
         decode_seconds=run.decode_seconds,
         prefill_seconds=run.prefill_seconds,

@@ -1,6 +1,7 @@
 """What the engine remembers on the host about each sample, and about prompts that samples share."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jkv.sentences import SentenceLog
 from jkv.steering import Thinking
 from jkv.swap import Aside, Pages
 from jkv.text import StopFinder, TextStream
+from jkv.timing import COMPILING
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,7 +67,7 @@ class Sample:
     prefix: Prefix
     on_tokens: Callable[[Event], None] | None
     stops: StopFinder | None
-    submitted: float  # time.perf_counter()
+    submitted: float  # when, on a clock that stands still while anything compiles
     is_running: bool = False
     shares: bool = False  # whether its row reads the prefix's pages
     aside: Aside | None = None
@@ -76,6 +78,11 @@ class Sample:
     sentences: SentenceLog | None = None  # of a row whose policy goes by them
     num_told: int = 0  # characters of the text that were in an event
     num_told_tokens: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Since it was submitted, without those of compiling."""
+        return time.perf_counter() - COMPILING.seconds - self.submitted
 
     @property
     def is_finished(self) -> bool:

@@ -13,6 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
+from jkv.checks import typed
+
+LEAST_TEMPERATURE = 1e-6  # logits divided by less overflow
 DRAWS = ("greedy", "sampled", "truncated")  # the largest token; noise on all; noise on those that top-k and top-p leave
 
 
@@ -36,12 +39,15 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number; got {self.temperature}.")
+        for field in dataclasses.fields(self):
+            value = typed(field.name, getattr(self, field.name), field.type)
+            object.__setattr__(self, field.name, value)
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}; got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], 1 keeps all tokens; got {self.top_p}.")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (all tokens) or a positive number of tokens; got {self.top_k}.")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"top_k must be 0 (all tokens) or a number of tokens below 2**31; got {self.top_k}.")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must lie in [0, 2**32) or be None for fresh entropy; got {self.seed}.")
 

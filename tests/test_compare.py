@@ -58,13 +58,43 @@ def test_a_paired_difference_has_the_interval_of_its_pairs():
 
 
 def test_table_json_and_picture_are_written(outcomes, tmp_path):
-    table, figures, picture = bench.write(outcomes, tmp_path / "results", "tiny", {"problems": 6})
+    bench.write(outcomes, tmp_path, "tiny", {"problems": 6})
+    table, figures, picture = (tmp_path / f"tiny{ending}" for ending in (".md", ".json", ".png"))
     lines = table.read_text().splitlines()
     assert len(lines) == 2 + len(outcomes)
     assert len({line.count("|") for line in lines}) == 1
     recorded = json.loads(figures.read_text())
     assert [outcome["accuracy"] for outcome in recorded["outcomes"]] == [outcome.accuracy for outcome in outcomes]
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_share_that_a_policy_cannot_hold_is_told_before_the_others_run(reasoner, problems):
+    seen = []
+    knobs = {"max_new_tokens": 16, "progress": False, "report": lambda outcomes: seen.append(len(outcomes))}
+    with pytest.raises(ValueError, match="r_kv's budget must hold its sinks and recent slots"):
+        bench.compare(reasoner, problems[:2], ["full", "streaming_llm", "r_kv"], ["50%", "10%"], **knobs)
+    assert seen == [1]
+
+
+def test_what_is_known_is_written_when_the_next_is_interrupted(monkeypatch, tmp_path, capsys):
+    runs, real = [], bench.run
+
+    def run(model, problems, policy, **options):
+        runs.append(policy)
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        return real(model, problems, policy, **options)
+
+    monkeypatch.setattr(bench, "run", run)
+    few = ["--problems", "2", "--policies", "streaming_llm", "--budgets", "32,48", "--max-new-tokens", "16"]
+    assert cli.main(["eval", *few, "--out", str(tmp_path / "out")]) != 0
+    recorded = json.loads((tmp_path / "out" / "tiny-reasoner.json").read_text())
+    assert [outcome["budget"] for outcome in recorded["outcomes"]] == [None, 32]
+
+
+def test_answers_need_text(reasoner, problems):
+    with pytest.raises(ValueError, match="read from text, and this model has no tokenizer"):
+        bench.compare(dataclasses.replace(reasoner, tokenizer=None), problems, ["full"], [])
 
 
 @pytest.mark.parametrize("budget", ["0%", "101%", "abc", "-3", "0", "1.5"])

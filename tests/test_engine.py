@@ -2,6 +2,7 @@
 
 import signal
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -237,8 +238,10 @@ def test_unknown_tickets_and_unfinished_results_are_refused(model):
         ({"prompt": []}, "at least one token"),
         ({"prompt": [1], "n": 0}, "n must be at least 1"),
         ({"prompt": [1], "request": -1}, "request must lie in"),
+        ({"prompt": [1], "first_sample": -1}, "first_sample must lie in"),
+        ({"prompt": [1], "first_sample": 2**32 - 1, "n": 2}, "first_sample must lie in"),
     ],
-    ids=["slots", "pool", "window", "stop ids", "two prompts", "no prompt", "no sample", "request"],
+    ids=["slots", "pool", "window", "stop ids", "prompts", "no prompt", "no sample", "request", "first", "last"],
 )
 def test_a_request_that_can_never_be_served_is_refused_and_the_others_go_on(model, expected, arguments, words):
     engine = make_engine(model, 2, ROW - 8)
@@ -257,10 +260,11 @@ def test_a_request_that_can_never_be_served_is_refused_and_the_others_go_on(mode
         ({"max_running": 0}, "max_running must be at least 1"),
         ({"chunk": 3}, r"chunk must be one of \(16, 8, 4, 2, 1\)"),
         ({"order": "shortest"}, "order must be one of"),
-        ({"kv_memory": "2GB"}, 'a number of bytes of at least 1, or "auto"'),
+        ({"kv_memory": "2GB"}, "kv_memory, unless \"auto\", must be a whole number; got '2GB'"),
         ({"kv_memory": 10_000, "num_pages": 4}, "in bytes or in pages, not both"),
+        ({"num_pages": 10**12}, r"must fit the device: 1000000000000 pages of 1088 bytes = .* bytes are free. Lower kv_memory"),
     ],
-    ids=["rows", "chunk", "order", "memory", "both"],
+    ids=["rows", "chunk", "order", "memory", "both", "out of memory"],
 )
 def test_settings_out_of_range_are_refused(model, settings, words):
     with pytest.raises(ValueError, match=words):
@@ -291,6 +295,41 @@ def test_a_callback_that_raises_ends_its_own_request_only(model, expected):
     assert [event.finish_reason for event in heard][:-1] == [""] * (len(heard) - 1)
     assert heard[-1].finish_reason == out.finish_reason[0]
     assert int(engine.state.cache.pool.free_top) == engine.num_pages
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, KeyboardInterrupt])
+def test_a_callback_that_means_to_stop_everything_loses_nothing_in_flight(model, expected, error):
+    engine = make_engine(model, 4, 4 * ROW)
+    spec = Spec(prompt=0, policy=R_KV, sampling=SAMPLED, length=3)
+
+    def fail(event):
+        raise error
+
+    failing = engine.submit(**spec.arguments, n=2, on_tokens=fail)
+    other = engine.submit(**spec.arguments)
+    with pytest.raises(error):
+        engine.step()
+    assert {sample.completion.finish_reason for sample in engine.tickets[failing]} == {"error"}
+    engine.run()
+    assert engine.result(other).tokens[0].tolist() == expected(spec, 0)[0]
+    assert int(engine.state.cache.pool.free_top) == engine.num_pages
+
+
+def test_weights_that_are_not_finite_are_refused_before_anything_compiles(model):
+    broken = model.params.replace(final_norm=model.params.final_norm * jnp.nan)
+    with pytest.raises(ValueError, match=r"Weights must be finite; params.final_norm"):
+        Engine(broken)
+
+
+def test_speeds_leave_compiling_out_and_those_of_a_result_are_the_engines(model):
+    engine = make_engine(model, 3, 3 * ROW)  # of a row count that nothing compiled for
+    tickets = [engine.submit([1, 2, 3 + i], max_new_tokens=20, stop_ids=()) for i in range(3)]
+    engine.run()
+    results = [engine.result(ticket) for ticket in tickets]
+    assert engine.stats.compile_seconds > 0.1
+    assert {result.stats.tokens_per_second for result in results} == {engine.stats.tokens_per_second}
+    for result in results:
+        assert 0 < result.samples[0].seconds < engine.stats.seconds + 0.1
 
 
 def test_generate_warns_of_a_callback_that_raised(model):

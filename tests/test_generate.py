@@ -9,7 +9,8 @@ import pytest
 
 import jkv
 from jkv import engine, memory, programs
-from jkv.requests import check_counts, check_stop_ids, spread_policies
+from jkv.checks import check_counts
+from jkv.requests import check_model, check_sampling, check_stop_ids, spread_policies
 
 PROMPTS = [[5, 1, 9], list(range(20)), [3, 7] * 16 + [1]]
 KNOBS = {"max_new_tokens": 48, "page_size": 4, "stop_ids": (), "progress": False}
@@ -207,13 +208,16 @@ BAD_INPUT = {
     "text without tokenizer": ({"prompt": "hello"}, "needs a model with a tokenizer"),
     "prompt beyond the limit": ({"prompt": [1] * 4096}, "must fit the model's 4096 positions; prompt 0 has 4096"),
     "completion beyond the limit": ({"prompt": [1] * 4000, "max_new_tokens": 100}, "max_new_tokens is 100"),
-    "n below one": ({"n": 0}, "n must be at least 1, a whole number; got 0"),
+    "n below one": ({"n": 0}, "n must be at least 1; got 0"),
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     "no rows": ({"max_running": 0}, "max_running must be at least 1"),
     "no page": ({"page_size": 0}, "page_size must be at least 1"),
     "policies of another number": ({"policy": [jkv.full()] * 2}, "got 2 for 1 prompts"),
     "a pool too small": ({"kv_memory": 1000}, "must hold the largest request: up to 51 slots = 13 pages of 4 in each of 4"),
     "stop id out of range": ({"stop_ids": (99,)}, r"stop_ids must be token ids in \[0, 32\)"),
+    "no sequence": ({"prompt": 5}, "a string or a sequence of token ids; got 5"),
+    "nothing": ({"prompt": None}, "a string or a sequence of token ids; got None"),
+    "ragged": ({"prompt": [[[1], [2, 3]]]}, "flat sequence of token ids; prompt 0 is ragged"),
     "stop string without tokenizer": ({"stop_strings": ["x"]}, "stop_strings need a model with a tokenizer"),
 }
 
@@ -227,6 +231,26 @@ def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
     assert (programs.decode_chunk._cache_size(), programs.prefill_chunk._cache_size()) == before
 
 
+def test_what_is_no_model_or_sampling_is_refused():
+    with pytest.raises(ValueError, match=r"what jkv.load returns, or bare Params; got 'tiny-reasoner'. Load it first"):
+        check_model("tiny-reasoner")
+    with pytest.raises(ValueError, match=r"sampling is a jkv.Sampling, such as .*; got 0.7"):
+        check_sampling(0.7)
+
+
+def test_equal_prompts_compile_nothing_that_different_ones_did_not(model):
+    a, b, c, d = ([i, 2, 3] for i in range(4))
+    for sampling in (None, jkv.Sampling(seed=0)):
+        jkv.generate(model, [a, b, c, d], sampling=sampling, policy=POLICY, max_running=4, **KNOBS)
+    jkv.generate(model, [a, a, a, b], policy=POLICY, max_running=4, **KNOBS)  # forks, once
+    before = [program._cache_size() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compress)]
+    before += [programs.fork._cache_size()]
+    for prompts in ([a, a, b, c], [a, a, a, a], [a, a, b, b], [d, c, b, a]):
+        jkv.generate(model, prompts, policy=POLICY, max_running=4, **KNOBS)
+    after = [program._cache_size() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compress)]
+    assert [*after, programs.fork._cache_size()] == before
+
+
 def test_a_policy_by_its_bare_name_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"made by a recipe such as .*known: \['ada_kv', 'full'"):
         spread_policies("r_kv", 1)
@@ -236,7 +260,7 @@ def test_what_is_no_policy_count_or_list_of_ids_is_refused():
     with pytest.raises(ValueError, match=r"made by a recipe such as jkv.r_kv\(budget=256\).*got <function r_kv"):
         spread_policies(jkv.r_kv, 2)
     for value in (2.5, True, "3"):
-        with pytest.raises(ValueError, match="n must be at least 1, a whole number"):
+        with pytest.raises(ValueError, match="n must be"):
             check_counts(n=value)
     check_counts(n=np.int64(3), max_new_tokens=None)
     for ids in (5, "5", [[5]], [1.5]):
@@ -280,7 +304,7 @@ def test_the_pool_that_generate_sizes_holds_what_heads_that_compete_may_round_up
 
 def test_a_pool_larger_than_the_memory_is_cut_to_it(model, monkeypatch):
     """Fewer rows run at a time; a request that fits alone is served."""
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 40 * memory.page_bytes(model.params, 4))
+    monkeypatch.setattr(memory, "free_bytes", lambda device, share=0.5: 40 * memory.page_bytes(model.params, 4))
     out = jkv.generate(model, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], **KNOBS | {"max_new_tokens": 20})
     assert out.stats.peak_kv_bytes <= 40 * memory.page_bytes(model.params, 4)
     assert out.lengths.tolist() == [20, 20, 20]

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 LAYERS = [  # each may import those above it, and its own
     {"pallas_kernels"},
-    {"jkv.params", "jkv.text", "jkv.timing"},
+    {"jkv.checks", "jkv.params", "jkv.text", "jkv.timing"},
     {"jkv.each_step", "jkv.model", "jkv.page_choice", "jkv.pool", "jkv.sampling", "jkv.sentences", "jkv.sinks", "jkv.steering"},
     {"jkv.architectures", "jkv.attention", "jkv.policies", "jkv.testing"},
     {"jkv.checkpoint", "jkv.programs", "jkv.requests", "jkv.score"},

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv import model as decoder
+from jkv import programs
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
@@ -30,6 +32,22 @@ def test_logits_of_64_decode_steps_through_the_pool_match(golden, page_size):
         np.testing.assert_allclose(engine.state.logits[1], reference["decode_logits"][step], atol=1e-4)
         engine.step()
     assert engine.result(ticket).tokens[0].tolist() == reference["greedy"].tolist()
+
+
+@pytest.mark.parametrize("piece", [16, 5])
+def test_logits_of_every_prompt_position_through_the_pool_match(golden, piece):
+    model, reference = golden
+    prompt = reference["prompt"]
+    engine = jkv.Engine(model.params, max_running=2, max_slots=100, page_size=4)
+    state, logits = engine.state, []
+    for start in range(0, len(prompt), piece):
+        tokens = np.zeros((1, 16), np.int32)
+        count = len(prompt[start : start + piece])
+        tokens[0, :count] = prompt[start : start + piece]
+        row = np.asarray([1], np.int32), tokens, np.asarray([count], np.int32)
+        state, hidden = programs.prefill_chunk(model.params, state, *row)
+        logits.append(decoder.unembed(model.params, hidden[0, :count]))
+    np.testing.assert_allclose(np.concatenate(logits), reference["prompt_logits"], atol=1e-4)
 
 
 def test_generate_gives_the_same_greedy_tokens(golden):

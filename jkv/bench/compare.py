@@ -61,18 +61,22 @@ def compare(
     policies: Sequence[str],
     budgets: Sequence[str | int],
     settings: dict[str, dict[str, Any]] | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    report: Callable[[list["Outcome"]], None] = lambda outcomes: None,
     **options: Any,
 ) -> list[Outcome]:
     """Every policy at every budget, the full cache first; `options` go to `generate`, `settings` to the policies by name.
+
+    `report` hears all outcomes so far after each.
 
     A name of your own is a variant: its settings say which `policy` it is, and come on top of that one's. A policy without a
     budget (RPC's grows with the sequence) runs once, with its settings.
 
     Raises:
       ValueError: an unknown policy or setting, or a budget that a policy cannot hold; told before anything runs, but for
-        shares, whose slots are known only after the full cache ran.
+        shares, whose slots are known once the full cache ran: then before any other does.
     """
+    if model.tokenizer is None:
+        raise ValueError("Answers are read from text, and this model has no tokenizer. Compare with one that has.")
     settings = settings or {}
     recipes = {name: own.get("policy", name) for name, own in settings.items()}
     if unknown := sorted(set(recipes.values()) - set(POLICIES)):
@@ -84,16 +88,19 @@ def compare(
             wanted += [(name, budget) for budget in (budgets if has_budget(recipes.get(name, name)) else [None])]
     for name, budget in wanted:
         build(name, None if budget is None else 1 << 30 if shares[budget] else int(budget), settings)
-    runs = [run(model, problems, full(), **options)]
-    mean_length = float(np.mean([len(p) for p in runs[0].prompts]) + runs[0].mean_tokens)
-    outcomes = [summarise(runs[0], runs[0], None)]
-    report(row_of(outcomes[0]))
-    for name, budget in wanted:
+    base = run(model, problems, full(), **options)
+    mean_length = float(np.mean([len(p) for p in base.prompts]) + base.mean_tokens)
+    outcomes = [summarise(base, base, None)]
+    report(outcomes)
+
+    def slots_of(budget: str | int | None) -> int | None:
         share = None if budget is None else shares[budget]
-        slots = round(share * mean_length) if share else None if budget is None else int(budget)
-        policy = build(name, slots, settings)
-        outcomes.append(summarise(run(model, problems, policy, **options), runs[0], share))
-        report(row_of(outcomes[-1]))
+        return round(share * mean_length) if share else None if budget is None else int(budget)
+
+    for policy, budget in [(build(name, slots_of(budget), settings), budget) for name, budget in wanted]:
+        share = None if budget is None else shares[budget]
+        outcomes.append(summarise(run(model, problems, policy, **options), base, share))
+        report(outcomes)
     return outcomes
 
 
@@ -267,12 +274,9 @@ def plot(outcomes: Sequence[Outcome], path: Path, title: str) -> None:
     plt.close(figure)
 
 
-def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> list[Path]:
+def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> None:
     """The table, the figures and the picture, as `name`.md, .json and .png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}{ending}" for ending in (".md", ".json", ".png")]
-    paths[0].write_text(table(outcomes) + "\n")
+    (folder / f"{name}.md").write_text(table(outcomes) + "\n")
     record = {"about": about, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
-    paths[1].write_text(json.dumps(record, indent=1) + "\n")
-    plot(outcomes, paths[2], f"{name}, {outcomes[0].problems} problems")
-    return paths
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    plot(outcomes, folder / f"{name}.png", f"{name}, {outcomes[0].problems} problems")

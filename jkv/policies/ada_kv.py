@@ -1,9 +1,11 @@
 """Ada-KV (arXiv 2407.11550): SnapKV whose heads compete for the slots of their layer."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 
+@recipe
 def ada_kv(
     budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7, floor: float = 0.2
 ) -> Policy:
@@ -14,7 +16,7 @@ def ada_kv(
     implementations mask instead, and free nothing.
 
     Raises:
-      ValueError: a setting out of its range, or a budget not above the window.
+      ValueError: a setting out of its range, or a budget smaller than the window.
 
     >>> ada_kv(budget=128).evict.scope
     'compete'

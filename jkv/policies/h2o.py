@@ -1,10 +1,12 @@
 """H2O, Heavy-Hitter Oracle (arXiv 2306.14048): keeps what has drawn the most attention so far, and what is recent."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.recipe import recipe
 from jkv.policies.schedules import EachStep, Every
 from jkv.policies.scores import AccumulatedMass
 
 
+@recipe
 def h2o(budget: int, recent: int | None = None, interval: int = 1) -> Policy:
     """H2O with `budget` slots for each layer and KV head: the last `recent` (default: half of them) and the heaviest others.
 

@@ -1,9 +1,11 @@
 """PyramidKV (arXiv 2406.02069): SnapKV with more slots in the first layers and fewer in the last."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 
+@recipe
 def pyramid_kv(
     budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7, beta: float = 20.0
 ) -> Policy:
@@ -14,7 +16,7 @@ def pyramid_kv(
     share alone, where the authors' code keeps one length for each layer in dense memory.
 
     Raises:
-      ValueError: a setting out of its range, or a budget not above the window.
+      ValueError: a setting out of its range, or a budget smaller than the window.
 
     >>> pyramid_kv(budget=108).budgets(108, 3).tolist()
     [203, 108, 13]

@@ -1,8 +1,10 @@
 """Quest (arXiv 2406.10774): reads, at each step, only the pages that may matter; forgets nothing and frees nothing."""
 
 from jkv.policies.base import Policy, Read
+from jkv.policies.recipe import recipe
 
 
+@recipe
 def quest(budget: int, dense_layers: int = 2, over_group: str = "max") -> Policy:
     """Quest: each query reads about `budget` slots of each layer and KV head, whole pages, the current one always among them.
 

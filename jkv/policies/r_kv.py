@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from jkv.policies.base import CacheView, Evict, Policy
+from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.scores import AttentionMass
 
@@ -49,6 +50,7 @@ class ImportanceMinusRedundancy:
         return self.importance * self.mass(view) - (1 - self.importance) * redundancy
 
 
+@recipe
 def r_kv(
     budget: int,
     interval: int = 128,
@@ -68,7 +70,7 @@ def r_kv(
     compactions keep); the default mends them: see `ImportanceMinusRedundancy`.
 
     Raises:
-      ValueError: a setting out of its range, or a budget not above the window.
+      ValueError: a setting out of its range, or a budget smaller than the window.
 
     >>> r_kv(budget=256).budget
     256

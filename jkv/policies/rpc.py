@@ -1,12 +1,14 @@
 """RPC, Reasoning Path Compression (arXiv 2505.13866): keeps a fixed share of the thought, and all of the prompt."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Growing
 from jkv.policies.scores import AttentionMass
 
 SCOPES = ("layer", "head")
 
 
+@recipe
 def rpc(
     interval: int = 4096, ratio: int = 4, window: int = 32, scope: str = "layer", pool: int = 7, released: bool = False
 ) -> Policy:

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 from jkv.policies.base import Policy
+from jkv.policies.recipe import recipe
 from jkv.steering import CHECK_WORDS, Steer, SteeringVector, load_vector
 
 
+@recipe
 def seal(
     vector: SteeringVector | Path | str,
     layer: int | None = None,

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jkv.policies.base import CacheView, Evict, Policy, Score
 from jkv.policies.r_kv import r_kv
+from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.seal import steer_by
 from jkv.sentences import ENDS, Sentences
@@ -38,6 +39,7 @@ class LessRepeated:
         return self.score(view) - view.similarity
 
 
+@recipe
 def skip_kv(
     budget: int,
     interval: int = 128,

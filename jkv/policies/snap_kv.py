@@ -1,12 +1,14 @@
 """SnapKV (arXiv 2404.14469): keeps what the last queries attend to, at the end of the prompt or all along."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.recipe import recipe
 from jkv.policies.schedules import AfterPrompt, Every, Schedule
 from jkv.policies.scores import AttentionMass
 
 WHEN = ("decode", "prefill")
 
 
+@recipe
 def snap_kv(budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7) -> Policy:
     """SnapKV with `budget` slots for each layer and KV head; the last `window` tokens always stay.
 
@@ -16,7 +18,7 @@ def snap_kv(budget: int, when: str = "decode", interval: int = 128, window: int 
     stores a key once for each of them; here it is one for each KV head, by the mean over its group.
 
     Raises:
-      ValueError: a setting out of its range, or a budget not above the window.
+      ValueError: a setting out of its range, or a budget smaller than the window.
 
     >>> snap_kv(budget=256).is_bounded, snap_kv(budget=256, when="prefill").is_bounded
     (True, False)

@@ -1,10 +1,12 @@
 """StreamingLLM (arXiv 2309.17453): the first tokens and the last ones."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.scores import Recency
 
 
+@recipe
 def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: str = "true") -> Policy:
     """The first `sinks` tokens and the newest, `budget` slots together, compacted every `interval` generated tokens.
 

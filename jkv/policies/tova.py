@@ -1,10 +1,12 @@
 """TOVA (arXiv 2401.06104): drops whatever the newest token attends to least."""
 
 from jkv.policies.base import Evict, Policy
+from jkv.policies.recipe import recipe
 from jkv.policies.schedules import EachStep, Every
 from jkv.policies.scores import AttentionMass
 
 
+@recipe
 def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
     """TOVA with `budget` slots for each layer and KV head: after each token, those that its query attends to most.
 

@@ -1,0 +1,54 @@
+"""Values of another type are refused by name, wherever a caller can pass them."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import jkv
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: jkv.r_kv(64, interval=16.5), "r_kv's interval must be a whole number; got 16.5"),
+        (lambda: jkv.r_kv(64, interval="16"), "r_kv's interval must be a whole number; got '16'"),
+        (lambda: jkv.r_kv(True), "r_kv's budget must be a whole number; got True"),
+        (lambda: jkv.r_kv(64, exempt=1.5), "r_kv's exempt must be a whole number"),
+        (lambda: jkv.r_kv(64, importance="a"), "r_kv's importance must be a number; got 'a'"),
+        (lambda: jkv.r_kv(64, released=1), "r_kv's released must be True or False; got 1"),
+        (lambda: jkv.streaming_llm(64, sinks=1.5), "streaming_llm's sinks must be a whole number"),
+        (lambda: jkv.random(64, seed="x"), "random's seed must be a whole number"),
+        (lambda: jkv.h2o(64, recent="half"), "h2o's recent must be a whole number or None; got 'half'"),
+        (lambda: jkv.seal(3), "seal's vector must be SteeringVector or Path or a text; got 3"),
+        (lambda: jkv.skip_kv(64, keywords=3), "skip_kv's keywords must be"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused_by_name(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+SAMPLING = [  # the test run checks types of its own, so these go to a process without it
+    ("temperature='0.7'", "temperature must be a number; got '0.7'."),
+    ("temperature=1e-37", "temperature must be 0 (greedy) or at least 1e-06; got 1e-37."),
+    ("temperature=float('nan')", "temperature must be 0 (greedy) or at least 1e-06; got nan."),
+    ("top_k=2.5", "top_k must be a whole number; got 2.5."),
+    ("top_k=2**31", "top_k must be 0 (all tokens) or a number of tokens below 2**31; got 2147483648."),
+    ("seed=1.5", "seed must be a whole number or None; got 1.5."),
+    ("seed='a'", "seed must be a whole number or None; got 'a'."),
+    ("seed=np.uint32(7), top_k=np.int32(3)", "Sampling(temperature=1.0, top_p=1.0, top_k=3, seed=7)"),
+]
+
+
+def test_sampling_takes_numbers_and_names_what_is_none():
+    lines = ["import numpy as np", "from jkv.sampling import Sampling"]
+    for arguments, _ in SAMPLING:
+        lines += ["try:", f"    print(Sampling({arguments}))", "except ValueError as error:", "    print(error)"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [words for _, words in SAMPLING]
+
+
+def test_numpys_numbers_are_numbers():
+    assert jkv.r_kv(np.int64(64), importance=np.float32(0.5)) == jkv.r_kv(64, importance=0.5)
