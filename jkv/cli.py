@@ -177,6 +177,8 @@ EVAL_TYPES = {"problems": int, "max_running": int, "page_size": int, "max_new_to
 
 def run_eval(options: argparse.Namespace) -> int:
     """Compares policies, printing each line of the table as it is known."""
+    import jax
+
     from jkv import checkpoint
     from jkv.bench import compare as bench
     from jkv.policies import POLICIES, needs_no_file
@@ -192,6 +194,7 @@ def run_eval(options: argparse.Namespace) -> int:
     about = {field: str(value) if isinstance(value, Path) else value for field, value in chosen.items()}
 
     def report(outcomes: list[bench.Outcome]) -> None:
+        jax.clear_caches()  # programs of this budget's shapes: a process may not map so many that all could stay
         print(bench.row_of(outcomes[-1]), flush=True)
         if options.out:  # after each, so that nothing is lost when the next is interrupted
             bench.write(outcomes, options.out, name, about)
