@@ -90,6 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
     evaluate.add_argument("--page-size", type=int, help="slots of a page; default: 16")
     evaluate.add_argument("--out", type=Path, help="a folder for the table, the JSON and the picture (needs matplotlib)")
+    evaluate.add_argument("--resume", action="store_true", help="go on where an interrupted run into --out ended")
     steer = commands.add_parser(
         "steer",
         help="extract a steering vector",
@@ -199,6 +200,9 @@ def run_eval(options: argparse.Namespace) -> int:
         if options.out:  # after each, so that nothing is lost when the next is interrupted
             bench.write(outcomes, options.out, name, about)
 
+    if options.resume and not options.out:
+        raise ValueError("--resume goes on with what is in --out; got none. Name the folder.")
+    known = bench.read(options.out / f"{name}.json", about) if options.resume else []
     print(bench.table([]), flush=True)
     bench.compare(
         model,
@@ -207,6 +211,7 @@ def run_eval(options: argparse.Namespace) -> int:
         chosen["budgets"],
         chosen["settings"],
         report=report,
+        known=known,
         max_new_tokens=chosen["max_new_tokens"],
         max_running=chosen["max_running"],
         page_size=chosen["page_size"],

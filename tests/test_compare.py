@@ -45,7 +45,7 @@ def test_every_policy_runs_at_every_budget_beside_the_full_cache(outcomes):
 
 def test_shares_count_from_the_measured_length(reasoner, problems, outcomes):
     judged = bench.run(reasoner, problems, full(), max_new_tokens=96, max_running=4, page_size=4, progress=False)
-    lengths = [len(prompt) + length for prompt, length in zip(judged.prompts, judged.lengths, strict=True)]
+    lengths = [len(reasoner.tokenizer.encode(p.prompt)) + n for p, n in zip(problems, judged.lengths, strict=True)]
     assert outcomes[1].budget == round(np.mean(lengths) / 2)
     assert outcomes[0].truncated == np.mean([reason == "length" for reason in judged.finish_reason])
 
@@ -88,8 +88,17 @@ def test_what_is_known_is_written_when_the_next_is_interrupted(monkeypatch, tmp_
     monkeypatch.setattr(bench, "run", run)
     few = ["--problems", "2", "--policies", "streaming_llm", "--budgets", "32,48", "--max-new-tokens", "16"]
     assert cli.main(["eval", *few, "--out", str(tmp_path / "out")]) != 0
-    recorded = json.loads((tmp_path / "out" / "tiny-reasoner.json").read_text())
-    assert [outcome["budget"] for outcome in recorded["outcomes"]] == [None, 32]
+    file = tmp_path / "out" / "tiny-reasoner.json"
+    before = json.loads(file.read_text())["outcomes"]
+    assert [outcome["budget"] for outcome in before] == [None, 32]
+    runs.clear()
+    assert cli.main(["eval", *few, "--out", str(tmp_path / "out"), "--resume"]) == 0
+    assert [policy.budget for policy in runs] == [48]
+    after = json.loads(file.read_text())["outcomes"]
+    assert after[:2] == before
+    assert [outcome["budget"] for outcome in after] == [None, 32, 48]
+    assert cli.main(["eval", *few[2:], "--problems", "3", "--out", str(tmp_path / "out"), "--resume"]) == 2
+    assert "holds another comparison" in capsys.readouterr().err
 
 
 def test_answers_need_text(reasoner, problems):

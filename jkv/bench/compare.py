@@ -15,6 +15,7 @@ import numpy as np
 
 from jkv.params import Model
 from jkv.policies import POLICIES, Policy, full, has_budget, make
+from jkv.requests import encode_prompts
 from jkv.tasks.evaluate import solve, wilson
 
 
@@ -62,11 +63,13 @@ def compare(
     budgets: Sequence[str | int],
     settings: dict[str, dict[str, Any]] | None = None,
     report: Callable[[list["Outcome"]], None] = lambda outcomes: None,
+    known: Sequence["Outcome"] = (),
     **options: Any,
 ) -> list[Outcome]:
     """Every policy at every budget, the full cache first; `options` go to `generate`, `settings` to the policies by name.
 
-    `report` hears all outcomes so far after each.
+    `report` hears all outcomes so far after each. `known` are those of an interrupted comparison of the same model, problems
+    and options, which need no second run.
 
     A name of your own is a variant: its settings say which `policy` it is, and come on top of that one's. A policy without a
     budget (RPC's grows with the sequence) runs once, with its settings.
@@ -88,18 +91,23 @@ def compare(
             wanted += [(name, budget) for budget in (budgets if has_budget(recipes.get(name, name)) else [None])]
     for name, budget in wanted:
         build(name, None if budget is None else 1 << 30 if shares[budget] else int(budget), settings)
-    base = run(model, problems, full(), **options)
-    mean_length = float(np.mean([len(p) for p in base.prompts]) + base.mean_tokens)
-    outcomes = [summarise(base, base, None)]
+    done = {(outcome.policy, outcome.settings, outcome.share): outcome for outcome in known}
+
+    def outcome_of(policy: Policy, base: Outcome | None, share: float | None) -> Outcome:
+        before = done.get((policy.name, repr(policy), share))
+        return before or summarise(run(model, problems, policy, **options), base, share)
+
+    outcomes = [outcome_of(full(), None, None)]
     report(outcomes)
+    base = outcomes[0]
+    mean_length = base.mean_tokens + float(np.mean([len(p) for p in encode_prompts(model, [p.prompt for p in problems])]))
 
     def slots_of(budget: str | int | None) -> int | None:
         share = None if budget is None else shares[budget]
         return round(share * mean_length) if share else None if budget is None else int(budget)
 
     for policy, budget in [(build(name, slots_of(budget), settings), budget) for name, budget in wanted]:
-        share = None if budget is None else shares[budget]
-        outcomes.append(summarise(run(model, problems, policy, **options), base, share))
+        outcomes.append(outcome_of(policy, base, None if budget is None else shares[budget]))
         report(outcomes)
     return outcomes
 
@@ -140,25 +148,19 @@ class Run:
     lengths: np.ndarray
     finish_reason: list[str]
     stats: Any
-    prompts: list[np.ndarray]
-
-    @property
-    def mean_tokens(self) -> float:
-        """Of a completion."""
-        return float(self.lengths.mean())
 
 
 def run(model: Model, problems: Sequence[Problem], policy: Policy, **options: Any) -> Run:
     """Greedy completions of all problems."""
     out, is_right = solve(model, problems, policy, **options)
-    return Run(policy, np.array(is_right), out.lengths, out.finish_reason, out.stats, out.prompts)
+    return Run(policy, np.array(is_right), out.lengths, out.finish_reason, out.stats)
 
 
-def summarise(this: Run, base: Run, share: float | None) -> Outcome:
-    """A run's figures beside the full cache's."""
-    count, stats = len(this.is_right), this.stats
+def summarise(this: Run, base: Outcome | None, share: float | None) -> Outcome:
+    """A run's figures beside the full cache's; None where it is that one."""
+    count, stats, mean_tokens = len(this.is_right), this.stats, float(this.lengths.mean())
     low, high = wilson(int(this.is_right.sum()), count)
-    change, half = paired_change(this.is_right, base.is_right)
+    change, half = paired_change(this.is_right, this.is_right if base is None else np.array([c == "1" for c in base.right]))
     return Outcome(
         policy=this.policy.name,
         settings=repr(this.policy),
@@ -171,11 +173,11 @@ def summarise(this: Run, base: Run, share: float | None) -> Outcome:
         change=change,
         change_low=change - half,
         change_high=change + half,
-        mean_tokens=this.mean_tokens,
-        inflation=this.mean_tokens / base.mean_tokens,
+        mean_tokens=mean_tokens,
+        inflation=1.0 if base is None else mean_tokens / base.mean_tokens,
         truncated=this.finish_reason.count("length") / count,
         kv_bytes=stats.kv_bytes_per_sample,
-        kv_share=stats.kv_bytes_per_sample / base.stats.kv_bytes_per_sample,
+        kv_share=1.0 if base is None else stats.kv_bytes_per_sample / base.kv_bytes,
         peak_kv_bytes=stats.peak_kv_bytes,
         peak_sentence_bytes=stats.peak_sentence_bytes,
         right="".join(str(int(is_right)) for is_right in this.is_right),
@@ -280,3 +282,17 @@ def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str,
     record = {"about": about, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
     (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     plot(outcomes, folder / f"{name}.png", f"{name}, {outcomes[0].problems} problems")
+
+
+def read(path: Path, about: dict[str, Any]) -> list[Outcome]:
+    """The outcomes that an interrupted comparison wrote; none where there is no file.
+
+    Raises:
+      ValueError: they are of another comparison.
+    """
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text())
+    if record["about"] != json.loads(json.dumps(about)):
+        raise ValueError(f"{path} holds another comparison, {record['about']}. Give another --out, or leave --resume out.")
+    return [Outcome(**outcome) for outcome in record["outcomes"]]
