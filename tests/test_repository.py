@@ -1,5 +1,6 @@
 """Format, lint, types, the README's snippets, and a wheel that works outside the tree: the checks that are not of code."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -47,6 +48,27 @@ def test_the_readmes_command_generates_with_a_compressed_cache(capsys):
     captured = capsys.readouterr()
     assert captured.out.rstrip().endswith("\\boxed{g=7}")
     assert int(re.search(r"(\d+) tokens evicted", captured.err)[1]) > 0
+
+
+def test_the_readmes_figures_are_those_that_were_recorded():
+    page = (ROOT / "README.md").read_text()
+    speed, cost = (json.loads((ROOT / "results" / f"{name}.json").read_text()) for name in ("throughput", "cost"))
+    said = []
+    for one in speed["against_transformers"]:
+        rates = one["tokens_per_second"]
+        said += [f"| {one['batch']} | {rates['transformers']} | {rates['jkv']} | {one['ratio']:.2f} |"]
+    quarter, busy = speed["in_a_quarter_of_the_memory"], speed["occupancy"]["while_the_queue_was_full"]
+    said += [
+        f"{quarter['ratio']:.1f} times the tokens",
+        f"idle {1 - quarter['stats']['full']['occupancy']:.0%}".replace("%", " %"),
+    ]
+    said += [f"({quarter['tokens_per_second']['r_kv']:,} against {quarter['tokens_per_second']['full']} tokens/s)"]
+    said += [f"{busy:.0%} of the rows".replace("%", " %"), f"{cost['r_kv']['compaction_seconds']:.2f} s every 128 tokens"]
+    said += [f"{100 * cost['r_kv']['share_of_decode']:.1f} % of decoding"]
+    said += [f"{cost['r_kv']['times_own_arithmetic'][name]:.1f} times" for name in ("own_shape", "square")]
+    said += [f"step takes {cost['steps']['times_full']['h2o']:.2f} of a full one"]
+    missing = [words for words in said if words not in page]
+    assert not missing
 
 
 def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):

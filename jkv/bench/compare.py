@@ -84,7 +84,7 @@ def compare(
     recipes = {name: own.get("policy", name) for name, own in settings.items()}
     if unknown := sorted(set(recipes.values()) - set(POLICIES)):
         raise ValueError(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.")
-    shares = {budget: parse_share(budget) for budget in budgets}
+    shares = {None: None, **{budget: parse_share(budget) for budget in budgets}}
     wanted: list[tuple[str, str | int | None]] = []
     for name in policies:
         if name != "full":
@@ -103,11 +103,11 @@ def compare(
     mean_length = base.mean_tokens + float(np.mean([len(p) for p in encode_prompts(model, [p.prompt for p in problems])]))
 
     def slots_of(budget: str | int | None) -> int | None:
-        share = None if budget is None else shares[budget]
+        share = shares[budget]
         return round(share * mean_length) if share else None if budget is None else int(budget)
 
     for policy, budget in [(build(name, slots_of(budget), settings), budget) for name, budget in wanted]:
-        outcomes.append(outcome_of(policy, base, None if budget is None else shares[budget]))
+        outcomes.append(outcome_of(policy, base, shares[budget]))
         report(outcomes)
     return outcomes
 
