@@ -53,7 +53,7 @@ class DecodeAttention(NamedTuple):
         rows = batch * key.shape[2]
         query_RGH = query.reshape(rows, -1, head_size)
         page_table, length = pool.page_table[layer].reshape(rows, -1), self.length[layer].reshape(rows)
-        log_weight = pool.slot_data.get("log_weight")
+        log_weight = pool.slot_data.get(pages.LOG_WEIGHT)
         log_weight = None if log_weight is None else log_weight[layer].reshape(rows, -1)
         is_read = cache.is_read
         if self.reads is not None:

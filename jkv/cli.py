@@ -89,6 +89,7 @@ def make_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     evaluate.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
     evaluate.add_argument("--page-size", type=int, help="slots of a page; default: 16")
+    evaluate.add_argument("--kv-memory", type=int, help="bytes of the pool; default: what the rows need")
     evaluate.add_argument("--out", type=Path, help="a folder for the table, the JSON and the picture (needs matplotlib)")
     evaluate.add_argument("--resume", action="store_true", help="go on where an interrupted run into --out ended")
     steer = commands.add_parser(
@@ -166,10 +167,19 @@ EVAL_DEFAULTS: dict[str, Any] = {
     "settings": {},
     "file": None,
     "max_new_tokens": None,
+    "kv_memory": None,
 }
 
 
-EVAL_TYPES = {"problems": int, "max_running": int, "page_size": int, "max_new_tokens": int, "model": str, "file": str} | {
+EVAL_TYPES = {
+    "problems": int,
+    "kv_memory": int,
+    "max_running": int,
+    "page_size": int,
+    "max_new_tokens": int,
+    "model": str,
+    "file": str,
+} | {
     "budgets": list,
     "policies": list,
     "settings": dict,
@@ -215,6 +225,7 @@ def run_eval(options: argparse.Namespace) -> int:
         max_new_tokens=chosen["max_new_tokens"],
         max_running=chosen["max_running"],
         page_size=chosen["page_size"],
+        kv_memory=chosen["kv_memory"],
     )
     if options.out:
         print(f"wrote {name}.md, .json and .png to {options.out}", file=sys.stderr)

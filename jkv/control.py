@@ -19,11 +19,13 @@ from jkv.each_step import UNLIMITED, StepRules
 from jkv.page_choice import ReadRules
 from jkv.params import Model, ModelConfig
 from jkv.policies import Policy
-from jkv.programs import Control, State
+from jkv.programs import AlignRules, Control, State
 from jkv.samples import Sample
 from jkv.sampling import SamplingRows, sample_key
 from jkv.sentences import ends_of
+from jkv.sharing import check_tokenizer
 from jkv.steering import SteerRules, marks_of
+from jkv.text import facts_of
 
 DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 
@@ -39,6 +41,8 @@ class Needs:
       moving_sinks: a second look at the sinks of each row.
       steering: vectors to add to hidden states.
       sentences: the hidden states of tokens, for the host to find sentences that are said again.
+      sharing: how many slots each slot stands for.
+      aligning: steps that start pages of their own.
     """
 
     window: int = 0
@@ -47,6 +51,8 @@ class Needs:
     moving_sinks: bool = False
     steering: bool = False
     sentences: bool = False
+    sharing: bool = False
+    aligning: bool = False
 
     @classmethod
     def of(cls, policies: Sequence[Policy] | None) -> "Needs":
@@ -60,6 +66,8 @@ class Needs:
             moving_sinks=any(policy.moves_sinks for policy in policies),
             steering=any(policy.steer is not None for policy in policies),
             sentences=any(policy.sentences is not None for policy in policies),
+            sharing=any(policy.share is not None for policy in policies),
+            aligning=any(policy.share is not None and policy.share.align_steps for policy in policies),
         )
 
     @property
@@ -91,6 +99,8 @@ class Needs:
             marks_of(model.tokenizer, config.vocab_size)
         if policy.sentences is not None:
             ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
+        if policy.share is not None:
+            check_tokenizer(model, policy.name)
 
 
 def empty_state(
@@ -114,7 +124,7 @@ def empty_state(
         max_pages=max_pages,
         page_size=page_size,
         dtype=dtype,
-        slot_data=("mass",) if needs.mass else (),
+        slot_data=("mass",) * needs.mass + (pages.LOG_WEIGHT,) * needs.sharing,
         has_holes=needs.mass,
         has_bounds=needs.bounds,
         poison=poison,
@@ -145,6 +155,7 @@ def row_settings(
         reads=read_rules(policies, num_rows, page_size) if needs.bounds else None,
         sinks=moving_sinks(policies, num_rows) if needs.moving_sinks else None,
         steer=steer_rules(policies, num_rows, model) if needs.steering else None,
+        align=align_rules(num_rows, model) if needs.aligning else None,
     )
     return jax.device_put(settings)
 
@@ -166,7 +177,27 @@ def for_chunk(settings: Control, running: Mapping[int, Sample], model: Model) ->
     steer_settings: Any = settings.steer
     if steer_settings is not None:
         steer_settings = steer_settings._replace(strength=strength, is_thinking=is_thinking)
-    return settings._replace(remaining=remaining, steer=steer_settings)
+    return settings._replace(remaining=remaining, steer=steer_settings, align=align_now(settings.align, running))
+
+
+def align_rules(num_rows: int, model: Model) -> Any:
+    """`AlignRules` but for where rows stand."""
+    facts = facts_of(model.tokenizer, model.config.vocab_size)
+    arrays: Any = (np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32), facts.is_break)
+    return AlignRules(*arrays)
+
+
+def align_now(rules: Any, running: Mapping[int, Sample]) -> Any:
+    """The rules with where rows stand."""
+    if rules is None:
+        return None
+    num_rows = len(rules.since)
+    is_aligning, was_break, since = np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32)
+    for i, sample in running.items():
+        sharing = sample.sharing
+        if sharing is not None and sharing.share.align_steps:
+            is_aligning[i], was_break[i], since[i] = True, sharing.was_break, sharing.since
+    return rules._replace(is_aligning=is_aligning, was_break=was_break, since=since)
 
 
 def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -> Any:

@@ -48,6 +48,7 @@ from jkv.results import Completion, Event, Result, RunStats, make_result
 from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, request_id
 from jkv.sentences import map_sentences, new_log
+from jkv.sharer import Sharer
 from jkv.text import StopFinder, TextStream, cut, num_certain
 from jkv.timing import COMPILING, clock
 
@@ -158,6 +159,7 @@ class Engine:
         # A longer request doubles it, and compiles compaction anew.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         self._tells_text = False
+        self._sharer = Sharer(self.model, page_size, max_running, num_pages_of(max_slots, page_size), self.stats)
 
     # What a caller does.
 
@@ -341,7 +343,10 @@ class Engine:
         completion = sample.completion
         completion.finish_reason = reason
         completion.seconds = sample.seconds
-        sample.aside = sample.sentences = None
+        if sample.filled is not None:
+            held, seen = self._held_and_seen(sample)
+            completion.saved = 1 - held / max(seen, 1)
+        sample.aside = sample.sentences = sample.sharing = None
         if self.is_traced:
             seen = len(sample.request.prompt) + sample.generated
             whole = self._new_ends(seen) if completion.ends is None else completion.ends
@@ -350,6 +355,9 @@ class Engine:
                 reads = np.concatenate(completion.reads)
                 completion.columns = columns_of(reads, len(sample.request.prompt), self.page_size, NEVER)
                 completion.reads = []
+            if completion.again is not None:
+                completion.columns = completion.again.columns(completion.ends)
+                completion.again = None
         if not sample.is_running:
             self._let_go(sample)
 
@@ -402,8 +410,10 @@ class Engine:
         """Pages that a sample in a row may hold until the next look, those of its prefix not counted."""
         if sample.request.policy.is_bounded:
             return sample.most_pages
-        slots = sample.filled + min(self.chunk, sample.remaining)
+        steps, share = min(self.chunk, sample.remaining), sample.request.policy.share
+        slots = sample.filled + (steps if share is None else self.page_size * share.align_steps + share.most_slots(steps))
         held = sample.request.policy.num_pages(slots, self.params.config.num_kv_heads, self.page_size)
+        held = min(held, sample.most_pages)
         return held - (sample.prefix.num_full_pages if shares else 0)
 
     def _claimed(self) -> int:
@@ -520,6 +530,7 @@ class Engine:
                 if sample.sentences is not None:
                     sample.sentences.take(piece, np.asarray(hidden)[0, : len(piece)])
             self._note_peak(int(pages.held_pages(self.state.cache.pool)))
+        self._sharer.start(sample)
         self._note_row(sample)
         self.stats.prefills += 1
         if sample.is_due:
@@ -542,6 +553,7 @@ class Engine:
             sample.filled, completion.is_forked = prefix.filled, True
             completion.compactions, completion.evicted = done.compactions, done.evicted
             sample.sentences = None if start.sentences is None else start.sentences.copy()
+            self._sharer.start(sample)
             if done.ends is not None:
                 completion.ends = self._new_ends(sample.request.most_tokens)
                 count = len(sample.request.prompt)
@@ -604,6 +616,8 @@ class Engine:
             self.state, emitted = programs.decode_chunk(
                 self.params, self.state, control, num_steps, self.draws, is_traced, self.needs.sentences
             )
+            if self.needs.sharing:
+                self._sharer.look(self.running, self.state, num_steps, emitted)
             token, log_prob, is_real, held, is_running, dropped, is_read, steered, hidden = jax.device_get(emitted)
         assert held <= self.num_pages, "the pool ran out of pages below a claim"
         running = list(self.running.items())
@@ -617,6 +631,10 @@ class Engine:
                 sample.note_steps(int(counts[i]), bool(is_running[i]), None if dropped is None else dropped[:, :, i])
             else:
                 sample.filled = sample.filled + int(counts[i])
+            if sample.sharing is not None:
+                sample.sharing.append(token[: counts[i], i].tolist())
+                if not sample.sharing.is_over:
+                    sample.filled = np.full_like(sample.filled, sample.sharing.layout.num_slots)
             self._note_row(sample)
             if is_read is not None and sample.request.policy.read:
                 sample.completion.reads.append(is_read[: counts[i], :, i])
@@ -630,6 +648,7 @@ class Engine:
         self.stats.tokens += int(counts.sum())
         self._count_bytes(int(held))
         news = [(s, *self._collect(s, token[: counts[i], i].tolist(), log_prob[: counts[i], i].tolist())) for i, s in running]
+        self.state = self._sharer.decide(self.state)
         for sample, tokens, log_probs in news:  # a callback may end others, who keep what they have
             self._tell(sample, tokens, log_probs)
 
@@ -667,8 +686,22 @@ class Engine:
             self._finish(sample, reason)
         return tokens, log_probs
 
+    def _held_and_seen(self, sample: Sample) -> tuple[float, int]:
+        """Pages that a row holds, or reads where its policy chooses, and those that its tokens would fill."""
+        policy, config, seen = sample.request.policy, self.params.config, len(sample.request.prompt) + sample.generated
+        held = float(policy.num_pages(sample.filled, config.num_kv_heads, self.page_size))
+        if policy.read is not None:
+            dense = min(policy.read.dense_layers, config.num_layers) / config.num_layers
+            whole = num_pages_of(seen, self.page_size)
+            read = min(whole, max(1, policy.read.budget // self.page_size))
+            held *= dense + (1 - dense) * read / whole
+        return held, self._pages(seen)
+
     def _count_bytes(self, held: int) -> None:
         stats, rows = self.stats, len(self.running)
+        counts = [self._held_and_seen(sample) for sample in self.running.values()]
+        saved = 1 - sum(held for held, _ in counts) / max(sum(seen for _, seen in counts), 1)
+        stats.amsr += (saved - stats.amsr) / (stats.chunks + 1)
         kv_bytes = held * self.page_bytes + self.row_bytes
         stats.kv_bytes += (kv_bytes - stats.kv_bytes) / (stats.chunks + 1)
         held_by_rows = held * self.page_bytes + self.row_bytes * rows / self.max_running
@@ -740,10 +773,16 @@ class Engine:
             compacted = sample.compacted
             completion.evicted += float((sample.filled - compacted).mean())
             sample.filled = compacted
+            if sample.sharing is not None:
+                sample.sharing.is_over = True
             if dropped is not None and completion.ends is not None:
                 layer, head, slot = np.nonzero(dropped[:, j] != EMPTY)
                 now = len(sample.request.prompt) + sample.generated
                 completion.ends[layer, head, dropped[layer, j, head, slot]] = now
+                if completion.again is not None:
+                    is_dropped = np.zeros(completion.ends.shape, bool)
+                    is_dropped[layer, head, dropped[layer, j, head, slot]] = True
+                    completion.again.drop(is_dropped, now)
 
     def _new_ends(self, num_columns: int) -> np.ndarray:
         config = self.params.config

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from jkv import model as decoder
 from jkv.params import Model, Params
 from jkv.score import ReplayAttention, make_columns, round_up
-from jkv.steering import BREAK, SteeringVector, label, marks_of
+from jkv.steering import SteeringVector, label, marks_of
+from jkv.text import BREAK
 
 KINDS = ("check", "switch", "go on")
 

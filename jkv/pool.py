@@ -8,7 +8,8 @@ Invariants, which the property tests check:
 - `refcount[p]` counts the table entries that hold p; the free stack holds exactly the other pages, once each;
 - a page with more than one reference is never written (copy on write), and only full pages have more than one;
 - slots at or beyond `length` are empty: their position, keys and values may be anything, their slot data are zero;
-- below it, at most one is empty, the hole, whose position is EMPTY: the row's next token goes there.
+- below it, at most one is empty, the hole, whose position is EMPTY: the row's next token goes there; and those that were
+  skipped to start a page, whose log-weight is `-inf` and which nothing ever fills or reads.
 
 No function copies the pool as long as the caller donates it: `kv` is only an operand of gather and of scatter with full
 advanced indices.
@@ -25,6 +26,7 @@ import pallas_kernels as kernels
 
 EMPTY = -1  # the position of an empty slot, and the slot that `take_slots` ignores
 TRASH = 0  # the page that takes what belongs nowhere
+LOG_WEIGHT = "log_weight"  # the slot data that attention adds to a slot's logits: `ln m` where it stands for m, `-inf` a hole
 
 
 class Pool(flax.struct.PyTreeNode):
@@ -38,7 +40,7 @@ class Pool(flax.struct.PyTreeNode):
     refcount: Any  # [P] table entries that hold a page, those of seats without a row included
     free_stack: Any  # [P] the first `free_top` entries are the free pages
     free_top: Any  # [] negative after an allocation that the caller had not made sure of
-    slot_data: dict[str, Any]  # name -> [L, B, K, MP*page] what belongs to a row's slot and not to the page ("log_weight")
+    slot_data: dict[str, Any]  # name -> [L, B, K, MP*page] what belongs to a row's slot and not to the page (LOG_WEIGHT)
     hole: Any = None  # [L, B, K] the slot of the hole, EMPTY for none; None where rows never have one
     bounds: Any = None  # [P, 2, H] the smallest and largest of each page's keys, while rows only append; None if none asks
     poison: bool = flax.struct.field(pytree_node=False, default=False)  # tests: freed pages become NaN
@@ -324,10 +326,58 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     return drop_references(pool, table, is_used & (is_copied | ~is_kept))
 
 
+def take_pages(pool: Pool, row: Int[Array, " R"], entries: Int[Array, "R MP"], log_weight: Float[Array, "R MP"]) -> Pool:
+    """Every `row` keeps whole pages, the `entries` of its table in that order, in every layer and KV head, and frees others.
+
+    EMPTY entries, all at the end, are ignored. Nothing is moved: tables change, and slot data with them. A page's slots get its
+    `log_weight`, holes keep theirs. Only the last page of a row may be partial, and it must stay the last. A row equal to the
+    number of rows stands for none.
+    """
+    is_real, present = row < pool.num_rows, jnp.minimum(row, pool.num_rows - 1)
+    is_kept, at = (entries != EMPTY) & is_real[:, None], jnp.maximum(entries, 0)
+    table, length = pool.page_table[:, present], pool.length[:, present]
+    index = jnp.arange(table.shape[-1], dtype=jnp.int32)
+    is_used = (index < num_pages_of(length, pool.page_size)[..., None]) & is_real[:, None, None]
+    where = jnp.where(is_kept, at, table.shape[-1])
+    is_left = jnp.zeros(entries.shape, bool).at[jnp.arange(len(row))[:, None], where].set(True, mode="drop")[:, None]
+    num_dropped = (is_used & ~is_left).sum(axis=-1, dtype=jnp.int32)
+    new_table = jnp.where(is_kept[:, None], jnp.take_along_axis(table, at[None, :, None], axis=-1), TRASH)
+    new_length = length - num_dropped * pool.page_size
+    is_filled = jnp.arange(pool.max_slots, dtype=jnp.int32) < new_length[..., None]
+
+    def take(name: str, data: Float[Array, "L B K S"]) -> Float[Array, "L B K S"]:
+        by_page = data[:, present].reshape(*table.shape, pool.page_size)
+        taken = jnp.take_along_axis(by_page, at[None, :, None, :, None], axis=-2)
+        if name == LOG_WEIGHT:
+            taken = jnp.where(taken == -jnp.inf, taken, log_weight[:, None, :, None])
+        taken = jnp.where(is_filled, taken.reshape(is_filled.shape), 0.0)
+        return data.at[:, row].set(taken, mode="drop")
+
+    pool = pool.replace(
+        page_table=pool.page_table.at[:, row].set(new_table, mode="drop"),
+        length=pool.length.at[:, row].set(new_length, mode="drop"),
+        slot_data={name: take(name, data) for name, data in pool.slot_data.items()},
+    )
+    return drop_references(pool, table, is_used & ~is_left)
+
+
+def fill_page(pool: Pool, is_filled: Bool[Array, " B"]) -> Pool:
+    """The pool with the last page of some rows full: what is left of it becomes holes, of log-weight `-inf`."""
+    length = pool.length
+    end = jnp.where(is_filled[None, :, None], num_pages_of(length, pool.page_size) * pool.page_size, length)
+    layer, row, head = jnp.indices(length.shape, dtype=jnp.int32, sparse=True)
+    slot = length[..., None] + jnp.arange(pool.page_size - 1, dtype=jnp.int32)
+    slot = jnp.where(slot < end[..., None], slot, pool.max_slots)
+    weight = pool.slot_data[LOG_WEIGHT]
+    weight = weight.at[layer[..., None], row[..., None], head[..., None], slot].set(-jnp.inf, mode="drop")
+    return pool.replace(length=end, slot_data=pool.slot_data | {LOG_WEIGHT: weight})
+
+
 def alias(pool: Pool, row: Int[Array, " R"], index: Int[Array, " R"], source: Int[Array, " R"]) -> Pool:
     """Entry `index` of each row's table, in every layer and KV head, becomes the page at entry `source`; its own is released.
 
-    Both pages must be full, and `index` distinct from `source` and from the other rows' targets.
+    Both pages must be full, and `index` distinct from `source` and from the other rows' targets. What is read twice counts
+    twice, which `take_pages` and a log-weight have at half the reading: this is the plain form, for tests.
     """
     old, new = pool.page_table[:, row, :, index], pool.page_table[:, row, :, source]  # [R, L, K]
     refcount = pool.refcount.at[new].add(1)
@@ -373,7 +423,10 @@ def positions(pool: Pool, layer: int | Int[Array, ""], row: Int[Array, " R"]) ->
     """A layer's positions of some rows, slot by slot, EMPTY in empty slots."""
     table, slot = pool.page_table[layer, row], jnp.arange(pool.max_slots, dtype=jnp.int32)
     position = pool.position[table].reshape(*table.shape[:2], pool.max_slots)
-    return jnp.where(slot < pool.length[layer, row][..., None], position, EMPTY)
+    is_filled = slot < pool.length[layer, row][..., None]
+    if LOG_WEIGHT in pool.slot_data:
+        is_filled &= pool.slot_data[LOG_WEIGHT][layer, row] > -jnp.inf
+    return jnp.where(is_filled, position, EMPTY)
 
 
 def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array, "..."]]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+import pallas_kernels as kernels
 from jkv import model as decoder
 from jkv import pool as pages
 from jkv import sampling, steering
@@ -41,6 +42,15 @@ class Snapshot(NamedTuple):
     query_ring: Float[Array, "L W N H"] | None
 
 
+class AlignRules(NamedTuple):
+    """Which rows start each reasoning step on a page of its own, and where they stand (`jkv.sharing`)."""
+
+    is_aligning: Bool[Array, " B"]
+    was_break: Bool[Array, " B"]  # whether the last token ended a step
+    since: Int[Array, " B"]  # tokens since the last step that started a page
+    is_break: Bool[Array, " V"]
+
+
 class Control(NamedTuple):
     """What the host tells a chunk about each row."""
 
@@ -51,6 +61,7 @@ class Control(NamedTuple):
     reads: ReadRules | None  # None when the pool keeps no bounds
     sinks: Int[Array, " B"] | None  # of each row that moves them, 0 of the others; None when no policy does
     steer: SteerRules | None  # None when no policy steers
+    align: AlignRules | None = None  # None when no policy aligns steps
 
 
 class Emitted(NamedTuple):
@@ -81,13 +92,16 @@ def decode_chunk(
     row = jnp.arange(control.remaining.shape[0], dtype=jnp.int32)
 
     def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        (cache, logits), is_active, remaining, is_thinking = carry
+        (cache, logits), is_active, remaining, is_thinking, align = carry
         position = cache.pool.logical_length
         token, log_prob = sampling.draw(logits, control.sampling, position, draws)
         token = jnp.where(is_active, token, 0)
         is_last = (token[:, None] == control.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
-        pool, address = pages.reserve(cache.pool, row, num_new, 1)
+        pool = cache.pool
+        if align is not None:
+            align, pool = start_page(align, pool, token, is_active)
+        pool, address = pages.reserve(pool, row, num_new, 1)
         length = pool.length + pages.num_growing(pool, row, num_new)
         sinks = None
         if control.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
@@ -113,12 +127,26 @@ def decode_chunk(
             *((dropped, cache.is_read, steered) if is_traced else (None, None, None)),
             hidden[:, 0] if tells_hidden else None,
         )
-        return (state, goes_on, remaining - 1, is_thinking), (token, log_prob, is_active, *events)
+        return (state, goes_on, remaining - 1, is_thinking, align), (token, log_prob, is_active, *events)
 
     is_thinking = None if control.steer is None else control.steer.is_thinking
-    start = (state, control.remaining > 0, control.remaining, is_thinking)
+    start = (state, control.remaining > 0, control.remaining, is_thinking, control.align)
     (state, is_running, *_), (token, log_prob, is_real, *events) = jax.lax.scan(step, start, None, length=num_steps)
     return state, Emitted(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, *events)
+
+
+def start_page(
+    align: AlignRules, pool: pages.Pool, token: Int[Array, " B"], is_active: Bool[Array, " B"]
+) -> tuple[AlignRules, pages.Pool]:
+    """The pool with a page begun for each row whose next token starts a step; as `Sharing.append` has it on the host.
+
+    A step that follows one of less than half a page goes on in its page, so that no row is more than half empty.
+    """
+    is_break = align.is_break[token]
+    starts = align.is_aligning & is_active & align.was_break & ~is_break & (2 * align.since >= pool.page_size)
+    since = jnp.where(is_active, jnp.where(starts, 0, align.since) + 1, align.since)
+    align = align._replace(was_break=jnp.where(is_active, is_break, align.was_break), since=since)
+    return align, pages.fill_page(pool, starts)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -168,6 +196,8 @@ def compress(
         mass = pool.slot_data["mass"][layer, present] if evict.needs_mass else None
         view = CacheView(key, value, position, query, mass, layer=layer, prompt_length=prompt_length)
         view = view._replace(sinks=protected[0], recent=protected[1])
+        if pages.LOG_WEIGHT in pool.slot_data:
+            view = view._replace(log_weight=pool.slot_data[pages.LOG_WEIGHT][layer, present])
         if sentences is not None:
             view = view._replace(similarity=similarity_of_slots(sentences, position))
         return None, (evict.rate(view), position)
@@ -192,6 +222,28 @@ def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K 
     place = jnp.where(slots == EMPTY, slots.shape[-1], slots)
     is_kept = jnp.zeros(slots.shape, bool).at[layer, row, head, place].set(True, mode="drop")
     return jnp.where(is_kept, EMPTY, position)
+
+
+@jax.jit
+def measure_pages(
+    state: State,
+    row: Int[Array, " I"],
+    first: Int[Array, " I"],
+    second: Int[Array, " I"],
+    num_tokens: Int[Array, " I"],
+    angle: Float[Array, "I half"] | None,
+) -> Float[Array, "I L 2 3"]:
+    """How far apart two entries of each row's table are (`pallas_kernels.block_distance`)."""
+    pool = state.cache.pool
+    one, other = (pool.page_table[:, row, :, entry] for entry in (first, second))  # [I, L, K]
+    return kernels.block_distance(pool.kv, one, other, num_tokens, angle)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def take_pages(state: State, row: Int[Array, " B"], entries: Int[Array, "B MP"], log_weight: Float[Array, "B MP"]) -> State:
+    """Rows keep some entries of their tables; see `pool.take_pages`."""
+    pool = pages.take_pages(state.cache.pool, row, entries, log_weight)
+    return state._replace(cache=state.cache._replace(pool=pool))
 
 
 @functools.partial(jax.jit, donate_argnames="state")

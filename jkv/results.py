@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jkv.attention import NEVER
 from jkv.params import Model
 from jkv.requests import Request
 from jkv.sampling import Sampling
 from jkv.score import SteerTrace, Trace
+from jkv.sharing import SharingStats
 from jkv.text import cut
 
 if TYPE_CHECKING:
@@ -50,8 +52,11 @@ class Completion:
     columns: tuple[np.ndarray, ...] | None = None  # source, begin, end [L, K, C], where `ends` cannot say it
     sink_shift: np.ndarray | None = None  # [T] int32, traced and moving sinks only: see `Trace`
     steered: np.ndarray | None = None  # [T] float32, traced and steered only: how much of the vector each token got
+    again: "AgainColumns | None" = None  # traced and sharing only: tokens that are read more than once
     compactions: int = 0
     evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
+    shared: int = 0  # tokens whose page another stands for
+    saved: float = 0.0  # the share of its pages that sharing and eviction had freed in the end
     preemptions: int = 0
     is_forked: bool = False
     peak_kv_bytes: int = 0
@@ -66,6 +71,32 @@ class Completion:
         return len(self.tokens)
 
 
+class AgainColumns:
+    """Columns of tokens that stand for others: the same token, read once more, from some query on."""
+
+    def __init__(self, num_layers: int, num_kv_heads: int) -> None:
+        self.source, self.begin = np.zeros(0, np.int32), np.zeros(0, np.int32)
+        self.end = np.zeros((num_layers, num_kv_heads, 0), np.int32)
+
+    def add(self, source: np.ndarray, now: int) -> None:
+        """Tokens that queries from `now` on read once more."""
+        new_end = np.full((*self.end.shape[:2], len(source)), NEVER, np.int32)
+        self.source = np.concatenate([self.source, source.astype(np.int32)])
+        self.begin = np.concatenate([self.begin, np.full(len(source), now, np.int32)])
+        self.end = np.concatenate([self.end, new_end], axis=-1)
+
+    def drop(self, is_dropped: np.ndarray, now: int) -> None:
+        """Ends the columns of tokens that were dropped at `now`, by position: [T] or [L, K, T]."""
+        self.end = np.where(is_dropped[..., self.source] & (self.end == NEVER), now, self.end)
+
+    def columns(self, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All columns (source, begin, end: [L, K, C]), `end` being those of every token's own."""
+        own = np.arange(end.shape[-1], dtype=np.int32)
+        source, begin = (np.concatenate([own, extra]) for extra in (self.source, self.begin))
+        whole = np.concatenate([end, self.end], axis=-1)
+        return np.broadcast_to(source, whole.shape), np.broadcast_to(begin, whole.shape), whole
+
+
 @dataclasses.dataclass(frozen=True)
 class SampleStats:
     """How one sample fared. Seconds count from its submission, and include compilation.
@@ -78,6 +109,8 @@ class SampleStats:
       seconds: until it was finished.
       compactions: of its row.
       evicted: tokens dropped, averaged over layers and KV heads.
+      shared: tokens whose page another stands for.
+      saved: the share of its pages that was free again when it ended.
       preemptions: how often it was put aside to host memory.
       is_forked: whether it started from a prompt that was prefilled for several samples.
       error: what its callback raised, if anything.
@@ -90,6 +123,8 @@ class SampleStats:
     seconds: float
     compactions: int
     evicted: float
+    shared: int
+    saved: float
     preemptions: int
     is_forked: bool
     error: BaseException | None
@@ -122,6 +157,8 @@ class RunStats:
     forks: int = 0  # samples that started from a prompt prefilled for several
     preemptions: int = 0
     started: int = 0  # samples that got a row
+    amsr: float = 0.0  # mean over decode chunks of the share of pages that rows would hold and do not hold, or not read
+    sharing: SharingStats = dataclasses.field(default_factory=SharingStats)
     queued_seconds: float = 0.0  # they waited for it, together
 
     @property
@@ -147,6 +184,11 @@ class Stats:
     prompt_tokens: int
     generated_tokens: int
     evicted: float  # tokens dropped from the cache, averaged over layers and KV heads, summed over samples
+    shared: int  # tokens whose page another stands for, summed over samples
+    amsr: float  # average memory saving ratio: mean over decode chunks of the share of the rows' pages that are saved
+    final_amsr: float  # the same when each sample ended, mean over samples
+    affected_ratio: float  # tokens evicted or shared, by all tokens, prompts included
+    sharing: SharingStats | None  # what sharing found; None where no policy shares
     compactions: int  # summed over samples
     kv_bytes: int  # held, mean over decode chunks
     kv_bytes_per_sample: float  # the same, by the samples that were running
@@ -220,6 +262,11 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
         prompt_tokens=sum(len(request.prompt) for request in requests),
         generated_tokens=num_tokens,
         evicted=sum(one.evicted for one in each),
+        shared=sum(one.shared for one in each),
+        amsr=run.amsr,
+        final_amsr=sum(one.saved for one in each) / len(each),
+        affected_ratio=sum(one.evicted + one.shared for one in each) / (sum(len(r.prompt) for r in requests) + num_tokens),
+        sharing=run.sharing if any(request.policy.share for request in requests) else None,
         compactions=sum(one.compactions for one in each),
         kv_bytes=round(run.kv_bytes),
         kv_bytes_per_sample=run.kv_bytes_per_sample,

@@ -10,8 +10,9 @@ import numpy as np
 from jkv.pool import EMPTY
 from jkv.programs import Snapshot
 from jkv.requests import Request, compacted
-from jkv.results import Completion, Event
+from jkv.results import AgainColumns, Completion, Event
 from jkv.sentences import SentenceLog
+from jkv.sharing import Pair, Share, Sharing
 from jkv.steering import Thinking
 from jkv.swap import Aside, Pages
 from jkv.text import StopFinder, TextStream
@@ -76,8 +77,15 @@ class Sample:
     text: TextStream | None = None
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # what steering goes by
     sentences: SentenceLog | None = None  # of a row whose policy goes by them
+    sharing: Sharing | None = None  # of a row whose policy shares pages
     num_told: int = 0  # characters of the text that were in an event
     num_told_tokens: int = 0
+
+    @property
+    def sharing_rule(self) -> Share:
+        """How its policy shares, which it does."""
+        assert self.request.policy.share is not None
+        return self.request.policy.share
 
     @property
     def seconds(self) -> float:
@@ -116,6 +124,23 @@ class Sample:
     def is_due(self) -> bool:
         """Whether its row is to be compressed now."""
         return not self.is_finished and bool((self.compacted < self.filled).any())
+
+    def note_sharing(self, pair: Pair) -> None:
+        """Notes that a page left and another stands for it: what read its tokens reads the other's, as often, from now on."""
+        assert self.sharing is not None
+        layout, completion = self.sharing.layout, self.completion
+        completion.shared += layout.count[pair.page]
+        if completion.ends is None:
+            return
+        now, dropped = len(self.request.prompt) + self.generated, layout.positions(pair.page)
+        completion.ends[..., dropped] = now
+        if completion.again is None:
+            completion.again = AgainColumns(*completion.ends.shape[:2])
+        is_dropped = np.zeros(completion.ends.shape[-1], bool)
+        is_dropped[dropped] = True
+        completion.again.drop(is_dropped, now)
+        if self.sharing.share.bias:
+            completion.again.add(np.tile(layout.positions(pair.kept), layout.stands_for[pair.page]), now)
 
     def note_shift(self, count: int) -> None:
         """Notes how far the queries of the next `count` steps turn for the sinks: as many positions as were dropped."""

@@ -6,7 +6,6 @@ the mean of checking and switching thoughts minus the mean of the others (`extra
 """
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-BREAK = "\n\n"
-THINK, END_OF_THINKING = "<think>", "</think>"
+from jkv.text import BREAK, END_OF_THINKING, THINK, TokenFacts, facts_of
+
 CHECKS = (  # SEAL's: a thought that holds one of these, or starts with "wait", checks what was done
     "verify",
     "make sure",
@@ -154,16 +153,7 @@ def push(
     return hidden + (amount[..., None] * vector[:, None]).astype(hidden.dtype)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Marks:
-    """The tokens of a tokenizer that steering goes by."""
-
-    is_break: np.ndarray  # [V]
-    think: np.ndarray  # [2], -1 for none
-
-
-@functools.lru_cache(maxsize=8)
-def marks_of(tokenizer: Any, vocab_size: int) -> Marks:
+def marks_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
     """Which tokens hold a blank line, and which begin and end thinking.
 
     Raises:
@@ -171,13 +161,10 @@ def marks_of(tokenizer: Any, vocab_size: int) -> Marks:
     """
     if tokenizer is None:
         raise ValueError("Steering goes by the text of tokens; this model has no tokenizer.")
-    size = min(vocab_size, len(tokenizer))
-    is_break = np.zeros(vocab_size, bool)
-    is_break[:size] = [BREAK in tokenizer.decode([i]) for i in range(size)]
-    think = [tokenizer.encode(mark, add_special_tokens=False) for mark in (THINK, END_OF_THINKING)]
-    if any(len(ids) != 1 for ids in think):
-        raise ValueError(f"Steering needs {THINK} and {END_OF_THINKING} to be one token each; got {think}.")
-    return Marks(is_break, np.array([ids[0] for ids in think], np.int32))
+    facts = facts_of(tokenizer, vocab_size)
+    if (facts.think < 0).any():
+        raise ValueError(f"Steering needs {THINK} and {END_OF_THINKING} to be one token each; got {facts.think.tolist()}.")
+    return facts
 
 
 @dataclasses.dataclass
@@ -194,20 +181,20 @@ class Thinking:
     _num_followed: int = 0
     _num_counted: int = 0
 
-    def follow(self, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int], marks: Marks) -> None:
+    def follow(self, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int], marks: TokenFacts) -> None:
         """Takes the completion's new tokens, and the prompt's before the first of them."""
         if self._num_followed == 0:
             self._read(prompt, marks)
         self._read(tokens[self._num_followed :], marks)
         self._num_followed = len(tokens)
 
-    def _read(self, tokens: Sequence[int] | np.ndarray, marks: Marks) -> None:
+    def _read(self, tokens: Sequence[int] | np.ndarray, marks: TokenFacts) -> None:
         for token in tokens:
             if token in marks.think:
                 self.is_thinking = bool(token == marks.think[0])
 
     def count(
-        self, tokens: Sequence[int], marks: Marks, decode: Callable[[Sequence[int]], str], keywords: Sequence[str]
+        self, tokens: Sequence[int], marks: TokenFacts, decode: Callable[[Sequence[int]], str], keywords: Sequence[str]
     ) -> None:
         """Counts the checks among the thoughts that were finished since the last count."""
         ends = np.flatnonzero(marks.is_break[tokens[self._num_counted :]])

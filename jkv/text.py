@@ -1,7 +1,14 @@
-"""Text of a completion that still grows: decoded piece by piece, and cut where a stop string appears."""
+"""Text of tokens: what each says, and that of a completion that still grows, cut where a stop string appears."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+
+BREAK = "\n\n"
+THINK, END_OF_THINKING = "<think>", "</think>"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for a character whose bytes are not all there
 
 
@@ -69,3 +76,27 @@ def num_certain(text: str, stop_strings: Sequence[str]) -> int:
         if text.endswith(stop[:size])
     )
     return min(starts, default=len(text))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TokenFacts:
+    """What each token of a tokenizer says."""
+
+    is_break: np.ndarray  # [V] whether its text holds a blank line
+    is_blank: np.ndarray  # [V] whether it is nothing but white space
+    num_bytes: np.ndarray  # [V] of its text
+    think: np.ndarray  # [2] the tokens that begin and end thinking, -1 for none or for several
+
+
+@functools.lru_cache(maxsize=8)
+def facts_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
+    """The texts of all tokens, looked at once."""
+    texts = [tokenizer.decode([i]) for i in range(min(vocab_size, len(tokenizer)))]
+    texts += [""] * (vocab_size - len(texts))
+    marks = [tokenizer.encode(mark, add_special_tokens=False) for mark in (THINK, END_OF_THINKING)]
+    return TokenFacts(
+        is_break=np.array([BREAK in text for text in texts]),
+        is_blank=np.array([not text.strip() for text in texts]),
+        num_bytes=np.array([len(text.encode()) for text in texts]),
+        think=np.array([ids[0] if len(ids) == 1 else -1 for ids in marks], np.int32),
+    )

@@ -7,6 +7,7 @@ and completions a little longer than the policy needs to act twice.
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,9 +72,15 @@ class Case:
             layer = min(policy.steer.layer, config.num_layers - 1)
             steer = dataclasses.replace(policy.steer, vector=SteeringVector(values), layer=layer)
             self.policy = dataclasses.replace(policy, steer=steer)
+        if policy.share:  # random text repeats itself little: whatever is a step is like any other
+            alike = dataclasses.replace(policy.share.filter, strict=0.0, soft=0.0, structure=False)
+            share = dataclasses.replace(policy.share, filter=alike, match=0.0, threshold=math.inf, cap=None)
+            self.policy = dataclasses.replace(self.policy, share=share)
         schedule: Any = policy.schedule
         budget, interval = policy.budget or 0, getattr(schedule, "interval", 1)
         self.new_tokens = max(64, budget // 2 + 2 * interval + getattr(schedule, "window", 0) + 8)
+        if policy.share:  # until some steps have ended
+            self.new_tokens += 128 + 2 * policy.share.interval
         rng, size = np.random.default_rng(0), self.model.config.vocab_size
         lengths = (3, max(20, budget // 2), max(33, budget + 9))
         self.prompts = [rng.integers(1, size, length, dtype=np.int32) for length in lengths]
@@ -91,7 +98,7 @@ class Case:
         engine = Engine(
             self.model,
             max_running=len(self.prompts),
-            max_slots=round_up(max(len(prompt) for prompt in self.prompts) + self.new_tokens),
+            max_slots=round_up(max(self.most_slots(full()), self.most_slots(self.policy))),
             page_size=PAGE_SIZE,
             policies=[self.policy],
             return_trace=True,
@@ -100,6 +107,11 @@ class Case:
         tickets = [engine.submit(prompt, policy, sampling, limit, stop_ids=()) for prompt in prompts]
         engine.run()
         return make_result(self.model, [sample for t in tickets for sample in engine.tickets[t]], engine.stats, is_traced=True)
+
+    def most_slots(self, policy: Policy) -> int:
+        """The most slots of any prompt in a layer and KV head."""
+        config, lengths = self.model.config, [len(prompt) for prompt in self.prompts]
+        return max(policy.widest(one, self.new_tokens, config.num_layers, config.num_kv_heads) for one in lengths)
 
     @functools.cached_property
     def compressed(self) -> Result:
@@ -195,8 +207,10 @@ def treats_rows_apart(case: Case) -> str | None:
 
 
 def equals_full_when_nothing_is_due(case: Case) -> str | None:
-    """A budget as long as the sequence, or a strength of zero, gives the full cache's tokens and log-probabilities."""
+    """A budget as long as the sequence, or a strength or distance of zero, gives what the full cache does."""
     policy, schedule = case.policy, case.policy.schedule
+    if policy.share is not None:
+        policy = dataclasses.replace(policy, share=dataclasses.replace(policy.share, threshold=0.0))
     new_tokens, enough = case.new_tokens, 2 * len(case.prompts) * (len(case.prompts[-1]) + case.new_tokens)
     if policy.read is not None:
         policy = dataclasses.replace(policy, read=dataclasses.replace(policy.read, budget=enough))
@@ -252,7 +266,9 @@ def num_compiled() -> int:
 
 
 def frees_memory(case: Case) -> str | None:
-    """A bounded policy holds fewer bytes than the full cache, and drops what its schedule says."""
+    """A bounded policy holds fewer bytes than the full cache, and drops what its schedule says; one that shares does."""
+    if case.policy.share is not None and not case.compressed.stats.shared:
+        return f"It shared nothing in {case.new_tokens} tokens, though every step is like any other and no distance too large."
     if not case.policy.is_bounded:
         return None
     held, dense = case.compressed.stats.peak_kv_bytes, case.compressed.stats.dense_kv_bytes

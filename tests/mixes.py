@@ -8,6 +8,7 @@ import numpy as np
 
 import jkv
 from jkv.engine import Engine
+from jkv.testing import TinyTokenizer
 from tests.test_pool import assert_allocator_is_consistent
 
 PAGE_SIZE = 4
@@ -15,6 +16,7 @@ MAX_SLOTS = 64
 WINDOW = 4
 CHUNK = 8
 PROMPTS = [[5, 1, 9], list(range(20)), [3, 7] * 13 + [1], [4] * 8, list(range(31, 0, -1)) + list(range(8))]
+LOOSE = {"strict": 0.0, "soft": 0.0, "structure": False, "threshold": 1e9, "match": 0.0, "pairing": "all", "interval": 4}
 POLICIES = [
     jkv.full(),
     jkv.r_kv(budget=16, interval=8, window=WINDOW),
@@ -29,7 +31,18 @@ POLICIES = [
     jkv.quest(budget=12, dense_layers=1),
     jkv.streaming_llm(budget=12, interval=8, positions="cache"),
     jkv.skip_kv(budget=14, interval=8, window=WINDOW, tau=0.2, ends=(1, 5, 9, 17)),
+    jkv.reason_cache(include_prompt=True, **LOOSE),
+    jkv.random_share(jkv.reason_cache(**LOOSE)),
+    jkv.chain(jkv.reason_cache(include_prompt=True, **LOOSE), jkv.r_kv(budget=36, interval=8, window=WINDOW)),
 ]
+
+
+class BreakingTokenizer(TinyTokenizer):
+    """Six of the tokens end a step, so that short texts have several."""
+
+    pieces = tuple(piece + "\n\n" if i in (7, 13, 19, 25) else piece for i, piece in enumerate(TinyTokenizer.pieces))
+
+
 SAMPLINGS = [jkv.Sampling(temperature=0.0), jkv.Sampling(temperature=1.0, seed=7)]
 LENGTHS = [1, 7, 16, 23]  # most new tokens
 
@@ -63,7 +76,7 @@ def draw_spec(rng: np.random.Generator) -> Spec:
 def make_engine(model: Any, max_running: int, num_pages: int, **options: Any) -> Engine:
     """An engine that can serve any spec; its smallest pool, one row's pages, is 2 * 2 * 16."""
     return Engine(
-        model,
+        dataclasses.replace(model, tokenizer=BreakingTokenizer()),
         max_running=max_running,
         max_slots=MAX_SLOTS,
         page_size=PAGE_SIZE,

@@ -53,6 +53,8 @@ seat_of = jax.jit(pages.seat_of)
 read_pages = jax.jit(pages.read_pages)
 write_pages = jax.jit(pages.write_pages, donate_argnames="pool")
 take_slots = jax.jit(pages.take_slots, donate_argnames="pool")
+take_pages = jax.jit(pages.take_pages, donate_argnames="pool")
+fill_page = jax.jit(pages.fill_page, donate_argnames="pool")
 alias = jax.jit(pages.alias, donate_argnames="pool")
 release = jax.jit(pages.release, donate_argnames="pool")
 
@@ -120,6 +122,14 @@ class Token(NamedTuple):
     value: np.ndarray
     position: int
     log_weight: float = 0.0
+
+    @property
+    def is_hole(self) -> bool:
+        """Whether it is no token but the rest of a page."""
+        return self.log_weight == -np.inf
+
+
+HOLE = Token(np.zeros(H), np.zeros(H), EMPTY, -np.inf)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -235,6 +245,39 @@ class PoolMachine(RuleBasedStateMachine):
                 self.rows[row][layer, head] = [tokens[slot] for slot in kept]
         self.pool = take_slots(self.pool, ints(*rows), jnp.asarray(slots))
 
+    def even_rows(self):
+        """Rows of the same length in every layer and head, with a full page."""
+        lengths = {row: {len(tokens) for tokens in self.rows[row].values()} for row in range(B)}
+        return [row for row, some in lengths.items() if len(some) == 1 and min(some) >= self.page_size]
+
+    @precondition(lambda self: self.even_rows())
+    @rule(data=st.data())
+    def keep_some_pages(self, data):
+        row = data.draw(st.sampled_from(self.even_rows()))
+        count, size = len(self.rows[row][0, 0]), self.page_size
+        full, tail = list(range(count // size)), [count // size] * bool(count % size)
+        kept = data.draw(st.lists(st.sampled_from(full), unique=True)) + tail  # in any order, but for the partial last
+        entries, weight = (
+            np.full((2, self.max_slots // size), EMPTY, np.int32),
+            np.zeros((2, self.max_slots // size), np.float32),
+        )
+        entries[0, : len(kept)], weight[0, : len(kept)] = kept, self.rng.standard_normal(len(kept))
+        entries[1] = 0  # ignored
+        self.pool = take_pages(self.pool, ints(row, NONE), jnp.asarray(entries), jnp.asarray(weight))
+        for tokens in self.rows[row].values():
+            old = list(tokens)
+            tokens.clear()
+            for page, new in zip(kept, weight[0], strict=False):
+                taken = old[page * size : (page + 1) * size]
+                tokens += [token if token.is_hole else token._replace(log_weight=new) for token in taken]
+
+    @rule(is_filled=st.tuples(*[st.booleans()] * B))
+    def fill_last_pages(self, is_filled):
+        self.pool = fill_page(self.pool, jnp.asarray(is_filled))
+        for row in np.flatnonzero(is_filled):
+            for tokens in self.rows[row].values():
+                tokens += [HOLE] * (-len(tokens) % self.page_size)
+
     @precondition(lambda self: self.rows_with_full_pages())
     @rule(num_aliases=st.integers(1, 2), data=st.data())
     def alias_pages(self, num_aliases, data):
@@ -243,6 +286,8 @@ class PoolMachine(RuleBasedStateMachine):
         targets = data.draw(st.lists(entry, min_size=num_aliases, max_size=num_aliases, unique=True))
         sources = [data.draw(st.integers(0, num_full[row] - 1).filter(lambda x, y=page: x != y)) for row, page in targets]
         rows, indices = zip(*targets, strict=True)
+        if any(token.is_hole for row in rows for tokens in self.rows[row].values() for token in tokens):
+            return  # what is a hole belongs to the row, not to the page
         self.pool = alias(self.pool, ints(*rows), ints(*indices), ints(*sources))
         old = [{cell: list(tokens) for cell, tokens in row.items()} for row in self.rows]
         for (row, page), source in zip(targets, sources, strict=True):
@@ -257,6 +302,7 @@ class PoolMachine(RuleBasedStateMachine):
         weight = np.array(self.pool.slot_data["log_weight"])
         for (layer, head), tokens in self.rows[row].items():
             new = self.rng.standard_normal(len(tokens)).astype(np.float32)
+            new = np.where([token.is_hole for token in tokens], np.float32(-np.inf), new)
             weight[layer, row, head, : len(tokens)] = new
             tokens[:] = [token._replace(log_weight=x) for token, x in zip(tokens, new, strict=True)]
         self.pool = self.pool.replace(slot_data={"log_weight": jnp.asarray(weight)})
@@ -280,8 +326,10 @@ class PoolMachine(RuleBasedStateMachine):
                 weights = [t.log_weight for t in tokens] + [0.0] * (self.max_slots - count)
                 np.testing.assert_array_equal(log_weight[where], np.asarray(weights, np.float32))
                 if tokens:
-                    np.testing.assert_array_equal(key[where][:count], [t.key for t in tokens])
-                    np.testing.assert_array_equal(value[where][:count], [t.value for t in tokens])
+                    is_token = np.array([not t.is_hole for t in tokens])
+                    for x, name in ((key, "key"), (value, "value")):
+                        expected = np.array([getattr(t, name) for t in tokens])
+                        np.testing.assert_array_equal(x[where][:count][is_token], expected[is_token])
 
     @invariant()
     def the_allocator_is_consistent_and_shared_pages_are_never_written(self):
@@ -394,12 +442,18 @@ def test_an_aliased_page_reads_as_a_log_weight_of_ln_2():
     pool = alias(pool, ints(0), ints(1), ints(0))  # row 0: pages A A C D
     pool = keep(pool, 1, [0, 1, 4, 5, 6])  # row 1: pages A C D, where A stands for two
     log_weight = pool.slot_data["log_weight"].at[:, 1, :, :2].set(math.log(2))
+    entries, weight = np.full((2, 6), EMPTY, np.int32), np.zeros((2, 6), np.float32)
+    entries[0, :3], weight[0, 0] = [0, 2, 3], math.log(2)
+    pool = take_pages(forked(pool, ints(2, NONE)), ints(2, NONE), jnp.asarray(entries), jnp.asarray(weight))
+    np.testing.assert_array_equal(pool.slot_data["log_weight"][:, 2], log_weight[:, 1])
     query = jnp.asarray(np.random.default_rng(2).standard_normal((K, 3, H)), jnp.float32)
     for layer in range(L):
         args = [(pool.page_table[layer, row], pool.length[layer, row], log_weight[layer, row]) for row in (0, 1)]
-        aliased, weighted = (kernels.paged_attention(query, pool.kv, *x, implementation="reference") for x in args)
-        for x, y in zip(aliased[:2], weighted[:2], strict=True):
-            np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)
+        args += [(pool.page_table[layer, 2], pool.length[layer, 2], pool.slot_data["log_weight"][layer, 2])]
+        aliased, *others = (kernels.paged_attention(query, pool.kv, *x, implementation="reference") for x in args)
+        for weighted in others:
+            for x, y in zip(aliased[:2], weighted[:2], strict=True):
+                np.testing.assert_allclose(x, y, atol=1e-6, rtol=0)
 
 
 def test_an_aliased_page_is_freed_with_its_last_holder():

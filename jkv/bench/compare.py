@@ -16,6 +16,7 @@ import numpy as np
 from jkv.params import Model
 from jkv.policies import POLICIES, Policy, full, has_budget, make
 from jkv.requests import encode_prompts
+from jkv.sharing import SharingStats
 from jkv.tasks.evaluate import solve, wilson
 
 
@@ -54,6 +55,10 @@ class Outcome:
     compactions: float  # a sample
     occupancy: float
     tokens_per_second: float  # of the whole run, compile time apart
+    amsr: float = math.nan  # average memory saving ratio (ReasonCache): the share of their pages that rows do not hold
+    final_amsr: float = math.nan  # the same when each sample ended
+    affected: float = math.nan  # the share of all tokens that were evicted or shared (MemShare)
+    sharing: dict[str, Any] | None = None  # what sharing found and took
 
 
 def compare(
@@ -164,7 +169,7 @@ def summarise(this: Run, base: Outcome | None, share: float | None) -> Outcome:
     return Outcome(
         policy=this.policy.name,
         settings=repr(this.policy),
-        budget=this.policy.budget,
+        budget=this.policy.read.budget if this.policy.read else this.policy.budget,
         share=share,
         problems=count,
         accuracy=float(this.is_right.mean()),
@@ -185,7 +190,28 @@ def summarise(this: Run, base: Outcome | None, share: float | None) -> Outcome:
         compactions=stats.compactions / count,
         occupancy=stats.occupancy,
         tokens_per_second=stats.tokens_per_second,
+        amsr=stats.amsr,
+        final_amsr=stats.final_amsr,
+        affected=stats.affected_ratio,
+        sharing=None if stats.sharing is None else figures_of_sharing(stats.sharing),
     )
+
+
+def figures_of_sharing(sharing: SharingStats) -> dict[str, Any]:
+    """Counts, rates, latencies in milliseconds, and a histogram of the candidates' distances."""
+    counted, candidates = dataclasses.asdict(sharing.filter), sharing.candidates
+    count, edges = np.histogram(sharing.distances or [0.0], bins=20)
+    return counted | {
+        "candidates": candidates,
+        "accepted": sharing.accepted,
+        "deferred": sharing.deferred,
+        "accept_rate": sharing.accepted / max(candidates, 1),
+        "threshold": None if sharing.threshold is None or math.isinf(sharing.threshold) else sharing.threshold,
+        "filter_ms_per_step": 1e3 * sharing.filter_seconds / max(sharing.filter.steps, 1),
+        "filter_waits": sharing.filter_waits,
+        "measure_ms_per_candidate": 1e3 * sharing.measure_seconds / max(candidates, 1),
+        "histogram": {"count": count.tolist(), "edges": [round(float(edge), 6) for edge in edges]} if candidates else None,
+    }
 
 
 def paired_change(this: np.ndarray, base: np.ndarray) -> tuple[float, float]:
@@ -210,6 +236,8 @@ COLUMNS = (
     "KV kB",
     "of full",
     "peak MB",
+    "AMSR",
+    "affected",
     "evicted",
     "tok/s",
 )
@@ -230,6 +258,8 @@ def row_of(outcome: Outcome) -> str:
         f"{o.kv_bytes / 1e3:.0f}",
         f"{o.kv_share:.0%}",
         f"{o.peak_kv_bytes / 1e6:.1f}",
+        f"{o.amsr:.1%}",
+        f"{o.affected:.1%}",
         f"{o.evicted:.0f} in {o.compactions:.1f}",
         f"{o.tokens_per_second:.0f}",
     )

@@ -6,12 +6,16 @@ from typing import Any
 
 from jkv.policies.ada_kv import ada_kv
 from jkv.policies.base import CacheView, Evict, Policy, Read, evict_by
+from jkv.policies.chain import chain
 from jkv.policies.full import full
 from jkv.policies.h2o import h2o
+from jkv.policies.mem_share import mem_share
 from jkv.policies.pyramid_kv import pyramid_kv
 from jkv.policies.quest import quest
 from jkv.policies.r_kv import r_kv
 from jkv.policies.random import random
+from jkv.policies.random_share import random_share
+from jkv.policies.reason_cache import reason_cache
 from jkv.policies.rpc import rpc
 from jkv.policies.schedules import AfterPrompt, EachStep, Every, Growing
 from jkv.policies.seal import seal
@@ -24,10 +28,13 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "full": full,
     "ada_kv": ada_kv,
     "h2o": h2o,
+    "mem_share": mem_share,
     "pyramid_kv": pyramid_kv,
     "quest": quest,
     "r_kv": r_kv,
     "random": random,
+    "random_share": random_share,
+    "reason_cache": reason_cache,
     "rpc": rpc,
     "seal": seal,
     "skip_kv": skip_kv,
@@ -47,14 +54,18 @@ __all__ = [
     "Policy",
     "Read",
     "ada_kv",
+    "chain",
     "evict_by",
     "full",
     "h2o",
     "make",
+    "mem_share",
     "pyramid_kv",
     "quest",
     "r_kv",
     "random",
+    "random_share",
+    "reason_cache",
     "rpc",
     "seal",
     "skip_kv",

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget
 from jkv.pool import EMPTY, num_pages_of
 from jkv.sentences import Sentences
+from jkv.sharing import Share
 from jkv.sinks import MOST_SINKS
 from jkv.steering import Steer
 
@@ -26,9 +27,9 @@ class CacheView(NamedTuple):
 
     Slots are in the order in which the policy stores them: ascending by position, unless `Evict.order` says otherwise.
     Query w of the window is the one of the token W - 1 - w before the newest; a sequence shorter than the window leaves the
-    oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group.
-    `similarity` is how alike a later sentence is to the slot's, if it is flagged, else 0 (`jkv.sentences`). `budget`, `sinks`
-    and `recent`, where None, are the policy's own.
+    oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group. `log_weight` is `ln m` for
+    a slot that stands for m. `similarity` is how alike a later sentence is to the slot's, if it is flagged, else 0
+    (`jkv.sentences`). `budget`, `sinks` and `recent`, where None, are the policy's own.
     """
 
     key: Float[Array, "B K S H"]
@@ -42,6 +43,7 @@ class CacheView(NamedTuple):
     prompt_length: Int[Array, " B"] | None = None
     sinks: Int[Array, " B"] | None = None
     recent: Int[Array, " B"] | None = None
+    log_weight: Float[Array, "B K S"] | None = None
 
     @property
     def is_filled(self) -> Bool[Array, "B K S"]:
@@ -235,6 +237,7 @@ class Policy:
         their true positions (`jkv.sinks`). What is left must be a window.
       steer: what is added to hidden states (`jkv.steering`).
       sentences: how sentences are found that are said again, for a score that needs it (`jkv.sentences`).
+      share: which pages are the same (`jkv.sharing`); until the row is compacted, if the policy evicts too.
 
     Raises:
       ValueError: a budget too small for the slots that are never dropped, or one part without the other.
@@ -248,6 +251,7 @@ class Policy:
     moves_sinks: bool = False
     steer: Steer | None = None
     sentences: Sentences | None = None
+    share: Share | None = None
 
     def __post_init__(self) -> None:
         if (self.evict is None) != (self.schedule is None):
@@ -258,6 +262,8 @@ class Policy:
             )
         if self.read and self.evict:
             raise ValueError(f"{self.name} cannot evict and choose what to read: compaction moves keys between pages.")
+        if self.share is not None:
+            self._check_sharing(self.share)
         if (self.sentences is not None) != (self.evict is not None and self.evict.needs_similarity):
             raise ValueError(f"{self.name} needs both sentences and a score that goes by their similarity, or neither.")
         if self.evict is None:
@@ -290,6 +296,20 @@ class Policy:
                 f"{self.name}'s budget must hold its sinks and recent slots, {self.evict.sinks} + {self.evict.recent} = "
                 f"{self.protected}; got budget={self.budget}. Raise the budget, or lower sinks or the window."
             )
+
+    def _check_sharing(self, share: Share) -> None:
+        if self.needs_mass:
+            raise ValueError(
+                f"{self.name} cannot share pages: it gives up slots inside each step, or goes by their accumulated mass, and "
+                "both belong to pages of its own. Share with a policy that compacts between steps by another score: r_kv."
+            )
+        if self.read is not None or self.moves_sinks:
+            raise ValueError(
+                f"{self.name} cannot share pages and choose what to read (quest), or move its sinks: both count on pages in "
+                "the order of the text."
+            )
+        if share.align_steps and self.evict is not None:
+            raise ValueError(f"{self.name} cannot both evict and start steps on pages of their own: leave align_steps out.")
 
     def __repr__(self) -> str:
         fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
@@ -341,7 +361,7 @@ class Policy:
 
     def steps_until_due(self, generated: int) -> int | None:
         """Steps from the `generated`-th new token to the next at which the engine must look; None if it need not."""
-        due = [part.steps_until_due(generated) for part in (self.schedule, self.steer) if part is not None]
+        due = [part.steps_until_due(generated) for part in (self.schedule, self.steer, self.share) if part is not None]
         return min((steps for steps in due if steps is not None), default=None)
 
     def budgets(self, target: int, num_layers: int) -> np.ndarray:
@@ -368,7 +388,7 @@ class Policy:
 
     def _most(self, budgets: np.ndarray, prompt: int, new: int) -> np.ndarray:
         if self.schedule is None:
-            return np.full(len(budgets), prompt + new)
+            return np.full(len(budgets), prompt + new if self.share is None else self.share.most_slots(prompt + new))
         if self.budget is None:
             return np.full(len(budgets), self.schedule.most_slots(prompt, new))
         schedule: Any = self.schedule

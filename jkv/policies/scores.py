@@ -108,6 +108,7 @@ class AttentionMass:
             (view.is_filled if sees_all else is_scored).reshape(rows),
             jnp.repeat(is_seen, heads, axis=0),
             view.age.reshape(rows) if sees_all else None,
+            None if view.log_weight is None else view.log_weight.reshape(rows),
             over_group=self.over_group,
         ).reshape(view.position.shape)
         if self.pooling == "mean":

@@ -14,6 +14,7 @@ def attention_mass(
     is_candidate: Bool[Array, "R S"],
     is_query: Bool[Array, "R W"],
     age: Int[Array, "R S"] | None = None,
+    log_weight: Float[Array, "R S"] | None = None,
     *,
     over_group: str = "max",
     implementation: str | None = None,
@@ -23,7 +24,8 @@ def attention_mass(
     The softmax runs over the candidates alone. `over_group="max"` takes the largest logit of the group's query heads before
     one softmax (R-KV's released rule); `"mean"` averages the heads' softmaxes. Rows of `is_query` that are False (a sequence
     shorter than the window) do not count; a row with no query or no candidate gives zeros. With `age` (tokens that came after a
-    slot's), query w, which had W - 1 - w after it, does not see what came later.
+    slot's), query w, which had W - 1 - w after it, does not see what came later. `log_weight` is added to a
+    slot's logits, as in `paged_attention`.
 
     Raises:
       ValueError: an unknown `over_group` or implementation.
@@ -31,4 +33,4 @@ def attention_mass(
     if over_group not in ("max", "mean"):
         raise ValueError(f"over_group must be 'max' or 'mean'; got {over_group!r}.")
     run = choose("attention_mass", IMPLEMENTATIONS, implementation, over_group=over_group)
-    return run(query, key, is_candidate, is_query, age)
+    return run(query, key, is_candidate, is_query, age, log_weight)

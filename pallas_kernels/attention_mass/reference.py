@@ -11,12 +11,15 @@ def attention_mass(
     is_candidate: Bool[Array, "R S"],
     is_query: Bool[Array, "R W"],
     age: Int[Array, "R S"] | None,
+    log_weight: Float[Array, "R S"] | None,
     over_group: str,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
     key_RSH = jnp.where(is_candidate[..., None], key_RSH, 0)
     logits_RGWS = jnp.einsum("rgwh,rsh->rgws", query_RGWH, key_RSH, preferred_element_type=jnp.float32)
     logits_RGWS = logits_RGWS * key_RSH.shape[-1] ** -0.5
+    if log_weight is not None:
+        logits_RGWS = logits_RGWS + jnp.where(is_candidate, log_weight, 0.0)[:, None, None]
     if over_group == "max":
         logits_RGWS = logits_RGWS.max(axis=1, keepdims=True)
     is_seen_RWS = jnp.broadcast_to(is_candidate[:, None], (*is_query.shape, key_RSH.shape[1]))

@@ -22,9 +22,9 @@ def paged_attention(
 
     Slot s of a row lies in page `page_table[r, s // page]` at offset `s % page`; the first `length[r]` slots are filled and
     nothing beyond them is used, whatever it holds. `log_weight` (S = MP * page) is added to a slot's logit: `ln m` for a slot
-    that stands for m, `-inf` for a hole. A row with no slot to read gives zeros and `-inf`. Logits are scaled by H ** -0.5;
-    `with_logits` returns them too, float32, the log-weight added, `-inf` where no slot is filled: what a step that evicts by
-    attention needs.
+    that stands for m, `-inf` for a hole, which may hold anything. A row with no slot to read gives zeros and `-inf`. Logits are
+    scaled by H ** -0.5; `with_logits` returns them too, float32, the log-weight added, `-inf` where no slot is filled: what a
+    step that evicts by attention needs.
     """
     run = choose("paged_attention", IMPLEMENTATIONS, implementation, with_logits=with_logits)
     return run(query, kv, page_table, length, log_weight)

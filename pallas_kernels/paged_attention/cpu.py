@@ -69,6 +69,7 @@ def attend_group(
         if log_weight is not None:
             weight_RS = jax.lax.dynamic_slice_in_dim(log_weight, block * num_slots, num_slots, axis=1)
             logits_RGS = logits_RGS + weight_RS[:, None]
+            is_filled_RS &= weight_RS > -jnp.inf
         logits_RGS = jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf)
         seen = [jax.lax.dynamic_update_slice_in_dim(all_RGS, logits_RGS, block * num_slots, axis=2) for all_RGS in seen]
         new_peak_RG1 = jnp.maximum(peak_RG1, jnp.max(logits_RGS, axis=-1, keepdims=True))

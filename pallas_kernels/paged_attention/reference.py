@@ -18,6 +18,8 @@ def paged_attention(
     key_RSH = kv.at[page_table, 0].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
     value_RSH = kv.at[page_table, 1].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
     is_filled_RS = jnp.arange(num_slots, dtype=length.dtype) < length[:, None]
+    if log_weight is not None:
+        is_filled_RS &= log_weight > -jnp.inf
 
     logits_RGS = jnp.einsum("rgh,rsh->rgs", query_RGH, key_RSH, preferred_element_type=jnp.float32) * head_size**-0.5
     if log_weight is not None:

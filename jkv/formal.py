@@ -1,0 +1,104 @@
+r"""Formulas and code in a text, in a form that is equal when their syntax trees are.
+
+A tree edit distance above zero only says that two labelled trees differ, so trees are compared as they are: as nested tuples.
+Three kinds of spans are formal: fenced code (Python, by `ast`), LaTeX between dollars or in `\(...\)` and `\[...\]` (by
+pylatexenc), and bare equations such as `d=b*c` (by `ast`, `=` meaning equality). What no parser takes is compared by its
+tokens, white space left out, and counted.
+"""
+
+import ast
+import functools
+import re
+import warnings
+from typing import Any
+
+FENCE = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+LATEX = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+?)\$", re.DOTALL)
+OPERAND = r"[-+]?[\w.()]+"
+EQUATION = re.compile(rf"(?<![\w.()]){OPERAND}(?:[ \t]*[-+*/^=]+[ \t]*{OPERAND})+")
+TOKEN = re.compile(r"\\?[A-Za-z_]+|\d+(?:\.\d+)?|\S")
+NAMES = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?|\S")  # of mathematics: a letter is a variable
+MOST_CHARACTERS = 20_000  # of a span: longer ones are compared by tokens
+
+
+def form_of(text: str) -> tuple[tuple[Any, ...], int]:
+    """The formal spans of a text, in order, as trees; and how many no parser took. No spans, no trees.
+
+    >>> form_of("Thus d=b*c.") == form_of("Wait, d = b * c")
+    True
+    >>> form_of("$2x+5=10$") == form_of("$2x-5=10$")
+    False
+    """
+    spans: list[tuple[int, str, str]] = []
+
+    def take(kind: str, match: re.Match[str]) -> str:
+        body = next(group for group in reversed(match.groups()) if group is not None)
+        spans.append((match.start(), kind, body))
+        return " " * len(match[0])  # what is taken is not looked at again
+
+    text = FENCE.sub(functools.partial(take, "code"), text)
+    text = LATEX.sub(functools.partial(take, "latex"), text)
+    spans += [(match.start(), "equation", match[0].rstrip(".")) for match in EQUATION.finditer(text) if "=" in match[0]]
+    trees = [tree_of(kind, body) for _, kind, body in sorted(spans)]
+    return tuple(trees), sum(tree[0] == "tokens" for tree in trees)
+
+
+@functools.lru_cache(maxsize=4096)
+def tree_of(kind: str, body: str) -> tuple[Any, ...]:
+    """One span's tree; ("tokens", ...) where its parser gave up."""
+    parse = {"code": tree_of_code, "latex": tree_of_latex, "equation": tree_of_equation}[kind]
+    try:
+        if len(body) > MOST_CHARACTERS:
+            raise ValueError("too long to parse")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `1 is 1` in somebody's code is no business of ours
+            return parse(body)
+    except Exception:  # a parser of any text may raise anything, RecursionError included; the text decides nothing then
+        return "tokens", *TOKEN.findall(body)
+
+
+def tree_of_code(body: str) -> tuple[Any, ...]:
+    """Python's syntax tree."""
+    return canonical(ast.parse(body))
+
+
+def tree_of_equation(body: str) -> tuple[Any, ...]:
+    """The tree of `a=b=c`, each side an expression."""
+    body = re.sub(r"(\d|\))[ \t]*(?=[A-Za-z(])", r"\1*", body.replace("^", "**"))  # 2x is 2*x
+    return "=", *(canonical(ast.parse(side.strip(), mode="eval").body) for side in re.split("=+", body))
+
+
+def canonical(node: Any) -> Any:
+    """A syntax tree as nested tuples; where things stand in the text is left out."""
+    if isinstance(node, ast.AST):
+        return type(node).__name__, *(canonical(value) for _, value in ast.iter_fields(node))
+    if isinstance(node, list):
+        return tuple(canonical(one) for one in node)
+    return type(node).__name__, repr(node)
+
+
+def tree_of_latex(body: str) -> tuple[Any, ...]:
+    """The tree of macros, groups and environments, their characters split into variables, numbers and signs."""
+    from pylatexenc.latexwalker import LatexWalker
+
+    nodes, *_ = LatexWalker(body, tolerant_parsing=False).get_latex_nodes()
+    return "latex", *branches(nodes)
+
+
+def branches(nodes: Any) -> tuple[Any, ...]:
+    """Several LaTeX nodes."""
+    return tuple(branch for node in nodes or () if node is not None for branch in branches_of(node))
+
+
+def branches_of(node: Any) -> tuple[Any, ...]:
+    """One LaTeX node: its characters, or a tree under its name."""
+    if hasattr(node, "chars"):
+        return tuple(NAMES.findall(node.chars))
+    if hasattr(node, "comment"):
+        return ()
+    name = next(
+        (getattr(node, field) for field in ("macroname", "environmentname", "specials_chars") if hasattr(node, field)), ""
+    )
+    arguments = getattr(node, "nodeargd", None)
+    inner = branches(getattr(arguments, "argnlist", None)) + branches(getattr(node, "nodelist", None))
+    return ((type(node).__name__, name, inner),)

@@ -1,0 +1,139 @@
+"""Sharing for all rows of an engine: looks for repeated steps while the device decodes, has pages measured, and decides.
+
+The measuring program is queued behind the chunk in progress, so the device goes on from one to the other, and the host has the
+distances when it has the chunk's tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jkv import programs
+from jkv.model import rotary_frequency
+from jkv.params import Model
+from jkv.programs import State
+from jkv.results import RunStats
+from jkv.samples import Sample
+from jkv.sharing import Pair, Share, Sharing, Threshold, distances
+from jkv.timing import clock
+
+PAIR_SIZES = (16, 128)  # pairs of pages that one program measures
+
+
+@dataclasses.dataclass
+class Row:
+    """A row that decides after the chunk in progress, and the pages measured for it."""
+
+    index: int
+    sample: Sample
+    pairs: list[Pair]
+
+
+class Sharer:
+    """What sharing knows about an engine: thresholds, and what is being measured."""
+
+    def __init__(self, model: Model, page_size: int, num_rows: int, max_pages: int, stats: RunStats) -> None:
+        self.model, self.page_size, self.num_rows, self.max_pages = model, page_size, num_rows, max_pages
+        self.stats = stats.sharing
+        self.thresholds: dict[Share, Threshold] = {}
+        self._embedding = functools.cache(lambda: np.asarray(model.params.embedding, np.float32))
+        self._rows: list[Row] = []
+        self._squares: list[tuple[int, Any]] = []  # programs that measure, and how many pairs are real
+
+    def start(self, sample: Sample) -> None:
+        """Begins a row whose policy shares, its prompt in the pool and not yet compressed."""
+        share, request = sample.request.policy.share, sample.request
+        if share is None:
+            return
+        seed = request.seed ^ request.identity ^ request.sample
+        sample.sharing = Sharing(share, self.model, request.prompt, self.page_size, self.stats.filter, self._embedding, seed)
+        sample.sharing.is_over = bool((sample.filled < len(request.prompt)).any())
+
+    def look(self, running: Mapping[int, Sample], state: State, num_steps: int, emitted: Any) -> None:
+        """Looks at the tokens so far while a chunk of `num_steps` runs, and has the pages measured that rows decide on after
+        it.
+
+        `state` is the one that the chunk will leave, `emitted` what it will tell.
+        """
+        self._rows = []
+        with clock(self.stats, "filter_seconds"):
+            for i, sample in running.items():
+                sharing = sample.sharing
+                if sharing is None or sharing.is_over:
+                    continue
+                sharing.look()
+                now = sample.generated + num_steps
+                pairs = [] if now % sharing.share.interval else sharing.candidates(now)
+                if pairs:
+                    self._rows.append(Row(i, sample, pairs))
+        self.stats.filter_waits += bool(emitted.token.is_ready())
+        self._squares = []
+        for is_raw in (False, True):  # two programs: with and without a turn
+            self._measure(state, [row for row in self._rows if (row.sample.sharing_rule.compare_on == "raw") == is_raw], is_raw)
+
+    def _measure(self, state: State, rows: list[Row], is_raw: bool) -> None:
+        """Queues the programs that measure some rows' pairs."""
+        numbers = []
+        for row in rows:
+            assert row.sample.sharing is not None
+            layout = row.sample.sharing.layout
+            place = {page: entry for entry, page in enumerate(layout.table)}
+            for pair in row.pairs:
+                shift = layout.first[pair.page] - layout.first[pair.kept]
+                numbers.append((row.index, place[pair.page], place[pair.kept], layout.count[pair.page], shift))
+        for start in range(0, len(numbers), PAIR_SIZES[-1]):
+            some = np.asarray(numbers[start : start + PAIR_SIZES[-1]], np.int32)
+            size = next(size for size in PAIR_SIZES if size >= len(some))
+            index, first, second, count, shift = np.pad(some, [(0, size - len(some)), (0, 0)]).T
+            angle = shift[:, None] * self._frequency if is_raw else None
+            self._squares.append((len(some), programs.measure_pages(state, index, first, second, count, angle)))
+
+    @functools.cached_property
+    def _frequency(self) -> np.ndarray:
+        """Radians per position of each rotating pair of channels."""
+        return np.asarray(rotary_frequency(self.model.config))
+
+    def decide(self, state: State) -> State:
+        """The state after what was measured, and is near enough, is shared; samples and their traces follow."""
+        if not self._rows:
+            return state
+        kept: list[tuple[int, np.ndarray, np.ndarray]] = []
+        with clock(self.stats, "measure_seconds"):
+            squares = np.concatenate([np.asarray(block)[:count] for count, block in self._squares])
+            rows = sorted(self._rows, key=lambda row: row.sample.sharing_rule.compare_on == "raw")  # as they were measured
+            start = 0
+            for row in rows:
+                mine, start = squares[start : start + len(row.pairs)], start + len(row.pairs)
+                if row.sample.sharing is not None:
+                    kept += self._decide_row(row, row.sample.sharing, mine)
+        self._rows, self._squares = [], []
+        if not kept:
+            return state
+        row_index = np.full(self.num_rows, self.num_rows, np.int32)
+        entries, log_weight = np.zeros((2, self.num_rows, self.max_pages))
+        for j, (i, order, weight) in enumerate(kept):
+            row_index[j], entries[j], log_weight[j] = i, order, weight
+        return programs.take_pages(state, row_index, entries.astype(np.int32), log_weight.astype(np.float32))
+
+    def _decide_row(self, row: Row, sharing: Sharing, squares: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """One row's decision: which entries of its table stay, and for how many each stands; nothing if all stay."""
+        stats, layout = self.stats, sharing.layout
+        threshold = self.thresholds.setdefault(sharing.share, Threshold(sharing.share))
+        known, before = threshold.value, list(layout.table)
+        num_tokens = np.array([layout.count[pair.page] for pair in row.pairs])
+        distance, relative = distances(sharing.share, squares, num_tokens, self.model.config.num_kv_heads)
+        threshold.observe(distance.tolist())
+        stats.candidates += len(row.pairs)
+        stats.distances += distance.tolist()
+        stats.threshold = threshold.value
+        if known is None:
+            return []
+        shared = sharing.decide(row.pairs, distance, relative, known)
+        stats.accepted, stats.deferred = stats.accepted + len(shared), stats.deferred + sharing.num_deferred
+        for pair in shared:
+            row.sample.note_sharing(pair)
+        row.sample.filled = np.full_like(row.sample.filled, layout.num_slots)
+        return [(row.index, *sharing.entries(before, self.max_pages))] if shared else []

@@ -1,0 +1,35 @@
+"""Plain XLA, a layer at a time: no more than one layer's pages of all pairs exist at once."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def block_distance(
+    kv: Float[Array, "P 2 page H"],
+    first: Int[Array, "I L K"],
+    second: Int[Array, "I L K"],
+    num_tokens: Int[Array, " I"],
+    angle: Float[Array, "I half"] | None,
+) -> Float[Array, "I L 2 3"]:
+    """See `pallas_kernels.block_distance`."""
+    is_read = jnp.arange(kv.shape[2], dtype=jnp.int32) < num_tokens[:, None]  # [I, page]
+
+    def of_layer(pages: tuple[Int[Array, "I K"], Int[Array, "I K"]]) -> Float[Array, "I 2 3"]:
+        one, other = (kv[page].astype(jnp.float32) for page in pages)  # [I, K, 2, page, H]
+        if angle is not None:
+            other = other.at[:, :, 0].set(turn(other[:, :, 0], angle[:, None, None]))
+        parts = one, other, one - other
+        squares = [jnp.where(is_read[:, None, None, :, None], jnp.square(x), 0.0).sum(axis=(1, 3, 4)) for x in parts]
+        return jnp.stack(squares, axis=-1)
+
+    of_layers = jax.lax.map(of_layer, (jnp.moveaxis(first, 1, 0), jnp.moveaxis(second, 1, 0)))
+    return jnp.moveaxis(of_layers, 0, 1)
+
+
+def turn(x: Float[Array, "... H"], angle: Float[Array, "... half"]) -> Float[Array, "... H"]:
+    """Rotated channel pairs (c, c + half); channels beyond the last pair stay."""
+    half = angle.shape[-1]
+    low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)

@@ -1,0 +1,81 @@
+"""`block_distance` against plain loops in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as kernels
+
+block_distance = jax.jit(functools.partial(kernels.block_distance, implementation="reference"))
+#        pairs, layers, KV heads, page, head size
+CASES = {"grouped": (5, 3, 2, 4, 8), "one_of_each": (1, 1, 1, 1, 4), "large_pages": (2, 2, 4, 16, 16)}
+DTYPES = pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+
+
+def random_case(pairs, layers, heads, page, head_size, dtype, seed=0):
+    """Pages in random order, some of them on both sides; NaN in the slots beyond each pair's tokens, and in the trash page."""
+    rng = np.random.default_rng(seed)
+    total = 2 * pairs * layers * heads + 1
+    kv = rng.standard_normal((total, 2, page, head_size))
+    first, second = rng.permutation(np.arange(1, total)).reshape(2, pairs, layers, heads).astype(np.int32)
+    second[0] = first[0]
+    num_tokens = rng.integers(1, page + 1, pairs).astype(np.int32)
+    kv[0] = np.nan
+    for i in range(pairs):
+        for where in (first[i].ravel(), second[i].ravel()):
+            kv[where, :, num_tokens[i] :] = np.nan
+    return jnp.asarray(kv, dtype), jnp.asarray(first), jnp.asarray(second), jnp.asarray(num_tokens)
+
+
+def by_hand(kv, first, second, num_tokens, angle=None):
+    """One slot and one pair of channels at a time."""
+    kv = np.asarray(kv, np.float64)
+    out = np.zeros((*first.shape[:2], 2, 3))
+    for i, layer, head in np.ndindex(first.shape):
+        for part in range(2):
+            for slot in range(num_tokens[i]):
+                a, b = (kv[pages[i, layer, head], part, slot] for pages in (first, second))
+                if angle is not None and part == 0:
+                    b, half = b.copy(), angle.shape[1]
+                    for c in range(half):
+                        turned = (b[c] + 1j * b[c + half]) * np.exp(1j * float(angle[i, c]))
+                        b[c], b[c + half] = turned.real, turned.imag
+                out[i, layer, part] += [a @ a, b @ b, (a - b) @ (a - b)]
+    return out
+
+
+@DTYPES
+@pytest.mark.parametrize("turns", [False, True], ids=["as_cached", "turned"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_sums_squares_over_tokens_and_heads(case, turns, dtype):
+    args = random_case(*case, dtype)
+    angle = np.random.default_rng(1).uniform(-9, 9, (case[0], case[4] // 4)).astype(np.float32) if turns else None
+    got = block_distance(*args, angle)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, by_hand(*args, angle), rtol=2e-5, atol=2e-5)
+
+
+def test_equal_pages_are_exactly_no_distance_apart_and_near_ones_keep_their_digits():
+    kv, first, second, num_tokens = random_case(2, 2, 2, 4, 8, jnp.float32)
+    assert (block_distance(kv, first, second, num_tokens)[0, ..., 2] == 0).all()
+    near = kv.at[second[1]].set(kv[first[1]] + 1e-4)
+    expected = by_hand(near, first, second, num_tokens)[1, ..., 2]
+    np.testing.assert_allclose(block_distance(near, first, second, num_tokens)[1, ..., 2], expected, rtol=1e-2)
+
+
+def test_turning_undoes_the_rotation_of_a_key_elsewhere():
+    """A key at positions 3 and 40 is the same key, once one is turned by the difference."""
+    from jkv.model import rotary_frequency, rotate
+    from jkv.testing import TINY
+
+    raw = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 1, TINY.head_size)), jnp.float32)
+    frequency = rotary_frequency(TINY)
+    keys = [rotate(raw, jnp.cos(p * frequency)[None, None], jnp.sin(p * frequency)[None, None])[0, 0, 0] for p in (3, 40)]
+    kv = jnp.zeros((3, 2, 1, TINY.head_size)).at[1, 0, 0].set(keys[0]).at[2, 0, 0].set(keys[1])
+    one, other = jnp.full((1, 1, 1), 1, jnp.int32), jnp.full((1, 1, 1), 2, jnp.int32)
+    args = kv, one, other, jnp.ones(1, jnp.int32)
+    assert block_distance(*args)[0, 0, 0, 2] > 0.1
+    assert block_distance(*args, (3 - 40) * frequency[None])[0, 0, 0, 2] < 1e-9
