@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 import jkv
-from jkv import engine, pool, swap
+from jkv import engine, pool, sharer, swap
 from jkv import programs as device
 from jkv.control import Needs, empty_state
 from jkv.each_step import StepRules
 from jkv.page_choice import ReadRules
 from jkv.params import ModelConfig, Params, weight_shapes
-from jkv.programs import Control, Snapshot, State
+from jkv.pool import LOG_WEIGHT
+from jkv.programs import AlignRules, Control, Snapshot, State
 from jkv.sampling import SamplingRows
 from jkv.sentences import SentenceMap
 from jkv.steering import SteerRules
@@ -31,6 +32,9 @@ POLICIES = {
     "h2o": jkv.h2o(BUDGET, interval=INTERVAL),
     "skip_kv": jkv.skip_kv(BUDGET, interval=INTERVAL),
 }
+
+NOTHING, QUERIES, MASS, BOUNDS = Needs(), Needs(window=8), Needs(mass=True), Needs(bounds=True)
+SHARING = Needs(window=8, sharing=True, aligning=True)
 
 # The widths of DeepSeek-R1-Distill-Qwen-1.5B.
 R1_QWEN = ModelConfig(
@@ -61,9 +65,7 @@ def shapes_of(
     dtype: Any,
     page_size: int,
     sharding: Any,
-    window: int = 0,
-    keeps_mass: bool = False,
-    keeps_bounds: bool = False,
+    needs: Needs = NOTHING,
 ) -> Shapes:
     """A full engine of 32 rows, each with room for R-KV's budget and buffer in all of 28 layers."""
 
@@ -71,7 +73,6 @@ def shapes_of(
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
     max_pages = pool.num_pages_of(BUDGET + INTERVAL, page_size)
-    needs = Needs(window, mass=keeps_mass, bounds=keeps_bounds)
     num_pages = DEEP * NUM_ROWS * config.num_kv_heads * max_pages
     sizes = {"num_rows": NUM_ROWS, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
     state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype))
@@ -97,7 +98,11 @@ def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, tell
         config, flags = shapes.params.config, leaf(rows, dtype=bool)
         vector, is_break = leaf(rows, config.width, dtype=jnp.float32), leaf(config.vocab_size, dtype=bool)
         steer = SteerRules(wide, leaf(rows), vector, flags, is_break, leaf(2))
-    control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer)
+    align = None
+    if LOG_WEIGHT in shapes.state.cache.pool.slot_data:
+        flags = leaf(rows, dtype=bool)
+        align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
+    control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer, align)
     options = {"num_steps": engine.CHUNKS[0], "draws": "sampled", "tells_hidden": tells_hidden}
     return device.decode_chunk.trace(shapes.params, shapes.state, control, **options)
 
@@ -117,6 +122,20 @@ def compact(policy: str, shapes: Shapes) -> Any:
         sentences = SentenceMap(shapes.leaf(NUM_DUE, NUM_POSITIONS), shapes.leaf(NUM_DUE, NUM_POSITIONS, dtype=jnp.float32))
     options = {"evict": evict, "is_traced": False, "sentences": sentences}
     return device.compress.trace(shapes.state, due, budget, due, protected, **options)
+
+
+def take_pages(shapes: Shapes) -> Any:
+    """Pages of any rows let go, others standing for them."""
+    entries = shapes.leaf(NUM_ROWS, shapes.state.cache.pool.page_table.shape[-1])
+    log_weight = shapes.leaf(*entries.shape, dtype=jnp.float32)
+    return device.take_pages.trace(shapes.state, shapes.leaf(NUM_ROWS), entries, log_weight)
+
+
+def measure_pages(shapes: Shapes) -> Any:
+    """The largest block of pairs, keys turned; it only reads."""
+    pairs = shapes.leaf(sharer.PAIR_SIZES[-1])
+    angle = shapes.leaf(*pairs.shape, shapes.params.config.head_size // 2, dtype=jnp.float32)
+    return device.measure_pages.trace(shapes.state, pairs, pairs, pairs, pairs, angle)
 
 
 def release(shapes: Shapes) -> Any:
@@ -166,42 +185,38 @@ class Program(NamedTuple):
     """How to trace a program, and what its engine keeps."""
 
     trace: Callable[[Shapes], Any]
-    window: int = 0  # last queries
-    keeps_mass: bool = False
-    keeps_bounds: bool = False
-
-    @property
-    def kept(self) -> dict[str, Any]:
-        """Of `shapes_of`."""
-        return {"window": self.window, "keeps_mass": self.keeps_mass, "keeps_bounds": self.keeps_bounds}
+    needs: Needs = NOTHING
 
 
 # Only `full` and the like remember no query; it never compacts.
 PROGRAMS: dict[str, Program] = {
     "decode-full": Program(decode),
-    "decode-r_kv": Program(decode, 8),
-    "decode-h2o": Program(decode, keeps_mass=True),
-    "decode-quest": Program(decode, keeps_bounds=True),
+    "decode-r_kv": Program(decode, QUERIES),
+    "decode-h2o": Program(decode, MASS),
+    "decode-quest": Program(decode, BOUNDS),
     "decode-seal": Program(functools.partial(decode, steers=True)),
     "decode-moving-sinks": Program(functools.partial(decode, moves_sinks=True)),
-    "compact-r_kv": Program(functools.partial(compact, "r_kv"), 8),
-    "decode-skip_kv": Program(functools.partial(decode, tells_hidden=True), 8),
-    "compact-skip_kv": Program(functools.partial(compact, "skip_kv"), 8),
+    "compact-r_kv": Program(functools.partial(compact, "r_kv"), QUERIES),
+    "decode-skip_kv": Program(functools.partial(decode, tells_hidden=True), QUERIES),
+    "compact-skip_kv": Program(functools.partial(compact, "skip_kv"), QUERIES),
     "compact-streaming_llm": Program(functools.partial(compact, "streaming_llm")),
     "compact-random": Program(functools.partial(compact, "random")),
-    "compact-h2o": Program(functools.partial(compact, "h2o"), keeps_mass=True),
-    "prefill": Program(prefill, 8),
-    "prefill-h2o": Program(prefill, keeps_mass=True),
-    "prefill-quest": Program(prefill, keeps_bounds=True),
-    "release": Program(release, 8),
-    "leave": Program(leave, 8),
-    "fork": Program(fork, 8),
-    "fork-h2o": Program(functools.partial(fork, owns_all=True), keeps_mass=True),
-    "fork-quest": Program(fork, keeps_bounds=True),
-    "sit": Program(sit, 8),
-    "drop": Program(drop, 8),
-    "write_pages": Program(write_pages, 8),
-    "write_pages-quest": Program(write_pages, keeps_bounds=True),
+    "compact-h2o": Program(functools.partial(compact, "h2o"), MASS),
+    "prefill": Program(prefill, QUERIES),
+    "prefill-h2o": Program(prefill, MASS),
+    "prefill-quest": Program(prefill, BOUNDS),
+    "decode-share": Program(decode, SHARING),
+    "compact-share": Program(functools.partial(compact, "r_kv"), SHARING),
+    "take_pages": Program(take_pages, SHARING),
+    "release": Program(release, QUERIES),
+    "leave": Program(leave, QUERIES),
+    "fork": Program(fork, QUERIES),
+    "fork-h2o": Program(functools.partial(fork, owns_all=True), MASS),
+    "fork-quest": Program(fork, BOUNDS),
+    "sit": Program(sit, QUERIES),
+    "drop": Program(drop, QUERIES),
+    "write_pages": Program(write_pages, QUERIES),
+    "write_pages-quest": Program(write_pages, BOUNDS),
 }
 
 

@@ -12,30 +12,34 @@ from jkv.testing import TINY, assert_no_pool_copy, find_copies
 from tests import programs
 
 
-def shapes_on_the_cpu(**kept) -> programs.Shapes:
+def shapes_on_the_cpu(needs=programs.NOTHING) -> programs.Shapes:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     config = dataclasses.replace(TINY, head_size=64)  # keys larger than the rows of R-KV's similarity matrix
-    return programs.shapes_of(config, dtype=jnp.float32, page_size=16, sharding=sharding, **kept)
+    return programs.shapes_of(config, dtype=jnp.float32, page_size=16, sharding=sharding, needs=needs)
 
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_program_updates_the_pool_in_place(name):
     program = programs.PROGRAMS[name]
-    shapes = shapes_on_the_cpu(**program.kept)
+    shapes = shapes_on_the_cpu(program.needs)
     assert_no_pool_copy(program.trace(shapes).lower().compile(), shapes.state.cache.pool)
 
 
-def test_pages_are_read_without_a_copy_of_the_others():
-    shapes = shapes_on_the_cpu(window=0)
+@pytest.mark.parametrize("name", ["read_pages", "measure_pages"])
+def test_pages_are_read_without_a_copy_of_the_others(name):
+    shapes = shapes_on_the_cpu(programs.SHARING)
     pool = shapes.state.cache.pool
-    compiled = device.read_pages.lower(shapes.state, shapes.leaf(BLOCK)).compile()
+    traced = (
+        programs.measure_pages(shapes) if name == "measure_pages" else device.read_pages.trace(shapes.state, shapes.leaf(BLOCK))
+    )
+    compiled = traced.lower().compile()
     assert not find_copies(compiled.as_text(), pool.kv.shape)
     assert compiled.memory_analysis().temp_size_in_bytes < pool.kv.size * 4 // 10
 
 
 @pytest.mark.parametrize("name", ["undonated", "sliced-keys"])
 def test_planted_copy_is_found(name):
-    shapes = shapes_on_the_cpu(window=0)
+    shapes = shapes_on_the_cpu()
     compiled = programs.PLANTED[name](shapes).lower().compile()
     with pytest.raises(AssertionError, match="is it donated" if name == "undonated" else "copied"):
         assert_no_pool_copy(compiled, shapes.state.cache.pool)

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jkv.testing import assert_no_pool_copy
+from jkv.testing import assert_no_pool_copy, find_copies
 from tests import programs
 from tests.aot import targets
 
@@ -19,7 +19,8 @@ SLOW |= {
     (target, name)
     for target in ("tpu-v5e", "tpu-v6e")
     for name in programs.PROGRAMS
-    if name.endswith(("-h2o", "-quest", "-moving-sinks", "-seal", "-skip_kv")) and name not in ("decode-h2o", "decode-quest")
+    if name.endswith(("-h2o", "-quest", "-moving-sinks", "-seal", "-skip_kv", "-share"))
+    and name not in ("decode-h2o", "decode-quest")
 }
 CASES = [
     pytest.param(target, name, marks=[pytest.mark.slow] if (target, name) in SLOW else [], id=f"{target}-{name}")
@@ -28,28 +29,36 @@ CASES = [
 ]
 
 
-def shapes_on(target: str, *, num_layers: int = 2, **kept: Any) -> programs.Shapes:
+def shapes_on(target: str, *, num_layers: int = 2, needs: Any = programs.NOTHING) -> programs.Shapes:
     """Skips a target whose compiler is not installed; one that is installed and fails is an error."""
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     config = dataclasses.replace(programs.R1_QWEN, num_layers=num_layers)
     page_size, sharding = targets.TARGETS[target][2], targets.sharding_of(target)
-    return programs.shapes_of(config, dtype=jnp.bfloat16, page_size=page_size, sharding=sharding, **kept)
+    return programs.shapes_of(config, dtype=jnp.bfloat16, page_size=page_size, sharding=sharding, needs=needs)
 
 
 @pytest.mark.parametrize(("target", "name"), CASES)
 def test_program_updates_the_pool_in_place(target, name):
     program = programs.PROGRAMS[name]
     is_unrolled = name.startswith(("decode", "prefill"))  # two layers are enough; those of the others are scanned
-    shapes = shapes_on(target, num_layers=2 if is_unrolled else programs.DEEP, **program.kept)
+    shapes = shapes_on(target, num_layers=2 if is_unrolled else programs.DEEP, needs=program.needs)
     assert_no_pool_copy(targets.compile_for(target, program.trace(shapes)), shapes.state.cache.pool)
+
+
+@pytest.mark.parametrize("target", targets.TARGETS)
+def test_measuring_pages_copies_none(target):
+    shapes = shapes_on(target, num_layers=programs.DEEP, needs=programs.SHARING)
+    compiled, pool = targets.compile_for(target, programs.measure_pages(shapes)), shapes.state.cache.pool
+    assert not find_copies(compiled.as_text(), pool.kv.shape)
+    assert compiled.memory_analysis().temp_size_in_bytes < pool.kv.size * pool.kv.dtype.itemsize // 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", targets.TARGETS)
 def test_decoding_all_layers_updates_the_pool_in_place(target):
     program = programs.PROGRAMS["decode-r_kv"]
-    shapes = shapes_on(target, num_layers=programs.DEEP, **program.kept)
+    shapes = shapes_on(target, num_layers=programs.DEEP, needs=program.needs)
     assert_no_pool_copy(targets.compile_for(target, program.trace(shapes)), shapes.state.cache.pool)
 
 

@@ -12,6 +12,7 @@ from pallas_kernels.dispatch import choose
 FLOATS, INTS, BOOLS = (lambda *shape, dtype=dtype: jnp.zeros(shape, dtype) for dtype in (jnp.float32, jnp.int32, bool))
 SMALL_CALLS = {
     "attention_mass": (FLOATS(1, 1, 1, 2), FLOATS(1, 3, 2), BOOLS(1, 3), BOOLS(1, 1)),
+    "block_distance": (FLOATS(2, 2, 3, 2), INTS(1, 1, 1), INTS(1, 1, 1), INTS(1)),
     "key_redundancy": (FLOATS(1, 3, 2), BOOLS(1, 3)),
     "paged_attention": (FLOATS(1, 1, 2), FLOATS(2, 2, 3, 2), INTS(1, 1), INTS(1)),
     "replay_attention": (FLOATS(1, 3, 1, 2), FLOATS(1, 3, 1, 2), FLOATS(1, 3, 1, 2), INTS(1, 3), INTS(1, 1, 3), INTS(1, 1, 3)),
