@@ -22,6 +22,7 @@ examples:
   jkv eval --config configs/experiments/tiny.toml --out results
   jkv steer --problems 100 --out steer.safetensors
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy seal --set vector=steer.safetensors
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy reason_cache --set percentile=100 --page-size 4
   jkv policies
 """
 
@@ -397,7 +398,9 @@ def summarise(policy: Any, out: Any) -> str:
     return (
         f"[{policy.name}] {s.generated_tokens} tokens, finished by {'/'.join(sorted(set(out.finish_reason)))}; "
         f"peak KV {s.peak_kv_bytes / 1024:.0f} KiB of a full cache's {s.dense_kv_bytes / 1024:.0f}{share}; "
-        f"{s.evicted:.0f} tokens evicted in {s.compactions} compactions; {s.tokens_per_second:.0f} tokens/s; "
+        f"{s.evicted:.0f} tokens evicted in {s.compactions} compactions; "
+        + (f"{s.shared} tokens shared; " if s.sharing is not None else "")
+        + f"{s.tokens_per_second:.0f} tokens/s; "
         f"compiled in {s.compile_seconds:.1f} s; seed {s.seed}"
     )
 

@@ -17,7 +17,7 @@ from jkv.params import Model
 from jkv.programs import State
 from jkv.results import RunStats
 from jkv.samples import Sample
-from jkv.sharing import Pair, Share, Sharing, Threshold, distances
+from jkv.sharing import MOST_DISTANCES, Pair, Share, Sharing, Threshold, distances
 from jkv.timing import clock
 
 PAIR_SIZES = (16, 128)  # pairs of pages that one program measures
@@ -127,7 +127,7 @@ class Sharer:
         distance, relative = distances(sharing.share, squares, num_tokens, self.model.config.num_kv_heads)
         threshold.observe(distance.tolist())
         stats.candidates += len(row.pairs)
-        stats.distances += distance.tolist()
+        stats.distances += distance.tolist()[: MOST_DISTANCES - len(stats.distances)]
         stats.threshold = threshold.value
         if known is None:
             return []

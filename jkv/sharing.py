@@ -27,6 +27,7 @@ COMPARED = ("rotated", "raw", "values")
 METRICS = ("euclid", "cosine")
 PAIRINGS = ("ordinal", "all")
 DEFAULT_FILTER = Filter()
+MOST_DISTANCES = 1 << 16  # that statistics keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,15 +98,17 @@ class Threshold:
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        self.distances: list[float] = []  # of all candidates, in the order they were measured
+        self.distances: list[float] = []  # of candidates, in the order they were measured, until there are enough
         self.value: float | None = math.inf if share.percentile == 100 else None  # None until it is known
         if share.threshold is not None:
             self.value = share.threshold
 
     def observe(self, distances: Sequence[float]) -> None:
         """Takes the distances of more candidates."""
+        if self.value is not None:
+            return
         self.distances += distances
-        if self.value is None and len(self.distances) >= self.share.warm_up:
+        if len(self.distances) >= self.share.warm_up:
             self.value = float(np.percentile(self.distances[: self.share.warm_up], self.share.percentile))
 
 
@@ -122,7 +125,7 @@ class SharingStats:
       filter_waits: chunks that the device had finished before stage 1 was.
       measure_seconds: of stage 2, waiting for distances and deciding.
       threshold: the distance below which pages are shared; None as long as it is not settled.
-      distances: of all candidates, in order.
+      distances: of the first `MOST_DISTANCES` candidates, in order.
     """
 
     filter: FilterStats = dataclasses.field(default_factory=FilterStats)
@@ -281,8 +284,9 @@ class Sharing:
             return False
         if layout.count[page] != layout.count[kept]:
             return False
-        ours, theirs = (np.asarray(self.tokens)[layout.positions(one)] for one in (page, kept))
-        return float((ours == theirs).mean()) >= self.share.match
+        ours, theirs = (self.tokens[layout.first[one] : layout.first[one] + layout.count[one]] for one in (page, kept))
+        same = sum(token == other for token, other in zip(ours, theirs, strict=True))
+        return same >= self.share.match * len(ours)
 
     def decide(self, pairs: Sequence[Pair], distance: np.ndarray, relative: np.ndarray, threshold: float) -> list[Pair]:
         """Shares what is near enough, nearest first for each page in its order, and returns it; the layout follows."""

@@ -8,7 +8,10 @@ import sys
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from jkv.bench.compare import paired_change
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,6 +70,22 @@ def test_the_readmes_figures_are_those_that_were_recorded():
     said += [f"{100 * cost['r_kv']['share_of_decode']:.1f} % of decoding"]
     said += [f"{cost['r_kv']['times_own_arithmetic'][name]:.1f} times" for name in ("own_shape", "square")]
     said += [f"step takes {cost['steps']['times_full']['h2o']:.2f} of a full one"]
+    every = json.loads((ROOT / "results" / "all-tiny-reasoner.json").read_text())["outcomes"]
+    one = {(outcome["policy"], outcome["share"]): outcome for outcome in every}
+    for policy, other, share in (
+        ("r_kv", "snap_kv", 0.5),
+        ("r_kv", "snap_kv", 0.75),
+        ("skip_kv", "r_kv", 0.5),
+        ("skip_kv", "r_kv", 0.75),
+        ("h2o", "r_kv", 0.75),
+    ):
+        right = (np.array([mark == "1" for mark in one[name, share]["right"]]) for name in (policy, other))
+        change, half = paired_change(*right)
+        said += [f"{100 * change:.1f} ± {100 * half:.1f}"]
+    best = max(outcome["accuracy"] for (name, share), outcome in one.items() if share == 0.25 and outcome["evicted"] > 0)
+    said += [f"{100 * best:.1f} % at best", f"{100 * one['h2o', 0.75]['accuracy']:.1f} %"]
+    quest = one["quest", 0.25]
+    said += [f"loses {-100 * quest['change']:.1f} ± {100 * (quest['change_high'] - quest['change']):.1f} points"]
     missing = [words for words in said if words not in page]
     assert not missing
 
