@@ -9,12 +9,15 @@ formulas or code and these differ (`jkv.formal`). All of it runs on the host, wh
 
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from jkv.text import TokenFacts
+
+SENTENCE = "sentence:"  # before the name of a model of sentence-transformers
 
 
 @runtime_checkable
@@ -86,8 +89,8 @@ class Filter:
         step's
         similarities to all earlier ones. Equal to `strict`, the threshold is fixed.
       structure: whether formulas and code must be the same.
-      encoder: "tokens", bags of token ids; "embedding", the mean of the model's token embeddings; or a function from a text to
-        a
+      encoder: "tokens", bags of token ids; "embedding", the mean of the model's token embeddings; "sentence:<model>", a
+        sentence encoder by name or folder (such as all-MiniLM-L6-v2, with the extra `sentence`); or a function from a text to a
         vector.
 
     Raises:
@@ -103,7 +106,16 @@ class Filter:
         if not 0 <= self.soft <= self.strict <= 1:
             raise ValueError(f"Thresholds must be 0 <= soft <= strict <= 1; got {self.strict=}, {self.soft=}.")
         if isinstance(self.encoder, str) and self.encoder not in ("tokens", "embedding"):
-            raise ValueError(f"encoder is 'tokens', 'embedding', or a function from text to a vector; got {self.encoder!r}.")
+            if not self.encoder.removeprefix(SENTENCE) or not self.encoder.startswith(SENTENCE):
+                raise ValueError(
+                    f"encoder is 'tokens', 'embedding', '{SENTENCE}<model>', or a function from text to a vector; got "
+                    f"{self.encoder!r}."
+                )
+            if importlib.util.find_spec("sentence_transformers") is None:
+                raise ValueError(
+                    f"encoder={self.encoder!r} needs sentence-transformers, which is not installed. Run: pip install "
+                    '"jkv[sentence]".'
+                )
 
 
 @dataclasses.dataclass
@@ -115,7 +127,7 @@ class Step:
     closed: int
     tokens: list[int]
     num_bytes: int
-    form: Any = None  # its formulas, once somebody asked
+    form: int | None = None  # the number of its formulas, once somebody asked
 
 
 @dataclasses.dataclass
@@ -143,6 +155,7 @@ class StepFinder:
     ) -> None:
         self.rule, self.facts, self.decode, self.library, self.stats = rule, facts, decode, library, stats
         self.steps: list[Step] = []
+        self._forms: dict[Any, int] = {}  # syntax trees, numbered as they come
         self._num_bytes = np.zeros(64)
         self._begin = self._position = position
         self._tokens: list[int] = []
@@ -150,10 +163,9 @@ class StepFinder:
     def take(self, token: int, generated: int) -> tuple[int, list[int]] | None:
         """Takes the next token; if a step ends with it, the step's index and those of the earlier steps that it is like."""
         self._position += 1
-        is_end = bool(self.facts.is_break[token]) or token in self.facts.think
-        if not self.facts.is_blank[token] and token not in self.facts.think:
+        if self.facts.says_something[token]:
             self._tokens.append(token)
-        if not is_end:
+        if not self.facts.ends_step[token]:
             return None
         if not self._tokens:  # an empty step belongs to the one that follows
             self._begin = self._position
@@ -180,11 +192,12 @@ class StepFinder:
         stats.similar, stats.kept = stats.similar + len(similar), stats.kept + len(kept)
         return kept
 
-    def _form(self, step: Step) -> Any:
+    def _form(self, step: Step) -> int:
         from jkv.formal import form_of
 
         if step.form is None:
-            step.form, unparsed = form_of(self.decode(step.tokens))
+            form, unparsed = form_of(self.decode(step.tokens))
+            step.form = self._forms.setdefault(form, len(self._forms))
             self.stats.unparsed += unparsed
         return step.form
 
@@ -195,5 +208,13 @@ def make_library(rule: Filter, vocab_size: int, embedding: Callable[[], np.ndarr
         return TokenBags(vocab_size)
     if rule.encoder == "embedding":
         return Embeddings(lambda tokens, text: embedding()[np.asarray(tokens)].mean(axis=0))
-    encode: Any = rule.encoder
+    encode: Any = sentence_encoder(rule.encoder) if isinstance(rule.encoder, str) else rule.encoder
     return Embeddings(lambda tokens, text: encode(text()))
+
+
+@functools.lru_cache(maxsize=1)
+def sentence_encoder(encoder: str) -> Callable[[str], Any]:
+    """A sentence encoder of sentence-transformers, by the name or folder that the setting names."""
+    from sentence_transformers import SentenceTransformer
+
+    return SentenceTransformer(encoder.removeprefix(SENTENCE)).encode

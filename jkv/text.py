@@ -87,6 +87,16 @@ class TokenFacts:
     num_bytes: np.ndarray  # [V] of its text
     think: np.ndarray  # [2] the tokens that begin and end thinking, -1 for none or for several
 
+    @functools.cached_property
+    def ends_step(self) -> np.ndarray:
+        """[V] whether a reasoning step ends with it: at a blank line, or where thinking begins or ends."""
+        return self.is_break | np.isin(np.arange(len(self.is_break)), self.think)
+
+    @functools.cached_property
+    def says_something(self) -> np.ndarray:
+        """[V] whether it is neither white space nor a mark of thinking."""
+        return ~self.is_blank & ~np.isin(np.arange(len(self.is_blank)), self.think)
+
 
 @functools.lru_cache(maxsize=8)
 def facts_of(tokenizer: Any, vocab_size: int) -> TokenFacts:

@@ -1,6 +1,7 @@
 """Sharing: which pages stand in for which, in the pool, in the trace, and whatever the traffic."""
 
 import dataclasses
+import importlib.util
 import math
 
 import jax
@@ -374,12 +375,19 @@ def test_layout_inside():
         ({"metric": "l1"}, "metric"),
         ({"pairing": "none"}, "pairing"),
         ({"encoder": "bert"}, "encoder"),
+        ({"encoder": "sentence:"}, "encoder is"),
         ({"warm_up": "many"}, "reason_cache's warm_up must be a whole number"),
     ],
 )
 def test_bad_settings_are_refused_when_the_policy_is_built(settings, words):
     with pytest.raises(ValueError, match=words):
         jkv.reason_cache(**settings)
+
+
+def test_a_sentence_encoder_without_its_library_is_refused(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r'pip install "jkv\[sentence\]"'):
+        jkv.reason_cache(encoder="sentence:all-MiniLM-L6-v2")
 
 
 @pytest.mark.parametrize(
