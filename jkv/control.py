@@ -183,7 +183,7 @@ def for_chunk(settings: Control, running: Mapping[int, Sample], model: Model) ->
 def align_rules(num_rows: int, model: Model) -> Any:
     """`AlignRules` but for where rows stand."""
     facts = facts_of(model.tokenizer, model.config.vocab_size)
-    arrays: Any = (np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32), facts.is_break)
+    arrays: Any = (np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32), facts.ends_step)
     return AlignRules(*arrays)
 
 
@@ -192,12 +192,12 @@ def align_now(rules: Any, running: Mapping[int, Sample]) -> Any:
     if rules is None:
         return None
     num_rows = len(rules.since)
-    is_aligning, was_break, since = np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32)
+    is_aligning, was_end, since = np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32)
     for i, sample in running.items():
         sharing = sample.sharing
         if sharing is not None and sharing.share.align_steps:
-            is_aligning[i], was_break[i], since[i] = True, sharing.was_break, sharing.since
-    return rules._replace(is_aligning=is_aligning, was_break=was_break, since=since)
+            is_aligning[i], was_end[i], since[i] = True, sharing.was_end, sharing.since
+    return rules._replace(is_aligning=is_aligning, was_end=was_end, since=since)
 
 
 def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -> Any:

@@ -49,6 +49,7 @@ from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, request_id
 from jkv.sentences import map_sentences, new_log
 from jkv.sharer import Sharer
+from jkv.sharing import check_tokenizer
 from jkv.text import StopFinder, TextStream, cut, num_certain
 from jkv.timing import COMPILING, clock
 
@@ -120,7 +121,11 @@ class Engine:
         max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
         self.max_running, self.max_slots, self.page_size = max_running, max_slots, page_size
         self.chunk, self.order, self.max_stop_ids = chunk, order, max_stop_ids
-        self.needs = Needs.of(None if policies is None else spread_policies(policies, len(policies)))
+        named = [] if policies is None else spread_policies(policies, len(policies))
+        self.needs = Needs.of(None if policies is None else named)
+        for policy in named:
+            if policy.share is not None:
+                check_tokenizer(self.model, policy.name)
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
         self.page_bytes = page_bytes(self.params, page_size, self.needs.bounds)
@@ -646,9 +651,13 @@ class Engine:
         self._note_sentences()
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
-        self._count_bytes(int(held))
+        self._count_bytes(int(held), num_steps)
         news = [(s, *self._collect(s, token[: counts[i], i].tolist(), log_prob[: counts[i], i].tolist())) for i, s in running]
         self.state = self._sharer.decide(self.state)
+        for sample, error in self._sharer.failed:
+            if not sample.is_finished:
+                sample.completion.error = error
+                self._finish(sample, "error")
         for sample, tokens, log_probs in news:  # a callback may end others, who keep what they have
             self._tell(sample, tokens, log_probs)
 
@@ -687,9 +696,12 @@ class Engine:
         return tokens, log_probs
 
     def _held_and_seen(self, sample: Sample) -> tuple[float, int]:
-        """Pages that a row holds, or reads where its policy chooses, and those that its tokens would fill."""
+        """Pages that a row holds, or reads where its policy chooses, and those that its tokens would fill.
+
+        Heads that compete for a layer's slots may each hold a page more than is counted here.
+        """
         policy, config, seen = sample.request.policy, self.params.config, len(sample.request.prompt) + sample.generated
-        held = float(policy.num_pages(sample.filled, config.num_kv_heads, self.page_size))
+        held = float(config.num_kv_heads * num_pages_of(sample.filled, self.page_size).sum())
         if policy.read is not None:
             dense = min(policy.read.dense_layers, config.num_layers) / config.num_layers
             whole = num_pages_of(seen, self.page_size)
@@ -697,11 +709,12 @@ class Engine:
             held *= dense + (1 - dense) * read / whole
         return held, self._pages(seen)
 
-    def _count_bytes(self, held: int) -> None:
+    def _count_bytes(self, held: int, num_steps: int) -> None:
         stats, rows = self.stats, len(self.running)
         counts = [self._held_and_seen(sample) for sample in self.running.values()]
         saved = 1 - sum(held for held, _ in counts) / max(sum(seen for _, seen in counts), 1)
-        stats.amsr += (saved - stats.amsr) / (stats.chunks + 1)
+        stats.steps += num_steps
+        stats.amsr += (saved - stats.amsr) * num_steps / stats.steps
         kv_bytes = held * self.page_bytes + self.row_bytes
         stats.kv_bytes += (kv_bytes - stats.kv_bytes) / (stats.chunks + 1)
         held_by_rows = held * self.page_bytes + self.row_bytes * rows / self.max_running

@@ -3,7 +3,7 @@ r"""Formulas and code in a text, in a form that is equal when their syntax trees
 A tree edit distance above zero only says that two labelled trees differ, so trees are compared as they are: as nested tuples.
 Three kinds of spans are formal: fenced code (Python, by `ast`), LaTeX between dollars or in `\(...\)` and `\[...\]` (by
 pylatexenc), and bare equations such as `d=b*c` (by `ast`, `=` meaning equality). What no parser takes is compared by its
-tokens, white space left out, and counted.
+tokens, white space left out, and counted. A fence that holds a blank line is cut there, as steps are: the rest is text.
 """
 
 import ast
@@ -13,12 +13,14 @@ import warnings
 from typing import Any
 
 FENCE = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-LATEX = re.compile(r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\$([^$\n]+?)\$", re.DOTALL)
+LATEX = re.compile(  # a span is bounded, so that openings without an end cost little
+    r"\$\$(.{1,2000}?)\$\$|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)|\$([^$\n]{1,2000})\$", re.DOTALL
+)
 OPERAND = r"[-+]?[\w.()]+"
 EQUATION = re.compile(rf"(?<![\w.()]){OPERAND}(?:[ \t]*[-+*/^=]+[ \t]*{OPERAND})+")
 TOKEN = re.compile(r"\\?[A-Za-z_]+|\d+(?:\.\d+)?|\S")
 NAMES = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?|\S")  # of mathematics: a letter is a variable
-MOST_CHARACTERS = 20_000  # of a span: longer ones are compared by tokens
+MOST_CHARACTERS = 8_000  # of a step's text: longer ones are compared by tokens
 
 
 def form_of(text: str) -> tuple[tuple[Any, ...], int]:
@@ -29,6 +31,8 @@ def form_of(text: str) -> tuple[tuple[Any, ...], int]:
     >>> form_of("$2x+5=10$") == form_of("$2x-5=10$")
     False
     """
+    if len(text) > MOST_CHARACTERS:
+        return (("tokens", *TOKEN.findall(text)),), 1
     spans: list[tuple[int, str, str]] = []
 
     def take(kind: str, match: re.Match[str]) -> str:
@@ -48,8 +52,6 @@ def tree_of(kind: str, body: str) -> tuple[Any, ...]:
     """One span's tree; ("tokens", ...) where its parser gave up."""
     parse = {"code": tree_of_code, "latex": tree_of_latex, "equation": tree_of_equation}[kind]
     try:
-        if len(body) > MOST_CHARACTERS:
-            raise ValueError("too long to parse")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # `1 is 1` in somebody's code is no business of ours
             return parse(body)

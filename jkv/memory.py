@@ -104,7 +104,7 @@ def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: i
         raise ValueError(
             f"A request may fill {max_slots} slots in a layer and KV head here, the engine's max_slots; this one fills {slots} "
             f"({len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}). "
-            "Raise max_slots, or lower the budget or max_new_tokens."
+            "Raise max_slots, or lower the budget or max_new_tokens; align_steps may take twice the slots."
         )
     needed = max(most_pages(params, request, page_size), num_row_pages(params, len(request.prompt), page_size))
     if needed > num_pages:

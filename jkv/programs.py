@@ -46,9 +46,9 @@ class AlignRules(NamedTuple):
     """Which rows start each reasoning step on a page of its own, and where they stand (`jkv.sharing`)."""
 
     is_aligning: Bool[Array, " B"]
-    was_break: Bool[Array, " B"]  # whether the last token ended a step
+    was_end: Bool[Array, " B"]  # whether the last token ended a step
     since: Int[Array, " B"]  # tokens since the last step that started a page
-    is_break: Bool[Array, " V"]
+    is_end: Bool[Array, " V"]  # tokens that end one
 
 
 class Control(NamedTuple):
@@ -142,10 +142,10 @@ def start_page(
 
     A step that follows one of less than half a page goes on in its page, so that no row is more than half empty.
     """
-    is_break = align.is_break[token]
-    starts = align.is_aligning & is_active & align.was_break & ~is_break & (2 * align.since >= pool.page_size)
+    is_end = align.is_end[token]
+    starts = align.is_aligning & is_active & align.was_end & ~is_end & (2 * align.since >= pool.page_size)
     since = jnp.where(is_active, jnp.where(starts, 0, align.since) + 1, align.since)
-    align = align._replace(was_break=jnp.where(is_active, is_break, align.was_break), since=since)
+    align = align._replace(was_end=jnp.where(is_active, is_end, align.was_end), since=since)
     return align, pages.fill_page(pool, starts)
 
 

@@ -1,5 +1,6 @@
 """What comes back: completions, events of a stream, statistics."""
 
+import copy
 import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -74,9 +75,9 @@ class Completion:
 class AgainColumns:
     """Columns of tokens that stand for others: the same token, read once more, from some query on."""
 
-    def __init__(self, num_layers: int, num_kv_heads: int) -> None:
+    def __init__(self) -> None:
         self.source, self.begin = np.zeros(0, np.int32), np.zeros(0, np.int32)
-        self.end = np.zeros((num_layers, num_kv_heads, 0), np.int32)
+        self.end = np.zeros((1, 1, 0), np.int32)  # [L, K, n] once an eviction made layers and heads differ
 
     def add(self, source: np.ndarray, now: int) -> None:
         """Tokens that queries from `now` on read once more."""
@@ -93,7 +94,7 @@ class AgainColumns:
         """All columns (source, begin, end: [L, K, C]), `end` being those of every token's own."""
         own = np.arange(end.shape[-1], dtype=np.int32)
         source, begin = (np.concatenate([own, extra]) for extra in (self.source, self.begin))
-        whole = np.concatenate([end, self.end], axis=-1)
+        whole = np.concatenate([end, np.broadcast_to(self.end, (*end.shape[:2], len(self.source)))], axis=-1)
         return np.broadcast_to(source, whole.shape), np.broadcast_to(begin, whole.shape), whole
 
 
@@ -157,7 +158,8 @@ class RunStats:
     forks: int = 0  # samples that started from a prompt prefilled for several
     preemptions: int = 0
     started: int = 0  # samples that got a row
-    amsr: float = 0.0  # mean over decode chunks of the share of pages that rows would hold and do not hold, or not read
+    amsr: float = 0.0  # mean over decode steps of the share of pages that rows would hold and do not hold, or not read
+    steps: int = 0  # of decoding
     sharing: SharingStats = dataclasses.field(default_factory=SharingStats)
     queued_seconds: float = 0.0  # they waited for it, together
 
@@ -185,8 +187,8 @@ class Stats:
     generated_tokens: int
     evicted: float  # tokens dropped from the cache, averaged over layers and KV heads, summed over samples
     shared: int  # tokens whose page another stands for, summed over samples
-    amsr: float  # average memory saving ratio: mean over decode chunks of the share of the rows' pages that are saved
-    final_amsr: float  # the same when each sample ended, mean over samples
+    amsr: float  # average memory saving ratio: mean over decode steps of the share of the rows' pages that are saved
+    final_amsr: float  # the same when each sample ended, mean over those that started
     affected_ratio: float  # tokens evicted or shared, by all tokens, prompts included
     sharing: SharingStats | None  # what sharing found; None where no policy shares
     compactions: int  # summed over samples
@@ -264,9 +266,9 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
         evicted=sum(one.evicted for one in each),
         shared=sum(one.shared for one in each),
         amsr=run.amsr,
-        final_amsr=sum(one.saved for one in each) / len(each),
+        final_amsr=sum(one.saved for one in each) / max(sum(one.num_tokens > 0 for one in each), 1),
         affected_ratio=sum(one.evicted + one.shared for one in each) / (sum(len(r.prompt) for r in requests) + num_tokens),
-        sharing=run.sharing if any(request.policy.share for request in requests) else None,
+        sharing=copy.deepcopy(run.sharing) if any(request.policy.share for request in requests) else None,
         compactions=sum(one.compactions for one in each),
         kv_bytes=round(run.kv_bytes),
         kv_bytes_per_sample=run.kv_bytes_per_sample,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,22 +125,23 @@ class Sample:
         """Whether its row is to be compressed now."""
         return not self.is_finished and bool((self.compacted < self.filled).any())
 
-    def note_sharing(self, pair: Pair) -> None:
-        """Notes that a page left and another stands for it: what read its tokens reads the other's, as often, from now on."""
+    def note_sharing(self, pairs: Sequence[Pair]) -> None:
+        """Notes that pages left and others stand for them: what read their tokens reads the others', as often, from now on."""
         assert self.sharing is not None
         layout, completion = self.sharing.layout, self.completion
-        completion.shared += layout.count[pair.page]
+        completion.shared += sum(layout.count[page] for page, _ in pairs)
         if completion.ends is None:
             return
-        now, dropped = len(self.request.prompt) + self.generated, layout.positions(pair.page)
-        completion.ends[..., dropped] = now
-        if completion.again is None:
-            completion.again = AgainColumns(*completion.ends.shape[:2])
+        now, gone = len(self.request.prompt) + self.generated, [page for page, _ in pairs]
         is_dropped = np.zeros(completion.ends.shape[-1], bool)
-        is_dropped[dropped] = True
+        is_dropped[np.concatenate([layout.positions(page) for page in gone])] = True
+        completion.ends[..., is_dropped] = now
+        if completion.again is None:
+            completion.again = AgainColumns()
         completion.again.drop(is_dropped, now)
         if self.sharing.share.bias:
-            completion.again.add(np.tile(layout.positions(pair.kept), layout.stands_for[pair.page]), now)
+            again = [np.tile(layout.positions(kept), layout.stands_for[page]) for page, kept in pairs if kept not in gone]
+            completion.again.add(np.concatenate(again), now)
 
     def note_shift(self, count: int) -> None:
         """Notes how far the queries of the next `count` steps turn for the sinks: as many positions as were dropped."""

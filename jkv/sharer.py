@@ -17,10 +17,10 @@ from jkv.params import Model
 from jkv.programs import State
 from jkv.results import RunStats
 from jkv.samples import Sample
-from jkv.sharing import MOST_DISTANCES, Pair, Share, Sharing, Threshold, distances
+from jkv.sharing import Pair, Sharing, Threshold, distances
 from jkv.timing import clock
 
-PAIR_SIZES = (16, 128)  # pairs of pages that one program measures
+NUM_PAIRS = 64  # pairs of pages that one program measures
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ class Sharer:
     def __init__(self, model: Model, page_size: int, num_rows: int, max_pages: int, stats: RunStats) -> None:
         self.model, self.page_size, self.num_rows, self.max_pages = model, page_size, num_rows, max_pages
         self.stats = stats.sharing
-        self.thresholds: dict[Share, Threshold] = {}
+        self.failed: list[tuple[Sample, Exception]] = []  # whose stage 1 raised, in the chunk in progress
         self._embedding = functools.cache(lambda: np.asarray(model.params.embedding, np.float32))
         self._rows: list[Row] = []
         self._squares: list[tuple[int, Any]] = []  # programs that measure, and how many pairs are real
@@ -49,30 +49,35 @@ class Sharer:
         if share is None:
             return
         seed = request.seed ^ request.identity ^ request.sample
-        sample.sharing = Sharing(share, self.model, request.prompt, self.page_size, self.stats.filter, self._embedding, seed)
+        sample.sharing = Sharing(share, self.model, request.prompt, self.page_size, self.stats, self._embedding, seed)
         sample.sharing.is_over = bool((sample.filled < len(request.prompt)).any())
 
     def look(self, running: Mapping[int, Sample], state: State, num_steps: int, emitted: Any) -> None:
-        """Looks at the tokens so far while a chunk of `num_steps` runs, and has the pages measured that rows decide on after
-        it.
+        """While a chunk of `num_steps` runs: looks at the tokens before it, and has the pages measured that are decided on
+        after.
 
         `state` is the one that the chunk will leave, `emitted` what it will tell.
         """
-        self._rows = []
+        self._rows, self.failed = [], []
         with clock(self.stats, "filter_seconds"):
             for i, sample in running.items():
                 sharing = sample.sharing
                 if sharing is None or sharing.is_over:
                     continue
-                sharing.look()
                 now = sample.generated + num_steps
+                try:
+                    sharing.look()
+                except Exception as error:  # an encoder of the caller's; the engine ends this sample when the chunk is in
+                    self.failed.append((sample, error))
+                    continue
                 pairs = [] if now % sharing.share.interval else sharing.candidates(now)
                 if pairs:
                     self._rows.append(Row(i, sample, pairs))
         self.stats.filter_waits += bool(emitted.token.is_ready())
         self._squares = []
+        rows = [row for row in self._rows if row.sample.sharing_rule.random is None]
         for is_raw in (False, True):  # two programs: with and without a turn
-            self._measure(state, [row for row in self._rows if (row.sample.sharing_rule.compare_on == "raw") == is_raw], is_raw)
+            self._measure(state, [row for row in rows if (row.sample.sharing_rule.compare_on == "raw") == is_raw], is_raw)
 
     def _measure(self, state: State, rows: list[Row], is_raw: bool) -> None:
         """Queues the programs that measure some rows' pairs."""
@@ -84,10 +89,9 @@ class Sharer:
             for pair in row.pairs:
                 shift = layout.first[pair.page] - layout.first[pair.kept]
                 numbers.append((row.index, place[pair.page], place[pair.kept], layout.count[pair.page], shift))
-        for start in range(0, len(numbers), PAIR_SIZES[-1]):
-            some = np.asarray(numbers[start : start + PAIR_SIZES[-1]], np.int32)
-            size = next(size for size in PAIR_SIZES if size >= len(some))
-            index, first, second, count, shift = np.pad(some, [(0, size - len(some)), (0, 0)]).T
+        for start in range(0, len(numbers), NUM_PAIRS):
+            some = np.asarray(numbers[start : start + NUM_PAIRS], np.int32)
+            index, first, second, count, shift = np.pad(some, [(0, NUM_PAIRS - len(some)), (0, 0)]).T
             angle = shift[:, None] * self._frequency if is_raw else None
             self._squares.append((len(some), programs.measure_pages(state, index, first, second, count, angle)))
 
@@ -102,11 +106,12 @@ class Sharer:
             return state
         kept: list[tuple[int, np.ndarray, np.ndarray]] = []
         with clock(self.stats, "measure_seconds"):
-            squares = np.concatenate([np.asarray(block)[:count] for count, block in self._squares])
-            rows = sorted(self._rows, key=lambda row: row.sample.sharing_rule.compare_on == "raw")  # as they were measured
-            start = 0
-            for row in rows:
-                mine, start = squares[start : start + len(row.pairs)], start + len(row.pairs)
+            none = np.zeros((0, self.model.config.num_layers, 2, 3), np.float32)
+            squares, start = np.concatenate([none, *(np.asarray(block)[:count] for count, block in self._squares)]), 0
+            # As they were measured: those at random not at all, those of raw keys last.
+            for row in sorted(self._rows, key=lambda row: row.sample.sharing_rule.compare_on == "raw"):
+                count = len(row.pairs) if row.sample.sharing_rule.random is None else 0
+                mine, start = squares[start : start + count], start + count
                 if row.sample.sharing is not None:
                     kept += self._decide_row(row, row.sample.sharing, mine)
         self._rows, self._squares = [], []
@@ -121,19 +126,22 @@ class Sharer:
     def _decide_row(self, row: Row, sharing: Sharing, squares: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """One row's decision: which entries of its table stay, and for how many each stands; nothing if all stay."""
         stats, layout = self.stats, sharing.layout
-        threshold = self.thresholds.setdefault(sharing.share, Threshold(sharing.share))
-        known, before = threshold.value, list(layout.table)
-        num_tokens = np.array([layout.count[pair.page] for pair in row.pairs])
-        distance, relative = distances(sharing.share, squares, num_tokens, self.model.config.num_kv_heads)
-        threshold.observe(distance.tolist())
-        stats.candidates += len(row.pairs)
-        stats.distances += distance.tolist()[: MOST_DISTANCES - len(stats.distances)]
-        stats.threshold = threshold.value
-        if known is None:
+        before = list(layout.table)
+        if sharing.share.random is not None:
+            shared = sharing.decide_at_random(row.pairs)
+        else:
+            threshold = stats.thresholds.setdefault(sharing.share, Threshold(sharing.share))
+            known, num_tokens = threshold.value, np.array([layout.count[pair.page] for pair in row.pairs])
+            distance, relative = distances(sharing.share, squares, num_tokens, self.model.config.num_kv_heads)
+            threshold.observe(distance.tolist(), relative.tolist())
+            stats.candidates += len(row.pairs)
+            if known is None:
+                return []
+            stats.judged += len(row.pairs)
+            shared = sharing.decide(row.pairs, distance, relative, known)
+        if not shared:
             return []
-        shared = sharing.decide(row.pairs, distance, relative, known)
-        stats.accepted, stats.deferred = stats.accepted + len(shared), stats.deferred + sharing.num_deferred
-        for pair in shared:
-            row.sample.note_sharing(pair)
+        stats.shared += len(shared)
+        row.sample.note_sharing(shared)
         row.sample.filled = np.full_like(row.sample.filled, layout.num_slots)
-        return [(row.index, *sharing.entries(before, self.max_pages))] if shared else []
+        return [(row.index, *sharing.entries(before, self.max_pages))]

@@ -13,8 +13,10 @@ known.
 import bisect
 import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,18 +40,21 @@ class Share:
       filter: which steps are alike.
       percentile: the share of candidate distances, in percent, that are small enough; 100 takes all.
       warm_up: candidates whose distances settle the threshold; until then nothing is shared.
-      threshold: a distance in place of the percentile, such as an earlier run's (`stats.sharing.threshold`).
+      threshold: a distance in place of the percentile, such as an earlier run's
+        (`stats.sharing.thresholds[policy.share].value`).
       cap: the largest relative distance, `|a - b|` by the norm of either, that is shared in any case; None for no limit.
       compare_on: "rotated" keys, as they are cached, and values; "raw" keys, as if both stood at the same place; or "values"
         alone.
       metric: "euclid" or "cosine".
       bias: whether a page that stands for m counts m times.
-      align_steps: whether each step starts on a page of its own, the rest of the last one left empty.
+      align_steps: whether steps start on pages of their own, the rest of the last one left empty; but for those that follow
+        less than half a page of text since the last that did, so that no row is more than half empty.
       match: the share of token ids that two pages must have in common, place by place.
       pairing: "ordinal", the i-th page of a step with the i-th of the other; or "all" of them with each other.
       include_prompt: whether pages of the prompt may stand in for others.
       interval: generated tokens between two decisions.
-      random: a seed: as many pages are shared, but any with any (the baseline); None shares those found.
+      random: a seed: as many pages are shared as would be, `percentile` of the candidates being near enough, but any with any
+        (the baseline), and none is measured; None shares those found.
 
     Raises:
       ValueError: a field out of its range.
@@ -77,6 +82,8 @@ class Share:
             raise ValueError(f"warm_up and interval must be at least 1; got {self.warm_up=}, {self.interval=}.")
         if not 0 <= self.match <= 1:
             raise ValueError(f"match is a share of a page's tokens and must lie in [0, 1]; got {self.match}.")
+        if self.random is not None and self.random < 0:
+            raise ValueError(f"random is a seed >= 0, or None; got {self.random}.")
         for name, value in (("threshold", self.threshold), ("cap", self.cap)):
             if value is not None and not value >= 0:
                 raise ValueError(f"{name} is a distance >= 0, or None; got {value}.")
@@ -93,22 +100,34 @@ class Share:
         return 2 * tokens if self.align_steps else tokens
 
 
+@dataclasses.dataclass
 class Threshold:
-    """The distance below which pages are shared; settled once for all sequences of an engine."""
+    """The distance below which pages are shared; settled once for all sequences of an engine.
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
-        self.distances: list[float] = []  # of candidates, in the order they were measured, until there are enough
-        self.value: float | None = math.inf if share.percentile == 100 else None  # None until it is known
-        if share.threshold is not None:
-            self.value = share.threshold
+    Attributes:
+      share: whose.
+      value: the distance; None as long as the warm-up lasts.
+      distances: of the first `MOST_DISTANCES` candidates, in the order in which they were measured.
+      relative: the same, by the norms of the pages themselves.
+    """
 
-    def observe(self, distances: Sequence[float]) -> None:
+    share: Share
+    value: float | None = None
+    distances: list[float] = dataclasses.field(default_factory=list)
+    relative: list[float] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.share.threshold is not None:
+            self.value = self.share.threshold
+        elif self.share.percentile == 100:
+            self.value = math.inf
+
+    def observe(self, distances: Sequence[float], relative: Sequence[float]) -> None:
         """Takes the distances of more candidates."""
-        if self.value is not None:
-            return
-        self.distances += distances
-        if len(self.distances) >= self.share.warm_up:
+        room = max(MOST_DISTANCES, self.share.warm_up) - len(self.distances)
+        self.distances += distances[:room]
+        self.relative += relative[:room]
+        if self.value is None and len(self.distances) >= self.share.warm_up:
             self.value = float(np.percentile(self.distances[: self.share.warm_up], self.share.percentile))
 
 
@@ -118,25 +137,36 @@ class SharingStats:
 
     Attributes:
       filter: stage 1, counted.
+      shifted: pairs of pages of alike steps that had too few tokens in common, place by place: what alignment costs.
+      empty_slots: slots of a layer and KV head left empty so that steps start pages.
       candidates: pairs of pages that were measured.
-      accepted: of them, those near enough, and of several for one page the nearest.
-      deferred: those whose older page had just been given up itself, measured again later.
+      judged: of them, those after the warm-up.
+      near: of those, the ones near enough.
+      shared: pages given up; of several candidates for one page the nearest counts.
+      deferred: those whose older page had just been given up itself; measured, and counted, once more.
       filter_seconds: of stage 1, while the device decoded.
       filter_waits: chunks that the device had finished before stage 1 was.
       measure_seconds: of stage 2, waiting for distances and deciding.
-      threshold: the distance below which pages are shared; None as long as it is not settled.
-      distances: of the first `MOST_DISTANCES` candidates, in order.
+      thresholds: by `Policy.share`, the distance below which pages are shared, and all distances seen.
     """
 
     filter: FilterStats = dataclasses.field(default_factory=FilterStats)
+    shifted: int = 0
+    empty_slots: int = 0
     candidates: int = 0
-    accepted: int = 0
+    judged: int = 0
+    near: int = 0
+    shared: int = 0
     deferred: int = 0
     filter_seconds: float = 0.0
     filter_waits: int = 0
     measure_seconds: float = 0.0
-    threshold: float | None = None
-    distances: list[float] = dataclasses.field(default_factory=list)
+    thresholds: dict[Share, Threshold] = dataclasses.field(default_factory=dict)
+
+    @property
+    def accept_rate(self) -> float:
+        """The share of candidates, after the warm-up, that were near enough."""
+        return self.near / max(self.judged, 1)
 
 
 class Layout:
@@ -190,6 +220,15 @@ class Layout:
             stop -= 1
         return range(start, stop)
 
+    def is_sealed(self, page: int, horizon: int) -> bool:
+        """Whether it took its last token within so many generated ones."""
+        sealed = self.sealed[page]
+        return sealed is not None and sealed <= horizon
+
+    def is_full(self, page: int) -> bool:
+        """Whether each of its slots holds a token."""
+        return self.count[page] == self.page_size
+
     def positions(self, page: int) -> np.ndarray:
         """Those of its tokens."""
         return np.arange(self.first[page], self.first[page] + self.count[page])
@@ -201,13 +240,11 @@ class Layout:
         self.root = [kept if root == page else root for root in self.root]
 
 
-@dataclasses.dataclass(frozen=True)
-class Pair:
-    """A page that may leave, and the one that would stand for it; with the steps that suggested it."""
+class Pair(NamedTuple):
+    """A page that may leave, and the one that would stand for it."""
 
     page: int
     kept: int
-    steps: tuple[int, int]
 
 
 class Sharing:
@@ -219,36 +256,42 @@ class Sharing:
         model: Model,
         prompt: np.ndarray,
         page_size: int,
-        stats: FilterStats,
+        stats: "SharingStats",
         embedding: Callable[[], np.ndarray],
         seed: int,
     ) -> None:
         facts = facts_of(model.tokenizer, model.config.vocab_size)
-        self.share, self.facts = share, facts
+        self.share, self.facts, self.stats = share, facts, stats
         self.tokens: list[int] = prompt.tolist()
         self.num_prompt, self.generated = len(prompt), 0
         self.layout = Layout(page_size, len(prompt))
+        self.judged = self.layout if share.random is None else Layout(page_size, len(prompt))  # as it would be, not at random
         self.is_over = False  # once the row was compacted
-        self.was_break, self.since = True, len(prompt)  # how the last token and the tokens since the last aligned one stand
+        self.was_end, self.since = True, len(prompt)  # whether the last token ended a step; tokens since the last aligned one
         library = make_library(share.filter, model.config.vocab_size, embedding)
         begin = 0 if share.include_prompt else len(prompt)
-        self._finder = StepFinder(share.filter, facts, model.tokenizer.decode, library, stats, begin)
-        self._waiting: collections.deque[tuple[int, int]] = collections.deque()  # pairs of steps, the newer first
+        self._finder = StepFinder(share.filter, facts, model.tokenizer.decode, library, stats.filter, begin)
+        self._waiting: collections.deque[tuple[int, list[int]]] = collections.deque()  # a step, and those that it is like
+        self._pages: dict[int, range] = {}  # of steps
         self._again: list[Pair] = []
         self._num_looked = begin
         self._rng = None if share.random is None else np.random.default_rng([share.random, seed])
 
     def append(self, tokens: Sequence[int]) -> None:
         """The row's next tokens: where they lie. Cheap, and no look at what they say."""
-        half = self.layout.page_size
+        layouts = (self.layout,) if self.judged is self.layout else (self.layout, self.judged)
+        size = self.layout.page_size
         for token in tokens:
             self.generated += 1
-            is_break = bool(self.facts.is_break[token])
-            if self.share.align_steps and not self.is_over and self.was_break and not is_break and 2 * self.since >= half:
-                self.layout.fill(self.generated)
+            is_end = bool(self.facts.ends_step[token])
+            if self.share.align_steps and self.was_end and not is_end and 2 * self.since >= size:
+                self.stats.empty_slots += -self.layout.num_slots % size
+                for layout in layouts:
+                    layout.fill(self.generated)
                 self.since = 0
-            self.was_break, self.since = is_break, self.since + 1
-            self.layout.append(self.generated)
+            self.was_end, self.since = is_end, self.since + 1
+            for layout in layouts:
+                layout.append(self.generated)
             self.tokens.append(token)
 
     def look(self) -> None:
@@ -256,57 +299,76 @@ class Sharing:
         while self._num_looked < len(self.tokens) and not self.is_over:
             token, self._num_looked = self.tokens[self._num_looked], self._num_looked + 1
             found = self._finder.take(token, max(0, self._num_looked - self.num_prompt))
-            if found is not None:
-                self._waiting.extend((found[0], earlier) for earlier in found[1])
+            if found is not None and found[1]:
+                self._waiting.append(found)
 
     def candidates(self, now: int) -> list[Pair]:
-        """The pairs of pages to be measured for the decision after `now` generated tokens, each told once."""
-        steps, horizon, pairs = self._finder.steps, now - self.share.interval, dict.fromkeys(self._again)
-        self._again = []
-        while self._waiting and steps[self._waiting[0][0]].closed <= horizon:
-            newer, older = self._waiting.popleft()
-            of_new, of_old = (self.layout.inside(steps[i].begin, steps[i].end) for i in (newer, older))
-            couples: Iterable[tuple[int, int]] = zip(of_new, of_old, strict=False)
-            if self.share.pairing == "all":
-                couples = ((page, other) for page in of_new for other in of_old)
-            pairs |= dict.fromkeys(Pair(page, self.layout.root[other], (newer, older)) for page, other in couples)
-        told: dict[tuple[int, int], Pair] = {}
-        for pair in pairs:
-            if self._is_candidate(pair, horizon):
-                told.setdefault((pair.page, pair.kept), pair)
-        return list(told.values())
+        """The pairs of pages to be measured for the decision after `now` generated tokens, each told once.
 
-    def _is_candidate(self, pair: Pair, horizon: int) -> bool:
-        layout, page, kept = self.layout, pair.page, pair.kept
+        Steps are taken when the token after them is there, too: then it is settled which page they end in.
+        """
+        steps, horizon, root = self._finder.steps, now - self.share.interval, self.judged.root
+        couple: Any = itertools.product if self.share.pairing == "all" else zip
+        pairs = dict.fromkeys((page, root[kept]) for page, kept in self._again)
+        self._again = []
+        while self._waiting and steps[self._waiting[0][0]].closed < horizon:
+            newer, earlier = self._waiting.popleft()
+            of_new = self._pages_of(newer)
+            for older in earlier:
+                of_old = self._pages_of(older)
+                pairs |= dict.fromkeys((page, root[other]) for page, other in couple(of_new, of_old))
+        return [Pair(page, kept) for page, kept in pairs if self._is_candidate(page, kept, horizon)]
+
+    def _pages_of(self, step: int) -> range:
+        """The pages that hold nothing but a step's tokens."""
+        if step not in self._pages:
+            self._pages[step] = self.judged.inside(self._finder.steps[step].begin, self._finder.steps[step].end)
+        return self._pages[step]
+
+    def _is_candidate(self, page: int, kept: int, horizon: int) -> bool:
+        layout = self.judged
         if page == kept or layout.root[page] != page or layout.root[kept] != kept or layout.first[page] < self.num_prompt:
             return False
-        if any(layout.sealed[one] is None or layout.sealed[one] > horizon for one in (page, kept)):  # type: ignore[operator]
-            return False
-        if layout.count[page] != layout.count[kept]:
+        if not all(layout.is_sealed(one, horizon) for one in (page, kept)) or layout.count[page] != layout.count[kept]:
             return False
         ours, theirs = (self.tokens[layout.first[one] : layout.first[one] + layout.count[one]] for one in (page, kept))
         same = sum(token == other for token, other in zip(ours, theirs, strict=True))
+        self.stats.shifted += same < self.share.match * len(ours)
         return same >= self.share.match * len(ours)
 
     def decide(self, pairs: Sequence[Pair], distance: np.ndarray, relative: np.ndarray, threshold: float) -> list[Pair]:
         """Shares what is near enough, nearest first for each page in its order, and returns it; the layout follows."""
-        by_page: dict[int, list[int]] = {}
+        nearest: dict[int, Pair] = {}
         for i in sorted(range(len(pairs)), key=lambda i: (pairs[i].page, distance[i], pairs[i].kept)):
             if distance[i] <= threshold and (self.share.cap is None or relative[i] <= self.share.cap):
-                by_page.setdefault(pairs[i].page, []).append(i)
+                self.stats.near += 1
+                nearest.setdefault(pairs[i].page, pairs[i])
+        return [pair for pair in nearest.values() if self._give_up(self.layout, pair)]
+
+    def decide_at_random(self, pairs: Sequence[Pair]) -> list[Pair]:
+        """As many pages given up as would be if `percentile` of the candidates were near enough, but any for any."""
+        assert self._rng is not None
         done = []
-        for page, choices in by_page.items():
-            pair = pairs[choices[0]]
-            if self.layout.root[page] != page:
-                continue
-            if self.layout.root[pair.kept] != pair.kept:  # given up a moment ago: measure against what stands for it now
-                self._again.append(dataclasses.replace(pair, kept=self.layout.root[pair.kept]))
-                continue
-            if self._rng is not None:
-                pair = self._any_pair(pair)
-            self.layout.give_up(pair.page, pair.kept)
-            done.append(pair)
+        for pair in {pair.page: pair for pair in reversed(pairs)}.values():
+            if 100 * self._rng.random() < self.share.percentile and self._give_up(self.judged, pair):
+                table, layout = self.layout.table, self.layout
+                own = [page for page in table if layout.first[page] >= self.num_prompt and layout.is_full(page)]
+                if len(own) >= 2:
+                    kept, page = sorted(self._rng.choice(own, 2, replace=False).tolist())
+                    layout.give_up(page, kept)
+                    done.append(Pair(page, kept))
         return done
+
+    def _give_up(self, layout: Layout, pair: Pair) -> bool:
+        """Lets a page go, unless the one that would stand for it went a moment ago: what stands for that is measured next."""
+        if layout.root[pair.page] != pair.page:
+            return False
+        if layout.root[pair.kept] != pair.kept:
+            self._again.append(pair)
+            self.stats.deferred += 1
+            return False
+        layout.give_up(pair.page, pair.kept)
+        return True
 
     def entries(self, before: Sequence[int], max_pages: int) -> tuple[np.ndarray, np.ndarray]:
         """How the table follows from the one `before`, and the log-weight of each page left: [MP], for `pool.take_pages`."""
@@ -316,22 +378,6 @@ class Sharing:
         if self.share.bias:
             log_weight[: len(layout.table)] = np.log([layout.stands_for[page] for page in layout.table])
         return entries, log_weight
-
-    @property
-    def num_deferred(self) -> int:
-        """Pairs that wait to be measured again."""
-        return len(self._again)
-
-    def _any_pair(self, pair: Pair) -> Pair:
-        """Two full pages of the completion, the older of which stands in for the newer."""
-        layout = self.layout
-        own = [page for page in layout.table if layout.first[page] >= self.num_prompt and layout.sealed[page] is not None]
-        own = [page for page in own if layout.count[page] == layout.page_size]
-        assert self._rng is not None
-        if len(own) < 2:
-            return pair
-        kept, page = sorted(self._rng.choice(own, 2, replace=False).tolist())
-        return dataclasses.replace(pair, page=page, kept=kept)
 
 
 def distances(share: Share, squares: np.ndarray, num_tokens: np.ndarray, num_kv_heads: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,9 @@
-"""Reasoning steps in a stream of tokens, and which earlier ones each new one is like (stage 1 of ReasonCache, arXiv
-2507.21433).
+"""Reasoning steps in a stream of tokens, and which earlier ones each is like: stage 1 of ReasonCache (arXiv 2507.21433).
 
 A step ends with a token whose text holds a blank line, or where thinking begins or ends. It is compared with all earlier steps
 of its sequence in one sparse product: the cosine of two bags of tokens (or of two embeddings), times the shorter length in
-bytes by the longer. What is above a threshold that falls as the sequence repeats itself is a candidate, unless both steps hold
-formulas or code and these differ (`jkv.formal`). All of it runs on the host, while the device decodes.
+bytes by the longer. What is above a threshold that falls as the sequence repeats itself is a candidate, unless the formulas and
+code in the two differ (`jkv.formal`). All of it runs on the host, while the device decodes.
 """
 
 import dataclasses
@@ -67,6 +66,8 @@ class Embeddings:
 
     def compare(self, tokens: Sequence[int], text: Callable[[], str]) -> np.ndarray:
         vector = np.asarray(self._embed(tokens, text), np.float32).reshape(-1)
+        if not np.isfinite(vector).all() or (self._size and len(vector) != self._unit.shape[1]):
+            raise ValueError(f"An encoder gives finite vectors, all of one length; got {vector.shape}, {vector[:3]}.")
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         if self._size == len(self._unit):
             grown = np.zeros((max(64, 2 * self._size), len(vector)), np.float32)
@@ -85,13 +86,13 @@ class Filter:
 
     Attributes:
       strict: the similarity above which steps are alike while nothing repeats.
-      soft: the one where everything does: the threshold is `strict - (strict - soft) * mean`, the mean being over the new
-        step's
-        similarities to all earlier ones. Equal to `strict`, the threshold is fixed.
+      soft: the one where everything does: the threshold is `strict - (strict - soft) * mean`, over the new step's similarities
+        to all earlier ones. Equal to `strict`, the threshold is fixed.
       structure: whether formulas and code must be the same.
       encoder: "tokens", bags of token ids; "embedding", the mean of the model's token embeddings; "sentence:<model>", a
         sentence encoder by name or folder (such as all-MiniLM-L6-v2, with the extra `sentence`); or a function from a text to a
         vector.
+      penalises_length: whether the shorter length by the longer counts.
 
     Raises:
       ValueError: a field out of its range.
@@ -101,6 +102,7 @@ class Filter:
     soft: float = 0.7
     structure: bool = True
     encoder: str | Callable[[str], Any] = "tokens"
+    penalises_length: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.soft <= self.strict <= 1:
@@ -125,7 +127,7 @@ class Step:
     begin: int
     end: int
     closed: int
-    tokens: list[int]
+    text: list[int]  # its tokens, white space included
     num_bytes: int
     form: int | None = None  # the number of its formulas, once somebody asked
 
@@ -155,33 +157,38 @@ class StepFinder:
     ) -> None:
         self.rule, self.facts, self.decode, self.library, self.stats = rule, facts, decode, library, stats
         self.steps: list[Step] = []
+        self._marks = frozenset(facts.think.tolist())
         self._forms: dict[Any, int] = {}  # syntax trees, numbered as they come
         self._num_bytes = np.zeros(64)
         self._begin = self._position = position
-        self._tokens: list[int] = []
+        self._tokens: list[int] = []  # those that say something ...
+        self._text: list[int] = []  # ... and all of them
 
     def take(self, token: int, generated: int) -> tuple[int, list[int]] | None:
         """Takes the next token; if a step ends with it, the step's index and those of the earlier steps that it is like."""
         self._position += 1
+        if token not in self._marks:
+            self._text.append(token)
         if self.facts.says_something[token]:
             self._tokens.append(token)
         if not self.facts.ends_step[token]:
             return None
-        if not self._tokens:  # an empty step belongs to the one that follows
-            self._begin = self._position
-            return None
-        num_bytes = int(self.facts.num_bytes[self._tokens].sum())
-        step = Step(self._begin, self._position, generated, self._tokens, num_bytes)
-        self._begin, self._tokens = self._position, []
-        return len(self.steps), self._compare(step)
+        found = None
+        if self._tokens:  # what says nothing is no step
+            num_bytes = int(self.facts.num_bytes[self._tokens].sum())
+            step = Step(self._begin, self._position, generated, self._text, num_bytes)
+            found = len(self.steps), self._compare(step, self._tokens)
+        self._begin, self._tokens, self._text = self._position, [], []
+        return found
 
-    def _compare(self, step: Step) -> list[int]:
+    def _compare(self, step: Step, tokens: list[int]) -> list[int]:
         count = len(self.steps)
-        cosine = self.library.compare(step.tokens, functools.partial(self.decode, step.tokens))
+        cosine = self.library.compare(tokens, functools.partial(self.decode, step.text))
         if count == len(self._num_bytes):
             self._num_bytes = np.tile(self._num_bytes, 2)
-        others = self._num_bytes[:count]
-        similarity = cosine * np.minimum(others, step.num_bytes) / np.maximum(np.maximum(others, step.num_bytes), 1)
+        others, similarity = self._num_bytes[:count], cosine
+        if self.rule.penalises_length:
+            similarity = cosine * np.minimum(others, step.num_bytes) / np.maximum(np.maximum(others, step.num_bytes), 1)
         self._num_bytes[count] = step.num_bytes
         self.steps.append(step)
         threshold = self.rule.strict - (self.rule.strict - self.rule.soft) * (float(similarity.mean()) if count else 0.0)
@@ -196,7 +203,7 @@ class StepFinder:
         from jkv.formal import form_of
 
         if step.form is None:
-            form, unparsed = form_of(self.decode(step.tokens))
+            form, unparsed = form_of(self.decode(step.text))
             step.form = self._forms.setdefault(form, len(self._forms))
             self.stats.unparsed += unparsed
         return step.form

@@ -84,7 +84,7 @@ class TokenFacts:
 
     is_break: np.ndarray  # [V] whether its text holds a blank line
     is_blank: np.ndarray  # [V] whether it is nothing but white space
-    num_bytes: np.ndarray  # [V] of its text
+    num_bytes: np.ndarray  # [V] of its text, three for each part of a character
     think: np.ndarray  # [2] the tokens that begin and end thinking, -1 for none or for several
 
     @functools.cached_property

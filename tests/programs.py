@@ -133,7 +133,7 @@ def take_pages(shapes: Shapes) -> Any:
 
 def measure_pages(shapes: Shapes) -> Any:
     """The largest block of pairs, keys turned; it only reads."""
-    pairs = shapes.leaf(sharer.PAIR_SIZES[-1])
+    pairs = shapes.leaf(sharer.NUM_PAIRS)
     angle = shapes.leaf(*pairs.shape, shapes.params.config.head_size // 2, dtype=jnp.float32)
     return device.measure_pages.trace(shapes.state, pairs, pairs, pairs, pairs, angle)
 

@@ -13,8 +13,8 @@ import jkv
 from jkv import programs
 from jkv.engine import Engine
 from jkv.pool import EMPTY
-from jkv.sharing import Layout, Share, Sharing, Threshold, distances
-from jkv.steps import Filter, FilterStats
+from jkv.sharing import Layout, Share, Sharing, SharingStats, Threshold, distances
+from jkv.steps import Filter
 from jkv.testing import TINY, TinyTokenizer, tiny_model
 from tests.mixes import LOOSE, BreakingTokenizer
 from tests.test_pool import assert_allocator_is_consistent
@@ -96,7 +96,7 @@ def test_what_the_host_knows_is_what_the_pool_holds_and_the_trace_replays(model,
         pool = jax.device_get(engine.state.cache.pool)
         assert_allocator_is_consistent(pool, [p.start.snapshot.seat for p in engine.prefixes.values() if p.start])
     assert seen > 20
-    assert engine.stats.sharing.accepted > 5
+    assert engine.stats.sharing.shared > 5
     assert int(engine.state.cache.pool.free_top) == engine.num_pages
     for ticket in tickets:
         out = engine.result(ticket)
@@ -157,7 +157,7 @@ def test_pages_that_are_shared_are_free_for_others(model):
             if engine.running:
                 held[policy.name] = engine.num_pages - int(engine.state.cache.pool.free_top)
                 assert held[policy.name] <= engine._claimed()
-    shared_pages = engine.stats.sharing.accepted
+    shared_pages = engine.stats.sharing.shared
     assert shared_pages > 2
     assert held["reason_cache"] <= held["full"] - (shared_pages - 2) * 4  # two layers, two heads; some in the last chunk
 
@@ -176,12 +176,50 @@ def test_nothing_compiles_for_other_texts_or_thresholds(model):
     assert [getattr(programs, name)._cache_size() for name in names] == before
 
 
+def test_an_encoder_that_fails_ends_its_own_request_alone(model):
+    """The other row goes on, and gives what it gives without the neighbour; what there was of the first is kept, and exact."""
+    calls = []
+
+    def encode(text):
+        calls.append(text)
+        if len(calls) == 2:
+            raise RuntimeError("out of reach")
+        return [1.0, len(text)]
+
+    bad = jkv.reason_cache(**LOOSE | {"encoder": encode})
+    engine = make_engine(model, [bad, PLAIN], rows=2)
+    arguments = {"sampling": jkv.Sampling(seed=5), "max_new_tokens": NEW, "stop_ids": ()}
+    first, second = engine.submit(PROMPTS[1], bad, **arguments), engine.submit(PROMPTS[0], PLAIN, **arguments)
+    engine.run()
+    out, other = engine.result(first), engine.result(second)
+    assert out.finish_reason == ["error"]
+    assert "out of reach" in str(out.samples[0].error)
+    assert 0 < out.lengths[0] < NEW
+    np.testing.assert_allclose(jkv.score(model, out, trace=out.trace).logprobs, out.logprobs, atol=1e-4)
+    alone = make_engine(model, [PLAIN], rows=2)
+    ticket = alone.submit(PROMPTS[0], PLAIN, **arguments)
+    alone.run()
+    np.testing.assert_array_equal(alone.result(ticket).tokens, other.tokens)
+    assert int(engine.state.cache.pool.free_top) == engine.num_pages
+
+
+def test_a_results_statistics_stay_as_they_were(model):
+    engine = make_engine(model, [PLAIN], rows=1)
+    tickets = submit_all(engine, PLAIN, n=1)
+    engine.run()
+    before = engine.result(tickets[0]).stats
+    shared = before.sharing.shared
+    submit_all(engine, PLAIN)
+    engine.run()
+    assert before.sharing.shared == shared < engine.stats.sharing.shared
+
+
 # The host's arithmetic.
 
 
 def sharing_of(share, prompt, tokens, page_size=4, tokenizer=None):
     model = dataclasses.replace(tiny_model(), tokenizer=tokenizer or TinyTokenizer())
-    one = Sharing(share, model, np.asarray(prompt, np.int32), page_size, FilterStats(), lambda: np.eye(32), seed=0)
+    one = Sharing(share, model, np.asarray(prompt, np.int32), page_size, SharingStats(), lambda: np.eye(32), seed=0)
     one.append(tokens)
     one.look()
     return one
@@ -215,8 +253,8 @@ def test_every_pairing_finds_what_stands_at_another_ordinal():
 
 def test_only_what_was_there_an_interval_ago_is_decided_on():
     one = sharing_of(dataclasses.replace(EVERYTHING, interval=4), [1] * 4, STEP * 2)
-    assert one.candidates(16) == []
-    assert [(pair.page, pair.kept) for pair in one.candidates(20)] == [(3, 1), (4, 2)]
+    assert one.candidates(20) == []  # the second step ended at 16, and the token after it is not an interval old
+    assert [(pair.page, pair.kept) for pair in one.candidates(21)] == [(3, 1), (4, 2)]
 
 
 def test_pages_of_the_prompt_stand_in_only_when_asked_and_never_leave():
@@ -231,7 +269,7 @@ def test_the_nearest_is_shared_chains_lead_to_the_root_and_what_went_is_measured
     distance = np.array([0.5, 9.0, 0.4, 9.0, 0.3, 0.2])
     shared = one.decide(pairs, distance, distance, threshold=1.0)
     assert [(pair.page, pair.kept) for pair in shared] == [(3, 1), (6, 4)]  # 5 is nearest to 3, which has just left
-    assert one.num_deferred == 1
+    assert one.stats.deferred == 1
     assert one.layout.stands_for[1] == one.layout.stands_for[4] == 2
     again = one.candidates(101)
     assert [(pair.page, pair.kept) for pair in again] == [(5, 1)]
@@ -244,6 +282,41 @@ def test_the_nearest_is_shared_chains_lead_to_the_root_and_what_went_is_measured
     np.testing.assert_allclose(weight, np.log([1, 3, 1, 2, 1, 1]), rtol=1e-6)
 
 
+def test_at_random_as_many_pages_leave_as_would():
+    """Every candidate near enough: what leaves at random is as much as what leaves by likeness, though it is other pages."""
+    rng = np.random.default_rng(0)
+    texts = [[*rng.integers(4, 32, 15).tolist(), 2] for _ in range(6)]
+    tokens = [token for i in rng.integers(0, 6, 60) for token in texts[i]]
+    counts = {}
+    for random in (None, 0, 1):
+        one = sharing_of(dataclasses.replace(EVERYTHING, random=random, percentile=100.0, interval=16), [1] * 4, [])
+        shared = 0
+        for start in range(0, len(tokens), 16):
+            one.append(tokens[start : start + 16])
+            one.look()
+            pairs, none = one.candidates(start + 16), np.zeros(0)
+            none = np.zeros(len(pairs))
+            shared += len(one.decide(pairs, none, none, 1.0) if random is None else one.decide_at_random(pairs))
+        counts[random] = shared
+    assert counts[None] > 100
+    assert counts[0] == counts[1] == counts[None]
+
+
+def test_a_steps_last_page_is_shared_wherever_the_decision_falls():
+    """Aligned steps of ten tokens: two pages and a half, all of which are candidates once, whatever the moment of deciding."""
+    share = dataclasses.replace(EVERYTHING, align_steps=True, interval=4)
+    step = [*range(4, 13), 2]
+    for offset in range(12):
+        one, pairs = sharing_of(share, [1] * 4, []), []
+        tokens = [*[20] * offset, 2, *step * 4, 4, 5]
+        for start in range(0, len(tokens) + 12, 4):
+            one.append(tokens[start : start + 4])
+            one.look()
+            pairs += one.candidates(start + 4)
+        halves = [pair for pair in pairs if one.layout.count[pair.page] == 2]
+        assert len(halves) == 6, offset  # of four equal steps
+
+
 def test_a_cap_refuses_what_the_percentile_takes():
     one = sharing_of(dataclasses.replace(EVERYTHING, cap=0.5), [1] * 4, STEP * 2)
     pairs = one.candidates(100)
@@ -253,11 +326,11 @@ def test_a_cap_refuses_what_the_percentile_takes():
 def test_the_threshold_is_the_percentile_of_the_warm_up_and_stays():
     rule = Share(percentile=80.0, warm_up=10)
     threshold = Threshold(rule)
-    threshold.observe([float(x) for x in range(7)])
+    threshold.observe(*[[float(x) for x in range(7)]] * 2)
     assert threshold.value is None
-    threshold.observe([7.0, 8.0, 9.0, 1000.0])
+    threshold.observe(*[[7.0, 8.0, 9.0, 1000.0]] * 2)
     assert threshold.value == np.percentile(range(10), 80)
-    threshold.observe([0.0] * 50)
+    threshold.observe([0.0] * 50, [0.0] * 50)
     assert threshold.value == np.percentile(range(10), 80)
     assert Threshold(Share(percentile=100.0)).value == math.inf
     assert Threshold(Share(threshold=0.25)).value == 0.25
@@ -307,14 +380,14 @@ def test_the_engine_measures_what_the_pool_holds(model):
         sharing_stats = engine.stats.sharing
         assert sharing_stats.candidates > 3
         # Nothing was shared at distance 0, so page p of the row is entry p: every distance can be had from the last state.
-        twin = Sharing(policy.share, model, np.asarray(PROMPTS[0], np.int32), PAGE, FilterStats(), lambda: np.eye(32), seed=0)
+        twin = Sharing(policy.share, model, np.asarray(PROMPTS[0], np.int32), PAGE, SharingStats(), lambda: np.eye(32), seed=0)
         for token in sample.completion.tokens:
             twin.append([token])
             twin.look()
             if twin.generated % 4 == 0:
                 seen += twin.candidates(twin.generated)
         table, kv = state.page_table[:, 0], np.asarray(state.kv, np.float64)
-        for got, pair in zip(sharing_stats.distances, seen, strict=False):
+        for got, pair in zip(sharing_stats.thresholds[policy.share].distances, seen, strict=False):
             one, other = (kv[table[..., page]] for page in (pair.page, pair.kept))  # [L, K, 2, page, H]
             key_apart = one[:, :, 0] - other[:, :, 0]
             if compare_on == "raw":
@@ -342,7 +415,7 @@ def test_aligned_steps_start_pages_and_no_row_is_more_than_half_empty(page_size)
         layout = one.layout
         assert layout.num_slots <= share.most_slots(len(prompt) + len(tokens))
         assert sum(layout.count) == len(prompt) + len(tokens)
-        is_break = [False] * (len(prompt) - 1) + [True] + [token in (2, 3) for token in tokens]
+        is_break = [False] * (len(prompt) - 1) + [True] + [token < 4 for token in tokens]
         for page, first in enumerate(layout.first):
             if page and layout.count[page - 1] < page_size:
                 assert is_break[first - 1]  # a page is left early only where a step ended
@@ -375,13 +448,14 @@ def test_layout_inside():
         ({"metric": "l1"}, "metric"),
         ({"pairing": "none"}, "pairing"),
         ({"encoder": "bert"}, "encoder"),
+        ({"random": -1}, "seed >= 0"),
         ({"encoder": "sentence:"}, "encoder is"),
         ({"warm_up": "many"}, "reason_cache's warm_up must be a whole number"),
     ],
 )
 def test_bad_settings_are_refused_when_the_policy_is_built(settings, words):
     with pytest.raises(ValueError, match=words):
-        jkv.reason_cache(**settings)
+        jkv.random_share(seed=settings["random"]) if "random" in settings else jkv.reason_cache(**settings)
 
 
 def test_a_sentence_encoder_without_its_library_is_refused(monkeypatch):
@@ -418,6 +492,8 @@ def test_a_model_without_text_or_without_blank_lines_is_refused():
 
     with pytest.raises(ValueError, match="blank lines"):
         jkv.generate(tiny_model(tokenizer=Unbroken()), [[1, 2]], policy=jkv.reason_cache())
+    with pytest.raises(ValueError, match="no tokenizer"):  # told when the engine is built, not by the first request
+        Engine(tiny_model(), policies=[jkv.full(), jkv.reason_cache(align_steps=True)])
     with pytest.raises(ValueError, match="sharing=True"):
         Engine(tiny_model(tokenizer=TinyTokenizer())).submit([1, 2], jkv.reason_cache())
 

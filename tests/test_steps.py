@@ -74,6 +74,47 @@ def test_a_mean_embedding_or_an_encoder_may_take_the_place_of_token_bags():
             np.testing.assert_allclose(got, unit[:i] @ unit[i], atol=1e-5)
 
 
+class CodeTokenizer(TinyTokenizer):
+    """White space in tokens of its own, as in large vocabularies."""
+
+    pieces = (
+        *TinyTokenizer.pieces[:4],
+        "\n",
+        "    ",
+        "```python",
+        "```",
+        *(chr(i) for i in range(97, 117)),
+        ":",
+        "(",
+        ")",
+        "=",
+    )
+
+
+def test_formulas_are_read_with_the_white_space_that_tokens_hold():
+    """Two programs that differ by an indentation alone have the same bag of words, and are not the same."""
+    tokenizer = CodeTokenizer()
+    programs = [f"```python\na:\n    b()\n{indent}c()\n```" for indent in ("    ", "")]
+    texts = [text.replace("a:", "if a:") for text in programs]
+    assert form_of(texts[0])[0] != form_of(texts[1])[0]
+    tokens = [token for text in (*texts, texts[0]) for token in tokenizer.encode(f"{text}\n\n".replace(" a", "    a"))]
+    facts, stats = facts_of(tokenizer, len(tokenizer)), FilterStats()
+    one = StepFinder(Filter(0.5, 0.5), facts, tokenizer.decode, TokenBags(len(tokenizer)), stats)
+    alike = [event[1] for event in (one.take(token, 0) for token in tokens) if event]
+    assert alike == [[], [], [0]]
+    assert stats.similar == 3
+    assert stats.unparsed == 0
+
+
+def test_a_vector_that_is_not_finite_or_of_another_length_is_refused():
+    vectors = iter([[1.0, 2.0], [1.0, 2.0, 3.0], [np.nan, 1.0]])
+    library = Embeddings(lambda tokens, text: next(vectors))
+    library.compare([4], str)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="finite vectors, all of one length"):
+            library.compare([4], str)
+
+
 def test_what_was_counted():
     stats = FilterStats()
     found(TinyTokenizer().encode("ABC\n\nABC\n\nXYZ\n\n"), stats=stats)
@@ -142,3 +183,5 @@ def test_no_text_raises_or_takes_long():
         form_of("".join(rng.choice(alphabet, rng.integers(0, 60))))
     form_of("a" * 200_000 + "=" * 200_000)
     form_of("$" * 10_000 + "```" * 1000)
+    for opening in ("\\[", "\\(", "$$ ", "$$ \\( ", "```", "$a", "x=" * 9, "("):
+        form_of(opening * (8000 // len(opening)))

@@ -200,13 +200,17 @@ def summarise(this: Run, base: Outcome | None, share: float | None) -> Outcome:
 def figures_of_sharing(sharing: SharingStats) -> dict[str, Any]:
     """Counts, rates, latencies in milliseconds, and a histogram of the candidates' distances."""
     counted, candidates = dataclasses.asdict(sharing.filter), sharing.candidates
-    count, edges = np.histogram(sharing.distances or [0.0], bins=20)
+    rule = next(iter(sharing.thresholds.values()), None)  # one policy, one rule
+    count, edges = np.histogram(rule.distances if rule and rule.distances else [0.0], bins=20)
     return counted | {
+        "shifted": sharing.shifted,
+        "empty_slots": sharing.empty_slots,
         "candidates": candidates,
-        "accepted": sharing.accepted,
+        "shared": sharing.shared,
         "deferred": sharing.deferred,
-        "accept_rate": sharing.accepted / max(candidates, 1),
-        "threshold": None if sharing.threshold is None or math.isinf(sharing.threshold) else sharing.threshold,
+        "accept_rate": sharing.accept_rate,
+        "threshold": rule.value if rule and rule.value is not None and math.isfinite(rule.value) else None,
+        "median_relative_distance": float(np.median(rule.relative)) if rule and rule.relative else None,
         "filter_ms_per_step": 1e3 * sharing.filter_seconds / max(sharing.filter.steps, 1),
         "filter_waits": sharing.filter_waits,
         "measure_ms_per_candidate": 1e3 * sharing.measure_seconds / max(candidates, 1),

@@ -1,10 +1,9 @@
 """MemShare (the same authors' earlier form of ReasonCache): fixed thresholds, and no look at formulas."""
 
-import dataclasses
-
 from jkv.policies.base import Policy
-from jkv.policies.reason_cache import reason_cache
 from jkv.policies.recipe import recipe
+from jkv.sharing import Share
+from jkv.steps import Filter
 
 
 @recipe
@@ -22,7 +21,7 @@ def mem_share(
     """MemShare: steps whose bags of tokens have a cosine above a fixed `similarity` (its 0.8 or 0.9), pages below a distance.
 
     Its distance threshold of 0.8 has no unit in the paper; it is taken as the share of distances that are small enough,
-    `percentile=80`. `threshold` gives a distance instead. Lengths count as in ReasonCache, whose other settings it has.
+    `percentile=80`. `threshold` gives a distance instead. Lengths of steps do not count. The other settings are ReasonCache's.
 
     Raises:
       ValueError: a setting out of its range.
@@ -30,18 +29,16 @@ def mem_share(
     >>> mem_share().share.filter.soft
     0.8
     """
-    policy = reason_cache(
-        similarity,
-        similarity,
+    alike = Filter(similarity, similarity, structure=False, penalises_length=False)
+    share = Share(
+        alike,
         percentile,
         warm_up,
-        compare_on,
-        None,
-        bias,
-        align_steps,
-        structure=False,
-        threshold=threshold,
+        threshold,
+        compare_on=compare_on,
+        bias=bias,
+        align_steps=align_steps,
         match=match,
         interval=interval,
     )
-    return dataclasses.replace(policy, name="mem_share")
+    return Policy("mem_share", share=share)
