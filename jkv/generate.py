@@ -123,7 +123,7 @@ def generate(
         engine.run(on_events)
     samples = [sample for ticket in tickets for sample in engine.tickets[ticket]]
     for error in {id(s.completion.error): s.completion.error for s in samples if s.completion.error}.values():
-        warnings.warn(f"on_tokens raised {error!r}; the samples of its prompt were ended", stacklevel=2)
+        warnings.warn(f"on_tokens or an encoder raised {error!r}; the samples of its prompt were ended", stacklevel=2)
     return make_result(model, samples, engine.stats, return_trace)
 
 

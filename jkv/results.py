@@ -114,7 +114,7 @@ class SampleStats:
       saved: the share of its pages that was free again when it ended.
       preemptions: how often it was put aside to host memory.
       is_forked: whether it started from a prompt that was prefilled for several samples.
-      error: what its callback raised, if anything.
+      error: what its callback, or an encoder of its policy, raised, if anything.
     """
 
     num_tokens: int
@@ -224,8 +224,8 @@ class Result:
       logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (temperature 0: temperature
         1's); 0 in padding.
       finish_reason: of each sample: "eos" (an end token of the model), "stop" (a stop id or string of the caller), "length",
-        "cancelled" (by the caller, or Ctrl-C; what there was is kept), "error" (its callback raised), or "nan" (the model
-        gave no finite probabilities).
+        "cancelled" (by the caller, or Ctrl-C; what there was is kept), "error" (its callback or encoder raised), or "nan" (the
+        model gave no finite probabilities).
       stats: one record for the call.
       trace: attention columns for `jkv.score`, when asked for.
       prompts: the token ids before each completion.

@@ -53,8 +53,7 @@ class Sharer:
         sample.sharing.is_over = bool((sample.filled < len(request.prompt)).any())
 
     def look(self, running: Mapping[int, Sample], state: State, num_steps: int, emitted: Any) -> None:
-        """While a chunk of `num_steps` runs: looks at the tokens before it, and has the pages measured that are decided on
-        after.
+        """While a chunk of `num_steps` runs: looks at the tokens before it, and has pages measured that are decided on after.
 
         `state` is the one that the chunk will leave, `emitted` what it will tell.
         """
