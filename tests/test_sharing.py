@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import math
+import time
 
 import jax
 import jax.numpy as jnp
@@ -201,6 +202,20 @@ def test_an_encoder_that_fails_ends_its_own_request_alone(model):
     alone.run()
     np.testing.assert_array_equal(alone.result(ticket).tokens, other.tokens)
     assert int(engine.state.cache.pool.free_top) == engine.num_pages
+
+
+def test_a_filter_slower_than_the_device_is_counted_as_a_wait(model):
+    def encode(text):
+        time.sleep(0.5)  # a chunk takes milliseconds
+        return [1.0]
+
+    slow = jkv.reason_cache(**LOOSE | {"encoder": encode})
+    engine = make_engine(model, [slow], rows=1)
+    engine.submit(PROMPTS[1], slow, jkv.Sampling(seed=5), max_new_tokens=24, stop_ids=())
+    engine.run()
+    assert engine.stats.sharing.filter.steps > 0
+    assert engine.stats.sharing.filter_waits > 0
+    assert engine.stats.sharing.filter_seconds > 0.4
 
 
 def test_a_results_statistics_stay_as_they_were(model):
