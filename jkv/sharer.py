@@ -48,8 +48,8 @@ class Sharer:
         share, request = sample.request.policy.share, sample.request
         if share is None:
             return
-        seed = request.seed ^ request.identity ^ request.sample
-        sample.sharing = Sharing(share, self.model, request.prompt, self.page_size, self.stats, self._embedding, seed)
+        identity = request.identity, request.sample
+        sample.sharing = Sharing(share, self.model, request.prompt, self.page_size, self.stats, self._embedding, identity)
         sample.sharing.is_over = bool((sample.filled < len(request.prompt)).any())
 
     def look(self, running: Mapping[int, Sample], state: State, num_steps: int, emitted: Any) -> None:

@@ -258,7 +258,7 @@ class Sharing:
         page_size: int,
         stats: "SharingStats",
         embedding: Callable[[], np.ndarray],
-        seed: int,
+        identity: tuple[int, int] = (0, 0),
     ) -> None:
         facts = facts_of(model.tokenizer, model.config.vocab_size)
         self.share, self.facts, self.stats = share, facts, stats
@@ -275,7 +275,7 @@ class Sharing:
         self._pages: dict[int, range] = {}  # of steps
         self._again: list[Pair] = []
         self._num_looked = begin
-        self._rng = None if share.random is None else np.random.default_rng([share.random, seed])
+        self._rng = None if share.random is None else np.random.default_rng([share.random, *identity])
 
     def append(self, tokens: Sequence[int]) -> None:
         """The row's next tokens: where they lie. Cheap, and no look at what they say."""

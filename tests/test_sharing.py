@@ -234,7 +234,7 @@ def test_a_results_statistics_stay_as_they_were(model):
 
 def sharing_of(share, prompt, tokens, page_size=4, tokenizer=None):
     model = dataclasses.replace(tiny_model(), tokenizer=tokenizer or TinyTokenizer())
-    one = Sharing(share, model, np.asarray(prompt, np.int32), page_size, SharingStats(), lambda: np.eye(32), seed=0)
+    one = Sharing(share, model, np.asarray(prompt, np.int32), page_size, SharingStats(), lambda: np.eye(32))
     one.append(tokens)
     one.look()
     return one
@@ -395,7 +395,7 @@ def test_the_engine_measures_what_the_pool_holds(model):
         sharing_stats = engine.stats.sharing
         assert sharing_stats.candidates > 3
         # Nothing was shared at distance 0, so page p of the row is entry p: every distance can be had from the last state.
-        twin = Sharing(policy.share, model, np.asarray(PROMPTS[0], np.int32), PAGE, SharingStats(), lambda: np.eye(32), seed=0)
+        twin = Sharing(policy.share, model, np.asarray(PROMPTS[0], np.int32), PAGE, SharingStats(), lambda: np.eye(32))
         for token in sample.completion.tokens:
             twin.append([token])
             twin.look()

@@ -14,7 +14,7 @@ def random_share(like: Policy | None = None, seed: int = 0, percentile: float = 
 
     For each page that the other would measure, one in a hundred `percentile` times, two full pages of the completion are drawn,
     and the older stands for the newer. Nothing is measured, so there is no warm-up, and a distance in place of the percentile
-    has no meaning. Draws depend on the seed and the request's own random key.
+    has no meaning. Draws depend on the seed, the prompt and the sample's index.
 
     Raises:
       ValueError: a setting out of its range, or a policy that shares nothing.
