@@ -210,7 +210,7 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
     """A budget as long as the sequence, or a strength or distance of zero, gives what the full cache does."""
     policy, schedule = case.policy, case.policy.schedule
     if policy.share is not None:
-        policy = dataclasses.replace(policy, share=dataclasses.replace(policy.share, threshold=0.0))
+        policy = dataclasses.replace(policy, share=dataclasses.replace(policy.share, threshold=0.0, percentile=1e-9))
     new_tokens, enough = case.new_tokens, 2 * len(case.prompts) * (len(case.prompts[-1]) + case.new_tokens)
     if policy.read is not None:
         policy = dataclasses.replace(policy, read=dataclasses.replace(policy.read, budget=enough))
