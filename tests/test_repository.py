@@ -86,6 +86,10 @@ def test_the_readmes_figures_are_those_that_were_recorded():
     said += [f"{100 * best:.1f} % at best", f"{100 * one['h2o', 0.75]['accuracy']:.1f} %"]
     quest = one["quest", 0.25]
     said += [f"loses {-100 * quest['change']:.1f} ± {100 * (quest['change_high'] - quest['change']):.1f} points"]
+    apart = json.loads((ROOT / "results" / "distances.json").read_text())
+    raw, rotated, num_pages = apart["raw"], apart["rotated"], apart["pages"]
+    said += [f"are {raw['median_same']:.1f} apart", f"{rotated['median_same']:.1f} and {rotated['median_other']:.1f}"]
+    said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages", f"only {raw['pairs_of_the_same_tokens']} hold"]
     missing = [words for words in said if words not in page]
     assert not missing
 
