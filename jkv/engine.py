@@ -49,7 +49,6 @@ from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, request_id
 from jkv.sentences import map_sentences, new_log
 from jkv.sharer import Sharer
-from jkv.sharing import check_tokenizer
 from jkv.text import StopFinder, TextStream, cut, num_certain
 from jkv.timing import COMPILING, clock
 
@@ -124,8 +123,7 @@ class Engine:
         named = [] if policies is None else spread_policies(policies, len(policies))
         self.needs = Needs.of(None if policies is None else named)
         for policy in named:
-            if policy.share is not None:
-                check_tokenizer(self.model, policy.name)
+            self.needs.check(policy, self.model)
         self.is_traced = return_trace
         self.num_heads = num_layer_heads(self.params)
         self.page_bytes = page_bytes(self.params, page_size, self.needs.bounds)
@@ -415,10 +413,9 @@ class Engine:
         """Pages that a sample in a row may hold until the next look, those of its prefix not counted."""
         if sample.request.policy.is_bounded:
             return sample.most_pages
-        steps, share = min(self.chunk, sample.remaining), sample.request.policy.share
-        slots = sample.filled + (steps if share is None else self.page_size * share.align_steps + share.most_slots(steps))
-        held = sample.request.policy.num_pages(slots, self.params.config.num_kv_heads, self.page_size)
-        held = min(held, sample.most_pages)
+        policy = sample.request.policy
+        slots = sample.filled + policy.most_growth(min(self.chunk, sample.remaining), self.page_size)
+        held = min(policy.num_pages(slots, self.params.config.num_kv_heads, self.page_size), sample.most_pages)
         return held - (sample.prefix.num_full_pages if shares else 0)
 
     def _claimed(self) -> int:

@@ -373,18 +373,6 @@ def fill_page(pool: Pool, is_filled: Bool[Array, " B"]) -> Pool:
     return pool.replace(length=end, slot_data=pool.slot_data | {LOG_WEIGHT: weight})
 
 
-def alias(pool: Pool, row: Int[Array, " R"], index: Int[Array, " R"], source: Int[Array, " R"]) -> Pool:
-    """Entry `index` of each row's table, in every layer and KV head, becomes the page at entry `source`; its own is released.
-
-    Both pages must be full, and `index` distinct from `source` and from the other rows' targets. What is read twice counts
-    twice, which `take_pages` and a log-weight have at half the reading: this is the plain form, for tests.
-    """
-    old, new = pool.page_table[:, row, :, index], pool.page_table[:, row, :, source]  # [R, L, K]
-    refcount = pool.refcount.at[new].add(1)
-    table = pool.page_table.at[:, row, :, index].set(new)
-    return drop_references(pool.replace(refcount=refcount, page_table=table), old, jnp.ones(old.shape, bool))
-
-
 def release(pool: Pool, row: Int[Array, " R"]) -> Pool:
     """The pool with `row`s empty and their pages free, but for those that others share.
 

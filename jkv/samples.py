@@ -12,7 +12,7 @@ from jkv.programs import Snapshot
 from jkv.requests import Request, compacted
 from jkv.results import AgainColumns, Completion, Event
 from jkv.sentences import SentenceLog
-from jkv.sharing import Pair, Share, Sharing
+from jkv.sharing import Pair, Sharing
 from jkv.steering import Thinking
 from jkv.swap import Aside, Pages
 from jkv.text import StopFinder, TextStream
@@ -80,12 +80,6 @@ class Sample:
     sharing: Sharing | None = None  # of a row whose policy shares pages
     num_told: int = 0  # characters of the text that were in an event
     num_told_tokens: int = 0
-
-    @property
-    def sharing_rule(self) -> Share:
-        """How its policy shares, which it does."""
-        assert self.request.policy.share is not None
-        return self.request.policy.share
 
     @property
     def seconds(self) -> float:

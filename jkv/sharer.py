@@ -29,6 +29,7 @@ class Row:
 
     index: int
     sample: Sample
+    sharing: Sharing
     pairs: list[Pair]
 
 
@@ -71,19 +72,18 @@ class Sharer:
                     continue
                 pairs = [] if now % sharing.share.interval else sharing.candidates(now)
                 if pairs:
-                    self._rows.append(Row(i, sample, pairs))
+                    self._rows.append(Row(i, sample, sharing, pairs))
         self.stats.filter_waits += bool(emitted.token.is_ready())
         self._squares = []
-        rows = [row for row in self._rows if row.sample.sharing_rule.random is None]
+        rows = [row for row in self._rows if row.sharing.share.random is None]
         for is_raw in (False, True):  # two programs: with and without a turn
-            self._measure(state, [row for row in rows if (row.sample.sharing_rule.compare_on == "raw") == is_raw], is_raw)
+            self._measure(state, [row for row in rows if (row.sharing.share.compare_on == "raw") == is_raw], is_raw)
 
     def _measure(self, state: State, rows: list[Row], is_raw: bool) -> None:
         """Queues the programs that measure some rows' pairs."""
         numbers = []
         for row in rows:
-            assert row.sample.sharing is not None
-            layout = row.sample.sharing.layout
+            layout = row.sharing.layout
             place = {page: entry for entry, page in enumerate(layout.table)}
             for pair in row.pairs:
                 shift = layout.first[pair.page] - layout.first[pair.kept]
@@ -108,11 +108,11 @@ class Sharer:
             none = np.zeros((0, self.model.config.num_layers, 2, 3), np.float32)
             squares, start = np.concatenate([none, *(np.asarray(block)[:count] for count, block in self._squares)]), 0
             # As they were measured: those at random not at all, those of raw keys last.
-            for row in sorted(self._rows, key=lambda row: row.sample.sharing_rule.compare_on == "raw"):
-                count = len(row.pairs) if row.sample.sharing_rule.random is None else 0
+            for row in sorted(self._rows, key=lambda row: row.sharing.share.compare_on == "raw"):
+                count = len(row.pairs) if row.sharing.share.random is None else 0
                 mine, start = squares[start : start + count], start + count
-                if row.sample.sharing is not None:
-                    kept += self._decide_row(row, row.sample.sharing, mine)
+                if not row.sample.is_finished:
+                    kept += self._decide_row(row, mine)
         self._rows, self._squares = [], []
         if not kept:
             return state
@@ -122,9 +122,9 @@ class Sharer:
             row_index[j], entries[j], log_weight[j] = i, order, weight
         return programs.take_pages(state, row_index, entries.astype(np.int32), log_weight.astype(np.float32))
 
-    def _decide_row(self, row: Row, sharing: Sharing, squares: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    def _decide_row(self, row: Row, squares: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """One row's decision: which entries of its table stay, and for how many each stands; nothing if all stay."""
-        stats, layout = self.stats, sharing.layout
+        stats, sharing, layout = self.stats, row.sharing, row.sharing.layout
         before = list(layout.table)
         if sharing.share.random is not None:
             shared = sharing.decide_at_random(row.pairs)

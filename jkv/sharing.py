@@ -23,7 +23,7 @@ import numpy as np
 from jkv.params import Model
 from jkv.pool import EMPTY
 from jkv.steps import Filter, FilterStats, StepFinder, make_library
-from jkv.text import TokenFacts, facts_of
+from jkv.text import facts_of
 
 COMPARED = ("rotated", "raw", "values")
 METRICS = ("euclid", "cosine")
@@ -256,7 +256,7 @@ class Sharing:
         model: Model,
         prompt: np.ndarray,
         page_size: int,
-        stats: "SharingStats",
+        stats: SharingStats,
         embedding: Callable[[], np.ndarray],
         identity: tuple[int, int] = (0, 0),
     ) -> None:
@@ -398,7 +398,7 @@ def distances(share: Share, squares: np.ndarray, num_tokens: np.ndarray, num_kv_
     return apart[..., first:].mean(axis=(1, 2)), relative[..., first:].mean(axis=(1, 2))
 
 
-def check_tokenizer(model: Model, name: str) -> TokenFacts:
+def check_tokenizer(model: Model, name: str) -> None:
     """Refuses a model whose text cannot be divided into steps.
 
     Raises:
@@ -408,10 +408,8 @@ def check_tokenizer(model: Model, name: str) -> TokenFacts:
         raise ValueError(
             f"{name} finds reasoning steps by the text of tokens, and this model has no tokenizer. Load one with it."
         )
-    facts = facts_of(model.tokenizer, model.config.vocab_size)
-    if not facts.is_break.any():
+    if not facts_of(model.tokenizer, model.config.vocab_size).is_break.any():
         raise ValueError(
             f"{name} divides text into steps at blank lines, and no token of this model's tokenizer holds one. Use a policy "
             "that evicts."
         )
-    return facts

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jkv.formal import form_of
 from jkv.text import TokenFacts
 
 SENTENCE = "sentence:"  # before the name of a model of sentence-transformers
@@ -200,8 +201,6 @@ class StepFinder:
         return kept
 
     def _form(self, step: Step) -> int:
-        from jkv.formal import form_of
-
         if step.form is None:
             form, unparsed = form_of(self.decode(step.text))
             step.form = self._forms.setdefault(form, len(self._forms))

@@ -55,8 +55,16 @@ write_pages = jax.jit(pages.write_pages, donate_argnames="pool")
 take_slots = jax.jit(pages.take_slots, donate_argnames="pool")
 take_pages = jax.jit(pages.take_pages, donate_argnames="pool")
 fill_page = jax.jit(pages.fill_page, donate_argnames="pool")
-alias = jax.jit(pages.alias, donate_argnames="pool")
 release = jax.jit(pages.release, donate_argnames="pool")
+
+
+@functools.partial(jax.jit, donate_argnames="pool")
+def alias(pool, row, index, source):
+    """Entry `index` of each row's table becomes the full page at entry `source`, which is then read twice."""
+    old, new = pool.page_table[:, row, :, index], pool.page_table[:, row, :, source]  # [R, L, K]
+    refcount = pool.refcount.at[new].add(1)
+    table = pool.page_table.at[:, row, :, index].set(new)
+    return pages.drop_references(pool.replace(refcount=refcount, page_table=table), old, jnp.ones(old.shape, bool))
 
 
 @jax.jit

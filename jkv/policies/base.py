@@ -375,6 +375,10 @@ class Policy:
         """The most slots of each layer's heads, on average, once the prompt is in and compacted: [L]."""
         return self._most(self.layer_budgets(num_layers), prompt, new)
 
+    def most_growth(self, steps: int, page_size: int) -> int:
+        """The most slots that so many decode steps add, wherever in a page the row stands."""
+        return steps if self.share is None else self.share.align_steps * page_size + self.share.most_slots(steps)
+
     def widest(self, prompt: int, new: int, num_layers: int, num_kv_heads: int) -> int:
         """The most slots of any layer and KV head."""
         budgets = self.layer_budgets(num_layers)
