@@ -50,6 +50,7 @@ from jkv.policies import (
     tova,
 )
 from jkv.results import Event, Result
+from jkv.rollout import Rollout, Rollouts
 from jkv.sampling import Sampling
 from jkv.score import Trace, score
 from jkv.steering import SteeringVector
@@ -77,6 +78,8 @@ __all__ = [
     "Policy",
     "Read",
     "Result",
+    "Rollout",
+    "Rollouts",
     "Sampling",
     "SteeringVector",
     "Trace",

@@ -17,14 +17,11 @@ Rules of memory, in one place; all are arithmetic on the host, so the pool never
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import heapq
 import itertools
 import secrets
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -33,17 +30,18 @@ import jax
 import numpy as np
 
 from jkv import mesh as meshes
-from jkv import programs, swap
+from jkv import programs, swap, weights
 from jkv.attention import NEVER
 from jkv.checks import check_counts, typed
 from jkv.control import Needs, empty_state, for_chunk, row_settings
+from jkv.interrupts import deferred_interrupt
 from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
 from jkv.page_choice import columns_of
 from jkv.params import Model, Params
 from jkv.policies.base import Evict, Policy
 from jkv.pool import EMPTY, TRASH, num_pages_of
 from jkv.programs import Control
-from jkv.requests import Request, check_model, check_sampling, encode_prompts, make_request, spread_policies
+from jkv.requests import Request, check_model, check_sampling, check_weights, encode_prompts, make_request, spread_policies
 from jkv.results import Completion, Event, Result, RunStats, make_result
 from jkv.samples import Prefix, Sample, Start
 from jkv.sampling import DRAWS, Sampling, request_id
@@ -99,6 +97,8 @@ class Engine:
       ValueError: a setting out of its range, or a mesh that the model cannot be split over.
     """
 
+    params: Params  # the weights in use
+
     def __init__(
         self,
         model_or_params: Model | Params,
@@ -125,13 +125,14 @@ class Engine:
             raise ValueError(f"order must be one of {ORDERS}; got {order!r}.")
         self.model, self.mesh = check_model(model_or_params), typed("mesh", mesh, jax.sharding.Mesh | None)
         self.programs: Any = programs
-        num_shards, make_state = 1, empty_state
+        num_shards, make_state, params = 1, empty_state, self.model.params
         if mesh is not None:
             meshes.check_mesh(mesh, self.model.config)
-            self.model = dataclasses.replace(self.model, params=meshes.shard(self.model.params, mesh))
+            params = meshes.shard(params, mesh)
             self.programs, num_shards = meshes.programs_on(mesh), mesh.size
             make_state = functools.partial(meshes.empty_state, mesh)
-        self.params, config = self.model.params, self.model.config
+        self._use(weights.committed(params))
+        config = self.params.config
         max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
         self.max_running, self.max_slots, self.page_size = max_running, max_slots, page_size
         self.chunk, self.order, self.max_stop_ids = chunk, order, max_stop_ids
@@ -152,7 +153,8 @@ class Engine:
             num_pages=num_pages,
             num_shards=num_shards,
         )
-        self.state = make_state(
+        self._make_state = functools.partial(
+            make_state,
             config,
             self.needs,
             num_rows=max_running,
@@ -162,10 +164,13 @@ class Engine:
             dtype=self.params.embedding.dtype,
             poison=poison,
         )
+        self.state: Any = None  # a `State`; None while the engine sleeps
+        self.wake()
         cache = self.state.cache
         beside_pages = cache.query_ring, cache.pool.slot_data, cache.pool.hole
         self.row_bytes = sum(x.nbytes for x in jax.tree.leaves(beside_pages))
-        self.stats = RunStats(platform=platform_of(next(iter(self.params.embedding.devices()))))
+        self.platform = platform_of(next(iter(self.params.embedding.devices())))
+        self.version = 0  # of the weights: how often they were replaced
         self.draws = DRAWS[0]  # the most demanding so far: going back would compile, and save nothing that was not paid
         self.running: dict[int, Sample] = {}  # by batch row
         self.waiting: list[tuple[tuple[int, int], Sample]] = []  # a heap
@@ -178,7 +183,8 @@ class Engine:
         # A longer request doubles it, and compiles compaction anew.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         self._tells_text = False
-        self._sharer = Sharer(self.programs, self.model, page_size, max_running, num_pages_of(max_slots, page_size), self.stats)
+        self._sharer = Sharer(self.programs, self.model, page_size, max_running, num_pages_of(max_slots, page_size))
+        self.reset_stats()
 
     # What a caller does.
 
@@ -235,7 +241,7 @@ class Engine:
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues checked requests under one ticket; tickets count from 0."""
         for request in requests:
-            self._check(request)
+            self.check(request)
         ticket = next(self._ticket)
         self.tickets[ticket] = [self._make_sample(ticket, i, request, on_tokens) for i, request in enumerate(requests)]
         return ticket
@@ -259,6 +265,11 @@ class Engine:
             all the same, the engine usable, and its events come with the next one's. A second press interrupts at once, and
             may lose the pool.
         """
+        if self.running or self.waiting:
+            if self.is_asleep:
+                raise ValueError("An engine that sleeps has no pool to run requests in; it has some to run. Call wake() first.")
+            if self.params.embedding.is_deleted():
+                raise ValueError("The weights in use are gone: a trainer donated or deleted them. Call update(params) first.")
         compiled = COMPILING.seconds
         with deferred_interrupt() as is_interrupted:
             with clock(self.stats, "seconds"):
@@ -314,16 +325,89 @@ class Engine:
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
         """
-        samples = self._samples_of(ticket)
-        if not all(sample.is_finished for sample in samples):
-            raise ValueError(f"result takes a finished request; {ticket} still runs. Call run() or stream() first.")
-        del self.tickets[ticket]
-        return make_result(self.model, samples, self.stats, self.is_traced)
+        return make_result(self.model, self.take([ticket]), self.stats, self.is_traced)
+
+    def take(self, tickets: Sequence[int]) -> list[Sample]:
+        """The samples of finished requests, one request after the other; the engine then forgets them.
+
+        Raises:
+          ValueError: an unknown ticket, or one that is not finished.
+        """
+        samples = {ticket: self._samples_of(ticket) for ticket in tickets}
+        for ticket, group in samples.items():
+            if not all(sample.is_finished for sample in group):
+                raise ValueError(f"result takes a finished request; {ticket} still runs. Call run() or stream() first.")
+        for ticket in samples:
+            del self.tickets[ticket]
+        return [sample for group in samples.values() for sample in group]
+
+    def reset_stats(self) -> None:
+        """Counts from zero; what sharing learnt of distances is forgotten with it."""
+        self.stats = RunStats(platform=self.platform)
+        self._sharer.stats = self.stats.sharing
+
+    # Weights and memory.
+
+    def update(self, params: Params) -> None:
+        """Takes new weights from the next step on: a change of pointers, which compiles nothing.
+
+        Nobody starts any more from a prompt that the old weights prefilled. Samples that are running go on with the keys that
+        the old ones left; `Completion.versions` tells which tokens are whose.
+
+        Raises:
+          ValueError: weights of another structure, configuration, shape, type or place, or not finite; nothing is changed.
+        """
+        weights.check_same(self.params, params)
+        check_weights(params)
+        self._use(weights.committed(params))
+        self.version += 1
+        self._sharer.renew(self.model)
+        for _, sample in self.waiting:
+            if sample.is_fresh:
+                self._let_go(sample)
+                sample.prefix = self._prefix_of(sample)
+
+    def _use(self, params: Params) -> None:
+        self.params = params
+        self.model = dataclasses.replace(self.model, params=params)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pool is freed."""
+        return self.state is None
+
+    def sleep(self) -> None:
+        """Frees the pool and all that lies beside it on the device; rows that are running go to host memory.
+
+        `wake` brings them back bit for bit, without the pages that they shared being shared again. Weights stay where they
+        are: they are the caller's.
+        """
+        if self.is_asleep:
+            return
+        self._free_finished()
+        for i in sorted(self.running, key=lambda i: self.running[i].priority, reverse=True):
+            self._put_aside(i)
+        for prefix in [prefix for prefix in self.prefixes.values() if prefix.is_held]:
+            self._give_up(prefix)
+        for leaf in jax.tree.leaves((self.state, self._settings)):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        self.state, self._settings = None, None
+
+    def wake(self) -> None:
+        """Makes an empty pool again, of the same size; those who wait find their way into it."""
+        if self.is_asleep:
+            state = self._make_state()
+            self.state = state if self.mesh is not None else jax.device_put(state, weights.place_of(self.params))
 
     # Samples.
 
-    def _check(self, request: Request) -> None:
-        """Refuses what this engine cannot serve."""
+    def check(self, request: Request) -> None:
+        """Refuses what this engine can never serve.
+
+        Raises:
+          ValueError: why, with the arithmetic.
+        """
         check_fits(self.params, request, max_slots=self.max_slots, num_pages=self.num_pages, page_size=self.page_size)
         self._check_policy(request.policy)
         if len(request.stop_ids) > self.max_stop_ids:
@@ -345,7 +429,6 @@ class Engine:
     def _make_sample(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         tokenizer = self.model.tokenizer
         serial = next(self._serial)
-        prefix = self.prefixes.setdefault(request.prefix, Prefix())
         sample = Sample(
             ticket,
             index,
@@ -353,14 +436,21 @@ class Engine:
             Completion(),
             most_pages=most_pages(self.params, request, self.page_size),
             priority=(-request.most_tokens if self.order == "longest" else 0, serial),
-            prefix=prefix,
+            prefix=Prefix(None),
             on_tokens=on_tokens,
             stops=StopFinder(tokenizer.decode, request.stop_strings) if request.stop_strings else None,
             submitted=time.perf_counter() - COMPILING.seconds,
         )
-        prefix.samples.add(sample)
+        sample.prefix = self._prefix_of(sample)
         heapq.heappush(self.waiting, (sample.priority, sample))
         return sample
+
+    def _prefix_of(self, sample: Sample) -> Prefix:
+        """The prefix that a fresh sample starts from: that of the weights in use."""
+        key = self.version, sample.request.prefix
+        prefix = self.prefixes.setdefault(key, Prefix(key))
+        prefix.samples.add(sample)
+        return prefix
 
     def _finish(self, sample: Sample, reason: str) -> None:
         """Ends a sample wherever it is; its row, if any, is freed with the others."""
@@ -497,7 +587,7 @@ class Engine:
         if prefix.is_held and not prefix.is_needed:
             self._give_up(prefix)
         if not prefix.samples:
-            self.prefixes.pop(sample.request.prefix, None)
+            self.prefixes.pop(prefix.key, None)
 
     # Rows.
 
@@ -539,7 +629,7 @@ class Engine:
         """A prompt into its row, compressed if it is longer than the budget."""
         sample = self.running[i]
         prompt = sample.request.prompt
-        sample.filled = np.full(self.params.config.num_layers, len(prompt))
+        sample.filled, sample.version = np.full(self.params.config.num_layers, len(prompt)), self.version
         sample.sentences = new_log(self.model, sample.request.policy.sentences)
         if self.is_traced:
             sample.completion.ends = self._new_ends(sample.request.most_tokens)
@@ -573,7 +663,7 @@ class Engine:
                 self.state = self.programs.fork(self.state, start.snapshot, self._pad_rows(group), owns_all)
         for sample in (self.running[i] for i in rows):
             completion, done = sample.completion, start.completion
-            sample.filled, completion.is_forked = prefix.filled, True
+            sample.filled, completion.is_forked, sample.version = prefix.filled, True, self.version
             completion.compactions, completion.evicted = done.compactions, done.evicted
             sample.sentences = None if start.sentences is None else start.sentences.copy()
             self._sharer.start(sample)
@@ -641,7 +731,9 @@ class Engine:
             )
             if self.needs.sharing:
                 self._sharer.look(self.running, self.state, num_steps, emitted)
-            token, log_prob, is_real, held, is_running, dropped, is_read, steered, hidden = jax.device_get(emitted)
+            told = jax.device_get(emitted)
+            token, log_prob, is_real, held, is_running, dropped, is_read, steered, hidden, log_prob_full = told
+            log_prob_full = log_prob if log_prob_full is None else log_prob_full
         assert held <= self.num_pages, "the pool ran out of pages below a claim"
         running = list(self.running.items())
         counts = is_real.sum(axis=0)
@@ -670,7 +762,8 @@ class Engine:
         self.stats.row_steps += num_steps * self.max_running
         self.stats.tokens += int(counts.sum())
         self._count_bytes(int(held), num_steps)
-        news = [(s, *self._collect(s, token[: counts[i], i].tolist(), log_prob[: counts[i], i].tolist())) for i, s in running]
+        drawn = (token, log_prob, log_prob_full)
+        news = [(s, *self._collect(s, *(field[: counts[i], i].tolist() for field in drawn))) for i, s in running]
         self.state = self._sharer.decide(self.state)
         for sample, error in self._sharer.failed:
             if not sample.is_finished:
@@ -695,7 +788,9 @@ class Engine:
             )
         return for_chunk(self._settings, self.running, self.model)
 
-    def _collect(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> tuple[list[int], list[float]]:
+    def _collect(
+        self, sample: Sample, tokens: list[int], log_probs: list[float], log_probs_full: list[float]
+    ) -> tuple[list[int], list[float]]:
         """Takes a chunk's tokens over into the completion, ends it if it is finished, and returns those that count."""
         request, completion = sample.request, sample.completion
         reason = ""
@@ -710,6 +805,9 @@ class Engine:
             tokens, log_probs, reason = tokens[:kept], log_probs[:kept], "stop"
         completion.tokens += tokens
         completion.log_probs += log_probs
+        completion.log_probs_full += log_probs_full[: len(tokens)]
+        completion.versions += [sample.version, *[self.version] * len(tokens)][: len(tokens)]  # the first's logits were there
+        sample.version = self.version
         if reason:
             self._finish(sample, reason)
         return tokens, log_probs
@@ -824,27 +922,3 @@ class Engine:
 def split_prompt(prompt: np.ndarray) -> list[np.ndarray]:
     """The pieces that prefill takes one after the other."""
     return [prompt[start : start + PREFILL_SIZES[-1]] for start in range(0, len(prompt), PREFILL_SIZES[-1])]
-
-
-@contextlib.contextmanager
-def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether Ctrl-C was pressed inside the block; a second press interrupts as usual.
-
-    An interrupt in the middle of a program would lose the pool, which was donated to it. Only the main thread hears signals.
-    """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield lambda: False
-        return
-    pressed: list[int] = []
-
-    def note(number: int, frame: Any) -> None:
-        if pressed and callable(before):
-            before(number, frame)
-        pressed.append(number)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: bool(pressed)
-    finally:
-        signal.signal(signal.SIGINT, before)

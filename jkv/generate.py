@@ -3,13 +3,14 @@
 import collections
 import contextlib
 import secrets
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jkv.checks import check_counts
+from jkv.checks import check_counts, typed
 from jkv.engine import Engine
 from jkv.memory import at_most_free, most_pages, num_row_pages, page_bytes, widest
 from jkv.params import Model, Params
@@ -96,7 +97,7 @@ def generate(
     tickets = [engine.submit_requests(group, on_tokens) for group in requests]
     with progress_bar(sum(request.max_new_tokens for group in requests for request in group), progress) as on_events:
         engine.run(on_events)
-    samples = [sample for ticket in tickets for sample in engine.tickets[ticket]]
+    samples = engine.take(tickets)
     for error in {id(s.completion.error): s.completion.error for s in samples if s.completion.error}.values():
         warnings.warn(f"on_tokens or an encoder raised {error!r}; the samples of its prompt were ended", stacklevel=2)
     return make_result(model, samples, engine.stats, return_trace)
@@ -112,8 +113,15 @@ def make_requests(
     max_new_tokens: int | None,
     stop_ids: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
+    first_sample: int = 0,
 ) -> list[list[Request]]:
-    """The n requests of each prompt, checked. The j-th equal prompt goes on with the sample index; all have one seed."""
+    """The n requests of each prompt, checked. The j-th equal prompt goes on with the sample index; all have one seed.
+
+    Raises:
+      ValueError: a request that the model cannot serve, or sample indices beyond 32 bits.
+    """
+    if not 0 <= typed("first_sample", first_sample, int) <= 2**32 - n * len(prompts):
+        raise ValueError(f"first_sample must lie in [0, 2**32), with the samples that follow; got {first_sample}.")
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     seen: collections.Counter[int] = collections.Counter()
     requests = []
@@ -128,7 +136,7 @@ def make_requests(
                     sampling=sampling,
                     seed=seed,
                     identity=identity,
-                    sample=seen[identity] + sample,
+                    sample=first_sample + seen[identity] + sample,
                     max_new_tokens=max_new_tokens,
                     stop_ids=stop_ids,
                     stop_strings=stop_strings,
@@ -149,6 +157,7 @@ def engine_for(
     page_size: int = DEFAULT_PAGE_SIZE,
     kv_memory: int | str | None = None,
     num_pages: int | None = None,
+    max_stop_ids: int = 8,
     **options: Any,
 ) -> Engine:
     """An engine sized for these requests, the samples of each prompt in a group; `options` are the engine's own."""
@@ -168,7 +177,7 @@ def engine_for(
         kv_memory=kv_memory,
         num_pages=num_pages,
         policies=policies,
-        max_stop_ids=max(8, *(len(request.stop_ids) for request in every)),
+        max_stop_ids=max(max_stop_ids, *(len(request.stop_ids) for request in every)),
         **options,
     )
 
@@ -191,10 +200,11 @@ def default_num_pages(
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, progress: bool | None) -> Iterator[Callable[[list[Event]], None]]:
-    """A bar of generated tokens."""
+def progress_bar(total: int, progress: bool | None, title: str = "generate") -> Iterator[Callable[[list[Event]], None]]:
+    """A bar of generated tokens; where nobody says, only the main thread shows one."""
     from tqdm.auto import tqdm
 
-    disable = None if progress is None else not progress
-    with tqdm(total=total, unit="tok", desc="generate", disable=disable, leave=False) as bar:
+    is_main = threading.current_thread() is threading.main_thread()
+    disable = not progress if progress is not None else (None if is_main else True)
+    with tqdm(total=total, unit="tok", desc=title, disable=disable, leave=False) as bar:
         yield lambda events: bar.update(sum(len(event.tokens) for event in events)) and None

@@ -181,7 +181,7 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(arrange(mesh), P())
 
 
-SEAT = Seat(P(None, HEADS), P(None, HEADS), P(), P(None, HEADS))
+SEAT = Seat(P(None, HEADS), P(None, HEADS), P(), P(None, HEADS), P(None, HEADS))
 SNAPSHOT = Snapshot(SEAT, P(), P(None, None, HEADS))
 BY_STEP, BY_STEP_AND_HEAD = P(None, ROWS), P(None, None, ROWS, HEADS)
 EMITTED = Emitted(
@@ -194,6 +194,7 @@ EMITTED = Emitted(
     is_read=BY_STEP_AND_HEAD,
     steered=BY_STEP,
     hidden=BY_STEP,
+    log_prob_full=BY_STEP,
 )
 ARGUMENTS: dict[str, Any] = {  # of programs; others are everywhere
     "params": param_specs,

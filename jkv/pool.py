@@ -68,6 +68,7 @@ class Seat(NamedTuple):
     length: Int[Array, "L K"]
     logical_length: Int[Array, ""]
     slot_data: dict[str, Float[Array, "L K S"]]
+    hole: Int[Array, "L K"] | None = None
 
 
 class Content(NamedTuple):
@@ -196,7 +197,8 @@ def open_holes(pool: Pool, slot: Int[Array, "L B K"]) -> tuple[Pool, Int[Array, 
 def seat_of(pool: Pool, row: Int[Array, ""]) -> Seat:
     """Where a row sits; a look, which takes no reference."""
     data = {name: data[:, row] for name, data in pool.slot_data.items()}
-    return Seat(pool.page_table[:, row], pool.length[:, row], pool.logical_length[row], data)
+    hole = None if pool.hole is None else pool.hole[:, row]
+    return Seat(pool.page_table[:, row], pool.length[:, row], pool.logical_length[row], data, hole)
 
 
 def leave(pool: Pool, row: Int[Array, ""]) -> tuple[Pool, Seat]:
@@ -216,12 +218,16 @@ def sit(pool: Pool, seat: Seat, target: Int[Array, " R"], is_own: Bool[Array, "L
     table = jnp.broadcast_to(seat.page_table[:, None], is_shared.shape)
     refcount = pool.refcount.at[jnp.where(is_shared, table, pool.refcount.shape[0])].add(1, mode="drop")
     pool, fresh = allocate(pool.replace(refcount=refcount), (is_used & is_own)[:, None] & is_real)
-    data = pool.slot_data
+    data, hole = pool.slot_data, pool.hole
+    if hole is not None:
+        assert seat.hole is not None
+        hole = hole.at[:, target].set(seat.hole[:, None], mode="drop")
     return pool.replace(
         page_table=pool.page_table.at[:, target].set(jnp.where(is_shared, table, fresh), mode="drop"),
         length=pool.length.at[:, target].set(seat.length[:, None], mode="drop"),
         logical_length=pool.logical_length.at[target].set(seat.logical_length, mode="drop"),
         slot_data={name: data[name].at[:, target].set(seat.slot_data[name][:, None], mode="drop") for name in data},
+        hole=hole,
     )
 
 

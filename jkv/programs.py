@@ -76,6 +76,7 @@ class Emitted(NamedTuple):
     is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
     steered: Float[Array, "steps B"] | None  # how much of its vector each token got; None unless traced
     hidden: Float[Array, "steps B D"] | None  # of each token, after the final norm; None unless sentences are looked for
+    log_prob_full: Float[Array, "steps B"] | None  # before top-k and top-p; None where `log_prob` is that
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "tells_hidden"), donate_argnames="state")
@@ -94,7 +95,7 @@ def decode_chunk(
     def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         (cache, logits), is_active, remaining, is_thinking, align = carry
         position = cache.pool.logical_length
-        token, log_prob = sampling.draw(logits, control.sampling, position, draws)
+        token, log_prob, log_prob_full = sampling.draw(logits, control.sampling, position, draws)
         token = jnp.where(is_active, token, 0)
         is_last = (token[:, None] == control.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
@@ -126,6 +127,7 @@ def decode_chunk(
         events = (
             *((dropped, cache.is_read, steered) if is_traced else (None, None, None)),
             hidden[:, 0] if tells_hidden else None,
+            log_prob_full,
         )
         return (state, goes_on, remaining - 1, is_thinking, align), (token, log_prob, is_active, *events)
 

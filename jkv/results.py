@@ -48,6 +48,8 @@ class Completion:
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
+    log_probs_full: list[float] = dataclasses.field(default_factory=list)  # before top-k and top-p
+    versions: list[int] = dataclasses.field(default_factory=list)  # of the weights that drew each token
     finish_reason: str = ""
     ends: np.ndarray | None = None  # [L, K, T] int32, traced requests only: when each token's key was dropped, or NEVER
     reads: list[np.ndarray] = dataclasses.field(default_factory=list)  # [steps, L, K, MP] bool: traced Quest's chunks
@@ -231,6 +233,7 @@ class Result:
       lengths: `[n]` tokens of each completion.
       logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (temperature 0: temperature
         1's); 0 in padding.
+      logprobs_full: the same, before top-k and top-p cut other tokens: of the whole vocabulary, temperature alone.
       finish_reason: of each sample: "eos" (an end token of the model), "stop" (a stop id or string of the caller), "length",
         "cancelled" (by the caller, or Ctrl-C; what there was is kept), "error" (its callback or encoder raised), or "nan" (the
         model gave no finite probabilities).
@@ -253,6 +256,7 @@ class Result:
     prompts: list[np.ndarray]
     sampling: list[Sampling]
     samples: list[SampleStats]
+    logprobs_full: np.ndarray
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
     slot_bytes: int = 0
 
@@ -260,11 +264,13 @@ class Result:
 def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_traced: bool) -> Result:
     """Padded arrays, texts, statistics and the trace."""
     requests, completions = [sample.request for sample in samples], [sample.completion for sample in samples]
+    prompts = [request.prompt for request in requests]
     lengths = np.array([len(c.tokens) for c in completions], np.int32)
-    tokens = np.zeros((len(completions), np.max(lengths)), np.int32)
-    log_probs = np.zeros(tokens.shape, np.float32)
+    tokens = np.zeros((len(completions), np.max(lengths, initial=0)), np.int32)
+    log_probs, log_probs_full = np.zeros((2, *tokens.shape), np.float32)
     for i, completion in enumerate(completions):
         tokens[i, : lengths[i]], log_probs[i, : lengths[i]] = completion.tokens, completion.log_probs
+        log_probs_full[i, : lengths[i]] = completion.log_probs_full
     text = None
     if model.tokenizer is not None:
         decoded = (model.tokenizer.decode(completion.tokens, skip_special_tokens=True) for completion in completions)
@@ -273,13 +279,13 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
     each = [SampleStats(**{name: getattr(completion, name) for name in fields}) for completion in completions]
     num_tokens = int(lengths.sum())
     stats = Stats(
-        prompt_tokens=sum(len(request.prompt) for request in requests),
+        prompt_tokens=sum(map(len, prompts)),
         generated_tokens=num_tokens,
-        evicted=sum(one.evicted for one in each),
+        evicted=sum((one.evicted for one in each), 0.0),
         shared=sum(one.shared for one in each),
         amsr=run.amsr,
-        final_amsr=sum(one.saved for one in each) / max(sum(one.num_tokens > 0 for one in each), 1),
-        affected_ratio=sum(one.evicted + one.shared for one in each) / (sum(len(r.prompt) for r in requests) + num_tokens),
+        final_amsr=sum((one.saved for one in each), 0.0) / max(sum(one.num_tokens > 0 for one in each), 1),
+        affected_ratio=sum((one.evicted + one.shared for one in each), 0.0) / max(1, sum(map(len, prompts)) + num_tokens),
         sharing=copy.deepcopy(run.sharing) if any(request.policy.share for request in requests) else None,
         compactions=sum(one.compactions for one in each),
         kv_bytes=round(run.kv_bytes),
@@ -299,9 +305,9 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
         prefills=run.prefills,
         forks=run.forks,
         preemptions=run.preemptions,
-        queued_seconds=sum(one.queued_seconds for one in each) / len(each),
+        queued_seconds=sum((one.queued_seconds for one in each), 0.0) / max(len(each), 1),
         kernels=run.kernels,
-        seed=requests[0].seed,
+        seed=requests[0].seed if requests else 0,
     )
     return Result(
         text=text,
@@ -310,10 +316,11 @@ def make_result(model: Model, samples: "Sequence[Sample]", run: RunStats, is_tra
         logprobs=log_probs,
         finish_reason=[completion.finish_reason for completion in completions],
         stats=stats,
-        trace=make_trace(completions, requests) if is_traced else None,
-        prompts=[request.prompt for request in requests],
+        trace=make_trace(completions, requests) if is_traced and requests else None,
+        prompts=prompts,
         sampling=[request.sampling for request in requests],
         samples=each,
+        logprobs_full=log_probs_full,
         tokenizer=model.tokenizer,
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )

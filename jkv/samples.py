@@ -26,6 +26,7 @@ class Prefix:
     What gave way on the device is prefilled again for those who start, and is in host memory for those who were put aside.
     """
 
+    key: Any  # by which it is found: what its requests share, and the version of the weights that prefill it
     samples: "set[Sample]" = dataclasses.field(default_factory=set)  # those not finished
     is_held: bool = False  # whether its pages are in the pool, or are about to be
     filled: Any = None  # [L] slots of each layer's heads, on average
@@ -72,6 +73,7 @@ class Sample:
     is_running: bool = False
     shares: bool = False  # whether its row reads the prefix's pages
     aside: Aside | None = None
+    version: int = 0  # of the weights that made its logits
     generated: int = 0
     filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered
     text: TextStream | None = None

@@ -82,8 +82,10 @@ def sample_key(seed: UInt32[Array, ""], request: UInt32[Array, ""], sample: UInt
 
 def draw(
     logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, " B"], draws: str
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"] | None]:
     """Each row's next token and its log-probability in nats; the key depends on seed, request, sample and position only.
+
+    Last comes the log-probability that the token had before top-k and top-p cut others; None where no row may cut.
 
     `draws`, one of DRAWS, says what the most demanding row needs: noise costs a hash of every logit, truncation a sort.
     """
@@ -97,7 +99,11 @@ def draw(
     if draws != "greedy":
         noisy_BV = log_probs_BV + jnp.where(rows.temperature[:, None] > 0, jax.vmap(noise)(rows.key, position), 0.0)
     token = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
-    return token, jnp.take_along_axis(log_probs_BV, token[:, None], axis=-1)[:, 0]
+    log_prob = jnp.take_along_axis(log_probs_BV, token[:, None], axis=-1)[:, 0]
+    if draws != "truncated":
+        return token, log_prob, None
+    uncut_BV = log_distribution(logits, rows.temperature, rows.top_p, rows.top_k, truncates=False)
+    return token, log_prob, jnp.take_along_axis(uncut_BV, token[:, None], axis=-1)[:, 0]
 
 
 def log_distribution(

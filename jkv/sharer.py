@@ -14,9 +14,8 @@ import numpy as np
 from jkv.model import rotary_frequency
 from jkv.params import Model
 from jkv.programs import State
-from jkv.results import RunStats
 from jkv.samples import Sample
-from jkv.sharing import Pair, Sharing, Threshold, distances
+from jkv.sharing import Pair, Sharing, SharingStats, Threshold, distances
 from jkv.timing import clock
 
 NUM_PAIRS = 64  # pairs of pages that one program measures
@@ -35,14 +34,19 @@ class Row:
 class Sharer:
     """What sharing knows about an engine: thresholds, and what is being measured."""
 
-    def __init__(self, programs: Any, model: Model, page_size: int, num_rows: int, max_pages: int, stats: RunStats) -> None:
+    def __init__(self, programs: Any, model: Model, page_size: int, num_rows: int, max_pages: int) -> None:
         self.programs = programs  # the engine's: `jkv.programs`, or those of a mesh
-        self.model, self.page_size, self.num_rows, self.max_pages = model, page_size, num_rows, max_pages
-        self.stats = stats.sharing
+        self.page_size, self.num_rows, self.max_pages = page_size, num_rows, max_pages
+        self.stats = SharingStats()  # the engine's
         self.failed: list[tuple[Sample, Exception]] = []  # whose stage 1 raised, in the chunk in progress
-        self._embedding = functools.cache(lambda: np.asarray(model.params.embedding, np.float32))
+        self.renew(model)
         self._rows: list[Row] = []
         self._squares: list[tuple[int, Any]] = []  # programs that measure, and how many pairs are real
+
+    def renew(self, model: Model) -> None:
+        """Goes on with other weights."""
+        self.model = model
+        self._embedding = functools.cache(lambda: np.asarray(model.params.embedding, np.float32))
 
     def start(self, sample: Sample) -> None:
         """Begins a row whose policy shares, its prompt in the pool and not yet compressed."""

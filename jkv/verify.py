@@ -106,7 +106,7 @@ class Case:
         limit = self.new_tokens if new_tokens is None else new_tokens
         tickets = [engine.submit(prompt, policy, sampling, limit, stop_ids=()) for prompt in prompts]
         engine.run()
-        return make_result(self.model, [sample for t in tickets for sample in engine.tickets[t]], engine.stats, is_traced=True)
+        return make_result(self.model, engine.take(tickets), engine.stats, is_traced=True)
 
     def most_slots(self, policy: Policy) -> int:
         """The most slots of any prompt in a layer and KV head."""

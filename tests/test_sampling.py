@@ -50,7 +50,7 @@ def test_drawn_tokens_follow_the_distribution():
     keys = jnp.broadcast_to(sample_key(np.uint32(1), np.uint32(2), np.uint32(3)), (count, 2))
     ones = jnp.ones(count)
     rows = SamplingRows(0.8 * ones, 0.95 * ones, jnp.zeros(count, jnp.int32), keys)
-    token, log_prob = jax.jit(draw, static_argnums=3)(logits, rows, jnp.arange(count, dtype=jnp.int32), "truncated")
+    token, log_prob, _ = jax.jit(draw, static_argnums=3)(logits, rows, jnp.arange(count, dtype=jnp.int32), "truncated")
     wanted = expected(0.8, 0.95, 0)
     frequency = np.bincount(np.asarray(token), minlength=6)
     assert frequency[wanted == 0].sum() == 0
@@ -65,8 +65,8 @@ def test_keys_differ_by_seed_request_sample_and_position_and_nothing_else():
     key = jnp.asarray([next(iter(keys))] * 2, jnp.uint32)
     flat = jnp.zeros((2, 1000))
     rows = SamplingRows(jnp.ones(2), jnp.ones(2), jnp.zeros(2, jnp.int32), key)
-    same, _ = draw(flat, rows, jnp.asarray([7, 7], jnp.int32), "sampled")
-    other, _ = draw(flat, rows, jnp.asarray([7, 8], jnp.int32), "sampled")
+    same, _, _ = draw(flat, rows, jnp.asarray([7, 7], jnp.int32), "sampled")
+    other, _, _ = draw(flat, rows, jnp.asarray([7, 8], jnp.int32), "sampled")
     assert same[0] == same[1] == other[0]
     assert other[0] != other[1]
 

@@ -120,7 +120,7 @@ def draws(state: State, rows: SamplingRows) -> Float[Array, "B V"]:
     position = state.cache.pool.logical_length
 
     def step(logits: Array, offset: Array) -> tuple[Array, None]:
-        token, log_prob = sampling.draw(logits, rows, position + offset, "greedy")
+        token, log_prob, _ = sampling.draw(logits, rows, position + offset, "greedy")
         return logits + LEAST * (log_prob + token.astype(jnp.float32))[:, None], None
 
     return jax.lax.scan(step, state.logits, jnp.arange(STEPS, dtype=jnp.int32))[0]
