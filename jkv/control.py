@@ -256,4 +256,4 @@ def steer_rules(policies: Mapping[int, Policy], num_rows: int, model: Model) -> 
 @functools.lru_cache(maxsize=4096)
 def sample_key_of(seed: int, identity: int, sample: int) -> np.ndarray:
     """`sampling.sample_key`, on the host."""
-    return np.asarray(sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample)))
+    return np.array(sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample)))  # a view would hold on to the device

@@ -98,6 +98,7 @@ class Engine:
     """
 
     params: Params  # the weights in use
+    state: Any = None  # a `State`; None while the engine sleeps
 
     def __init__(
         self,
@@ -164,7 +165,6 @@ class Engine:
             dtype=self.params.embedding.dtype,
             poison=poison,
         )
-        self.state: Any = None  # a `State`; None while the engine sleeps
         self.wake()
         cache = self.state.cache
         beside_pages = cache.query_ring, cache.pool.slot_data, cache.pool.hole

@@ -37,9 +37,9 @@ def check_same(old: Params, new: Any) -> None:
             f"{[getattr(new.config, name) for name in changed]}, not {[getattr(old.config, name) for name in changed]}. "
             "Build another engine for another model."
         )
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        names = [{jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)} for tree in (old, new)]
-        missing, extra = sorted(names[0] - names[1]), sorted(names[1] - names[0])
+    names = [[jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)] for tree in (old, new)]
+    if names[0] != names[1]:
+        missing, extra = sorted({*names[0]} - {*names[1]}), sorted({*names[1]} - {*names[0]})
         raise ValueError(
             f"New weights must have the structure of the old ones; missing: {missing or 'none'}, too many: {extra or 'none'}. "
             "Pass a whole `jkv.Params`."
