@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv import model as decoder
 from jkv.params import Model, Params
-from jkv.score import ReplayAttention, make_columns, round_up
+from jkv.score import ReplayAttention, dense_columns, round_up
 from jkv.steering import SteeringVector, label, marks_of
 from jkv.text import BREAK
 
@@ -74,6 +74,6 @@ def class_sums(params: Params, token: Int[Array, " T"], indicator: Float[Array, 
         return hidden
 
     position = jnp.arange(token.shape[0], dtype=jnp.int32)[None]
-    attend = ReplayAttention(position, make_columns(None, params, 1, token.shape[0]), None)
+    attend = ReplayAttention(position, dense_columns(params.config, 1, token.shape[0]), None)
     decoder.forward(params, token[None], position, attend, None, enter)
     return jnp.stack(sums)

@@ -8,7 +8,7 @@ compressed rollouts needs, and it tests pool, compaction, kernels and engine at 
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -21,7 +21,7 @@ from jkv import model as decoder
 from jkv import sampling as distributions
 from jkv import steering
 from jkv.attention import NEVER
-from jkv.params import Model, Params
+from jkv.params import Model, ModelConfig, Params
 from jkv.sampling import Sampling
 
 if TYPE_CHECKING:
@@ -185,19 +185,14 @@ def score_rows(
 ) -> Float[Array, "n T"]:
     """`score` of at most MAX_ROWS samples."""
     num_samples, width = tokens.shape
-    starts = np.array([len(prompt) for prompt in prompts], np.int32)
-    total = round_up(int(np.max(starts + np.array(lengths, np.int32), initial=1)))
-    sequence = np.zeros((num_samples, total), np.int32)
-    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        sequence[i, : starts[i]] = prompt
-        sequence[i, starts[i] : starts[i] + length] = tokens[i, :length]
+    sequence, starts = join(tokens, prompts, lengths)
+    total = sequence.shape[1]
+    columns = dense_columns(params.config, num_samples, total) if trace is None else trace_columns(trace, total)
     log_probs = sequence_log_probs(
         params,
         jnp.asarray(sequence),
-        make_columns(trace, params, num_samples, total),
-        jnp.asarray([s.temperature for s in settings], jnp.float32),
-        jnp.asarray([s.top_p for s in settings], jnp.float32),
-        jnp.asarray([s.top_k for s in settings], jnp.int32),
+        columns,
+        *settings_of(settings),
         truncates=any(s.draws == "truncated" for s in settings),
     )
     offset = np.arange(width, dtype=np.int32)
@@ -205,12 +200,33 @@ def score_rows(
     return jnp.where(offset < np.array(lengths, np.int32)[:, None], picked, 0.0)
 
 
-def make_columns(trace: Trace | None, params: Params, num_samples: int, total: int) -> Columns:
-    """The columns of a trace, padded; without one, every token's own, which never ends."""
-    shape = (num_samples, params.config.num_layers, params.config.num_kv_heads, total)
+def join(tokens: np.ndarray, prompts: Sequence[Any], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Each prompt with its completion behind it, `[n, T]`, right-padded to one of a few widths; and where completions start."""
+    starts = np.array([len(prompt) for prompt in prompts], np.int32)
+    sequence = np.zeros((len(tokens), round_up(int(np.max(starts + np.array(lengths, np.int32), initial=1)))), np.int32)
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        sequence[i, : starts[i]] = prompt
+        sequence[i, starts[i] : starts[i] + length] = tokens[i, :length]
+    return sequence, starts
+
+
+def settings_of(sampling: Sequence[Sampling]) -> tuple[Float[Array, " n"], Float[Array, " n"], Int[Array, " n"]]:
+    """Temperature, top-p and top-k of each row, on the device."""
+    temperature, top_p = (jnp.asarray([getattr(s, name) for s in sampling], jnp.float32) for name in ("temperature", "top_p"))
+    return temperature, top_p, jnp.asarray([s.top_k for s in sampling], jnp.int32)
+
+
+def dense_columns(config: ModelConfig, num_samples: int, total: int) -> Columns:
+    """Every token's own column, which never ends."""
+    shape = (num_samples, config.num_layers, config.num_kv_heads, total)
+    own = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), shape)
+    return Columns(None, own, jnp.full(shape, NEVER, jnp.int32))
+
+
+def trace_columns(trace: Trace, total: int) -> Columns:
+    """The columns of a trace, padded to sequences of `total` tokens."""
+    shape = (*trace.end.shape[:3], total)
     own = np.broadcast_to(np.arange(total, dtype=np.int32), shape)
-    if trace is None:
-        return Columns(None, jnp.asarray(own), jnp.full(shape, NEVER, jnp.int32))
     # The trace is as wide as its longest sample needs; these rows may be shorter, and read no token beyond their own.
     num_columns = min(trace.end.shape[-1], total)
     if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
@@ -245,31 +261,51 @@ def sequence_log_probs(
     truncates: bool,
 ) -> Float[Array, "n T"]:
     """The log-probability of each token given those before it; 0 for the first. The logits exist a block at a time."""
-    num_samples, total = token.shape
-    position = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), token.shape)
+    hidden_nTD = hidden_states(params, token, columns)
+
+    @jax.checkpoint
+    def pick(hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"]) -> Float[Array, "n I"]:
+        log_probs_nIV = log_distributions(params, hidden_nID, temperature, top_p, top_k, truncates)
+        return jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
+
+    picked_nT = over_blocks(pick, hidden_nTD, jnp.roll(token, -1, axis=1))
+    return jnp.roll(picked_nT, 1, axis=1).at[:, 0].set(0.0)
+
+
+def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) -> Float[Array, "n T D"]:
+    """What the model makes of each token when it attends over columns; the next token's distribution is its unembedding."""
+    position = jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
     turn = None if columns.sink_shift is None else decoder.rotary_angle(params.config, columns.sink_shift)
     enter, steer = None, columns.steer
     if steer is not None:
         enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)
-    hidden_nTD, _ = decoder.forward(params, token, position, ReplayAttention(position, columns, turn), None, enter)
-    target_nT = jnp.roll(token, -1, axis=1)
+    return decoder.forward(params, token, position, ReplayAttention(position, columns, turn), None, enter)[0]
 
-    @jax.checkpoint
-    def pick(block: tuple[Float[Array, "n I D"], Int[Array, "n I"]]) -> Float[Array, "n I"]:
-        hidden_nID, target_nI = block
-        logits_nIV = decoder.unembed(params, hidden_nID)
-        spread = functools.partial(jnp.broadcast_to, shape=target_nI.shape)
-        settings = spread(temperature[:, None]), spread(top_p[:, None]), spread(top_k[:, None])
-        log_probs_nIV = distributions.log_distribution(logits_nIV, *settings, truncates)
-        return jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
+
+def log_distributions(
+    params: Params,
+    hidden: Float[Array, "n I D"],
+    temperature: Float[Array, " n"],
+    top_p: Float[Array, " n"],
+    top_k: Int[Array, " n"],
+    truncates: bool,
+) -> Float[Array, "n I V"]:
+    """The log-probabilities of every next token, under each row's settings."""
+    spread = functools.partial(jnp.broadcast_to, shape=hidden.shape[:2])
+    settings = spread(temperature[:, None]), spread(top_p[:, None]), spread(top_k[:, None])
+    return distributions.log_distribution(decoder.unembed(params, hidden), *settings, truncates)
+
+
+def over_blocks(f: Callable[..., Float[Array, "n I"]], *arrays: Array) -> Float[Array, "n T"]:
+    """`f` of arrays `[n, T, ...]`, a block of tokens at a time, so that the logits of no more exist at once."""
+    num_samples, total = arrays[0].shape[:2]
 
     def blocks(x: Array) -> Array:
         padded = jnp.pad(x, [(0, 0), (0, -total % UNEMBED_BLOCK)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(padded.reshape(num_samples, -1, UNEMBED_BLOCK, *x.shape[2:]), 1, 0)
 
-    picked = jax.lax.map(pick, (blocks(hidden_nTD), blocks(target_nT)))
-    picked_nT = jnp.moveaxis(picked, 0, 1).reshape(num_samples, -1)[:, :total]
-    return jnp.roll(picked_nT, 1, axis=1).at[:, 0].set(0.0)
+    told = jax.lax.map(lambda block: f(*block), tuple(blocks(x) for x in arrays))
+    return jnp.moveaxis(told, 0, 1).reshape(num_samples, -1)[:, :total]
 
 
 def round_up(size: int) -> int:

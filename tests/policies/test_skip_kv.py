@@ -13,7 +13,7 @@ from jkv.engine import Engine
 from jkv.policies.base import Evict
 from jkv.policies.scores import Recency
 from jkv.policies.skip_kv import LessRepeated
-from jkv.score import ReplayAttention, make_columns
+from jkv.score import ReplayAttention, trace_columns
 from jkv.sentences import SentenceLog, SentenceMap, Sentences, ends_of, similarity_of_slots
 from jkv.steering import Steer, SteeringVector
 from jkv.testing import TinyTokenizer, random_view, tiny_model
@@ -41,7 +41,7 @@ def hidden_states(model, out, i):
     tokens = np.concatenate([out.prompts[i], out.tokens[i]])[None]
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     trace = out.trace._replace(**{name: getattr(out.trace, name)[i : i + 1] for name in ("source", "begin", "end")})
-    columns = make_columns(trace, model.params, 1, tokens.shape[1])
+    columns = trace_columns(trace, tokens.shape[1])
     attend = ReplayAttention(position, columns, None)
     hidden, _ = decoder.forward(model.params, jnp.asarray(tokens), position, attend, None)
     return tokens[0], np.asarray(hidden[0], np.float64)
