@@ -12,7 +12,7 @@ Shapes are written in one alphabet everywhere (that of `jax.nn.dot_product_atten
 A slot is an index in the cache, a position an index in the sequence, a token a vocabulary id, a page a block of slots.
 """
 
-from jkv import testing, viz
+from jkv import rl, testing, viz
 from jkv.analysis import Analysis, analyze
 from jkv.checkpoint import load
 from jkv.devices import DEVICES, Device
@@ -99,6 +99,7 @@ __all__ = [
     "random",
     "random_share",
     "reason_cache",
+    "rl",
     "rpc",
     "score",
     "seal",

@@ -21,7 +21,7 @@ LAYERS = [  # each may import those above it, and its own
     {"jkv.control", "jkv.sharer"},
     {"jkv.mesh"},
     {"jkv.engine"},
-    {"jkv.generate", "jkv.roofline", "jkv.scratch"},
+    {"jkv.generate", "jkv.rl", "jkv.roofline", "jkv.scratch"},
     {"jkv.rollout"},
     {"jkv.estimate"},
     {"jkv.plan"},

@@ -1,0 +1,30 @@
+"""Reinforcement learning on compressed rollouts: how far they are off, what corrects them, and the loss that replays them.
+
+    out = rollout(prompts, n=8, return_trace=True)
+    batch = jkv.rl.make_batch(out, jkv.rl.group_advantages(rewards, n=8), replay=True)
+    (loss, metrics), gradient = jax.value_and_grad(jkv.rl.policy_loss, has_aux=True)(params, batch)
+
+Optimisers are the caller's; `python -m jkv.tasks.grpo` is a whole run.
+"""
+
+from jkv.rl.advantages import group_advantages
+from jkv.rl.batch import Batch, log_probs, make_batch
+from jkv.rl.correction import Correction, correct
+from jkv.rl.loss import policy_loss
+from jkv.rl.mismatch import Figures, Mismatch, mismatch
+from jkv.rl.overlap import FullOverlap, full_overlap
+
+__all__ = [
+    "Batch",
+    "Correction",
+    "Figures",
+    "FullOverlap",
+    "Mismatch",
+    "correct",
+    "full_overlap",
+    "group_advantages",
+    "log_probs",
+    "make_batch",
+    "mismatch",
+    "policy_loss",
+]

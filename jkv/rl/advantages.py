@@ -1,0 +1,44 @@
+"""Advantages: how much better a completion is than the others of its prompt."""
+
+from typing import Any
+
+import numpy as np
+
+from jkv.checks import typed
+
+EPSILON = 1e-4
+
+
+def group_advantages(rewards: Any, n: int, scale: bool = True) -> np.ndarray:
+    """Each completion's reward less the mean of its prompt's `n`, in standard deviations of these: float32 `[N]`.
+
+    GRPO's with outcome rewards (DeepSeekMath, 2402.03300). The deviation is that of a sample (n - 1), with 1e-4 added; a group
+    of equal rewards gets zeros. `scale=False` leaves the division out (Dr. GRPO, 2503.20783), which weighs prompts of which
+    nearly all or nearly no completions are right less.
+
+    Args:
+      rewards: `[N]`, prompt-major: the n completions of the first prompt, then of the second, as rollouts are.
+      n: completions of each prompt.
+      scale: whether to divide by the deviation.
+
+    Raises:
+      ValueError: groups of fewer than two, rewards that are no whole groups, or not finite.
+
+    >>> [round(float(a), 3) for a in group_advantages([1, 0, 5, 5], 2)]
+    [0.707, -0.707, 0.0, 0.0]
+    """
+    if typed("n", n, int) < 2:
+        raise ValueError(
+            f"A group must hold at least 2 completions of a prompt, since each is compared with the others; got {n=}. "
+            "Draw more: rollout(prompts, n=8)."
+        )
+    told = np.asarray(rewards, np.float64)
+    if told.ndim != 1 or len(told) == 0 or len(told) % n:
+        raise ValueError(f"rewards must be one number a completion, {n} for each prompt in turn; got {told.shape}.")
+    if not np.isfinite(told).all():
+        raise ValueError(f"rewards must be finite; got {told[~np.isfinite(told)][0]} at {int(np.argmin(np.isfinite(told)))}.")
+    groups = told.reshape(-1, n)
+    centred = groups - groups.mean(axis=1, keepdims=True)
+    if scale:
+        centred = centred / (groups.std(axis=1, ddof=1, keepdims=True) + EPSILON)
+    return centred.reshape(-1).astype(np.float32)

@@ -1,0 +1,106 @@
+"""The policy's loss: PPO's clipped ratio on GRPO's advantages, corrected for, or trained under, the cache that sampled.
+
+Three ways to learn from compressed rollouts, by what is called the old policy:
+
+    dense, corrected     old = the dense policy before the update; weights w of `jkv.rl.correct` carry dense over sampled
+    replayed             old = what was sampled from, and so is the policy that is trained: its ratio is 1 before an update
+    bypass               old = what was sampled from, the policy trained is dense (`old=batch.sampled`): weights are 1, and
+                         the mismatch is in the ratio, which is clipped for it
+
+The first is decoupled PPO (2110.00641) as Sparse-RL (2601.10079) uses it; the second trains the policy that acts, as a
+learner under the same eviction mask does (2605.06850).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jkv.params import Model, Params
+from jkv.rl.batch import Batch, log_probs
+from jkv.rl.correction import Correction, correct
+from jkv.rl.ratios import bounded, log_ratio, row_means, share
+
+MEANS = ("tokens", "sequences")
+
+
+def policy_loss(
+    params: Model | Params,
+    batch: Batch,
+    *,
+    old: Float[Array, "N T"] | None = None,
+    correction: str | Correction | None = None,
+    clip: tuple[float, float] = (0.2, 0.2),
+    mean: str = "tokens",
+    reference: Float[Array, "N T"] | None = None,
+    beta: float = 0.0,
+) -> tuple[Float[Array, ""], dict[str, Any]]:
+    """The loss to minimise, and what it is made of; differentiable and usable under jit with `has_aux=True`.
+
+    With r = exp(log p - old), A the advantage and w the weight: the mean of -w min(r A, clip(r, 1 - clip[0], 1 + clip[1]) A),
+    and `beta` times the k3 estimate of KL(policy || reference). Dropped tokens count as 0: a sum over few is no large step.
+
+    Args:
+      params: the weights that are trained.
+      batch: of `make_batch`; replayed where it has columns.
+      old: log-probabilities before the first update on this batch (`log_probs`); None takes the policy's own, without gradient,
+        for a dense batch (one update a batch), and the sampled ones for a replayed one.
+      correction: a mode of `jkv.rl.correct`, applied to `old` and the sampled ones, or what that function returned; None is
+        "tis+veto" for a dense batch and "none" for a replayed one.
+      clip: how far r may fall and rise.
+      mean: over all "tokens" alike (DAPO, 2503.14476), or over "sequences", each the mean of its tokens (GRPO, 2402.03300).
+      reference: log-probabilities of a policy to stay near to.
+      beta: how near.
+
+    The metrics: `log_probs`; `correction`, its own; `clipped`, the share of tokens whose r is beyond the clip on the side that
+    counts; `difference`, the 99th percentile and the maximum of |log p - sampled|; and `kl`, to the reference.
+
+    Raises:
+      ValueError: an unknown mean or mode, a clip of other signs, or a beta without a reference.
+    """
+    check_settings(clip, mean, reference, beta)
+    current = log_probs(params, batch)
+    fixed = jax.lax.stop_gradient(current)
+    if correction is None:
+        correction = "none" if batch.is_replayed else "tis+veto"
+    anchor = (batch.sampled if batch.is_replayed else fixed) if old is None else old
+    if isinstance(correction, str):
+        correction = correct(anchor, batch.sampled, batch.mask, mode=correction)
+    ratio = bounded(log_ratio(current, anchor, batch.mask))
+    gain, clipped = ratio * batch.advantage, jnp.clip(ratio, 1 - clip[0], 1 + clip[1]) * batch.advantage
+    loss_NT = -correction.weights * jnp.minimum(gain, clipped)
+    metrics: dict[str, Any] = {
+        "log_probs": fixed,
+        "correction": correction.metrics,
+        "clipped": share(clipped < gain, batch.mask),
+    }
+    if reference is not None:
+        away = log_ratio(reference, current, batch.mask)
+        kl_NT = bounded(away) - 1 - away
+        loss_NT = loss_NT + beta * kl_NT
+        metrics["kl"] = share(kl_NT, batch.mask)
+    metrics["difference"] = spread(jnp.abs(log_ratio(fixed, batch.sampled, batch.mask)), batch.mask)
+    if mean == "tokens":
+        return share(loss_NT, batch.mask), metrics
+    return share(row_means(loss_NT, batch.mask), batch.mask.any(axis=1)), metrics
+
+
+def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""]]:
+    """The 99th percentile and the maximum where the mask is True."""
+    told = jnp.where(mask, value, jnp.nan)
+    p99 = jnp.nanpercentile(told, 99.0)
+    return {"p99": jnp.where(mask.any(), p99, 0.0), "max": jnp.where(mask, value, 0.0).max()}
+
+
+def check_settings(clip: Any, mean: str, reference: Any, beta: float) -> None:
+    """Refuses settings that make no loss."""
+    if len(clip) != 2 or not (0 < clip[0] < 1 and clip[1] > 0):
+        raise ValueError(f"clip must be how far the ratio may fall, in (0, 1), and rise, above 0, as (0.2, 0.2); got {clip}.")
+    if mean not in MEANS:
+        raise ValueError(f"mean must be over {' or '.join(MEANS)}; got {mean!r}.")
+    if (beta != 0) != (reference is not None) or beta < 0:
+        raise ValueError(
+            f"beta, at least 0, holds the policy near to a reference, so both or none are given; got {beta=} and "
+            f"{'no reference' if reference is None else 'a reference'}. Score it with log_probs(reference_params, batch)."
+        )

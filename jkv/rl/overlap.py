@@ -1,0 +1,110 @@
+"""How much of the whole distribution a compressed cache keeps, token by token: exact, by replay beside the dense model."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jkv.checks import typed
+from jkv.params import Model, Params
+from jkv.results import Result
+from jkv.rl.batch import need_trace
+from jkv.score import (
+    Columns,
+    check_trace,
+    dense_columns,
+    hidden_states,
+    join,
+    log_distributions,
+    over_blocks,
+    settings_of,
+    trace_columns,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class FullOverlap:
+    """The sum over the vocabulary of the smaller of both probabilities: 1 where the distributions are equal, 0 where disjoint.
+
+    Attributes:
+      values: `[n, T]` float32, of each completion token's distribution; 0 in padding.
+      mask: `[n, T]` which are tokens.
+      rows: indices of the samples.
+    """
+
+    values: np.ndarray
+    mask: np.ndarray
+    rows: tuple[int, ...]
+
+    @property
+    def mean(self) -> float:
+        """Over tokens: 1 - the mean total variation distance."""
+        return float(self.values[self.mask].mean())
+
+    def percentile(self, percent: float) -> float:
+        """Of the tokens' values; Sparrow (2606.08446) asks for a 5th percentile of at least 0.86."""
+        return float(np.percentile(self.values[self.mask], percent))
+
+
+def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] = 8) -> FullOverlap:
+    """What the compressed cache's distribution shares with the dense one at each token of a few completions.
+
+    `mismatch(...).overlap` estimates its mean from the sampled tokens alone; this sums over the vocabulary, a block of tokens
+    at a time: no `[n, T, V]` array exists. Temperature, top-k and top-p are the samples' own. Costs two forward passes.
+
+    Args:
+      model: with the weights that drew the tokens.
+      out: what was drawn, with its trace.
+      rows: indices of samples, or a number of them, from the first one on.
+
+    Raises:
+      ValueError: an `out` without a trace, one of another model, or rows that it does not have.
+    """
+    params = model.params if isinstance(model, Model) else model
+    trace = need_trace(out, "full_overlap")
+    num_samples = len(out.lengths)
+    check_trace(trace, params, num_samples)
+    chosen = list(range(min(typed("rows", rows, int), num_samples))) if isinstance(rows, int) else [int(row) for row in rows]
+    if not chosen or not all(0 <= row < num_samples for row in chosen):
+        raise ValueError(f"rows must be of the {num_samples} samples there are, at least one; got {rows}.")
+    tokens, lengths = out.tokens[chosen], out.lengths[chosen]
+    sequence, starts = join(tokens, [out.prompts[row] for row in chosen], lengths.tolist())
+    some: Any = jax.tree.map(lambda field: field[np.array(chosen)], trace)
+    sampling = [out.sampling[row] for row in chosen]
+    shared = sequence_overlap(
+        params,
+        jnp.asarray(sequence),
+        trace_columns(some, sequence.shape[1]),
+        *settings_of(sampling),
+        truncates=any(one.draws == "truncated" for one in sampling),
+    )
+    offset = np.arange(tokens.shape[1])
+    before = np.minimum(starts[:, None] + offset, sequence.shape[1]) - 1  # a token's distribution is made by the one before it
+    mask = offset < lengths[:, None]
+    return FullOverlap(np.where(mask, np.take_along_axis(np.asarray(shared), before, axis=1), 0), mask, tuple(chosen))
+
+
+@functools.partial(jax.jit, static_argnames="truncates")
+def sequence_overlap(
+    params: Params,
+    token: Int[Array, "n T"],
+    columns: Columns,
+    temperature: Float[Array, " n"],
+    top_p: Float[Array, " n"],
+    top_k: Int[Array, " n"],
+    truncates: bool,
+) -> Float[Array, "n T"]:
+    """The overlap of the distributions that follow each token, over these columns and over all tokens."""
+    replayed = hidden_states(params, token, columns)
+    dense = hidden_states(params, token, dense_columns(params.config, *token.shape))
+
+    def share(one: Float[Array, "n I D"], other: Float[Array, "n I D"]) -> Float[Array, "n I"]:
+        p, q = (jnp.exp(log_distributions(params, x, temperature, top_p, top_k, truncates)) for x in (one, other))
+        return jnp.minimum(p, q).sum(axis=-1)
+
+    return over_blocks(share, replayed, dense)

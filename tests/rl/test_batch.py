@@ -1,0 +1,163 @@
+"""Batches: every number at its token's place, few shapes, replay as exact as `jkv.score`, and what is refused."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.rl import group_advantages, log_probs, make_batch
+from jkv.rl.batch import row_count
+
+ADVANTAGES = np.linspace(-1, 1, 8, dtype=np.float32)
+
+
+def cut_out(array, out, batch):
+    """A batch's numbers of completions, as rollouts have them: [n, T]."""
+    told = np.zeros(out.tokens.shape, np.asarray(array).dtype)
+    for i, (prompt, length) in enumerate(zip(out.prompts, out.lengths, strict=True)):
+        told[i, :length] = np.asarray(array)[i, len(prompt) : len(prompt) + length]
+    return told
+
+
+def is_token(out):
+    return np.arange(out.tokens.shape[1]) < out.lengths[:, None]
+
+
+@pytest.mark.parametrize("replay", [False, True], ids=["dense", "replayed"])
+def test_its_log_probabilities_are_those_of_scoring(model, squeezed, replay):
+    assert len(set(squeezed.lengths.tolist())) > 2  # ragged, or the test says little
+    batch = make_batch(squeezed, ADVANTAGES, replay=replay, rows=11, length=64)
+    told = jax.jit(log_probs)(model.params, batch)
+    scored = np.asarray(jkv.score(model, squeezed, trace=squeezed.trace if replay else None).logprobs)
+    np.testing.assert_allclose(cut_out(told, squeezed, batch), np.where(is_token(squeezed), scored, 0), atol=2e-5)
+    assert not np.asarray(told)[~np.asarray(batch.mask)].any()
+    if replay:
+        assert np.abs(cut_out(told, squeezed, batch) - squeezed.logprobs).max() <= 1e-4
+
+
+def test_every_number_stands_at_its_tokens_place(squeezed):
+    batch = make_batch(squeezed, ADVANTAGES)
+    mask = is_token(squeezed)
+    assert int(np.asarray(batch.mask).sum()) == squeezed.lengths.sum()
+    for array, told in ((batch.token, squeezed.tokens), (batch.sampled, squeezed.logprobs)):
+        np.testing.assert_array_equal(cut_out(array, squeezed, batch), np.where(mask, told, 0))
+    np.testing.assert_array_equal(cut_out(batch.advantage, squeezed, batch), np.where(mask, ADVANTAGES[:, None], 0))
+    for i, prompt in enumerate(squeezed.prompts):
+        assert np.asarray(batch.token)[i, : len(prompt)].tolist() == prompt.tolist()
+    of_tokens = np.random.default_rng(0).standard_normal(squeezed.tokens.shape).astype(np.float32)
+    apart = make_batch(squeezed, of_tokens).advantage
+    np.testing.assert_array_equal(cut_out(apart, squeezed, batch), np.where(mask, of_tokens, 0))
+
+
+def test_rollouts_of_about_one_size_make_batches_of_one_shape(model):
+    shapes, programs = set(), []
+
+    @jax.jit
+    def run(params, batch):
+        programs.append(1)
+        return log_probs(params, batch)
+
+    for limit, prompt in ((29, [1, 2]), (32, [5] * 6), (35, [4, 4, 4])):
+        out = jkv.generate(
+            model, [prompt], max_new_tokens=limit, n=3, sampling=jkv.Sampling(seed=1), stop_ids=(), page_size=4,
+            policy=jkv.streaming_llm(budget=8, sinks=1, interval=4), return_trace=True, progress=False,
+        )  # fmt: skip
+        batch = make_batch(out, np.zeros(3), replay=True, length=48)
+        shapes.add(jax.tree.map(lambda x: x.shape, batch))
+        run(model.params, batch)
+    assert len(shapes) == len(programs) == 1
+    assert len({row_count(n) for n in range(1, 1025)}) < 50
+    assert all(n <= row_count(n) <= 1.25 * n for n in range(1, 1025))
+
+
+def test_columns_that_name_their_tokens_replay_alike_however_many_there_are(model, squeezed):
+    """As sharing's traces have them: here every column in two, one after the other, and all shuffled."""
+    source, begin, end = squeezed.trace[:3]
+    middle = np.minimum(begin + 5, end)
+    halves = ((source, source), (begin, middle), (middle, end))
+    order = np.random.default_rng(0).permutation(2 * source.shape[-1])
+    trace = jkv.Trace(*(np.concatenate(pair, axis=-1)[..., order] for pair in halves))
+    batch = make_batch(dataclasses.replace(squeezed, trace=trace), ADVANTAGES, replay=True, rows=9)
+    assert batch.columns.end.shape[-1] > batch.token.shape[1]
+    told = cut_out(log_probs(model, batch), squeezed, batch)
+    assert np.abs(told - squeezed.logprobs).max() <= 1e-4
+
+
+def test_the_gradient_of_a_replay_is_that_of_the_score(model, squeezed):
+    batch = make_batch(squeezed, ADVANTAGES, replay=True, rows=10)
+    mine = jax.jit(jax.grad(lambda params: log_probs(params, batch).sum()))(model.params)
+    scored = jax.grad(lambda params: jkv.score(params, squeezed, trace=squeezed.trace).logprobs.sum())(model.params)
+    for one, other in zip(jax.tree.leaves(mine), jax.tree.leaves(scored), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=2e-3)
+
+
+def test_a_part_of_a_batch_is_a_batch(model, squeezed):
+    batch = make_batch(squeezed, ADVANTAGES, replay=True)
+    part = jax.tree.map(lambda x: x[2:5], batch)
+    np.testing.assert_allclose(log_probs(model, part), log_probs(model, batch)[2:5], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "words"),
+    [
+        ({"trace": None}, {"replay": True}, "has none. Sample with return_trace=True"),
+        ({}, {"rows": 7}, "rows must hold what was sampled, at least 8; got 7"),
+        ({}, {"length": 20}, r"length must hold what was sampled, at least \d+; got 20"),
+        ({}, {"advantages": np.zeros(3)}, r"one a completion, \(8,\).*got \(3,\)"),
+        ({}, {"advantages": np.full(8, np.nan)}, "advantages must be finite"),
+        ({"logprobs": 0.5}, {}, "at most 0"),
+        ({"logprobs": 0.0, "columns": 3}, {}, "one shape"),
+    ],
+)
+def test_what_makes_no_batch_is_refused(squeezed, change, options, words):
+    if "logprobs" in change:
+        change = {"logprobs": np.full_like(squeezed.logprobs, change["logprobs"])[:, change.get("columns", 0) :]}
+    bad = dataclasses.replace(squeezed, **change)
+    with pytest.raises(ValueError, match=words):
+        make_batch(bad, options.pop("advantages", ADVANTAGES), **options)
+
+
+def test_completions_padded_on_the_left_are_refused(squeezed):
+    @dataclasses.dataclass(frozen=True)
+    class Padded(jkv.Result):
+        mask: Any = None
+
+    with pytest.raises(ValueError, match="padded on the right"):
+        make_batch(Padded(**vars(squeezed), mask=is_token(squeezed)[:, ::-1]), ADVANTAGES)
+    make_batch(Padded(**vars(squeezed), mask=is_token(squeezed)), ADVANTAGES)
+
+
+def test_columns_of_another_model_are_refused_before_a_compile(squeezed):
+    wide = jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, num_layers=3))
+    batch = make_batch(squeezed, ADVANTAGES, replay=True)
+    with pytest.raises(ValueError, match=r"here \(8, 3, 2\); got \(8, 2, 2\)"):
+        jax.jit(log_probs)(wide.params, batch)
+
+
+def test_advantages_are_deviations_within_a_group():
+    rewards = np.array([1, 0, 0, 0, 3, 1, 2, 2.0])
+    told = group_advantages(rewards, 4)
+    for group, advantages in zip(rewards.reshape(2, 4), told.reshape(2, 4), strict=True):
+        np.testing.assert_allclose(advantages, (group - group.mean()) / (group.std(ddof=1) + 1e-4), rtol=1e-6)
+    np.testing.assert_allclose(group_advantages(rewards, 4, scale=False)[:4], [0.75, -0.25, -0.25, -0.25])
+    assert not group_advantages(np.full(6, 0.3), 3).any()
+    assert jnp.asarray(told).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("rewards", "n", "words"),
+    [
+        ([1, 2], 1, "at least 2 completions.*n=1.*Draw more"),
+        ([1, 2, 3], 2, r"2 for each prompt in turn; got \(3,\)"),
+        ([[1, 2]], 2, r"got \(1, 2\)"),
+        ([], 2, r"got \(0,\)"),
+        ([1, np.nan], 2, "finite; got nan at 1"),
+    ],
+)
+def test_rewards_that_make_no_groups_are_refused(rewards, n, words):
+    with pytest.raises(ValueError, match=words):
+        group_advantages(rewards, n)

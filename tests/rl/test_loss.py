@@ -1,0 +1,96 @@
+"""The loss against a loop over tokens, its three ways, its means, and how exact the replay's ratio is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.rl import correct, log_probs, make_batch, policy_loss
+
+ADVANTAGES = np.array([1, -0.5, 0.2, -0.7, 0.4, 0, -1, 0.9], np.float32)
+
+
+@pytest.fixture(scope="module")
+def batches(squeezed):
+    """The same rollouts, dense and replayed."""
+    return {is_replayed: make_batch(squeezed, ADVANTAGES, replay=is_replayed, rows=9) for is_replayed in (False, True)}
+
+
+def loss_by_loops(batch, current, old, weights, clip, mean, reference=None, beta=0.0):
+    """PPO's clipped objective, a token at a time."""
+    rows = []
+    for i, t in np.argwhere(np.asarray(batch.mask)):
+        ratio, gain = np.exp(current[i, t] - old[i, t]), float(batch.advantage[i, t])
+        value = -weights[i, t] * min(ratio * gain, min(max(ratio, 1 - clip[0]), 1 + clip[1]) * gain)
+        if reference is not None:
+            away = reference[i, t] - current[i, t]
+            value += beta * (np.exp(away) - away - 1)
+        rows.append((i, value))
+    values = [value for _, value in rows]
+    by_row = [np.mean([value for row, value in rows if row == i]) for i in sorted({row for row, _ in rows})]
+    return np.mean(values) if mean == "tokens" else np.mean(by_row)
+
+
+@pytest.mark.parametrize("mean", ["tokens", "sequences"])
+@pytest.mark.parametrize("way", ["corrected", "replayed", "bypass"])
+def test_the_loss_is_that_of_a_loop_over_tokens(model, batches, way, mean):
+    batch = batches[way == "replayed"]
+    moved = jax.tree.map(lambda x: x * 1.02, model.params)  # as after an update
+    current, dense = (np.asarray(log_probs(params, batch), np.float64) for params in (moved, model.params))
+    sampled = np.asarray(batch.sampled, np.float64)
+    old = dense if way == "corrected" else sampled
+    mode = "none" if way == "replayed" else "tis+veto"
+    weights = np.asarray(correct(old.astype(np.float32), batch.sampled, batch.mask, mode=mode).weights)
+    options = {"old": jnp.asarray(old, jnp.float32)} if way != "replayed" else {}
+    reference = jnp.asarray(dense, jnp.float32)
+    told, metrics = jax.jit(
+        lambda p, b: policy_loss(p, b, clip=(0.1, 0.3), mean=mean, reference=reference, beta=0.1, **options)
+    )(moved, batch)
+    expected = loss_by_loops(batch, current, old, weights, (0.1, 0.3), mean, dense, 0.1)
+    assert float(told) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert float(metrics["clipped"]) > 0
+    if way == "bypass":
+        np.testing.assert_array_equal(weights, np.asarray(batch.mask, np.float32))
+
+
+def test_before_an_update_the_replays_ratio_is_one_within_replays_tolerance(model, batches):
+    _, metrics = policy_loss(model, batches[True])
+    assert float(metrics["difference"]["p99"]) <= 1e-5
+    assert float(metrics["difference"]["max"]) <= 1e-4
+    _, dense = policy_loss(model, batches[False])
+    assert float(dense["difference"]["max"]) > 0.1
+
+
+def test_the_gradient_is_that_of_advantage_times_weight_times_log_probability(model, batches):
+    """At the old policy the ratio is 1, so the surrogate's gradient is REINFORCE's with importance weights."""
+    for batch in batches.values():
+        gradient = jax.grad(lambda p, b=batch: policy_loss(p, b)[0])(model.params)
+        old = log_probs(model, batch)
+        weights = correct(old, batch.sampled, batch.mask, mode="none" if batch.is_replayed else "tis+veto").weights
+
+        def plain(params, batch=batch, weights=weights):
+            return -(weights * batch.advantage * log_probs(params, batch)).sum() / batch.mask.sum(dtype=jnp.float32)
+
+        for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(jax.grad(plain)(model.params)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=5e-3, atol=2e-6)
+
+
+def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient(model, batches):
+    empty = batches[True].replace(mask=jnp.zeros_like(batches[True].mask))
+    value, gradient = jax.value_and_grad(lambda p: policy_loss(p, empty)[0])(model.params)
+    assert float(value) == 0
+    assert all(not np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clip": (1.2, 0.2)}, r"clip must be.*got \(1.2, 0.2\)"),
+        ({"mean": "rows"}, "over tokens or sequences; got 'rows'"),
+        ({"beta": 0.1}, "no reference. Score it with"),
+        ({"correction": "pop"}, "mode must be of"),
+    ],
+)
+def test_settings_that_make_no_loss_are_refused(model, batches, options, words):
+    with pytest.raises(ValueError, match=words):
+        policy_loss(model, batches[False], **options)
