@@ -30,6 +30,7 @@ LAYERS = [  # each may import those above it, and its own
     {"jkv.viz"},
     {"jkv.tasks"},
     {"jkv.bench", "jkv.integrations"},
+    {"jkv.tasks.grpo"},
     {"jkv.cli"},
     {"jkv", "jkv.__main__"},
 ]

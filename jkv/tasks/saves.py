@@ -1,0 +1,60 @@
+"""Checkpoints of a run: weights, the optimiser's state and what was written down, so that the same command goes on."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+
+@dataclasses.dataclass
+class History:
+    """What a run wrote down: a record for each step, and one for each evaluation."""
+
+    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+class Saves:
+    """The checkpoints of one run in a folder; None keeps none."""
+
+    def __init__(self, folder: Path | None, about: dict[str, Any]) -> None:
+        self.folder, self.about = folder, about
+        options = ocp.CheckpointManagerOptions(max_to_keep=2)
+        self.manager = None if folder is None else ocp.CheckpointManager(folder.absolute(), options=options)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        if self.manager is not None:
+            self.manager.wait_until_finished()
+            self.manager.close()
+
+    def save(self, step: int, params: Any, state: Any, history: History) -> None:
+        """Keeps what a run is after a number of steps."""
+        if self.manager is not None:
+            written = {"about": self.about, **dataclasses.asdict(history)}
+            parts = {"state": ocp.args.StandardSave({"params": params, "state": state}), "history": ocp.args.JsonSave(written)}
+            self.manager.save(step, args=ocp.args.Composite(**parts))
+
+    def restore(self, params: Any, state: Any, history: History, most: int) -> tuple[Any, Any, History]:
+        """The last checkpoint of a run of at most so many steps; what was given where there is none.
+
+        Raises:
+          ValueError: the folder holds another run, or more steps of this one.
+        """
+        if self.manager is None or self.manager.latest_step() is None:
+            return params, state, history
+        step = self.manager.latest_step()
+        target = {"params": params, "state": state}
+        parts = {"state": ocp.args.StandardRestore(target), "history": ocp.args.JsonRestore()}
+        told = self.manager.restore(step, args=ocp.args.Composite(history=parts["history"]))["history"]
+        if told["about"] != self.about:
+            differ = sorted(name for name in self.about if told["about"].get(name) != self.about[name])
+            raise ValueError(
+                f"{self.folder} holds the checkpoints of another run, by {', '.join(differ)}. Give another --checkpoints, or "
+                "remove the folder."
+            )
+        if step > most:
+            raise ValueError(f"{self.folder} holds {step} steps, and {most} are asked for. Ask for more, or remove the folder.")
+        found = self.manager.restore(step, args=ocp.args.Composite(state=parts["state"]))["state"]
+        return found["params"], found["state"], History(told["steps"], told["evaluations"])

@@ -1,0 +1,175 @@
+"""Learning by compressed rollouts, end to end in seconds: it learns, replay is exact, runs resume, and reports say what was."""
+
+import dataclasses
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import jkv
+from jkv.tasks import counting, grpo
+from jkv.tasks.course import TASKS, Arm, Course, read_course
+from jkv.tasks.learner import learn
+from jkv.tasks.outcome import by_arm, interval, remarks
+
+ROOT = Path(__file__).parent.parent.parent
+SQUEEZED = jkv.r_kv(budget=16, interval=8, window=4)
+SIZES = {"prompts": 4, "samples": 8, "max_new_tokens": 48, "evaluations": 32, "learning_rate": 1e-3}
+REPLAY = Arm("r_kv, replayed", SQUEEZED, loss="replay")
+COURSE = Course("counting", (REPLAY,), steps=24, evaluate_every=12, checkpoint_every=8, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """A short replayed run, unbroken."""
+    return learn(COURSE, REPLAY, 0, tmp_path_factory.mktemp("unbroken"))
+
+
+def test_a_short_run_learns_and_its_ratio_is_exact_before_every_update(learnt):
+    _, history = learnt
+    first, last = history.evaluations[0]["dense"], history.evaluations[-1]["dense"]
+    assert last > 1.5 * first
+    assert [at["step"] for at in history.evaluations] == [0, 12, 24]
+    assert max(step["ratio_p99"] for step in history.steps) <= 1e-5
+    assert max(step["ratio_max"] for step in history.steps) <= 1e-4
+    assert max(step["max_difference"] for step in history.steps) > 1e-3  # the dense policy is another
+    assert all(step["peak_kv_bytes"] < 0.7 * step["dense_kv_bytes"] for step in history.steps)
+
+
+def test_an_interrupted_run_goes_on_as_an_unbroken_one(learnt, tmp_path):
+    def stop(record):
+        seen.append(record)
+        if len(seen) == 13:
+            raise InterruptedError
+
+    seen = []
+    with pytest.raises(InterruptedError):
+        learn(COURSE, REPLAY, 0, tmp_path, stop)
+    assert len(seen) == 13
+    params, history = learn(COURSE, REPLAY, 0, tmp_path, seen.append)
+    assert len(seen) == 13 + 24 - 8  # from the checkpoint after step 8
+    told = [[{**step, "seconds": 0} for step in run.steps] for run in (history, learnt[1])]
+    assert told[0] == told[1]
+    assert history.evaluations == learnt[1].evaluations
+    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(learnt[0]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    with pytest.raises(ValueError, match="checkpoints of another run, by seed"):
+        learn(COURSE, REPLAY, 1, tmp_path)
+    with pytest.raises(ValueError, match="holds 24 steps, and 8 are asked for"):
+        learn(dataclasses.replace(COURSE, steps=8), REPLAY, 0, tmp_path)
+
+
+@pytest.mark.parametrize("loss", ["dense", "bypass"])
+def test_other_losses_run_and_say_how_far_they_are_off(loss):
+    course = dataclasses.replace(COURSE, steps=3)
+    _, history = learn(course, Arm("r_kv", SQUEEZED, loss=loss), 0)
+    assert all(math.isfinite(value) for step in history.steps for value in step.values())
+    assert min(step["ratio_max"] for step in history.steps) > 1e-3
+
+
+def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
+    config = tmp_path / "small.toml"
+    config.write_text(
+        'task = "counting"\nsteps = 2\nprompts = 4\nsamples = 8\nmax_new_tokens = 48\nevaluations = 32\n'
+        '[arms.full]\n[arms."r_kv, replayed"]\npolicy = "r_kv"\nloss = "replay"\n'
+        "settings = { budget = 16, interval = 8, window = 4 }\n"
+    )
+    words = [str(config), "--out", str(tmp_path / "out"), "--checkpoints", str(tmp_path / "kept"), "--seeds", "0,1"]
+    assert grpo.main(words) == 0
+    said = capsys.readouterr().out
+    rows = {line.split("|")[1].strip(): line for line in said.splitlines() if line.startswith("| ")}
+    assert set(rows) == {"arm", "full", "r_kv, replayed"}
+    assert "2 seeds, 2 updates of 4 prompts times 8 samples" in said
+    written = json.loads((tmp_path / "out" / "small.json").read_text())
+    assert [(run["arm"], run["seed"]) for run in written["runs"]] == [
+        (arm, seed) for seed in (0, 1) for arm in ("full", "r_kv, replayed")
+    ]
+    replayed = [run for run in written["runs"] if run["loss"] == "replay"]
+    assert f"{max(run['ratio_max'] for run in replayed):.1e}" in rows["r_kv, replayed"]
+    assert (tmp_path / "out" / "small.md").read_text().strip() == said.strip()
+    assert (tmp_path / "out" / "small.png").stat().st_size > 10_000
+    before = written["runs"]
+    assert grpo.main(words) == 0  # nothing left to do
+    assert json.loads((tmp_path / "out" / "small.json").read_text())["runs"] == before
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "words"),
+    [
+        ("task = 'juggling'\n[arms.full]", [], "task must be one of counting, chains; got 'juggling'"),
+        ("task = 'counting'", [], "at least one"),
+        ("task = 'counting'\nstep = 3\n[arms.full]", [], "has step. Mend the file"),
+        ("task = 'counting'\nsamples = 1\n[arms.full]", [], "at least 2, since a group"),
+        ("task = 'counting'\nsteps = 0\n[arms.full]", [], "steps must be at least 1"),
+        ("task = 'counting'\n[arms.x]\npolicy = 'x_kv'", [], "policy must be one of"),
+        ("task = 'counting'\n[arms.x]\nloss = 'x'", [], "must be one of dense, replay, bypass; x has 'x'"),
+        ("task = 'counting'\n[arms.x]\ncorrection = 'x'", [], "mode must be of none"),
+        ("task = 'counting'\n[arms.x]\nbudget = 3", [], "x has budget"),
+        ("task = 'counting'\n[arms.full]", ["--arms", "y"], "The arms are full; got y"),
+        ("task = 'counting'\n[arms.full]", ["--seeds", "a"], "whole numbers"),
+        ("task = ", [], "must be a TOML file of a course"),
+    ],
+)
+def test_a_bad_course_is_one_line_and_no_run(text, more, words, tmp_path, capsys):
+    config = tmp_path / "bad.toml"
+    config.write_text(text)
+    assert grpo.main([str(config), "--checkpoints", str(tmp_path / "kept"), *more]) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.startswith("grpo: ")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "kept").exists()
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path, capsys):
+    assert grpo.main([str(tmp_path / "none.toml")]) == 2
+    assert "must be a TOML file of a course" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs" / "experiments").glob("grpo-*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_course_is_one(path):
+    course = read_course(path)
+    assert len({arm.name for arm in course.arms}) == len(tomllib.loads(path.read_text())["arms"])
+    longest = course.max_new_tokens + (counting.PROMPT_TOKENS if course.task == "counting" else 0)
+    for arm in course.arms:
+        assert arm.policy.budget is None or arm.policy.budget < longest / 2, "a budget that never evicts"
+
+
+def test_counting_pays_for_each_digit_that_is_one_more_than_the_last():
+    def rewarded(*completions):
+        lengths = np.array([len(tokens) for tokens in completions], np.int32)
+        tokens = np.zeros((len(completions), lengths.max()), np.int32)
+        for i, completion in enumerate(completions):
+            tokens[i, : len(completion)] = completion
+        out = jkv.generate(counting.start(0), [[1]], max_new_tokens=1, progress=False)
+        return counting.reward(dataclasses.replace(out, tokens=tokens, lengths=lengths)).tolist()
+
+    told = rewarded([1, 2, 3, 5, 6], [9, 10, 11, 12, 13], [8, 9, 0, 1, 2], [4], [15, 0], [0, 1])
+    assert told == [0.75, 0, 0.75, 0, 0, 1]
+
+
+def test_chains_pay_for_the_right_answer_alone():
+    prompts, answers = TASKS["chains"].draw(np.random.default_rng(0), 3)
+    model = jkv.load("tiny-reasoner")
+    out = jkv.generate(model, prompts, max_new_tokens=400, progress=False)
+    assert TASKS["chains"].reward(out, answers).tolist() == [1, 1, 1]
+    assert TASKS["chains"].reward(out, [*answers[:2], "z=0"]).tolist() == [1, 1, 0]
+
+
+def made_up(arm, seed, first, last):
+    return {"arm": arm, "seed": seed, "evaluations": [{"dense": first, "own": first}, {"dense": last, "own": last}]}
+
+
+def test_remarks_say_who_learnt_and_who_is_outside_of_the_interval():
+    runs = [made_up("full", seed, 0.1, 0.5 + 0.01 * seed) for seed in range(5)]
+    runs += [made_up("r_kv", seed, 0.1, 0.51) for seed in range(5)] + [made_up("h2o", seed, 0.1, 0.19) for seed in range(5)]
+    learnt, where = remarks(runs)
+    assert learnt == "The final reward with the full cache is above twice the first in every arm but h2o."
+    assert where.endswith("full cache: r_kv (-0.010); outside of it: h2o (-0.330).")
+    assert list(by_arm(runs)) == ["full", "r_kv", "h2o"]
+    assert interval([0.50, 0.51, 0.52, 0.53, 0.54]).half == pytest.approx(2.776 * 0.0158 / 5**0.5, rel=1e-2)
+    assert math.isnan(interval([0.5]).half)
