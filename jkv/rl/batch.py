@@ -56,13 +56,16 @@ def make_batch(
       length: tokens of a row, prompt included, at least as many as the longest has.
 
     Raises:
-      ValueError: a replay without a trace, shapes that do not belong together, or what is no log-probability or advantage.
+      ValueError: a replay without a trace or of completions that several weights drew, shapes that do not belong together, or
+        what is no log-probability or advantage.
     """
     trace = need_trace(out, "make_batch(..., replay=True)") if replay else None
     width, lengths = out.tokens.shape[1], np.asarray(out.lengths)
     mask = np.arange(width) < lengths[:, None]
     if not np.array_equal(getattr(out, "mask", mask), mask):
         raise ValueError("Completions must be padded on the right: mask[i, t] is True for t < lengths[i]; got another mask.")
+    if replay:
+        check_versions(getattr(out, "policy_version", None), mask)
     check_pair(out.logprobs, out.logprobs, mask)
     advantage = spread_advantages(advantages, mask)
     sequence, starts = join(out.tokens, out.prompts, lengths.tolist())
@@ -130,6 +133,19 @@ def need_trace(out: Result, who: str) -> Trace:
             "return_trace=True."
         )
     return out.trace
+
+
+def check_versions(version: Any, mask: np.ndarray) -> None:
+    """Refuses completions of several weights: no single ones replay what their keys were made of."""
+    if version is None:
+        return
+    least, most = (pick(np.where(mask, version, version[:, :1]), axis=1) for pick in (np.min, np.max))
+    if (least != most).any():
+        row = int(np.argmax(least != most))
+        raise ValueError(
+            "A replay needs completions that one version of the weights drew from beginning to end; sample "
+            f"{row} has versions {least[row]} to {most[row]}. Leave such samples out, or train them dense, corrected."
+        )
 
 
 def spread_advantages(advantages: Any, mask: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ class Task(NamedTuple):
     start: Callable[[int], Model]  # of a seed
     draw: Callable[[np.random.Generator, int], tuple[list[Any], list[Any]]]  # prompts and what their rewards go by
     reward: Callable[[Result, Sequence[Any]], np.ndarray]  # of completions and the same, one for each: [N]
+    prompt_tokens: int  # of the longest prompt
     stop_ids: tuple[int, ...] | None = None  # None: the model's own
 
 
@@ -41,8 +42,8 @@ def right_answer(out: Result, answers: Sequence[str]) -> np.ndarray:
 
 
 TASKS = {
-    "counting": Task(counting.start, counting.draw, counting.reward, stop_ids=()),
-    "chains": Task(lambda seed: load("tiny-reasoner"), draw_chains, right_answer),
+    "counting": Task(counting.start, counting.draw, counting.reward, counting.PROMPT_TOKENS, stop_ids=()),
+    "chains": Task(lambda seed: load("tiny-reasoner"), draw_chains, right_answer, 32),
 }
 
 

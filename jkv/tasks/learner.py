@@ -77,7 +77,7 @@ def take_step(course: Course, arm: Arm, seed: int, step: int, rollout: Rollout, 
         progress=False,
     )
     seconds = time.perf_counter() - began
-    if "cancelled" in out.finish_reason:
+    if rollout.pending:  # Ctrl-C: what is finished is no whole group
         raise KeyboardInterrupt
     rewards = task.reward(out, [answer for answer in answers for _ in range(course.samples)])
     advantages = rl.group_advantages(rewards, course.samples)
@@ -149,7 +149,9 @@ def learn(
         rollout = Rollout(
             dataclasses.replace(model, params=params),
             arm.policy,
+            max_prompt_tokens=TASKS[course.task].prompt_tokens,
             max_new_tokens=course.max_new_tokens,
+            n=course.samples,
             max_running=min(course.prompts * course.samples, 64),
             page_size=course.page_size,
         )

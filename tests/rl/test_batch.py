@@ -1,7 +1,6 @@
 """Batches: every number at its token's place, few shapes, replay as exact as `jkv.score`, and what is refused."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,13 +121,20 @@ def test_what_makes_no_batch_is_refused(squeezed, change, options, words):
 
 
 def test_completions_padded_on_the_left_are_refused(squeezed):
-    @dataclasses.dataclass(frozen=True)
-    class Padded(jkv.Result):
-        mask: Any = None
-
     with pytest.raises(ValueError, match="padded on the right"):
-        make_batch(Padded(**vars(squeezed), mask=is_token(squeezed)[:, ::-1]), ADVANTAGES)
-    make_batch(Padded(**vars(squeezed), mask=is_token(squeezed)), ADVANTAGES)
+        make_batch(jkv.Rollouts(**vars(squeezed), mask=is_token(squeezed)[:, ::-1]), ADVANTAGES)
+
+
+def test_completions_of_several_weights_are_trained_dense_alone(squeezed):
+    version = np.where(is_token(squeezed), 0, -1).astype(np.int32)
+    whole = jkv.Rollouts(**vars(squeezed), mask=is_token(squeezed), policy_version=version)
+    make_batch(whole, ADVANTAGES, replay=True)
+    version = version.copy()
+    version[3, 2:] = np.where(is_token(squeezed)[3, 2:], 1, -1)
+    mixed = dataclasses.replace(whole, policy_version=version)
+    with pytest.raises(ValueError, match="sample 3 has versions 0 to 1"):
+        make_batch(mixed, ADVANTAGES, replay=True)
+    make_batch(mixed, ADVANTAGES)
 
 
 def test_columns_of_another_model_are_refused_before_a_compile(squeezed):
