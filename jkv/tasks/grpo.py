@@ -8,6 +8,7 @@ go: the same command goes on where it was interrupted.
 import argparse
 import dataclasses
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,7 +54,8 @@ def slug(name: str) -> str:
 def report(course: Course, runs: Sequence[dict[str, Any]], told: dict[str, Any]) -> str:
     """The table of what has run, in Markdown, with what it is of and on."""
     table = record.markdown(COLUMNS, [row_of(name, own) for name, own in by_arm(runs).items()])
-    return "\n\n".join([describe(course, runs), table, " ".join(remarks(runs)), record.footnote({"about": told})])
+    parts = [describe(course, runs), table, " ".join(remarks(runs)), record.footnote({"about": told})]
+    return "\n\n".join(part for part in parts if part)
 
 
 def write(course: Course, runs: Sequence[dict[str, Any]], told: dict[str, Any], folder: Path, name: str) -> None:
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar; default: in a terminal or notebook")
     options = parser.parse_args(words)
     checkpoints = options.checkpoints or Path("checkpoints") / options.config.stem
-    told = record.about(f"python -m jkv.tasks.grpo {' '.join(words)}")
+    told = record.about(f"python -m jkv.tasks.grpo {shlex.join(words)}")
     runs: list[dict[str, Any]] = []
     try:
         course = narrow(read_course(options.config), options.arms, options.seeds, options.steps)

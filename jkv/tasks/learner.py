@@ -154,6 +154,7 @@ def learn(
             n=course.samples,
             max_running=min(course.prompts * course.samples, 64),
             page_size=course.page_size,
+            pad_id=min(set(range(model.config.vocab_size)) - {*model.config.end_ids}),  # nothing here reads padding
         )
 
         if not history.evaluations:

@@ -46,9 +46,9 @@ def example():
     dense = sampled + np.float32(0.2) * rng.standard_normal((6, 12)).astype(np.float32)
     dense[1] = sampled[1] + rng.choice([-1, 1], 12).astype(np.float32)
     dense[2, 3], dense[2, 4] = sampled[2, 3] - 9.5, sampled[2, 4] - 25
-    dense[3] = sampled[3] - 1.5
+    dense[3] = sampled[3] - 1
     dense = np.minimum(dense, 0)
-    mask = np.arange(12) < np.array([12, 9, 7, 12, 0, 1])[:, None]
+    mask = np.arange(12) < np.array([12, 9, 7, 5, 0, 1])[:, None]
     return np.where(mask, dense, np.nan), np.where(mask, sampled, -np.inf), mask
 
 

@@ -173,3 +173,4 @@ def test_remarks_say_who_learnt_and_who_is_outside_of_the_interval():
     assert list(by_arm(runs)) == ["full", "r_kv", "h2o"]
     assert interval([0.50, 0.51, 0.52, 0.53, 0.54]).half == pytest.approx(2.776 * 0.0158 / 5**0.5, rel=1e-2)
     assert math.isnan(interval([0.5]).half)
+    assert remarks([made_up("r_kv", 0, 0.9, 0.95)]) == []  # nobody doubles that

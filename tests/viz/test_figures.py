@@ -139,3 +139,20 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ImportError, match=r"pip install .jkv\[eval\]"):
         jkv.viz.distances({"raw": np.eye(3)})
+
+
+def test_learning_draws_the_mean_of_each_arms_runs_and_their_span():
+    runs = {
+        "full": [{"step": [0, 10], "reward": [0.1, 0.5]}, {"step": [0, 10], "reward": [0.1, 0.7]}],
+        "r_kv": [{"step": [0, 10], "reward": [0.1, 0.4]}],
+    }
+    (axes,) = jkv.viz.learning(runs).axes
+    np.testing.assert_allclose(line(axes, "full"), [[0, 0.1], [10, 0.6]])
+    np.testing.assert_allclose(line(axes, "r_kv"), [[0, 0.1], [10, 0.4]])
+    spans = [band.get_paths()[0].get_extents().extents[[1, 3]].tolist() for band in axes.collections]
+    assert spans == [[0.1, 0.7], [0.1, 0.4]]
+    assert set(texts(axes)) == set(runs)
+    with pytest.raises(ValueError, match="those of r_kv are not"):
+        jkv.viz.learning({"r_kv": [runs["r_kv"][0], {"step": [0], "reward": [0.1]}]})
+    with pytest.raises(ValueError, match="at least one run"):
+        jkv.viz.learning({})
