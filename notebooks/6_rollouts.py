@@ -1,0 +1,164 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Rollouts
+#
+# Reinforcement learning samples many long chains of thought, and their caches are what fills the memory. Here a small model learns
+# to count from rollouts of a compressed cache: groups that share a prompt, log-probabilities of what was really sampled, and a loss
+# that replays the very same evictions.
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jkv-project/jkv/blob/main/notebooks/6_rollouts.ipynb)
+
+# %%
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+SOURCE = "jkv[eval] @ git+https://github.com/jkv-project/jkv"
+for folder in (Path.cwd(), Path.cwd().parent):  # a checkout around this notebook comes first, and needs no network
+    if (folder / "jkv" / "__init__.py").exists():
+        SOURCE = f"{folder}[eval]"
+        sys.path.insert(0, str(folder))
+        break
+try:
+    importlib.import_module("jkv")
+except ImportError:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", SOURCE], check=True)
+    importlib.invalidate_caches()
+
+# %% [markdown]
+# ## A group of samples
+#
+# A `Rollout` is an engine that stays open. Sixteen samples of one prompt: it is prefilled once, its pages are shared, and yet every
+# sample evicts on its own.
+
+# %%
+import warnings
+
+import jax
+import numpy as np
+import optax
+from tqdm.auto import tqdm
+
+import jkv
+from jkv.tasks import counting
+from jkv.viz.look import style, subplots
+
+reasoner = jkv.load("tiny-reasoner")
+options = {"max_prompt_tokens": 32, "max_new_tokens": 160, "max_running": 16}
+pad_id = reasoner.tokenizer.unk_token_id  # padding of its own: this tokenizer's is also the end token, and jkv would warn
+rollout = jkv.Rollout(reasoner, jkv.r_kv(budget=96, interval=16), pad_id=pad_id, **options)
+out = rollout(["b=3;c=7;d=b*c;e=d+b;?e"], n=16, seed=0, return_trace=True, progress=False)
+print(f"{len(out.lengths)} samples of {out.lengths.min()} to {out.lengths.max()} tokens, {out.stats.prefills} prefill")
+print(f"at most {out.stats.peak_kv_bytes / 1e6:.1f} MB, full caches {out.stats.dense_kv_bytes / 1e6:.1f} MB")
+print(out.tokens.shape, out.logprobs.dtype, sorted(set(out.finish_reason)))
+
+# %% [markdown]
+# ## What was sampled is not what is trained
+#
+# `out.logprobs` are those of the distribution that each token was drawn from: the compressed cache's. A trainer's forward pass has
+# the full cache, and gives others. `jkv.rl.mismatch` says how far they are apart; where it is too far, it warns. Replaying the
+# trace gives what was sampled, to rounding.
+
+# %%
+dense = jkv.score(reasoner, out).logprobs
+replayed = jkv.score(reasoner, out, trace=out.trace).logprobs
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    apart = jkv.rl.mismatch(dense, out.logprobs, out.mask)
+print(f"dense: overlap {apart.overlap:.3f}, 5th percentile {apart.p05:.3f}, up to {apart.max_difference:.1f} nats apart")
+print(f"replayed: up to {np.abs(np.asarray(replayed) - out.logprobs).max():.1e} nats apart")
+
+# %% [markdown]
+# A trainer of the dense policy weighs each token by `dense / sampled`, cut at 2 (`tis`), and may leave out whole sequences with a
+# token that the dense policy would all but never say (`veto`). With a budget as small as this one, little is left to learn from.
+
+# %%
+for mode in ("tis", "tis+veto"):
+    kept = jkv.rl.correct(dense, out.logprobs, out.mask, mode=mode).metrics
+    print(f"{mode:>8}: {float(kept['kept']):.0%} of the tokens stay, mean weight {float(kept['mean_weight']):.2f}")
+
+# %% [markdown]
+# ## Learning
+#
+# The task: five digits are given, and each that follows should be one more than the one before. Random weights, and a cache of 12
+# slots for 45 tokens. One step: sample, reward, compare within each group, replay and differentiate, swap the weights. Nothing
+# compiles after the first step: weights, prompts and evictions are data.
+
+# %%
+start, n = counting.start(seed=0), 8
+params, optimizer = start.params, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
+state = optimizer.init(params)
+rollout = jkv.Rollout(
+    start, jkv.r_kv(budget=12, interval=8, window=4), max_prompt_tokens=5, max_new_tokens=40, n=n, page_size=4
+)
+
+
+@jax.jit
+def learn(params, state, batch):
+    (_, told), gradient = jax.value_and_grad(jkv.rl.policy_loss, has_aux=True)(params, batch)
+    change, state = optimizer.update(gradient, state, params)
+    return optax.apply_updates(params, change), state, told["difference"]["p99"], jkv.rl.log_probs(params, batch.dense())
+
+
+# %%
+history, rng = [], np.random.default_rng(0)
+bar = tqdm(range(80), unit="step")
+for step in bar:
+    prompts, _ = counting.draw(rng, 4)
+    out = rollout(prompts, seed=step, stop_ids=(), return_trace=True, progress=False)
+    rewards = counting.reward(out)
+    batch = jkv.rl.make_batch(out, jkv.rl.group_advantages(rewards, n), replay=True)
+    params, state, off, dense = learn(params, state, batch)
+    rollout.update(params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        apart = jkv.rl.mismatch(dense, batch.sampled, batch.mask)
+    saved = 1 - out.stats.peak_kv_bytes / out.stats.dense_kv_bytes
+    history.append((rewards.mean(), apart.overlap, apart.p05, float(off), saved, out.stats.tokens_per_second))
+    bar.set_postfix(reward=f"{rewards.mean():.2f}", overlap=f"{apart.overlap:.2f}")
+
+reward, overlap, p05, off, saved, speed = np.array(history).T
+print(f"reward {reward[:5].mean():.2f} -> {reward[-5:].mean():.2f}; KV bytes saved {saved[-1]:.0%}; {speed[-1]:,.0f} tokens/s")
+print(f"overlap with the full cache {overlap[0]:.2f} -> {overlap[-1]:.2f}, 5th percentile {p05[0]:.2f} -> {p05[-1]:.2f}")
+print(f"the replayed ratio is off by {off.max():.1e} nats at the 99th percentile of its worst step")
+
+# %%
+figure, (left, right) = subplots(1, 2, (8.0, 2.8))
+left.plot(reward, **style(0) | {"marker": ""})
+left.set(xlabel="updates", ylabel="reward", ylim=(0, 1))
+right.plot(overlap, label="mean", **style(0) | {"marker": ""})
+right.plot(p05, label="5th percentile", **style(1) | {"marker": ""})
+right.set(xlabel="updates", ylabel="overlap with the full cache", ylim=(0, 1.05))
+right.legend()
+figure
+
+# %% [markdown]
+# ## Weights, pauses, memory
+#
+# A trainer may pause rollouts half-way, swap the weights, and go on: `policy_version` says which weights drew each token. `sleep`
+# frees the pool for the update; samples that are under way wait in host memory.
+
+# %%
+rollout.submit(prompts, n=2, seed=0, stop_ids=())
+early = rollout.run(max_steps=16)
+rollout.sleep()
+rollout.update(start.params)
+late = rollout.run()
+versions = sorted(set(late.policy_version[0].tolist()))
+print(
+    f"{len(early.lengths)} finished before the update, {len(late.lengths)} after; one sample was drawn by the weights {versions}"
+)
+
+# %% [markdown]
+# `python -m jkv.tasks.grpo configs/experiments/grpo-counting.toml` is a whole run, with several arms, checkpoints and a report;
+# `jkv.integrations.tunix` makes `jkv` the rollout engine of tunix.
