@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jkv.architectures import config_fields, parse_config
-from jkv.params import Model, ModelConfig, Params, RopeScaling, weight_shapes
+from jkv.params import LowRank, Model, ModelConfig, Params, RopeScaling, fold, weight_shapes
 
 TENSORS = {  # field of Params or LayerParams -> tensor of the checkpoint, where a matrix lies transposed
     "embedding": "model.embed_tokens.weight",
@@ -362,11 +362,11 @@ def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bflo
 
 
 def named_leaves(params: Params) -> dict[str, Any]:
-    """The weights by name, in the order of the tree; refuses those that are not what their configuration says."""
-    named, wanted = (
-        {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
-        for tree in (params, weight_shapes(params.config))
-    )
+    """The weights by name, in the order of the tree, folded; refuses those that are not what their configuration says."""
+    wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(weight_shapes(params.config))[0]}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, LowRank))
+    named = {leaf_name(path): leaf for path, leaf in leaves}
+    named = {name: fold(leaf, wanted[name].shape) if name in wanted else leaf for name, leaf in named.items()}
     for name in wanted | named:
         got, rule = (getattr(leaves.get(name), "shape", None) for leaves in (named, wanted))
         if got != rule:

@@ -25,7 +25,7 @@ from jkv.attention import Cache
 from jkv.control import Needs
 from jkv.each_step import StepRules
 from jkv.page_choice import ReadRules
-from jkv.params import LayerParams, ModelConfig, Params
+from jkv.params import LayerParams, LowRank, ModelConfig, Params
 from jkv.policies import Policy
 from jkv.pool import Seat
 from jkv.programs import AlignRules, Control, Emitted, Snapshot, State
@@ -115,7 +115,16 @@ def param_specs(params: Params) -> Params:
         key_norm=P(),
     )
     layers = (layer,) * len(params.layers)
-    return params.replace(embedding=rows, layers=layers, final_norm=P(), unembedding=columns)
+    plain = params.replace(embedding=rows, layers=layers, final_norm=P(), unembedding=columns)
+    return jax.tree.map(adapter_specs, plain, params, is_leaf=is_spec)
+
+
+def adapter_specs(spec: P, weight: Any) -> Any:
+    """How a weight is split; of an adapter, the part that faces the split side of its base."""
+    if not isinstance(weight, LowRank):
+        return spec
+    down, up = (P(HEADS), P()) if spec == P(HEADS) else (P(), P(None, HEADS))
+    return weight.replace(base=spec, down=down, up=up)
 
 
 def state_specs(state: State) -> State:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jkv.params import LayerParams, ModelConfig, Params
+from jkv.params import LayerParams, LowRank, ModelConfig, Params
 
 
 @runtime_checkable
@@ -51,7 +51,7 @@ def forward(
         hidden = hidden if enter is None else enter(layer, hidden)
         query, key, value = project(config, weights, hidden, cos, sin)
         mixed, cache = attend(layer, query, key, value, cache)
-        hidden = hidden + add_shards(params, mixed.reshape(*token.shape, -1) @ weights.out)
+        hidden = hidden + add_shards(params, times(mixed.reshape(*token.shape, -1), weights.out))
         hidden = hidden + add_shards(params, mlp(config, weights, hidden))
     return rms_norm(hidden, params.final_norm, config.norm_epsilon), cache
 
@@ -71,7 +71,7 @@ def unembed(params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"
     if params.unembedding is None:
         logits = jnp.einsum("...d,vd->...v", hidden, params.embedding, preferred_element_type=jnp.float32)
     else:
-        logits = jnp.einsum("...d,dv->...v", hidden, params.unembedding, preferred_element_type=jnp.float32)
+        logits = times(hidden, params.unembedding, jnp.float32)
     return logits if params.axis is None else jax.lax.all_gather(logits, params.axis, axis=logits.ndim - 1, tiled=True)
 
 
@@ -90,8 +90,8 @@ def project(
     """A layer's query, key (both rotated) and value."""
     normed = rms_norm(hidden, weights.attention_norm, config.norm_epsilon)
 
-    def heads(matrix: Array, bias: Array | None, count: int) -> Array:
-        flat = normed @ matrix
+    def heads(matrix: Any, bias: Array | None, count: int) -> Array:
+        flat = times(normed, matrix)
         flat = flat if bias is None else flat + bias
         return flat.reshape(*flat.shape[:-1], count, config.head_size)
 
@@ -107,7 +107,18 @@ def project(
 def mlp(config: ModelConfig, weights: LayerParams, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """The gated feed-forward block (SwiGLU), its norm included."""
     normed = rms_norm(hidden, weights.mlp_norm, config.norm_epsilon)
-    return (jax.nn.silu(normed @ weights.gate) * (normed @ weights.up)) @ weights.down
+    return times(jax.nn.silu(times(normed, weights.gate)) * times(normed, weights.up), weights.down)
+
+
+def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float[Array, "*B fan_out"]:
+    """`x` times a matrix, whose sides may lie unfolded, or times the sum that a `LowRank` stands for.
+
+    `dtype` is that of the product; None takes the operands'. Inside a program the reshape moves nothing.
+    """
+    if isinstance(weight, LowRank):
+        added = times(times(x, weight.down), weight.up, dtype)
+        return times(x, weight.base, dtype) + added * weight.scale
+    return jnp.matmul(x, weight.reshape(x.shape[-1], -1), preferred_element_type=dtype)
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:

@@ -5,6 +5,7 @@ and new weights of the same shapes never compile anything again.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.struct
@@ -52,9 +53,26 @@ class ModelConfig:
         return self.num_query_heads // self.num_kv_heads
 
 
-# Fields of the two pytrees are annotated for readers only: JAX rebuilds them with leaves that are no arrays.
+# Fields of the three pytrees are annotated for readers only: JAX rebuilds them with leaves that are no arrays.
+class LowRank(flax.struct.PyTreeNode):
+    """A matrix and its low-rank adapter (LoRA, 2106.09685): it stands for `base + down @ up * scale`, which is never made.
+
+    It may stand in place of any matrix of `LayerParams`, or of `Params.unembedding`. Base and adapter are leaves, so they
+    are arguments of their own to every program, and new adapters leave the base where it lies.
+    """
+
+    base: Any  # [in, out]
+    down: Any  # [in, rank]
+    up: Any  # [rank, out]
+    scale: float = flax.struct.field(pytree_node=False, default=1.0)
+
+
 class LayerParams(flax.struct.PyTreeNode):
-    """The weights of one decoder layer; absent parts are None."""
+    """The weights of one decoder layer; absent parts are None.
+
+    The sides of a matrix may also be given unfolded, as other libraries hold them (`query` as [D, N, H], `out` as [N, H, D]):
+    they are read where they lie.
+    """
 
     attention_norm: Any  # [D]
     query: Any  # [D, N*H]
@@ -104,6 +122,19 @@ class Model:
 def count_weights(params: Params) -> int:
     """The number of weights, tied ones counted once."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def fold(weight: Any, shape: tuple[int, ...]) -> Any:
+    """A weight in the shape that `weight_shapes` gives it, sides folded, an adapter added (in float32, rounded once).
+
+    What has that shape already, or does not fit it, comes back as it is.
+    """
+    if isinstance(weight, LowRank):
+        base, down, up = (jnp.asarray(x, jnp.float32) for x in (weight.base, weight.down, weight.up))
+        rank = up.shape[0]
+        added = weight.scale * (down.reshape(-1, rank) @ up.reshape(rank, -1))
+        weight = (base.reshape(added.shape) + added).astype(weight.base.dtype)
+    return weight.reshape(shape) if weight.shape != shape and weight.size == math.prod(shape) else weight
 
 
 def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:

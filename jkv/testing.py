@@ -1,5 +1,6 @@
 """What tests of `jkv`, here and elsewhere, share: tiny models, NaN-poisoned pools, and checks of compiled programs."""
 
+import itertools
 import math
 import re
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.params import Model, ModelConfig, init_params
+from jkv.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
 from jkv.policies.base import CacheView
 from jkv.pool import EMPTY
 
@@ -48,6 +49,38 @@ class TinyTokenizer:
 def tiny_model(seed: int = 0, config: ModelConfig = TINY, tokenizer: Any = None) -> Model:
     """A random model, large enough in scale that its logits are not flat; with or without a `TinyTokenizer`."""
     return Model(init_params(config, jax.random.key(seed), scale=0.3), tokenizer, name="tiny")
+
+
+def unfolded(params: Params) -> Params:
+    """The same weights as other libraries hold them: query, key and value as [D, heads, H], out as [N, H, D]."""
+    size = params.config.head_size
+
+    def unfold(layer: LayerParams) -> LayerParams:
+        columns = {name: getattr(layer, name) for name in ("query", "key", "value")}
+        columns = {name: weight.reshape(weight.shape[0], -1, size) for name, weight in columns.items()}
+        return layer.replace(**columns, out=layer.out.reshape(-1, size, layer.out.shape[1]))
+
+    return params.replace(layers=tuple(map(unfold, params.layers)))
+
+
+def adapted(params: Params, rank: int = 2, scale: float = 0.5, seed: int = 0) -> Params:
+    """The weights with a random adapter on every matrix but the embedding, in the layout of what it adapts."""
+    numbers, key = itertools.count(), jax.random.key(seed)
+
+    def adapt(weight: Any, num_in: int = 1) -> LowRank:
+        rows, columns = weight.shape[:num_in], weight.shape[num_in:]
+        down, up = (
+            0.3 * jax.random.normal(jax.random.fold_in(key, next(numbers)), shape, weight.dtype)
+            for shape in ((*rows, rank), (rank, *columns))
+        )
+        return LowRank(weight, down, up, scale)
+
+    def adapt_layer(layer: LayerParams) -> LayerParams:
+        columns = {name: adapt(getattr(layer, name)) for name in ("query", "key", "value", "gate", "up", "down")}
+        return layer.replace(**columns, out=adapt(layer.out, layer.out.ndim - 1))
+
+    unembedding = None if params.unembedding is None else adapt(params.unembedding)
+    return params.replace(layers=tuple(map(adapt_layer, params.layers)), unembedding=unembedding)
 
 
 def random_view(

@@ -15,7 +15,7 @@ from jkv.params import init_params, weight_shapes
 from jkv.sampling import SamplingRows
 from jkv.sentences import SentenceMap
 from jkv.steering import SteeringVector
-from jkv.testing import TINY, tiny_model
+from jkv.testing import TINY, adapted, tiny_model, unfolded
 from tests.mixes import LOOSE, BreakingTokenizer
 from tests.test_pool import assert_allocator_is_consistent
 
@@ -150,6 +150,26 @@ def test_weights_and_pages_are_split_evenly(together):
     for whole, axis in ((layer.query, 1), (layer.out, 0), (layer.down, 0), (engine.params.embedding, 0), (pool.kv, 0)):
         assert whole.addressable_shards[0].data.shape[axis] * num_shards == whole.shape[axis]
     assert mesh.shard(engine.params, engine.mesh).embedding is engine.params.embedding
+
+
+def test_weights_with_adapters_and_in_another_layout_are_split_likewise(model):
+    params = adapted(unfolded(init_params(UNTIED, jax.random.key(2), scale=0.3)))
+
+    def tokens_on(on):
+        engine = jkv.Engine(params, max_running=2, max_slots=MAX_SLOTS, page_size=PAGE_SIZE, mesh=on)
+        ticket = engine.submit(LONG, max_new_tokens=24, stop_ids=())
+        engine.run()
+        return engine, engine.result(ticket)
+
+    _, expected = tokens_on(None)
+    engine, out = tokens_on(devices_of(8))
+    assert out.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-4)
+    layer = engine.params.layers[0]
+    for whole, axis in ((layer.query.base, 1), (layer.query.up, 1), (layer.out.base, 0), (layer.out.down, 0), (layer.up.up, 1)):
+        assert whole.addressable_shards[0].data.shape[axis] * 8 == whole.shape[axis]
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.params))
+    assert mesh.local_bytes(params, 8) == held
 
 
 UNTIED = dataclasses.replace(CONFIG, tie_embeddings=False, qk_norm=True)

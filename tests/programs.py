@@ -79,8 +79,9 @@ def shapes_of(
     page_size: int,
     sharding: Any,
     needs: Needs = NOTHING,
+    layout: Callable[[Params], Params] = lambda params: params,
 ) -> Shapes:
-    """A full engine of 32 rows, each with room for R-KV's budget and buffer in all of 28 layers."""
+    """A full engine of 32 rows, each with room for R-KV's budget and buffer in all of 28 layers; weights in a `layout`."""
 
     def leaf(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
@@ -89,7 +90,8 @@ def shapes_of(
     num_pages = DEEP * NUM_ROWS * config.num_kv_heads * max_pages
     sizes = {"num_rows": NUM_ROWS, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
     state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype))
-    params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weight_shapes(config, dtype), state))
+    weights = jax.eval_shape(layout, weight_shapes(config, dtype))
+    params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weights, state))
     return Shapes(params, state, leaf)
 
 

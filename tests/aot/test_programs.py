@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jkv.params import ModelConfig
-from jkv.testing import assert_no_pool_copy, find_copies
+from jkv.testing import assert_no_pool_copy, find_copies, unfolded
 from tests import programs
 from tests.aot import targets
 
@@ -97,6 +97,23 @@ def test_program_updates_the_pool_in_place(target, name):
     compiled = targets.compile_for(target, program.trace, shapes)
     assert_no_pool_copy(compiled, shapes.state.cache.pool)
     assert_runs(compiled, next((kernels for prefix, kernels in OF_OTHERS.items() if name.startswith(prefix)), ()))
+
+
+@pytest.mark.parametrize("target", ["tpu-v5e", "h200"])
+def test_decoding_reads_unfolded_weights_where_they_lie(target):
+    """As tunix holds them: the program needs no more beside its arguments than with weights in our own layout."""
+    if reason := targets.why_missing(target):
+        pytest.skip(reason)
+    program = programs.PROGRAMS["decode-r_kv"]
+    config = dataclasses.replace(programs.R1_QWEN, num_layers=2)
+    settings = {"dtype": jnp.bfloat16, "page_size": targets.TARGETS[target][2], "sharding": targets.sharding_of(target)}
+    memory = [
+        targets.compile_for(target, program.trace, programs.shapes_of(config, needs=program.needs, layout=layout, **settings))
+        .memory_analysis()
+        .temp_size_in_bytes
+        for layout in (lambda params: params, unfolded)
+    ]
+    assert memory[1] <= memory[0] + 2**20
 
 
 @pytest.mark.parametrize("target", PROGRAM_TARGETS)
