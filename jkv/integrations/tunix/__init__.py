@@ -1,0 +1,16 @@
+"""tunix (extra `tunix`, google-tunix 0.1.7): `jkv` as its rollout engine, and a GRPO learner that corrects for compression.
+
+    cluster_config = rl_cluster.ClusterConfig(
+        rollout_engine=functools.partial(JkvRollout, policy=jkv.r_kv(budget=512)),
+        ...
+    )
+    learner = JkvGRPOLearner(cluster, GRPOConfig(num_generations=8), reward_fns, correction="tis+veto")
+
+`params_of` gives the weights of a tunix model to everything else here: `jkv.generate`, `jkv.score`, `jkv.checkpoint.export`.
+"""
+
+from jkv.integrations.tunix.learner import JkvGRPOLearner
+from jkv.integrations.tunix.rollout import JkvRollout
+from jkv.integrations.tunix.weights import params_of
+
+__all__ = ["JkvGRPOLearner", "JkvRollout", "params_of"]

@@ -1,0 +1,119 @@
+"""`JkvGRPOLearner`: tunix's GRPO on rollouts whose distribution is not the trainer's, corrected.
+
+tunix 0.1.7 never looks at the sampler's log-probabilities. This one scores each batch with the full cache, by the very forward
+pass of its loss, and gives the loss importance weights and a mask (`jkv.rl.correct`); how far the two distributions are from
+each other goes to tunix's metrics (`jkv.rl.mismatch`), and a warning tells where it is too far.
+"""
+
+import dataclasses
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.rl import common, rl_cluster
+from tunix.rl import utils as rl_utils
+from tunix.rl.grpo import grpo_learner
+
+from jkv.rl import correct, mismatch
+
+HELD = ("kv_bytes", "peak_kv_bytes", "dense_kv_bytes", "evicted", "tokens_per_second", "occupancy")  # of a rollout's statistics
+
+
+class JkvGRPOLearner(grpo_learner.GRPOLearner):
+    """GRPO that multiplies each token's loss by its importance weight, and leaves out what the correction drops.
+
+    Takes the arguments of tunix's `GRPOLearner`, and by name:
+      correction: a mode of `jkv.rl.correct`, such as "tis", "tis+veto", "mask"; "none" only measures.
+      cap, band, veto: its bounds.
+
+    The completion's mask counts its own tokens, not those that differ from the padding token: an end token that is also the
+    padding token is trained. Works with any rollout engine that returns log-probabilities.
+
+    Raises:
+      ValueError: an unknown mode, bounds that bound nothing, or a cluster whose settings would lose the weights.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        correction: str = "tis+veto",
+        cap: float = 2.0,
+        band: tuple[float, float] = (0.5, 1.5),
+        veto: float = 1e-4,
+        **kwargs: Any,
+    ) -> None:
+        self._correction: dict[str, Any] = {"mode": correction, "cap": cap, "band": band, "veto": veto}
+        correct(np.zeros((1, 1)), np.zeros((1, 1)), np.ones((1, 1), bool), **self._correction)  # refuses bad settings now
+        super().__init__(*args, **kwargs)
+        config = self.rl_cluster.cluster_config
+        for name, is_set in (
+            ("max_seq_token_per_tpu", config.training_config.max_seq_token_per_tpu is not None),
+            ("offload_to_cpu", config.offload_to_cpu),
+        ):
+            if is_set:
+                raise ValueError(
+                    f"{name} must not be set: tunix 0.1.7 loses importance weights when it packs sequences, and weights on the "
+                    "host cannot score. Leave it out."
+                )
+        self._heard = threading.local()  # tunix rolls out in a thread, and evaluates in another
+        self._generate, self.rl_cluster.generate = self.rl_cluster.generate, self._listen
+
+    def _listen(self, *args: Any, **kwargs: Any) -> Any:
+        """The cluster's `generate`, whose log-probabilities tunix would drop."""
+        self._heard.output = self._generate(*args, **kwargs)
+        return self._heard.output
+
+    def _generate_and_compute_advantage(
+        self, training_input: Any, mode: rl_cluster.Mode = rl_cluster.Mode.TRAIN
+    ) -> grpo_learner.TrainExample:
+        """Tunix's example with importance weights, and the mask of the tokens that stay."""
+        example = super()._generate_and_compute_advantage(training_input, mode)
+        output = self._heard.output
+        if output.logprobs is None:
+            raise ValueError("A correction needs the sampler's log-probabilities; got none. Set return_logprobs=True.")
+        width = example.completion_ids.shape[1]
+        sampled = np.zeros((len(output.tokens), width), np.float32)
+        lengths = np.array([len(row) for row in output.tokens])
+        for row, log_probs in zip(sampled, output.logprobs, strict=True):
+            row[: len(log_probs)] = log_probs
+        mask = np.arange(width) < lengths[:, None]
+        dense = self._score(example)
+        corrected = correct(dense, sampled, mask, **self._correction)
+        self._log(mismatch(dense, sampled, mask).as_dict() | corrected.metrics, mode)
+        is_old = self.should_sync_weights or self.algo_config.num_iterations > 1
+        return dataclasses.replace(
+            example,
+            completion_mask=corrected.mask,
+            sampler_is_weights=corrected.weights,
+            old_per_token_logps=dense if is_old else None,
+        )
+
+    def _score(self, example: grpo_learner.TrainExample) -> jax.Array:
+        """The trainer's log-probabilities [B, T] with the weights that rolled out: the actor's, or those last synchronised."""
+        cluster = self.rl_cluster
+        ids = {"pad_id": cluster.rollout.pad_id(), "eos_id": cluster.rollout.eos_id()}
+        tokens, size = (example.prompt_ids, example.completion_ids), len(example.prompt_ids)
+        step = (self._compute_logps_micro_batch_size or size) * self.algo_config.num_generations
+        temperature = self.algo_config.temperature
+        if self.should_sync_weights:
+            return cluster.get_actor_per_token_logps(*tokens, **ids, micro_batch_size=step, temperature=temperature)
+        graphdef, state = nnx.split(cluster.actor_trainer.model)
+        with cluster.r2m[rl_cluster.Role.ACTOR]:
+            parts = [
+                common.compute_per_token_logps(
+                    graphdef, state, *(part[rows] for part in tokens), **ids, temperature=temperature
+                )
+                for rows in rl_utils.chunk_slices_by_size(size, step)
+            ]
+        return jnp.concatenate(parts)
+
+    def _log(self, figures: dict[str, Any], mode: rl_cluster.Mode) -> None:
+        """Hands figures to tunix's logger, and what the cache held where the rollout tells."""
+        told = {f"sampler/{name}": float(value) for name, value in figures.items() if np.ndim(value) == 0}
+        last = getattr(self.rl_cluster.rollout, "last", None)
+        if last is not None:
+            told |= {f"rollout/{name}": float(getattr(last.stats, name)) for name in HELD}
+        self.rl_cluster.buffer_metrics({name: (value, np.mean) for name, value in told.items()}, mode=mode)

@@ -1,0 +1,296 @@
+"""`JkvRollout`: `jkv.Rollout` as a rollout engine of tunix, over live weights of the actor or over synchronised ones.
+
+tunix repeats each prompt for its group; equal neighbours are one group here, prefilled once. What tunix's own sampler does
+otherwise, on purpose: end tokens stay in the completion, so that stopping is trained; log-probabilities are those of the exact
+distribution that was drawn from; a call without a seed draws fresh entropy.
+"""
+
+import collections
+import itertools
+import secrets
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tunix.rl.rollout import base_rollout
+
+from jkv import mesh as meshes
+from jkv.integrations.tunix.weights import Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
+from jkv.params import Params
+from jkv.policies import Policy
+from jkv.rollout import Rollout, Rollouts
+from jkv.sampling import Sampling
+from jkv.score import score
+
+
+class JkvRollout(base_rollout.BaseRollout):
+    """A rollout engine for `ClusterConfig(rollout_engine=functools.partial(JkvRollout, policy=...))`.
+
+    Args:
+      rollout_actor: tunix's actor; it, the tokenizer, the mesh and the configuration are given by tunix.
+      tokenizer: what `tunix.generate.tokenizer_adapter` makes.
+      mesh: devices of the role ROLLOUT. On several, KV heads are split over all of them, so their number must divide.
+      rollout_config: of training; a call may bring another, and a larger one builds the engine anew.
+      policy: how caches stay small; None keeps them whole.
+      live: whether to read the actor's own weights at each call, which then are never synchronised; False keeps those that
+        `update_params` brings. None takes live ones where the actor lies on the mesh's devices.
+      lora_alpha: of the actor's adapters; None asks the rules that qwix gave it.
+      sleeps: whether the pool is freed between calls, for the trainer.
+      engine: further arguments of `jkv.Rollout` (`max_running`, `page_size`, `kv_memory`, ...).
+
+    Attributes:
+      last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights.
+
+    Weights are used where they lie; only a mesh whose split differs from the actor's makes a copy. Rollouts run in the dtype of
+    the weights, or, synchronised, in the configuration's `data_type`.
+
+    Raises:
+      ValueError: a model that `jkv` cannot run, a mesh that it cannot be split over, or live weights that lie elsewhere.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh | None = None,
+        rollout_config: base_rollout.RolloutConfig | None = None,
+        *,
+        policy: Policy | None = None,
+        live: bool | None = None,
+        lora_alpha: float | None = None,
+        sleeps: bool = True,
+        **engine: Any,
+    ) -> None:
+        self._tokenizer, self._policy, self._sleeps, self._engine = tokenizer, policy, sleeps, engine
+        self._config = rollout_config or base_rollout.RolloutConfig()
+        self._shape = config_of(rollout_actor)
+        self._leaves = leaves_of(rollout_actor)
+        self._scales = scales_of(rollout_actor, self._leaves, lora_alpha)
+        warn_of_dtype(rollout_actor)
+        self._devices = devices_of(mesh, self._leaves)
+        if self._devices.size > 1:
+            meshes.check_mesh(self._devices, self._shape)
+        is_there = set(next(iter(self._leaves.values())).devices()) == set(self._devices.devices.flat)
+        if live and not is_there:
+            raise ValueError(
+                "Live weights lie on the devices that roll out; the actor's are on others than the mesh of the role ROLLOUT. "
+                "Give both roles one mesh, or pass live=False."
+            )
+        self._actor = rollout_actor if (is_there if live is None else live) else None
+        self._dtype = self._check_dtype()
+        self._params: Params | None = None  # those of `_leaves`, once they were asked for
+        self._rollout: Rollout | None = None
+        self._has_warned = False
+        self.last: Rollouts | None = None
+        self._end_ids(self._config)
+        rollout = self._ready(self._config)
+        if sleeps:
+            rollout.sleep()
+
+    # What tunix calls.
+
+    def generate(
+        self, prompts: Sequence[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
+    ) -> base_rollout.RolloutOutput:
+        """A completion of each prompt; equal neighbours are samples of one group.
+
+        Raises:
+          ValueError: a prompt wider than `max_prompt_length`, or settings out of their range; before anything compiles.
+          KeyboardInterrupt: Ctrl-C was pressed; nothing is kept.
+        """
+        groups = [(self._encode(text), len(list(same))) for text, same in itertools.groupby(prompts)]
+        check_widths(groups, rollout_config.max_prompt_length)
+        sampling, ends = sampling_of(rollout_config), self._end_ids(rollout_config)
+        # tunix takes padding for no token wherever it stands, so nothing may follow it.
+        stop_ids = tuple(dict.fromkeys([*ends, self.pad_id()]))
+        rollout = self._ready(rollout_config)
+        seen: collections.Counter[bytes] = collections.Counter()
+        try:
+            for ids, count in groups:
+                rollout.submit(
+                    ids,
+                    n=count,
+                    sampling=sampling,
+                    max_new_tokens=rollout_config.max_tokens_to_generate,
+                    stop_ids=stop_ids,
+                    first_sample=seen[ids.tobytes()],
+                )
+                seen[ids.tobytes()] += count
+            out = rollout.run(progress=False)
+            if rollout.pending:
+                raise KeyboardInterrupt
+        finally:
+            if rollout.pending:
+                rollout.cancel()
+            if self._sleeps:
+                rollout.sleep()
+        self.last = out
+        tokens, log_probs = out.ragged()
+        return base_rollout.RolloutOutput(
+            text=[self._decode(row, stop_ids) for row in tokens],
+            logits=None,
+            tokens=tokens,
+            left_padded_prompt_tokens=self._pad_left(out.prompts, rollout_config.max_prompt_length),
+            logprobs=log_probs,
+        )
+
+    def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> jax.Array:
+        """Log-probabilities [B, T] of completions with the full cache, at training's temperature; 0 in padding.
+
+        (tunix's own sampler leaves the temperature out here, and its loss does not.)
+        """
+        pad = self.pad_id()
+        prompts, tokens = np.asarray(prompt_tokens), np.asarray(completion_tokens)
+        lengths = (tokens != pad).sum(axis=1).tolist()
+        sampling = Sampling(temperature=self._config.temperature)
+        whole = [row[row != pad] for row in prompts]
+        return score(self._current(), tokens, prompts=whole, lengths=lengths, sampling=sampling).logprobs
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Takes new weights, or of a LoRA model its adapters alone; a change of pointers where they lie on the same devices.
+
+        Raises:
+          ValueError: weights of another model, shape or dtype; the old ones stay.
+        """
+        new = leaves_of(params)
+        leaves = merged(self._leaves, new)
+        if self._actor is not None:
+            nnx.update(self._actor, params)
+        self._use(leaves)
+
+    def pad_id(self) -> int:
+        """The token that tunix pads with."""
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        """The token that ends a completion."""
+        return self._tokenizer.eos_id()
+
+    def model(self) -> nnx.Module | None:
+        """The actor, whose weights are read at each call; None where they are synchronised."""
+        return self._actor
+
+    # Weights.
+
+    def _current(self) -> Params:
+        """The weights to use: the actor's of this moment, or the last ones synchronised."""
+        if self._actor is not None:
+            leaves = leaves_of(self._actor)
+            if self._params is None or any(leaf is not self._leaves[path] for path, leaf in leaves.items()):
+                self._use(leaves)
+        if self._params is None:
+            self._use(self._leaves)
+        assert self._params is not None
+        return self._params
+
+    def _use(self, leaves: Leaves) -> None:
+        params = make_params(self._shape, leaves, self._scales)
+        if self._dtype is not None:
+            params = jax.tree.map(lambda leaf: leaf.astype(self._dtype), params)
+        if self._devices.size > 1:
+            placed = meshes.shard(params, self._devices)
+        else:
+            placed = jax.device_put(params, jax.sharding.SingleDeviceSharding(self._devices.devices.item()))
+        if self._rollout is not None:
+            self._rollout.update(placed)
+        self._leaves, self._params = leaves, placed
+
+    def _check_dtype(self) -> Any:
+        """What synchronised weights are cast to; None leaves them."""
+        wanted, own = self._config.data_type, next(iter(self._leaves.values())).dtype
+        if wanted is None or jnp.dtype(wanted) == own:
+            return None
+        if self._actor is not None:
+            raise ValueError(
+                f"Live weights are used as they are, {own}; data_type is {jnp.dtype(wanted)}. Leave it out, or pass live=False "
+                "for a copy of that dtype."
+            )
+        return jnp.dtype(wanted)
+
+    # Requests.
+
+    def _ready(self, config: base_rollout.RolloutConfig) -> Rollout:
+        """The engine with the weights of this moment, built anew for a configuration that asks for more room."""
+        params, rollout = self._current(), self._rollout
+        room = (config.max_prompt_length, config.max_tokens_to_generate)
+        if rollout is not None:
+            had = (rollout.max_prompt_tokens, rollout.max_new_tokens)
+            room = (max(room[0], had[0]), max(room[1], had[1]))
+        if rollout is None or room != had:
+            on = self._devices if self._devices.size > 1 else None
+            limits = {"max_prompt_tokens": room[0], "max_new_tokens": room[1]}
+            self._rollout = rollout = Rollout(params, self._policy, **limits, mesh=on, **self._engine)
+        return rollout
+
+    def _encode(self, text: str) -> np.ndarray:
+        """Token ids as tunix's own sampler makes them: a text begins with the beginning token, once."""
+        begin = self._tokenizer.bos_id()
+        ids = ([begin] if begin else []) + list(self._tokenizer.encode(text))
+        return np.asarray(self._tokenizer.dedup_bos_ids(ids), np.int32)
+
+    def _decode(self, tokens: np.ndarray, stop_ids: Sequence[int]) -> str:
+        """The text of a completion, without its end token."""
+        ids = tokens.tolist()
+        return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in stop_ids else ids)
+
+    def _end_ids(self, config: base_rollout.RolloutConfig) -> tuple[int, ...]:
+        """Tokens that end a completion; warns once where padding is one of them."""
+        ends = tuple(config.eos_tokens or [self.eos_id()])
+        if self.pad_id() in ends and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the padding token {self.pad_id()} also ends texts: tunix masks by `tokens != pad_id`, so its loss leaves out "
+                "every end token, the policy never learns to stop, and inside prompts the token is not attended to. Give the "
+                "tokenizer another pad token; JkvGRPOLearner at least counts end tokens in its loss.",
+                stacklevel=3,
+            )
+        return ends
+
+    def _pad_left(self, prompts: Sequence[np.ndarray], width: int) -> np.ndarray:
+        """[B, width]: the same width in every call, for tunix joins them."""
+        padded = np.full((len(prompts), width), self.pad_id(), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[width - len(prompt) :] = prompt
+        return padded
+
+
+def devices_of(mesh: jax.sharding.Mesh | None, leaves: Leaves) -> jax.sharding.Mesh:
+    """The devices to run on, as a mesh that splits heads over all of them; without one, those of the weights."""
+    if mesh is None or mesh.empty:
+        devices = sorted(next(iter(leaves.values())).devices(), key=lambda device: device.id)
+    else:
+        devices = list(mesh.devices.flat)
+    return jax.sharding.Mesh(np.array(devices), (meshes.HEADS,))
+
+
+def check_widths(groups: Sequence[tuple[np.ndarray, int]], limit: int) -> None:
+    """Refuses prompts that tunix's arrays have no room for."""
+    for ids, _ in groups:
+        if not 0 < len(ids) <= limit:
+            raise ValueError(
+                f"A prompt must have 1 to {limit} tokens, RolloutConfig.max_prompt_length; got one of {len(ids)}, which begins "
+                f"{ids[:8].tolist()}. Raise max_prompt_length, or drop such prompts: cut ones would be other problems."
+            )
+
+
+def sampling_of(config: base_rollout.RolloutConfig) -> Sampling:
+    """How tunix means its configuration: no top_p or no temperature is greedy, top_k below 1 keeps all, a key is a seed."""
+    seed = secrets.randbits(32) if config.seed is None else seed_of(config.seed)
+    if config.top_p is None or config.temperature == 0:
+        return Sampling(temperature=0.0, seed=seed)
+    return Sampling(temperature=config.temperature, top_p=config.top_p, top_k=max(config.top_k or 0, 0), seed=seed)
+
+
+def seed_of(seed: Any) -> int:
+    """A number below 2**32 from a number or a JAX key, `PRNGKey(5)` being 5."""
+    if isinstance(seed, int):
+        return seed % 2**32
+    words = jax.random.key_data(seed) if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) else seed
+    number = 0
+    for word in np.asarray(words).ravel().tolist():
+        number = (number * 0x9E3779B1 + word) % 2**32
+    return number

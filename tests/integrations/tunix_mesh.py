@@ -1,0 +1,87 @@
+"""`JkvRollout` over several devices; `test_tunix.py` runs this file in a process of its own, with four simulated devices."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.integrations.test_tunix import (
+    SETTINGS,
+    JkvRollout,
+    Letters,
+    TokenizerAdapter,
+    make_model,
+    rollout_config,
+    tunix_rules,
+)
+
+__all__ = ["tunix_rules"]  # a fixture
+CONFIG = rollout_config(seed=3)
+
+
+def mesh_of(count, shape=None):
+    devices = np.array(jax.devices()[:count])
+    return jax.sharding.Mesh(devices.reshape(shape or (1, count)), ("fsdp", "tp"))
+
+
+def make(model, mesh, **settings):
+    return JkvRollout(model, TokenizerAdapter(Letters()), mesh, CONFIG, **SETTINGS | settings)
+
+
+def placed(model, mesh):
+    """The model with its weights on all devices of a mesh, as tunix places an actor without a split."""
+    state = jax.device_put(nnx.state(model), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    nnx.update(model, state)
+    return model
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_two_devices_roll_out_what_one_does(lora):
+    expected = make(make_model(lora=lora), None).generate(["abc"] * 2 + ["cdefg"] * 2, CONFIG)
+    actor = placed(make_model(lora=lora), mesh_of(2))
+    rollout = make(actor, mesh_of(2))
+    assert rollout.model() is actor
+    out = rollout.generate(["abc"] * 2 + ["cdefg"] * 2, CONFIG)
+    assert [row.tolist() for row in out.tokens] == [row.tolist() for row in expected.tokens]
+    for one, other in zip(out.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    query = rollout._rollout.model.params.layers[0].key
+    assert query.addressable_shards[0].data.shape == (32, 1, 8)  # one of two KV heads
+    tokens = np.zeros((4, 24), np.int32)
+    for row, values in zip(tokens, out.tokens, strict=True):
+        row[: len(values)] = values
+    dense = rollout.get_per_token_logps(out.left_padded_prompt_tokens, tokens)
+    for i, row in enumerate(out.logprobs):
+        is_real = tokens[i, : len(row)] != 0
+        np.testing.assert_allclose(np.asarray(dense)[i, : len(row)][is_real], row[is_real], atol=1e-4)
+
+
+def test_weights_of_an_actor_elsewhere_are_synchronised_across():
+    actor = make_model()
+    others = jax.sharding.Mesh(np.array(jax.devices()[2:]).reshape(1, 2), ("fsdp", "tp"))
+    rollout = make(actor, others)
+    assert rollout.model() is None
+    before = rollout.generate(["abc"], CONFIG)
+    assert {device.id for device in rollout._rollout.model.params.embedding.devices()} == {2, 3}
+    rollout.update_params(nnx.state(make_model(seed=70), nnx.Param))
+    after = rollout.generate(["abc"], CONFIG)
+    assert before.logprobs[0].tolist() != after.logprobs[0].tolist()
+    with pytest.raises(ValueError, match="the actor's are on others than the mesh of the role ROLLOUT"):
+        make(actor, mesh_of(2), live=True)
+
+
+def test_a_mesh_that_heads_do_not_divide_is_refused():
+    with pytest.raises(ValueError, match=r"num_kv_heads=2 must be a multiple of the 4 devices"):
+        make(placed(make_model(), mesh_of(4)), mesh_of(4, (2, 2)))
+
+
+def test_live_weights_over_a_mesh_are_those_of_the_moment():
+    actor = placed(make_model(), mesh_of(2))
+    rollout = make(actor, mesh_of(2))
+    before = rollout.generate(["abc"], CONFIG)
+    placed_again = placed(make_model(seed=70), mesh_of(2))
+    nnx.update(actor, nnx.state(placed_again))
+    after = rollout.generate(["abc"], dataclasses.replace(CONFIG))
+    assert before.logprobs[0].tolist() != after.logprobs[0].tolist()
