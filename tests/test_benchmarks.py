@@ -1,16 +1,18 @@
 """The benchmark commands at sizes of a test: they run, count what they say, and make their tables from what they wrote."""
 
+import dataclasses
 import importlib
 import importlib.util
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import jkv
 from jkv import cli
-from jkv.bench import cost, papers, record, scores, throughput
+from jkv.bench import cost, countdown, papers, record, rollouts, scores, throughput
 from jkv.cli.bench import BENCHES
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +114,51 @@ def test_eviction_is_compared_with_its_own_arithmetic(capsys, tmp_path, shape):
     assert said["steps"]["slots"] == 64
     temporary = list(said["memory"]["temporary_bytes"].values())
     assert 0 < temporary[0] < temporary[1] < temporary[2] <= 2 * temporary[1] <= 4 * temporary[0]
+
+
+def test_rollouts_run_beside_tunix_s_sampler_to_the_same_lengths(capsys, tmp_path):
+    if importlib.util.find_spec("tunix") is None:
+        with pytest.raises(ValueError, match=r'pip install "jkv\[tunix\]"'):
+            rollouts.check_installed()
+        pytest.skip('tunix takes no part: pip install "jkv[tunix]"')
+    jax.config.update("jax_numpy_dtype_promotion", "standard")  # as tunix needs
+    try:
+        said = bench(capsys, tmp_path, "rollouts")
+    finally:
+        jax.config.update("jax_numpy_dtype_promotion", "strict")
+    assert [(one["mix"], one["contender"]) for one in said["records"]] == [
+        (mix, contender) for mix in ("skewed", "equal") for contender in ("tunix", "full", "r_kv")
+    ]
+    for one in said["records"]:
+        assert one["same_tokens"] == 1.0
+        assert one["tokens"] == (2 * (1 + 6 + 40) if one["mix"] == "skewed" else 6 * 8)
+        # 4 layers, 2 heads of 64, keys and values, prompt and limit; and where each row's ends
+        tunix_row = 4 * (2 * 2 * 64 * (12 + (40 if one["mix"] == "skewed" else 8)) * 4 + 4)
+        assert one["memory"] % tunix_row == 0
+    tunix, full, r_kv = said["records"][:3]
+    assert tunix["peak_kv_bytes"] == tunix["memory"] == tunix["rows"] * tunix_row_of(tunix)
+    assert tunix["largest_n"] == tunix["rows"]
+    assert r_kv["largest_n"] > full["largest_n"]
+
+
+def tunix_row_of(one):
+    return 4 * (2 * 2 * 64 * (12 + one["longest"]) * 4 + 4)
+
+
+def test_a_countdown_ends_when_it_should():
+    config = jkv.testing.TINY
+    params = countdown.countdown(dataclasses.replace(config, vocab_size=64, width=64))
+    lengths = countdown.skewed(6, mean=12, longest=40)
+    prompts = [countdown.Numbers().encode(text) for text in countdown.prompts_for(lengths, 5, 64)]
+    out = jkv.generate(
+        params, prompts, sampling=jkv.Sampling(seed=0), stop_ids=(countdown.END,), max_new_tokens=60, progress=False
+    )
+    assert out.lengths.tolist() == lengths
+    assert all(
+        row[: length - 1].tolist() == list(range(length, 1, -1)) for row, length in zip(out.tokens, lengths, strict=True)
+    )
+    with pytest.raises(ValueError, match="A vocabulary of 30 counts from at most 28; got 40"):
+        countdown.prompts_for(lengths, 5, 30)
 
 
 @pytest.mark.slow

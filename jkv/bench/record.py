@@ -21,7 +21,7 @@ import jax
 
 ROOT = Path(__file__).parent.parent.parent
 Report = Callable[[dict[str, Any]], None]  # hears figures as they are known
-PACKAGES = ("jax", "jaxlib", "jkv", "kvpress", "numpy", "torch", "transformers")
+PACKAGES = ("google-tunix", "jax", "jaxlib", "jkv", "kvpress", "numpy", "torch", "transformers")
 MARKED = re.compile(r"(?P<begin><!-- bench (?P<name>\w+) -->\n).*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL)
 
 
@@ -127,7 +127,9 @@ def footnote(record: Mapping[str, Any]) -> str:
     """The line below a table that says what it was taken on."""
     told = record["about"]
     machine, installed = told["machine"], told["versions"]
-    taken = ", ".join(f"{name} {installed[name]}" for name in ("jax", "torch", "transformers", "kvpress") if name in installed)
+    taken = ", ".join(
+        f"{name} {installed[name]}" for name in ("jax", "torch", "transformers", "kvpress", "google-tunix") if name in installed
+    )
     busy = "" if machine["load"] is None else f", load {machine['load']} at the start"
     return f"`{told['command']}`, {told['date'][:10]}, {machine['cores']} cores of {machine['processor']}{busy}; {taken}."
 

@@ -16,6 +16,7 @@ BENCHES = {
     "papers": "the papers' own throughput tables, at shapes scaled to this machine",
     "peers": 'beside transformers and kvpress (pip install "jkv[peers]")',
     "cost": "where a decode step's time goes, by length, batch and budget",
+    "rollouts": 'rollouts a second beside tunix\'s own sampler (pip install "jkv[tunix]")',
     "eviction": "what scoring and compaction cost beside their own arithmetic, on a wide model",
 }
 QUICK_POOLS = [430_000, 134_000]
@@ -51,6 +52,13 @@ def add(commands: Any) -> None:
     parsers["cost"].add_argument("--lengths", type=whole, help="of full caches; default: 128,512,1536")
     parsers["cost"].add_argument("--budgets", type=whole, help="of R-KV; default: 64,128,256")
     parsers["cost"].add_argument("--batches", type=whole, help="default: 1,8,32")
+    for size, text in (
+        ("prompts", "default: 16"),
+        ("samples", "of each; default: 8"),
+        ("limit", "longest completion; default: 512"),
+    ):
+        parsers["rollouts"].add_argument(f"--{size}", type=int, help=text)
+    parsers["rollouts"].add_argument("--models", type=words, help="narrow, wide; default: both")
     for size, text in (("batch", "rows; default: 8"), ("budget", "of R-KV; default: 1024"), ("interval", "default: 128")):
         parsers["eviction"].add_argument(f"--{size}", type=int, help=text)
     add_tables(benches)
@@ -72,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(options).items() if name not in ("run", "bench", "quick", "out")}
     given = {name: value for name, value in given.items() if value is not None}
-    for name in ("rounds", "requests", "problems", "scale", "batch", "budget"):
+    for name in ("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"):
         if given.get(name, 1) <= 0:
             raise ValueError(f"--{name} must be positive; got {given[name]}.")
     told = records.about(command_of(options.bench, options.quick, given))
@@ -149,6 +157,28 @@ def measure_cost(given: dict[str, Any], quick: bool, report: Any) -> dict[str, A
     return cost.measure(states.model_of(usual["model"]), chosen, usual["rounds"], report)
 
 
+def measure_rollouts(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+    """Tunix's own sampler."""
+    from jkv.bench import rollouts
+
+    usual: dict[str, Any] = {
+        "models": list(rollouts.SHAPES),
+        "prompts": 16,
+        "samples": 8,
+        "width": 48,
+        "mean": 96,
+        "limit": 512,
+    }
+    usual |= {"budget": 96, "interval": 32, "rows": [16, 32, 64], "problems": 8, "rounds": 3}
+    if quick:
+        usual |= {"models": ["narrow"], "prompts": 3, "samples": 2, "width": 12, "mean": 8, "limit": 40}
+        usual |= {"budget": 16, "interval": 16, "rows": [2], "problems": 0, "rounds": 1}
+    usual |= given
+    if unknown := sorted(set(usual["models"]) - set(rollouts.SHAPES)):
+        raise ValueError(f"--models are {', '.join(rollouts.SHAPES)}; got {', '.join(unknown)}.")
+    return rollouts.measure({name: rollouts.SHAPES[name] for name in usual.pop("models")}, **usual, report=report)
+
+
 def measure_eviction(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
     """Compaction and steps that evict."""
     from jkv.bench import eviction, states
@@ -163,6 +193,7 @@ MEASURES: dict[str, Callable[[dict[str, Any], bool, Any], dict[str, Any]]] = {
     "papers": measure_papers,
     "peers": measure_peers,
     "cost": measure_cost,
+    "rollouts": measure_rollouts,
     "eviction": measure_eviction,
 }
 
