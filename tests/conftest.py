@@ -1,6 +1,7 @@
 """One place for what every test runs under: shapes checked, dtypes strict, programs cached between runs."""
 
 import os
+import signal
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -19,6 +20,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 CACHE = ROOT / ".cache" / f"jax-{jax.__version__}"
 jax.config.update("jax_compilation_cache_dir", str(CACHE))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, which tests press
 
 
 @pytest.fixture(autouse=True, scope="module")
