@@ -126,14 +126,15 @@ class Engine:
             raise ValueError(f"order must be one of {ORDERS}; got {order!r}.")
         self.model, self.mesh = check_model(model_or_params), typed("mesh", mesh, jax.sharding.Mesh | None)
         self.programs: Any = programs
-        num_shards, make_state, params = 1, empty_state, self.model.params
+        num_shards, params = 1, self.model.params
+        make_state: Any = functools.partial(functools.partial, empty_state)
         if mesh is not None:
             meshes.check_mesh(mesh, self.model.config)
             params = meshes.shard(params, mesh)
             self.programs, num_shards = meshes.programs_on(mesh), mesh.size
-            make_state = functools.partial(meshes.empty_state, mesh)
+            make_state = functools.partial(meshes.state_maker, mesh)
         self._use(weights.committed(params))
-        config = self.params.config
+        self._place, config = weights.place_of(self.params), self.params.config
         max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
         self.max_running, self.max_slots, self.page_size = max_running, max_slots, page_size
         self.chunk, self.order, self.max_stop_ids = chunk, order, max_stop_ids
@@ -154,8 +155,7 @@ class Engine:
             num_pages=num_pages,
             num_shards=num_shards,
         )
-        self._make_state = functools.partial(
-            make_state,
+        self._make_state = make_state(
             config,
             self.needs,
             num_rows=max_running,
@@ -268,8 +268,9 @@ class Engine:
         if self.running or self.waiting:
             if self.is_asleep:
                 raise ValueError("An engine that sleeps has no pool to run requests in; it has some to run. Call wake() first.")
-            if self.params.embedding.is_deleted():
-                raise ValueError("The weights in use are gone: a trainer donated or deleted them. Call update(params) first.")
+            embedding: Any = self.params.embedding
+            if not isinstance(embedding, jax.Array) or embedding.is_deleted():
+                raise ValueError("The weights in use are gone: forgotten, donated or deleted. Call update(params) first.")
         compiled = COMPILING.seconds
         with deferred_interrupt() as is_interrupted:
             with clock(self.stats, "seconds"):
@@ -359,7 +360,7 @@ class Engine:
         """
         weights.check_same(self.params, params)
         check_weights(params)
-        self._use(weights.committed(params))
+        self._use(weights.committed(params, self.params))
         self.version += 1
         self._sharer.renew(self.model)
         for _, sample in self.waiting:
@@ -376,12 +377,15 @@ class Engine:
         """Whether the pool is freed."""
         return self.state is None
 
-    def sleep(self) -> None:
+    def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pool and all that lies beside it on the device; rows that are running go to host memory.
 
         `wake` brings them back bit for bit, without the pages that they shared being shared again. Weights stay where they
-        are: they are the caller's.
+        are, for they are the caller's; with `forget_weights` the engine lets go of them, and `update` must bring new ones.
         """
+        if forget_weights:
+            self._use(weights.shapes_of(self.params))
+            self._sharer.renew(self.model)
         if self.is_asleep:
             return
         self._free_finished()
@@ -398,7 +402,7 @@ class Engine:
         """Makes an empty pool again, of the same size; those who wait find their way into it."""
         if self.is_asleep:
             state = self._make_state()
-            self.state = state if self.mesh is not None else jax.device_put(state, weights.place_of(self.params))
+            self.state = state if self.mesh is not None else jax.device_put(state, self._place)
 
     # Samples.
 
@@ -569,7 +573,10 @@ class Engine:
                 self._give_up(idle)
                 continue
             unbounded = [i for i, sample in self.running.items() if not sample.request.policy.is_bounded]
-            self._put_aside(max(unbounded, key=lambda i: self.running[i].priority))
+            youngest = max(unbounded, key=lambda i: self.running[i].priority)
+            self.running[youngest].completion.preemptions += 1
+            self.stats.preemptions += 1
+            self._put_aside(youngest)
 
     def _give_up(self, prefix: Prefix) -> None:
         """Frees a prefix that no row reads, and keeps it in host memory for samples put aside that do."""
@@ -688,8 +695,6 @@ class Engine:
         sample.is_running, sample.shares = False, False
         self.state = self.programs.release(self.state, self._pad_rows([i]))
         heapq.heappush(self.waiting, (sample.priority, sample))
-        sample.completion.preemptions += 1
-        self.stats.preemptions += 1
 
     def _resume(self, i: int) -> None:
         """Brings a sample back that was put aside, bit for bit."""

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import inspect
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -332,8 +333,15 @@ def programs_on(mesh: Mesh) -> Any:
     return types.SimpleNamespace(**{name: program_on(mesh, name) for name in RESULTS})
 
 
-def empty_state(mesh: Mesh, config: ModelConfig, needs: Needs, *, num_rows: int, num_pages: int, **settings: Any) -> State:
+def empty_state(mesh: Mesh, config: ModelConfig, needs: Needs, **settings: Any) -> State:
     """`control.empty_state` on a mesh: rows and pages are those of all shards together, each of which takes its share."""
+    return state_maker(mesh, config, needs, **settings)()
+
+
+def state_maker(
+    mesh: Mesh, config: ModelConfig, needs: Needs, *, num_rows: int, num_pages: int, **settings: Any
+) -> Callable[[], State]:
+    """What makes `empty_state`, compiled once for as many calls as there are."""
     mesh = arrange(mesh)
     num_shards = mesh.shape[HEADS]
     share = functools.partial(
@@ -345,4 +353,4 @@ def empty_state(mesh: Mesh, config: ModelConfig, needs: Needs, *, num_rows: int,
         **settings,
     )
     specs = state_specs(jax.eval_shape(share))
-    return jax.jit(jax.shard_map(lambda: left(share()), mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))()
+    return jax.jit(jax.shard_map(lambda: left(share()), mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))

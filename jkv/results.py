@@ -222,6 +222,13 @@ class Stats:
     kernels: dict[str, str]  # implementations of each that programs took so far: "tpu", "gpu", "cpu", plain XLA's "reference"
     seed: int  # of the random draws: given, or drawn
 
+    @property
+    def kv_bytes_saved(self) -> int:
+        """What full caches of the same rows would have held at their peak, less what was held; below 0 for a full cache, whose
+        last pages are partly empty.
+        """
+        return self.dense_kv_bytes - self.peak_kv_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Result:

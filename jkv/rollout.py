@@ -11,6 +11,7 @@ of probabilities are those of the exact distribution that each token was drawn f
 included: they differ from a trainer's dense forward pass, which `jkv.rl` measures and corrects, or replays.
 """
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import numpy as np
 from jkv.checks import check_counts, typed
 from jkv.engine import Engine
 from jkv.generate import DEFAULT_PAGE_SIZE, engine_for, make_requests, progress_bar
+from jkv.interrupts import deferred_interrupt
 from jkv.params import Model, Params
 from jkv.policies import Policy
 from jkv.requests import DEFAULT_NEW_TOKENS, check_model, encode_prompts, make_request, spread_policies
@@ -40,8 +42,9 @@ class Rollouts(Result):
       mask: `[N, T]` bool, completion tokens; a trainer that compares tokens with `pad_id` instead loses end tokens equal to it.
       policy_version: `[N, T]` int32, of the weights that drew each token (0 for those the rollout was built with, one more for
         each `update`); -1 in padding.
-      prompt_index: `[N]` of each sample's prompt in the call.
+      prompt_index: `[N]` of each sample's prompt in the call, or among all handed in since nothing was pending.
       sample_index: `[N]` of each sample among those of its prompt.
+      seeds: `[N]` of each sample's draws: given, or fresh entropy.
       pad_id: the token that fills up rows.
     """
 
@@ -49,6 +52,7 @@ class Rollouts(Result):
     policy_version: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
     prompt_index: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     sample_index: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    seeds: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     pad_id: int = 0
 
     def ragged(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -161,7 +165,8 @@ class Rollout:
             mesh=mesh,
         )
         self._pending: list[Pending] = []
-        self._has_warned = False
+        self._num_prompts = 0  # handed in since nothing was pending
+        self._has_warned: set[str] = set()
 
     @property
     def model(self) -> Model:
@@ -263,18 +268,21 @@ class Rollout:
         for request in (request for group in requests for request in group):
             self.engine.check(request)
         self._warn_of_cuts(settings)
+        if self.pad_id in requests[0][0].stop_ids and self.pad_id not in self.model.config.end_ids:
+            self._warn("pad", pad_warning(self.pad_id))
         if not self._pending:
             self.engine.reset_stats()
-            self.engine.is_traced = typed("return_trace", return_trace, bool)
-        first = 1 + max((one.prompt for one in self._pending), default=-1)
-        for prompt, group in enumerate(requests):
+            self.engine.is_traced, self._num_prompts = typed("return_trace", return_trace, bool), 0
+        for prompt, group in enumerate(requests, self._num_prompts):
             for index, request in enumerate(group):
                 ticket = self.engine.submit_requests([request])
-                self._pending.append(Pending(first + prompt, index, ticket, self.engine.tickets[ticket][0]))
+                self._pending.append(Pending(prompt, index, ticket, self.engine.tickets[ticket][0]))
+        self._num_prompts += len(requests)
 
     def run(self, max_steps: int | None = None, until_done: int | None = None, progress: bool | None = None) -> Rollouts:
         """Goes on with what is pending and returns what is finished; the rest stays, pages and all, for the next `run`.
 
+        A part of a run may hold a part of a group: give `prompt_index` to `jkv.rl.group_advantages`, which refuses that.
         Weights may be updated in between: what is pending goes on with the keys that it has, `policy_version` says which
         tokens are whose, and its trace replays under no single weights.
 
@@ -291,14 +299,11 @@ class Rollout:
             self.engine.wake()
         begun, wanted = self.engine.stats.steps, min(until_done or self.pending, self.pending)
         total = sum(one.sample.remaining for one in self._pending)
-        with progress_bar(total, progress, "rollout") as on_events:
+        with progress_bar(total, progress, "rollout") as on_events, contextlib.suppress(KeyboardInterrupt):
             while sum(one.sample.is_finished for one in self._pending) < wanted:
                 if max_steps is not None and self.engine.stats.steps - begun >= max_steps:
                     break
-                try:
-                    on_events(self.engine.step())
-                except KeyboardInterrupt:
-                    break
+                on_events(self.engine.step())
         return self._take([one for one in self._pending if one.sample.is_finished])
 
     def cancel(self) -> Rollouts:
@@ -318,9 +323,13 @@ class Rollout:
         """
         self.engine.update(params.params if isinstance(params, Model) else params)
 
-    def sleep(self) -> None:
-        """Frees the pool for the trainer; samples that are pending wait in host memory."""
-        self.engine.sleep()
+    def sleep(self, forget_weights: bool = False) -> None:
+        """Frees the pool for the trainer; samples that are pending wait in host memory.
+
+        With `forget_weights` it lets go of the weights too, so that those a trainer replaces are not held twice; `update` must
+        bring some before the next call.
+        """
+        self.engine.sleep(forget_weights)
 
     def wake(self) -> None:
         """Allocates the pool again; `run` does it too."""
@@ -342,20 +351,31 @@ class Rollout:
 
     def _warn_of_cuts(self, sampling: Sampling) -> None:
         """Says once that cut distributions bias what a trainer makes of the samples."""
-        if sampling.draws == "truncated" and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
+        if sampling.draws == "truncated":
+            self._warn(
+                "cut",
                 f"top_k={sampling.top_k}, top_p={sampling.top_p} cut the distribution: `logprobs` are those of what is left, "
                 "`logprobs_full` those before, and a ratio of either with a trainer's log-probabilities is biased. Sample with "
                 "top_p=1 and top_k=0 to train on it.",
-                stacklevel=4,
             )
 
+    def _warn(self, what: str, text: str) -> None:
+        """Warns once."""
+        if what not in self._has_warned:
+            self._has_warned.add(what)
+            warnings.warn(text, stacklevel=4)
+
     def _take(self, finished: list[Pending]) -> Rollouts:
-        """Finished samples out of the engine, in order."""
-        gone = {one.ticket for one in finished}
-        self._pending = [one for one in self._pending if one.ticket not in gone]
-        samples = self.engine.take([one.ticket for one in finished])
+        """Finished samples out of the engine, in order; Ctrl-C waits, for it would lose them."""
+        with deferred_interrupt():
+            out = self._gather(finished)
+            gone = set(self.engine.take([one.ticket for one in finished]))
+            self._pending = [one for one in self._pending if one.sample not in gone]
+        return out
+
+    def _gather(self, finished: list[Pending]) -> Rollouts:
+        """Finished samples as arrays."""
+        samples = [one.sample for one in finished]
         result = make_result(self.model, samples, self.engine.stats, self.engine.is_traced)
         mask = np.arange(result.tokens.shape[1], dtype=np.int32) < result.lengths[:, None]
         version = np.full(result.tokens.shape, -1, np.int32)
@@ -368,6 +388,7 @@ class Rollout:
             policy_version=version,
             prompt_index=np.array([one.prompt for one in finished], np.int32),
             sample_index=np.array([one.index for one in finished], np.int32),
+            seeds=np.array([sample.request.seed for sample in samples], np.int64),
             pad_id=self.pad_id,
         )
 
@@ -381,9 +402,13 @@ def check_pad(model: Model, pad_id: int | None) -> int:
     if not 0 <= typed("pad_id", pad_id, int) < config.vocab_size:
         raise ValueError(f"pad_id must be a token id in [0, {config.vocab_size}); got {pad_id}.")
     if pad_id in config.end_ids:
-        warnings.warn(
-            f"pad_id={pad_id} is also an end token of this model: a trainer that masks with `tokens != pad_id` drops every end "
-            "token from its loss, so that the policy never learns to stop. Use `out.mask`, or pass another pad_id.",
-            stacklevel=3,
-        )
+        warnings.warn(pad_warning(pad_id), stacklevel=3)
     return pad_id
+
+
+def pad_warning(pad_id: int) -> str:
+    """What padding with an end token does."""
+    return (
+        f"pad_id={pad_id} is also an end token: a trainer that masks with `tokens != pad_id` drops every end token from its "
+        "loss, so that the policy never learns to stop. Use `out.mask`, or pass another pad_id."
+    )

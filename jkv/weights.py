@@ -13,13 +13,22 @@ def place_of(params: Params) -> jax.sharding.Sharding | None:
     return jax.sharding.SingleDeviceSharding(devices[0]) if len(devices) == 1 else None
 
 
-def committed(params: Params) -> Params:
-    """The same arrays, bound to the devices that they are on.
+def committed(params: Params, place: Params | None = None) -> Params:
+    """The same arrays, bound to the devices that they are on, or, said in the words of `place`'s shardings, the same ones.
 
-    Programs compile anew for arrays that are bound when others were not, and what an optimiser or a checkpoint gives may be
-    either. No weight is copied.
+    Programs compile anew for arrays that are bound when others were not, whose place has another name, or whose type is weak,
+    and what an optimiser or a checkpoint gives may be any of these. No weight is copied but for a weak type.
     """
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding), params)
+
+    def bind(leaf: jax.Array, like: Any) -> jax.Array:
+        return jax.device_put(leaf.astype(leaf.dtype) if leaf.weak_type else leaf, like.sharding)
+
+    return jax.tree.map(bind, params, params if place is None else place)
+
+
+def shapes_of(params: Params) -> Params:
+    """What `check_same` needs to know of weights, without holding them."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
 
 
 def check_same(old: Params, new: Any) -> None:
@@ -43,6 +52,12 @@ def check_same(old: Params, new: Any) -> None:
         raise ValueError(
             f"New weights must have the structure of the old ones; missing: {missing or 'none'}, too many: {extra or 'none'}. "
             "Pass a whole `jkv.Params`."
+        )
+    structures: Any = [jax.tree.structure(tree) for tree in (old, new)]
+    if structures[0] != structures[1]:
+        raise ValueError(
+            "New weights must have the static fields of the old ones: the scale of each adapter, and the axis of a mesh; they "
+            "differ. Build another rollout for another scale."
         )
     for (path, was), leaf in zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True):
         name = f"params{jax.tree_util.keystr(path)}"

@@ -16,6 +16,7 @@ from jkv.sampling import SamplingRows
 from jkv.sentences import SentenceMap
 from jkv.steering import SteeringVector
 from jkv.testing import TINY, adapted, tiny_model, unfolded
+from jkv.timing import COMPILING
 from tests.mixes import LOOSE, BreakingTokenizer
 from tests.test_pool import assert_allocator_is_consistent
 
@@ -150,6 +151,21 @@ def test_weights_and_pages_are_split_evenly(together):
     for whole, axis in ((layer.query, 1), (layer.out, 0), (layer.down, 0), (engine.params.embedding, 0), (pool.kv, 0)):
         assert whole.addressable_shards[0].data.shape[axis] * num_shards == whole.shape[axis]
     assert mesh.shard(engine.params, engine.mesh).embedding is engine.params.embedding
+
+
+def test_new_weights_that_lie_elsewhere_are_refused_and_those_in_place_compile_nothing(model):
+    devices, policy = devices_of(2), jkv.r_kv(budget=16, interval=8, window=4)
+    options = {"max_prompt_tokens": 8, "max_new_tokens": 16, "page_size": 4, "n": 2, "mesh": devices}
+    rollout = jkv.Rollout(model.params, policy, **options)
+    expected = rollout([[5, 1, 9]], seed=0, stop_ids=())
+    for elsewhere in (jax.devices()[1], jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())):
+        with pytest.raises(ValueError, match="must lie where the old ones do; params"):
+            rollout.update(jax.device_put(model.params, elsewhere))
+    rollout.update(mesh.shard(model.params, devices))
+    rollout.sleep()
+    compiled = COMPILING.seconds
+    np.testing.assert_array_equal(rollout([[5, 1, 9]], seed=0, stop_ids=()).tokens, expected.tokens)
+    assert COMPILING.seconds == compiled  # neither the weights nor the pool that woke
 
 
 def test_weights_with_adapters_and_in_another_layout_are_split_likewise(model):

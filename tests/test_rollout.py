@@ -170,6 +170,8 @@ def test_sixteen_samples_hold_the_prompt_once_and_their_budgets(model):
     pages = heads * (len(prompt) // 2 + n * slots // 2 + n)
     assert out.stats.peak_kv_bytes <= pages * rollout.engine.page_bytes + rollout.engine.row_bytes
     assert out.stats.compactions >= n
+    dense = n * (len(prompt) + out.lengths[0]) * heads * 2 * config.head_size * 4
+    assert out.stats.kv_bytes_saved == dense - out.stats.peak_kv_bytes > 0
 
 
 def test_ragged_and_padded_views_agree(rollout):
@@ -207,6 +209,13 @@ def test_new_weights_compile_nothing_and_give_what_a_fresh_rollout_gives(model, 
     assert (before.policy_version[before.mask] == 0).all()
     assert (out.policy_version[out.mask] == 1).all()
     assert (out.policy_version[~out.mask] == -1).all()
+    named = jax.sharding.NamedSharding(jax.sharding.Mesh(jax.devices()[:1], ("x",)), jax.sharding.PartitionSpec())
+    rollout.update(jax.device_put(other_params, named))  # the same place by another name, as trainers have it
+    weak = jax.tree.map(lambda x: x, other_params).replace(final_norm=jnp.full(other_params.final_norm.shape, 1.0))
+    assert weak.final_norm.weak_type
+    rollout.update(weak)
+    np.testing.assert_array_equal(rollout(PROMPTS, seed=4, stop_ids=()).tokens, out.tokens)
+    assert num_programs() == compiled
     rollout.update(model.params)  # the old ones were not donated
     np.testing.assert_array_equal(rollout(PROMPTS, seed=4, stop_ids=()).tokens, before.tokens)
 
@@ -262,10 +271,23 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay(rollout, model):
 def test_weights_that_a_trainer_donated_are_told_of(model):
     rollout = make_rollout(dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params)), R_KV)
     trained = jax.jit(lambda params: jax.tree.map(lambda x: 2 * x, params), donate_argnums=0)(rollout.model.params)
-    with pytest.raises(ValueError, match=r"trainer donated or deleted them\. Call update\(params\) first"):
+    with pytest.raises(ValueError, match=r"donated or deleted\. Call update\(params\) first"):
         rollout(PROMPTS[:1], n=1)
     rollout.update(trained)
     assert len(rollout.run().lengths) == 1
+
+
+def test_forgotten_weights_are_not_held_and_must_be_brought(model, other_params):
+    rollout = make_rollout(dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params)), R_KV)
+    expected = rollout(PROMPTS[:1], seed=1)
+    before = live_bytes()
+    rollout.sleep(forget_weights=True)
+    assert before - live_bytes() >= sum(x.nbytes for x in jax.tree.leaves(model.params))
+    rollout.submit(PROMPTS[:1], seed=1)
+    with pytest.raises(ValueError, match=r"forgotten, donated or deleted\. Call update\(params\) first"):
+        rollout.run()
+    rollout.update(model.params)
+    np.testing.assert_array_equal(rollout.run().tokens, expected.tokens)
 
 
 def live_bytes():
@@ -308,6 +330,10 @@ def test_sleeping_frees_the_pool_and_waking_changes_nothing(model):
 
 SLEEPERS = {name: EVICTING[name] for name in ("r_kv", "h2o", "tova", "rpc", "quest", "cache_positions")}
 SLEEPERS["full"] = jkv.full()
+LOOSE = {"strict": 0.0, "soft": 0.0, "structure": False, "threshold": 1e9, "match": 0.0, "pairing": "all", "interval": 4}
+SLEEPERS["reason_cache"] = jkv.reason_cache(**LOOSE)
+SLEEPERS["random_share"] = jkv.random_share(jkv.reason_cache(**LOOSE))
+SLEEPERS["chain"] = jkv.chain(jkv.reason_cache(**LOOSE), jkv.r_kv(budget=30, interval=8, window=4))
 SLEEPERS["skip_kv"] = jkv.skip_kv(budget=14, interval=8, window=4, tau=0.2, ends=(1, 5, 9, 17))
 
 
@@ -322,6 +348,7 @@ def test_pausing_and_sleeping_under_way_change_no_token(model, policy):
         parts.append(rollout.run(max_steps=8))
         rollout.sleep()
     assert sum(len(part.lengths) > 0 for part in parts) >= 2
+    assert rollout.engine.stats.preemptions == 0  # there was room
     assert_same(by_sample(expected), {key: value for part in parts for key, value in by_sample(part).items()})
     for part in parts:
         if len(part.lengths):
@@ -383,6 +410,31 @@ def test_rows_are_refilled_on_a_skewed_mix_of_lengths(model):
     assert out.stats.occupancy > 0.8
 
 
+def test_a_result_that_cannot_be_built_loses_nothing(rollout, monkeypatch):
+    expected = by_sample(rollout(PROMPTS, n=2, seed=3))
+
+    def fail(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jkv.rollout.make_result", fail)
+        with pytest.raises(MemoryError):
+            rollout(PROMPTS, n=2, seed=3)
+    assert by_sample(rollout.run()) == expected
+
+
+def test_parts_of_several_submits_say_whose_they_are(rollout):
+    rollout.submit(PROMPTS[:1], n=1, stop_ids=())
+    rollout.submit(PROMPTS[1:3], n=1, stop_ids=(), max_new_tokens=2)
+    first = rollout.run(until_done=2)
+    assert sorted(first.prompt_index.tolist()) == [1, 2]
+    rollout.submit(PROMPTS[3:], n=1, seed=5)
+    rest = rollout.run()
+    assert rest.prompt_index.tolist() == [0, 3]
+    assert len({*first.seeds.tolist(), *rest.seeds.tolist()}) == 3  # each submit drew its own
+    assert rest.seeds[1] == 5
+
+
 # Bad input.
 
 
@@ -403,6 +455,9 @@ def test_padding_with_an_end_token_is_loudly_warned_of(model):
     )
     with pytest.warns(UserWarning, match=r"pad_id=6 is also an end token.*never learns to stop"):
         rollout = make_rollout(ending, pad_id=6)
+    other = make_rollout(model, pad_id=6)  # whose end tokens come with the call
+    with pytest.warns(UserWarning, match="pad_id=6 is also an end token"):
+        other.submit(PROMPTS, stop_ids=(6,))
     out = rollout(PROMPTS, n=4, seed=0)
     ended = [reason == "eos" for reason in out.finish_reason]
     assert any(ended)

@@ -9,7 +9,7 @@ from jkv.checks import typed
 EPSILON = 1e-4
 
 
-def group_advantages(rewards: Any, n: int, scale: bool = True) -> np.ndarray:
+def group_advantages(rewards: Any, n: int, scale: bool = True, prompt_index: Any = None) -> np.ndarray:
     """Each completion's reward less the mean of its prompt's `n`, in standard deviations of these: float32 `[N]`.
 
     GRPO's with outcome rewards (DeepSeekMath, 2402.03300). The deviation is that of a sample (n - 1), with 1e-4 added; a group
@@ -20,6 +20,8 @@ def group_advantages(rewards: Any, n: int, scale: bool = True) -> np.ndarray:
       rewards: `[N]`, prompt-major: the n completions of the first prompt, then of the second, as rollouts are.
       n: completions of each prompt.
       scale: whether to divide by the deviation.
+      prompt_index: `[N]` which prompt each completion is of (`out.prompt_index`), to refuse groups that are not whole; for
+        what an interrupt or `run(until_done=...)` returned.
 
     Raises:
       ValueError: groups of fewer than two, rewards that are no whole groups, or not finite.
@@ -37,8 +39,24 @@ def group_advantages(rewards: Any, n: int, scale: bool = True) -> np.ndarray:
         raise ValueError(f"rewards must be one number a completion, {n} for each prompt in turn; got {told.shape}.")
     if not np.isfinite(told).all():
         raise ValueError(f"rewards must be finite; got {told[~np.isfinite(told)][0]} at {int(np.argmin(np.isfinite(told)))}.")
+    if prompt_index is not None:
+        check_groups(np.asarray(prompt_index), n, len(told))
     groups = told.reshape(-1, n)
     centred = groups - groups.mean(axis=1, keepdims=True)
     if scale:
         centred = centred / (groups.std(axis=1, ddof=1, keepdims=True) + EPSILON)
     return centred.reshape(-1).astype(np.float32)
+
+
+def check_groups(prompt_index: np.ndarray, n: int, count: int) -> None:
+    """Refuses completions of which not every n in turn are all of one prompt."""
+    if prompt_index.shape != (count,):
+        raise ValueError(f"prompt_index must be one number a reward, ({count},); got {prompt_index.shape}.")
+    names, sizes = np.unique(prompt_index, return_counts=True)
+    if (sizes != n).any() or (prompt_index.reshape(-1, n) != prompt_index[::n, None]).any():
+        wrong = names[sizes != n]
+        got = f"prompt {wrong[0]} has {sizes[sizes != n][0]}" if len(wrong) else "prompts are not one after the other"
+        raise ValueError(
+            f"A group is compared within itself, so all {n} completions of each prompt must be here, in turn; {got}. Run to "
+            "the end, or leave that prompt out."
+        )

@@ -137,7 +137,7 @@ def need_trace(out: Result, who: str) -> Trace:
 
 def check_versions(version: Any, mask: np.ndarray) -> None:
     """Refuses completions of several weights: no single ones replay what their keys were made of."""
-    if version is None:
+    if version is None or not mask.any():
         return
     least, most = (pick(np.where(mask, version, version[:, :1]), axis=1) for pick in (np.min, np.max))
     if (least != most).any():

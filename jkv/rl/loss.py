@@ -54,7 +54,8 @@ def policy_loss(
       beta: how near.
 
     The metrics: `log_probs`; `correction`, its own; `clipped`, the share of tokens whose r is beyond the clip on the side that
-    counts; `difference`, the 99th percentile and the maximum of |log p - sampled|; and `kl`, to the reference.
+    counts; `cut`, of those that top-k or top-p cuts from the policy or the old one, which are dropped; `difference`, the 99th
+    percentile and the maximum of |log p - sampled|; and `kl`, to the reference.
 
     Raises:
       ValueError: an unknown mean or mode, a clip of other signs, or a beta without a reference.
@@ -67,20 +68,24 @@ def policy_loss(
     anchor = (batch.sampled if batch.is_replayed else fixed) if old is None else old
     if isinstance(correction, str):
         correction = correct(anchor, batch.sampled, batch.mask, mode=correction)
-    ratio = bounded(log_ratio(current, anchor, batch.mask))
+    # What top-k or top-p cuts from the policy has no gradient, and no logarithm: such a token is dropped.
+    is_there = batch.mask & jnp.isfinite(fixed) & jnp.isfinite(anchor)
+    weights = jnp.where(is_there, correction.weights, 0.0)
+    ratio = bounded(log_ratio(current, anchor, is_there))
     gain, clipped = ratio * batch.advantage, jnp.clip(ratio, 1 - clip[0], 1 + clip[1]) * batch.advantage
-    loss_NT = -correction.weights * jnp.minimum(gain, clipped)
+    loss_NT = -weights * jnp.minimum(gain, clipped)
     metrics: dict[str, Any] = {
         "log_probs": fixed,
         "correction": correction.metrics,
         "clipped": share(clipped < gain, batch.mask),
+        "cut": share(~is_there, batch.mask),
     }
     if reference is not None:
-        away = log_ratio(reference, current, batch.mask)
+        away = log_ratio(reference, current, is_there & jnp.isfinite(reference))
         kl_NT = bounded(away) - 1 - away
         loss_NT = loss_NT + beta * kl_NT
         metrics["kl"] = share(kl_NT, batch.mask)
-    metrics["difference"] = spread(jnp.abs(log_ratio(fixed, batch.sampled, batch.mask)), batch.mask)
+    metrics["difference"] = spread(jnp.abs(log_ratio(fixed, batch.sampled, is_there)), is_there)
     if mean == "tokens":
         return share(loss_NT, batch.mask), metrics
     return share(row_means(loss_NT, batch.mask), batch.mask.any(axis=1)), metrics

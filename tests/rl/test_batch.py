@@ -167,3 +167,27 @@ def test_advantages_are_deviations_within_a_group():
 def test_rewards_that_make_no_groups_are_refused(rewards, n, words):
     with pytest.raises(ValueError, match=words):
         group_advantages(rewards, n)
+
+
+@pytest.mark.parametrize(
+    ("prompt_index", "words"),
+    [
+        ([0, 1], r"all 2 completions of each prompt.*prompt 0 has 1\. Run to the end"),
+        ([0, 1, 0, 1], "prompts are not one after the other"),
+        ([0, 0, 1], r"one number a reward, \(4,\); got \(3,\)"),
+    ],
+)
+def test_groups_that_are_not_whole_are_refused(prompt_index, words):
+    """As an interrupt leaves them: one completion of each prompt is no group."""
+    with pytest.raises(ValueError, match=words):
+        group_advantages(np.arange(max(len(prompt_index), 2) + len(prompt_index) % 2), 2, prompt_index=prompt_index)
+    assert group_advantages([1, 0, 0, 1], 2, prompt_index=[3, 3, 7, 7]).tolist() == pytest.approx(
+        [0.707, -0.707, -0.707, 0.707], abs=1e-3
+    )
+
+
+def test_completions_without_a_token_make_a_batch_of_none(model):
+    rollout = jkv.Rollout(model, jkv.r_kv(budget=12, interval=4, window=4), max_prompt_tokens=8, max_new_tokens=8, n=2)
+    rollout.submit([[5, 1, 9]], return_trace=True)
+    batch = make_batch(rollout.cancel(), [0.0, 0.0], replay=True)
+    assert not np.asarray(batch.mask).any()

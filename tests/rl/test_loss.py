@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jkv
 from jkv.rl import correct, log_probs, make_batch, policy_loss
 
 ADVANTAGES = np.array([1, -0.5, 0.2, -0.7, 0.4, 0, -1, 0.9], np.float32)
@@ -94,3 +95,17 @@ def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient(model, batches):
 def test_settings_that_make_no_loss_are_refused(model, batches, options, words):
     with pytest.raises(ValueError, match=words):
         policy_loss(model, batches[False], **options)
+
+
+def test_what_top_k_cuts_from_the_dense_policy_is_dropped_and_no_gradient_is_nan(model):
+    """A compressed cache draws tokens that the dense policy's own top-k would have cut: their dense logarithm is -inf."""
+    options = {"max_new_tokens": 40, "page_size": 4, "progress": False, "n": 4}
+    policy, sampling = jkv.r_kv(budget=12, interval=4, window=4), jkv.Sampling(top_k=3, seed=1)
+    out = jkv.generate(model, [[5, 1, 9]], policy=policy, sampling=sampling, stop_ids=(), **options)
+    batch = make_batch(out, ADVANTAGES[:4])
+    for correction in ("tis+veto", "none"):
+        (loss, metrics), gradient = jax.value_and_grad(policy_loss, has_aux=True)(model.params, batch, correction=correction)
+        assert 0 < float(metrics["cut"]) < 0.9
+        assert np.isfinite(float(loss))
+        assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gradient))
+    assert any(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(gradient))
