@@ -4,7 +4,15 @@ import numbers
 import types
 from typing import Any
 
-WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "True or False", str: "a text", types.NoneType: "None"}
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    tuple: "a list",
+    dict: "a table of names and values",
+    types.NoneType: "None",
+}
 
 
 def typed(name: str, value: Any, wanted: Any) -> Any:
