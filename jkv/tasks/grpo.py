@@ -2,7 +2,7 @@
 
 Each arm of the file draws with its own policy and learns by its own loss; all start from the same weights and see the same
 prompts. Reports the reward with the full cache, bytes saved, speed, mismatch, and how exact replay was. Runs are kept as they
-go: the same command goes on where it was interrupted.
+go: the same command goes on after the last whole step before Ctrl-C, or after the last checkpoint where the process was killed.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def narrow(course: Course, arms: str | None, seeds: str | None, steps: int | Non
     """A part of a course, as asked for on the command line.
 
     Raises:
-      ValueError: an arm that it does not have, seeds that are no numbers, or less than one step.
+      ValueError: an arm that it does not have, seeds that are no numbers, or what a `Course` refuses.
     """
     known = {arm.name: arm for arm in course.arms}
     chosen = list(known) if arms is None else [name.strip() for name in arms.split(";")]
@@ -84,8 +84,6 @@ def narrow(course: Course, arms: str | None, seeds: str | None, steps: int | Non
         raise ValueError(f"The arms are {'; '.join(known)}; got {'; '.join(unknown)}. Write several with ; between them.")
     if seeds is not None and not re.fullmatch(r"\d+(,\d+)*", seeds):
         raise ValueError(f"seeds are whole numbers with commas between them; got {seeds!r}.")
-    if steps is not None and steps < 1:
-        raise ValueError(f"steps must be at least 1; got {steps}.")
     return dataclasses.replace(
         course,
         arms=tuple(known[name] for name in chosen),

@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 
@@ -15,6 +15,22 @@ class History:
     evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
+class Progress(NamedTuple):
+    """What a run is after whole steps: weights, the optimiser's state and its history, none of them changed in place."""
+
+    params: Any
+    state: Any
+    history: History = History()
+
+    def stepped(self, params: Any, state: Any, record: dict[str, Any]) -> "Progress":
+        """After one more step."""
+        return Progress(params, state, dataclasses.replace(self.history, steps=[*self.history.steps, record]))
+
+    def evaluated(self, record: dict[str, Any]) -> "Progress":
+        """With one more evaluation."""
+        return self._replace(history=dataclasses.replace(self.history, evaluations=[*self.history.evaluations, record]))
+
+
 class Saves:
     """The checkpoints of one run in a folder; None keeps none."""
 
@@ -22,6 +38,7 @@ class Saves:
         self.folder, self.about = folder, about
         options = ocp.CheckpointManagerOptions(max_to_keep=2)
         self.manager = None if folder is None else ocp.CheckpointManager(folder.absolute(), options=options)
+        self.kept = History()
 
     def close(self) -> None:
         """Waits for what is being written."""
@@ -29,23 +46,30 @@ class Saves:
             self.manager.wait_until_finished()
             self.manager.close()
 
-    def save(self, step: int, params: Any, state: Any, history: History) -> None:
-        """Keeps what a run is after a number of steps."""
-        if self.manager is not None:
-            written = {"about": self.about, **dataclasses.asdict(history)}
-            parts = {"state": ocp.args.StandardSave({"params": params, "state": state}), "history": ocp.args.JsonSave(written)}
-            self.manager.save(step, args=ocp.args.Composite(**parts))
+    def save(self, progress: Progress) -> None:
+        """Keeps what a run is, unless it is kept; in place of the same step without its evaluation."""
+        params, state, history = progress
+        if self.manager is None or history == self.kept:
+            return
+        step = len(history.steps)
+        if self.manager.latest_step() == step:
+            self.manager.wait_until_finished()
+            self.manager.delete(step)
+        written = {"about": self.about, **dataclasses.asdict(history)}
+        parts = {"state": ocp.args.StandardSave({"params": params, "state": state}), "history": ocp.args.JsonSave(written)}
+        self.manager.save(step, args=ocp.args.Composite(**parts))
+        self.kept = history
 
-    def restore(self, params: Any, state: Any, history: History, most: int) -> tuple[Any, Any, History]:
-        """The last checkpoint of a run of at most so many steps; what was given where there is none.
+    def restore(self, start: Progress, most: int) -> Progress:
+        """The last checkpoint of a run of at most so many steps; the start where there is none.
 
         Raises:
           ValueError: the folder holds another run, or more steps of this one.
         """
         if self.manager is None or self.manager.latest_step() is None:
-            return params, state, history
+            return start
         step = self.manager.latest_step()
-        target = {"params": params, "state": state}
+        target = {"params": start.params, "state": start.state}
         parts = {"state": ocp.args.StandardRestore(target), "history": ocp.args.JsonRestore()}
         told = self.manager.restore(step, args=ocp.args.Composite(history=parts["history"]))["history"]
         if told["about"] != self.about:
@@ -57,4 +81,5 @@ class Saves:
         if step > most:
             raise ValueError(f"{self.folder} holds {step} steps, and {most} are asked for. Ask for more, or remove the folder.")
         found = self.manager.restore(step, args=ocp.args.Composite(state=parts["state"]))["state"]
-        return found["params"], found["state"], History(told["steps"], told["evaluations"])
+        self.kept = History(told["steps"], told["evaluations"])
+        return Progress(found["params"], found["state"], self.kept)
