@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+import signal
 import tomllib
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.tasks import counting, grpo
+from jkv.tasks import counting, grpo, learner
 from jkv.tasks.course import TASKS, Arm, Course, read_course
 from jkv.tasks.learner import learn
 from jkv.tasks.outcome import by_arm, interval, remarks
@@ -40,7 +42,16 @@ def test_a_short_run_learns_and_its_ratio_is_exact_before_every_update(learnt):
     assert all(step["peak_kv_bytes"] < 0.7 * step["dense_kv_bytes"] for step in history.steps)
 
 
-def test_an_interrupted_run_goes_on_as_an_unbroken_one(learnt, tmp_path):
+def assert_same(one, other):
+    """Two runs came to the same, but for how long they took."""
+    told = [[{**step, "seconds": 0} for step in history.steps] for _, history in (one, other)]
+    assert told[0] == told[1]
+    assert one[1].evaluations == other[1].evaluations
+    for left, right in zip(jax.tree.leaves(one[0]), jax.tree.leaves(other[0]), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint_as_an_unbroken_one(learnt, tmp_path):
     def stop(record):
         seen.append(record)
         if len(seen) == 13:
@@ -50,17 +61,66 @@ def test_an_interrupted_run_goes_on_as_an_unbroken_one(learnt, tmp_path):
     with pytest.raises(InterruptedError):
         learn(COURSE, REPLAY, 0, tmp_path, stop)
     assert len(seen) == 13
-    params, history = learn(COURSE, REPLAY, 0, tmp_path, seen.append)
+    assert_same(learn(COURSE, REPLAY, 0, tmp_path, seen.append), learnt)
     assert len(seen) == 13 + 24 - 8  # from the checkpoint after step 8
-    told = [[{**step, "seconds": 0} for step in run.steps] for run in (history, learnt[1])]
-    assert told[0] == told[1]
-    assert history.evaluations == learnt[1].evaluations
-    for one, other in zip(jax.tree.leaves(params), jax.tree.leaves(learnt[0]), strict=True):
-        np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match="checkpoints of another run, by seed"):
         learn(COURSE, REPLAY, 1, tmp_path)
     with pytest.raises(ValueError, match="holds 24 steps, and 8 are asked for"):
         learn(dataclasses.replace(COURSE, steps=8), REPLAY, 0, tmp_path)
+
+
+def test_ctrl_c_loses_no_whole_step(learnt, tmp_path, monkeypatch):
+    seen, looks, evaluate = [], [], learner.evaluate
+
+    def hear(record):
+        seen.append(record)
+        if len(seen) == 5:
+            signal.raise_signal(signal.SIGINT)
+
+    def look(*what):
+        looks.append(len(seen))
+        if looks.count(len(seen)) == 1 and len(seen) in (12, 24):
+            signal.raise_signal(signal.SIGINT)
+        return evaluate(*what)
+
+    monkeypatch.setattr(learner, "evaluate", look)
+    for done in (5, 12, 24):  # after a step, in an evaluation, and in the last one
+        with pytest.raises(KeyboardInterrupt):
+            learn(COURSE, REPLAY, 0, tmp_path, hear)
+        assert len(seen) == done
+    assert_same(learn(COURSE, REPLAY, 0, tmp_path, hear), learnt)
+    assert (len(seen), [looks.count(step) for step in (0, 12, 24)]) == (24, [2, 3, 3])  # full and own cache; no step again
+    assert_same(learn(COURSE, REPLAY, 0, tmp_path, hear), learnt)
+    assert len(looks) == 8  # the last evaluation is kept too
+
+
+def test_fewer_steps_than_were_planned_end_with_an_evaluation(tmp_path):
+    def stop(record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learn(COURSE, REPLAY, 0, tmp_path, stop)
+    _, history = learn(dataclasses.replace(COURSE, steps=1), REPLAY, 0, tmp_path)
+    assert [at["step"] for at in history.evaluations] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("p99", "most", "said"),
+    [
+        (9e-6, 9e-5, ""),
+        (2e-5, 9e-5, "p99 is 2e-05 nats, above 1e-05"),
+        (9e-6, 2e-4, "max is 2e-04 nats, above 1e-04"),
+        (2e-5, math.nan, "p99 is 2e-05 nats, above 1e-05; max is nan nats, above 1e-04"),
+    ],
+)
+def test_a_replay_beyond_either_tolerance_is_told_by_name(p99, most, said):
+    assert learner.beyond({"p99": p99, "max": most}) == said
+
+
+def test_a_step_warns_of_a_replay_that_is_off(monkeypatch):
+    monkeypatch.setattr(learner, "TOLERANCES", {"p99": 1.0, "max": -1.0})
+    with pytest.warns(UserWarning, match="step 0: replay is not exact: max is .* nats, above -1e"):
+        learn(dataclasses.replace(COURSE, steps=1), REPLAY, 0)
 
 
 @pytest.mark.parametrize("loss", ["dense", "bypass"])
@@ -111,6 +171,27 @@ def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
         ("task = 'counting'\n[arms.x]\nbudget = 3", [], "x has budget"),
         ("task = 'counting'\n[arms.full]", ["--arms", "y"], "The arms are full; got y"),
         ("task = 'counting'\n[arms.full]", ["--seeds", "a"], "whole numbers"),
+        ("task = 'counting'\n[arms.full]", ["--seeds", "0,1,00"], "seeds must differ; got 0 more than once"),
+        ("task = 'counting'\n[arms.full]", ["--seeds", "4294967296"], "seeds must lie in [0, 2**32)"),
+        ("task = 'counting'\n[arms.full]", ["--arms", "full; full"], "arms must differ; got full more than once"),
+        ("task = 'counting'\n[arms.full]", ["--steps", "0"], "steps must be at least 1; got 0"),
+        ("task = 'counting'\nseeds = [2, 2]\n[arms.full]", [], "seeds must differ; got 2 more than once"),
+        ("task = 'counting'\nseeds = []\n[arms.full]", [], "seeds must be at least one; got none"),
+        ("task = 'counting'\nseeds = 3\n[arms.full]", [], "seeds must be a list; got 3"),
+        ("task = 'counting'\nseeds = ['a']\n[arms.full]", [], "each of seeds must be a whole number; got 'a'"),
+        ("task = 'counting'\nseeds = [-1]\n[arms.full]", [], "seeds must lie in [0, 2**32); got -1"),
+        ("task = 'counting'\nsteps = 'x'\n[arms.full]", [], "steps must be a whole number; got 'x'"),
+        ("task = 'counting'\nsteps = 1.5\n[arms.full]", [], "steps must be a whole number; got 1.5"),
+        ("task = 'counting'\narms = 3", [], "arms must be a table of names and values; got 3"),
+        ("task = 'counting'\narms.x = 3", [], "arms.x must be a table of names and values; got 3"),
+        ("task = 'counting'\narms.x.settings = 3", [], "arms.x.settings must be a table of names and values; got 3"),
+        ("task = 'counting'\narms.x.policy = 3", [], "arms.x.policy must be a text; got 3"),
+        ("task = 'counting'\narms.x.loss = []", [], "arms.x.loss must be a text; got []"),
+        ("task = 'counting'\nlearning_rate = 'x'\n[arms.full]", [], "learning_rate must be a number; got 'x'"),
+        ("task = 'counting'\nlearning_rate = -1.0\n[arms.full]", [], "learning_rate must be above 0 and finite; got -1.0"),
+        ("task = 'counting'\nlearning_rate = nan\n[arms.full]", [], "learning_rate must be above 0 and finite; got nan"),
+        ("task = 'counting'\ntemperature = 0\n[arms.full]", [], "temperature must be above 0 and finite; got 0"),
+        ("task = []\n[arms.full]", [], "task must be a text; got ()"),
         ("task = ", [], "must be a TOML file of a course"),
     ],
 )
@@ -174,3 +255,40 @@ def test_remarks_say_who_learnt_and_who_is_outside_of_the_interval():
     assert interval([0.50, 0.51, 0.52, 0.53, 0.54]).half == pytest.approx(2.776 * 0.0158 / 5**0.5, rel=1e-2)
     assert math.isnan(interval([0.5]).half)
     assert remarks([made_up("r_kv", 0, 0.9, 0.95)]) == []  # nobody doubles that
+
+
+def assert_policies_teach(folder):
+    """What is claimed of learning from compressed rollouts, by what grpo-policies wrote into a folder."""
+    written = json.loads((folder / "grpo-policies.json").read_text())
+    arms = by_arm(written["runs"])
+    assert list(arms) == ["full", "r_kv", "r_kv, replayed", "h2o", "streaming_llm"]
+    for runs in arms.values():
+        assert [run["seed"] for run in runs] == [0, 1, 2, 3, 4]
+        for run in runs:
+            evaluations = run["evaluations"]
+            assert (run["steps"], evaluations[0]["step"], evaluations[-1]["step"]) == (300, 0, 300)
+            assert evaluations[-1]["dense"] > 2 * evaluations[0]["dense"], (
+                f"{run['arm']} learnt nothing from seed {run['seed']}"
+            )
+    for run in arms["r_kv, replayed"]:
+        assert run["loss"] == "replay"
+        assert 0 < run["ratio_p99"] <= 1e-5
+        assert run["ratio_max"] <= 1e-4
+    finals = {name: np.array([run["evaluations"][-1]["dense"] for run in runs]) for name, runs in arms.items()}
+    half = 2.7764 * finals["full"].std(ddof=1) / 5**0.5  # Student's t of four degrees of freedom, 97.5th percentile
+    is_inside = abs(finals["r_kv"].mean() - finals["full"].mean()) <= half
+    found = re.search("with the full cache: (.*); outside of it: (.*)", (folder / "grpo-policies.md").read_text())
+    told = ["r_kv" in re.split(r" \([-+.\d]+\)[,.]? ?", part) for part in found.groups()]
+    assert told == [is_inside, not is_inside]
+
+
+def test_the_committed_figures_show_that_compressed_rollouts_teach():
+    assert_policies_teach(ROOT / "results")
+
+
+@pytest.mark.slow
+def test_compressed_rollouts_teach_at_full_size(tmp_path):
+    """`python -m jkv.tasks.grpo configs/experiments/grpo-policies.toml --out results`, into another folder."""
+    config = ROOT / "configs" / "experiments" / "grpo-policies.toml"
+    assert grpo.main([str(config), "--out", str(tmp_path), "--checkpoints", str(tmp_path / "kept")]) == 0
+    assert_policies_teach(tmp_path)
