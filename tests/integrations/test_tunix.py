@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import os
 import re
 import subprocess
@@ -143,7 +144,7 @@ def test_weights_are_the_arrays_of_the_model_themselves():
     model = make_model("qwen3", lora=True)
     own = {leaf.get_value().unsafe_buffer_pointer() for _, leaf in nnx.to_flat_state(nnx.state(model)) if leaf.get_value().ndim}
     read = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params_of(model))}
-    used = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(make_rollout(model)._rollout.model.params)}
+    used = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(make_rollout(model, sleeps=False)._rollout.model.params)}
     assert read == used
     assert used <= own
 
@@ -280,7 +281,129 @@ def test_the_pool_is_freed_between_calls():
     assert not kept._rollout.is_asleep
 
 
+# Configurations that change
+
+LARGER = RolloutConfig(max_tokens_to_generate=LIMIT, max_prompt_length=WIDTH + 4, temperature=1.0, seed=3)
+
+
+@pytest.mark.parametrize("eos_tokens", [[EOS, *range(2, 10)], list(range(2, 20))], ids=["9", "18"])
+def test_as_many_end_tokens_as_tunix_asks_for_are_served(eos_tokens):
+    rollout = make_rollout(make_model())
+    out = rollout.generate(["abc"] * 16, rollout_config(seed=1, eos_tokens=eos_tokens))
+    stops = {PAD, *eos_tokens}
+    assert all(row[-1] in stops or len(row) == LIMIT for row in out.tokens)
+    assert not any(stops & set(row[:-1].tolist()) for row in out.tokens)
+    assert any(row[-1] in eos_tokens[7:] for row in out.tokens)  # those beyond what eight ids hold
+    built = rollout._rollout
+    rollout.generate(["abc"], rollout_config(seed=1))
+    assert rollout._rollout is built  # room stays
+
+
+def test_dense_log_probabilities_are_at_the_temperature_of_the_last_call():
+    model = make_model()
+    rollout = make_rollout(model, config=dataclasses.replace(rollout_config(), temperature=0.5))
+    prompts, tokens = np.array([[PAD, 2, 3]]), np.array([[4, 5, 6]])
+
+    def check(temperature):
+        expected = dense_of(model, prompts, tokens, temperature)
+        np.testing.assert_allclose(rollout.get_per_token_logps(prompts, tokens), expected, atol=2e-5)
+
+    check(0.5)
+    for temperature in (1.0, 0.7):
+        rollout.generate(["abc"], dataclasses.replace(rollout_config(), temperature=temperature))
+        check(temperature)
+
+
+@pytest.mark.parametrize("live", [True, False], ids=["live", "synchronised"])
+def test_versions_count_changes_of_weights_through_larger_engines_too(live):
+    model = make_model()
+    rollout = make_rollout(model, live=live)
+
+    def versions(config):
+        rollout.generate(["abc"], config)
+        return set(rollout.last.policy_version.ravel().tolist()) - {-1}
+
+    assert versions(rollout_config(seed=3)) == versions(rollout_config(seed=3)) == {0}
+    rollout.update_params(nnx.state(make_model(seed=50), nnx.Param))
+    assert versions(rollout_config(seed=3)) == {1}
+    assert versions(LARGER) == versions(LARGER) == {1}
+    rollout.update_params(nnx.state(make_model(seed=60), nnx.Param))
+    even_larger = dataclasses.replace(LARGER, max_prompt_length=WIDTH + 8)
+    assert versions(even_larger) == {2}
+    if live:
+        randomised(model, seed=70)
+        assert versions(even_larger) == {3}
+
+
+def test_the_old_pool_is_freed_before_a_larger_engine_is_built(monkeypatch):
+    rollout = make_rollout(make_model(), sleeps=False)
+    expected = make_rollout(make_model()).generate(["abc"], LARGER)
+    old, were_asleep = rollout._rollout, []
+    build = jkv.integrations.tunix.rollout.Rollout
+
+    def heard(*args, **kwargs):
+        were_asleep.append(old.is_asleep)
+        return build(*args, **kwargs)
+
+    monkeypatch.setattr(jkv.integrations.tunix.rollout, "Rollout", heard)
+    out = rollout.generate(["abc"], LARGER)
+    assert were_asleep == [True]
+    assert out.logprobs[0].tolist() == expected.logprobs[0].tolist()
+    assert not rollout._rollout.is_asleep
+
+
+def test_an_engine_that_cannot_be_built_larger_leaves_the_old_one_usable():
+    rollout = make_rollout(make_model(), sleeps=False)
+    before = rollout.generate(["abc"], rollout_config(seed=3))
+    with pytest.raises(ValueError, match="positions"):
+        rollout.generate(["abc"], dataclasses.replace(LARGER, max_prompt_length=1_000_000))
+    after = rollout.generate(["abc"], rollout_config(seed=3))
+    assert after.logprobs[0].tolist() == before.logprobs[0].tolist()
+    assert rollout.last.policy_version.max() == 0
+
+
 # Live and synchronised weights
+
+
+def live_bytes():
+    """Of all arrays on the device; those that share a buffer count once."""
+    gc.collect()
+    return sum({leaf.unsafe_buffer_pointer(): leaf.nbytes for leaf in jax.live_arrays() if leaf.size}.values())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_weights_that_training_replaced_are_freed(lora):
+    model = make_model(lora=lora)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params_of(model)))
+    rollout = make_rollout(model)
+
+    def grown_by_training(seed):
+        before = live_bytes()
+        randomised(model, seed)
+        return live_bytes() - before
+
+    assert grown_by_training(seed=90) < size / 10  # before the first call
+    rollout.generate(["abc"], rollout_config(seed=3))
+    assert grown_by_training(seed=91) < size / 10
+    rollout.update_params(nnx.state(make_model(lora=lora, seed=92)))
+    assert grown_by_training(seed=93) < size / 10
+    after = rollout.generate(["abc"], rollout_config(seed=3))
+    fresh = make_rollout(model).generate(["abc"], rollout_config(seed=3))
+    assert after.logprobs[0].tolist() == fresh.logprobs[0].tolist()
+
+
+def test_weights_that_are_refused_leave_a_live_actor_as_it_was():
+    model = make_model()
+    rollout = make_rollout(model)
+    before = rollout.generate(["abc"], rollout_config(seed=3))
+    bad = jax.tree.map(lambda x: x * jnp.nan, nnx.state(model, nnx.Param))
+    with pytest.raises(ValueError, match="Weights must be finite"):
+        rollout.update_params(bad)
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    assert rollout.generate(["abc"], rollout_config(seed=3)).logprobs[0].tolist() == before.logprobs[0].tolist()
+    rollout.update_params(nnx.state(make_model(seed=50), nnx.Param))
+    good = make_rollout(make_model(seed=50)).generate(["abc"], rollout_config(seed=3))
+    assert rollout.generate(["abc"], rollout_config(seed=3)).logprobs[0].tolist() == good.logprobs[0].tolist()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])

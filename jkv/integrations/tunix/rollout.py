@@ -9,6 +9,7 @@ import collections
 import itertools
 import secrets
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from jkv.rollout import Rollout, Rollouts
 from jkv.sampling import Sampling
 from jkv.score import score
 
+ROOM = ("max_prompt_tokens", "max_new_tokens", "max_stop_ids")  # what a configuration asks of the engine
+
 
 class JkvRollout(base_rollout.BaseRollout):
     """A rollout engine for `ClusterConfig(rollout_engine=functools.partial(JkvRollout, policy=...))`.
@@ -39,11 +42,13 @@ class JkvRollout(base_rollout.BaseRollout):
       live: whether to read the actor's own weights at each call, which then are never synchronised; False keeps those that
         `update_params` brings. None takes live ones where the actor lies on the mesh's devices.
       lora_alpha: of the actor's adapters; None asks the rules that qwix gave it.
-      sleeps: whether the pool is freed between calls, for the trainer.
+      sleeps: whether the pool is freed between calls, for the trainer; live weights are let go of then too, so that what
+        training replaces is freed.
       engine: further arguments of `jkv.Rollout` (`max_running`, `page_size`, `kv_memory`, ...).
 
     Attributes:
-      last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights.
+      last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights (0 for those that
+        it was built with, one more each time they are others).
 
     Weights are used where they lie; only a mesh whose split differs from the actor's makes a copy. Rollouts run in the dtype of
     the weights, or, synchronised, in the configuration's `data_type`.
@@ -66,30 +71,30 @@ class JkvRollout(base_rollout.BaseRollout):
         **engine: Any,
     ) -> None:
         self._tokenizer, self._policy, self._sleeps, self._engine = tokenizer, policy, sleeps, engine
-        self._config = rollout_config or base_rollout.RolloutConfig()
+        self._config = rollout_config or base_rollout.RolloutConfig()  # of the last call
+        self._room: tuple[int, ...] = (1, 1, engine.pop("max_stop_ids", 8))
         self._shape = config_of(rollout_actor)
-        self._leaves = leaves_of(rollout_actor)
-        self._scales = scales_of(rollout_actor, self._leaves, lora_alpha)
+        leaves = leaves_of(rollout_actor)
+        self._scales = scales_of(rollout_actor, leaves, lora_alpha)
         warn_of_dtype(rollout_actor)
-        self._devices = devices_of(mesh, self._leaves)
+        self._devices = devices_of(mesh, leaves)
         if self._devices.size > 1:
             meshes.check_mesh(self._devices, self._shape)
-        is_there = set(next(iter(self._leaves.values())).devices()) == set(self._devices.devices.flat)
+        is_there = set(next(iter(leaves.values())).devices()) == set(self._devices.devices.flat)
         if live and not is_there:
             raise ValueError(
                 "Live weights lie on the devices that roll out; the actor's are on others than the mesh of the role ROLLOUT. "
                 "Give both roles one mesh, or pass live=False."
             )
         self._actor = rollout_actor if (is_there if live is None else live) else None
-        self._dtype = self._check_dtype()
-        self._params: Params | None = None  # those of `_leaves`, once they were asked for
+        self._leaves = leaves if self._actor is None else None  # the last ones synchronised
+        self._known = references(leaves)  # those of the engine's version
+        self._dtype = self._check_dtype(next(iter(leaves.values())).dtype)
         self._rollout: Rollout | None = None
         self._has_warned = False
         self.last: Rollouts | None = None
-        self._end_ids(self._config)
-        rollout = self._ready(self._config)
-        if sleeps:
-            rollout.sleep()
+        rollout = self._ready(self._config, self._stop_ids(self._config))
+        self._rest(rollout)
 
     # What tunix calls.
 
@@ -104,10 +109,8 @@ class JkvRollout(base_rollout.BaseRollout):
         """
         groups = [(self._encode(text), len(list(same))) for text, same in itertools.groupby(prompts)]
         check_widths(groups, rollout_config.max_prompt_length)
-        sampling, ends = sampling_of(rollout_config), self._end_ids(rollout_config)
-        # tunix takes padding for no token wherever it stands, so nothing may follow it.
-        stop_ids = tuple(dict.fromkeys([*ends, self.pad_id()]))
-        rollout = self._ready(rollout_config)
+        sampling, stop_ids = sampling_of(rollout_config), self._stop_ids(rollout_config)
+        rollout = self._ready(rollout_config, stop_ids)
         seen: collections.Counter[bytes] = collections.Counter()
         try:
             for ids, count in groups:
@@ -126,9 +129,8 @@ class JkvRollout(base_rollout.BaseRollout):
         finally:
             if rollout.pending:
                 rollout.cancel()
-            if self._sleeps:
-                rollout.sleep()
-        self.last = out
+            self._rest(rollout)
+        self.last, self._config = out, rollout_config
         tokens, log_probs = out.ragged()
         return base_rollout.RolloutOutput(
             text=[self._decode(row, stop_ids) for row in tokens],
@@ -139,28 +141,32 @@ class JkvRollout(base_rollout.BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> jax.Array:
-        """Log-probabilities [B, T] of completions with the full cache, at training's temperature; 0 in padding.
+        """Log-probabilities [B, T] of completions with the full cache, at the last call's temperature; 0 in padding.
 
-        (tunix's own sampler leaves the temperature out here, and its loss does not.)
+        Before any call, at that of the configuration it was built with. (tunix's own sampler leaves the temperature out here,
+        and its loss does not.)
         """
         pad = self.pad_id()
         prompts, tokens = np.asarray(prompt_tokens), np.asarray(completion_tokens)
         lengths = (tokens != pad).sum(axis=1).tolist()
         sampling = Sampling(temperature=self._config.temperature)
         whole = [row[row != pad] for row in prompts]
-        return score(self._current(), tokens, prompts=whole, lengths=lengths, sampling=sampling).logprobs
+        return score(self._params(), tokens, prompts=whole, lengths=lengths, sampling=sampling).logprobs
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Takes new weights, or of a LoRA model its adapters alone; a change of pointers where they lie on the same devices.
 
         Raises:
-          ValueError: weights of another model, shape or dtype; the old ones stay.
+          ValueError: weights of another model, shape or dtype, or not finite; the old ones stay, a live actor's too.
         """
-        new = leaves_of(params)
-        leaves = merged(self._leaves, new)
-        if self._actor is not None:
+        leaves = merged(self._current(), leaves_of(params))
+        assert self._rollout is not None
+        self._use(self._rollout, leaves)
+        if self._actor is None:
+            self._leaves = leaves
+        else:
             nnx.update(self._actor, params)
-        self._use(leaves)
+            self._rest(self._rollout)
 
     def pad_id(self) -> int:
         """The token that tunix pads with."""
@@ -176,32 +182,49 @@ class JkvRollout(base_rollout.BaseRollout):
 
     # Weights.
 
-    def _current(self) -> Params:
-        """The weights to use: the actor's of this moment, or the last ones synchronised."""
-        if self._actor is not None:
-            leaves = leaves_of(self._actor)
-            if self._params is None or any(leaf is not self._leaves[path] for path, leaf in leaves.items()):
-                self._use(leaves)
-        if self._params is None:
-            self._use(self._leaves)
-        assert self._params is not None
-        return self._params
+    def _current(self) -> Leaves:
+        """The weights of this moment: the actor's, or the last ones synchronised."""
+        return leaves_of(self._actor) if self._leaves is None else self._leaves
 
-    def _use(self, leaves: Leaves) -> None:
+    def _params(self) -> Params:
+        """The weights of this moment where rollouts run: the engine's, if it holds them."""
+        leaves, rollout = self._current(), self._rollout
+        return rollout.model.params if rollout is not None and self._holds(rollout, leaves) else self._place(leaves)
+
+    def _place(self, leaves: Leaves) -> Params:
+        """Weights as rollouts read them; copied only to another dtype or place."""
         params = make_params(self._shape, leaves, self._scales)
         if self._dtype is not None:
             params = jax.tree.map(lambda leaf: leaf.astype(self._dtype), params)
         if self._devices.size > 1:
-            placed = meshes.shard(params, self._devices)
-        else:
-            placed = jax.device_put(params, jax.sharding.SingleDeviceSharding(self._devices.devices.item()))
-        if self._rollout is not None:
-            self._rollout.update(placed)
-        self._leaves, self._params = leaves, placed
+            return meshes.shard(params, self._devices)
+        return jax.device_put(params, jax.sharding.SingleDeviceSharding(self._devices.devices.item()))
 
-    def _check_dtype(self) -> Any:
+    def _is_known(self, leaves: Leaves) -> bool:
+        """Whether these very arrays are those of the engine's version."""
+        return all(leaf is self._known[path]() for path, leaf in leaves.items())
+
+    def _holds(self, rollout: Rollout, leaves: Leaves) -> bool:
+        return isinstance(rollout.model.params.embedding, jax.Array) and self._is_known(leaves)
+
+    def _use(self, rollout: Rollout, leaves: Leaves) -> None:
+        """Gives the engine weights that it does not hold; ones that it had before keep their version."""
+        if self._holds(rollout, leaves):
+            return
+        version = rollout.version
+        rollout.update(self._place(leaves))
+        if self._is_known(leaves):
+            rollout.engine.version = version
+        self._known = references(leaves)
+
+    def _rest(self, rollout: Rollout) -> None:
+        """Makes room for the trainer: frees the pool, and lets go of live weights, which training replaces."""
+        if self._sleeps:
+            rollout.sleep(forget_weights=self._actor is not None)
+
+    def _check_dtype(self, own: Any) -> Any:
         """What synchronised weights are cast to; None leaves them."""
-        wanted, own = self._config.data_type, next(iter(self._leaves.values())).dtype
+        wanted = self._config.data_type
         if wanted is None or jnp.dtype(wanted) == own:
             return None
         if self._actor is not None:
@@ -213,18 +236,27 @@ class JkvRollout(base_rollout.BaseRollout):
 
     # Requests.
 
-    def _ready(self, config: base_rollout.RolloutConfig) -> Rollout:
+    def _ready(self, config: base_rollout.RolloutConfig, stop_ids: Sequence[int]) -> Rollout:
         """The engine with the weights of this moment, built anew for a configuration that asks for more room."""
-        params, rollout = self._current(), self._rollout
-        room = (config.max_prompt_length, config.max_tokens_to_generate)
-        if rollout is not None:
-            had = (rollout.max_prompt_tokens, rollout.max_new_tokens)
-            room = (max(room[0], had[0]), max(room[1], had[1]))
-        if rollout is None or room != had:
-            on = self._devices if self._devices.size > 1 else None
-            limits = {"max_prompt_tokens": room[0], "max_new_tokens": room[1]}
-            self._rollout = rollout = Rollout(params, self._policy, **limits, mesh=on, **self._engine)
-        return rollout
+        asked = (config.max_prompt_length, config.max_tokens_to_generate, len(stop_ids))
+        room = tuple(max(pair) for pair in zip(self._room, asked, strict=True))
+        if self._rollout is not None:
+            self._use(self._rollout, self._current())
+        if self._rollout is None or room != self._room:
+            self._rollout, self._room = self._build(room), room
+        return self._rollout
+
+    def _build(self, room: tuple[int, ...]) -> Rollout:
+        """An engine with this room, which goes on from the old one's version; never are there two pools."""
+        params, old = self._params(), self._rollout
+        if old is not None:
+            old.sleep(forget_weights=True)
+        on = self._devices if self._devices.size > 1 else None
+        limits: dict[str, Any] = dict(zip(ROOM, room, strict=True))
+        new = Rollout(params, self._policy, mesh=on, **limits, **self._engine)
+        if old is not None:
+            new.engine.version = old.version
+        return new
 
     def _encode(self, text: str) -> np.ndarray:
         """Token ids as tunix's own sampler makes them: a text begins with the beginning token, once."""
@@ -237,8 +269,8 @@ class JkvRollout(base_rollout.BaseRollout):
         ids = tokens.tolist()
         return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in stop_ids else ids)
 
-    def _end_ids(self, config: base_rollout.RolloutConfig) -> tuple[int, ...]:
-        """Tokens that end a completion; warns once where padding is one of them."""
+    def _stop_ids(self, config: base_rollout.RolloutConfig) -> tuple[int, ...]:
+        """Tokens that end a completion: padding too, which tunix never takes for a token; warns once where it ends texts."""
         ends = tuple(config.eos_tokens or [self.eos_id()])
         if self.pad_id() in ends and not self._has_warned:
             self._has_warned = True
@@ -248,7 +280,7 @@ class JkvRollout(base_rollout.BaseRollout):
                 "tokenizer another pad token; JkvGRPOLearner at least counts end tokens in its loss.",
                 stacklevel=3,
             )
-        return ends
+        return tuple(dict.fromkeys([*ends, self.pad_id()]))
 
     def _pad_left(self, prompts: Sequence[np.ndarray], width: int) -> np.ndarray:
         """[B, width]: the same width in every call, for tunix joins them."""
@@ -256,6 +288,11 @@ class JkvRollout(base_rollout.BaseRollout):
         for row, prompt in zip(padded, prompts, strict=True):
             row[width - len(prompt) :] = prompt
         return padded
+
+
+def references(leaves: Leaves) -> dict[str, weakref.ref[jax.Array]]:
+    """Tells these arrays from others, and keeps none of them."""
+    return {path: weakref.ref(leaf) for path, leaf in leaves.items()}
 
 
 def devices_of(mesh: jax.sharding.Mesh | None, leaves: Leaves) -> jax.sharding.Mesh:
