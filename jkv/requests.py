@@ -190,7 +190,7 @@ def new_token_limit(index: int, prompt_length: int, asked: int | None, max_posit
     if left < 1 or (asked or 1) > left:
         raise ValueError(
             f"Prompt and completion must fit the model's {max_positions} positions; prompt {index} has {prompt_length} tokens "
-            f"and max_new_tokens is {asked or 'not given'}. Shorten the prompt or lower max_new_tokens."
+            f"and max_new_tokens is {asked or 'not given'}. Shorten the prompt{' or lower max_new_tokens' if left > 0 else ''}."
         )
     return min(DEFAULT_NEW_TOKENS, left) if asked is None else asked
 

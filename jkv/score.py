@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 UNEMBED_BLOCK = 64  # tokens whose logits exist at once
 MAX_ROWS = 8  # samples of a program
+DENSE = "dense"  # in place of a trace: the full cache
 
 
 class SteerTrace(NamedTuple):
@@ -106,7 +107,7 @@ class ReplayAttention(NamedTuple):
 def score(
     model: "Model | Params",
     out_or_tokens: "Result | Any",
-    trace: Trace | None = None,
+    trace: Trace | str | None = DENSE,
     *,
     prompts: Sequence[Any] | None = None,
     lengths: Sequence[int] | None = None,
@@ -122,9 +123,15 @@ def score(
     different tokens.
 
     Raises:
-      ValueError: tokens without prompts, or a trace of another shape.
+      ValueError: tokens without prompts, a trace of another shape, or None, which a result has that recorded none.
     """
     params = model.params if isinstance(model, Model) else model
+    if not isinstance(trace, Trace) and trace != DENSE:
+        raise ValueError(
+            f'trace is what generate(..., return_trace=True) recorded, or "{DENSE}", the default, for the full cache; got '
+            f"{trace!r}. Generate with return_trace=True, or leave trace out."
+        )
+    columns = trace if isinstance(trace, Trace) else None
     if prompts is None:
         if not hasattr(out_or_tokens, "prompts"):
             raise ValueError("Scoring bare tokens needs `prompts`, the token ids before each row; got none.")
@@ -139,11 +146,11 @@ def score(
         got = f"{num_samples} rows of tokens, {len(prompts)} prompts, {len(counts)} lengths, {len(settings)} settings"
         raise ValueError(f"Every row of tokens needs one prompt, one length and one sampling setting; got {got}.")
     check_tokens(params, tokens, prompts)
-    check_trace(trace, params, num_samples)
+    check_trace(columns, params, num_samples)
     parts = []
     for start in range(0, num_samples, MAX_ROWS):
         some = slice(start, min(start + MAX_ROWS, num_samples))
-        part: Any = None if trace is None else jax.tree.map(lambda field, some=some: field[some], trace)
+        part: Any = None if columns is None else jax.tree.map(lambda field, some=some: field[some], columns)
         parts.append(score_rows(params, tokens[some], prompts[some], counts[some], settings[some], part))
     return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
 

@@ -127,8 +127,9 @@ def remarks(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     firsts = {name: final(own, index=0).mean for name, own in arms.items()}
     said = []
     if 2 * max(firsts.values()) < 1:  # rewards are at most 1
-        slow = [name for name, own in arms.items() if final(own).mean <= 2 * firsts[name]]
-        where = f"every arm but {', '.join(slow)}" if slow else "every arm"
+        slow = [f"`{name}`" for name, own in arms.items() if final(own).mean <= 2 * firsts[name]]
+        where = f"every arm but {' and '.join(slow)}" if slow else "every arm"
+        where = "no arm" if len(slow) == len(arms) else where
         said = [f"The final reward with the full cache is above twice the first in {where}."]
     others = [name for name in arms if name != "full"]
     if len(arms.get("full", [])) > 1 and others:

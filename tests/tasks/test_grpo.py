@@ -249,7 +249,7 @@ def test_remarks_say_who_learnt_and_who_is_outside_of_the_interval():
     runs = [made_up("full", seed, 0.1, 0.5 + 0.01 * seed) for seed in range(5)]
     runs += [made_up("r_kv", seed, 0.1, 0.51) for seed in range(5)] + [made_up("h2o", seed, 0.1, 0.19) for seed in range(5)]
     learnt, where = remarks(runs)
-    assert learnt == "The final reward with the full cache is above twice the first in every arm but h2o."
+    assert learnt == "The final reward with the full cache is above twice the first in every arm but `h2o`."
     assert where.endswith("full cache: r_kv (-0.010); outside of it: h2o (-0.330).")
     assert list(by_arm(runs)) == ["full", "r_kv", "h2o"]
     assert interval([0.50, 0.51, 0.52, 0.53, 0.54]).half == pytest.approx(2.776 * 0.0158 / 5**0.5, rel=1e-2)

@@ -253,7 +253,10 @@ class JkvRollout(base_rollout.BaseRollout):
             old.sleep(forget_weights=True)
         on = self._devices if self._devices.size > 1 else None
         limits: dict[str, Any] = dict(zip(ROOM, room, strict=True))
-        new = Rollout(params, self._policy, mesh=on, **limits, **self._engine)
+        padding = next(token for token in range(self._shape.vocab_size) if token not in self._stop_ids(self._config))
+        new = Rollout(
+            params, self._policy, mesh=on, pad_id=padding, **limits, **self._engine
+        )  # what tunix pads with is its own
         if old is not None:
             new.engine.version = old.version
         return new
