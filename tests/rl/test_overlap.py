@@ -25,7 +25,7 @@ def both(model, squeezed):
     tokens[:, 30] = np.arange(vocab)
     trace = Trace(*(np.repeat(field[row : row + 1], vocab, axis=0) for field in squeezed.trace[:3]))
     knobs = {"prompts": [squeezed.prompts[row]] * vocab, "sampling": squeezed.sampling[row]}
-    told = (np.exp(np.asarray(jkv.score(model, tokens, each, **knobs).logprobs)[:, 30]) for each in (None, trace))
+    told = (np.exp(np.asarray(jkv.score(model, tokens, each, **knobs).logprobs)[:, 30]) for each in ("dense", trace))
     return row, *(np.float64(x) for x in told)
 
 
