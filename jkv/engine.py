@@ -127,12 +127,10 @@ class Engine:
         self.model, self.mesh = check_model(model_or_params), typed("mesh", mesh, jax.sharding.Mesh | None)
         self.programs: Any = programs
         num_shards, params = 1, self.model.params
-        make_state: Any = functools.partial(functools.partial, empty_state)
         if mesh is not None:
             meshes.check_mesh(mesh, self.model.config)
             params = meshes.shard(params, mesh)
             self.programs, num_shards = meshes.programs_on(mesh), mesh.size
-            make_state = functools.partial(meshes.state_maker, mesh)
         self._use(weights.committed(params))
         self._place, config = weights.place_of(self.params), self.params.config
         max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
@@ -155,16 +153,17 @@ class Engine:
             num_pages=num_pages,
             num_shards=num_shards,
         )
-        self._make_state = make_state(
-            config,
-            self.needs,
-            num_rows=max_running,
-            num_pages=self.num_pages,
-            max_pages=num_pages_of(max_slots, page_size),
-            page_size=page_size,
-            dtype=self.params.embedding.dtype,
-            poison=poison,
-        )
+        sizes: dict[str, Any] = {
+            "num_rows": max_running,
+            "num_pages": self.num_pages,
+            "max_pages": num_pages_of(max_slots, page_size),
+            "page_size": page_size,
+            "dtype": self.params.embedding.dtype,
+            "poison": poison,
+        }
+        self._make_state: Callable[[], Any] = functools.partial(empty_state, config, self.needs, **sizes)
+        if mesh is not None:
+            self._make_state = meshes.state_maker(mesh, config, self.needs, **sizes)
         self.wake()
         cache = self.state.cache
         beside_pages = cache.query_ring, cache.pool.slot_data, cache.pool.hole

@@ -253,10 +253,9 @@ class JkvRollout(base_rollout.BaseRollout):
             old.sleep(forget_weights=True)
         on = self._devices if self._devices.size > 1 else None
         limits: dict[str, Any] = dict(zip(ROOM, room, strict=True))
-        padding = next(token for token in range(self._shape.vocab_size) if token not in self._stop_ids(self._config))
-        new = Rollout(
-            params, self._policy, mesh=on, pad_id=padding, **limits, **self._engine
-        )  # what tunix pads with is its own
+        stops = self._stop_ids(self._config)
+        unused = next(token for token in range(self._shape.vocab_size) if token not in stops)  # tunix pads for itself
+        new = Rollout(params, self._policy, mesh=on, pad_id=unused, **limits, **self._engine)
         if old is not None:
             new.engine.version = old.version
         return new
