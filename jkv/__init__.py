@@ -13,13 +13,15 @@ A slot is an index in the cache, a position an index in the sequence, a token a 
 """
 
 from jkv import rl, testing, viz
-from jkv.analysis import Analysis, analyze
-from jkv.checkpoint import load
-from jkv.devices import DEVICES, Device
-from jkv.engine import Engine
+from jkv.analysis.analysis import Analysis, analyze
+from jkv.engine.engine import Engine
+from jkv.engine.results import Event, Result
 from jkv.generate import generate
-from jkv.params import Model, ModelConfig, Params
-from jkv.plan import Plan, plan
+from jkv.model.checkpoint import load
+from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.sampling import Sampling
+from jkv.planning.devices import DEVICES, Device
+from jkv.planning.plan import Plan, plan
 from jkv.policies import (
     POLICIES,
     AfterPrompt,
@@ -49,11 +51,9 @@ from jkv.policies import (
     streaming_llm,
     tova,
 )
-from jkv.results import Event, Result
+from jkv.reasoning.steering import SteeringVector
+from jkv.replay.score import Trace, score
 from jkv.rollout import Rollout, Rollouts
-from jkv.sampling import Sampling
-from jkv.score import Trace, score
-from jkv.steering import SteeringVector
 from jkv.verify import verify
 
 __version__ = "0.1.0"

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import check_counts, typed
-from jkv.engine import Engine
-from jkv.memory import at_most_free, most_pages, num_row_pages, page_bytes, widest
-from jkv.params import Model, Params
+from jkv.engine.engine import Engine
+from jkv.engine.memory import at_most_free, most_pages, num_row_pages, page_bytes, widest
+from jkv.engine.requests import Request, check_model, check_sampling, encode_prompts, make_request, spread_policies
+from jkv.engine.results import Event, Result, make_result
+from jkv.model.params import Model, Params
+from jkv.model.sampling import Sampling, request_id
 from jkv.policies import Policy
-from jkv.requests import Request, check_model, check_sampling, encode_prompts, make_request, spread_policies
-from jkv.results import Event, Result, make_result
-from jkv.sampling import Sampling, request_id
-from jkv.score import round_up
+from jkv.replay.score import round_up
 
 DEFAULT_PAGE_SIZE = 16
 PROMPT_ROOM = 256  # slots

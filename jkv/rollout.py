@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import check_counts, typed
-from jkv.engine import Engine
+from jkv.engine.engine import Engine
+from jkv.engine.interrupts import deferred_interrupt
+from jkv.engine.requests import DEFAULT_NEW_TOKENS, check_model, encode_prompts, make_request, spread_policies
+from jkv.engine.results import Result, make_result
+from jkv.engine.samples import Sample
 from jkv.generate import DEFAULT_PAGE_SIZE, engine_for, make_requests, progress_bar
-from jkv.interrupts import deferred_interrupt
-from jkv.params import Model, Params
+from jkv.model.params import Model, Params
+from jkv.model.sampling import Sampling
 from jkv.policies import Policy
-from jkv.requests import DEFAULT_NEW_TOKENS, check_model, encode_prompts, make_request, spread_policies
-from jkv.results import Result, make_result
-from jkv.samples import Sample
-from jkv.sampling import Sampling
 
 DEFAULT_PROMPT_TOKENS = 512
 
@@ -316,7 +316,7 @@ class Rollout:
         """Samples with new weights from now on; no program compiles anew, and prompts that the old ones prefilled are dropped.
 
         The arrays are used as they are: they may be the trainer's own, as long as it does not donate them before the next
-        update. On a mesh they lie as `jkv.mesh.shard` places them.
+        update. On a mesh they lie as `jkv.engine.mesh.shard` places them.
 
         Raises:
           ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; the old ones stay.

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
+from jkv.cache.pool import EMPTY
+from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
 from jkv.policies.base import CacheView
-from jkv.pool import EMPTY
 
 TINY = ModelConfig(
     family="qwen2",

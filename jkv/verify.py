@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv import programs
-from jkv.engine import Engine
+from jkv.cache.pool import EMPTY
+from jkv.engine import programs
+from jkv.engine.engine import Engine
+from jkv.engine.results import Result, make_result
+from jkv.model.sampling import Sampling
 from jkv.policies import CacheView, Policy, full
-from jkv.pool import EMPTY
-from jkv.results import Result, make_result
-from jkv.sampling import Sampling
-from jkv.score import round_up, score
-from jkv.steering import SteeringVector
+from jkv.reasoning.steering import SteeringVector
+from jkv.replay.score import round_up, score
 from jkv.testing import TINY, TinyTokenizer, random_view, tiny_model
 
 SAMPLING = Sampling(temperature=1.0, seed=3)

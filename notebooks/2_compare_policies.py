@@ -39,7 +39,7 @@ except ImportError:
 
 # %%
 import jkv
-from jkv.bench.compare import Problem, compare, table
+from jkv.evaluation.compare import Problem, compare, table
 from jkv.tasks.evaluate import held_out
 
 model = jkv.load("tiny-reasoner")

@@ -161,5 +161,5 @@ print(
 )
 
 # %% [markdown]
-# `python -m jkv.tasks.grpo configs/experiments/grpo-counting.toml` is a whole run, with several arms, checkpoints and a report;
+# `python -m jkv.grpo configs/experiments/grpo-counting.toml` is a whole run, with several arms, checkpoints and a report;
 # `jkv.integrations.tunix` makes `jkv` the rollout engine of tunix.

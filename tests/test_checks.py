@@ -43,7 +43,7 @@ SAMPLING = [  # the test run checks types of its own, so these go to a process w
 
 
 def test_sampling_takes_numbers_and_names_what_is_none():
-    lines = ["import numpy as np", "from jkv.sampling import Sampling"]
+    lines = ["import numpy as np", "from jkv.model.sampling import Sampling"]
     for arguments, _ in SAMPLING:
         lines += ["try:", f"    print(Sampling({arguments}))", "except ValueError as error:", "    print(error)"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)

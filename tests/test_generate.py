@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import engine, memory, programs
 from jkv.checks import check_counts
-from jkv.requests import check_model, check_sampling, check_stop_ids, spread_policies
+from jkv.engine import engine, memory, programs
+from jkv.engine.requests import check_model, check_sampling, check_stop_ids, spread_policies
 
 PROMPTS = [[5, 1, 9], list(range(20)), [3, 7] * 16 + [1]]
 KNOBS = {"max_new_tokens": 48, "page_size": 4, "stop_ids": (), "progress": False}

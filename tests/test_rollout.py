@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import programs
-from jkv.params import init_params
-from tests.mixes import BreakingTokenizer
+from jkv.engine import programs
+from jkv.model.params import init_params
+from tests.support.mixes import BreakingTokenizer
 
 PAGE = 4
 PROMPTS = [[5, 1, 9], list(range(20)), [3, 7] * 13 + [1], [4] * 8]

@@ -1,7 +1,8 @@
 """Where a decode step's time goes, and how that grows with length, batch and budget.
 
 The whole is an engine's: wall time of decoding by its steps, compactions and host included. Its parts are timed alone, at the
-same shapes and the same mean number of slots (`jkv.bench.parts`): attention over the pages of all layers; the weights (the
+same shapes and the same mean number of slots (`jkv.bench.step_breakdown`): attention over the pages of all layers; the weights
+(the
 decoder with nothing to attend to, embedding to logits); the pool's books (reserve, append, advance); the draw of a token; and,
 spread over the steps of an interval, the score and the compaction without it. Host time is the engine's own account. Parts
 that run alone are not fused with each other, so their sum may lie on either side of the whole: `rest` is what is left over,
@@ -15,11 +16,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.bench.parts import PAGE_SIZE, STEPS, seconds_of_parts
-from jkv.bench.record import Report, digits, footnote, in_turns, markdown
-from jkv.engine import Engine
-from jkv.params import Model
+from jkv.bench.step_breakdown import PAGE_SIZE, STEPS, seconds_of_parts
+from jkv.engine.engine import Engine
+from jkv.model.params import Model
 from jkv.policies import Policy, full, r_kv
+from jkv.reports import Report, digits, footnote, in_turns, markdown
 
 PARTS = ("attention", "weights", "pool", "sampling", "scoring", "compaction", "host", "rest")
 INTERVAL = 64  # steps between two compactions, and those that are timed of a full cache

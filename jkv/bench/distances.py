@@ -1,6 +1,7 @@
 """How far apart the pages of one trace are, as a picture: `python -m jkv.bench.distances --out results`.
 
-Every pair of full pages of one greedy completion with the full cache, by ReasonCache's distance (`jkv.sharing.distances`), on
+Every pair of full pages of one greedy completion with the full cache, by ReasonCache's distance
+(`jkv.reasoning.sharing.distances`), on
 rotated keys, on raw keys, and on values; circles mark pairs whose tokens are the same, place by place (its Fig. 3).
 """
 
@@ -15,11 +16,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from jkv import checkpoint, viz
+from jkv import viz
 from jkv.generate import generate
-from jkv.model import forward, rotary_frequency
-from jkv.params import Model, Params
-from jkv.sharing import COMPARED, Share, distances
+from jkv.model import checkpoint
+from jkv.model.decoder import forward, rotary_frequency
+from jkv.model.params import Model, Params
+from jkv.reasoning.sharing import COMPARED, Share, distances
 from jkv.tasks.evaluate import held_out
 
 

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jkv import programs
-from jkv.bench.record import Report, digits, footnote, markdown
-from jkv.bench.states import fill, new_control, new_state, seconds_of
-from jkv.engine import CHUNKS
-from jkv.params import Model, Params
+from jkv.bench.fixtures import fill, new_control, new_state, seconds_of
+from jkv.engine import programs
+from jkv.engine.engine import CHUNKS
+from jkv.model.params import Model, Params
 from jkv.policies import full, h2o, r_kv, tova
+from jkv.reports import Report, digits, footnote, markdown
 
 PAGE_SIZE = 16
 

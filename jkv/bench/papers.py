@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jkv import checkpoint
-from jkv.bench.record import Report, digits, footnote, in_turns, markdown, median_and_spread
-from jkv.bench.states import random_model
+from jkv.bench.fixtures import random_model
 from jkv.bench.throughput import Load
 from jkv.bench.throughput import run as run_load
-from jkv.engine import CHUNKS
+from jkv.engine.engine import CHUNKS
+from jkv.engine.memory import num_row_pages
+from jkv.engine.timing import COMPILING
 from jkv.generate import generate
-from jkv.memory import num_row_pages
-from jkv.params import Model, ModelConfig
+from jkv.model import checkpoint
+from jkv.model.params import Model, ModelConfig
 from jkv.policies import Policy, full, make
+from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
 from jkv.tasks.evaluate import held_out
-from jkv.timing import COMPILING
 
 SHAPES = {
     "R1-Llama-8B": ModelConfig("llama", 128_256, 4096, 32, 32, 8, 128, 14_336, 131_072, rope_theta=500_000.0),

@@ -16,9 +16,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jkv import checkpoint
-from jkv.bench.contender import FOLDER
-from jkv.bench.record import Report, digits, footnote, in_turns, markdown, median_and_spread
+from jkv.bench.peer_worker import FOLDER
+from jkv.model import checkpoint
+from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
 from jkv.tasks.chains import read_answer
 from jkv.tasks.evaluate import held_out
 
@@ -41,7 +41,7 @@ class Process:
 
     def __init__(self, library: str) -> None:
         self.library = library
-        command = [sys.executable, "-m", "jkv.bench.contender", library]
+        command = [sys.executable, "-m", "jkv.bench.peer_worker", library]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def do(self, job: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,15 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv import checkpoint
 from jkv.bench.countdown import Numbers, countdown, prompts_for, skewed
-from jkv.bench.record import Report, digits, footnote, in_turns, markdown, median_and_spread
-from jkv.memory import most_pages_of, num_row_pages
-from jkv.params import ModelConfig, Params
+from jkv.engine.memory import most_pages_of, num_row_pages
+from jkv.engine.timing import COMPILING
+from jkv.model import checkpoint
+from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy, full, r_kv
+from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
 from jkv.rollout import Rollout
 from jkv.tasks.evaluate import held_out
-from jkv.timing import COMPILING
 
 NARROW = {"width": 256, "num_layers": 4, "num_query_heads": 4, "num_kv_heads": 2, "head_size": 64, "mlp_width": 512}
 WIDE = {"width": 512, "num_layers": 8, "num_query_heads": 8, "num_kv_heads": 4, "head_size": 64, "mlp_width": 2048}

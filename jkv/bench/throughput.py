@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from jkv.bench.record import Report, digits, footnote, in_turns, markdown, median_and_spread
-from jkv.engine import CHUNKS, Engine
-from jkv.memory import num_row_pages, page_bytes
-from jkv.params import Model
+from jkv.engine.engine import CHUNKS, Engine
+from jkv.engine.memory import num_row_pages, page_bytes
+from jkv.engine.timing import COMPILING
+from jkv.model.params import Model
 from jkv.policies import Policy, make
-from jkv.timing import COMPILING
+from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
 
 PAGE_SIZE = 16
 REQUESTS, PROMPT, NEW_TOKENS, BUDGET, INTERVAL = 256, 700, 1024, 256, 128  # of the paper's test

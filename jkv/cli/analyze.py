@@ -65,8 +65,8 @@ def run(options: argparse.Namespace) -> int:
     if options.files and given:
         option = f"--{given[0].replace('_', '-')}"
         raise ValueError(f"{option} is for traces that are made now; got files of traces too. Leave one out.")
-    from jkv.analysis import analyze
-    from jkv.redundancy import check_encoder
+    from jkv.analysis.analysis import analyze
+    from jkv.analysis.redundancy import check_encoder
 
     check_encoder(options.encoder)
     if options.files:
@@ -117,7 +117,7 @@ def read_traces(files: Sequence[Path]) -> Traces:
 
 def read_tokenizer(name: str | None) -> Any:
     """A model's tokenizer; None, to count words, where no model is named."""
-    from jkv import checkpoint
+    from jkv.model import checkpoint
 
     tokenizer = None if name is None else checkpoint.load_tokenizer(name)
     if name is not None and tokenizer is None:
@@ -129,9 +129,9 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     """A model's greedy traces of unseen chains under each policy and budget, and its tokenizer."""
     import jax
 
-    from jkv import checkpoint
-    from jkv.bench.compare import build, parse_share
     from jkv.checks import check_counts
+    from jkv.evaluation.compare import build, parse_share
+    from jkv.model import checkpoint
     from jkv.policies import has_budget
     from jkv.tasks.evaluate import held_out, solve
 

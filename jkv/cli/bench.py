@@ -76,7 +76,7 @@ def add_tables(benches: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Runs one benchmark, telling each figure as it is known."""
-    from jkv.bench import record as records
+    from jkv import reports as records
 
     given = {name: value for name, value in vars(options).items() if name not in ("run", "bench", "quick", "out")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -112,7 +112,8 @@ def command_of(bench: str, quick: bool, given: dict[str, Any]) -> str:
 
 def measure_throughput(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
     """Fixed pools."""
-    from jkv.bench import states, throughput
+    from jkv.bench import fixtures as states
+    from jkv.bench import throughput
 
     usual: dict[str, Any] = {"model": "tiny-reasoner", "policies": ["r_kv", "rpc"], "scale": 4.0, "requests": 32, "rounds": 3}
     usual |= {"scale": 16.0, "requests": 4, "rounds": 1, "policies": ["r_kv"], "pools": QUICK_POOLS} if quick else {}
@@ -144,7 +145,8 @@ def measure_peers(given: dict[str, Any], quick: bool, report: Any) -> dict[str, 
 
 def measure_cost(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
     """Parts of a step."""
-    from jkv.bench import cost, states
+    from jkv.bench import cost
+    from jkv.bench import fixtures as states
 
     usual: dict[str, Any] = {"model": "tiny-reasoner", "lengths": [128, 512, 1536], "batches": [1, 8, 32]}
     usual |= {"budgets": [64, 128, 256], "rounds": 5}
@@ -181,7 +183,8 @@ def measure_rollouts(given: dict[str, Any], quick: bool, report: Any) -> dict[st
 
 def measure_eviction(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
     """Compaction and steps that evict."""
-    from jkv.bench import eviction, states
+    from jkv.bench import eviction
+    from jkv.bench import fixtures as states
 
     usual: dict[str, Any] = {"model": "tiny-reasoner", "batch": 8, "budget": 1024, "interval": 128, "rounds": 5}
     usual |= ({"batch": 2, "budget": 48, "interval": 16, "rounds": 1} if quick else {}) | given
@@ -200,7 +203,7 @@ MEASURES: dict[str, Callable[[dict[str, Any], bool, Any], dict[str, Any]]] = {
 
 def run_tables(options: argparse.Namespace) -> int:
     """Makes every table anew from its JSON."""
-    from jkv.bench import record as records
+    from jkv import reports as records
 
     tables, pages = {}, {}
     for name in BENCHES:

@@ -133,12 +133,12 @@ def run(options: argparse.Namespace) -> int:
     """Compares policies, printing each line of the table as it is known."""
     import jax
 
-    from jkv import checkpoint
-    from jkv.bench import compare as bench
-    from jkv.bench.passes import check_ks
+    from jkv.evaluation import compare as bench
+    from jkv.evaluation.problems import put
+    from jkv.model import checkpoint
+    from jkv.model.sampling import Sampling
     from jkv.policies import POLICIES, needs_no_file
-    from jkv.sampling import Sampling
-    from jkv.tasks.problems import put
+    from jkv.statistics import check_ks
 
     chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
     questions = read_questions(chosen)
@@ -188,9 +188,9 @@ def run(options: argparse.Namespace) -> int:
 
 def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
     """What is asked, with its gold answers; `chosen` then says what the preset and the set left open."""
+    from jkv.evaluation.graders import failing_gold, grader_of
+    from jkv.evaluation.problems import preset_of, read_questions
     from jkv.tasks.evaluate import held_out
-    from jkv.tasks.graders import failing_gold, grader_of
-    from jkv.tasks.problems import preset_of, read_questions
 
     count, source = chosen["problems"], chosen["dataset"] or chosen["file"]
     if chosen["dataset"] and chosen["file"]:
@@ -218,7 +218,7 @@ def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
 
 def settle_chat(chosen: dict[str, Any], tokenizer: Any) -> None:
     """Whether prompts are turns of a chat: for a model that has chats and a data set, the caller has to say."""
-    from jkv.tasks.problems import has_chat_template
+    from jkv.evaluation.problems import has_chat_template
 
     if chosen["chat_template"] is None and (chosen["dataset"] or chosen["file"]) and has_chat_template(tokenizer):
         raise ValueError(
@@ -234,7 +234,7 @@ def start_or_resume(options: argparse.Namespace, name: str, about: dict[str, Any
     Raises:
       ValueError: completions of an earlier run would be lost, or are of another comparison.
     """
-    from jkv.bench import compare as bench
+    from jkv.evaluation import compare as bench
 
     if not options.out:
         if options.resume:

@@ -48,10 +48,11 @@ def run(options: argparse.Namespace) -> int:
         check_target(options.html, "--html")
         if options.out and Path(options.out).absolute() == options.html.absolute():
             raise ValueError(f"--html and --out must be two files; got {options.html} for both.")
-    from jkv import checkpoint, viz
+    from jkv import viz
     from jkv.generate import generate
+    from jkv.model import checkpoint
+    from jkv.model.sampling import Sampling
     from jkv.policies import make
-    from jkv.sampling import Sampling
 
     policy = make(options.policy, read_settings(options.budget, options.set))
     sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)

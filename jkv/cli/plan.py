@@ -46,10 +46,10 @@ def run(options: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from jkv.devices import DEVICES, find_device
-    from jkv.plan import plan
+    from jkv.model.model_shapes import SHAPES
+    from jkv.planning.devices import DEVICES, find_device
+    from jkv.planning.plan import plan
     from jkv.policies import make
-    from jkv.shapes import SHAPES
 
     if options.list:
         print(f"models: {', '.join(SHAPES)}\ndevices:")

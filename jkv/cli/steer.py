@@ -28,11 +28,11 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Generates traces, extracts their vector and saves it."""
-    from jkv import checkpoint
+    from jkv.analysis.steering_vectors import extract
     from jkv.checks import check_counts
-    from jkv.extract import extract
     from jkv.generate import generate
-    from jkv.sampling import Sampling
+    from jkv.model import checkpoint
+    from jkv.model.sampling import Sampling
     from jkv.tasks.evaluate import held_out
 
     check_counts(problems=options.problems)

@@ -18,12 +18,12 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from jkv import checkpoint
+from jkv.engine.requests import DEFAULT_NEW_TOKENS
 from jkv.generate import generate
+from jkv.model import checkpoint
+from jkv.model.sampling import Sampling
 from jkv.policies import make
-from jkv.requests import DEFAULT_NEW_TOKENS
-from jkv.sampling import Sampling
-from jkv.score import score
+from jkv.replay.score import score
 
 LOG = logging.getLogger(__name__)
 SCORED_TOGETHER = 64  # sequences of similar length

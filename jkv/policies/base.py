@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
+from jkv.cache.moved_sinks import MOST_SINKS
+from jkv.cache.pool import EMPTY, num_pages_of
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget
-from jkv.pool import EMPTY, num_pages_of
-from jkv.sentences import Sentences
-from jkv.sharing import Share
-from jkv.sinks import MOST_SINKS
-from jkv.steering import Steer
+from jkv.reasoning.sentences import Sentences
+from jkv.reasoning.sharing import Share
+from jkv.reasoning.steering import Steer
 
 SCOPES = ("head", "layer", "all", "compete")
 
@@ -29,8 +29,9 @@ class CacheView(NamedTuple):
     Query w of the window is the one of the token W - 1 - w before the newest; a sequence shorter than the window leaves the
     oldest ones meaningless. `mass` is the softmax mass of all queries so far, summed over the group. `log_weight` is `ln m` for
     a slot that stands for m. `similarity` is how alike a later sentence is to the slot's, if it is flagged, else 0
-    (`jkv.sentences`). `budget`, `sinks` and `recent`, where None, are the policy's own. `first_head` is the index of the first
-    KV head where a view shows some of a layer's: those of one shard of a mesh (`jkv.mesh`).
+    (`jkv.reasoning.sentences`). `budget`, `sinks` and `recent`, where None, are the policy's own. `first_head` is the index of
+    the first
+    KV head where a view shows some of a layer's: those of one shard of a mesh (`jkv.engine.mesh`).
     """
 
     key: Float[Array, "B K S H"]
@@ -242,10 +243,10 @@ class Policy:
         is never dropped is not counted.
       read: which pages a step reads; None reads all.
       moves_sinks: whether the sinks are read at their place in the cache, right before the slots that are left, and not at
-        their true positions (`jkv.sinks`). What is left must be a window.
-      steer: what is added to hidden states (`jkv.steering`).
-      sentences: how sentences are found that are said again, for a score that needs it (`jkv.sentences`).
-      share: which pages are the same (`jkv.sharing`); until the row is compacted, if the policy evicts too.
+        their true positions (`jkv.cache.moved_sinks`). What is left must be a window.
+      steer: what is added to hidden states (`jkv.reasoning.steering`).
+      sentences: how sentences are found that are said again, for a score that needs it (`jkv.reasoning.sentences`).
+      share: which pages are the same (`jkv.reasoning.sharing`); until the row is compacted, if the policy evicts too.
 
     Raises:
       ValueError: a budget too small for the slots that are never dropped, or one part without the other.
@@ -335,7 +336,7 @@ class Policy:
 
     @property
     def evicts_in_steps(self) -> bool:
-        """Whether slots are given up inside the decode step (`jkv.each_step`)."""
+        """Whether slots are given up inside the decode step (`jkv.cache.in_step_eviction`)."""
         return isinstance(self.schedule, EachStep)
 
     @property

@@ -2,8 +2,8 @@
 
 from jkv.policies.base import Policy
 from jkv.policies.recipe import recipe
-from jkv.sharing import Share
-from jkv.steps import Filter
+from jkv.reasoning.sharing import Share
+from jkv.reasoning.steps import Filter
 
 
 @recipe

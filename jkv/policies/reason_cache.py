@@ -5,8 +5,8 @@ from typing import Any
 
 from jkv.policies.base import Policy
 from jkv.policies.recipe import recipe
-from jkv.sharing import Share
-from jkv.steps import Filter
+from jkv.reasoning.sharing import Share
+from jkv.reasoning.steps import Filter
 
 
 @recipe
@@ -30,10 +30,11 @@ def reason_cache(
 ) -> Policy:
     """ReasonCache: a page of a step that says an earlier one again leaves the cache, and the earlier page counts for both.
 
-    Stage 1 (`jkv.steps`, Eqs. 1 and 2 there) finds steps that are alike by their tokens, between a `strict` and a `soft`
+    Stage 1 (`jkv.reasoning.steps`, Eqs. 1 and 2 there) finds steps that are alike by their tokens, between a `strict` and a
+    `soft`
     threshold, and drops those whose formulas or code differ. Stage 2 (Eqs. 4 to 6) measures the pages of both, ordinal by
     ordinal, and shares those below the `percentile` of the first `warm_up` distances. Settings are described at
-    `jkv.sharing.Share`.
+    `jkv.reasoning.sharing.Share`.
 
     What the paper leaves open, as decided here: a step ends with a token that holds a blank line and is compared with all
     earlier ones of its completion; lengths are in bytes; trees are compared for equality, which is what a tree edit distance of

@@ -60,7 +60,9 @@ class Every:
 
 @dataclasses.dataclass(frozen=True)
 class EachStep:
-    """Down to `budget` slots after every token, inside its step (`jkv.each_step`), and once after a longer prompt."""
+    """Down to `budget` slots after every token, inside its step (`jkv.cache.in_step_eviction`), and once after a longer
+    prompt.
+    """
 
     budget: int
     is_bounded = True

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from jkv.policies.base import Policy
 from jkv.policies.recipe import recipe
-from jkv.steering import CHECK_WORDS, Steer, SteeringVector, load_vector
+from jkv.reasoning.steering import CHECK_WORDS, Steer, SteeringVector, load_vector
 
 
 @recipe

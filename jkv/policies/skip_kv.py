@@ -12,8 +12,8 @@ from jkv.policies.r_kv import r_kv
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.seal import steer_by
-from jkv.sentences import ENDS, Sentences
-from jkv.steering import CHECK_WORDS, Steer, SteeringVector
+from jkv.reasoning.sentences import ENDS, Sentences
+from jkv.reasoning.steering import CHECK_WORDS, Steer, SteeringVector
 
 
 @dataclasses.dataclass(frozen=True)

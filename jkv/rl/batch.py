@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jkv.params import Model, Params
-from jkv.results import Result
+from jkv.engine.results import Result
+from jkv.model.params import Model, Params
+from jkv.replay.score import Columns, Trace, dense_columns, join, round_up, sequence_log_probs, settings_of, trace_columns
 from jkv.rl.ratios import check_pair
-from jkv.score import Columns, Trace, dense_columns, join, round_up, sequence_log_probs, settings_of, trace_columns
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -45,7 +45,8 @@ def make_batch(
 ) -> Batch:
     """Rollouts as device arrays, padded to one of a few shapes so that few programs compile.
 
-    Rows grow to a size of at most an eighth more (to `rows`, if given), tokens to `jkv.score.round_up` (to `length`); what is
+    Rows grow to a size of at most an eighth more (to `rows`, if given), tokens to `jkv.replay.score.round_up` (to `length`);
+    what is
     added has no token in the mask. With rollouts of one size and limit, every batch has one shape.
 
     Args:

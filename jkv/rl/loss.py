@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jkv.params import Model, Params
+from jkv.model.params import Model, Params
 from jkv.rl.batch import Batch, log_probs
 from jkv.rl.correction import Correction, correct
 from jkv.rl.ratios import bounded, log_ratio, row_means, share

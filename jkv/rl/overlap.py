@@ -11,10 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.checks import typed
-from jkv.params import Model, Params
-from jkv.results import Result
-from jkv.rl.batch import need_trace
-from jkv.score import (
+from jkv.engine.results import Result
+from jkv.model.params import Model, Params
+from jkv.replay.score import (
     Columns,
     check_trace,
     dense_columns,
@@ -25,6 +24,7 @@ from jkv.score import (
     settings_of,
     trace_columns,
 )
+from jkv.rl.batch import need_trace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.params import Model, ModelConfig, init_params
-from jkv.results import Result
+from jkv.engine.results import Result
+from jkv.model.params import Model, ModelConfig, init_params
 
 NUM_DIGITS, PROMPT_TOKENS = 10, 5
 CONFIG = ModelConfig(

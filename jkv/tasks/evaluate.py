@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from jkv import checkpoint
+from jkv.engine.results import Result
 from jkv.generate import generate
-from jkv.params import Model
+from jkv.model import checkpoint
+from jkv.model.params import Model
+from jkv.model.sampling import Sampling
 from jkv.policies import Policy, full
-from jkv.results import Result
-from jkv.sampling import Sampling
 from jkv.tasks.chains import Problem, draw_problem, read_answer
 
 HELD_OUT_SEED = 2_000_003

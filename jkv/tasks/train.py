@@ -23,9 +23,9 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jkv import model as decoder
-from jkv.params import LayerParams, ModelConfig, Params, init_params
-from jkv.shapes import read_shape
+from jkv.model import decoder
+from jkv.model.model_shapes import read_shape
+from jkv.model.params import LayerParams, ModelConfig, Params, init_params
 from jkv.tasks import chains, vocabulary
 
 DRILLS = {"values": chains.draw_values, "steps": chains.draw_steps}
@@ -128,7 +128,7 @@ def packed_attention(
     value: Float[Array, "B T K H"],
     cache: Int[Array, "B T"],
 ) -> tuple[Float[Array, "B T N H"], Int[Array, "B T"]]:
-    """Causal attention within each packed problem (`jkv.model.Attend`); the cache is the problem of each token."""
+    """Causal attention within each packed problem (`jkv.model.decoder.Attend`); the cache is the problem of each token."""
     mask = cache[:, None, :, None] == cache[:, None, None, :]
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True), cache
 
@@ -259,7 +259,7 @@ def main() -> None:
     model_config = dataclasses.replace(read_shape(model_file), end_ids=(tokenizer.eos_token_id,))
     params = train(config, model_config, arguments.checkpoints)
     if arguments.out:
-        from jkv.checkpoint import export
+        from jkv.model.checkpoint import export
 
         export(params, tokenizer, arguments.out)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.results import Result
+from jkv.engine.results import Result
 from jkv.viz.held import held_by, slots
 from jkv.viz.look import QUIET, name_lines, style, subplots, title_axes
 

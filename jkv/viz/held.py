@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jkv.results import Result
+from jkv.engine.results import Result
 
 
 class Spans(NamedTuple):

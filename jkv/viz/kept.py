@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.results import Result
+from jkv.engine.results import Result
 from jkv.viz.held import Held, check_sample, held_by
 from jkv.viz.moments import moments_of, pack, stand_ins
 from jkv.viz.pieces import pieces

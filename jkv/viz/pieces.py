@@ -4,7 +4,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Any
 
-from jkv.text import TextStream
+from jkv.reasoning.token_text import TextStream
 
 PART = "\N{DOTTED CIRCLE}"  # a token whose bytes are part of a character that a later one completes
 HIDDEN = frozenset("\u061c\u200b\u200e\u200f\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")

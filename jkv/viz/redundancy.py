@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from jkv.analysis import Analysis
-from jkv.redundancy import MEASURES, PREFIXES
+from jkv.analysis.analysis import Analysis
+from jkv.analysis.redundancy import MEASURES, PREFIXES
 from jkv.viz.look import COLOURS, MARKERS, QUIET, subplots, title_axes
 
 BARS = {

@@ -12,14 +12,15 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jkv import engine, mesh, pool
-from jkv.control import Needs
-from jkv.params import ModelConfig, weight_shapes
-from jkv.programs import Control
-from jkv.sampling import SamplingRows
+from jkv.cache import pool
+from jkv.engine import engine, mesh
+from jkv.engine.chunk_inputs import Needs
+from jkv.engine.programs import Control
+from jkv.model.params import ModelConfig, weight_shapes
+from jkv.model.sampling import SamplingRows
 from jkv.testing import assert_no_pool_copy, find_copies
-from tests import programs
 from tests.aot import targets
+from tests.support import programs
 
 GB = 10**9
 BY_ROW = P("data")

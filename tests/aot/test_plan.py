@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import jkv
-from jkv import control
-from jkv.control import Needs
-from jkv.params import weight_shapes
-from jkv.pool import num_pages_of
-from tests import programs
+from jkv.cache.pool import num_pages_of
+from jkv.engine import chunk_inputs as control
+from jkv.engine.chunk_inputs import Needs
+from jkv.model.params import weight_shapes
 from tests.aot import targets
+from tests.support import programs
 
 DEVICES = {"tpu-v5e": "v5e", "h200": "h200"}
 LENGTH = 4096

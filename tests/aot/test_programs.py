@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jkv.params import ModelConfig
+from jkv.model.params import ModelConfig
 from jkv.testing import assert_no_pool_copy, find_copies, unfolded
-from tests import programs
 from tests.aot import targets
+from tests.support import programs
 
 PROGRAM_TARGETS = ("tpu-v5e", "tpu-v6e", "h200")
 

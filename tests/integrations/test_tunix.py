@@ -32,8 +32,8 @@ from tunix.rl.function_registry import get_policy_loss_fn
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from jkv.engine.timing import COMPILING
 from jkv.integrations.tunix import JkvGRPOLearner, JkvRollout, params_of
-from jkv.timing import COMPILING
 
 ROOT = Path(__file__).parent.parent.parent
 SHAPE = {"num_layers": 2, "vocab_size": 32, "embed_dim": 32, "hidden_dim": 48, "num_heads": 4, "head_dim": 8}
@@ -174,7 +174,7 @@ def test_models_that_jkv_cannot_run_are_refused():
 
 def test_a_saved_model_is_what_was_trained(tmp_path):
     model = make_model("qwen2", lora=True)
-    jkv.checkpoint.export(params_of(model), None, tmp_path / "exported", dtype=jnp.float32)
+    jkv.model.checkpoint.export(params_of(model), None, tmp_path / "exported", dtype=jnp.float32)
     again = jkv.load(str(tmp_path / "exported"))
     rng = np.random.default_rng(0)
     prompts, tokens = rng.integers(2, 32, (2, 6)), rng.integers(2, 32, (2, 10))

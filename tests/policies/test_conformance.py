@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.cache.pool import EMPTY
 from jkv.policies import POLICIES, make
-from jkv.pool import EMPTY
 from jkv.testing import random_view
 from jkv.verify import CHECKS, Case, is_hashable, keeps_what_is_protected, selects_what_is_there
 

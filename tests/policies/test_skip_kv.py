@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv import model as decoder
-from jkv import pool as pages
-from jkv.engine import Engine
+from jkv.cache import pool as pages
+from jkv.engine.engine import Engine
+from jkv.model import decoder
 from jkv.policies.base import Evict
 from jkv.policies.scores import Recency
 from jkv.policies.skip_kv import LessRepeated
-from jkv.score import ReplayAttention, trace_columns
-from jkv.sentences import SentenceLog, SentenceMap, Sentences, ends_of, similarity_of_slots
-from jkv.steering import Steer, SteeringVector
+from jkv.reasoning.sentences import SentenceLog, SentenceMap, Sentences, ends_of, similarity_of_slots
+from jkv.reasoning.steering import Steer, SteeringVector
+from jkv.replay.score import ReplayAttention, trace_columns
 from jkv.testing import TinyTokenizer, random_view, tiny_model
 from tests.policies.test_r_kv import reference as r_kv_reference
 

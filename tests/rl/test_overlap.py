@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.replay.score import Columns, Trace
 from jkv.rl import full_overlap, mismatch
 from jkv.rl.overlap import sequence_overlap
-from jkv.score import Columns, Trace
 
 NUM_DRAWS = 20_000
 

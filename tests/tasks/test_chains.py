@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jkv.params import ModelConfig
+from jkv.model.params import ModelConfig
 from jkv.tasks import chains, train, vocabulary
 from jkv.tasks.chains import Problem, draw_problem, num_doubts, read_answer, write_trace
 

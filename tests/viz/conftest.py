@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.score import Trace
+from jkv.replay.score import Trace
 from jkv.testing import TinyTokenizer, tiny_model
 
 KNOBS = {"stop_ids": (), "page_size": 4, "progress": False, "return_trace": True}

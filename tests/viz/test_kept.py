@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.score import Trace
+from jkv.replay.score import Trace
 from jkv.viz import moments
 from tests.viz.pages import counts_of, data_of, recount
 

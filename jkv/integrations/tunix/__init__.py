@@ -6,7 +6,8 @@
     )
     learner = JkvGRPOLearner(cluster, GRPOConfig(num_generations=8), reward_fns, correction="tis+veto")
 
-`params_of` gives the weights of a tunix model to everything else here: `jkv.generate`, `jkv.score`, `jkv.checkpoint.export`.
+`params_of` gives the weights of a tunix model to everything else here: `jkv.generate`, `jkv.score`,
+`jkv.model.checkpoint.export`.
 """
 
 from jkv.integrations.tunix.learner import JkvGRPOLearner

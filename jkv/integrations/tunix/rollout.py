@@ -19,13 +19,13 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout import base_rollout
 
-from jkv import mesh as meshes
+from jkv.engine import mesh as meshes
 from jkv.integrations.tunix.weights import Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
-from jkv.params import Params
+from jkv.model.params import Params
+from jkv.model.sampling import Sampling
 from jkv.policies import Policy
+from jkv.replay.score import score
 from jkv.rollout import Rollout, Rollouts
-from jkv.sampling import Sampling
-from jkv.score import score
 
 ROOM = ("max_prompt_tokens", "max_new_tokens", "max_stop_ids")  # what a configuration asks of the engine
 

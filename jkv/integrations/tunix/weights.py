@@ -1,6 +1,7 @@
 """The weights of tunix's models as `jkv` reads them: the arrays themselves, in tunix's own layout, LoRA beside its base.
 
-tunix holds a query projection as [D, N, H] and jkv's own is [D, N*H]; `jkv.model` reads both where they lie, so a `Params` made
+tunix holds a query projection as [D, N, H] and jkv's own is [D, N*H]; `jkv.model.decoder` reads both where they lie, so a
+`Params` made
 here costs no memory. No weight of Qwen2, Qwen3 or Llama 3 in tunix is a transpose of jkv's.
 """
 
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import qwix
 from flax import nnx
 
-from jkv.params import LayerParams, LowRank, ModelConfig, Params, weight_shapes
+from jkv.model.params import LayerParams, LowRank, ModelConfig, Params, weight_shapes
 
 FAMILIES = {"tunix.models.qwen2.model": "qwen2", "tunix.models.qwen3.model": "qwen3", "tunix.models.llama3.model": "llama"}
 PATHS = {  # field of Params or LayerParams -> path of the nnx module, below the layer

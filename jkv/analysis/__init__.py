@@ -1,0 +1,1 @@
+"""What traces show of a model: redundancy, and steering vectors."""

@@ -1,0 +1,87 @@
+"""What device programs are timed on: a random model, a pool filled with random keys, and what the host would tell a chunk."""
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, PRNGKeyArray
+
+from jkv.cache import pool as pages
+from jkv.cache.attention import Cache
+from jkv.engine.chunk_inputs import Needs, empty_state, step_rules
+from jkv.engine.programs import Control, State
+from jkv.model import checkpoint
+from jkv.model.model_shapes import read_shape
+from jkv.model.params import Model, ModelConfig, Params, init_params
+from jkv.model.sampling import SamplingRows
+from jkv.policies import Policy
+
+
+def model_of(name: str, dtype: Any = None) -> Model:
+    """A TOML file's shape with random weights, in the device's usual type; or what `jkv.load` finds.
+
+    Raises:
+      ValueError: a file that describes no model.
+    """
+    if not name.endswith(".toml"):
+        return checkpoint.load(name)
+    return random_model(read_shape(Path(name)), Path(name).stem, dtype)
+
+
+def random_model(config: ModelConfig, name: str, dtype: Any = None) -> Model:
+    """Random weights, bfloat16 on an accelerator and float32 on a CPU, and no tokenizer."""
+    usual = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    return Model(init_params(config, jax.random.key(0), dtype=dtype or usual), None, name=name)
+
+
+def new_state(params: Params, policy: Policy, batch: int, slots: int, page_size: int) -> State:
+    """An empty pool of exactly these rows, with what the policy needs."""
+    max_pages = pages.num_pages_of(slots, page_size)
+    num_pages = params.config.num_layers * batch * params.config.num_kv_heads * max_pages
+    sizes = {"num_rows": batch, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
+    return empty_state(params.config, Needs.of([policy]), **sizes, dtype=params.embedding.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="slots", donate_argnames="state")
+def fill(state: State, key: PRNGKeyArray, slots: int) -> State:
+    """Random keys, values and queries in all rows, which are empty."""
+    pool, ring = state.cache.pool, state.cache.query_ring
+    layers, batch, heads, _ = pool.page_table.shape
+    row, num_new = jnp.arange(batch, dtype=jnp.int32), jnp.full(batch, slots, jnp.int32)
+    pool, address = pages.reserve(pool, row, num_new, slots)
+
+    def append(kv: Array, layer: tuple[Int[Array, "R K T"], PRNGKeyArray]) -> tuple[Array, None]:
+        at, key = layer
+        new = jax.random.normal(key, (2, batch, slots, heads, kv.shape[-1]), kv.dtype)
+        return pages.append(pool.replace(kv=kv), at, new[0], new[1]).kv, None
+
+    kv, _ = jax.lax.scan(append, pool.kv, (address, jax.random.split(key, layers)))
+    ring = None if ring is None else jax.random.normal(key, ring.shape, ring.dtype)
+    return state._replace(cache=Cache(pages.advance(pool.replace(kv=kv), row, num_new), ring))
+
+
+def new_control(params: Params, policy: Policy, batch: int) -> Control:
+    """Greedy rows that never stop."""
+    wide, key = np.zeros(batch, np.float32), np.zeros((batch, 2), np.uint32)
+    sampling: Any = (wide, wide + 1, np.zeros(batch, np.int32), key)
+    arrays: Any = {
+        "remaining": np.full(batch, 1 << 20, np.int32),
+        "stop_ids": np.full((batch, 1), -1, np.int32),
+        "sampling": SamplingRows(*sampling),
+    }
+    rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers) if policy.needs_mass else None
+    return jax.device_put(Control(**arrays, rules=rules, reads=None, sinks=None, steer=None))
+
+
+def seconds_of(run: Callable[[], None], holder: dict[str, Any]) -> float:
+    """How long a call takes until its state is there."""
+    jax.block_until_ready(holder["state"])
+    began = time.perf_counter()
+    run()
+    jax.block_until_ready(holder["state"])
+    return time.perf_counter() - began

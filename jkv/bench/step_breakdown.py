@@ -1,0 +1,170 @@
+"""The parts of a decode step as programs of their own, at the shapes that the engine would run them at.
+
+Each takes sixteen steps in one scan, as a chunk does, and feeds something of every step into the next, so that no compiler
+can leave a step out.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels as kernels
+from jkv.bench.fixtures import fill, new_control, new_state, seconds_of
+from jkv.cache import pool as pages
+from jkv.cache.attention import last_queries
+from jkv.engine import programs
+from jkv.engine.engine import CHUNKS
+from jkv.engine.programs import State
+from jkv.model import decoder, sampling
+from jkv.model.params import Params
+from jkv.model.sampling import SamplingRows
+from jkv.policies import CacheView, Evict, Policy
+from jkv.reports import in_turns
+
+STEPS = CHUNKS[0]
+PAGE_SIZE = 16
+LEAST = 1e-30  # so little of a result that adding it changes nothing, and nobody can know
+
+
+def seconds_of_parts(params: Params, policy: Policy, batch: int, slots: int, interval: int, rounds: int) -> dict[str, float]:
+    """Seconds that each part on the device takes of a step of `batch` rows of `slots` slots, medians of some rounds."""
+    state = filled(params, policy, batch, slots)
+    control = new_control(params, policy, batch)
+    calls: dict[str, Callable[[], Any]] = {
+        "attention": functools.partial(attention, params, state),
+        "weights": functools.partial(weights, params, state),
+        "sampling": functools.partial(draws, state, control.sampling),
+    }
+    told = in_turns({name: functools.partial(seconds_until_there, call) for name, call in calls.items()}, rounds)
+    parts = {name: statistics.median(taken) / STEPS for name, taken in told.items()}
+    parts["pool"] = statistics.median(times_of(bookkeeping, params, policy, batch, slots, rounds)) / STEPS
+    if isinstance(policy.evict, Evict):
+        score = functools.partial(seconds_until_there, functools.partial(scores, state, evict=policy.evict.as_program))
+        parts["scoring"] = statistics.median(in_turns({0: score}, rounds)[0]) / interval
+        compact = functools.partial(compress, policy=policy, batch=batch, num_layers=params.config.num_layers)
+        both = statistics.median(times_of(compact, params, policy, batch, slots + interval // 2, rounds)) / interval
+        parts["compaction"] = both - parts["scoring"]
+    return parts
+
+
+def filled(params: Params, policy: Policy, batch: int, slots: int) -> State:
+    """Rows that hold so many random slots, with room for a chunk more."""
+    return fill(new_state(params, policy, batch, slots + STEPS, PAGE_SIZE), jax.random.key(1), slots)
+
+
+def seconds_until_there(call: Callable[[], Any]) -> float:
+    """How long a call's result takes."""
+    began = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - began
+
+
+def times_of(
+    program: Callable[[State], State], params: Params, policy: Policy, batch: int, slots: int, rounds: int
+) -> Iterator[float]:
+    """Seconds of a program that takes the state and gives it back, each time on a fresh one; the first call compiles."""
+    for turn in range(rounds + 1):
+        holder: dict[str, Any] = {"state": filled(params, policy, batch, slots)}
+
+        def call(holder: dict[str, Any] = holder) -> None:
+            holder["state"] = program(holder["state"])
+
+        seconds = seconds_of(call, holder)
+        if turn:
+            yield seconds
+
+
+@jax.jit
+def attention(params: Params, state: State) -> Float[Array, "R G H"]:
+    """Attention over the pages of all layers, a query for each row and head."""
+    pool, config = state.cache.pool, params.config
+    table = pool.page_table.reshape(config.num_layers, -1, pool.page_table.shape[-1])
+    length = pool.length.reshape(config.num_layers, -1)
+    shape = (table.shape[1], config.group_size, config.head_size)
+
+    def step(query: Array, _: None) -> tuple[Array, None]:
+        for layer in range(config.num_layers):
+            out = kernels.paged_attention(query, pool.kv, table[layer], length[layer], None, with_logits=False)[0]
+            query = query + jnp.asarray(LEAST, out.dtype) * out
+        return query, None
+
+    return jax.lax.scan(step, jax.random.normal(jax.random.key(2), shape, pool.kv.dtype), None, length=STEPS)[0]
+
+
+@jax.jit
+def weights(params: Params, state: State) -> Int[Array, "B 1"]:
+    """The decoder from embedding to logits with nothing to attend to: what reads the weights, norms and rotation included."""
+    position = state.cache.pool.logical_length[:, None]
+
+    def attend(layer: int, query: Array, key: Array, value: Array, cache: Any) -> tuple[Array, Any]:
+        group = query.shape[2] // key.shape[2]
+        return query + jnp.asarray(LEAST, query.dtype) * jnp.repeat(key + value, group, axis=2), cache
+
+    def step(token: Array, offset: Array) -> tuple[Array, None]:
+        hidden, _ = decoder.forward(params, token, position + offset, attend, None)
+        logits = decoder.unembed(params, hidden[:, 0])
+        return (jnp.max(logits, axis=-1, keepdims=True) > 1 / LEAST).astype(jnp.int32), None
+
+    return jax.lax.scan(step, jnp.zeros_like(position), jnp.arange(STEPS, dtype=jnp.int32))[0]
+
+
+@jax.jit
+def draws(state: State, rows: SamplingRows) -> Float[Array, "B V"]:
+    """The draw of a greedy token and its log-probability."""
+    position = state.cache.pool.logical_length
+
+    def step(logits: Array, offset: Array) -> tuple[Array, None]:
+        token, log_prob, _ = sampling.draw(logits, rows, position + offset, "greedy")
+        return logits + LEAST * (log_prob + token.astype(jnp.float32))[:, None], None
+
+    return jax.lax.scan(step, state.logits, jnp.arange(STEPS, dtype=jnp.int32))[0]
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def bookkeeping(state: State) -> State:
+    """A slot for each new token, its key and value written there, and the lengths moved on."""
+    layers, batch, heads, _ = state.cache.pool.page_table.shape
+    row, num_new = jnp.arange(batch, dtype=jnp.int32), jnp.ones(batch, jnp.int32)
+
+    def step(pool: pages.Pool, offset: Array) -> tuple[pages.Pool, None]:
+        pool, address = pages.reserve(pool, row, num_new, 1)
+        new = jnp.full((batch, 1, heads, pool.kv.shape[-1]), 1, pool.kv.dtype) * offset.astype(pool.kv.dtype)
+        for layer in range(layers):
+            pool = pages.append(pool, address[layer], new, new)
+        return pages.advance(pool, row, num_new), None
+
+    pool, _ = jax.lax.scan(step, state.cache.pool, jnp.arange(STEPS, dtype=jnp.int32))
+    return state._replace(cache=state.cache._replace(pool=pool))
+
+
+@functools.partial(jax.jit, static_argnames="evict")
+def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
+    """What a compaction of all rows goes by, layer after layer."""
+    pool = state.cache.pool
+    row, num_seen = jnp.arange(pool.num_rows, dtype=jnp.int32), pool.logical_length
+    protected = jnp.stack([jnp.full_like(row, evict.sinks), jnp.full_like(row, evict.recent)])
+
+    def rate(_: None, layer: Array) -> tuple[None, Array]:
+        key, value, position = pages.gather(pool, layer, row)
+        query = None
+        if state.cache.query_ring is not None and evict.window:
+            query = last_queries(state.cache.query_ring, layer, row, num_seen, evict.window)
+        view = CacheView(key, value, position, query, None, layer=layer, prompt_length=jnp.zeros_like(row))
+        return None, evict.rate(view._replace(sinks=protected[0], recent=protected[1]))
+
+    return jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))[1]
+
+
+def compress(state: State, policy: Policy, batch: int, num_layers: int) -> State:
+    """Scoring and compaction of all rows, as the engine dispatches them."""
+    evict: Any = policy.evict
+    row = jnp.arange(batch, dtype=jnp.int32)
+    budget, nothing = jnp.full((num_layers, batch), policy.budget or 0, jnp.int32), jnp.zeros_like(row)
+    protected = jnp.stack([nothing + evict.sinks, nothing + evict.recent])
+    return programs.compress(state, row, budget, nothing, protected, evict=evict.as_program, is_traced=False)[0]

@@ -1,0 +1,68 @@
+"""What stage 1 of sharing costs on one core: `python -m jkv.bench.step_filter` prints milliseconds for each new reasoning step.
+
+Synthetic steps as a large model writes them: 60 tokens of a vocabulary of 151,936, few of them common, three formulas in
+the text; every third step says an earlier one again, so that its formulas are parsed and compared.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from jkv.reasoning.steps import Filter, FilterStats, StepFinder, TokenBags
+from jkv.reasoning.token_text import TokenFacts
+
+VOCABULARY, LENGTH, END = 151_936, 60, 0
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--earlier", type=int, default=500, help="steps that each new one is compared with")
+    parser.add_argument("--rounds", type=int, default=100, help="new steps that are timed")
+    options = parser.parse_args()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {0})
+    print(json.dumps(cost_of_a_step(options.earlier, options.rounds)))
+
+
+def cost_of_a_step(earlier: int, rounds: int) -> dict[str, float]:
+    """Milliseconds for each step after so many others: the median, the 99th percentile, and how often one was like another."""
+    rng, ones, stats = np.random.default_rng(0), np.ones(VOCABULARY, np.int64), FilterStats()
+    is_end = np.arange(VOCABULARY) == END
+    facts = TokenFacts(is_break=is_end, is_blank=is_end, num_bytes=4 * ones, think=np.array([-1, -1], np.int32))
+    weight = 1 / (np.arange(1, VOCABULARY) + 20.0)
+    weight /= weight.sum()
+    finder = StepFinder(Filter(), facts, text_of, TokenBags(VOCABULARY), stats)
+    steps: list[list[int]] = []
+    taken = []
+    for count in range(earlier + rounds):
+        again = count % 3 == 2
+        step = steps[rng.integers(count)] if again else rng.choice(np.arange(1, VOCABULARY), LENGTH, p=weight).tolist()
+        steps.append(step)
+        began = time.perf_counter()
+        for token in (*step, END):
+            finder.take(token, 0)
+        taken.append(1e3 * (time.perf_counter() - began))
+    timed = taken[earlier:]
+    return {
+        "earlier_steps": earlier,
+        "median_ms": round(float(np.median(timed)), 3),
+        "p99_ms": round(float(np.percentile(timed, 99)), 3),
+        "similar_share": round(stats.similar / max(stats.compared, 1), 5),
+        "kept": stats.kept,
+    }
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Words, and formulas that depend on the tokens."""
+    a, b, c = (int(token) % 97 for token in tokens[:3])
+    words = " ".join(f"w{token}" for token in tokens)
+    return f"{words} \\(x_{{{a}}} = \\frac{{{b}}}{{{c} + y}}\\) so $z^2 + {a}z - {b} = 0$ and {a}*{b}={c}"
+
+
+if __name__ == "__main__":
+    main()

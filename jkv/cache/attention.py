@@ -1,0 +1,180 @@
+"""How the decoder attends when its cache is the pool: one `Attend` for decoding, one for a chunk of a prompt.
+
+Both append the new keys and values first and then read the pool; both remember the last queries when a policy scores by them.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+import pallas_kernels as kernels
+from jkv.cache import pool as pages
+from jkv.cache.in_step_eviction import UNLIMITED, StepRules, add_mass, choose_victim
+from jkv.cache.moved_sinks import MOST_SINKS, SinkRules, merge
+from jkv.cache.page_selection import Choice, ReadRules, bound, choose_pages
+from jkv.cache.pool import EMPTY, Pool
+from jkv.model import decoder
+
+NEVER = jnp.iinfo(jnp.int32).max  # the end of a column that is never dropped
+
+
+class Cache(NamedTuple):
+    """What attention carries through the layers."""
+
+    pool: Pool
+    query_ring: Float[Array, "L B W N H"] | None  # the query of position p lies at p % W; None when no policy needs it
+    victim: Int[Array, "L B K"] | None = None  # slots that the step in progress gives up; None when it gives up none
+    is_read: Bool[Array, "L B K MP"] | None = None  # pages that the step in progress reads; None when it reads all
+
+
+class DecodeAttention(NamedTuple):
+    """Every row's next token (T = 1) reads the row's pages."""
+
+    address: Int[Array, "L B K T"]
+    length: Int[Array, "L B K"]  # filled slots, the new ones included
+    position: Int[Array, " B"]
+    rules: StepRules | None  # None when no policy goes by the accumulated mass or evicts in steps
+    reads: ReadRules | None  # None when every policy reads everything
+    sinks: SinkRules | None  # None when sinks stay where they are
+    goes_on: Bool[Array, " B"]  # whether a row has a next step
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K H"],
+        cache: Cache,
+    ) -> tuple[Float[Array, "B T N H"], Cache]:
+        """`jkv.model.decoder.Attend`."""
+        batch, _, num_heads, head_size = query.shape
+        pool = pages.append(cache.pool, self.address[layer], key, value)
+        rows = batch * key.shape[2]
+        query_RGH = query.reshape(rows, -1, head_size)
+        page_table, length = pool.page_table[layer].reshape(rows, -1), self.length[layer].reshape(rows)
+        log_weight = pool.slot_data.get(pages.LOG_WEIGHT)
+        log_weight = None if log_weight is None else log_weight[layer].reshape(rows, -1)
+        is_read = cache.is_read
+        if self.reads is not None:
+            assert is_read is not None
+            choice = self.choose(layer, query_RGH, pool, page_table, length)
+            page_table, length = choice.page_table, choice.length
+            is_read = is_read.at[layer].set(choice.is_read.reshape(is_read.shape[1:]))
+            if log_weight is not None:
+                by_page = log_weight.reshape(rows, -1, pool.page_size)
+                log_weight = jnp.take_along_axis(by_page, choice.entry[..., None], axis=1).reshape(rows, -1)
+        if self.sinks is not None:
+            is_sink = jnp.arange(pool.max_slots, dtype=jnp.int32) < jnp.repeat(self.sinks.num_sinks, key.shape[2])[:, None]
+            log_weight = jnp.where(is_sink, -jnp.inf, 0.0 if log_weight is None else log_weight)
+        out, log_total, logits = kernels.paged_attention(
+            query_RGH, pool.kv, page_table, length, log_weight, with_logits=self.rules is not None
+        )
+        if self.sinks is not None:
+            turned = decoder.rotate(query, self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
+            first_pages = page_table[:, : pages.num_pages_of(MOST_SINKS, pool.page_size)]
+            num_sinks = jnp.minimum(length, jnp.repeat(self.sinks.num_sinks, key.shape[2]))
+            of_sinks, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
+            out = merge((out, of_sinks), (log_total, sinks_total))
+        victim = cache.victim
+        if self.rules is not None:
+            assert logits is not None
+            assert victim is not None
+            shape = pool.page_table.shape[1:3]
+            mass = add_mass(
+                pool.slot_data["mass"][layer],
+                logits.reshape(*shape, *logits.shape[1:]),
+                log_total.reshape(*shape, -1),
+                self.rules.forgets,
+            )
+            position = pages.positions(pool.replace(length=self.length), layer, jnp.arange(batch, dtype=jnp.int32))
+            slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on)
+            pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
+            victim = victim.at[layer].set(slot)
+        ring = cache.query_ring
+        if ring is not None:
+            row = jnp.arange(batch, dtype=jnp.int32)
+            ring = ring.at[layer, row, self.position % ring.shape[2]].set(query[:, 0])
+        return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring, victim, is_read)
+
+    def choose(
+        self, layer: int, query: Float[Array, "R G H"], pool: Pool, page_table: Int[Array, "R MP"], length: Int[Array, " R"]
+    ) -> Choice:
+        """The pages that each row and KV head reads in this layer."""
+        assert self.reads is not None
+        num_heads = pool.page_table.shape[2]
+        num_pages = jnp.where(layer < self.reads.dense_layers, UNLIMITED, self.reads.num_pages)
+        worth = bound(query, pool.bounds[page_table], jnp.repeat(self.reads.averages, num_heads))
+        return choose_pages(worth, page_table, length, pool.page_size, jnp.repeat(num_pages, num_heads))
+
+
+class PrefillAttention(NamedTuple):
+    """A chunk of one row's prompt reads what the row holds already and itself, causally."""
+
+    address: Int[Array, "L 1 K T"]
+    row: Int[Array, " 1"]
+    position: Int[Array, "1 T"]
+    num_new: Int[Array, " 1"]
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Array, "1 T N H"],
+        key: Float[Array, "1 T K H"],
+        value: Float[Array, "1 T K H"],
+        cache: Cache,
+    ) -> tuple[Float[Array, "1 T N H"], Cache]:
+        """`jkv.model.decoder.Attend`."""
+        pool = pages.append(cache.pool, self.address[layer], key, value)
+        length = pool.length.at[layer, self.row].add(self.num_new[:, None])
+        key_1KSH, value_1KSH, begin_1KS = pages.gather(pool.replace(length=length), layer, self.row)
+        out = kernels.replay_attention(
+            query,
+            jnp.moveaxis(key_1KSH, 1, 2),
+            jnp.moveaxis(value_1KSH, 1, 2),
+            self.position,
+            begin_1KS,
+            jnp.where(begin_1KS == EMPTY, EMPTY, NEVER),
+        )
+        ring = cache.query_ring
+        if ring is not None:
+            window = ring.shape[2]
+            offset = jnp.arange(query.shape[1], dtype=jnp.int32)
+            is_last = (offset < self.num_new) & (offset >= self.num_new - window)
+            where = jnp.where(is_last, self.position[0] % window, window)
+            ring = ring.at[layer, self.row, where].set(query[0], mode="drop")
+        if "mass" in pool.slot_data:
+            added = self.mass(query, key_1KSH, begin_1KS)
+            pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer, self.row].add(added)})
+        return out, Cache(pool, ring)
+
+    def mass(
+        self, query: Float[Array, "1 T N H"], key: Float[Array, "1 K S H"], position: Int[Array, "1 K S"]
+    ) -> Float[Array, "1 K S"]:
+        """What the chunk's queries attend to, summed over them and over the query heads of each KV head."""
+        num_heads, head_size = key.shape[1], key.shape[3]
+        num_queries = query.shape[1]
+        last = jnp.arange(num_queries, dtype=jnp.int32) >= num_queries - self.num_new  # the real ones, moved to the end
+        query_KGTH = jnp.moveaxis(jnp.roll(query[0], num_queries - self.num_new[0], axis=0), 0, 1)
+        mean = kernels.attention_mass(
+            query_KGTH.reshape(num_heads, -1, num_queries, head_size),
+            key[0],
+            position[0] != EMPTY,
+            jnp.broadcast_to(last, (num_heads, num_queries)),
+            self.position[0, 0] + self.num_new - 1 - position[0],
+            over_group="mean",
+        )
+        return mean[None] * self.num_new.astype(jnp.float32) * (query.shape[2] // num_heads)
+
+
+def last_queries(
+    ring: Float[Array, "L B ring N H"],
+    layer: int | Int[Array, ""],
+    row: Int[Array, " R"],
+    num_seen: Int[Array, " R"],
+    window: int,
+) -> Float[Array, "R N W H"]:
+    """The last `window` queries of some rows, oldest first."""
+    when = num_seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
+    query_RWNH = ring[layer, row[:, None], when % ring.shape[2]]
+    return jnp.moveaxis(query_RWNH, 1, 2)

@@ -1,0 +1,1 @@
+"""The only loop: requests in, completions out, over one pool."""

@@ -1,0 +1,259 @@
+"""What policies ask of an engine, and what the device is told about each row: arithmetic on the host, from the running samples.
+
+`Needs` is settled when the engine is built, for it decides what the device keeps; a row's settings change when rows do; what
+steering adds changes from chunk to chunk.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.cache import pool as pages
+from jkv.cache.attention import Cache
+from jkv.cache.in_step_eviction import UNLIMITED, StepRules
+from jkv.cache.page_selection import ReadRules
+from jkv.engine.programs import AlignRules, Control, State
+from jkv.engine.samples import Sample
+from jkv.model.params import Model, ModelConfig
+from jkv.model.sampling import SamplingRows, sample_key
+from jkv.policies import Policy
+from jkv.reasoning.sentences import ends_of
+from jkv.reasoning.sharing import check_tokenizer
+from jkv.reasoning.steering import SteerRules, marks_of
+from jkv.reasoning.token_text import facts_of
+
+DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What an engine keeps for its policies.
+
+    Attributes:
+      window: last queries of each row.
+      mass: the attention mass of each slot, and holes.
+      bounds: the smallest and largest of each page's keys.
+      moving_sinks: a second look at the sinks of each row.
+      steering: vectors to add to hidden states.
+      sentences: the hidden states of tokens, for the host to find sentences that are said again.
+      sharing: how many slots each slot stands for.
+      aligning: steps that start pages of their own.
+    """
+
+    window: int = 0
+    mass: bool = False
+    bounds: bool = False
+    moving_sinks: bool = False
+    steering: bool = False
+    sentences: bool = False
+    sharing: bool = False
+    aligning: bool = False
+
+    @classmethod
+    def of(cls, policies: Sequence[Policy] | None) -> "Needs":
+        """What policies need together; None stands for the plain ones, scored by few queries."""
+        if policies is None:
+            return cls(window=DEFAULT_WINDOW)
+        return cls(
+            window=max((policy.evict.window for policy in policies if policy.evict), default=0),
+            mass=any(policy.needs_mass for policy in policies),
+            bounds=any(policy.read is not None for policy in policies),
+            moving_sinks=any(policy.moves_sinks for policy in policies),
+            steering=any(policy.steer is not None for policy in policies),
+            sentences=any(policy.sentences is not None for policy in policies),
+            sharing=any(policy.share is not None for policy in policies),
+            aligning=any(policy.share is not None and policy.share.align_steps for policy in policies),
+        )
+
+    @property
+    def has_events(self) -> bool:
+        """Whether a step decides something that a trace has to tell."""
+        return self.mass or self.bounds or self.steering
+
+    def check(self, policy: Policy, model: Model) -> None:
+        """Refuses a policy that needs more, or a vector of another model.
+
+        Raises:
+          ValueError: what is missing, and how to have it.
+        """
+        own, kept = (dataclasses.asdict(needs) for needs in (Needs.of([policy]), self))
+        missing = [name for name in own if own[name] > kept[name]]
+        if missing:
+            wanted, built = (", ".join(f"{name}={needs[name]}" for name in missing) for needs in (own, kept))
+            raise ValueError(
+                f"{policy.name} needs {wanted} ; this engine was built with {built}. Name the policy when "
+                "you build it: policies=[...]."
+            )
+        if policy.steer is not None:
+            config, got = model.config, policy.steer.vector.values.shape
+            if got != (config.num_layers, config.width):
+                raise ValueError(
+                    f"{policy.name}'s vector must be of this model, {config.num_layers} layers of width {config.width}; it has "
+                    f"{got[0]} of {got[1]}. Extract one with `jkv steer`."
+                )
+            marks_of(model.tokenizer, config.vocab_size)
+        if policy.sentences is not None:
+            ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
+        if policy.share is not None:
+            check_tokenizer(model, policy.name)
+
+
+def empty_state(
+    config: ModelConfig,
+    needs: Needs,
+    *,
+    num_rows: int,
+    num_pages: int,
+    max_pages: int,
+    page_size: int,
+    dtype: Any = jnp.float32,
+    poison: bool = False,
+) -> State:
+    """The state of an engine in which nothing runs: a pool (`pool.create`), the last queries, the logits."""
+    pool = pages.create(
+        num_layers=config.num_layers,
+        num_rows=num_rows,
+        num_kv_heads=config.num_kv_heads,
+        head_size=config.head_size,
+        num_pages=num_pages,
+        max_pages=max_pages,
+        page_size=page_size,
+        dtype=dtype,
+        slot_data=("mass",) * needs.mass + (pages.LOG_WEIGHT,) * needs.sharing,
+        has_holes=needs.mass,
+        has_bounds=needs.bounds,
+        poison=poison,
+    )
+    ring = (config.num_layers, num_rows, needs.window, config.num_query_heads, config.head_size)
+    cache = Cache(pool, jnp.zeros(ring, dtype) if needs.window else None)
+    return State(cache, jnp.zeros((num_rows, config.vocab_size), jnp.float32))
+
+
+def row_settings(
+    running: Mapping[int, Sample],
+    needs: Needs,
+    model: Model,
+    *,
+    num_rows: int,
+    max_stop_ids: int,
+    page_size: int,
+    sharding: jax.sharding.Sharding | None = None,
+) -> Control:
+    """What stays the same as long as the rows do, on the device or devices; nothing is running in it yet."""
+    stop_ids, top_k = np.full((num_rows, max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
+    temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
+    key = np.zeros((num_rows, 2), np.uint32)
+    for i, sample in running.items():
+        request = sample.request
+        stop_ids[i, : len(request.stop_ids)] = request.stop_ids
+        temperature[i], top_p[i] = request.sampling.temperature, request.sampling.top_p
+        top_k[i], key[i] = request.sampling.top_k, sample_key_of(request.seed, request.identity, request.sample)
+    policies = {i: sample.request.policy for i, sample in running.items()}
+    sampling: Any = (temperature, top_p, top_k, key)
+    arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "sampling": SamplingRows(*sampling)}
+    settings = Control(
+        **arrays,
+        rules=step_rules(policies, num_rows, model.config.num_layers) if needs.mass else None,
+        reads=read_rules(policies, num_rows, page_size) if needs.bounds else None,
+        sinks=moving_sinks(policies, num_rows) if needs.moving_sinks else None,
+        steer=steer_rules(policies, num_rows, model) if needs.steering else None,
+        align=align_rules(num_rows, model) if needs.aligning else None,
+    )
+    return jax.device_put(settings, sharding)
+
+
+def for_chunk(settings: Control, running: Mapping[int, Sample], model: Model) -> Control:
+    """The settings with what has changed since the last chunk: tokens that remain, strengths, who thinks."""
+    num_rows = settings.remaining.shape[0]
+    remaining: Any = np.zeros(num_rows, np.int32)
+    strength, is_thinking = np.zeros(num_rows, np.float32), np.zeros(num_rows, bool)
+    for i, sample in running.items():
+        remaining[i] = sample.remaining
+        steer, progress = sample.request.policy.steer, sample.thinking
+        if steer is not None:
+            marks = marks_of(model.tokenizer, model.config.vocab_size)
+            progress.follow(sample.request.prompt, sample.completion.tokens, marks)
+            if steer.growth and sample.generated % steer.interval == 0:
+                progress.count(sample.completion.tokens, marks, model.tokenizer.decode, steer.keywords)
+            strength[i], is_thinking[i] = steer.strength - steer.growth * progress.num_checks, progress.is_thinking
+    steer_settings: Any = settings.steer
+    if steer_settings is not None:
+        steer_settings = steer_settings._replace(strength=strength, is_thinking=is_thinking)
+    return settings._replace(remaining=remaining, steer=steer_settings, align=align_now(settings.align, running))
+
+
+def align_rules(num_rows: int, model: Model) -> Any:
+    """`AlignRules` but for where rows stand."""
+    facts = facts_of(model.tokenizer, model.config.vocab_size)
+    arrays: Any = (np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32), facts.ends_step)
+    return AlignRules(*arrays)
+
+
+def align_now(rules: Any, running: Mapping[int, Sample]) -> Any:
+    """The rules with where rows stand."""
+    if rules is None:
+        return None
+    num_rows = len(rules.since)
+    is_aligning, was_end, since = np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32)
+    for i, sample in running.items():
+        sharing = sample.sharing
+        if sharing is not None and sharing.share.align_steps:
+            is_aligning[i], was_end[i], since[i] = True, sharing.was_end, sharing.since
+    return rules._replace(is_aligning=is_aligning, was_end=was_end, since=since)
+
+
+def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -> Any:
+    """`StepRules`: rows that evict between steps, or never, have no budget here."""
+    budget = np.full((num_layers, num_rows), UNLIMITED, np.int32)
+    sinks, recent = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    forgets, is_per_layer = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
+    for i, policy in policies.items():
+        if policy.evicts_in_steps:
+            evict: Any = policy.evict
+            budget[:, i] = policy.layer_budgets(num_layers)
+            sinks[i], recent[i] = evict.sinks, evict.recent
+            forgets[i], is_per_layer[i] = evict.score.in_step == "last", evict.scope == "layer"
+    arrays: Any = (budget, sinks, recent, forgets, is_per_layer)
+    return StepRules(*arrays)
+
+
+def read_rules(policies: Mapping[int, Policy], num_rows: int, page_size: int) -> Any:
+    """`ReadRules`: rows without a `Read` read all their pages."""
+    num_pages, dense_layers = np.full(num_rows, UNLIMITED, np.int32), np.zeros(num_rows, np.int32)
+    averages = np.zeros(num_rows, bool)
+    for i, policy in policies.items():
+        if policy.read is not None:
+            num_pages[i], dense_layers[i] = policy.read.budget // page_size, policy.read.dense_layers
+            averages[i] = policy.read.over_group == "mean"
+    arrays: Any = (num_pages, dense_layers, averages)
+    return ReadRules(*arrays)
+
+
+def moving_sinks(policies: Mapping[int, Policy], num_rows: int) -> Any:
+    """Sinks of each row that are read at their place in the cache."""
+    sinks = np.zeros(num_rows, np.int32)
+    for i, policy in policies.items():
+        sinks[i] = policy.num_moving_sinks
+    return sinks
+
+
+def steer_rules(policies: Mapping[int, Policy], num_rows: int, model: Model) -> Any:
+    """`SteerRules` but for what changes from chunk to chunk."""
+    marks, layer = marks_of(model.tokenizer, model.config.vocab_size), np.zeros(num_rows, np.int32)
+    vector = np.zeros((num_rows, model.config.width), np.float32)
+    for i, policy in policies.items():
+        if policy.steer is not None:
+            layer[i], vector[i] = policy.steer.layer, policy.steer.values
+    arrays: Any = (np.zeros(num_rows, np.float32), layer, vector, np.zeros(num_rows, bool), marks.is_break, marks.think)
+    return SteerRules(*arrays)
+
+
+@functools.lru_cache(maxsize=4096)
+def sample_key_of(seed: int, identity: int, sample: int) -> np.ndarray:
+    """`sampling.sample_key`, on the host."""
+    return np.array(sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample)))  # a view would hold on to the device

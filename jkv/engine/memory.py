@@ -1,0 +1,125 @@
+"""How many pages: of a request, of a pool, of a device. Arithmetic on the host."""
+
+import os
+from typing import Any
+
+from jkv.cache.pool import num_pages_of
+from jkv.checks import check_counts, typed
+from jkv.engine.requests import Request
+from jkv.model.params import ModelConfig, Params
+from jkv.policies import Policy
+
+AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for the programs' temporaries
+AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
+
+
+def page_bytes(params: Params, page_size: int, has_bounds: bool = False) -> int:
+    """Bytes of one page: keys, values and positions, and the bounds of its keys where a policy needs them."""
+    pair = 2 * params.config.head_size * params.embedding.dtype.itemsize
+    return page_size * (pair + 4) + has_bounds * pair
+
+
+def num_layer_heads(params: Params) -> int:
+    """Pairs of a layer and a KV head, each of which has pages of its own."""
+    return params.config.num_layers * params.config.num_kv_heads
+
+
+def num_row_pages(params: Params, num_slots: int, page_size: int) -> int:
+    """Pages of a row with `num_slots` slots in every layer and KV head."""
+    return num_layer_heads(params) * num_pages_of(num_slots, page_size)
+
+
+def most_pages(params: Params, request: Request, page_size: int) -> int:
+    """The most pages of a request once its prompt is in and compacted."""
+    return most_pages_of(params.config, request.policy, len(request.prompt), request.max_new_tokens, page_size)
+
+
+def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, page_size: int) -> int:
+    """The most pages of a row with a prompt of that length and as many new tokens, its prompt in and compacted."""
+    return policy.num_pages(policy.most_slots(prompt, new, config.num_layers), config.num_kv_heads, page_size)
+
+
+def widest(params: Params, request: Request) -> int:
+    """The most slots that a request ever fills in any layer and KV head."""
+    config = params.config
+    return request.policy.widest(len(request.prompt), request.max_new_tokens, config.num_layers, config.num_kv_heads)
+
+
+def num_pool_pages(
+    params: Params,
+    max_running: int,
+    max_slots: int,
+    *,
+    page_size: int,
+    bytes_per_page: int,
+    kv_memory: int | str | None = None,
+    num_pages: int | None = None,
+    num_shards: int = 1,
+) -> int:
+    """Pages of a pool given in pages, in bytes, by the device ("auto"), or (None) by what full rows hold, if that fits it.
+
+    Bytes buy no more pages than can ever be in use: full rows, and as many again for the prompts that samples share. Each of
+    `num_shards` devices has as many pages as the others: a number that does not divide is rounded down.
+
+    Raises:
+      ValueError: a setting out of its range, both settings, or more than the device has free.
+    """
+    rows = max_running * num_row_pages(params, max_slots, page_size)
+    if kv_memory is not None and num_pages is not None:
+        raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}.")
+    if kv_memory is None and num_pages is None:
+        num_pages = at_most_free(params, rows, bytes_per_page, num_shards)
+        return num_pages - num_pages % num_shards
+    if kv_memory == "auto":
+        kv_memory = free_beside(params, num_shards)
+    if num_pages is None:
+        num_bytes = typed('kv_memory, unless "auto",', kv_memory, int)
+        check_counts(kv_memory=num_bytes)
+        num_pages = min(2 * rows, num_bytes // bytes_per_page)
+    free = free_beside(params, num_shards, share=1.0)
+    if num_pages * bytes_per_page > free:
+        raise ValueError(
+            f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = {num_pages * bytes_per_page} bytes, "
+            f'and {free} bytes are free. Lower kv_memory or num_pages, or pass kv_memory="auto".'
+        )
+    return num_pages - num_pages % num_shards
+
+
+def at_most_free(params: Params, num_pages: int, bytes_per_page: int, num_shards: int = 1) -> int:
+    """As many of the pages as the device has room for, at least one: where memory is short, fewer rows run at a time."""
+    return max(1, min(num_pages, free_beside(params, num_shards) // bytes_per_page))
+
+
+def free_beside(params: Params, num_shards: int, share: float | None = None) -> int:
+    """Bytes that a pool may take on the devices that hold the weights, in equal parts; CPU devices have one memory."""
+    devices = params.embedding.devices()
+    is_one = all(device.platform == "cpu" for device in devices)
+    return min(free_bytes(device, share) for device in devices) * (1 if is_one else num_shards)
+
+
+def free_bytes(device: Any, share: float | None = None) -> int:
+    """Bytes that a pool may take on a device, what is there already left alone; `share` of what is free, or a safe one."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * (share or AUTO_SHARE))
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS knows the total alone
+    return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * (share or AUTO_HOST_SHARE))
+
+
+def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:
+    """Refuses a request that an engine of this size could not serve even alone."""
+    slots, size = widest(params, request), page_bytes(params, page_size, request.policy.read is not None)
+    if slots > max_slots:
+        raise ValueError(
+            f"A request may fill {max_slots} slots in a layer and KV head here, the engine's max_slots; this one fills {slots} "
+            f"({len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}). "
+            "Raise max_slots, or lower the budget or max_new_tokens; align_steps may take twice the slots."
+        )
+    needed = max(most_pages(params, request, page_size), num_row_pages(params, len(request.prompt), page_size))
+    if needed > num_pages:
+        raise ValueError(
+            f"The pool must hold the largest request: up to {slots} slots = {num_pages_of(slots, page_size)} pages of "
+            f"{page_size} in each of {num_layer_heads(params)} layer-heads = {needed} pages of {size} bytes = "
+            f"{needed * size} bytes; the pool has {num_pages} pages = {num_pages * size} bytes. Raise kv_memory, or lower the "
+            "budget, max_new_tokens or page_size."
+        )

@@ -1,0 +1,310 @@
+"""What runs on the device: every program that the engine dispatches, each of a fixed shape.
+
+Nothing compiles anew for another prompt, length, budget or weights. The pool is donated from each program to the next, and
+none copies it (`tests/engine/test_pool_copies.py`, `tests/aot`).
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+import pallas_kernels as kernels
+from jkv.cache import pool as pages
+from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention, last_queries
+from jkv.cache.in_step_eviction import StepRules
+from jkv.cache.moved_sinks import SinkRules
+from jkv.cache.page_selection import ReadRules
+from jkv.cache.pool import EMPTY, Seat
+from jkv.model import decoder, sampling
+from jkv.model.params import Params
+from jkv.model.sampling import SamplingRows
+from jkv.policies.base import CacheView, Evict
+from jkv.reasoning import steering
+from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
+from jkv.reasoning.steering import SteerRules
+
+
+class State(NamedTuple):
+    """Everything that lives on the device between programs; donated to each of them."""
+
+    cache: Cache
+    logits: Float[Array, "B V"]  # of each row's next token
+
+
+class Snapshot(NamedTuple):
+    """One row apart from the batch: its place in the pool, and what else its next step needs."""
+
+    seat: Seat
+    logits: Float[Array, " V"]
+    query_ring: Float[Array, "L W N H"] | None
+
+
+class AlignRules(NamedTuple):
+    """Which rows start each reasoning step on a page of its own, and where they stand (`jkv.reasoning.sharing`)."""
+
+    is_aligning: Bool[Array, " B"]
+    was_end: Bool[Array, " B"]  # whether the last token ended a step
+    since: Int[Array, " B"]  # tokens since the last step that started a page
+    is_end: Bool[Array, " V"]  # tokens that end one
+
+
+class Control(NamedTuple):
+    """What the host tells a chunk about each row."""
+
+    remaining: Int[Array, " B"]  # tokens until the row's limit; 0 for a row that is not running
+    stop_ids: Int[Array, "B E"]  # padded with -1
+    sampling: SamplingRows
+    rules: StepRules | None  # None when the pool keeps no mass
+    reads: ReadRules | None  # None when the pool keeps no bounds
+    sinks: Int[Array, " B"] | None  # of each row that moves them, 0 of the others; None when no policy does
+    steer: SteerRules | None  # None when no policy steers
+    align: AlignRules | None = None  # None when no policy aligns steps
+
+
+class Emitted(NamedTuple):
+    """A chunk's tokens, for the host; steps of finished rows are not real."""
+
+    token: Int[Array, "steps B"]
+    log_prob: Float[Array, "steps B"]
+    is_real: Bool[Array, "steps B"]
+    held_pages: Int[Array, ""]
+    is_running: Bool[Array, " B"]  # rows that go on
+    dropped: Int[Array, "steps L B K"] | None  # positions that steps gave up, EMPTY for none; None unless traced
+    is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
+    steered: Float[Array, "steps B"] | None  # how much of its vector each token got; None unless traced
+    hidden: Float[Array, "steps B D"] | None  # of each token, after the final norm; None unless sentences are looked for
+    log_prob_full: Float[Array, "steps B"] | None  # before top-k and top-p; None where `log_prob` is that
+
+
+@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "tells_hidden"), donate_argnames="state")
+def decode_chunk(
+    params: Params,
+    state: State,
+    control: Control,
+    num_steps: int,
+    draws: str,
+    is_traced: bool = False,
+    tells_hidden: bool = False,
+) -> tuple[State, Emitted]:
+    """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
+    row = jnp.arange(control.remaining.shape[0], dtype=jnp.int32)
+
+    def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        (cache, logits), is_active, remaining, is_thinking, align = carry
+        position = cache.pool.logical_length
+        token, log_prob, log_prob_full = sampling.draw(logits, control.sampling, position, draws)
+        token = jnp.where(is_active, token, 0)
+        is_last = (token[:, None] == control.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
+        goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
+        pool = cache.pool
+        if align is not None:
+            align, pool = start_page(align, pool, token, is_active)
+        pool, address = pages.reserve(pool, row, num_new, 1)
+        length = pool.length + pages.num_growing(pool, row, num_new)
+        sinks = None
+        if control.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
+            angle = decoder.rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
+            sinks = SinkRules(control.sinks, jnp.cos(angle), jnp.sin(angle))
+        attend = DecodeAttention(address, length, position, control.rules, control.reads, sinks, goes_on)
+        cache = cache._replace(
+            pool=pool,
+            victim=None if control.rules is None else jnp.full_like(length, EMPTY),
+            is_read=None if control.reads is None else jnp.zeros(pool.page_table.shape, bool),
+        )
+        enter = steered = None
+        if control.steer is not None:
+            steered, is_thinking = steering.amounts(control.steer, token, is_thinking)
+            enter = functools.partial(steering.push, control.steer.vector, control.steer.layer, steered[:, None])
+        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache, enter)
+        pool, dropped = pages.advance(cache.pool, row, num_new), None
+        if cache.victim is not None:
+            pool, dropped = pages.open_holes(pool, cache.victim)
+        logits = decoder.unembed(params, hidden[:, 0])
+        state = State(Cache(pool, cache.query_ring), logits)
+        events = (
+            *((dropped, cache.is_read, steered) if is_traced else (None, None, None)),
+            hidden[:, 0] if tells_hidden else None,
+            log_prob_full,
+        )
+        return (state, goes_on, remaining - 1, is_thinking, align), (token, log_prob, is_active, *events)
+
+    is_thinking = None if control.steer is None else control.steer.is_thinking
+    start = (state, control.remaining > 0, control.remaining, is_thinking, control.align)
+    (state, is_running, *_), (token, log_prob, is_real, *events) = jax.lax.scan(step, start, None, length=num_steps)
+    return state, Emitted(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, *events)
+
+
+def start_page(
+    align: AlignRules, pool: pages.Pool, token: Int[Array, " B"], is_active: Bool[Array, " B"]
+) -> tuple[AlignRules, pages.Pool]:
+    """The pool with a page begun for each row whose next token starts a step; as `Sharing.append` has it on the host.
+
+    A step that follows one of less than half a page goes on in its page, so that no row is more than half empty.
+    """
+    is_end = align.is_end[token]
+    starts = align.is_aligning & is_active & align.was_end & ~is_end & (2 * align.since >= pool.page_size)
+    since = jnp.where(is_active, jnp.where(starts, 0, align.since) + 1, align.since)
+    align = align._replace(was_end=jnp.where(is_active, is_end, align.was_end), since=since)
+    return align, pages.fill_page(pool, starts)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def prefill_chunk(
+    params: Params, state: State, row: Int[Array, " 1"], token: Int[Array, "1 T"], num_new: Int[Array, " 1"]
+) -> tuple[State, Float[Array, "1 T D"]]:
+    """Appends the first `num_new` of T prompt tokens to a row, and leaves the logits after the last; with the hidden states."""
+    cache = state.cache
+    position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
+    pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
+    attend = PrefillAttention(address, row, position, num_new)
+    hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool))
+    cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
+    logits = decoder.unembed(params, hidden[:, num_new[0] - 1])
+    return State(cache, state.logits.at[row].set(logits)), hidden
+
+
+@functools.partial(jax.jit, static_argnames=("evict", "is_traced"), donate_argnames="state")
+def compress(
+    state: State,
+    row: Int[Array, " R"],
+    budget: Int[Array, "L R"],
+    prompt_length: Int[Array, " R"],
+    protected: Int[Array, "2 R"],
+    evict: Evict,
+    is_traced: bool,
+    sentences: SentenceMap | None = None,
+    first_head: int | Int[Array, ""] | None = None,
+) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
+    """Compacts rows to their budgets, and lists the positions dropped (EMPTY where a slot stays) when traced.
+
+    With sentences, also tells which positions are left in any layer and head.
+
+    `protected` are each row's numbers of sinks and of recent tokens; `evict` is `Evict.as_program`; `first_head` is the index
+    of the pool's first KV head where it holds some of them. A row equal to the number of rows stands for none.
+    """
+    cache = state.cache
+    pool = cache.pool
+    present = jnp.minimum(row, pool.num_rows - 1)
+    num_seen = pool.logical_length[present]
+
+    # One layer after the other: left to itself, XLA gathers the keys of all layers at once on a GPU, half the pool's bytes.
+    def rate(_: None, layer: Int[Array, ""]) -> tuple[None, tuple[Float[Array, "R K S"], Int[Array, "R K S"]]]:
+        key, value, position = pages.gather(pool, layer, present)
+        query = None
+        if cache.query_ring is not None and evict.window:
+            query = last_queries(cache.query_ring, layer, present, num_seen, evict.window)
+        mass = pool.slot_data["mass"][layer, present] if evict.needs_mass else None
+        view = CacheView(key, value, position, query, mass, layer=layer, prompt_length=prompt_length)
+        view = view._replace(sinks=protected[0], recent=protected[1], first_head=first_head)
+        if pages.LOG_WEIGHT in pool.slot_data:
+            view = view._replace(log_weight=pool.slot_data[pages.LOG_WEIGHT][layer, present])
+        if sentences is not None:
+            view = view._replace(similarity=similarity_of_slots(sentences, position))
+        return None, (evict.rate(view), position)
+
+    _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
+    slots = evict.choose(score, budget[..., None])
+    state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
+    dropped = dropped_positions(position, slots) if is_traced else None
+    return state, dropped, None if sentences is None else positions_left(position, slots, sentences.sentence.shape[1])
+
+
+def positions_left(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"], num_positions: int) -> Bool[Array, "R T"]:
+    """Which positions the `slots` of any layer and head hold."""
+    row = jnp.arange(position.shape[1], dtype=jnp.int32)[:, None, None]
+    held = jnp.where(slots == EMPTY, num_positions, jnp.take_along_axis(position, jnp.maximum(slots, 0), axis=-1))
+    return jnp.zeros((position.shape[1], num_positions), bool).at[row, held].set(True, mode="drop")
+
+
+def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:
+    """The positions of the filled slots that are not in `slots`, EMPTY elsewhere."""
+    layer, row, head, _ = jnp.indices(slots.shape, dtype=jnp.int32, sparse=True)
+    place = jnp.where(slots == EMPTY, slots.shape[-1], slots)
+    is_kept = jnp.zeros(slots.shape, bool).at[layer, row, head, place].set(True, mode="drop")
+    return jnp.where(is_kept, EMPTY, position)
+
+
+@jax.jit
+def measure_pages(
+    state: State,
+    row: Int[Array, " I"],
+    first: Int[Array, " I"],
+    second: Int[Array, " I"],
+    num_tokens: Int[Array, " I"],
+    angle: Float[Array, "I half"] | None,
+) -> Float[Array, "I L 2 3"]:
+    """How far apart two entries of each row's table are (`pallas_kernels.block_distance`)."""
+    pool = state.cache.pool
+    one, other = (pool.page_table[:, row, :, entry] for entry in (first, second))  # [I, L, K]
+    return kernels.block_distance(pool.kv, one, other, num_tokens, angle)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def take_pages(state: State, row: Int[Array, " B"], entries: Int[Array, "B MP"], log_weight: Float[Array, "B MP"]) -> State:
+    """Rows keep some entries of their tables; see `pool.take_pages`."""
+    pool = pages.take_pages(state.cache.pool, row, entries, log_weight)
+    return state._replace(cache=state.cache._replace(pool=pool))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def release(state: State, row: Int[Array, " B"]) -> State:
+    """Frees rows."""
+    return state._replace(cache=state.cache._replace(pool=pages.release(state.cache.pool, row)))
+
+
+@jax.jit
+def look(state: State, row: Int[Array, ""]) -> Snapshot:
+    """A row as it stands; takes no reference."""
+    ring = state.cache.query_ring
+    return Snapshot(pages.seat_of(state.cache.pool, row), state.logits[row], None if ring is None else ring[:, row])
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def leave(state: State, row: Int[Array, ""]) -> tuple[State, Snapshot]:
+    """A row leaves the batch and keeps its pages, until `drop`."""
+    snapshot = look(state, row)
+    pool, _ = pages.leave(state.cache.pool, row)
+    return state._replace(cache=state.cache._replace(pool=pool)), snapshot
+
+
+@functools.partial(jax.jit, static_argnames="owns_all", donate_argnames="state")
+def fork(state: State, snapshot: Snapshot, target: Int[Array, " B"], owns_all: bool = False) -> State:
+    """Empty rows `target` go on from a snapshot, whose full pages they share, or copy."""
+    return place(state, pages.fork(state.cache.pool, snapshot.seat, target, owns_all), snapshot, target)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def sit(state: State, snapshot: Snapshot, row: Int[Array, ""], is_own: Bool[Array, "L K MP"]) -> State:
+    """An empty row goes on from a snapshot; the entries that `is_own` marks become pages that `write_pages` has to fill."""
+    pool = pages.sit(state.cache.pool, snapshot.seat, row[None], is_own)
+    return place(state, pool, snapshot, row[None])
+
+
+def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array, " R"]) -> State:
+    """The state with a new pool, and a snapshot's logits and queries in rows `target`."""
+    ring = state.cache.query_ring
+    if ring is not None:
+        assert snapshot.query_ring is not None
+        ring = ring.at[:, target].set(snapshot.query_ring[:, None], mode="drop")
+    return State(Cache(pool, ring), state.logits.at[target].set(snapshot.logits, mode="drop"))
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def drop(state: State, seat: Seat) -> State:
+    """Lets go of the pages of a row that left."""
+    return state._replace(cache=state.cache._replace(pool=pages.drop(state.cache.pool, seat)))
+
+
+@jax.jit
+def read_pages(state: State, page: Int[Array, "K I"]) -> pages.Content:
+    """Pages of each KV head, to be put aside."""
+    return pages.read_pages(state.cache.pool, page)
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def write_pages(state: State, page: Int[Array, "K I"], content: pages.Content) -> State:
+    """Pages that were put aside, back in the pool."""
+    return state._replace(cache=state.cache._replace(pool=pages.write_pages(state.cache.pool, page, content)))

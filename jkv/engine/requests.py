@@ -1,0 +1,219 @@
+"""What is asked of the engine: one sample's request, made and checked before anything compiles."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.model.params import Model, Params
+from jkv.model.sampling import Sampling
+from jkv.policies import POLICIES, Policy, full
+from jkv.reasoning.sentences import Sentences
+
+DEFAULT_NEW_TOKENS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One sample to generate; token ids, checked by `make_request`.
+
+    Attributes:
+      prompt: `[T]` int32.
+      policy: how its cache stays small.
+      sampling: how its tokens are drawn.
+      seed: of the draws: the sampling's, or a fresh one.
+      identity: what stands for the prompt in the random keys: the caller's number, or a hash of its tokens.
+      sample: index among the samples of equal prompts.
+      max_new_tokens: the most tokens of the completion.
+      stop_ids: tokens that end it.
+      stop_strings: texts that end it.
+    """
+
+    prompt: np.ndarray
+    policy: Policy
+    sampling: Sampling
+    seed: int
+    identity: int
+    sample: int
+    max_new_tokens: int
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...] = ()
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and completion at their longest."""
+        return len(self.prompt) + self.max_new_tokens
+
+    def first_slots(self, num_layers: int) -> np.ndarray:
+        """Slots of each layer's heads, on average, when the first token is drawn: [L]."""
+        return compacted(self.policy, np.full(num_layers, len(self.prompt)), len(self.prompt), 0)
+
+    @property
+    def prefix(self) -> tuple[bytes, Policy | Sentences | None]:
+        """What requests share that can start from one prefill: the prompt, how its sentences are found if they are, and all of
+        the policy if it may compress the prompt.
+        """
+        target = self.policy.target(len(self.prompt), 0)
+        stays_whole = target is None or (target >= len(self.prompt) and self.policy.pyramid == 1)
+        return self.prompt.tobytes(), self.policy.sentences if stays_whole else self.policy
+
+
+def check_model(model_or_params: Any) -> Model:
+    """A model whose weights are finite; bare `Params` have no tokenizer."""
+    if not isinstance(model_or_params, Model | Params):
+        raise ValueError(f"The model is what jkv.load returns, or bare Params; got {model_or_params!r}. Load it first.")
+    model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
+    check_weights(model.params)
+    return model
+
+
+def check_sampling(sampling: Any) -> Sampling:
+    """How to draw; None is greedy."""
+    if sampling is not None and not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling is a jkv.Sampling, such as jkv.Sampling(temperature=0.7); got {sampling!r}.")
+    return Sampling(temperature=0.0) if sampling is None else sampling
+
+
+def make_request(
+    model: Model,
+    prompt: np.ndarray,
+    *,
+    policy: Policy,
+    sampling: Sampling,
+    seed: int,
+    identity: int,
+    sample: int,
+    max_new_tokens: int | None,
+    stop_ids: Sequence[int] | None,
+    stop_strings: Sequence[str],
+    index: int = 0,
+) -> Request:
+    """A request that the model can serve; `index` names the prompt in errors.
+
+    Raises:
+      ValueError: what it asks for is impossible.
+    """
+    config = model.config
+    limit = new_token_limit(index, len(prompt), max_new_tokens, config.max_positions)
+    check_prompt_fits(policy, index, len(prompt))
+    ends = config.end_ids if stop_ids is None else check_stop_ids(stop_ids, config.vocab_size)
+    check_stop_strings(model, stop_strings)
+    return Request(prompt, policy, sampling, seed, identity, sample, limit, ends, tuple(stop_strings))
+
+
+def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -> np.ndarray:
+    """Slots of each layer's heads, on average, after the compaction that is due at this moment, if any: [L]."""
+    target = policy.target(prompt, generated)
+    return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled)))
+
+
+def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
+    """Token ids of every prompt, checked."""
+    try:
+        prompts = [prompt_or_prompts] if isinstance(prompt_or_prompts, str) else list(prompt_or_prompts)
+    except TypeError:
+        raise ValueError(f"A prompt is a string or a sequence of token ids; got {prompt_or_prompts!r}.") from None
+    if not prompts:
+        raise ValueError("There must be at least one prompt, and a prompt at least one token; got none.")
+    if np.isscalar(prompts[0]) != isinstance(prompts[0], str) or getattr(prompts[0], "shape", None) == ():
+        prompts = [prompt_or_prompts]  # a flat sequence of token ids
+    return [encode_prompt(model, i, prompt) for i, prompt in enumerate(prompts)]
+
+
+def encode_prompt(model: Model, index: int, prompt: Any) -> np.ndarray:
+    """One prompt's token ids."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError("A text prompt needs a model with a tokenizer; this one has none. Pass token ids.")
+        prompt = model.tokenizer.encode(prompt)
+    try:
+        ids = np.asarray(prompt)
+    except ValueError:
+        raise ValueError(f"A prompt is a string or a flat sequence of token ids; prompt {index} is ragged.") from None
+    if ids.size == 0:
+        raise ValueError(f"A prompt must hold at least one token; prompt {index} is empty.")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"A prompt is a string or a flat sequence of token ids; prompt {index} is {ids.dtype}{list(ids.shape)}."
+        )
+    vocab_size = model.config.vocab_size
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        worst = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"Token ids must lie in [0, {vocab_size}); prompt {index} holds {worst}.")
+    return ids.astype(np.int32)
+
+
+def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
+    """One policy for each prompt."""
+    if policy is None:
+        policy = full()
+    policies: list[Any] = (
+        list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy] * num_prompts
+    )
+    if len(policies) != num_prompts:
+        raise ValueError(f"policy is one, or one for each prompt; got {len(policies)} for {num_prompts} prompts.")
+    for each in policies:
+        if not isinstance(each, Policy):
+            raise ValueError(
+                f"policy must be made by a recipe such as jkv.r_kv(budget=256); known: {sorted(POLICIES)}; got {each!r}."
+            )
+    return policies
+
+
+def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:
+    """Stop ids that the model can produce."""
+    if np.ndim(stop_ids) != 1 or not all(isinstance(token, int | np.integer) for token in stop_ids):
+        raise ValueError(f"stop_ids is a list of token ids; got {stop_ids!r}.")
+    for token in stop_ids:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"stop_ids must be token ids in [0, {vocab_size}); got {token}.")
+    return tuple(int(token) for token in stop_ids)
+
+
+def check_prompt_fits(policy: Policy, index: int, prompt_length: int) -> None:
+    """Refuses a protected prompt that its budget cannot hold."""
+    if policy.evict is None or not policy.evict.protect_prompt or policy.budget is None:
+        return
+    if prompt_length + policy.evict.recent > policy.budget:
+        raise ValueError(
+            f"{policy.name} never drops the prompt, so its budget must hold it and the {policy.evict.recent} most recent "
+            f"slots; prompt {index} has {prompt_length} tokens, the budget is {policy.budget} slots. Raise the budget."
+        )
+
+
+def new_token_limit(index: int, prompt_length: int, asked: int | None, max_positions: int) -> int:
+    """The most new tokens of a request."""
+    left = max_positions - prompt_length
+    if left < 1 or (asked or 1) > left:
+        raise ValueError(
+            f"Prompt and completion must fit the model's {max_positions} positions; prompt {index} has {prompt_length} tokens "
+            f"and max_new_tokens is {asked or 'not given'}. Shorten the prompt{' or lower max_new_tokens' if left > 0 else ''}."
+        )
+    return min(DEFAULT_NEW_TOKENS, left) if asked is None else asked
+
+
+@jax.jit
+def all_finite(params: Params) -> jax.Array:
+    """Whether no weight is NaN or infinite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
+
+
+def check_weights(params: Params) -> None:
+    """Refuses weights with NaN or infinity, naming the first."""
+    if not bool(all_finite(params)):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if not bool(jnp.isfinite(leaf).all()):
+                name = jax.tree_util.keystr(path)
+                raise ValueError(f"Weights must be finite; params{name} holds NaN or infinity. Reload or retrain the model.")
+
+
+def check_stop_strings(model: Model, stop_strings: Sequence[str]) -> None:
+    """Refuses stop strings that cannot be found."""
+    is_list = isinstance(stop_strings, Sequence) and not isinstance(stop_strings, str)
+    if not is_list or not all(isinstance(stop, str) and stop for stop in stop_strings):
+        raise ValueError(f"stop_strings is a sequence of texts that are not empty; got {stop_strings!r}.")
+    if stop_strings and model.tokenizer is None:
+        raise ValueError("stop_strings need a model with a tokenizer; this one has none. Use stop_ids.")

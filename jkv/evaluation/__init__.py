@@ -1,0 +1,1 @@
+"""How many problems a policy solves, and with what memory."""

@@ -1,0 +1,285 @@
+"""What a policy answered to every problem: generated, graded, written line by line as it comes, and summed up from the lines.
+
+A line is one finished sample. An interrupted run goes on with the samples that have none: draws depend on seed, prompt, sample
+and position alone, and the engine is sized for all of them, so what is left comes out as it would have. Figures of samples
+(right, lengths, evictions) are therefore those of an uninterrupted run; those of the run (bytes held, occupancy, rate) are
+weighted over its parts, and a part that was killed counts up to its last finished sample.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jkv.checks import check_counts
+from jkv.engine.engine import Engine
+from jkv.engine.requests import Request, check_sampling, encode_prompts
+from jkv.engine.results import Event, Result, RunStats
+from jkv.evaluation.graders import Grader, grader_of
+from jkv.evaluation.problems import Problem, tokens_of
+from jkv.generate import engine_for, make_requests, progress_bar
+from jkv.model.params import Model
+from jkv.model.sampling import Sampling
+from jkv.policies import Policy
+from jkv.reasoning.sharing import SharingStats
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What a run held and took, from its lines; per sample where `jkv.engine.results.Stats` sums up."""
+
+    evicted: float  # tokens a sample, averaged over layers and KV heads
+    compactions: float  # a sample
+    final_amsr: float
+    affected_ratio: float
+    kv_bytes_per_sample: float
+    peak_kv_bytes: int
+    peak_sentence_bytes: int
+    occupancy: float
+    tokens_per_second: float
+    amsr: float
+    sharing: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One policy's completions, judged; samples of a problem follow each other."""
+
+    policy: Policy
+    samples: int  # of each problem
+    is_right: np.ndarray
+    lengths: np.ndarray
+    finish_reason: list[str]
+    stats: Totals
+
+    @property
+    def right(self) -> np.ndarray:
+        """Which samples of each problem are right: [problems, samples] bool."""
+        return self.is_right.reshape(-1, self.samples)
+
+
+def run(
+    model: Model,
+    problems: Sequence[Problem],
+    policy: Policy,
+    *,
+    grader: str = "boxed",
+    samples: int = 1,
+    sampling: Sampling | None = None,
+    path: Path | None = None,
+    max_new_tokens: int | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> Run:
+    """Every sample of every problem under one policy; `sampling` None is greedy, `options` size the engine.
+
+    With a `path`, every finished sample is a line there, and those that it has already are not generated again. A policy that
+    shares pages starts anew unless it is complete: what its filter found is known for whole runs only.
+
+    Raises:
+      ValueError: lines of other problems or another policy, or draws that could not be repeated.
+      KeyboardInterrupt: Ctrl-C ended it early; what is finished is written.
+    """
+    check_counts(samples=samples)
+    judge, draws = grader_of(grader), check_sampling(sampling)
+    if samples > 1 and draws.temperature == 0:
+        raise ValueError(f"Greedy samples are all the same; got {samples} of them. Set a temperature, or samples to 1.")
+    if path is not None and draws.temperature > 0 and draws.seed is None:
+        raise ValueError("A run that is written to be resumed needs a seed; got None. Give sampling one.")
+    prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
+    requests = make_requests(model, prompts, [policy] * len(prompts), draws, samples, max_new_tokens=max_new_tokens)
+    records = [] if path is None else take_up(path, problems, policy)
+    if policy.share and len(records) < len(problems) * samples:
+        records = []
+    done = {(record["problem"], record["sample"]) for record in records}
+    left = [(i, j) for i in range(len(problems)) for j in range(samples) if (i, j) not in done]
+    part = 1 + max((record["run"]["part"] for record in records), default=-1)
+    if left:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = path.with_suffix(".new")  # what is known stays there until all of it is written again
+            whole.write_text("".join(map(line_of, records)))
+            whole.replace(path)
+        engine = engine_for(model, requests, **options)
+
+        def keep(i: int, j: int, out: Result) -> None:
+            record = record_of(policy, problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}
+            records.append(record)
+            if path is not None:
+                with path.open("a") as file:
+                    file.write(line_of(record))
+
+        finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
+    if len(records) < len(problems) * samples:
+        raise KeyboardInterrupt
+    return sum_up(policy, records, samples)
+
+
+def finish(
+    engine: Engine,
+    left: Sequence[tuple[int, int, Request]],
+    keep: Callable[[int, int, Result], None],
+    progress: bool | None,
+) -> None:
+    """Runs what is left, handing over each sample when it is finished."""
+    waiting = {engine.submit_requests([request]): (i, j) for i, j, request in left}
+
+    with progress_bar(sum(request.max_new_tokens for *_, request in left), progress) as show:
+
+        def hear(events: list[Event]) -> None:
+            show(events)
+            for event in events:
+                if event.finish_reason and event.finish_reason != "cancelled":
+                    out = engine.result(event.ticket)
+                    if (error := out.samples[0].error) is not None:
+                        raise error
+                    keep(*waiting.pop(event.ticket), out)
+
+        engine.run(hear)
+
+
+def record_of(policy: Policy, problem: Problem, index: int, sample: int, out: Result, judge: Grader) -> Record:
+    """One finished sample."""
+    assert out.text is not None
+    text, stats = out.text[0], out.samples[0]
+    return {
+        "policy": policy.name,
+        "settings": repr(policy),
+        "budget": budget_of(policy),
+        "problem": index,
+        "sample": sample,
+        "prompt": problem.prompt,
+        "text": text,
+        "answer": judge.read(text),
+        "gold": problem.answer,
+        "right": judge(text, problem.answer),
+        "tokens": stats.num_tokens,
+        "prompt_tokens": len(out.prompts[0]),
+        "finish_reason": out.finish_reason[0],
+        "evicted": stats.evicted,
+        "compactions": stats.compactions,
+        "shared": stats.shared,
+        "saved": stats.saved,
+        "peak_kv_bytes": stats.peak_kv_bytes,
+    }
+
+
+def budget_of(policy: Policy) -> int | None:
+    """Slots for each layer and KV head that a policy keeps, or reads; None where it has no budget."""
+    return policy.read.budget if policy.read else policy.budget
+
+
+def line_of(record: Record) -> str:
+    """A record as a line."""
+    return json.dumps(record) + "\n"
+
+
+def take_up(path: Path, problems: Sequence[Problem], policy: Policy) -> list[Record]:
+    """The finished samples of an interrupted run; a last line that was cut off is dropped.
+
+    Raises:
+      ValueError: a line that is no record, or one of another policy or problem.
+    """
+    records = read_records(path)
+    for number, record in enumerate(records, 1):
+        index = record["problem"]
+        known = (problems[index].prompt, problems[index].answer) if index < len(problems) else None
+        if (record["prompt"], record["gold"]) != known or record["settings"] != repr(policy):
+            raise ValueError(
+                f"{path} must hold samples of the same problems and policy; line {number} is of others. Give another --out."
+            )
+    return records
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a file of generations, none where there is no file.
+
+    Raises:
+      ValueError: a line, other than a last one that was cut off, that is no record.
+    """
+    records: list[Record] = []
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
+    for number, line in enumerate(whole.split("\n") if whole else [], 1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict) or not {"problem", "sample", "prompt", "settings", "run"} <= set(record):
+            raise ValueError(
+                f"Each line of {path} must be a sample that `jkv eval` wrote; line {number} is not. Remove the file."
+            )
+        records.append(record)
+    return records
+
+
+def figures_of_part(engine: Engine, part: int, policy: Policy) -> dict[str, Any]:
+    """What the engine of this part of a run did so far."""
+    names = "kv_bytes_per_sample", "sample_chunks", "peak_kv_bytes", "peak_sentence_bytes", "tokens", "row_steps", "seconds"
+    known = dataclasses.asdict(dataclasses.replace(engine.stats, sharing=SharingStats()))
+    figures = {"part": part} | {name: known[name] for name in (*names, "amsr", "steps")}
+    if policy.share and engine.is_idle:
+        figures["sharing"] = figures_of_sharing(engine.stats)
+    return figures
+
+
+def sum_up(policy: Policy, records: Sequence[Record], samples: int) -> Run:
+    """A complete run, from its lines in the order in which they came."""
+    parts = list({record["run"]["part"]: record["run"] for record in records}.values())  # the last of each
+
+    def total(name: str) -> int | float:
+        return sum(part[name] for part in parts)
+
+    def weighted(name: str, weight: str) -> float:
+        return sum(part[name] * part[weight] for part in parts) / max(total(weight), 1)
+
+    rows = sorted(records, key=lambda record: (record["problem"], record["sample"]))
+    count, touched = len(rows), sum(row["evicted"] + row["shared"] for row in rows)
+    stats = Totals(
+        evicted=sum(row["evicted"] for row in rows) / count,
+        compactions=sum(row["compactions"] for row in rows) / count,
+        final_amsr=sum(row["saved"] for row in rows) / max(sum(row["tokens"] > 0 for row in rows), 1),
+        affected_ratio=touched / sum(row["prompt_tokens"] + row["tokens"] for row in rows),
+        kv_bytes_per_sample=weighted("kv_bytes_per_sample", "sample_chunks"),
+        peak_kv_bytes=max(part["peak_kv_bytes"] for part in parts),
+        peak_sentence_bytes=max(part["peak_sentence_bytes"] for part in parts),
+        occupancy=total("tokens") / max(total("row_steps"), 1),
+        tokens_per_second=total("tokens") / max(total("seconds"), 1e-9),
+        amsr=weighted("amsr", "steps"),
+        sharing=parts[-1].get("sharing"),
+    )
+    return Run(
+        policy=policy,
+        samples=samples,
+        is_right=np.array([row["right"] for row in rows]),
+        lengths=np.array([row["tokens"] for row in rows], np.int32),
+        finish_reason=[row["finish_reason"] for row in rows],
+        stats=stats,
+    )
+
+
+def figures_of_sharing(stats: RunStats) -> dict[str, Any]:
+    """Counts, rates, latencies in milliseconds, and a histogram of the candidates' distances."""
+    sharing = stats.sharing
+    counted, candidates = dataclasses.asdict(sharing.filter), sharing.candidates
+    rule = next(iter(sharing.thresholds.values()), None)  # one policy, one rule
+    count, edges = np.histogram(rule.distances if rule and rule.distances else [0.0], bins=20)
+    return counted | {
+        "shifted": sharing.shifted,
+        "empty_slots": sharing.empty_slots,
+        "candidates": candidates,
+        "shared": sharing.shared,
+        "deferred": sharing.deferred,
+        "accept_rate": sharing.accept_rate,
+        "threshold": rule.value if rule and rule.value is not None and math.isfinite(rule.value) else None,
+        "median_relative_distance": float(np.median(rule.relative)) if rule and rule.relative else None,
+        "filter_ms_per_step": 1e3 * sharing.filter_seconds / max(sharing.filter.steps, 1),
+        "filter_waits": sharing.filter_waits,
+        "measure_ms_per_candidate": 1e3 * sharing.measure_seconds / max(candidates, 1),
+        "histogram": {"count": count.tolist(), "edges": [round(float(edge), 6) for edge in edges]} if candidates else None,
+    }

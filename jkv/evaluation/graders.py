@@ -1,0 +1,187 @@
+r"""Whether a completion's answer is the right one: equal text in a box, mathematically equal, or the same choice.
+
+A grader reads one answer from the text after `</think>` and compares it with the gold one. Before anything is generated, every
+gold answer of the set goes through its grader (`failing_gold`): a grader that marks gold wrong measures itself, not a model.
+"""
+
+import dataclasses
+import importlib.util
+import re
+import threading
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+from jkv.reasoning.token_text import END_OF_THINKING
+from jkv.tasks.chains import read_answer
+
+LONGEST = 400  # characters of an answer that is parsed; a longer one is compared as text
+WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+IGNORED = re.compile(
+    r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\displaystyle|\\\$|\$|\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\s|~"
+)
+GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
+IN_BASE = re.compile(r"[0-9A-Za-z.]+_(\d+)")
+REPEATING = re.compile(r"(\d*)\.(\d*)\\overline\{(\d+)\}")
+CHOICE = re.compile(r"\(?([A-Z])\)?[.:]?")
+STATED_CHOICE = re.compile(r"(?i:answer)\s*(?i:is)?\s*:?\s*[*$]*\(?([A-Z])\b\)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Grader:
+    """How an answer is read from a text, None where there is none, and when it is the gold one."""
+
+    read: Callable[[str], str | None]
+    matches: Callable[[str, str], bool]
+    needs: str = ""  # a package beside the core's
+
+    def __call__(self, text: str, gold: str) -> bool:
+        """Whether the text answers what the set says."""
+        found = self.read(text)
+        return found is not None and self.matches(found, gold)
+
+
+def read_box(text: str) -> str | None:
+    r"""What the last `\boxed{}` after the thinking holds, with balanced braces; None where there is none, or it is cut off.
+
+    >>> read_box(r"<think>\boxed{1}</think> So \boxed{\frac{1}{2}}.")
+    '\\frac{1}{2}'
+    """
+    text = text.rpartition(END_OF_THINKING)[2]
+    start = max(text.rfind(box) for box in (r"\boxed{", r"\fbox{"))
+    if start < 0:
+        return None
+    depth, begin = 0, text.index("{", start)
+    for mark in re.finditer(r"(?<!\\)[{}]", text[begin:]):
+        depth += 1 if mark[0] == "{" else -1
+        if depth == 0:
+            return text[begin + 1 : begin + mark.start()].strip()
+    return None
+
+
+def read_choice(text: str) -> str | None:
+    r"""The letter in the last box, or, without one, the last that is said to be the answer.
+
+    >>> read_choice(r"</think> \boxed{\text{(C)}}"), read_choice("I doubt A. The answer is (B)."), read_choice("A")
+    ('C', 'B', None)
+    """
+    box = read_box(text)
+    if box is not None:
+        letter = CHOICE.fullmatch(WORDS.sub(r"\1", box).strip())
+        return letter[1] if letter else None
+    stated = STATED_CHOICE.findall(text.rpartition(END_OF_THINKING)[2])
+    return stated[-1] if stated else None
+
+
+def normalise(answer: str) -> str:
+    r"""An answer as plain as it can be said: without spaces, degrees, currency, per cent, thousands separators, or `\text`.
+
+    >>> [normalise(answer) for answer in (r"\$1,234.50", r"\dfrac12", r"90^{\circ}", r"2516_{8}", r"\text{Evelyn}.")]
+    ['1234.50', '\\frac{1}{2}', '90', '2516_8', 'Evelyn']
+    """
+    plain = answer
+    while (stripped := WORDS.sub(r"\1", plain)) != plain:  # from the inside out
+        plain = stripped
+    plain = IGNORED.sub("", plain).replace("{,}", ",").replace(r"\%", "").rstrip(".").removesuffix("%")
+    plain = re.sub(r"\\[dtc]frac", r"\\frac", plain)
+    plain = re.sub(r"\\frac(\w)(\w)", r"\\frac{\1}{\2}", plain)
+    plain = re.sub(r"\\sqrt(\w)", r"\\sqrt{\1}", plain)
+    plain = re.sub(r"([_^])\{(\w+)\}", lambda m: m[1] + m[2] if m[1] == "_" or len(m[2]) == 1 else m[0], plain)
+    return plain.replace(",", "") if GROUPED.fullmatch(plain) else plain
+
+
+def equal_math(found: str, gold: str) -> bool:
+    r"""Whether two answers say the same mathematically; units are not compared, numbers to six decimals.
+
+    Equal text (`normalise`) is right. Else, in this order: words are compared as text alone; plain decimals exactly; numerals
+    of a base digit by digit, so the base must be said; a set in braces is no tuple or interval; and what is left, math-verify
+    parses and compares (at most five seconds each).
+
+    Raises:
+      ValueError: outside of the main thread, where its time limit, a signal, does not work.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        raise ValueError("The math grader works in the main thread alone: its time limit is a signal. Call it from there.")
+    plain, wanted = normalise(found), normalise(gold)
+    if not plain or not wanted:
+        return False
+    if plain == wanted:
+        return True
+    if WORDS.fullmatch(gold.strip()):
+        return plain.strip("()").casefold() == wanted.strip("()").casefold()
+    if DECIMAL.fullmatch(plain) and DECIMAL.fullmatch(wanted) and ("%" in found) == ("%" in gold):
+        return Decimal(plain) == Decimal(wanted)
+    if IN_BASE.fullmatch(plain) or IN_BASE.fullmatch(wanted) or len(found) > LONGEST:
+        return False
+    if {bracket_of(plain), bracket_of(wanted)} == {"set", "tuple"}:
+        return False
+    from math_verify import verify
+
+    return verify(parse(gold), parse(found), allow_set_relation_comp=True)
+
+
+def bracket_of(plain: str) -> str:
+    """What an answer's first bracket says: a set, a tuple (or interval), or nothing."""
+    return "set" if plain.startswith(r"\{") else "tuple" if plain.startswith(("(", "[")) else ""
+
+
+def parse(answer: str) -> list[Any]:
+    r"""What math-verify makes of an answer; it looks for LaTeX between dollars and knows no repeating decimals."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+    from math_verify import parse as parse_math
+
+    plain = answer.replace(r"\$", "").replace("$", "").strip()
+    return parse_math(f"${REPEATING.sub(as_fraction, plain)}$", [LatexExtractionConfig(), ExprExtractionConfig()])
+
+
+def as_fraction(decimal: re.Match[str]) -> str:
+    r"""A repeating decimal as a fraction.
+
+    >>> REPEATING.sub(as_fraction, r"0.1\overline{6}")
+    '\\frac{15}{90}'
+    """
+    whole, fixed, again = decimal.groups()
+    digits = (whole or "0") + fixed
+    return rf"\frac{{{int(digits + again) - int(digits)}}}{{{(10 ** len(again) - 1) * 10 ** len(fixed)}}}"
+
+
+GRADERS = {
+    "boxed": Grader(read_answer, str.__eq__),
+    "math": Grader(read_box, equal_math, needs="math_verify"),
+    "choice": Grader(read_choice, str.__eq__),
+}
+
+
+def grader_of(name: str) -> Grader:
+    """The grader of that name.
+
+    Raises:
+      ValueError: an unknown name, or a package that is not installed.
+    """
+    if name not in GRADERS:
+        raise ValueError(f"grader must be one of {', '.join(GRADERS)}; got {name!r}.")
+    grader = GRADERS[name]
+    if grader.needs and importlib.util.find_spec(grader.needs) is None:
+        raise ValueError(f'The {name} grader compares with math-verify, which is not installed. Run: pip install "jkv[eval]".')
+    return grader
+
+
+def failing_gold(answers: Sequence[str], grader: Grader) -> list[int]:
+    r"""The indices of gold answers that, written as `\boxed{gold}`, their own grader does not mark right."""
+    return [i for i, gold in enumerate(answers) if not grader(rf"\boxed{{{gold}}}", gold)]
+
+
+def check_gold(answers: Sequence[str], grader: Grader) -> None:
+    """Refuses a set that its grader cannot grade.
+
+    Raises:
+      ValueError: naming the first five gold answers that are not marked right.
+    """
+    failing = failing_gold(answers, grader)
+    if failing:
+        named = ", ".join(f"{i} {answers[i]!r}" for i in failing[:5]) + (", ..." if len(failing) > 5 else "")
+        raise ValueError(
+            f"A grader must mark every gold answer right; this one fails {len(failing)} of {len(answers)}: {named}. "
+            "Choose another grader, mend the answers, or leave these problems out with skip_ungradable (--skip-ungradable)."
+        )

@@ -1,0 +1,1 @@
+"""A learning experiment: GRPO on compressed rollouts of a tiny model."""

@@ -1,0 +1,1 @@
+"""The decoder and its weights, from a checkpoint to logits."""

@@ -1,0 +1,165 @@
+"""The decoder: one functional forward pass for Llama 3.x, Qwen2/2.5, Qwen3 and Phi-3/Phi-4, switched by the config.
+
+Where keys and values live, and who attends to what, is the caller's: `forward` takes an `attend` function and hands it each
+layer's query, key and value. Decoding from the pool, chunked prefill, training and replay are four such functions over the
+same weights. The model reports what it saw; it knows no policy.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
+
+
+@runtime_checkable
+class Attend(Protocol):
+    """Attention of one layer: stores or ignores key and value as it likes, and returns what the queries read."""
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K H"],
+        cache: Any,
+    ) -> tuple[Float[Array, "B T N H"], Any]: ...
+
+
+def forward(
+    params: Params,
+    token: Int[Array, "B T"],
+    position: Int[Array, "B T"],
+    attend: Attend,
+    cache: Any,
+    enter: Callable[[int, Array], Array] | None = None,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """The hidden state of every token after the final norm, and what `attend` made of the cache.
+
+    `position` is each token's index in its sequence, the only thing that RoPE looks at; keys handed to `attend` are rotated.
+    `enter` may look at, and change, the hidden states that enter each layer.
+    """
+    config = params.config
+    angle_BTH = rotary_angle(config, position)
+    cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    hidden = embed(params, token)
+    for layer, weights in enumerate(params.layers):
+        hidden = hidden if enter is None else enter(layer, hidden)
+        query, key, value = project(config, weights, hidden, cos, sin)
+        mixed, cache = attend(layer, query, key, value, cache)
+        hidden = hidden + add_shards(params, times(mixed.reshape(*token.shape, -1), weights.out))
+        hidden = hidden + add_shards(params, mlp(config, weights, hidden))
+    return rms_norm(hidden, params.final_norm, config.norm_epsilon), cache
+
+
+def embed(params: Params, token: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """The hidden states of tokens; a shard holds those of some tokens only."""
+    if params.axis is None:
+        return params.embedding[token]
+    num_own = params.embedding.shape[0]
+    own = token - num_own * jax.lax.axis_index(params.axis)
+    is_own = (own >= 0) & (own < num_own)
+    return add_shards(params, jnp.where(is_own[..., None], params.embedding[jnp.where(is_own, own, 0)], 0))
+
+
+def unembed(params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+    """Float32 logits of the next token."""
+    if params.unembedding is None:
+        logits = jnp.einsum("...d,vd->...v", hidden, params.embedding, preferred_element_type=jnp.float32)
+    else:
+        logits = times(hidden, params.unembedding, jnp.float32)
+    return logits if params.axis is None else jax.lax.all_gather(logits, params.axis, axis=logits.ndim - 1, tiled=True)
+
+
+def add_shards(params: Params, partial: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+    """The sum over the shards of a mesh, each of which computed with its part of the weights; without a mesh, the same."""
+    return partial if params.axis is None else jax.lax.psum(partial, params.axis)
+
+
+def project(
+    config: ModelConfig,
+    weights: LayerParams,
+    hidden: Float[Array, "B T D"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """A layer's query, key (both rotated) and value."""
+    normed = rms_norm(hidden, weights.attention_norm, config.norm_epsilon)
+
+    def heads(matrix: Any, bias: Array | None, count: int) -> Array:
+        flat = times(normed, matrix)
+        flat = flat if bias is None else flat + bias
+        return flat.reshape(*flat.shape[:-1], count, config.head_size)
+
+    query = heads(weights.query, weights.query_bias, config.num_query_heads)
+    key = heads(weights.key, weights.key_bias, config.num_kv_heads)
+    value = heads(weights.value, weights.value_bias, config.num_kv_heads)
+    if config.qk_norm:
+        query = rms_norm(query, weights.query_norm, config.norm_epsilon)
+        key = rms_norm(key, weights.key_norm, config.norm_epsilon)
+    return rotate(query, cos, sin), rotate(key, cos, sin), value
+
+
+def mlp(config: ModelConfig, weights: LayerParams, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The gated feed-forward block (SwiGLU), its norm included."""
+    normed = rms_norm(hidden, weights.mlp_norm, config.norm_epsilon)
+    return times(jax.nn.silu(times(normed, weights.gate)) * times(normed, weights.up), weights.down)
+
+
+def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float[Array, "*B fan_out"]:
+    """`x` times a matrix, whose sides may lie unfolded, or times the sum that a `LowRank` stands for.
+
+    `dtype` is that of the product; None takes the operands'. Inside a program the reshape moves nothing.
+    """
+    if isinstance(weight, LowRank):
+        added = times(times(x, weight.down), weight.up, dtype)
+        return times(x, weight.base, dtype) + added * weight.scale
+    return jnp.matmul(x, weight.reshape(x.shape[-1], -1), preferred_element_type=dtype)
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:
+    """Root-mean-square normalisation, in float32."""
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    return weight * (wide * scale).astype(x.dtype)
+
+
+def rotary_angle(config: ModelConfig, position: Int[Array, "B T"]) -> Float[Array, "B T half"]:
+    """Rotation angles in radians, float32 (bf16 would round position 257 to 256)."""
+    return position[..., None].astype(jnp.float32) * rotary_frequency(config)
+
+
+def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
+    """Radians per position of each rotating pair of channels, RoPE scaling applied."""
+    size = config.rotary_size or config.head_size
+    scaling = config.rope_scaling
+    frequency = config.rope_theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    if scaling.kind == "llama3":
+        return llama3_frequency(frequency, scaling)
+    return frequency
+
+
+def llama3_frequency(frequency: Float[Array, " half"], scaling: Any) -> Float[Array, " half"]:
+    """Llama 3.1's frequencies: slow ones divided by the factor, fast ones kept, a linear ramp between."""
+    turns = scaling.original_max_position * frequency / (2 * math.pi)  # over the original context
+    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = jnp.clip(ramp, 0.0, 1.0)
+    return kept * frequency + (1.0 - kept) * frequency / scaling.factor
+
+
+def rotate(
+    x: Float[Array, "B T heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+) -> Float[Array, "B T heads H"]:
+    """Rotary embedding in the half-split convention of Hugging Face; channels beyond the rotary size pass through."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    wide = x[..., : 2 * half].astype(jnp.float32)
+    first, second = wide[..., :half], wide[..., half:]
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)

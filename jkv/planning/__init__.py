@@ -1,0 +1,1 @@
+"""What fits a device, computed before anything is loaded."""

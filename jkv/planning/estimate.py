@@ -1,0 +1,210 @@
+"""What one policy takes and could make on a device, from shapes alone: the arithmetic of `jkv.plan`.
+
+Bytes of weights and state are those of the engine's own arrays: the shapes come from the functions that make them.
+"""
+
+import bisect
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jkv.cache.pool import num_pages_of
+from jkv.engine import mesh as meshes
+from jkv.engine.chunk_inputs import Needs, empty_state
+from jkv.engine.memory import most_pages_of, num_row_pages
+from jkv.model.params import ModelConfig, Params, weight_shapes
+from jkv.planning.devices import Device
+from jkv.planning.roofline import Lifetime, compaction_cost, lifetime, step_cost
+from jkv.planning.scratch import Scratch, scratch_of
+from jkv.policies import Policy
+
+MOST_ROWS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """One policy on the device, as many rows as there are; bytes are of each device.
+
+    Attributes:
+      policy: its name.
+      batch: rows that decode together; where none was asked for, as many as fit, 0 where not one does.
+      max_slots: the most slots of a row in any layer and KV head.
+      num_pages: pages of the pool, of all devices together.
+      row_bytes: what one more row takes: pages that the engine reserves for it, its part of tables, last queries and logits.
+      state_bytes: everything that lives between programs beside the weights, at `batch` rows (one row where none fits).
+      scratch: what programs take while they run, at most.
+      total_bytes: weights, state and the largest scratch.
+      mean_slots: of a KV head while a row decodes, on average over time and layers.
+      tokens_per_second: of all rows; no measurement, but the most that the device's figures allow. None where it has none.
+      limited_by: "memory bandwidth" or "arithmetic".
+      compaction_share: of the time, that compactions take.
+    """
+
+    policy: str
+    batch: int
+    max_slots: int
+    num_pages: int
+    row_bytes: int
+    state_bytes: int
+    scratch: Scratch
+    total_bytes: int
+    mean_slots: float
+    tokens_per_second: float | None
+    limited_by: str | None
+    compaction_share: float | None
+
+
+class Layout(NamedTuple):
+    """The room of each row."""
+
+    max_slots: int  # of any layer and KV head
+    max_pages: int  # likewise
+    row_pages: int  # of all of them, on all devices
+    first_pages: int  # likewise, of a row whose prompt is not compressed yet
+
+    def pool_pages(self, rows: int) -> int:
+        """Pages of a pool in which so many rows reach their end, their prompts compressed one after the other."""
+        return self.first_pages + (rows - 1) * self.row_pages
+
+
+class StateSize(NamedTuple):
+    """Bytes of an engine's state, every array of which is as long as its pages, its rows or the entries of their tables."""
+
+    fixed: int
+    of_page: int
+    of_row: int
+    of_entry: int  # of a row's table of pages
+
+    def of(self, rows: int, pages: int, max_pages: int) -> int:
+        """Bytes for so many rows and pages, and pages of a row at most."""
+        return self.fixed + pages * self.of_page + rows * (self.of_row + max_pages * self.of_entry)
+
+
+@functools.lru_cache(maxsize=64)
+def state_size(config: ModelConfig, needs: Needs, page_size: int, dtype: str) -> StateSize:
+    """How the arrays that `empty_state` makes grow, from their shapes for one and two of each; nothing is allocated."""
+
+    def at(rows: int, pages: int, max_pages: int) -> int:
+        sizes: dict[str, Any] = {"num_rows": rows, "num_pages": pages, "max_pages": max_pages, "page_size": page_size}
+        shapes = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=jnp.dtype(dtype)))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+    one = at(1, 1, 1)
+    of_page, row, of_entry = at(1, 2, 1) - one, at(2, 1, 1) - one, at(1, 1, 2) - one
+    return StateSize(one - of_page - row, of_page, row - of_entry, of_entry)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Everything that estimates of one plan have in common."""
+
+    config: ModelConfig
+    device: Device
+    dtype: Any
+    num_devices: int
+    page_size: int
+    prompt: int
+    truncates: bool
+    memory_share: float
+
+    @functools.cached_property
+    def shapes(self) -> Params:
+        """The model's weights, by shape."""
+        return weight_shapes(self.config, self.dtype)
+
+    @functools.cached_property
+    def local(self) -> ModelConfig:
+        """A device's part of the model."""
+        return meshes.local_config(self.config, self.num_devices)
+
+    @functools.cached_property
+    def weight_bytes(self) -> int:
+        """Of each device."""
+        return meshes.local_bytes(self.shapes, self.num_devices)
+
+    @property
+    def usable_bytes(self) -> int:
+        """Of each device."""
+        return int(self.device.memory * self.memory_share)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a number."""
+        return jnp.dtype(self.dtype).itemsize
+
+    def layout(self, policy: Policy, length: int) -> Layout:
+        """How much room the engine gives each row: all that it reserves, and one prompt that is not compressed yet."""
+        config, new = self.config, length - self.prompt
+        slots = policy.widest(self.prompt, new, config.num_layers, config.num_kv_heads)
+        pages = most_pages_of(config, policy, self.prompt, new, self.page_size)
+        first = max(pages, num_row_pages(self.shapes, self.prompt, self.page_size))
+        return Layout(slots, num_pages_of(slots, self.page_size), pages, first)
+
+    def scratch(self, policy: Policy, layout: Layout, rows: int) -> Scratch:
+        """Of each device."""
+        return scratch_of(
+            self.local,
+            policy,
+            platform=self.device.platform,
+            itemsize=self.itemsize,
+            num_rows=rows,
+            max_slots=layout.max_pages * self.page_size,
+            logits=self.config.vocab_size,
+            truncates=self.truncates,
+        )
+
+    def estimate(self, policy: Policy, length: int, batch: int | None = None) -> Estimate:
+        """One policy at one length, on so many rows or as many as fit."""
+        layout = self.layout(policy, length)
+        size = state_size(self.local, Needs.of([policy]), self.page_size, jnp.dtype(self.dtype).name)
+
+        def state(rows: int) -> int:
+            return size.of(rows, layout.pool_pages(rows) // self.num_devices, layout.max_pages)
+
+        def total(rows: int) -> int:
+            return self.weight_bytes + state(rows) + self.scratch(policy, layout, rows).most
+
+        if batch is None:
+            batch = bisect.bisect_right(range(1, MOST_ROWS), self.usable_bytes, key=total)
+        rows, pages = max(1, batch), layout.pool_pages(max(1, batch))
+        life = lifetime(policy, self.prompt, length - self.prompt, self.config.num_layers)
+        speed, limit, share = self.speed(policy, life, length - self.prompt, batch)
+        return Estimate(
+            policy=policy.name,
+            batch=batch,
+            max_slots=layout.max_slots,
+            num_pages=pages - pages % self.num_devices,
+            row_bytes=state(2) - state(1),
+            state_bytes=state(rows),
+            scratch=self.scratch(policy, layout, rows),
+            total_bytes=total(rows),
+            mean_slots=float(life.mean_slots.mean()),
+            tokens_per_second=speed,
+            limited_by=limit,
+            compaction_share=share,
+        )
+
+    def speed(self, policy: Policy, life: Lifetime, new: int, batch: int) -> tuple[float | None, str | None, float | None]:
+        """Tokens a second of all rows at most, what limits them, and the share of the time that compactions take."""
+        if self.device.bandwidth is None:
+            return None, None, None
+        if batch == 0:
+            return 0.0, None, None
+        embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.width // self.num_devices
+        step = step_cost(
+            self.local,
+            policy,
+            life,
+            weights=self.weight_bytes // self.itemsize - embedding,
+            logits=self.config.vocab_size,
+            itemsize=self.itemsize,
+            page_size=self.page_size,
+            rows=batch,
+        )
+        decoding = new * step.seconds(self.device, self.itemsize)
+        compacting = compaction_cost(self.local, policy, life, itemsize=self.itemsize).seconds(self.device, self.itemsize)
+        seconds = decoding + batch * compacting
+        return batch * new / seconds, step.limit(self.device, self.itemsize), batch * compacting / seconds

@@ -1,0 +1,118 @@
+"""The fastest that a device could decode: what a step reads and computes, over the device's bandwidth and peak rate.
+
+A bound and no measurement: a step takes no less than its bytes or its operations take, whichever is longer. Weights are read
+once a step for all rows, keys and values once a row, so a small cache makes a step shorter and lets more rows share the
+weights. Prefill, launches, the host and traffic between devices are not in it.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jkv.engine.requests import compacted
+from jkv.model.params import ModelConfig
+from jkv.planning.devices import Device
+from jkv.policies import Policy
+
+
+class Lifetime(NamedTuple):
+    """What a row's cache holds while it decodes; slots of a KV head, on average over the heads of a layer."""
+
+    mean_slots: np.ndarray  # [L] at a decode step
+    compactions: int
+    slots_before: np.ndarray  # [L] summed over compactions
+    slots_squared: np.ndarray  # [L] likewise, of their squares
+    slots_after: np.ndarray  # [L] likewise, of what stays
+
+
+def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime:
+    """A row's cache over `new` decode steps after its prompt, by the policy's own schedule; what is shared is not foreseen."""
+    filled = np.full(num_layers, prompt)
+    held, sums = np.zeros(num_layers), np.zeros((3, num_layers))
+    count = done = 0
+
+    def compact(times: int) -> None:
+        nonlocal filled, count, sums
+        after = compacted(policy, filled, prompt, done)
+        if (after < filled).any():
+            count += times
+            sums = sums + times * np.stack([filled, filled.astype(float) ** 2, after])
+            filled = after
+
+    compact(1)
+    budgets, before_the_last = policy.layer_budgets(num_layers), None
+    while done < new:
+        due = None if policy.schedule is None else policy.schedule.steps_until_due(done)
+        steps = min(due or new, new - done)
+        # A bounded row that stands where it stood a cycle ago goes on like that to its end.
+        repeats = 1
+        if policy.is_bounded and steps == due and before_the_last is not None and (filled == before_the_last).all():
+            repeats = max(1, (new - done - 1) // steps)
+        before_the_last = filled
+        read = filled[:, None] + np.arange(1, steps + 1)
+        if policy.evicts_in_steps:
+            read = np.minimum(read, budgets[:, None] + 1)
+        held += repeats * read.sum(axis=1)
+        filled = np.minimum(filled + steps, budgets) if policy.evicts_in_steps else filled + steps
+        done += repeats * steps
+        if done < new and not policy.evicts_in_steps:
+            compact(repeats)
+    return Lifetime(held / new, count, *sums)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What something reads and writes, and computes."""
+
+    num_bytes: float
+    flops: float
+
+    def times(self, device: Device, itemsize: int) -> dict[str, float]:
+        """The seconds that each limit sets on a device whose figures are known."""
+        assert device.bandwidth is not None
+        rate = device.rate_of(itemsize)
+        return {"memory bandwidth": self.num_bytes / device.bandwidth, "arithmetic": self.flops / rate if rate else 0.0}
+
+    def seconds(self, device: Device, itemsize: int) -> float:
+        """The least that it takes."""
+        return max(self.times(device, itemsize).values())
+
+    def limit(self, device: Device, itemsize: int) -> str:
+        """What it waits for."""
+        times = self.times(device, itemsize)
+        return max(times, key=times.__getitem__)
+
+
+def step_cost(
+    config: ModelConfig, policy: Policy, life: Lifetime, *, weights: int, logits: int, itemsize: int, page_size: int, rows: int
+) -> Cost:
+    """One decode step of `rows` rows on a device whose part of the model is `config`, with `weights` numbers to multiply by.
+
+    H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and keys and
+    values of some. Logits are written once and read once.
+    """
+    slots, pair = life.mean_slots, 2 * config.head_size * itemsize
+    read = slots
+    if policy.read is not None:
+        chosen = np.minimum(slots, max(page_size, policy.read.budget))
+        read = np.where(np.arange(len(slots)) < policy.read.dense_layers, slots, chosen)
+    beside = 8 * policy.needs_mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
+    of_row = config.num_kv_heads * float((read * pair + slots * beside).sum()) + 8 * logits
+    flops = 2 * weights + 4 * config.num_query_heads * config.head_size * float(read.sum())
+    return Cost(weights * itemsize + rows * of_row, rows * flops)
+
+
+def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, itemsize: int) -> Cost:
+    """All compactions of one row: keys read by a score that looks at them, what stays read and written once more.
+
+    A score that compares keys with each other (R-KV's) takes a product of all of them with all.
+    """
+    evict: Any = policy.evict
+    if evict is None:
+        return Cost(0.0, 0.0)
+    heads, size = config.num_kv_heads, config.head_size
+    before, squared, after = (float(x.sum()) for x in (life.slots_before, life.slots_squared, life.slots_after))
+    num_bytes = heads * size * itemsize * (4 * after + bool(evict.window) * before)
+    flops = 2 * size * (evict.window * config.num_query_heads * before + evict.compares_keys * heads * squared)
+    return Cost(num_bytes, flops)

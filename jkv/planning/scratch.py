@@ -1,0 +1,63 @@
+"""How much memory device programs need beside weights and cache: what XLA keeps alive while one of them runs.
+
+A compiler decides this, so these are estimates from above, of the arrays that dominate. They were found by compiling for TPU
+v5e, v6e and the H200 ahead of time; `tests/aot/test_plan.py` holds them against the compiler's own memory analysis.
+"""
+
+import dataclasses
+
+from jkv.engine.engine import COMPRESS_SIZES, PREFILL_SIZES
+from jkv.model.params import ModelConfig
+from jkv.policies import Policy
+
+SORTED = 4  # copies of the logits in float32 that top-k and top-p sort and sum; draws that cut nothing are fused
+SPLITS = 32  # float32 partial sums, of the residual's width, of products that a GPU splits along their depth
+LISTED = 7  # numbers of 4 bytes for each slot of all layers: scores, positions and places of a compaction
+CHUNK = PREFILL_SIZES[-1]  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Scratch:
+    """Bytes, at most, that each kind of program takes while it runs; one runs at a time."""
+
+    prefill: int
+    decode: int
+    compaction: int
+
+    @property
+    def most(self) -> int:
+        """Bytes that have to be free at any time."""
+        return max(self.prefill, self.decode, self.compaction)
+
+
+def scratch_of(
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    platform: str,
+    itemsize: int,
+    num_rows: int,
+    max_slots: int,
+    logits: int,
+    truncates: bool,
+) -> Scratch:
+    """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` are those of one row.
+
+    On a TPU a decode program may keep the projections of queries, keys and values in a second layout: all of them for Llama-8B,
+    half for Qwen-1.5B, those of one layer for Qwen-32B; all are counted. A compaction may gather a layer's keys and values.
+    """
+    layouts = 0
+    if platform == "tpu":
+        columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
+        layouts = config.num_layers * config.width * columns * itemsize
+    sums = 4 * SPLITS * config.width + 2 * config.mlp_width * itemsize
+    weighed = 8 * policy.needs_mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
+    decode = layouts + num_rows * (sums + weighed + truncates * SORTED * 4 * logits)
+    key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of a layer and row
+    prefill = 2 * key_bytes + CHUNK * sums // 2
+    evict, compaction = policy.evict, 0
+    if evict is not None:
+        together = next(size for size in COMPRESS_SIZES if size >= min(num_rows, COMPRESS_SIZES[-1]))
+        listed = 4 * LISTED * config.num_layers * config.num_kv_heads * max_slots
+        compaction = together * (listed + 2 * key_bytes)
+    return Scratch(prefill, decode, compaction)

@@ -1,0 +1,1 @@
+"""What each query read, and how probable tokens are under it."""

@@ -1,0 +1,325 @@
+"""Log-probabilities of tokens that are already there, in one parallel forward pass: dense, or replaying a compressed cache.
+
+A trace is a set of attention columns `(source, begin, end)` for each layer and KV head: the query at position q reads the key
+of token `source` when `begin <= q < end`. Every token starts as the column (t, t, never); eviction sets its end. Replaying
+the trace gives the log-probabilities that the compressed engine drew from, differentiably, which is what training on
+compressed rollouts needs, and it tests pool, compaction, kernels and engine at once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels as kernels
+from jkv.cache.attention import NEVER
+from jkv.model import decoder
+from jkv.model import sampling as distributions
+from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.sampling import Sampling
+from jkv.reasoning import steering
+
+if TYPE_CHECKING:
+    from jkv.engine.results import Result
+
+UNEMBED_BLOCK = 64  # tokens whose logits exist at once
+MAX_ROWS = 8  # samples of a program
+DENSE = "dense"  # in place of a trace: the full cache
+
+
+class SteerTrace(NamedTuple):
+    """What steering added to the hidden states of each sample: `amount` times `vector` where they enter `layer`."""
+
+    amount: Any  # [n, T]
+    layer: Any  # [n]
+    vector: Any  # [n, D]
+
+
+class Trace(NamedTuple):
+    """Attention columns of each sample, layer and KV head (int32, on the host); prompt and completion are one sequence."""
+
+    source: np.ndarray  # [n, L, K, C] token whose key and value the column holds
+    begin: np.ndarray  # [n, L, K, C] first position that reads it
+    end: np.ndarray  # [n, L, K, C] first position that reads it no more; NEVER (2**31 - 1) when it stays
+    sinks: np.ndarray | None = None  # [n] first tokens that queries read from another position (`jkv.cache.moved_sinks`)
+    sink_shift: np.ndarray | None = None  # [n, T] positions by which each query turns for them, at most 0
+    steer: SteerTrace | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of completions.
+
+    Attributes:
+      logprobs: `[n, T]` float32, of each completion token under the distribution it was drawn from; 0 in padding.
+    """
+
+    logprobs: Float[Array, "n T"]
+
+
+class Columns(NamedTuple):
+    """`Trace` on the device."""
+
+    source: Int[Array, "n L K C"] | None  # None: column c is token c
+    begin: Int[Array, "n L K C"]
+    end: Int[Array, "n L K C"]
+    sinks: Int[Array, " n"] | None = None
+    sink_shift: Int[Array, "n T"] | None = None
+    steer: SteerTrace | None = None
+
+
+class ReplayAttention(NamedTuple):
+    """Every token of a sequence attends over columns (`jkv.model.decoder.Attend`); nothing is cached."""
+
+    position: Int[Array, "n T"]
+    columns: Columns
+    turn: Float[Array, "n T half"] | None  # radians by which queries turn for the sinks
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Array, "n T N H"],
+        key: Float[Array, "n T K H"],
+        value: Float[Array, "n T K H"],
+        cache: None,
+    ) -> tuple[Float[Array, "n T N H"], None]:
+        """Attention as the trace has it."""
+        source, begin, end, sinks, *_ = self.columns
+        columns = begin[:, layer], end[:, layer], None if source is None else source[:, layer]
+        if sinks is None:
+            return kernels.replay_attention(query, key, value, self.position, *columns), None
+        # One softmax over both groups: heads twice as wide, whose first half meets the other keys and whose second the sinks.
+        assert self.turn is not None
+        turned = decoder.rotate(query, jnp.cos(self.turn), jnp.sin(self.turn))
+        is_sink = (jnp.arange(key.shape[1], dtype=jnp.int32) < sinks[:, None])[..., None, None]
+        query = jnp.concatenate([query, turned], axis=-1) * 2**0.5  # the kernel divides by the root of the doubled size
+        key = jnp.concatenate([jnp.where(is_sink, 0, key), jnp.where(is_sink, key, 0)], axis=-1)
+        value = jnp.concatenate([value, jnp.zeros_like(value)], axis=-1)
+        out = kernels.replay_attention(query, key, value, self.position, *columns)
+        return out[..., : out.shape[-1] // 2], None
+
+
+def score(
+    model: "Model | Params",
+    out_or_tokens: "Result | Any",
+    trace: Trace | str | None = DENSE,
+    *,
+    prompts: Sequence[Any] | None = None,
+    lengths: Sequence[int] | None = None,
+    sampling: Sampling | Sequence[Sampling] | None = None,
+) -> Scores:
+    """The log-probability of every completion token in nats: with a full cache, or (`trace=out.trace`) with the compressed one.
+
+    `out_or_tokens` is what `generate` returned, with its prompts and sampling settings; or completion tokens `[n, T]`, for
+    which `prompts` (token ids, one for each row), `lengths` (default: all T) and `sampling` (default: temperature 1) say the
+    rest. Differentiable with respect to the weights. One forward pass: no T x T mask and no `[n, T, V]` array ever exists.
+
+    With top-k or top-p, a token that the scored distribution cuts has `-inf`: compressed and dense distributions may cut
+    different tokens.
+
+    Raises:
+      ValueError: tokens without prompts, a trace of another shape, or None, which a result has that recorded none.
+    """
+    params = model.params if isinstance(model, Model) else model
+    if not isinstance(trace, Trace) and trace != DENSE:
+        raise ValueError(
+            f'trace is what generate(..., return_trace=True) recorded, or "{DENSE}", the default, for the full cache; got '
+            f"{trace!r}. Generate with return_trace=True, or leave trace out."
+        )
+    columns = trace if isinstance(trace, Trace) else None
+    if prompts is None:
+        if not hasattr(out_or_tokens, "prompts"):
+            raise ValueError("Scoring bare tokens needs `prompts`, the token ids before each row; got none.")
+        tokens, prompts, lengths = out_or_tokens.tokens, out_or_tokens.prompts, out_or_tokens.lengths.tolist()
+        sampling = out_or_tokens.sampling if sampling is None else sampling
+    else:
+        tokens = np.asarray(out_or_tokens)
+    num_samples, width = tokens.shape
+    counts = [width] * num_samples if lengths is None else [int(length) for length in lengths]
+    settings = [sampling] * num_samples if isinstance(sampling, Sampling) else list(sampling or [Sampling()] * num_samples)
+    if not len(prompts) == len(counts) == len(settings) == num_samples:
+        got = f"{num_samples} rows of tokens, {len(prompts)} prompts, {len(counts)} lengths, {len(settings)} settings"
+        raise ValueError(f"Every row of tokens needs one prompt, one length and one sampling setting; got {got}.")
+    check_tokens(params, tokens, prompts)
+    check_trace(columns, params, num_samples)
+    parts = []
+    for start in range(0, num_samples, MAX_ROWS):
+        some = slice(start, min(start + MAX_ROWS, num_samples))
+        part: Any = None if columns is None else jax.tree.map(lambda field, some=some: field[some], columns)
+        parts.append(score_rows(params, tokens[some], prompts[some], counts[some], settings[some], part))
+    return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
+
+
+def check_tokens(params: Params, tokens: np.ndarray, prompts: Sequence[Any]) -> None:
+    """Refuses what has no log-probability."""
+    size = params.config.vocab_size
+    for i, ids in enumerate([*prompts, tokens]):
+        what = f"prompt {i}" if i < len(prompts) else "tokens"
+        if isinstance(ids, str):
+            raise ValueError(f"Scoring takes token ids; {what} is text. Encode it with the model's tokenizer.")
+        ids = np.asarray(ids)
+        if ids.size == 0 and i < len(prompts):
+            raise ValueError(
+                f"A prompt must hold at least one token, which the first completion token follows; {what} is empty."
+            )
+        if ids.size and (ids.min() < 0 or ids.max() >= size):
+            raise ValueError(f"Token ids must lie in [0, {size}); {what} holds {ids[(ids < 0) | (ids >= size)][0]}.")
+
+
+def check_trace(trace: Trace | None, params: Params, num_samples: int) -> None:
+    """Refuses a trace of another model or batch."""
+    config = params.config
+    expected = (num_samples, config.num_layers, config.num_kv_heads)
+    if trace is not None and trace.end.shape[:3] != expected:
+        raise ValueError(
+            f"A trace has columns for each sample, layer and KV head, here {expected}; got {trace.end.shape[:3]}. "
+            "Pass the trace of the same call that made the tokens, `out.trace`."
+        )
+
+
+def score_rows(
+    params: Params,
+    tokens: np.ndarray,
+    prompts: Sequence[Any],
+    lengths: Sequence[int],
+    settings: Sequence[Sampling],
+    trace: Trace | None,
+) -> Float[Array, "n T"]:
+    """`score` of at most MAX_ROWS samples."""
+    num_samples, width = tokens.shape
+    sequence, starts = join(tokens, prompts, lengths)
+    total = sequence.shape[1]
+    columns = dense_columns(params.config, num_samples, total) if trace is None else trace_columns(trace, total)
+    log_probs = sequence_log_probs(
+        params,
+        jnp.asarray(sequence),
+        columns,
+        *settings_of(settings),
+        truncates=any(s.draws == "truncated" for s in settings),
+    )
+    offset = np.arange(width, dtype=np.int32)
+    picked = jnp.take_along_axis(log_probs, np.minimum(starts[:, None] + offset, total - 1), axis=1)
+    return jnp.where(offset < np.array(lengths, np.int32)[:, None], picked, 0.0)
+
+
+def join(tokens: np.ndarray, prompts: Sequence[Any], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Each prompt with its completion behind it, `[n, T]`, right-padded to one of a few widths; and where completions start."""
+    starts = np.array([len(prompt) for prompt in prompts], np.int32)
+    sequence = np.zeros((len(tokens), round_up(int(np.max(starts + np.array(lengths, np.int32), initial=1)))), np.int32)
+    for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        sequence[i, : starts[i]] = prompt
+        sequence[i, starts[i] : starts[i] + length] = tokens[i, :length]
+    return sequence, starts
+
+
+def settings_of(sampling: Sequence[Sampling]) -> tuple[Float[Array, " n"], Float[Array, " n"], Int[Array, " n"]]:
+    """Temperature, top-p and top-k of each row, on the device."""
+    temperature, top_p = (jnp.asarray([getattr(s, name) for s in sampling], jnp.float32) for name in ("temperature", "top_p"))
+    return temperature, top_p, jnp.asarray([s.top_k for s in sampling], jnp.int32)
+
+
+def dense_columns(config: ModelConfig, num_samples: int, total: int) -> Columns:
+    """Every token's own column, which never ends."""
+    shape = (num_samples, config.num_layers, config.num_kv_heads, total)
+    own = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), shape)
+    return Columns(None, own, jnp.full(shape, NEVER, jnp.int32))
+
+
+def trace_columns(trace: Trace, total: int) -> Columns:
+    """The columns of a trace, padded to sequences of `total` tokens."""
+    shape = (*trace.end.shape[:3], total)
+    own = np.broadcast_to(np.arange(total, dtype=np.int32), shape)
+    # The trace is as wide as its longest sample needs; these rows may be shorter, and read no token beyond their own.
+    num_columns = min(trace.end.shape[-1], total)
+    if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
+        end = np.full(shape, NEVER, np.int32)
+        end[..., :num_columns] = trace.end[..., :num_columns]
+        return Columns(None, jnp.asarray(own), jnp.asarray(end), *beyond_columns(trace, total))
+    end = np.where(trace.source < total, trace.end, trace.begin)
+    source = np.minimum(trace.source, total - 1)
+    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *beyond_columns(trace, total))
+
+
+def beyond_columns(trace: Trace, total: int) -> tuple[Any, Any, Any]:
+    """What a trace says besides its columns, padded or cut to the tokens of these rows."""
+
+    def fit(x: np.ndarray) -> Array:
+        return jnp.asarray(np.pad(x[:, :total], [(0, 0), (0, max(0, total - x.shape[1]))]))
+
+    steer = None if trace.steer is None else trace.steer._replace(amount=fit(trace.steer.amount))
+    if trace.sinks is None or trace.sink_shift is None:
+        return None, None, steer
+    return jnp.asarray(trace.sinks), fit(trace.sink_shift), steer
+
+
+@functools.partial(jax.jit, static_argnames="truncates")
+def sequence_log_probs(
+    params: Params,
+    token: Int[Array, "n T"],
+    columns: Columns,
+    temperature: Float[Array, " n"],
+    top_p: Float[Array, " n"],
+    top_k: Int[Array, " n"],
+    truncates: bool,
+) -> Float[Array, "n T"]:
+    """The log-probability of each token given those before it; 0 for the first. The logits exist a block at a time."""
+    hidden_nTD = hidden_states(params, token, columns)
+
+    @jax.checkpoint
+    def pick(hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"]) -> Float[Array, "n I"]:
+        log_probs_nIV = log_distributions(params, hidden_nID, temperature, top_p, top_k, truncates)
+        return jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
+
+    picked_nT = over_blocks(pick, hidden_nTD, jnp.roll(token, -1, axis=1))
+    return jnp.roll(picked_nT, 1, axis=1).at[:, 0].set(0.0)
+
+
+def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) -> Float[Array, "n T D"]:
+    """What the model makes of each token when it attends over columns; the next token's distribution is its unembedding."""
+    position = jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
+    turn = None if columns.sink_shift is None else decoder.rotary_angle(params.config, columns.sink_shift)
+    enter, steer = None, columns.steer
+    if steer is not None:
+        enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)
+    return decoder.forward(params, token, position, ReplayAttention(position, columns, turn), None, enter)[0]
+
+
+def log_distributions(
+    params: Params,
+    hidden: Float[Array, "n I D"],
+    temperature: Float[Array, " n"],
+    top_p: Float[Array, " n"],
+    top_k: Int[Array, " n"],
+    truncates: bool,
+) -> Float[Array, "n I V"]:
+    """The log-probabilities of every next token, under each row's settings."""
+    spread = functools.partial(jnp.broadcast_to, shape=hidden.shape[:2])
+    settings = spread(temperature[:, None]), spread(top_p[:, None]), spread(top_k[:, None])
+    return distributions.log_distribution(decoder.unembed(params, hidden), *settings, truncates)
+
+
+def over_blocks(f: Callable[..., Float[Array, "n I"]], *arrays: Array) -> Float[Array, "n T"]:
+    """`f` of arrays `[n, T, ...]`, a block of tokens at a time, so that the logits of no more exist at once."""
+    num_samples, total = arrays[0].shape[:2]
+
+    def blocks(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, 0), (0, -total % UNEMBED_BLOCK)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(padded.reshape(num_samples, -1, UNEMBED_BLOCK, *x.shape[2:]), 1, 0)
+
+    told = jax.lax.map(lambda block: f(*block), tuple(blocks(x) for x in arrays))
+    return jnp.moveaxis(told, 0, 1).reshape(num_samples, -1)[:, :total]
+
+
+def round_up(size: int) -> int:
+    """The next of a few sizes (1, 1.25, 1.5 and 1.75 times a power of two), so that few shapes ever compile.
+
+    >>> [round_up(n) for n in (1, 100, 1152, 1500)]
+    [16, 112, 1280, 1536]
+    """
+    quarter = max(16, 1 << (size - 1).bit_length()) // 8
+    return max(16, -(-size // quarter) * quarter)

@@ -1,0 +1,162 @@
+"""What every benchmark shares: contenders in turns, one JSON a run, the table made from it, and the page that shows the table.
+
+A record says what ran (`about`): command, date, commit, machine and versions. Tables come from the JSON alone, so that no
+figure on a page is typed by hand: `<!-- bench NAME -->` and `<!-- /bench NAME -->` mark where a page holds one.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+ROOT = Path(__file__).parent.parent
+Report = Callable[[dict[str, Any]], None]  # hears figures as they are known
+PACKAGES = ("google-tunix", "jax", "jaxlib", "jkv", "kvpress", "numpy", "torch", "transformers")
+MARKED = re.compile(r"(?P<begin><!-- bench (?P<name>\w+) -->\n).*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL)
+
+
+def about(command: str) -> dict[str, Any]:
+    """What a run was: its command, when, of which commit, on what."""
+    return {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
+        "commit": commit(),
+        "machine": describe_machine(),
+        "versions": versions(),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """What figures are taken on, and how busy it was: processes that wanted a core in the last minute."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": processor(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "device": str(jax.devices()[0]),
+        "device_kind": jax.devices()[0].device_kind,
+        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+    }
+
+
+def processor() -> str:
+    """The processor's name where the system tells it."""
+    info = Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*: (.*)$", info.read_text(), flags=re.MULTILINE) if info.exists() else None
+    return found[1] if found else platform.processor()
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that take part, those that are installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "+" when files differ from it; None outside of a clone."""
+    if not (ROOT / ".git").exists() or shutil.which("git") is None:
+        return None
+    told = [
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+        for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    ]
+    return told[0] + ("+" if told[1] else "") if told[0] else None
+
+
+def in_turns(contenders: Mapping[Any, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[Any, list[Any]]:
+    """What each contender's calls return, one a round, in turns; after one call of each that counts for nothing."""
+    if warm_up:
+        for call in contenders.values():
+            call()
+    told: dict[Any, list[Any]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, call in contenders.items():
+            told[name].append(call())
+    return told
+
+
+def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """The median, and how far apart the largest and the smallest are as a share of it.
+
+    >>> median_and_spread([90.0, 100.0, 120.0])
+    (100.0, 0.3)
+    """
+    middle = statistics.median(values)
+    return middle, round((max(values) - min(values)) / middle, 3) if middle else 0.0
+
+
+def digits(value: float, count: int = 4) -> float:
+    """A figure to a few significant digits, however small.
+
+    >>> digits(0.000123456), digits(123456.0)
+    (0.0001235, 123500.0)
+    """
+    return float(f"{value:.{count}g}")
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table.
+
+    >>> print(markdown(["a", "b"], [[1, "x"]]))
+    | a | b |
+    |---|---|
+    | 1 | x |
+    """
+    lines = [columns, *rows]
+    head, *body = ("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    return "\n".join([head, "|" + "---|" * len(columns), *body])
+
+
+def footnote(record: Mapping[str, Any]) -> str:
+    """The line below a table that says what it was taken on."""
+    told = record["about"]
+    machine, installed = told["machine"], told["versions"]
+    taken = ", ".join(
+        f"{name} {installed[name]}" for name in ("jax", "torch", "transformers", "kvpress", "google-tunix") if name in installed
+    )
+    busy = "" if machine["load"] is None else f", load {machine['load']} at the start"
+    return f"`{told['command']}`, {told['date'][:10]}, {machine['cores']} cores of {machine['processor']}{busy}; {taken}."
+
+
+def write(name: str, record: Mapping[str, Any], table: str, folder: Path) -> None:
+    """`NAME.json` and the table made from it, `NAME.md`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(table + "\n")
+
+
+def page_with(page: str, tables: Mapping[str, str]) -> str:
+    r"""A page with each table between its marks.
+
+    Raises:
+      ValueError: marks of a table that there is none of.
+
+    >>> page_with("<!-- bench cost -->\nold\n<!-- /bench cost -->", {"cost": "new"})
+    '<!-- bench cost -->\nnew\n<!-- /bench cost -->'
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        if found["name"] not in tables:
+            raise ValueError(
+                f"A page may show the tables of {', '.join(sorted(tables)) or 'no benchmark'}; it marks {found['name']!r}. "
+                f"Run `jkv bench {found['name']} --out` on the folder of results, or take the marks out."
+            )
+        return found["begin"] + tables[found["name"]] + "\n" + found["end"]
+
+    return MARKED.sub(replace, page)

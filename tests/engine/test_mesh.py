@@ -1,0 +1,18 @@
+"""The mesh form: `tests/support/eight_devices.py`, in a process of its own, for the number of devices is settled when JAX
+starts.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_eight_devices_do_what_one_does():
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    command = [sys.executable, "-m", "pytest", "tests/support/eight_devices.py", "-p", "no:cacheprovider"]
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

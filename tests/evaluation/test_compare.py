@@ -1,0 +1,283 @@
+"""`jkv eval`: the figures, counted by hand on a model and problems small enough; files that open; and bad input."""
+
+import dataclasses
+import importlib.machinery
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jkv import cli
+from jkv.cli import evaluate as command
+from jkv.evaluation import compare as bench
+from jkv.model import checkpoint
+from jkv.model.sampling import Sampling
+from jkv.policies import full, r_kv, streaming_llm
+from jkv.reasoning.steering import SteeringVector
+from jkv.statistics import bootstrap, figures
+from jkv.tasks.evaluate import held_out
+
+
+@pytest.fixture(scope="module")
+def reasoner():
+    return checkpoint.load("tiny-reasoner")
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return [bench.Problem(problem.prompt, problem.answer) for problem in held_out(6, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def outcomes(reasoner, problems):
+    settings = {"streaming_llm": {"interval": 16}, "rpc": {"interval": 32, "window": 4}}
+    knobs = {"max_new_tokens": 96, "max_running": 4, "page_size": 4, "progress": False}
+    return bench.compare(reasoner, problems, ["full", "streaming_llm", "rpc"], ["50%", 32], settings, **knobs)
+
+
+def test_every_policy_runs_at_every_budget_beside_the_full_cache(outcomes):
+    assert [outcome.policy for outcome in outcomes] == ["full", "streaming_llm", "streaming_llm", "rpc"]
+    base, half, small, growing = outcomes
+    assert (base.budget, half.share, small.share, small.budget) == (None, 0.5, None, 32)
+    assert base.change == base.evicted == 0
+    assert base.inflation == base.kv_share == 1
+    assert small.kv_share < half.kv_share < 1
+    assert small.evicted > half.evicted > 0
+    assert (growing.budget, growing.share) == (None, None)  # it has none, and runs once
+    assert 0 < growing.kv_share < 1
+
+
+def test_shares_count_from_the_measured_length(reasoner, problems, outcomes):
+    judged = bench.run(reasoner, problems, full(), max_new_tokens=96, max_running=4, page_size=4, progress=False)
+    lengths = [len(reasoner.tokenizer.encode(p.prompt)) + n for p, n in zip(problems, judged.lengths, strict=True)]
+    assert outcomes[1].budget == round(np.mean(lengths) / 2)
+    assert outcomes[0].truncated == np.mean([reason == "length" for reason in judged.finish_reason])
+
+
+def test_a_paired_difference_has_the_interval_of_its_pairs():
+    this, base = np.array([1, 0, 1, 1, 0, 1]), np.array([1, 1, 0, 1, 0, 1])
+    change, half = bench.paired_change(this, base)
+    assert change == 0
+    assert half == pytest.approx(1.96 * np.sqrt((2 / 6) / 6))
+
+
+def test_table_json_and_picture_are_written(outcomes, tmp_path):
+    bench.write(outcomes, tmp_path, "tiny", {"problems": 6})
+    table, figures, picture = (tmp_path / f"tiny{ending}" for ending in (".md", ".json", ".png"))
+    lines = table.read_text().splitlines()
+    assert len(lines) == 2 + len(outcomes)
+    assert len({line.count("|") for line in lines}) == 1
+    recorded = json.loads(figures.read_text())
+    assert [outcome["accuracy"] for outcome in recorded["outcomes"]] == [outcome.accuracy for outcome in outcomes]
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_share_that_a_policy_cannot_hold_is_told_before_the_others_run(reasoner, problems):
+    seen = []
+    knobs = {"max_new_tokens": 16, "progress": False, "report": lambda outcomes: seen.append(len(outcomes))}
+    with pytest.raises(ValueError, match="r_kv's budget must hold its sinks and recent slots"):
+        bench.compare(reasoner, problems[:2], ["full", "streaming_llm", "r_kv"], ["50%", "10%"], **knobs)
+    assert seen == [1]
+
+
+def test_what_is_known_is_written_when_the_next_is_interrupted(monkeypatch, tmp_path, capsys):
+    runs, real = [], bench.run
+
+    def run(model, problems, policy, **options):
+        runs.append(policy)
+        if len(runs) == 3:
+            raise KeyboardInterrupt
+        return real(model, problems, policy, **options)
+
+    monkeypatch.setattr(bench, "run", run)
+    few = ["--problems", "2", "--policies", "streaming_llm", "--budgets", "32,48", "--max-new-tokens", "16"]
+    assert cli.main(["eval", *few, "--out", str(tmp_path / "out")]) != 0
+    file = tmp_path / "out" / "tiny-reasoner.json"
+    before = json.loads(file.read_text())["outcomes"]
+    assert [outcome["budget"] for outcome in before] == [None, 32]
+    runs.clear()
+    assert cli.main(["eval", *few, "--out", str(tmp_path / "out"), "--resume"]) == 0
+    assert [policy.budget for policy in runs] == [48]
+    after = json.loads(file.read_text())["outcomes"]
+    assert after[:2] == before
+    assert [outcome["budget"] for outcome in after] == [None, 32, 48]
+    assert cli.main(["eval", *few[2:], "--problems", "3", "--out", str(tmp_path / "out"), "--resume"]) == 2
+    assert "holds another comparison" in capsys.readouterr().err
+
+
+def test_answers_need_text(reasoner, problems):
+    with pytest.raises(ValueError, match="read from text, and this model has no tokenizer"):
+        bench.compare(dataclasses.replace(reasoner, tokenizer=None), problems, ["full"], [])
+
+
+@pytest.mark.parametrize("budget", ["0%", "101%", "abc", "-3", "0", "1.5"])
+def test_a_budget_is_a_number_of_slots_or_a_share(budget):
+    with pytest.raises(ValueError, match="a number of slots, or a share"):
+        bench.parse_share(budget)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--policies", "nope"], "policy must be one of"),
+        (["--budgets", "x"], "a number of slots, or a share"),
+        (["--policies", "r_kv", "--budgets", "4"], "must hold its sinks and recent slots"),
+        (["--problems", "0"], "problems must be at least 1"),
+        (["--file", "missing.jsonl"], "missing.jsonl"),
+        (["--dataset", "some/set"], "jkv downloads no data sets. Download it, for example with: hf download some/set"),
+        (["--dataset", "x", "--file", "y"], "file and dataset are the same setting; got both, y and x"),
+        (["--preset", "aime"], "preset says what to read of a data set; got none"),
+        (["--grader", "judge"], "grader must be one of boxed, math, choice"),
+        (["--template", "Solve it."], "template must say where the question goes"),
+        (["--chat-template"], "chat_template needs a tokenizer that has one"),
+        (["--samples", "4"], "Greedy samples are all the same; got 4"),
+        (["--samples", "4", "--temperature", "1", "--pass-at", "5"], "pass_at must lie in [1, samples], which is 4; got 5"),
+        (["--samples", "0"], "samples must be at least 1; got 0"),
+        (["--temperature", "-1"], "temperature must be 0 (greedy)"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
+)
+def test_bad_input_is_told_before_anything_runs(arguments, words, capsys):
+    assert cli.main(["eval", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_config_file_may_set_only_what_there_is(tmp_path, capsys):
+    config = tmp_path / "mine.toml"
+    config.write_text("budget = 3\n")
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    assert "may set answer, budgets, chat_template, dataset, file, grader" in capsys.readouterr().err
+    config.write_text('[settings.mine]\npolicy = "no_kv"\n')
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    assert "settings are for policies" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("extends = 3", "extends names another file"),
+        ('extends = "mine.toml"', "extends names another file"),
+        ("settings = 5", "settings are tables"),
+        ("settings.r_kv = 5", "settings are tables"),
+        ("[settings.x]\npolicy = 3", "is a name; got 3"),
+    ],
+)
+def test_a_config_of_the_wrong_shape_is_one_line_of_error(text, words, tmp_path, capsys):
+    config = tmp_path / "mine.toml"
+    config.write_text(text)
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_a_variant_has_its_policys_settings_and_its_own_on_top():
+    settings = {"r_kv": {"interval": 16, "window": 4}, "mean": {"policy": "r_kv", "over_group": "mean", "window": 6}}
+    made = bench.build("mean", 64, settings)
+    assert made.name == "mean"
+    assert made == dataclasses.replace(r_kv(64, 16, window=6, over_group="mean"), name="mean")
+    assert bench.build("r_kv", 64, settings) == r_kv(64, 16, window=4)
+
+
+FOLDER = Path("configs/experiments").absolute()
+EXPERIMENTS = sorted(path for path in FOLDER.glob("*.toml") if not path.stem.startswith(("train", "grpo")))  # read by others
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=[path.stem for path in EXPERIMENTS])
+def test_every_experiment_names_policies_that_there_are(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    SteeringVector(np.ones((4, 8), np.float32)).save("steer.safetensors")
+    encoders = types.ModuleType("sentence_transformers")  # an extra that need not be installed
+    encoders.__spec__ = importlib.machinery.ModuleSpec("sentence_transformers", None)
+    monkeypatch.setitem(sys.modules, "sentence_transformers", encoders)
+    config = command.read_config(path)
+    settings = config["settings"]
+    recipes = {name: settings.get(name, {}).get("policy", name) for name in config["policies"][1:]}
+    built = [bench.build(name, 64 if bench.has_budget(recipe) else None, settings) for name, recipe in recipes.items()]
+    assert len(set(built)) == len(built) == len({dataclasses.replace(policy, name="") for policy in built})
+    assert set(config) <= {*command.DEFAULTS, "policies"}
+    assert {"extends", "train"}.isdisjoint(config)
+    assert config["page_size"] == {"share-page-1": 1, "share-page-2": 2}.get(path.stem, 4)  # of tiny.toml
+    assert config["settings"]["r_kv"] == {"interval": 16, "window": 4}
+
+
+def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out(2, seed=4)))
+    arguments = ["--file", str(file), "--policies", "full,streaming_llm", "--budgets", "32", "--max-new-tokens", "48"]
+    assert cli.main(["eval", *arguments, "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("\n") == 4
+    names = {f"tiny-reasoner{ending}" for ending in (".md", ".json", ".png", "-generations")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names
+    assert streaming_llm(budget=32).name in (tmp_path / "out" / "tiny-reasoner.md").read_text()
+
+
+def test_several_samples_give_pass_at_k_and_bootstrapped_differences(reasoner, problems):
+    knobs = {"max_new_tokens": 96, "max_running": 4, "page_size": 4, "progress": False}
+    draws = Sampling(temperature=1.0, seed=0)
+    options = {"samples": 3, "pass_at": [2, 3], "sampling": draws, **knobs}
+    base, small = bench.compare(reasoner, problems, ["streaming_llm"], [32], **options)
+    right = [np.array([mark == "1" for mark in one.right]).reshape(6, 3) for one in (base, small)]
+    assert base.pass_at == figures(right[0], [1, 2, 3])
+    assert (base.accuracy, [base.low, base.high]) == (pytest.approx(right[0].mean()), base.pass_at["1"][1:])
+    difference = right[1].mean(axis=1) - right[0].mean(axis=1)
+    assert (small.change, (small.change_low, small.change_high)) == (difference.mean(), bootstrap(difference))
+    head, line, *rows = bench.table([base, small]).splitlines()
+    assert bench.table([], [1, 2, 3]).splitlines() == [head, line]
+    assert "| pass@1 (95 %) | pass@2 (95 %) | pass@3 (95 %) |" in head
+    assert {row.count("|") for row in (head, line, *rows)} == {head.count("|")}
+
+
+def test_a_set_that_the_grader_cannot_grade_is_refused_or_cut(tmp_path, capsys):
+    file, out = tmp_path / "mine.jsonl", tmp_path / "out"
+    rows = [("b=3;c=7;d=b*c;?d", "d=1"), ("x=1;y=2;z=x+y;?z", "\\frac{1}{2}"), ("x=1;y=2;z=x+y;?z", "z=3")]
+    file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
+    arguments = ["--dataset", str(file), "--question", "question", "--policies", "full", "--max-new-tokens", "16"]
+    assert cli.main(["eval", *arguments]) == 2
+    assert "this one fails 1 of 3: 1 '\\\\frac{1}{2}'" in capsys.readouterr().err
+    assert cli.main(["eval", *arguments, "--skip-ungradable", "--out", str(out)]) == 0
+    assert "left out 1 of 3 problems" in capsys.readouterr().err
+    record = json.loads((out / "tiny-reasoner.json").read_text())
+    assert record["outcomes"][0]["problems"] == 2
+    assert (record["about"]["problems"], record["about"]["grader"], record["about"]["chat_template"]) == (3, "boxed", False)
+
+
+def test_the_math_grader_takes_what_the_boxed_one_refuses(reasoner):
+    pytest.importorskip("math_verify")
+    problems = [bench.Problem("x=1;?x", r"\frac{1}{2}")]
+    few = {"max_new_tokens": 4, "progress": False}
+    with pytest.raises(ValueError, match="fails 1 of 1"):
+        bench.compare(reasoner, problems, ["full"], [], **few)
+    assert bench.compare(reasoner, problems, ["full"], [], grader="math", **few)[0].accuracy == 0
+
+
+def test_a_model_with_chats_has_to_be_told_whether_this_is_one():
+    chosen = command.DEFAULTS | {"dataset": "x"}
+    tokenizer = types.SimpleNamespace(chat_template="yes")
+    with pytest.raises(ValueError, match="chat_template must be said where the model has one"):
+        command.settle_chat(chosen, tokenizer)
+    for said in (True, False):
+        chosen["chat_template"] = said
+        command.settle_chat(chosen, tokenizer)
+        assert chosen["chat_template"] is said
+
+
+FIGURES = sorted(FOLDER.parent.parent.glob("results/*-tiny-reasoner.json"))
+RECORDED = [path for path in FIGURES if "outcomes" in json.loads(path.read_text())]  # analyses have none
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=[path.stem for path in RECORDED])
+def test_comparisons_recorded_before_go_on(path):
+    about = command.UNSAID | json.loads(path.read_text())["about"]
+    outcomes = bench.read(path, about, command.UNSAID)
+    assert outcomes[0].policy == "full"
+    written = path.with_suffix(".md").read_text().splitlines()[2:]
+    first = [[row.split("|")[1:7] for row in rows] for rows in (map(bench.row_of, outcomes), written)]  # older ones end sooner
+    assert first[0] == first[1]
+    with pytest.raises(ValueError, match="holds another comparison, by samples"):
+        bench.read(path, about | {"samples": 2}, command.UNSAID)

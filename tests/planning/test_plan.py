@@ -1,0 +1,356 @@
+"""What `jkv.plan` says against engines that are built, rows that are decoded, and arithmetic by hand."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv import cli
+from jkv.model.model_shapes import SHAPES, find_shape, read_shape
+from jkv.model.params import count_weights, init_params, weight_shapes
+from jkv.planning.roofline import lifetime
+from jkv.reasoning.steering import SteeringVector
+from jkv.testing import TINY, tiny_model
+from pallas_kernels.models import MODELS
+from tests.support.mixes import BreakingTokenizer
+
+# A device so small that a tiny model's rows do not all fit, with round figures.
+SMALL = jkv.Device("small", "gpu", 2_000_000, bandwidth=1e9, rate=1e9)
+VECTOR = SteeringVector(np.ones((TINY.num_layers, TINY.width), np.float32))
+POLICIES = {
+    "full": jkv.full(),
+    "r_kv": jkv.r_kv(16, 8, window=4),
+    "pyramid_kv": jkv.pyramid_kv(16, interval=8, window=4),
+    "ada_kv": jkv.ada_kv(16, interval=8, window=4),
+    "snap_kv-prefill": jkv.snap_kv(16, when="prefill", window=4),
+    "rpc": jkv.rpc(interval=8, window=4),
+    "h2o": jkv.h2o(14),
+    "tova": jkv.tova(14),
+    "streaming_llm": jkv.streaming_llm(14, interval=8),
+    "quest": jkv.quest(12, dense_layers=1),
+    "skip_kv": jkv.skip_kv(16, 8, window=4),
+    "seal": jkv.seal(VECTOR),
+    "reason_cache": jkv.reason_cache(),
+    "aligned": jkv.reason_cache(align_steps=True),
+    "shared-and-evicted": jkv.chain(jkv.reason_cache(), jkv.r_kv(16, 8, window=4)),
+}
+PUBLISHED = {  # weights, as the checkpoints' own indices count them
+    "phi-4": 14_659_507_200,
+    "qwq-32b": 32_763_876_352,
+    "r1-llama-8b": 8_030_261_248,
+    "r1-qwen-1.5b": 1_777_088_000,
+    "r1-qwen-7b": 7_615_616_512,
+    "r1-qwen-14b": 14_770_033_664,
+    "r1-qwen-32b": 32_763_876_352,
+}
+
+
+def num_bytes(tree):
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
+
+
+# Bytes, against real arrays and engines.
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_bytes_are_those_of_the_engine_that_is_built(name):
+    page_size, batch, dtype = [(4, 3, "float32"), (16, None, "bfloat16")][list(POLICIES).index(name) % 2]
+    model = dataclasses.replace(
+        tiny_model(tokenizer=BreakingTokenizer()), params=init_params(TINY, jax.random.key(0), dtype=dtype)
+    )
+    plan = jkv.plan(model, SMALL, POLICIES[name], length=60, prompt=20, page_size=page_size, batch=batch)
+    engine = jkv.Engine(model, policies=[POLICIES[name]], **plan.engine)
+    assert plan.dtype == dtype
+    assert plan.weight_bytes == num_bytes(model.params)
+    assert plan.own.state_bytes == num_bytes(engine.state)
+    assert plan.own.num_pages == engine.num_pages
+    pool = engine.state.cache.pool
+    of_token = (pool.kv.nbytes + pool.position.nbytes) * TINY.num_layers * TINY.num_kv_heads
+    assert plan.bytes_per_token == of_token // pool.position.size
+
+
+@pytest.mark.parametrize("name", ["full", "r_kv"])
+def test_as_many_rows_run_as_were_planned_and_not_one_page_is_to_spare(name):
+    model = tiny_model(tokenizer=BreakingTokenizer())
+    plan = jkv.plan(model, SMALL, POLICIES[name], length=60, prompt=40, page_size=4, batch=3)
+
+    def play(num_pages):
+        engine = jkv.Engine(model, policies=[POLICIES[name]], **plan.engine | {"num_pages": num_pages})
+        for first in range(3):
+            engine.submit([first] * 40, POLICIES[name], max_new_tokens=20, stop_ids=())
+        most = 0
+        while not engine.is_idle:
+            engine.step()
+            most = max(most, len(engine.running))
+        return most, engine.stats.preemptions
+
+    most, preemptions = play(plan.own.num_pages)
+    assert (most, preemptions) == (3, 0)
+    if POLICIES[name].is_bounded:  # what is bounded claims all of its pages at once
+        assert play(plan.own.num_pages - 1)[0] == 2
+
+
+def test_no_further_row_would_fit():
+    plan = jkv.plan(TINY, SMALL, jkv.r_kv(16, 8, window=4), length=60, prompt=20, page_size=4)
+    assert plan.own.total_bytes <= plan.usable_bytes == 1_800_000
+    assert plan.own.batch > 10
+    with pytest.raises(ValueError, match=f"bytes short; {plan.own.batch} rows fit"):
+        jkv.plan(TINY, SMALL, jkv.r_kv(16, 8, window=4), length=60, prompt=20, page_size=4, batch=plan.own.batch + 1)
+
+
+@pytest.mark.parametrize("name", ["pyramid_kv", "rpc"])
+def test_a_rows_life_is_the_one_that_the_engine_leads(name):
+    policy, model = POLICIES[name], tiny_model(tokenizer=BreakingTokenizer())
+    out = jkv.generate(model, list(range(20)), policy, max_new_tokens=61, stop_ids=(), page_size=4, progress=False)
+    life, sample = lifetime(policy, 20, 61, TINY.num_layers), out.samples[0]
+    assert life.compactions == sample.compactions
+    assert float((life.slots_before - life.slots_after).mean()) == sample.evicted
+
+
+def test_a_long_life_is_that_of_its_cycles():
+    policy = jkv.r_kv(16, 8, window=4)
+    slots, compactions = [], 0
+    filled = 12
+    for step in range(1, 5001):
+        filled += 1
+        slots.append(filled)
+        if step % 8 == 0 and filled > 16 and step < 5000:
+            filled, compactions = 16, compactions + 1
+    life = lifetime(policy, 12, 5000, 2)
+    assert life.compactions == compactions
+    np.testing.assert_allclose(life.mean_slots, np.mean(slots))
+
+
+# Speed, by hand.
+
+
+def test_the_bound_is_what_a_step_reads_over_the_bandwidth():
+    config = dataclasses.replace(find_shape("r1-qwen-1.5b")[1])
+    slow = jkv.Device("slow", "gpu", 200 * 10**9, bandwidth=1e9, rate=1e15)
+    plan = jkv.plan(config, slow, length=1256, prompt=256, batch=2, dtype="bfloat16")
+    weights = 1_777_088_000 - 151_936 * 1536  # all but the embedding table, which is looked up
+    mean = 256 + (1 + 1000) / 2
+    step = weights * 2 + 2 * (28 * 2 * mean * 2 * 128 * 2 + 8 * 151_936)
+    assert plan.own.mean_slots == mean
+    assert plan.own.tokens_per_second == pytest.approx(2 / (step / 1e9))
+    assert plan.own.limited_by == "memory bandwidth"
+
+
+def test_the_bound_is_what_a_step_computes_over_the_rate():
+    config = find_shape("r1-qwen-1.5b")[1]
+    fast = jkv.Device("fast", "gpu", 200 * 10**9, bandwidth=1e15, rate=1e12)
+    plan = jkv.plan(config, fast, jkv.r_kv(budget=1024), length=256 + 128 * 100, prompt=256, batch=2)
+    weights = 1_777_088_000 - 151_936 * 1536
+    step = 2 * (2 * weights + 4 * 28 * 12 * 128 * plan.own.mean_slots)
+    compactions = 100 - 6 - 1  # the first six leave at most 1,024 slots; the end of a row is none
+    one = 28 * 2 * 128 * (8 * 12 * 1152 + 2 * 1152**2)
+    seconds = (128 * 100 * step + 2 * compactions * one) / 1e12
+    assert plan.own.tokens_per_second == pytest.approx(2 * 128 * 100 / seconds)
+    assert plan.own.compaction_share == pytest.approx(2 * compactions * one / 1e12 / seconds)
+    assert plan.own.limited_by == "arithmetic"
+
+
+def test_quest_reads_less_than_it_holds_and_frees_nothing():
+    plan = jkv.plan("r1-qwen-1.5b", "h200", jkv.quest(budget=512), batch=8)
+    assert plan.own.state_bytes > plan.full.state_bytes
+    assert plan.own.tokens_per_second > plan.full.tokens_per_second
+    assert plan.rows_pay_from is None
+    assert plan.speed_pays_from is not None
+
+
+# When it pays.
+
+
+@pytest.mark.parametrize("policy", [jkv.r_kv(budget=1024), jkv.rpc(interval=1024)], ids=lambda p: p.name)
+def test_compression_pays_from_its_length_on_and_not_before(policy):
+    plan = jkv.plan("r1-qwen-1.5b", "v5e", policy)
+    assert plan.own.batch > plan.full.batch
+    assert plan.own.tokens_per_second > plan.full.tokens_per_second
+
+    def at(length):
+        return jkv.plan("r1-qwen-1.5b", "v5e", policy, length=length)
+
+    pays, before = at(plan.rows_pay_from), at(plan.rows_pay_from - 1)
+    assert pays.own.batch > pays.full.batch
+    assert before.own.batch <= before.full.batch
+    pays, before = at(plan.speed_pays_from), at(plan.speed_pays_from - 1)
+    assert pays.own.tokens_per_second > 1.01 * pays.full.tokens_per_second
+    assert before.own.tokens_per_second <= 1.01 * before.full.tokens_per_second
+
+
+def test_what_is_as_large_as_the_full_cache_never_pays():
+    plan = jkv.plan("r1-qwen-1.5b", "v5e", jkv.r_kv(budget=131_072))
+    assert (plan.rows_pay_from, plan.speed_pays_from) == (None, None)
+    assert "at no length that the model has" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (jkv.quest(budget=512), "quest frees nothing"),
+        (jkv.rpc(), "rpc's cache grows with the text"),
+        (jkv.reason_cache(), "saves depends on the text"),
+        (jkv.seal(SteeringVector(np.ones((28, 1536), np.float32))), "seal steers"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_the_report_says_what_the_figures_leave_out(policy, words):
+    assert words in str(jkv.plan("r1-qwen-1.5b", "h200", policy, batch=4))
+
+
+# Models and devices.
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_count_the_published_weights_and_are_those_of_the_kernels(name):
+    config = read_shape(SHAPES[name])
+    assert count_weights(weight_shapes(config)) == PUBLISHED[name]
+    heads = config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_size
+    assert heads == tuple(MODELS[name])
+
+
+def test_every_real_model_of_the_kernels_can_be_planned():
+    assert set(SHAPES) | {"tiny-reasoner"} == set(MODELS) == set(PUBLISHED) | {"tiny-reasoner"}
+
+
+def test_a_model_may_be_a_name_a_file_a_folder_or_loaded(tmp_path):
+    _, by_name = find_shape("tiny-reasoner")
+    model = jkv.load("tiny-reasoner")
+    assert dataclasses.replace(model.config, end_ids=()) == by_name
+    file = tmp_path / "mine.toml"
+    file.write_text(SHAPES["r1-llama-8b"].read_text())
+    assert find_shape(file) == ("mine", find_shape("r1-llama-8b")[1])
+    assert find_shape(str(file))[1].rope_scaling.kind == "llama3"
+    folder = tmp_path / "no-weights"
+    folder.mkdir()
+    fields = SHAPES["phi-4"].parent.parent / "tiny-reasoner" / "config.json"
+    (folder / "config.json").write_text(fields.read_text())
+    assert find_shape(folder) == ("no-weights", by_name)
+    assert find_shape(model.params)[1] == model.config
+
+
+def test_a_shape_without_its_fields_is_refused(tmp_path):
+    (tmp_path / "bad.toml").write_text('family = "llama"\n')
+    with pytest.raises(ValueError, match="must hold the fields"):
+        find_shape(tmp_path / "bad.toml")
+
+
+def test_the_cpu_is_this_machine_and_has_no_speed():
+    plan = jkv.plan("tiny-reasoner", "cpu", jkv.r_kv(budget=128), length=1024, batch=2)
+    assert plan.dtype == "float32"
+    assert plan.own.tokens_per_second is None
+    assert plan.speed_pays_from is None
+    assert "tokens/s" not in str(plan)
+    assert "may be faster" not in str(plan)
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_float32_has_a_rate_of_its_own(itemsize):
+    assert jkv.DEVICES["h200"].rate_of(itemsize) == {2: 989e12, 4: 495e12}[itemsize]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device": "b200"}, "device must be one of h200, h100"),
+        ({"length": 256}, "above prompt=256"),
+        ({"length": 131_073}, "at most the model's 131072 positions"),
+        ({"prompt": 0}, "prompt must be at least 1"),
+        ({"batch": 0}, "batch must be at least 1"),
+        ({"batch": 10_000}, "bytes short; 51 rows fit"),
+        ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16"),
+        ({"dtype": "often"}, "dtype must be float32, bfloat16 or float16"),
+        ({"num_devices": 3}, "num_kv_heads=8 must be a multiple of the 3 devices"),
+        ({"num_devices": 2, "policy": jkv.rpc()}, "rpc chooses slots by the scores of all KV heads"),
+        ({"memory_share": 1.5}, "must lie in"),
+        ({"device": "t4"}, "1 row of full must fit t4: weights 16060522496 "),
+        ({"model": 3}, "A model is what jkv.load returns"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_told_with_the_way_out(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        jkv.plan(**{"model": "r1-llama-8b", "device": "h200"} | arguments)
+
+
+def test_an_unknown_model_lists_the_known():
+    with pytest.raises(FileNotFoundError, match="r1-llama-8b"):
+        jkv.plan("llama-9b", "h200")
+
+
+@pytest.mark.parametrize("field", ["memory", "bandwidth", "rate"])
+def test_a_device_has_positive_figures(field):
+    with pytest.raises(ValueError, match=f"{field} must be above 0"):
+        dataclasses.replace(SMALL, **{field: 0 if field == "memory" else 0.0})
+
+
+# The command line.
+
+
+def run(capsys, *arguments):
+    status = cli.main(["plan", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_the_command_prints_the_report_and_writes_json(capsys, tmp_path):
+    options = ("--policy", "r_kv", "--budget", 1024, "--set", "interval=64", "--length", 16_384)
+    status, out, _ = run(capsys, "r1-llama-8b", "--device", "h200", *options, "--out", tmp_path / "plan.json")
+    plan = jkv.plan("r1-llama-8b", "h200", jkv.r_kv(budget=1024, interval=64), length=16_384)
+    assert status == 0
+    assert out == f"{plan}\n"
+    assert f"{plan.own.batch:,}" in out
+    assert json.loads((tmp_path / "plan.json").read_text()) == json.loads(json.dumps(dataclasses.asdict(plan)))
+    assert json.loads(run(capsys, "r1-llama-8b", "--device", "h200", *options, "--json")[1])["own"]["batch"] == plan.own.batch
+
+
+def test_the_command_lists_models_and_devices(capsys):
+    status, out, _ = run(capsys, "--list")
+    assert status == 0
+    assert all(name in out for name in (*SHAPES, *jkv.DEVICES, "cpu"))
+
+
+def test_the_command_takes_a_device_s_figures(capsys):
+    options = ("--length", 1024, "--batch", 1, "--memory", 1, "--bandwidth", 10, "--rate", 0.001, "--json")
+    found = json.loads(run(capsys, "tiny-reasoner", "--device", "cpu", *options)[1])
+    assert found["device"] == {
+        "name": "cpu",
+        "platform": "cpu",
+        "memory": 10**9,
+        "bandwidth": 1e10,
+        "rate": 1e9,
+        "rate_float32": None,
+    }
+    assert found["own"]["limited_by"] == "arithmetic"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("r1-qwen-7b",), "jkv plan --list"),
+        (("--device", "h200"), "jkv plan --list"),
+        (("r1-qwen-7b", "--device", "h201"), "device must be one of"),
+        (("nobody", "--device", "h200"), "Known without weights"),
+        (("r1-qwen-7b", "--device", "t4"), "bytes short; no rows fit"),
+        (("r1-qwen-7b", "--device", "h200", "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
+        (("r1-qwen-7b", "--device", "h200", "--length", 10), "length counts prompt and completion"),
+        (("r1-qwen-7b", "--device", "h200", "--out", "no/such/folder.json"), "a file in a folder that exists"),
+        (("r1-qwen-7b", "--device", "h200", "--memory", -1), "memory must be above 0"),
+    ],
+    ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else "",
+)
+def test_the_command_says_what_is_wrong_in_a_line(capsys, arguments, words):
+    status, out, err = run(capsys, *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("jkv: error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+def test_dtypes_count():
+    one, two = (jkv.plan("tiny-reasoner", "v5e", length=1024, batch=1, dtype=dtype) for dtype in (jnp.bfloat16, "float32"))
+    assert 2 * one.weight_bytes == two.weight_bytes

@@ -1,0 +1,81 @@
+"""Who may import whom: kernels know nothing of the cache, the model nothing of policies, nobody the command line."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANKS = [  # from the ground up: a module may import those of lower ranks, and its own package
+    {"pallas_kernels"},
+    {"jkv.checks"},
+    {"jkv.statistics", "jkv.reports"},
+    {"jkv.model"},
+    {"jkv.cache"},
+    {"jkv.reasoning"},
+    {"jkv.policies", "jkv.replay"},
+    {"jkv.engine"},
+    {"jkv.generate", "jkv.testing"},
+    {"jkv.rollout", "jkv.verify", "jkv.planning", "jkv.analysis", "jkv.rl"},
+    {"jkv.viz", "jkv.tasks"},
+    {"jkv.evaluation"},
+    {"jkv.grpo", "jkv.integrations"},
+    {"jkv.bench"},
+    {"jkv.cli"},
+    {"jkv", "jkv.__main__"},
+]
+RANK_OF = {name: rank for rank, names in enumerate(RANKS) for name in names}
+FILES = sorted([*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
+
+
+def room_of(module):
+    """The ranked name that a module belongs to: its package, or itself where it lies at the top."""
+    while module not in RANK_OF:
+        module = module.rpartition(".")[0]
+        assert module, "a module outside the ranks: add it to RANKS"
+    return module
+
+
+def name_of(path):
+    """A file's dotted name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(path):
+    """The project's modules that a file imports: in functions, and for annotations alone, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES else node.module for name in inner]
+        else:
+            continue
+        yield from (name for name in names if name.split(".")[0] in ("jkv", "pallas_kernels"))
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_module_imports_only_what_lies_below_it(path):
+    own = room_of(name_of(path))
+    for name in imports_of(path):
+        other = room_of(name)
+        assert other == own or RANK_OF[other] < RANK_OF[own], f"{name_of(path)} must not import {name}"
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {name: set(imports_of(path)) & MODULES.keys() - {name} for name, path in MODULES.items()}
+    while leaves := {name for name, others in graph.items() if not others & graph.keys()}:
+        graph = {name: others for name, others in graph.items() if name not in leaves}
+    assert not graph, {name: sorted(others & graph.keys()) for name, others in graph.items()}
+
+
+def test_importing_the_package_pulls_in_no_heavy_optional_library():
+    heavy = ["transformers", "orbax", "torch", "optax", "tqdm", "matplotlib"]
+    code = f"import jkv, sys; print([m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,335 @@
+"""Engines and programs on meshes of eight simulated devices give what they give on one; `tests/engine/test_mesh.py` runs this
+file.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import jkv
+from jkv.engine import chunk_inputs as control
+from jkv.engine import mesh, programs
+from jkv.engine.chunk_inputs import Needs
+from jkv.engine.timing import COMPILING
+from jkv.model.params import init_params, weight_shapes
+from jkv.model.sampling import SamplingRows
+from jkv.reasoning.sentences import SentenceMap
+from jkv.reasoning.steering import SteeringVector
+from jkv.testing import TINY, adapted, tiny_model, unfolded
+from tests.cache.test_pool import assert_allocator_is_consistent
+from tests.support.mixes import LOOSE, BreakingTokenizer
+
+CONFIG = dataclasses.replace(TINY, num_query_heads=16, num_kv_heads=8)
+PAGE_SIZE, MAX_SLOTS, NUM_ROWS = 4, 52, 4
+ROW = CONFIG.num_layers * CONFIG.num_kv_heads * MAX_SLOTS // PAGE_SIZE  # pages of a full row
+PROMPT, LONG = [5, 1, 9], list(range(20))
+GREEDY, SAMPLED = jkv.Sampling(temperature=0.0), jkv.Sampling(seed=7)
+VECTOR = SteeringVector(np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32))
+# Name -> arguments of `submit`; what each tells the host, or asks of all heads, is its own.
+REQUESTS = {
+    "full": {"prompt": PROMPT, "policy": jkv.full(), "sampling": GREEDY},
+    "forked": {"prompt": LONG, "policy": jkv.full(), "sampling": SAMPLED, "n": 3},
+    "r_kv": {"prompt": LONG, "policy": jkv.r_kv(16, 8, window=4), "sampling": GREEDY},
+    "rpc": {"prompt": PROMPT, "policy": jkv.rpc(interval=8, window=4, scope="head"), "sampling": GREEDY},
+    "h2o": {"prompt": PROMPT, "policy": jkv.h2o(14), "sampling": GREEDY},
+    "quest": {"prompt": LONG, "policy": jkv.quest(12, dense_layers=1), "sampling": GREEDY},
+    "skip_kv": {"prompt": LONG, "policy": jkv.skip_kv(14, 8, window=4, tau=0.2, ends=(1, 5, 9, 17)), "sampling": GREEDY},
+    "random": {"prompt": PROMPT, "policy": jkv.random(14, 8), "sampling": SAMPLED},
+    "moving-sinks": {"prompt": PROMPT, "policy": jkv.streaming_llm(12, interval=8, positions="cache"), "sampling": GREEDY},
+    "seal": {"prompt": PROMPT, "policy": jkv.seal(VECTOR, strength=-0.7), "sampling": SAMPLED},
+    "reason_cache": {"prompt": LONG, "policy": jkv.reason_cache(include_prompt=True, **LOOSE), "sampling": GREEDY},
+    "aligned": {"prompt": PROMPT, "policy": jkv.reason_cache(align_steps=True, **LOOSE), "sampling": SAMPLED},
+}
+SEVERAL_HEADS = ("forked", "r_kv", "skip_kv", "random", "reason_cache")  # those to which a shard of several heads is news
+MESHES = {8: tuple(REQUESTS), 2: SEVERAL_HEADS}  # devices -> what is played on them
+
+
+def devices_of(count: int) -> Mesh:
+    return Mesh(jax.devices()[:count], ("tensor",))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(config=CONFIG, tokenizer=BreakingTokenizer())
+
+
+def shards_of(pool, num_shards):
+    """The pool of each shard, on the host."""
+    pool = jax.device_get(pool)
+    of_heads = {"page_table": 2, "length": 2, "hole": 2, "slot_data": 2}  # field -> the axis that is split
+
+    def part(name, index):
+        axis = of_heads.get(name, 0)
+        value = jax.tree.map(lambda x: np.split(np.atleast_1d(x), num_shards, axis)[index], getattr(pool, name))
+        return value.reshape(()) if name == "free_top" else value
+
+    whole = ("logical_length", "poison")
+    fields = [field.name for field in dataclasses.fields(pool) if field.name not in whole]
+    return [pool.replace(**{name: part(name, index) for name in fields}) for index in range(num_shards)]
+
+
+def cache_sizes(engine):
+    return {name: getattr(engine.programs, name)._cache_size() for name in mesh.RESULTS}
+
+
+def play(model, on, names):
+    """Requests in one engine whose pool is too small for them: results by name, the engine, and how often it compiled."""
+    engine = jkv.Engine(
+        model,
+        max_running=NUM_ROWS,
+        max_slots=MAX_SLOTS,
+        page_size=PAGE_SIZE,
+        num_pages=ROW + ROW // 2 + 7,
+        policies=[REQUESTS[name]["policy"] for name in names],
+        chunk=4,
+        return_trace=True,
+        poison=True,
+        mesh=on,
+    )
+    num_shards, before = 1 if on is None else on.size, cache_sizes(engine)
+    tickets = {name: engine.submit(**REQUESTS[name], max_new_tokens=22, stop_ids=()) for name in names}
+    while not engine.is_idle:
+        engine.step()
+        seats = [jax.device_get(prefix.start.snapshot.seat) for prefix in engine.prefixes.values() if prefix.start]
+        for index, pool in enumerate(shards_of(engine.state.cache.pool, num_shards)):
+            assert_allocator_is_consistent(pool, [part_of(seat, num_shards, index) for seat in seats])
+    compiled = {name: size - before[name] for name, size in cache_sizes(engine).items()}
+    return {name: engine.result(ticket) for name, ticket in tickets.items()}, engine, compiled
+
+
+def part_of(seat, num_shards, index):
+    split = {name: np.split(getattr(seat, name), num_shards, axis=1)[index] for name in ("page_table", "length")}
+    return seat._replace(**split)
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    return play(model, None, tuple(REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def together(model):
+    return {count: play(model, devices_of(count), names) for count, names in MESHES.items()}
+
+
+@pytest.mark.parametrize(("count", "name"), [(count, name) for count, names in MESHES.items() for name in names])
+def test_a_mesh_changes_no_token(alone, together, count, name):
+    one, many = alone[0][name], together[count][0][name]
+    np.testing.assert_array_equal(many.tokens, one.tokens)
+    np.testing.assert_allclose(many.logprobs, one.logprobs, atol=1e-4)
+    for field in ("source", "begin", "end"):  # what each head read, and gave up
+        np.testing.assert_array_equal(getattr(many.trace, field), getattr(one.trace, field))
+    assert len(set(map(tuple, one.tokens.tolist()))) == REQUESTS[name].get("n", 1)
+    if name in ("r_kv", "rpc", "h2o", "skip_kv", "random", "moving-sinks"):
+        assert many.samples[0].evicted == one.samples[0].evicted > 0
+
+
+@pytest.mark.parametrize("count", MESHES)
+def test_the_pages_of_all_shards_come_back(alone, together, count):
+    (_, one, _), (_, many, _) = alone, together[count]
+    assert one.num_pages % count > 0
+    assert many.num_pages == one.num_pages // count * count
+    assert np.asarray(many.state.cache.pool.free_top).tolist() == [many.num_pages // count] * count
+    assert many.stats.preemptions > 0
+
+
+def test_all_shards_count_as_one_pool(alone, together):
+    (_, one, _), (_, many, _) = alone, together[8]
+    for field in ("preemptions", "forks", "prefills", "steps", "peak_kv_bytes", "kv_bytes", "dense_kv_bytes"):
+        assert getattr(many.stats, field) == getattr(one.stats, field) > 0, field
+    assert many.stats.sharing.shared == one.stats.sharing.shared > 0
+
+
+def test_a_mesh_compiles_no_program_more_often(alone, together):
+    assert together[8][2] == alone[2]
+
+
+def test_weights_and_pages_are_split_evenly(together):
+    _, engine, _ = together[8]
+    num_shards, layer, pool = engine.mesh.size, engine.params.layers[0], engine.state.cache.pool
+    for whole, axis in ((layer.query, 1), (layer.out, 0), (layer.down, 0), (engine.params.embedding, 0), (pool.kv, 0)):
+        assert whole.addressable_shards[0].data.shape[axis] * num_shards == whole.shape[axis]
+    assert mesh.shard(engine.params, engine.mesh).embedding is engine.params.embedding
+
+
+def test_new_weights_that_lie_elsewhere_are_refused_and_those_in_place_compile_nothing(model):
+    devices, policy = devices_of(2), jkv.r_kv(budget=16, interval=8, window=4)
+    options = {"max_prompt_tokens": 8, "max_new_tokens": 16, "page_size": 4, "n": 2, "mesh": devices}
+    rollout = jkv.Rollout(model.params, policy, **options)
+    expected = rollout([[5, 1, 9]], seed=0, stop_ids=())
+    for elsewhere in (jax.devices()[1], jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())):
+        with pytest.raises(ValueError, match="must lie where the old ones do; params"):
+            rollout.update(jax.device_put(model.params, elsewhere))
+    rollout.update(mesh.shard(model.params, devices))
+    rollout.sleep()
+    compiled = COMPILING.seconds
+    np.testing.assert_array_equal(rollout([[5, 1, 9]], seed=0, stop_ids=()).tokens, expected.tokens)
+    assert COMPILING.seconds == compiled  # neither the weights nor the pool that woke
+
+
+def test_weights_with_adapters_and_in_another_layout_are_split_likewise(model):
+    params = adapted(unfolded(init_params(UNTIED, jax.random.key(2), scale=0.3)))
+
+    def tokens_on(on):
+        engine = jkv.Engine(params, max_running=2, max_slots=MAX_SLOTS, page_size=PAGE_SIZE, mesh=on)
+        ticket = engine.submit(LONG, max_new_tokens=24, stop_ids=())
+        engine.run()
+        return engine, engine.result(ticket)
+
+    _, expected = tokens_on(None)
+    engine, out = tokens_on(devices_of(8))
+    assert out.tokens.tolist() == expected.tokens.tolist()
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-4)
+    layer = engine.params.layers[0]
+    for whole, axis in ((layer.query.base, 1), (layer.query.up, 1), (layer.out.base, 0), (layer.out.down, 0), (layer.up.up, 1)):
+        assert whole.addressable_shards[0].data.shape[axis] * 8 == whole.shape[axis]
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.params))
+    assert mesh.local_bytes(params, 8) == held
+
+
+UNTIED = dataclasses.replace(CONFIG, tie_embeddings=False, qk_norm=True)
+PROMPTS = [[5, 1, 9], LONG[:13], [7, 7], [2, 30, 4, 8, 11, 3]]
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(UNTIED, jax.random.key(1), scale=0.3)
+
+
+def prefilled(params, on, rows):
+    """The state of some rows with their prompts, on a mesh or (None) on one device."""
+    pages_of_row, needs = 8, Needs(window=4, mass=True)
+    sizes = {
+        "num_rows": len(rows),
+        "num_pages": len(rows) * UNTIED.num_layers * UNTIED.num_kv_heads * pages_of_row,
+        "max_pages": pages_of_row,
+        "page_size": PAGE_SIZE,
+        "poison": True,
+    }
+    if on is None:
+        state, prefill = control.empty_state(UNTIED, needs, **sizes), programs
+    else:
+        state, prefill = mesh.empty_state(on, UNTIED, needs, **sizes), mesh.programs_on(on)
+        params = mesh.shard(params, on)
+    for i, row in enumerate(rows):
+        token = jnp.asarray([PROMPTS[row] + [0] * (16 - len(PROMPTS[row]))], jnp.int32)
+        count = jnp.asarray([len(PROMPTS[row])], jnp.int32)
+        state, _ = prefill.prefill_chunk(params, state, jnp.asarray([i], jnp.int32), token, count)
+    return state
+
+
+def test_what_a_program_tells_of_all_heads_is_of_all_shards(params):
+    """Distances of pages, and positions that any head keeps."""
+    on = Mesh(jax.devices()[:4], ("tensor",))
+    pair = [np.asarray([x], np.int32) for x in (1, 0, 2, PAGE_SIZE)]  # row, first and second page, tokens
+    row, budget, protected = np.asarray([1], np.int32), np.full((2, 1), 1, np.int32), np.zeros((2, 1), np.int32)
+    sentences = SentenceMap(np.zeros((1, 16), np.int32), np.zeros((1, 16), np.float32))
+    evict = jkv.random(1, recent=0).evict.as_program
+
+    def told(on):
+        state, run = prefilled(params, on, [0, 1]), programs if on is None else mesh.programs_on(on)
+        distance = run.measure_pages(state, *pair, None)
+        _, dropped, is_left = run.compress(state, row, budget, row, protected, evict=evict, is_traced=True, sentences=sentences)
+        return distance, dropped, is_left
+
+    one, many = told(None), told(on)
+    np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
+    np.testing.assert_array_equal(many[1], one[1])
+    np.testing.assert_array_equal(many[2], one[2])
+    assert 2 < np.asarray(one[2]).sum() < 13
+
+
+def test_rows_are_split_too(params):
+    """The decode program over two by four devices, from rows that were prefilled on four and four."""
+    square = Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))
+
+    def joined(sharding, first, second):
+        axis = next(i for i, names in enumerate(sharding.spec) if names is not None and "data" in names)
+        return jax.device_put(np.concatenate([first, second], axis=axis), sharding)
+
+    halves = [
+        jax.device_get(prefilled(params, Mesh(square.devices[i], ("tensor",)), rows)) for i, rows in enumerate(([0, 1], [2, 3]))
+    ]
+    state = jax.tree.map(joined, mesh.placed(square, mesh.state_specs(halves[0]), halves[0]), *halves)
+
+    zeros = np.zeros(NUM_ROWS, np.float32)
+    settings = SamplingRows(zeros, zeros + 1, np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 2), np.uint32))
+    policies = dict(enumerate([jkv.full(), jkv.h2o(10), jkv.full(), jkv.h2o(8)]))
+    rules = control.step_rules(policies, NUM_ROWS, UNTIED.num_layers)
+    remaining = np.asarray([16, 16, 5, 16], np.int32)
+    told = jax.device_put(programs.Control(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, rules, None, None, None))
+    _, one = programs.decode_chunk(params, prefilled(params, None, range(NUM_ROWS)), told, 16, "greedy", True)
+    decode = mesh.program_on(square, "decode_chunk")
+    _, many = decode(mesh.shard(params, square), state, told, 16, "greedy", True)
+    np.testing.assert_array_equal(many.token, one.token)
+    np.testing.assert_array_equal(many.is_real, one.is_real)
+    np.testing.assert_array_equal(many.dropped, one.dropped)
+    np.testing.assert_allclose(many.log_prob, one.log_prob, atol=1e-4)
+    assert many.held_pages == one.held_pages > 0
+    assert (np.asarray(one.dropped) >= 0).any()
+    assert state.cache.pool.kv.is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "axes", "message"),
+    [
+        ({"num_kv_heads": 2, "num_query_heads": 4}, (8,), ("tensor",), r"num_kv_heads=2 must be a multiple of the 8 devices"),
+        ({"mlp_width": 44}, (8,), ("tensor",), r"mlp_width=44 must be .* 44 / 8 = 5\.50"),
+        ({"vocab_size": 33}, (2,), ("tensor",), r"vocab_size=33 must be a multiple of the 2 devices"),
+        ({}, (2, 4), ("data", "tensor"), r"one engine for each of the 2 replicas"),
+        ({}, (4,), ("model",), r'over an axis "tensor".*got \{\'model\': 4\}'),
+        ({}, (4, 2), ("tensor", "expert"), r"'expert': 2"),
+    ],
+    ids=["heads", "width", "tokens", "replicas", "no-axis", "other-axis"],
+)
+def test_a_mesh_that_cannot_be_is_refused(config, shape, axes, message):
+    config = dataclasses.replace(CONFIG, **config)
+    on = Mesh(np.reshape(jax.devices()[: np.prod(shape)], shape), axes)
+    with pytest.raises(ValueError, match=message):
+        jkv.Engine(init_params(config, jax.random.key(0)), mesh=on)
+
+
+def test_programs_other_than_decoding_do_not_split_rows():
+    square = Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))
+    with pytest.raises(ValueError, match=r"Only decode_chunk may split rows.*got compress"):
+        mesh.program_on(square, "compress")
+
+
+def test_weights_are_restored_to_their_places(tmp_path):
+    params, on = init_params(CONFIG, jax.random.key(0)), devices_of(8)
+    jkv.model.checkpoint.save(params, tmp_path)
+    restored = jkv.model.checkpoint.restore(tmp_path, mesh.shardings(weight_shapes(CONFIG), on))
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(mesh.shard(params, on)), strict=True):
+        assert one.sharding == other.sharding
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "policy", [jkv.rpc(), jkv.tova(16), jkv.ada_kv(16), jkv.r_kv(16, scope="layer")], ids=lambda policy: policy.name
+)
+def test_a_policy_that_compares_heads_of_different_shards_is_refused(model, policy):
+    with pytest.raises(ValueError, match=rf"{policy.name} chooses slots by the scores of all KV heads together.*2 shards"):
+        jkv.Engine(model, policies=[policy], mesh=devices_of(2))
+    engine = jkv.Engine(model, max_running=1, max_slots=80, mesh=devices_of(2), policies=[jkv.rpc(scope="head"), jkv.h2o(16)])
+    with pytest.raises(ValueError, match="scores of all KV heads together"):
+        engine.submit(PROMPT, policy=policy, max_new_tokens=8)
+    jkv.Engine(model, max_running=1, max_slots=80, policies=[policy], mesh=devices_of(1))
+
+
+@pytest.mark.parametrize("count", MESHES)
+def test_a_plan_counts_what_each_device_holds(model, count):
+    policy = REQUESTS["r_kv"]["policy"]
+    device = jkv.Device("small", "cpu", 10**9)
+    plan = jkv.plan(model, device, policy, length=MAX_SLOTS, prompt=20, batch=3, page_size=PAGE_SIZE, num_devices=count)
+    engine = jkv.Engine(model, policies=[policy], mesh=devices_of(count), **plan.engine)
+    for shard in range(count):
+
+        def held(tree, shard=shard):
+            return sum(x.addressable_shards[shard].data.nbytes for x in jax.tree.leaves(tree))
+
+        assert held(engine.params) == plan.weight_bytes
+        assert held(engine.state) == plan.own.state_bytes

@@ -1,0 +1,115 @@
+"""Makes `tests/support/golden`: tiny random Hugging Face checkpoints of every family, and what transformers computes with them.
+
+Run by hand where torch is installed: `python tests/support/make_golden.py`. Each case gets a checkpoint folder with a
+`reference.npz` beside its weights: `prompt` `[24]`, `prompt_logits` `[24, V]`, `greedy` `[64]` (the tokens that follow) and
+`decode_logits` `[64, V]` (from which each was drawn), all float32, eager attention, one token at a time over the cache.
+"""
+
+import itertools
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDEN = Path(__file__).parent / "golden"
+PROMPT, DECODE = 24, 64
+PLAIN = {"rope_type": "default", "rope_theta": 10_000.0}
+TINY: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "eos_token_id": 95,
+    "attn_implementation": "eager",
+    "rope_parameters": PLAIN,
+}
+LLAMA3 = {  # of the four frequencies one is kept, one lies on the ramp, and two are slowed, which 88 positions show
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> family, configuration, how it is saved
+    "llama_scaled": ("llama", {"eos_token_id": [94, 95], "rope_parameters": LLAMA3, "tie_word_embeddings": False}, {}),
+    "llama_tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}, {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, {"max_shard_size": "50KB"}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}, {"dtype": "bfloat16"}),
+    "phi3": ("phi3", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "tie_word_embeddings": False}, {}),
+}
+
+
+def make_model(family: str, fields: dict[str, Any], seed: int, dtype: str) -> Any:
+    """A torch model whose weights are all random, norms and biases included, and exact in `dtype`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **TINY | fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        noise = torch.randn_like(weight)
+        if "norm" in name:
+            drawn = 1.0 + 0.3 * noise
+        elif weight.ndim == 1:
+            drawn = 0.5 * noise
+        else:
+            drawn = noise * (0.4 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
+        weight.copy_(drawn.to(getattr(torch, dtype)))
+    return model
+
+
+def run(model: Any, prompt: np.ndarray) -> dict[str, np.ndarray]:
+    """The reference of a model: the prompt's logits, then a greedy continuation step by step."""
+    import torch
+
+    out = model(torch.tensor(prompt[None].astype(np.int64)), use_cache=True)
+    prompt_logits, greedy, decode_logits = out.logits[0], [], []
+    for _ in range(DECODE):
+        decode_logits.append(out.logits[0, -1])
+        greedy.append(int(decode_logits[-1].argmax()))
+        out = model(torch.tensor([[greedy[-1]]]), past_key_values=out.past_key_values, use_cache=True)
+    return {
+        "prompt": prompt.astype(np.int32),
+        "prompt_logits": prompt_logits.numpy(),
+        "greedy": np.array(greedy, np.int32),
+        "decode_logits": torch.stack(decode_logits).numpy(),
+    }
+
+
+def is_telling(reference: dict[str, np.ndarray]) -> bool:
+    """Whether a wrong model would show: varied tokens, none of them an end, each well above the runner-up."""
+    second, first = np.sort(reference["decode_logits"], axis=-1)[:, -2:].T
+    varied = len(set(reference["greedy"][-32:].tolist())) >= 12
+    return varied and reference["greedy"].max() < 94 and (first - second).min() > 0.01 and reference["decode_logits"].std() > 1
+
+
+def main() -> None:
+    """Writes every case, with the first seed whose continuation is telling."""
+    import torch
+
+    for name, (family, fields, saving) in CASES.items():
+        dtype = saving.get("dtype", "float32")
+        for seed in itertools.count():
+            model = make_model(family, fields, seed, dtype)
+            reference = run(model, np.random.default_rng(seed).integers(0, 94, PROMPT))
+            if is_telling(reference):
+                break
+        folder = GOLDEN / name
+        shutil.rmtree(folder, ignore_errors=True)
+        model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=saving.get("max_shard_size", "1GB"))
+        for file in folder.glob("*.safetensors"):
+            file.chmod(0o644)  # safetensors leaves them to their owner alone
+        np.savez_compressed(folder / "reference.npz", **reference)
+        print(name, f"seed {seed}", f"{len(set(reference['greedy'].tolist()))} distinct tokens", sorted(folder.iterdir()))
+
+
+if __name__ == "__main__":
+    main()

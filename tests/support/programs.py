@@ -1,0 +1,274 @@
+"""The device programs traced for shapes alone, so that any target can compile them; nothing is allocated, nothing runs."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import jkv
+from jkv.cache import pool
+from jkv.cache.in_step_eviction import StepRules
+from jkv.cache.page_selection import ReadRules
+from jkv.cache.pool import LOG_WEIGHT
+from jkv.engine import engine, sharer, swap
+from jkv.engine import programs as device
+from jkv.engine.chunk_inputs import Needs, empty_state
+from jkv.engine.programs import AlignRules, Control, Snapshot, State
+from jkv.model.params import ModelConfig, Params, weight_shapes
+from jkv.model.sampling import SamplingRows
+from jkv.reasoning.sentences import SentenceMap
+from jkv.reasoning.steering import SteerRules
+
+DEEP = 28  # layers whose pages the pool holds, however few are compiled
+NUM_ROWS = 32
+NUM_DUE = 16  # rows of the compaction
+NUM_POSITIONS = 32_768  # that a compaction is told sentences for
+BUDGET, INTERVAL = 1024, 128  # R-KV's
+POLICIES = {
+    "r_kv": jkv.r_kv(BUDGET, INTERVAL),
+    "streaming_llm": jkv.streaming_llm(BUDGET),
+    "random": jkv.random(BUDGET, INTERVAL),
+    "h2o": jkv.h2o(BUDGET, interval=INTERVAL),
+    "skip_kv": jkv.skip_kv(BUDGET, interval=INTERVAL),
+}
+
+NOTHING, QUERIES, MASS, BOUNDS = Needs(), Needs(window=8), Needs(mass=True), Needs(bounds=True)
+SHARING = Needs(window=8, sharing=True, aligning=True)
+
+# The widths of DeepSeek-R1-Distill-Qwen-1.5B.
+R1_QWEN = ModelConfig(
+    family="qwen2",
+    vocab_size=151_936,
+    width=1536,
+    num_layers=DEEP,
+    num_query_heads=12,
+    num_kv_heads=2,
+    head_size=128,
+    mlp_width=8960,
+    max_positions=131_072,
+    qkv_bias=True,
+)
+
+# The widths of DeepSeek-R1-Distill-Llama-8B.
+R1_LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=128_256,
+    width=4096,
+    num_layers=32,
+    num_query_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    mlp_width=14_336,
+    max_positions=131_072,
+)
+
+
+class Shapes(NamedTuple):
+    """What the programs are traced for; every leaf a `jax.ShapeDtypeStruct` on one device of the target."""
+
+    params: Params
+    state: State
+    leaf: Callable[..., jax.ShapeDtypeStruct]  # (*sizes, dtype=int32)
+
+
+def shapes_of(
+    config: ModelConfig,
+    *,
+    dtype: Any,
+    page_size: int,
+    sharding: Any,
+    needs: Needs = NOTHING,
+    layout: Callable[[Params], Params] = lambda params: params,
+) -> Shapes:
+    """A full engine of 32 rows, each with room for R-KV's budget and buffer in all of 28 layers; weights in a `layout`."""
+
+    def leaf(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
+
+    max_pages = pool.num_pages_of(BUDGET + INTERVAL, page_size)
+    num_pages = DEEP * NUM_ROWS * config.num_kv_heads * max_pages
+    sizes = {"num_rows": NUM_ROWS, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
+    state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype))
+    weights = jax.eval_shape(layout, weight_shapes(config, dtype))
+    params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weights, state))
+    return Shapes(params, state, leaf)
+
+
+def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, tells_hidden: bool = False) -> Any:
+    """A chunk of decode steps."""
+    leaf, rows = shapes.leaf, NUM_ROWS
+    wide = leaf(rows, dtype=jnp.float32)
+    settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
+    rules = None
+    if shapes.state.cache.pool.hole is not None:
+        flags = leaf(rows, dtype=bool)
+        rules = StepRules(leaf(shapes.params.config.num_layers, rows), leaf(rows), leaf(rows), flags, flags)
+    reads = None
+    if shapes.state.cache.pool.bounds is not None:
+        reads = ReadRules(leaf(rows), leaf(rows), leaf(rows, dtype=bool))
+    sinks = leaf(rows) if moves_sinks else None
+    steer = None
+    if steers:
+        config, flags = shapes.params.config, leaf(rows, dtype=bool)
+        vector, is_break = leaf(rows, config.width, dtype=jnp.float32), leaf(config.vocab_size, dtype=bool)
+        steer = SteerRules(wide, leaf(rows), vector, flags, is_break, leaf(2))
+    align = None
+    if LOG_WEIGHT in shapes.state.cache.pool.slot_data:
+        flags = leaf(rows, dtype=bool)
+        align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
+    control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer, align)
+    options = {"num_steps": engine.CHUNKS[0], "draws": "sampled", "tells_hidden": tells_hidden}
+    return device.decode_chunk.trace(shapes.params, shapes.state, control, **options)
+
+
+def prefill(shapes: Shapes) -> Any:
+    """The largest chunk of a prompt."""
+    token = shapes.leaf(1, engine.PREFILL_SIZES[-1])
+    return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1))
+
+
+def compact(policy: str, shapes: Shapes, num_due: int = NUM_DUE) -> Any:
+    """Some rows compacted at once, half of them unless told."""
+    due, budget = shapes.leaf(num_due), shapes.leaf(shapes.params.config.num_layers, num_due)
+    protected, evict = shapes.leaf(2, num_due), POLICIES[policy].evict.as_program
+    sentences = None
+    if evict.needs_similarity:
+        sentences = SentenceMap(shapes.leaf(num_due, NUM_POSITIONS), shapes.leaf(num_due, NUM_POSITIONS, dtype=jnp.float32))
+    options = {"evict": evict, "is_traced": False, "sentences": sentences}
+    return device.compress.trace(shapes.state, due, budget, due, protected, **options)
+
+
+def take_pages(shapes: Shapes) -> Any:
+    """Pages of any rows let go, others standing for them."""
+    entries = shapes.leaf(NUM_ROWS, shapes.state.cache.pool.page_table.shape[-1])
+    log_weight = shapes.leaf(*entries.shape, dtype=jnp.float32)
+    return device.take_pages.trace(shapes.state, shapes.leaf(NUM_ROWS), entries, log_weight)
+
+
+def measure_pages(shapes: Shapes) -> Any:
+    """The largest block of pairs, keys turned; it only reads."""
+    pairs = shapes.leaf(sharer.NUM_PAIRS)
+    angle = shapes.leaf(*pairs.shape, shapes.params.config.head_size // 2, dtype=jnp.float32)
+    return device.measure_pages.trace(shapes.state, pairs, pairs, pairs, pairs, angle)
+
+
+def release(shapes: Shapes) -> Any:
+    """Any rows freed."""
+    return device.release.trace(shapes.state, shapes.leaf(NUM_ROWS))
+
+
+def snapshot_of(shapes: Shapes) -> Snapshot:
+    """A row's snapshot."""
+    snapshot = jax.eval_shape(device.look, shapes.state, jax.ShapeDtypeStruct((), jnp.int32))
+    return jax.tree.map(lambda x: shapes.leaf(*x.shape, dtype=x.dtype), snapshot)
+
+
+def leave(shapes: Shapes) -> Any:
+    """A row taken out of the batch."""
+    return device.leave.trace(shapes.state, shapes.leaf())
+
+
+def fork(shapes: Shapes, owns_all: bool = False) -> Any:
+    """A snapshot copied to any rows."""
+    return device.fork.trace(shapes.state, snapshot_of(shapes), shapes.leaf(NUM_ROWS), owns_all)
+
+
+def sit(shapes: Shapes) -> Any:
+    """A row brought back to pages that are still to be written."""
+    snapshot = snapshot_of(shapes)
+    is_own = shapes.leaf(*snapshot.seat.page_table.shape, dtype=bool)
+    return device.sit.trace(shapes.state, snapshot, shapes.leaf(), is_own)
+
+
+def drop(shapes: Shapes) -> Any:
+    """A snapshot's pages let go."""
+    return device.drop.trace(shapes.state, snapshot_of(shapes).seat)
+
+
+def write_pages(shapes: Shapes) -> Any:
+    """A block of pages from host memory."""
+    kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
+    num_heads = shapes.params.config.num_kv_heads
+    page = num_heads, swap.BLOCK // num_heads
+    block = leaf(*page, *kv.shape[1:], dtype=kv.dtype)
+    bounds = shapes.state.cache.pool.bounds
+    bounds = None if bounds is None else leaf(*page, *bounds.shape[1:], dtype=bounds.dtype)
+    content = pool.Content(block, leaf(*page, kv.shape[2]), bounds)
+    return device.write_pages.trace(shapes.state, leaf(*page), content)
+
+
+class Program(NamedTuple):
+    """How to trace a program, and what its engine keeps."""
+
+    trace: Callable[[Shapes], Any]
+    needs: Needs = NOTHING
+
+
+# Only `full` and the like remember no query; it never compacts.
+PROGRAMS: dict[str, Program] = {
+    "decode-full": Program(decode),
+    "decode-r_kv": Program(decode, QUERIES),
+    "decode-h2o": Program(decode, MASS),
+    "decode-quest": Program(decode, BOUNDS),
+    "decode-seal": Program(functools.partial(decode, steers=True)),
+    "decode-moving-sinks": Program(functools.partial(decode, moves_sinks=True)),
+    "compact-r_kv": Program(functools.partial(compact, "r_kv"), QUERIES),
+    "decode-skip_kv": Program(functools.partial(decode, tells_hidden=True), QUERIES),
+    "compact-skip_kv": Program(functools.partial(compact, "skip_kv"), QUERIES),
+    "compact-streaming_llm": Program(functools.partial(compact, "streaming_llm")),
+    "compact-random": Program(functools.partial(compact, "random")),
+    "compact-h2o": Program(functools.partial(compact, "h2o"), MASS),
+    "prefill": Program(prefill, QUERIES),
+    "prefill-h2o": Program(prefill, MASS),
+    "prefill-quest": Program(prefill, BOUNDS),
+    "decode-share": Program(decode, SHARING),
+    "compact-share": Program(functools.partial(compact, "r_kv"), SHARING),
+    "take_pages": Program(take_pages, SHARING),
+    "release": Program(release, QUERIES),
+    "leave": Program(leave, QUERIES),
+    "fork": Program(fork, QUERIES),
+    "fork-h2o": Program(functools.partial(fork, owns_all=True), MASS),
+    "fork-quest": Program(fork, BOUNDS),
+    "sit": Program(sit, QUERIES),
+    "drop": Program(drop, QUERIES),
+    "write_pages": Program(write_pages, QUERIES),
+    "write_pages-quest": Program(write_pages, BOUNDS),
+}
+
+
+def undonated_release(shapes: Shapes) -> Any:
+    """Planted: a program to which the pool is not donated."""
+    return jax.jit(pool.release).trace(shapes.state.cache.pool, shapes.leaf(NUM_ROWS))
+
+
+def sliced_keys(shapes: Shapes) -> Any:
+    """Planted: the keys of all pages cut out of the pool before a loop reads some, as for a kernel that takes only keys."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def read(pages: Any, page: Any) -> Any:
+        key = pages.kv[:, 0]
+        return pages, jax.lax.scan(lambda _, p: (None, key[p]), None, page)[1]
+
+    return read.trace(shapes.state.cache.pool, shapes.leaf(NUM_ROWS))
+
+
+def sliced_index_append(shapes: Shapes) -> Any:
+    """Planted: steps that write with a slice among the indices, for which XLA transposes the pool on a TPU."""
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def write(pages: Any, page: Any, offset: Any, kv: Any) -> Any:
+        def step(pool_kv: Any, new: Any) -> Any:
+            page, offset, kv = new
+            return pool_kv.at[page, :, offset].set(kv), None
+
+        return pages.replace(kv=jax.lax.scan(step, pages.kv, (page, offset, kv))[0])
+
+    pages = shapes.state.cache.pool
+    address = shapes.leaf(engine.CHUNKS[0], NUM_ROWS)
+    kv = shapes.leaf(*address.shape, 2, pages.kv.shape[-1], dtype=pages.kv.dtype)
+    return write.trace(pages, address, address, kv)
+
+
+PLANTED = {"undonated": undonated_release, "sliced-keys": sliced_keys, "sliced-index-append": sliced_index_append}

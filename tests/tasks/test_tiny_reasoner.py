@@ -1,0 +1,64 @@
+"""The shipped model reasons, and the figures written about it are those of its evaluation."""
+
+import importlib.resources
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv.model.params import count_weights
+from jkv.tasks.chains import DOUBTS
+from jkv.tasks.evaluate import MARKS, describe, evaluate, held_out, wilson
+
+ASSET = importlib.resources.files("jkv") / "assets" / "tiny-reasoner"
+
+
+@pytest.fixture(scope="module")
+def reasoner():
+    return jkv.load("tiny-reasoner")
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads((ASSET / "evaluation.json").read_text())
+
+
+def test_it_solves_as_many_unseen_problems_as_recorded(reasoner, recorded):
+    result = evaluate(reasoner, held_out(32), progress=False)
+    assert wilson(result["right"], 32, z=3.0)[1] >= recorded["accuracy"]
+
+
+def test_it_thinks_step_by_step_and_doubts_itself(reasoner):
+    problems = held_out(8, seed=5)
+    out = jkv.generate(reasoner, [problem.prompt for problem in problems], progress=False)
+    for text in out.text:
+        assert re.fullmatch(r"<think>\n\n.*\n\n</think>\n\n\\boxed\{[a-z]=\d\}", text, flags=re.DOTALL)
+    assert any(doubt in text for text in out.text for doubt in DOUBTS)
+    assert out.finish_reason == ["eos"] * 8
+
+
+def test_the_readme_says_what_was_recorded(recorded):
+    assert recorded["problems"] == 500
+    assert recorded["accuracy"] >= 0.95
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    assert page.split(MARKS[0])[1].split(MARKS[1])[0].strip() == describe(recorded)
+
+
+def test_it_is_small_and_grouped(reasoner):
+    assert reasoner.config.group_size == 2
+    assert sum(file.stat().st_size for file in ASSET.iterdir()) < 16e6
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"{count_weights(reasoner.params) / 1e6:.1f} million weights" in page
+
+
+def test_a_compressed_cache_replays_exactly_on_real_text(reasoner):
+    prompts = [problem.prompt for problem in held_out(3, seed=6)]
+    policy = jkv.r_kv(budget=128, interval=16, window=4)
+    out = jkv.generate(reasoner, prompts, policy=policy, page_size=4, return_trace=True, progress=False)
+    assert out.stats.evicted > 0
+    difference = np.abs(np.asarray(jkv.score(reasoner, out, trace=out.trace).logprobs) - out.logprobs)
+    assert np.percentile(difference, 99) <= 1e-5
+    assert difference.max() <= 1e-4
