@@ -15,7 +15,8 @@ A slot is an index in the cache, a position an index in the sequence, a token a 
 from jkv import rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
 from jkv.engine.engine import Engine
-from jkv.engine.results import Event, Result
+from jkv.engine.outputs import Event
+from jkv.engine.results import Result
 from jkv.generate import generate
 from jkv.model.checkpoint import load
 from jkv.model.params import Model, ModelConfig, Params

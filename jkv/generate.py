@@ -13,8 +13,9 @@ import numpy as np
 from jkv.checks import check_counts, typed
 from jkv.engine.engine import Engine
 from jkv.engine.memory import at_most_free, most_pages, num_row_pages, page_bytes, widest
+from jkv.engine.outputs import Event
 from jkv.engine.requests import Request, check_model, check_sampling, encode_prompts, make_request, spread_policies
-from jkv.engine.results import Event, Result, make_result
+from jkv.engine.results import Result, make_result
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import Policy

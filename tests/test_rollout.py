@@ -168,7 +168,7 @@ def test_sixteen_samples_hold_the_prompt_once_and_their_budgets(model):
     config, slots = model.config, R_KV.budget + R_KV.schedule.interval
     heads = config.num_layers * config.num_kv_heads
     pages = heads * (len(prompt) // 2 + n * slots // 2 + n)
-    assert out.stats.peak_kv_bytes <= pages * rollout.engine.page_bytes + rollout.engine.row_bytes
+    assert out.stats.peak_kv_bytes <= pages * rollout.engine.page_bytes + rollout.engine.runner.meter.row_bytes
     assert out.stats.compactions >= n
     dense = n * (len(prompt) + out.lengths[0]) * heads * 2 * config.head_size * 4
     assert out.stats.kv_bytes_saved == dense - out.stats.peak_kv_bytes > 0
@@ -227,7 +227,7 @@ def test_samples_that_wait_start_from_new_weights_and_those_that_run_go_on(model
     assert (first.lengths.size, rollout.pending) == (0, 8)
     rollout.update(other_params)
     out = rollout.run()
-    assert not rollout.engine.prefixes
+    assert not rollout.engine.scheduler.prefixes
     ran, waited = slice(0, 4), slice(4, 8)
     np.testing.assert_array_equal(out.policy_version[ran], np.tile(np.r_[np.zeros(9), np.ones(15)], (4, 1)))
     assert (out.policy_version[waited] == 1).all()
@@ -305,7 +305,7 @@ def test_a_hundred_updates_leave_nothing_behind(model, other_params):
         if i % 40 == 19:
             held.append(live_bytes())
     assert len(set(held)) == 1
-    assert not rollout.engine.prefixes
+    assert not rollout.engine.scheduler.prefixes
     assert not rollout.engine.tickets
 
 

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import num_pages_of
@@ -56,31 +55,3 @@ def choose_pages(
     order = jnp.argsort(~is_read, axis=-1, stable=True).astype(jnp.int32)
     unread = num_pages_of(length, page_size) - is_read.sum(axis=-1, dtype=jnp.int32)  # all of them full
     return Choice(jnp.take_along_axis(page_table, order, axis=-1), length - unread * page_size, order, is_read)
-
-
-def columns_of(reads: np.ndarray, prompt: int, page_size: int, never: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Attention columns (source, begin, end: [L, K, C]) of a row whose steps read the pages `reads` ([steps, L, K, MP]).
-
-    The prompt's queries read everything. A token has a column for each time without a break in which its page is read.
-    """
-    steps, layers, heads, _ = reads.shape
-    total = prompt + steps
-    before, after = np.ones((prompt, *reads.shape[1:]), bool), np.zeros((1, *reads.shape[1:]), bool)
-    reads = np.concatenate([before, reads, after])
-    lists = [[spans_of(reads[:, layer, head], total, page_size, never) for head in range(heads)] for layer in range(layers)]
-    width = max(spans.shape[1] for row in lists for spans in row)
-    padded = np.array([[np.pad(spans, [(0, 0), (0, width - spans.shape[1])]) for spans in row] for row in lists], np.int32)
-    source, begin, end = np.moveaxis(padded, 2, 0)
-    return source, begin, end
-
-
-def spans_of(is_read: np.ndarray, total: int, page_size: int, never: int) -> np.ndarray:
-    """Columns of one layer and head, from which pages each query reads ([total + 1, MP]; none after the last): [3, C]."""
-    change = np.diff(is_read.astype(np.int8), axis=0, prepend=0)
-    page, begin = np.nonzero(change.T == 1)
-    end = np.nonzero(change.T == -1)[1]
-    source = page[:, None] * page_size + np.arange(page_size)
-    begin = np.maximum(begin[:, None], source)
-    end = np.broadcast_to(np.where(end == total, never, end)[:, None], source.shape)
-    is_column = (source < total) & (begin < end)
-    return np.stack([source[is_column], begin[is_column], end[is_column]])

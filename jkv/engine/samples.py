@@ -3,27 +3,68 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.cache.pool import EMPTY
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request, compacted
-from jkv.engine.results import AgainColumns, Completion, Event
 from jkv.engine.swap import Aside, Pages
 from jkv.engine.timing import COMPILING
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import Pair, Sharing
 from jkv.reasoning.steering import Thinking
 from jkv.reasoning.token_text import StopFinder, TextStream
+from jkv.replay.trace import Trace, TraceRecorder
+
+
+@dataclasses.dataclass
+class Completion:
+    """What the engine made of a request so far."""
+
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    log_probs: list[float] = dataclasses.field(default_factory=list)
+    log_probs_full: list[float] = dataclasses.field(default_factory=list)  # before top-k and top-p
+    versions: list[int] = dataclasses.field(default_factory=list)  # of the weights that drew each token
+    finish_reason: str = ""
+    trace: Trace | None = None  # of the finished sample, when traced
+    compactions: int = 0
+    evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
+    shared: int = 0  # tokens whose page was replaced by an earlier one
+    saved: float = 0.0  # the share of its pages that sharing and eviction had freed in the end
+    preemptions: int = 0
+    is_forked: bool = False
+    peak_kv_bytes: int = 0
+    queued_seconds: float = 0.0
+    first_seconds: float = 0.0
+    seconds: float = 0.0
+    error: BaseException | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self.tokens)
+
+
+class RowOutputs(NamedTuple):
+    """What one chunk computed for one row, on the host; only steps that made a token."""
+
+    tokens: list[int]
+    log_probs: list[float]
+    log_probs_full: list[float]
+    goes_on: bool  # whether the row still runs
+    dropped: np.ndarray | None  # [steps, L, K] positions that steps evicted, EMPTY for none; None unless traced
+    is_read: np.ndarray | None  # [steps, L, K, MP] entries of the page table that steps read; None unless traced
+    steered: np.ndarray | None  # [steps] how much of its vector each token got; None unless traced
+    hidden: np.ndarray | None  # [steps, D] after the final norm; None unless sentences are compared
 
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
     """A prompt that samples start from; when several do, it is prefilled once and its full pages are shared.
 
-    What gave way on the device is prefilled again for those who start, and is in host memory for those who were put aside.
+    A prefix whose pages were freed is prefilled again for samples that start, and is in host memory for samples that were
+    swapped out.
     """
 
     key: Any  # by which it is found: what its requests share, and the version of the weights that prefill it
@@ -32,8 +73,8 @@ class Prefix:
     filled: Any = None  # [L] slots of each layer's heads, on average
     num_pages: int = 0  # at most
     num_full_pages: int = 0  # at least: those that rows can share
-    start: "Start | None" = None  # from when it is prefilled
-    aside: "Pages | None" = None
+    start: "Start | None" = None  # once it is prefilled
+    swapped: Pages | None = None  # its pages in host memory
 
     @property
     def is_idle(self) -> bool:
@@ -41,9 +82,14 @@ class Prefix:
         return self.is_held and not any(sample.shares for sample in self.samples)
 
     @property
+    def page_table(self) -> np.ndarray | None:
+        """Its pages in the pool, once it is prefilled: [L, K, MP]."""
+        return None if self.start is None else self.start.page_table
+
+    @property
     def is_needed(self) -> bool:
-        """Whether a sample is to start from it, reads it, or will when it comes back."""
-        return any(sample.is_fresh or sample.shares or sample.aside for sample in self.samples)
+        """Whether a sample will start from it, reads it, or will read it when it is swapped in."""
+        return any(sample.is_fresh or sample.shares or sample.is_swapped for sample in self.samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,39 +99,42 @@ class Start:
     snapshot: Snapshot
     page_table: np.ndarray  # the snapshot's, on the host
     completion: Completion  # what compressing the prompt did
-    sentences: SentenceLog | None  # of the prompt, for policies that go by them
+    sentences: SentenceLog | None  # of the prompt, for policies that compare sentences
+    trace: TraceRecorder | None
 
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One sample through its life: waiting, running, put aside, finished."""
+    """One sample through its life: waiting, running, swapped out, finished."""
 
     ticket: int
     index: int  # among the samples of its ticket
     request: Request
     completion: Completion
-    most_pages: int  # that it ever holds, its prompt in and compacted
-    priority: tuple[int, int]  # the smallest is admitted first
-    prefix: Prefix
-    on_tokens: Callable[[Event], None] | None
-    stops: StopFinder | None
-    submitted: float  # when, on a clock that stands still while anything compiles
+    most_pages: int  # that it ever holds, once its prompt is prefilled and compacted
+    priority: tuple[int, int] = (0, 0)  # the smallest is admitted first; the scheduler's, like the next
+    prefix: Prefix = dataclasses.field(default_factory=lambda: Prefix(None))
+    on_tokens: Callable[[Any], None] | None = None
+    stops: StopFinder | None = None
+    submitted: float = 0.0  # when, on a clock that stands still while anything compiles
     is_running: bool = False
+    is_swapped: bool = False  # whether it was preempted, or slept, and is in host memory
     shares: bool = False  # whether its row reads the prefix's pages
-    aside: Aside | None = None
+    swapped: Aside | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
     generated: int = 0
     filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered
-    text: TextStream | None = None
-    thinking: Thinking = dataclasses.field(default_factory=Thinking)  # what steering goes by
-    sentences: SentenceLog | None = None  # of a row whose policy goes by them
+    thinking: Thinking = dataclasses.field(default_factory=Thinking)  # what the strength of steering depends on
+    sentences: SentenceLog | None = None  # of a row whose policy compares sentences
     sharing: Sharing | None = None  # of a row whose policy shares pages
-    num_told: int = 0  # characters of the text that were in an event
-    num_told_tokens: int = 0
+    trace: TraceRecorder | None = None  # of a row that is traced
+    text: TextStream | None = None
+    num_emitted: int = 0  # characters of the text that were in an event
+    num_emitted_tokens: int = 0
 
     @property
     def seconds(self) -> float:
-        """Since it was submitted, without those of compiling."""
+        """Since it was submitted, compilation excluded."""
         return time.perf_counter() - COMPILING.seconds - self.submitted
 
     @property
@@ -96,20 +145,22 @@ class Sample:
     @property
     def is_fresh(self) -> bool:
         """Whether it has not started yet."""
-        return not self.is_running and self.aside is None and not self.is_finished
+        return not self.is_running and not self.is_swapped and not self.is_finished
 
     @property
     def is_forking(self) -> bool:
         """Whether it starts from its prefix."""
-        return self.shares and self.aside is None
+        return self.shares and not self.is_swapped
 
     @property
-    def shared_table(self) -> np.ndarray | None:
-        """Where the pages of its prefix lie that its row reads: [L, K, MP]."""
-        if not self.shares:
-            return None
-        assert self.prefix.start is not None
-        return self.prefix.start.page_table
+    def num_seen(self) -> int:
+        """Tokens of prompt and completion so far."""
+        return len(self.request.prompt) + self.generated
+
+    @property
+    def remaining(self) -> int:
+        """Tokens until its limit."""
+        return self.request.max_new_tokens - self.generated
 
     @property
     def compacted(self) -> Any:
@@ -118,55 +169,62 @@ class Sample:
 
     @property
     def is_due(self) -> bool:
-        """Whether its row is to be compressed now."""
+        """Whether its row is to be compacted now."""
         return not self.is_finished and bool((self.compacted < self.filled).any())
 
-    def note_sharing(self, pairs: Sequence[Pair]) -> None:
-        """Notes that pages left and others stand for them: what read their tokens reads the others', as often, from now on."""
+    def advance(self, row: RowOutputs) -> None:
+        """Counts a chunk's tokens: what the row holds now, and what its queries read."""
+        count, policy = len(row.tokens), self.request.policy
+        if self.trace is not None:
+            self._record(row)
+        self.filled = self.filled + count
+        if policy.evicts_in_steps:  # a last step evicts nothing
+            evicted = np.maximum(0, self.filled - (not row.goes_on) - policy.layer_budgets(len(self.filled)))
+            self.filled = self.filled - evicted
+            self.completion.compactions += int(evicted.max())
+            self.completion.evicted += float(evicted.mean())
+        if self.sharing is not None:
+            self.sharing.append(row.tokens)
+            if not self.sharing.is_over:
+                self.filled = np.full_like(self.filled, self.sharing.layout.num_slots)
+        if self.sentences is not None and row.hidden is not None:
+            self.sentences.take(row.tokens, row.hidden)
+        self.generated += count
+
+    def _record(self, row: RowOutputs) -> None:
+        """Writes a chunk into the trace, before it is counted."""
+        assert self.trace is not None
+        policy, now, count = self.request.policy, self.num_seen, len(row.tokens)
+        if policy.moves_sinks:
+            self.trace.shifted(now, count, int(self.filled[0]) - now)
+        if row.dropped is not None and policy.evicts_in_steps:
+            self.trace.dropped_in_steps(row.dropped, now)
+        if row.is_read is not None and policy.read:
+            self.trace.read(row.is_read)
+        if row.steered is not None and policy.steer:
+            self.trace.steered(now, row.steered)
+
+    def compact(self, dropped: np.ndarray | None) -> None:
+        """Counts the compaction that was due; `dropped` are its positions ([L, K, S], EMPTY for kept), when traced."""
+        compacted = self.compacted
+        self.completion.compactions += 1
+        self.completion.evicted += float((self.filled - compacted).mean())
+        self.filled = compacted
+        if self.sharing is not None:
+            self.sharing.is_over = True
+        if self.trace is not None and dropped is not None:
+            self.trace.dropped(dropped, self.num_seen)
+
+    def share(self, pairs: Sequence[Pair]) -> None:
+        """Counts pages that were replaced by earlier ones: queries read the earlier page once more for each, from now on."""
         assert self.sharing is not None
-        layout, completion = self.sharing.layout, self.completion
-        completion.shared += sum(layout.count[page] for page, _ in pairs)
-        if completion.ends is None:
+        layout = self.sharing.layout
+        self.completion.shared += sum(layout.count[page] for page, _ in pairs)
+        self.filled = np.full_like(self.filled, layout.num_slots)
+        if self.trace is None:
             return
-        now, gone = len(self.request.prompt) + self.generated, [page for page, _ in pairs]
-        is_dropped = np.zeros(completion.ends.shape[-1], bool)
-        is_dropped[np.concatenate([layout.positions(page) for page in gone])] = True
-        completion.ends[..., is_dropped] = now
-        if completion.again is None:
-            completion.again = AgainColumns()
-        completion.again.drop(is_dropped, now)
+        gone, again = [page for page, _ in pairs], [np.zeros(0, np.int32)]
         if self.sharing.share.bias:
-            again = [np.tile(layout.positions(kept), layout.stands_for[page]) for page, kept in pairs if kept not in gone]
-            completion.again.add(np.concatenate(again), now)
-
-    def note_shift(self, count: int) -> None:
-        """Notes how far the queries of the next `count` steps turn for the sinks: as many positions as were dropped."""
-        start, completion = len(self.request.prompt) + self.generated, self.completion
-        if completion.sink_shift is None:
-            completion.sink_shift = np.zeros(self.request.most_tokens, np.int32)
-        completion.sink_shift[start : start + count] = int(self.filled[0]) - start
-
-    def note_steering(self, amount: np.ndarray) -> None:
-        """Notes how much of its vector each of the next tokens got."""
-        start, completion = len(self.request.prompt) + self.generated, self.completion
-        if completion.steered is None:
-            completion.steered = np.zeros(self.request.most_tokens, np.float32)
-        completion.steered[start : start + len(amount)] = amount
-
-    def note_steps(self, count: int, goes_on: bool, dropped: np.ndarray | None) -> None:
-        """Counts what `count` steps gave up (`dropped` [steps, L, K] positions, when traced); a last step gives up nothing."""
-        policy, completion, start = self.request.policy, self.completion, len(self.request.prompt) + self.generated
-        budgets = policy.layer_budgets(len(self.filled))
-        filled = self.filled + count
-        evicted = np.maximum(0, filled - (not goes_on) - budgets)
-        self.filled = filled - evicted
-        completion.compactions += int(evicted.max())
-        completion.evicted += float(evicted.mean())
-        if dropped is not None and completion.ends is not None:
-            step, layer, head = np.nonzero(dropped[:count] != EMPTY)
-            completion.ends[layer, head, dropped[step, layer, head]] = start + step + 1
-
-    @property
-    def remaining(self) -> int:
-        """Tokens until its limit."""
-        return self.request.max_new_tokens - self.generated
+            again += [np.tile(layout.positions(kept), layout.stands_for[page]) for page, kept in pairs if kept not in gone]
+        dropped = np.concatenate([layout.positions(page) for page in gone])
+        self.trace.shared(dropped, np.concatenate(again), self.num_seen)

@@ -145,6 +145,5 @@ class Sharer:
         if not shared:
             return []
         stats.shared += len(shared)
-        row.sample.note_sharing(shared)
-        row.sample.filled = np.full_like(row.sample.filled, layout.num_slots)
+        row.sample.share(shared)
         return [(row.index, *sharing.entries(before, self.max_pages))]

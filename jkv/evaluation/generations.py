@@ -17,8 +17,10 @@ import numpy as np
 
 from jkv.checks import check_counts
 from jkv.engine.engine import Engine
+from jkv.engine.outputs import Event
 from jkv.engine.requests import Request, check_sampling, encode_prompts
-from jkv.engine.results import Event, Result, RunStats
+from jkv.engine.results import Result
+from jkv.engine.stats import RunStats
 from jkv.evaluation.graders import Grader, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
 from jkv.generate import engine_for, make_requests, progress_bar

@@ -6,7 +6,7 @@ v5e, v6e and the H200 ahead of time; `tests/aot/test_plan.py` holds them against
 
 import dataclasses
 
-from jkv.engine.engine import COMPRESS_SIZES, PREFILL_SIZES
+from jkv.engine.runner import PREFILL_SIZES
 from jkv.model.params import ModelConfig
 from jkv.policies import Policy
 
@@ -57,7 +57,6 @@ def scratch_of(
     prefill = 2 * key_bytes + CHUNK * sums // 2
     evict, compaction = policy.evict, 0
     if evict is not None:
-        together = next(size for size in COMPRESS_SIZES if size >= min(num_rows, COMPRESS_SIZES[-1]))
         listed = 4 * LISTED * config.num_layers * config.num_kv_heads * max_slots
-        compaction = together * (listed + 2 * key_bytes)
+        compaction = listed + 2 * key_bytes  # rows are compacted one after the other
     return Scratch(prefill, decode, compaction)

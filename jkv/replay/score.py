@@ -9,7 +9,7 @@ compressed rollouts needs, and it tests pool, compaction, kernels and engine at 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,32 +23,21 @@ from jkv.model import sampling as distributions
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling
 from jkv.reasoning import steering
-
-if TYPE_CHECKING:
-    from jkv.engine.results import Result
+from jkv.replay.trace import SteerTrace, Trace
 
 UNEMBED_BLOCK = 64  # tokens whose logits exist at once
 MAX_ROWS = 8  # samples of a program
 DENSE = "dense"  # in place of a trace: the full cache
 
 
-class SteerTrace(NamedTuple):
-    """What steering added to the hidden states of each sample: `amount` times `vector` where they enter `layer`."""
+@runtime_checkable
+class Completed(Protocol):
+    """What scoring reads of a result (`jkv.Result` is one)."""
 
-    amount: Any  # [n, T]
-    layer: Any  # [n]
-    vector: Any  # [n, D]
-
-
-class Trace(NamedTuple):
-    """Attention columns of each sample, layer and KV head (int32, on the host); prompt and completion are one sequence."""
-
-    source: np.ndarray  # [n, L, K, C] token whose key and value the column holds
-    begin: np.ndarray  # [n, L, K, C] first position that reads it
-    end: np.ndarray  # [n, L, K, C] first position that reads it no more; NEVER (2**31 - 1) when it stays
-    sinks: np.ndarray | None = None  # [n] first tokens that queries read from another position (`jkv.cache.moved_sinks`)
-    sink_shift: np.ndarray | None = None  # [n, T] positions by which each query turns for them, at most 0
-    steer: SteerTrace | None = None
+    tokens: np.ndarray  # [n, T]
+    lengths: np.ndarray  # [n]
+    prompts: list[np.ndarray]
+    sampling: list[Sampling]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +94,8 @@ class ReplayAttention(NamedTuple):
 
 
 def score(
-    model: "Model | Params",
-    out_or_tokens: "Result | Any",
+    model: Model | Params,
+    out_or_tokens: Completed | Any,
     trace: Trace | str | None = DENSE,
     *,
     prompts: Sequence[Any] | None = None,
@@ -133,7 +122,7 @@ def score(
         )
     columns = trace if isinstance(trace, Trace) else None
     if prompts is None:
-        if not hasattr(out_or_tokens, "prompts"):
+        if not isinstance(out_or_tokens, Completed):
             raise ValueError("Scoring bare tokens needs `prompts`, the token ids before each row; got none.")
         tokens, prompts, lengths = out_or_tokens.tokens, out_or_tokens.prompts, out_or_tokens.lengths.tolist()
         sampling = out_or_tokens.sampling if sampling is None else sampling

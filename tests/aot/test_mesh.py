@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jkv.cache import pool
-from jkv.engine import engine, mesh
+from jkv.engine import mesh, scheduler
 from jkv.engine.chunk_inputs import Needs
 from jkv.engine.programs import Control
 from jkv.model.params import ModelConfig, weight_shapes
@@ -90,7 +90,7 @@ def compiled(name: str, num_layers: int) -> Compiled:
     settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
     control = Control(leaf(rows), leaf(rows, 1), settings, rules=None, reads=None, sinks=None, steer=None)
     trace = mesh.program_on(on, "decode_chunk").trace
-    program = targets.compile_for("tpu-v5e", trace, params, state, control, engine.CHUNKS[0], "sampled")
+    program = targets.compile_for("tpu-v5e", trace, params, state, control, scheduler.CHUNKS[0], "sampled")
     kv = state.cache.pool.kv
     of_device = jax.ShapeDtypeStruct((kv.shape[0] // on.size, *kv.shape[1:]), kv.dtype)
     return Compiled(program, state.cache.pool.replace(kv=of_device))

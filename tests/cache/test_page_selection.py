@@ -7,7 +7,7 @@ import pytest
 import jkv
 from jkv.cache import pool as pages
 from jkv.cache.in_step_eviction import UNLIMITED
-from jkv.cache.page_selection import bound, choose_pages, columns_of
+from jkv.cache.page_selection import bound, choose_pages
 
 GROUPS = pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
 KNOBS = {"max_new_tokens": 50, "stop_ids": (), "page_size": 4, "progress": False}
@@ -76,20 +76,6 @@ def test_bounds_follow_what_is_appended_and_start_anew_with_a_page():
     assert_bounds(pool, [0, 1, 2])
     pool = append(pages.release(pool, jnp.asarray([0, 2], jnp.int32)), 0, 5)
     assert_bounds(pool, [0, 1])
-
-
-def test_columns_are_the_spans_of_queries_that_read_a_page():
-    """Prompt of 3, page of 2, four steps, one layer and head: which queries read token t, against the columns."""
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        reads = rng.random((4, 1, 1, 4)) < 0.5
-        for step in range(4):
-            reads[step, 0, 0, (3 + step) // 2] = True  # the current page
-            reads[step, 0, 0, (3 + step) // 2 + 1 :] = False
-        source, begin, end = columns_of(reads, prompt=3, page_size=2, never=99)
-        for q in range(7):
-            expected = sorted(t for t in range(q + 1) if q < 3 or reads[q - 3, 0, 0, t // 2])
-            assert sorted(source[0, 0][(begin[0, 0] <= q) & (q < end[0, 0])].tolist()) == expected
 
 
 @pytest.mark.parametrize("policy", [jkv.quest(16), jkv.quest(8, dense_layers=0), jkv.quest(12, 1, "mean")], ids=repr)

@@ -89,7 +89,7 @@ def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expecte
         engine = engines[list(engines)[i % len(engines)]]
         outs += play(engine, rng, expected)
         assert_engine_is_consistent(engine)
-        assert int(engine.state.cache.pool.free_top) == engine.num_pages
+        assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages
     difference = replay(model, outs)
     assert np.percentile(difference, 99) <= 1e-5
     assert difference.max() <= 1e-4
@@ -100,7 +100,7 @@ def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expecte
     assert sum(one.preemptions for one in stats) > NUM_MIXES / 10
     assert sum(one.forks for one in stats) > NUM_MIXES
     assert sum(one.sharing.shared for one in stats) > NUM_MIXES / 10
-    assert not any(engine.prefixes for engine in engines.values())
+    assert not any(engine.scheduler.prefixes for engine in engines.values())
 
 
 def test_what_is_put_aside_comes_back_bit_for_bit(model, engines):
@@ -136,7 +136,7 @@ def test_samples_of_a_prompt_share_one_prefill_and_its_pages(model):
     assert engine.stats.prefills == 1
     assert engine.stats.forks == 9
     shared, own = 39 // 4, 3  # pages of 4 slots: 39 prompt tokens, then 8 more from the partial page on
-    assert engine.stats.peak_kv_bytes - engine.row_bytes == 4 * (shared + 1 + 8 * own) * engine.page_bytes
+    assert engine.stats.peak_kv_bytes - engine.runner.meter.row_bytes == 4 * (shared + 1 + 8 * own) * engine.page_bytes
     out = engine.result(ticket)
     assert all(one.is_forked for one in out.samples)
     assert len({tuple(row) for row in out.tokens.tolist()}) == 8
@@ -148,7 +148,9 @@ def test_a_long_prompt_is_compressed_once_for_all_its_samples(model, expected):
     ticket = engine.submit(**spec.arguments, n=4)
     engine.step()
     assert_engine_is_consistent(engine)
-    assert (np.asarray(engine.state.cache.pool.refcount) == 5).sum() == 4 * 20 // 4  # the budget's pages: 4 rows and the prefix
+    assert (
+        np.asarray(engine.runner.state.cache.pool.refcount) == 5
+    ).sum() == 4 * 20 // 4  # the budget's pages: 4 rows and the prefix
     engine.run()
     out = engine.result(ticket)
     for sample in range(4):
@@ -175,7 +177,7 @@ def test_rows_refill_so_that_a_full_queue_keeps_them_busy(model):
     rng = np.random.default_rng(0)
     for i in range(64):  # skewed: most end early, some go on for eight times as long
         engine.submit([i % 30, 2], max_new_tokens=int(np.clip(rng.geometric(1 / 20), 4, 60)), stop_ids=())
-    while engine.waiting:
+    while engine.scheduler.waiting:
         engine.step()
     assert engine.stats.occupancy >= 0.8  # a chunk of 8 wastes 3.5 steps of a row whose mean is 20
 
@@ -202,7 +204,7 @@ def test_cancelling_frees_a_sample_wherever_it_is(model, expected):
     events = engine.step()
     assert engine.is_idle
     assert [event.finish_reason for event in events] == ["cancelled"]
-    assert int(engine.state.cache.pool.free_top) == engine.num_pages
+    assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages
     out = engine.result(first)
     assert out.finish_reason == ["cancelled"]
     assert out.lengths[0] == 32
@@ -295,7 +297,7 @@ def test_a_callback_that_raises_ends_its_own_request_only(model, expected):
     assert [token for event in heard for token in event.tokens] == out.tokens[0].tolist()
     assert [event.finish_reason for event in heard][:-1] == [""] * (len(heard) - 1)
     assert heard[-1].finish_reason == out.finish_reason[0]
-    assert int(engine.state.cache.pool.free_top) == engine.num_pages
+    assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages
 
 
 @pytest.mark.parametrize("error", [SystemExit, GeneratorExit, KeyboardInterrupt])
@@ -313,7 +315,7 @@ def test_a_callback_that_means_to_stop_everything_loses_nothing_in_flight(model,
     assert {sample.completion.finish_reason for sample in engine.tickets[failing]} == {"error"}
     engine.run()
     assert engine.result(other).tokens[0].tolist() == expected(spec, 0)[0]
-    assert int(engine.state.cache.pool.free_top) == engine.num_pages
+    assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages
 
 
 def test_weights_that_are_not_finite_are_refused_before_anything_compiles(model):
@@ -443,7 +445,7 @@ def test_statistics_tell_each_sample_s_story(model):
     assert first.peak_kv_bytes == second.peak_kv_bytes == 2 * 2 * -(-slots // 4) * engine.page_bytes
     stats = engine.stats
     prefix = 2 * 2 * engine.page_bytes  # of the prompt, for the one that waits
-    assert stats.peak_kv_bytes == first.peak_kv_bytes + prefix + engine.row_bytes
+    assert stats.peak_kv_bytes == first.peak_kv_bytes + prefix + engine.runner.meter.row_bytes
     assert (stats.started, stats.queued_seconds) == (2, first.queued_seconds + second.queued_seconds)
     assert stats.occupancy == 1.0
     assert 0 < stats.host_seconds < stats.seconds

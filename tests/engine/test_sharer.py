@@ -56,8 +56,8 @@ def submit_all(engine, policy, n=2):
 
 def rows_of(engine):
     """The pool's positions and log-weights of each running row, slot by slot, on the host."""
-    pool = jax.device_get(engine.state.cache.pool)
-    for i, sample in engine.running.items():
+    pool = jax.device_get(engine.runner.state.cache.pool)
+    for i, sample in engine.scheduler.running.items():
         yield sample, pool.page_table[:, i], pool.length[:, i], pool.position, pool.slot_data["log_weight"][:, i]
 
 
@@ -89,11 +89,11 @@ def test_what_the_host_knows_is_what_the_pool_holds_and_the_trace_replays(model,
     while not engine.is_idle:
         engine.step()
         seen += assert_layouts_are_the_pools(engine)
-        pool = jax.device_get(engine.state.cache.pool)
-        assert_allocator_is_consistent(pool, [p.start.snapshot.seat for p in engine.prefixes.values() if p.start])
+        pool = jax.device_get(engine.runner.state.cache.pool)
+        assert_allocator_is_consistent(pool, [p.start.snapshot.seat for p in engine.scheduler.prefixes.values() if p.start])
     assert seen > 20
     assert engine.stats.sharing.shared > 5
-    assert int(engine.state.cache.pool.free_top) == engine.num_pages
+    assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages
     for ticket in tickets:
         out = engine.result(ticket)
         difference = np.abs(np.asarray(jkv.score(model, out, trace=out.trace).logprobs) - out.logprobs)
@@ -150,9 +150,9 @@ def test_pages_that_are_shared_are_free_for_others(model):
         engine.submit(PROMPTS[1], policy, jkv.Sampling(seed=5), max_new_tokens=NEW, stop_ids=())
         while not engine.is_idle:
             engine.step()
-            if engine.running:
-                held[policy.name] = engine.num_pages - int(engine.state.cache.pool.free_top)
-                assert held[policy.name] <= engine._claimed()
+            if engine.scheduler.running:
+                held[policy.name] = engine.num_pages - int(engine.runner.state.cache.pool.free_top)
+                assert held[policy.name] <= engine.scheduler.reserved
     shared_pages = engine.stats.sharing.shared
     assert shared_pages > 2
     assert held["reason_cache"] <= held["full"] - (shared_pages - 2) * 4  # two layers, two heads; some in the last chunk
@@ -196,7 +196,7 @@ def test_an_encoder_that_fails_ends_its_own_request_alone(model):
     ticket = alone.submit(PROMPTS[0], PLAIN, **arguments)
     alone.run()
     np.testing.assert_array_equal(alone.result(ticket).tokens, other.tokens)
-    assert int(engine.state.cache.pool.free_top) == engine.num_pages
+    assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages
 
 
 def test_a_filter_slower_than_the_device_is_counted_as_a_wait(model):
@@ -233,9 +233,9 @@ def test_the_engine_measures_what_the_pool_holds(model):
         seen = []
         while not engine.is_idle:
             engine.step()
-            if engine.running:
-                sample = engine.running[0]
-                state = jax.device_get(engine.state.cache.pool)
+            if engine.scheduler.running:
+                sample = engine.scheduler.running[0]
+                state = jax.device_get(engine.runner.state.cache.pool)
         sharing_stats = engine.stats.sharing
         assert sharing_stats.candidates > 3
         # Nothing was shared at distance 0, so page p of the row is entry p: every distance can be had from the last state.

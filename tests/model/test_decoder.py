@@ -27,9 +27,9 @@ def test_logits_of_64_decode_steps_through_the_pool_match(golden, page_size):
     engine = jkv.Engine(model.params, max_running=2, max_slots=100, page_size=page_size, chunk=1)
     engine.submit([1], max_new_tokens=1)  # takes row 0 and leaves it empty after a step
     ticket = engine.submit(reference["prompt"], max_new_tokens=steps, stop_ids=())
-    engine._admit()
+    engine.runner.execute(engine.scheduler.next())
     for step in range(steps):
-        np.testing.assert_allclose(engine.state.logits[1], reference["decode_logits"][step], atol=1e-4)
+        np.testing.assert_allclose(engine.runner.state.logits[1], reference["decode_logits"][step], atol=1e-4)
         engine.step()
     assert engine.result(ticket).tokens[0].tolist() == reference["greedy"].tolist()
 
@@ -39,7 +39,7 @@ def test_logits_of_every_prompt_position_through_the_pool_match(golden, piece):
     model, reference = golden
     prompt = reference["prompt"]
     engine = jkv.Engine(model.params, max_running=2, max_slots=100, page_size=4)
-    state, logits = engine.state, []
+    state, logits = engine.runner.state, []
     for start in range(0, len(prompt), piece):
         tokens = np.zeros((1, 16), np.int32)
         count = len(prompt[start : start + piece])

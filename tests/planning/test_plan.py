@@ -66,9 +66,9 @@ def test_bytes_are_those_of_the_engine_that_is_built(name):
     engine = jkv.Engine(model, policies=[POLICIES[name]], **plan.engine)
     assert plan.dtype == dtype
     assert plan.weight_bytes == num_bytes(model.params)
-    assert plan.own.state_bytes == num_bytes(engine.state)
+    assert plan.own.state_bytes == num_bytes(engine.runner.state)
     assert plan.own.num_pages == engine.num_pages
-    pool = engine.state.cache.pool
+    pool = engine.runner.state.cache.pool
     of_token = (pool.kv.nbytes + pool.position.nbytes) * TINY.num_layers * TINY.num_kv_heads
     assert plan.bytes_per_token == of_token // pool.position.size
 
@@ -85,7 +85,7 @@ def test_as_many_rows_run_as_were_planned_and_not_one_page_is_to_spare(name):
         most = 0
         while not engine.is_idle:
             engine.step()
-            most = max(most, len(engine.running))
+            most = max(most, len(engine.scheduler.running))
         return most, engine.stats.preemptions
 
     most, preemptions = play(plan.own.num_pages)

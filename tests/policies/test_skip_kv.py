@@ -223,10 +223,10 @@ def test_embeddings_are_counted_while_they_are_held_and_gone_with_the_sample(mod
     engine = Engine(model, max_running=2, max_slots=160, page_size=4, policies=[recipe()])
     tickets = [engine.submit(prompt, recipe(budget=100), SAMPLING, 60, stop_ids=()) for prompt in PROMPTS[:2]]
     most = 0
-    while engine.running or engine.waiting:
+    while engine.scheduler.running or engine.scheduler.waiting:
         engine.step()
         held = 0
-        for sample in engine.running.values():
+        for sample in engine.scheduler.running.values():
             tokens = [*sample.request.prompt.tolist(), *sample.completion.tokens]
             held += len(cut_into_sentences(tokens, ENDS)) * 32 * 4 + 32 * 8  # float32, and the sum of the unfinished in float64
         most = max(most, held)
@@ -269,11 +269,11 @@ def test_ragged_prompts_need_no_grouping_for_no_slot_ever_holds_padding(model):
     for prompt in prompts:
         engine.submit(prompt, recipe(), SAMPLING, 90, stop_ids=())
     full_rows, row = 0, jnp.arange(4, dtype=jnp.int32)
-    while engine.waiting or engine.running:
+    while engine.scheduler.waiting or engine.scheduler.running:
         engine.step()
-        pool = engine.state.cache.pool
+        pool = engine.runner.state.cache.pool
         position = np.stack([np.asarray(pages.positions(pool, layer, row)) for layer in range(2)])
-        for i, sample in engine.running.items():
+        for i, sample in engine.scheduler.running.items():
             expected = num_held(len(sample.request.prompt), sample.generated)
             for of_head in position[:, i].reshape(-1, position.shape[-1]):
                 held = of_head[of_head >= 0].tolist()

@@ -73,7 +73,7 @@ def shards_of(pool, num_shards):
 
 
 def cache_sizes(engine):
-    return {name: getattr(engine.programs, name)._cache_size() for name in mesh.RESULTS}
+    return {name: getattr(engine.runner.programs, name)._cache_size() for name in mesh.RESULTS}
 
 
 def play(model, on, names):
@@ -94,8 +94,8 @@ def play(model, on, names):
     tickets = {name: engine.submit(**REQUESTS[name], max_new_tokens=22, stop_ids=()) for name in names}
     while not engine.is_idle:
         engine.step()
-        seats = [jax.device_get(prefix.start.snapshot.seat) for prefix in engine.prefixes.values() if prefix.start]
-        for index, pool in enumerate(shards_of(engine.state.cache.pool, num_shards)):
+        seats = [jax.device_get(prefix.start.snapshot.seat) for prefix in engine.scheduler.prefixes.values() if prefix.start]
+        for index, pool in enumerate(shards_of(engine.runner.state.cache.pool, num_shards)):
             assert_allocator_is_consistent(pool, [part_of(seat, num_shards, index) for seat in seats])
     compiled = {name: size - before[name] for name, size in cache_sizes(engine).items()}
     return {name: engine.result(ticket) for name, ticket in tickets.items()}, engine, compiled
@@ -150,10 +150,10 @@ def test_a_mesh_compiles_no_program_more_often(alone, together):
 
 def test_weights_and_pages_are_split_evenly(together):
     _, engine, _ = together[8]
-    num_shards, layer, pool = engine.mesh.size, engine.params.layers[0], engine.state.cache.pool
-    for whole, axis in ((layer.query, 1), (layer.out, 0), (layer.down, 0), (engine.params.embedding, 0), (pool.kv, 0)):
+    num_shards, layer, pool = engine.mesh.size, engine.model.params.layers[0], engine.runner.state.cache.pool
+    for whole, axis in ((layer.query, 1), (layer.out, 0), (layer.down, 0), (engine.model.params.embedding, 0), (pool.kv, 0)):
         assert whole.addressable_shards[0].data.shape[axis] * num_shards == whole.shape[axis]
-    assert mesh.shard(engine.params, engine.mesh).embedding is engine.params.embedding
+    assert mesh.shard(engine.model.params, engine.mesh).embedding is engine.model.params.embedding
 
 
 def test_new_weights_that_lie_elsewhere_are_refused_and_those_in_place_compile_nothing(model):
@@ -184,10 +184,10 @@ def test_weights_with_adapters_and_in_another_layout_are_split_likewise(model):
     engine, out = tokens_on(devices_of(8))
     assert out.tokens.tolist() == expected.tokens.tolist()
     np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-4)
-    layer = engine.params.layers[0]
+    layer = engine.model.params.layers[0]
     for whole, axis in ((layer.query.base, 1), (layer.query.up, 1), (layer.out.base, 0), (layer.out.down, 0), (layer.up.up, 1)):
         assert whole.addressable_shards[0].data.shape[axis] * 8 == whole.shape[axis]
-    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.params))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.model.params))
     assert mesh.local_bytes(params, 8) == held
 
 
@@ -331,5 +331,5 @@ def test_a_plan_counts_what_each_device_holds(model, count):
         def held(tree, shard=shard):
             return sum(x.addressable_shards[shard].data.nbytes for x in jax.tree.leaves(tree))
 
-        assert held(engine.params) == plan.weight_bytes
-        assert held(engine.state) == plan.own.state_bytes
+        assert held(engine.model.params) == plan.weight_bytes
+        assert held(engine.runner.state) == plan.own.state_bytes

@@ -115,7 +115,7 @@ def assert_engine_is_consistent(engine: Engine) -> None:
 
     Between steps the claims, which look a chunk ahead, may exceed the pool; the next step makes room before it decodes.
     """
-    pool = jax.device_get(engine.state.cache.pool)
-    seats = [prefix.start.snapshot.seat for prefix in engine.prefixes.values() if prefix.start]
+    pool = jax.device_get(engine.runner.state.cache.pool)
+    seats = [prefix.start.snapshot.seat for prefix in engine.scheduler.prefixes.values() if prefix.start]
     assert_allocator_is_consistent(pool, [jax.device_get(seat) for seat in seats])
-    assert len(pool.refcount) - 1 - pool.free_top <= min(engine._claimed(), engine.num_pages)
+    assert len(pool.refcount) - 1 - pool.free_top <= min(engine.scheduler.reserved, engine.num_pages)

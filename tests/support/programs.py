@@ -12,8 +12,8 @@ from jkv.cache import pool
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import LOG_WEIGHT
-from jkv.engine import engine, sharer, swap
 from jkv.engine import programs as device
+from jkv.engine import runner, scheduler, sharer, swap
 from jkv.engine.chunk_inputs import Needs, empty_state
 from jkv.engine.programs import AlignRules, Control, Snapshot, State
 from jkv.model.params import ModelConfig, Params, weight_shapes
@@ -119,13 +119,13 @@ def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, tell
         flags = leaf(rows, dtype=bool)
         align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
     control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer, align)
-    options = {"num_steps": engine.CHUNKS[0], "draws": "sampled", "tells_hidden": tells_hidden}
+    options = {"num_steps": scheduler.CHUNKS[0], "draws": "sampled", "tells_hidden": tells_hidden}
     return device.decode_chunk.trace(shapes.params, shapes.state, control, **options)
 
 
 def prefill(shapes: Shapes) -> Any:
     """The largest chunk of a prompt."""
-    token = shapes.leaf(1, engine.PREFILL_SIZES[-1])
+    token = shapes.leaf(1, runner.PREFILL_SIZES[-1])
     return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1))
 
 
@@ -266,7 +266,7 @@ def sliced_index_append(shapes: Shapes) -> Any:
         return pages.replace(kv=jax.lax.scan(step, pages.kv, (page, offset, kv))[0])
 
     pages = shapes.state.cache.pool
-    address = shapes.leaf(engine.CHUNKS[0], NUM_ROWS)
+    address = shapes.leaf(scheduler.CHUNKS[0], NUM_ROWS)
     kv = shapes.leaf(*address.shape, 2, pages.kv.shape[-1], dtype=pages.kv.dtype)
     return write.trace(pages, address, address, kv)
 

@@ -1,0 +1,123 @@
+"""Tokens to text, stop strings, finish reasons, events and streaming callbacks."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from jkv.engine.samples import RowOutputs, Sample
+from jkv.model.params import Model
+from jkv.reasoning.token_text import TextStream, cut, num_certain
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What a chunk brought for one sample.
+
+    Attributes:
+      ticket: of the request (`Engine.submit`); for `jkv.generate`, the index of the prompt.
+      sample: index among the request's samples.
+      tokens: the new ones.
+      logprobs: theirs.
+      text: what they add to the text, where there is a tokenizer and the events are streamed. Characters that may turn out to
+        be part of a stop string wait for the next event.
+      finish_reason: empty as long as the sample runs.
+    """
+
+    ticket: int
+    sample: int
+    tokens: list[int]
+    logprobs: list[float]
+    text: str | None
+    finish_reason: str
+
+
+class Outputs:
+    """Collects every chunk's tokens into completions, and emits them as events.
+
+    Args:
+      model: whose tokenizer decodes; `update` replaces it.
+      tickets: the samples of each request, the engine's own record.
+      finish: ends a sample with a reason.
+
+    Attributes:
+      events: not yet returned by `Engine.step`.
+      raised: what a callback raised that concerns more than its request (KeyboardInterrupt, SystemExit, ...).
+      is_streaming: whether events carry text for requests without a callback too.
+    """
+
+    def __init__(self, model: Model, tickets: Mapping[int, Sequence[Sample]], finish: Callable[[Sample, str], None]) -> None:
+        self.tokenizer, self.end_ids = model.tokenizer, model.config.end_ids
+        self.events: list[Event] = []
+        self.raised: BaseException | None = None
+        self.is_streaming = False
+        self._tickets, self._finish = tickets, finish
+
+    def collect(self, sample: Sample, row: RowOutputs, version: int) -> tuple[list[int], list[float]]:
+        """Adds a chunk's tokens to the completion, ends the sample if it is finished, and returns the tokens that count.
+
+        `version` is of the weights that computed the chunk; the chunk's first token was drawn from logits that were there.
+        """
+        completion, tokens, log_probs = sample.completion, row.tokens, row.log_probs
+        reason = self._reason(sample, row)
+        kept = sample.stops.find(tokens) if sample.stops else None
+        if kept is not None:
+            tokens, log_probs, reason = tokens[:kept], log_probs[:kept], "stop"
+        completion.tokens += tokens
+        completion.log_probs += log_probs
+        completion.log_probs_full += row.log_probs_full[: len(tokens)]
+        completion.versions += [sample.version, *[version] * len(tokens)][: len(tokens)]
+        sample.version = version
+        if reason:
+            self._finish(sample, reason)
+        return tokens, log_probs
+
+    def _reason(self, sample: Sample, row: RowOutputs) -> str:
+        """Why a sample ends with this chunk, by its tokens alone; empty if it does not."""
+        if not np.isfinite(row.log_probs[-1]):
+            return "nan"
+        if row.tokens[-1] in sample.request.stop_ids:
+            return "stop"
+        return "length" if sample.remaining <= 0 else ""
+
+    def emit(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
+        """Makes an event of new tokens, for the caller of `Engine.step` and the request's callback.
+
+        A callback that raises ends its request with the reason "error"; the other requests go on.
+        """
+        text = None
+        if self.tokenizer is not None and (self.is_streaming or sample.on_tokens):
+            text = self._new_text(sample)
+        event = Event(sample.ticket, sample.index, tokens, log_probs, text, sample.completion.finish_reason)
+        self.events.append(event)
+        if sample.on_tokens is None:
+            return
+        try:
+            sample.on_tokens(event)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.raised = error  # `Engine.step` raises it once nothing can be lost
+            sample.completion.error = error
+            for other in self._tickets.get(sample.ticket, []):
+                other.on_tokens = None
+                if not other.is_finished:
+                    other.completion.error = error
+                    self._finish(other, "error")
+                    self.emit(other, [], [])
+
+    def _new_text(self, sample: Sample) -> str:
+        """The text that no event has carried yet and that no stop string can take back."""
+        if sample.text is None:
+            sample.text = TextStream(functools.partial(self.tokenizer.decode, skip_special_tokens=True))
+        sample.text.push(sample.completion.tokens[sample.num_emitted_tokens :])
+        sample.num_emitted_tokens = len(sample.completion.tokens)
+        text, stops = sample.text.text, sample.request.stop_strings
+        text = cut(text, stops) if sample.is_finished else text[: num_certain(text, stops)]
+        start, sample.num_emitted = sample.num_emitted, max(sample.num_emitted, len(text))
+        return text[start:]
+
+    def take(self) -> list[Event]:
+        """The events since the last time."""
+        events, self.events = self.events, []
+        return events

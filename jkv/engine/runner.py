@@ -1,0 +1,338 @@
+"""Executes the scheduler's turns on the device: prefill, fork, swap, decode, compaction. It owns the device state.
+
+Every program has a fixed shape (`jkv.engine.programs`), the state is donated from each to the next, and the host reads the
+device once a chunk.
+"""
+
+import copy
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv.cache.pool import TRASH, num_pages_of
+from jkv.engine import mesh as meshes
+from jkv.engine import programs, swap
+from jkv.engine.chunk_inputs import Needs, empty_state, for_chunk, row_settings
+from jkv.engine.programs import Control
+from jkv.engine.samples import Prefix, RowOutputs, Sample, Start
+from jkv.engine.scheduler import Limits, Turn
+from jkv.engine.sharer import Sharer
+from jkv.engine.stats import Meter
+from jkv.model import weights
+from jkv.model.params import Model, Params
+from jkv.model.sampling import DRAWS
+from jkv.reasoning.sentences import map_sentences, new_log
+from jkv.replay.trace import TraceRecorder
+from pallas_kernels.dispatch import platform_of
+
+PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
+MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
+
+
+class Runner:
+    """The device side of an engine.
+
+    Args:
+      model: with weights that lie where they are to be used (`jkv.model.weights.committed`).
+      limits: rows, pages and page size.
+      needs: what the device keeps for policies.
+      running: samples by row, the scheduler's record.
+      max_slots: slots of a row in a layer and KV head.
+      max_stop_ids: stop ids of a request, at most.
+      mesh: the devices of a tensor-parallel engine.
+      poison: for tests: freed pages become NaN.
+
+    Attributes:
+      state: a `jkv.engine.programs.State`; None while the engine sleeps.
+      programs: `jkv.engine.programs`, or those of the mesh.
+      version: of the weights: how often they were replaced.
+      is_traced: whether new samples record a trace.
+      sharer: finds pages to share.
+      meter: measures what is held and how long it takes.
+    """
+
+    state: Any = None
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        needs: Needs,
+        running: Mapping[int, Sample],
+        *,
+        page_bytes: int,
+        max_slots: int,
+        max_stop_ids: int,
+        mesh: jax.sharding.Mesh | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.model, self.limits, self.needs, self.mesh, self.max_stop_ids = model, limits, needs, mesh, max_stop_ids
+        self.programs: Any = programs if mesh is None else meshes.programs_on(mesh)
+        self.version, self.is_traced = 0, False
+        self.platform = platform_of(next(iter(model.params.embedding.devices())))
+        self.draws = DRAWS[0]  # the most demanding so far: going back would compile, and save nothing that was not paid
+        config, max_pages = model.config, num_pages_of(max_slots, limits.page_size)
+        sizes: dict[str, Any] = {
+            "num_rows": limits.max_running,
+            "num_pages": limits.num_pages,
+            "max_pages": max_pages,
+            "page_size": limits.page_size,
+            "dtype": model.params.embedding.dtype,
+            "poison": poison,
+        }
+        self._make_state: Callable[[], Any] = functools.partial(empty_state, config, needs, **sizes)
+        if mesh is not None:
+            self._make_state = meshes.state_maker(mesh, config, needs, **sizes)
+        self._place = weights.place_of(model.params)
+        self.wake()
+        self._settings: Control | None = None  # of the rows, on the device; None when the rows have changed
+        # A longer request doubles it, and compiles compaction anew.
+        self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
+        cache = self.state.cache
+        beside_pages = cache.query_ring, cache.pool.slot_data, cache.pool.hole
+        self.meter = Meter(
+            config,
+            running,
+            itemsize=model.params.embedding.dtype.itemsize,
+            page_size=limits.page_size,
+            page_bytes=page_bytes,
+            row_bytes=sum(x.nbytes for x in jax.tree.leaves(beside_pages)),
+            max_running=limits.max_running,
+            platform=self.platform,
+        )
+        self.sharer = Sharer(self.programs, model, limits.page_size, limits.max_running, max_pages)
+
+    @property
+    def params(self) -> Params:
+        """The weights in use."""
+        return self.model.params
+
+    @property
+    def num_held_pages(self) -> int:
+        """Pages of the pool in use; waits for the device."""
+        return self.limits.num_pages - int(np.sum(self.state.cache.pool.free_top))
+
+    # Weights and memory.
+
+    def use(self, params: Params) -> None:
+        """Takes other weights of the same shapes."""
+        self.model = dataclasses.replace(self.model, params=params)
+        self.sharer.renew(self.model)
+
+    def wake(self) -> None:
+        """Makes an empty pool."""
+        state = self._make_state()
+        self.state = state if self.mesh is not None else jax.device_put(state, self._place)
+
+    def sleep(self) -> None:
+        """Frees the pool and everything beside it."""
+        for leaf in jax.tree.leaves((self.state, self._settings)):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        self.state, self._settings = None, None
+
+    # A turn.
+
+    def execute(self, turn: Turn) -> None:
+        """Frees, swaps, prefills and forks what a turn says; then its rows are ready to decode."""
+        self.release(turn.release)
+        if turn.swap_out:
+            with self.meter.clock("swap_seconds"):
+                for row, sample in turn.swap_out.items():
+                    self._swap_out(row, sample)
+        self.free(turn.free)
+        if turn.admit:
+            self._settings = None
+        for source, group in itertools.groupby(turn.admit.items(), key=lambda item: source_of(item[1])):
+            admitted = dict(group)
+            if source is not None:
+                self._fork(admitted)
+                continue
+            for row, sample in admitted.items():
+                if sample.is_swapped:
+                    with self.meter.clock("swap_seconds"):
+                        self._swap_in(row, sample)
+                else:
+                    self._prefill(row, sample)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Frees rows and the pages that only they hold."""
+        if rows:
+            self.state = self.programs.release(self.state, self._pad_rows(rows))
+
+    def free(self, prefixes: Sequence[Prefix]) -> None:
+        """Frees prefixes; one that a swapped-out sample reads is kept in host memory."""
+        for prefix in prefixes:
+            assert prefix.start is not None
+            table = prefix.start.page_table
+            if prefix.swapped is None and any(sample.is_swapped for sample in prefix.samples):
+                prefix.swapped = swap.read_pages(self.programs, self.state, table, table != TRASH)
+            self.state = self.programs.drop(self.state, prefix.start.snapshot.seat)
+            prefix.start = None
+
+    def _swap_out(self, row: int, sample: Sample) -> None:
+        """Moves a row to host memory, except for the pages of its prefix."""
+        sample.swapped = swap.put_aside(self.programs, self.state, row, sample.prefix.page_table)
+        self.state = self.programs.release(self.state, self._pad_rows([row]))
+
+    def _swap_in(self, row: int, sample: Sample) -> None:
+        """Moves a sample back into a row, bit for bit."""
+        assert sample.swapped is not None
+        table = sample.prefix.page_table if sample.shares else None
+        self.state = swap.bring_back(self.programs, self.state, row, sample.swapped, table, sample.prefix.swapped)
+        sample.swapped, sample.is_swapped = None, False
+
+    def _prefill(self, row: int, sample: Sample) -> None:
+        """A prompt into its row, compacted if it is longer than the budget."""
+        prompt, config = sample.request.prompt, self.model.config
+        sample.filled, sample.version = np.full(config.num_layers, len(prompt)), self.version
+        sample.sentences = new_log(self.model, sample.request.policy.sentences)
+        sample.trace = self._new_trace(sample)
+        with self.meter.clock("prefill_seconds"):
+            for piece in split_prompt(prompt):
+                padded = np.zeros((1, next(size for size in PREFILL_SIZES if size >= len(piece))), np.int32)
+                padded[0, : len(piece)] = piece
+                self.state, hidden = self.programs.prefill_chunk(
+                    self.params, self.state, np.asarray([row], np.int32), padded, np.asarray([len(piece)], np.int32)
+                )
+                if sample.sentences is not None:
+                    sample.sentences.take(piece, np.asarray(hidden)[0, : len(piece)])
+            self.meter.peak(self.num_held_pages)
+        self.sharer.start(sample)
+        self.meter.row(sample)
+        self.meter.stats.prefills += 1
+        if sample.is_due:
+            self.compact({row: sample})
+
+    def _fork(self, admitted: dict[int, Sample]) -> None:
+        """Rows that start from the same prompt: prefilled once, in the first of them, and copied to all."""
+        first, sample = next(iter(admitted.items()))
+        prefix = sample.prefix
+        if prefix.start is None:
+            self._prefill(first, sample)
+            self.state, snapshot = self.programs.leave(self.state, np.int32(first))
+            done, table = copy.copy(sample.completion), np.asarray(snapshot.seat.page_table)
+            prefix.start = Start(snapshot, table, done, sample.sentences, sample.trace)
+        start = prefix.start
+        with self.meter.clock("prefill_seconds"):
+            for owns_all, group in split_by_ownership(admitted):
+                self.state = self.programs.fork(self.state, start.snapshot, self._pad_rows(group), owns_all)
+        for sample in admitted.values():
+            completion, done = sample.completion, start.completion
+            sample.filled, completion.is_forked, sample.version = prefix.filled, True, self.version
+            completion.compactions, completion.evicted = done.compactions, done.evicted
+            sample.sentences = None if start.sentences is None else start.sentences.copy()
+            self.sharer.start(sample)
+            sample.trace = None if start.trace is None else self._new_trace(sample)
+            if sample.trace is not None and start.trace is not None:
+                sample.trace.fork_from(start.trace, len(sample.request.prompt))
+        self.meter.stats.forks += len(admitted)
+
+    def decode(self, running: dict[int, Sample], num_steps: int) -> tuple[dict[int, RowOutputs], int]:
+        """One chunk of all rows: what each row computed, and the pages that the pool holds then."""
+        is_traced = self.is_traced and self.needs.has_events
+        inputs = self._chunk_inputs(running)
+        with self.meter.clock("decode_seconds"):
+            self.state, outputs = self.programs.decode_chunk(
+                self.params, self.state, inputs, num_steps, self.draws, is_traced, self.needs.sentences
+            )
+            if self.needs.sharing:
+                self.sharer.look(running, self.state, num_steps, outputs)
+            outputs = jax.device_get(outputs)
+        log_prob_full = outputs.log_prob if outputs.log_prob_full is None else outputs.log_prob_full
+        counts = outputs.is_real.sum(axis=0)
+
+        def row(i: int) -> RowOutputs:
+            tokens, log_probs, full = (x[: counts[i], i].tolist() for x in (outputs.token, outputs.log_prob, log_prob_full))
+            dropped, is_read = (None if x is None else x[: counts[i], :, i] for x in (outputs.dropped, outputs.is_read))
+            steered, hidden = (None if x is None else x[: counts[i], i] for x in (outputs.steered, outputs.hidden))
+            goes_on = bool(outputs.is_running[i])
+            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden)
+
+        return {i: row(i) for i in running}, int(outputs.held_pages)
+
+    def share(self) -> list[tuple[Sample, Exception]]:
+        """Shares the pages that were found alike during the chunk; samples whose encoder raised, with the error."""
+        self.state = self.sharer.decide(self.state)
+        return self.sharer.failed
+
+    def compact(self, due: dict[int, Sample]) -> None:
+        """Compacts rows, one program of one row after the other, so that no row's rounding depends on how many are due."""
+        with self.meter.clock("decode_seconds"):
+            dropped = [self._compact_row(row, sample) for row, sample in due.items()]
+            for sample, positions in zip(due.values(), dropped, strict=True):
+                sample.compact(None if positions is None else np.asarray(positions)[:, 0])
+
+    def _compact_row(self, row: int, sample: Sample) -> Any:
+        """Dispatches one row's compaction; the positions that it dropped, on the device, when traced."""
+        request, log = sample.request, sample.sentences
+        assert request.policy.evict is not None
+        evict, sentences = request.policy.evict, None
+        if evict.needs_similarity:
+            self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
+            sentences = map_sentences([] if log is None else [log], 1, self._map_width)
+        self.state, dropped, is_left = self.programs.compress(
+            self.state,
+            np.asarray([row], np.int32),
+            np.asarray(sample.compacted, np.int32)[:, None],
+            np.asarray([len(request.prompt)], np.int32),
+            np.asarray([[evict.sinks], [evict.recent]], np.int32),
+            evict=evict.as_program,
+            is_traced=self.is_traced,
+            sentences=sentences,
+        )
+        if is_left is not None and log is not None:
+            log.forget(np.asarray(is_left)[0])
+        return dropped
+
+    def _chunk_inputs(self, running: dict[int, Sample]) -> Control:
+        """What the next chunk has to know; settings change only with the rows, and stay on the device until then."""
+        if self._settings is None:
+            demands = [sample.request.sampling.draws for sample in running.values()]
+            self.draws = max([self.draws, *demands], key=DRAWS.index)
+            self._settings = row_settings(
+                running,
+                self.needs,
+                self.model,
+                num_rows=self.limits.max_running,
+                max_stop_ids=self.max_stop_ids,
+                page_size=self.limits.page_size,
+                sharding=None if self.mesh is None else meshes.everywhere(self.mesh),
+            )
+        return for_chunk(self._settings, running, self.model)
+
+    def _new_trace(self, sample: Sample) -> TraceRecorder | None:
+        """A recorder for a sample, if samples are traced."""
+        config, policy = self.model.config, sample.request.policy
+        if not self.is_traced:
+            return None
+        size = config.num_layers, config.num_kv_heads, sample.request.most_tokens
+        return TraceRecorder(*size, sinks=policy.num_moving_sinks, steer=policy.steer)
+
+    def _pad_rows(self, rows: Sequence[int]) -> np.ndarray:
+        """Rows for a program that takes as many as there are; the rest are none."""
+        num_rows = self.limits.max_running
+        return np.pad(np.asarray(rows, np.int32), (0, num_rows - len(rows)), constant_values=num_rows)
+
+
+def source_of(sample: Sample) -> int | None:
+    """The prefix that an admitted sample starts from, as a key; None if it is prefilled or swapped in by itself."""
+    return id(sample.prefix) if sample.is_forking else None
+
+
+def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list[int]]]:
+    """Rows that will write into their prompt's pages and must own them, and the others."""
+    for owns_all in (False, True):
+        group = [row for row, sample in admitted.items() if sample.request.policy.evicts_in_steps == owns_all]
+        if group:
+            yield owns_all, group
+
+
+def split_prompt(prompt: np.ndarray) -> list[np.ndarray]:
+    """The pieces that prefill takes one after the other."""
+    return [prompt[start : start + PREFILL_SIZES[-1]] for start in range(0, len(prompt), PREFILL_SIZES[-1])]

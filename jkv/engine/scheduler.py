@@ -1,0 +1,255 @@
+"""Which samples run, which wait, and how many decode steps the next chunk has: arithmetic on the host, no device, no model.
+
+Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The pool never runs out of pages under a running row:
+
+- A bounded sample reserves at admission the most pages that it will ever hold. It is never preempted.
+- An unbounded sample reserves what it may hold after the next chunk. When the reservations exceed the pool, the youngest
+  unbounded sample is preempted: its row is swapped out to host memory, and swapped in again, bit for bit, when it fits.
+- Samples of one prompt share one prefill: a prefix, which reserves its own pages as long as a sample needs them. An idle prefix
+  (no running row reads it) is freed before a sample is preempted.
+- Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool, or it was refused.
+
+A chunk never passes a moment at which one of its rows may be compacted, and rows are admitted between chunks alone, so a row's
+compactions never depend on the other rows.
+"""
+
+import dataclasses
+import heapq
+from typing import NamedTuple
+
+from jkv.cache.pool import num_pages_of
+from jkv.engine.samples import Prefix, Sample
+
+CHUNKS = (16, 8, 4, 2, 1)  # decode steps of a chunk
+ORDERS = ("arrival", "longest")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What an engine has room for.
+
+    Attributes:
+      num_layers: L.
+      num_kv_heads: K.
+      page_size: slots of a page.
+      num_pages: pages of the pool.
+      max_running: rows.
+      chunk: decode steps of a chunk, at most.
+      order: whom to admit first: "arrival", or "longest" (prompt and limit).
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    page_size: int
+    num_pages: int
+    max_running: int
+    chunk: int = CHUNKS[0]
+    order: str = "arrival"
+
+
+class Turn(NamedTuple):
+    """What the runner does next, in this order; then it decodes a chunk."""
+
+    release: list[int]  # rows of finished samples, whose pages become free
+    swap_out: dict[int, Sample]  # rows that go to host memory
+    free: list[Prefix]  # prefixes whose pages become free
+    admit: dict[int, Sample]  # samples that get a row
+    num_steps: int  # decode steps of the chunk; 0 where no row runs
+
+
+class Scheduler:
+    """Decides about rows and pages from what samples hold.
+
+    Attributes:
+      running: samples by batch row.
+      waiting: a heap of (priority, sample); finished samples leave it when they come to its top.
+      prefixes: prompts that unfinished samples start from, by key.
+      version: of the weights in use; prefixes of other weights are not shared.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.running: dict[int, Sample] = {}
+        self.waiting: list[tuple[tuple[int, int], Sample]] = []
+        self.prefixes: dict[object, Prefix] = {}
+        self.version = 0
+        self._num_added = 0
+        self._freed: list[Prefix] = []  # since `next` or `release` was last called
+
+    def add(self, sample: Sample) -> None:
+        """Queues a sample."""
+        sample.priority = (-sample.request.most_tokens if self.limits.order == "longest" else 0, self._num_added)
+        self._num_added += 1
+        self._attach_prefix(sample)
+        heapq.heappush(self.waiting, (sample.priority, sample))
+
+    def next(self) -> Turn:
+        """The next turn."""
+        release, freed = self.release()
+        admit = self._admit()
+        swap_out = self._make_room()
+        freed += self._take_freed()
+        return Turn(release, swap_out, freed, admit, self._num_steps())
+
+    def release(self) -> tuple[list[int], list[Prefix]]:
+        """Rows of samples that finished, and prefixes to free, since the last call."""
+        rows = [row for row, sample in self.running.items() if sample.is_finished]
+        for row in rows:
+            sample = self.running.pop(row)
+            sample.is_running = False
+            self._detach_prefix(sample)
+        return rows, self._take_freed()
+
+    def finish(self, sample: Sample) -> None:
+        """A sample has finished. If it runs, the next `release` frees its row."""
+        sample.is_swapped = False
+        if not sample.is_running:
+            self._detach_prefix(sample)
+
+    def sleep(self) -> Turn:
+        """Swaps out every row, the youngest first, and frees every prefix."""
+        release, freed = self.release()
+        rows = sorted(self.running, key=lambda row: self.running[row].priority, reverse=True)
+        swap_out = {row: self._preempt(row) for row in rows}
+        for prefix in list(self.prefixes.values()):
+            if prefix.is_held:
+                self._free(prefix)
+        return Turn(release, swap_out, freed + self._take_freed(), {}, 0)
+
+    def renew(self, version: int) -> list[Prefix]:
+        """New weights: samples that have not started leave the prefixes of the old ones. Prefixes to free."""
+        self.version = version
+        for _, sample in self.waiting:
+            if sample.is_fresh:
+                self._detach_prefix(sample)
+                self._attach_prefix(sample)
+        return self._take_freed()
+
+    @property
+    def reserved(self) -> int:
+        """Pages that running samples and prefixes have reserved."""
+        rows = sum(self._reservation(sample, sample.shares) for sample in self.running.values())
+        return rows + sum(prefix.num_pages for prefix in self.prefixes.values() if prefix.is_held)
+
+    # Admission and preemption.
+
+    def _admit(self) -> dict[int, Sample]:
+        """Gives free rows to waiting samples, in order, as long as they fit."""
+        free_rows = [row for row in range(self.limits.max_running) if row not in self.running]
+        admitted = {}
+        while free_rows and self.waiting:
+            sample = self.waiting[0][1]
+            if not sample.is_finished:
+                if not self._can_admit(sample):
+                    break
+                sample.is_running = True
+                row = free_rows.pop(0)
+                admitted[row] = self.running[row] = sample
+            heapq.heappop(self.waiting)
+        assert self.running or not self.waiting, "a sample that fits an empty pool was not admitted"
+        return admitted
+
+    def _can_admit(self, sample: Sample) -> bool:
+        """Whether a waiting sample fits now, once idle prefixes are freed; decides whether it shares its own prefix."""
+        prefix = sample.prefix
+        if sample.filled is None:
+            sample.filled = sample.request.first_slots(self.limits.num_layers)
+        if sample.swapped is None:
+            may_share = prefix.is_held or sum(other.is_fresh for other in prefix.samples) > 1
+        else:
+            may_share = prefix.is_held and bool(sample.swapped.is_shared.any())
+        for shares in (True, False) if may_share else (False,):
+            needed = self._needed(sample, shares)
+            while self.reserved + needed > self.limits.num_pages:
+                idle = self._idle_prefix(besides=prefix if shares else None)
+                if idle is None:
+                    break
+                self._free(idle)
+            if self.reserved + needed <= self.limits.num_pages:
+                sample.shares = shares
+                prefix.is_held |= shares
+                return True
+        return False
+
+    def _needed(self, sample: Sample, shares: bool) -> int:
+        """Pages that admitting a sample takes, those of a prefix that it starts included."""
+        prefix, request = sample.prefix, sample.request
+        needed = self._reservation(sample, shares)
+        if shares and not prefix.is_held:
+            size = self.limits.num_kv_heads, self.limits.page_size
+            prefix.filled = request.first_slots(self.limits.num_layers)
+            prefix.num_pages = request.policy.num_pages(prefix.filled, *size)
+            prefix.num_full_pages = request.policy.num_full_pages(prefix.filled, *size)
+            needed += prefix.num_pages
+        if sample.swapped is None and not (shares and prefix.is_held):  # the whole prompt, until it is compacted
+            limits, prompt = self.limits, len(request.prompt)
+            needed = max(needed, limits.num_layers * limits.num_kv_heads * num_pages_of(prompt, limits.page_size))
+        return needed
+
+    def _make_room(self) -> dict[int, Sample]:
+        """Preempts the youngest unbounded samples until the next chunk fits the pool."""
+        preempted = {}
+        while self.reserved > self.limits.num_pages:
+            idle = self._idle_prefix()
+            if idle is not None:
+                self._free(idle)
+                continue
+            unbounded = [row for row, sample in self.running.items() if not sample.request.policy.is_bounded]
+            youngest = max(unbounded, key=lambda row: self.running[row].priority)
+            self.running[youngest].completion.preemptions += 1
+            preempted[youngest] = self._preempt(youngest)
+        return preempted
+
+    def _preempt(self, row: int) -> Sample:
+        """Takes a sample's row away; it waits to be swapped in again."""
+        sample = self.running.pop(row)
+        sample.is_running, sample.is_swapped, sample.shares = False, True, False
+        heapq.heappush(self.waiting, (sample.priority, sample))
+        return sample
+
+    def _reservation(self, sample: Sample, shares: bool) -> int:
+        """Pages that a sample in a row may hold after the next chunk, without those of its prefix that it shares."""
+        policy, limits = sample.request.policy, self.limits
+        if policy.is_bounded:
+            return sample.most_pages
+        slots = sample.filled + policy.most_growth(min(limits.chunk, sample.remaining), limits.page_size)
+        held = min(policy.num_pages(slots, limits.num_kv_heads, limits.page_size), sample.most_pages)
+        return held - (sample.prefix.num_full_pages if shares else 0)
+
+    def _num_steps(self) -> int:
+        """Steps of the next chunk, which must not pass a row's next compaction."""
+        if not self.running:
+            return 0
+        due = (sample.request.policy.steps_until_due(sample.generated) for sample in self.running.values())
+        limit = min((steps for steps in due if steps), default=self.limits.chunk)
+        return next(steps for steps in CHUNKS if steps <= min(limit, self.limits.chunk))
+
+    # Prefixes.
+
+    def _attach_prefix(self, sample: Sample) -> None:
+        """Gives a sample that has not started the prefix of its prompt under the weights in use."""
+        key = self.version, sample.request.prefix
+        sample.prefix = self.prefixes.setdefault(key, Prefix(key))
+        sample.prefix.samples.add(sample)
+
+    def _detach_prefix(self, sample: Sample) -> None:
+        """A sample no longer needs its prefix; the last one frees it."""
+        prefix = sample.prefix
+        prefix.samples.discard(sample)
+        sample.shares = False
+        if prefix.is_held and not prefix.is_needed:
+            self._free(prefix)
+        if not prefix.samples:
+            self.prefixes.pop(prefix.key, None)
+
+    def _idle_prefix(self, besides: Prefix | None = None) -> Prefix | None:
+        """A prefix in the pool that no row reads, if any."""
+        return next((prefix for prefix in self.prefixes.values() if prefix.is_idle and prefix is not besides), None)
+
+    def _free(self, prefix: Prefix) -> None:
+        prefix.is_held = False
+        self._freed.append(prefix)
+
+    def _take_freed(self) -> list[Prefix]:
+        freed, self._freed = self._freed, []
+        return freed

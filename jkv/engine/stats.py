@@ -1,0 +1,290 @@
+"""What an engine held and how long it took: bytes counted on the pool itself, occupancy, latencies."""
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from jkv.cache.pool import num_pages_of
+from jkv.engine.samples import Sample
+from jkv.engine.scheduler import Turn
+from jkv.engine.timing import clock
+from jkv.model.params import ModelConfig
+from jkv.reasoning.sentences import SentenceLog
+from jkv.reasoning.sharing import SharingStats
+from pallas_kernels.dispatch import taken
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleStats:
+    """How one sample fared. Seconds count from its submission; compilation is included.
+
+    Attributes:
+      num_tokens: of its completion.
+      peak_kv_bytes: of the pages that its row held, those shared with other rows counted in full.
+      queued_seconds: until it had a row.
+      first_seconds: until its first tokens were there.
+      seconds: until it was finished.
+      compactions: of its row.
+      evicted: tokens dropped, averaged over layers and KV heads.
+      shared: tokens whose page was replaced by an earlier one.
+      saved: the share of its pages that was free again when it ended.
+      preemptions: how often it was swapped out to make room for others.
+      is_forked: whether it started from a prompt that was prefilled for several samples.
+      error: what its callback, or an encoder of its policy, raised, if anything.
+    """
+
+    num_tokens: int
+    peak_kv_bytes: int
+    queued_seconds: float
+    first_seconds: float
+    seconds: float
+    compactions: int
+    evicted: float
+    shared: int
+    saved: float
+    preemptions: int
+    is_forked: bool
+    error: BaseException | None
+
+    @classmethod
+    def of(cls, sample: Sample) -> "SampleStats":
+        """The statistics of a finished sample."""
+        return cls(**{field.name: getattr(sample.completion, field.name) for field in dataclasses.fields(cls)})
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of its completion, from when it had a row."""
+        return self.num_tokens / max(self.seconds - self.queued_seconds, 1e-9)
+
+
+@dataclasses.dataclass
+class RunStats:
+    """What an engine held and how long it took, counted on the pool itself; bytes and seconds, without compile time."""
+
+    kv_bytes: float = 0.0  # mean over decode chunks
+    kv_bytes_per_sample: float = 0.0  # the same, by the samples that were running
+    peak_kv_bytes: int = 0
+    peak_sentence_bytes: int = 0  # of embeddings in host memory, for policies that compare sentences
+    dense_kv_bytes: int = 0  # what full caches of the same rows would have held at their peak
+    seconds: float = 0.0  # all of `Engine.step`, with or without rows
+    decode_seconds: float = 0.0  # waiting for decode chunks, and for the compactions before them
+    prefill_seconds: float = 0.0
+    swap_seconds: float = 0.0  # to and from host memory
+    compile_seconds: float = 0.0
+    chunks: int = 0
+    sample_chunks: int = 0  # summed over the chunks' running samples
+    row_steps: int = 0  # rows times decode steps
+    tokens: int = 0  # of them, those that made a token
+    prefills: int = 0
+    forks: int = 0  # samples that started from a prompt prefilled for several
+    preemptions: int = 0
+    started: int = 0  # samples that got a row
+    amsr: float = 0.0  # mean over decode steps of the share of pages that rows would hold and do not hold, or not read
+    steps: int = 0  # of decoding
+    platform: str = "cpu"  # of the device: cpu, tpu, cuda
+    sharing: SharingStats = dataclasses.field(default_factory=SharingStats)
+    queued_seconds: float = 0.0  # they waited for it, together
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """Which implementations of each kernel the programs of this process take on this platform."""
+        return taken(self.platform)
+
+    @property
+    def occupancy(self) -> float:
+        """The share of decode steps of rows that made a token."""
+        return self.tokens / max(self.row_steps, 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens by all seconds but those of compiling."""
+        return self.tokens / max(self.seconds, 1e-9)
+
+    @property
+    def host_seconds(self) -> float:
+        """What the loop itself took: everything but waiting for device programs, and compiling."""
+        return self.seconds - self.decode_seconds - self.prefill_seconds - self.swap_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a call held and took, counted on the pool itself. Bytes, and seconds without compile time."""
+
+    prompt_tokens: int
+    generated_tokens: int
+    evicted: float  # tokens dropped from the cache, averaged over layers and KV heads, summed over samples
+    shared: int  # tokens whose page was replaced by an earlier one, summed over samples
+    amsr: float  # average memory saving ratio: mean over decode steps of the share of the rows' pages that are saved
+    final_amsr: float  # the same when each sample ended, mean over those that started
+    affected_ratio: float  # tokens evicted or shared, by all tokens, prompts included
+    sharing: SharingStats | None  # what sharing found; None where no policy shares
+    compactions: int  # summed over samples
+    kv_bytes: int  # held, mean over decode chunks
+    kv_bytes_per_sample: float  # the same, by the samples that were running
+    peak_kv_bytes: int
+    peak_sentence_bytes: int  # of embeddings in host memory, for policies that compare sentences
+    dense_kv_bytes: int  # what full caches of the same rows would have held at their peak
+    tokens_per_second: float  # generated tokens by all seconds but those of compiling
+    decode_tokens_per_second: float  # by decode seconds alone
+    seconds: float
+    decode_seconds: float  # compaction included
+    prefill_seconds: float
+    swap_seconds: float
+    host_seconds: float  # of the loop itself
+    compile_seconds: float
+    occupancy: float  # share of decode steps of rows that made a token
+    prefills: int
+    forks: int  # samples that started from a prompt prefilled for several
+    preemptions: int
+    queued_seconds: float  # mean over samples, until they had a row
+    kernels: dict[str, str]  # implementations of each that programs took so far: "tpu", "gpu", "cpu", plain XLA's "reference"
+    seed: int  # of the random draws: given, or drawn
+
+    @property
+    def kv_bytes_saved(self) -> int:
+        """What full caches of the same rows would have held at their peak, less what was held; below 0 for a full cache, whose
+        last pages are partly empty.
+        """
+        return self.dense_kv_bytes - self.peak_kv_bytes
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], run: RunStats) -> "Stats":
+        """The statistics of a call: of its finished samples, and of the engine that ran them."""
+        each = [SampleStats.of(sample) for sample in samples]
+        prompt_tokens, num_tokens = sum(len(sample.request.prompt) for sample in samples), sum(one.num_tokens for one in each)
+        evicted, shared = sum((one.evicted for one in each), 0.0), sum(one.shared for one in each)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            generated_tokens=num_tokens,
+            evicted=evicted,
+            shared=shared,
+            amsr=run.amsr,
+            final_amsr=sum((one.saved for one in each), 0.0) / max(sum(one.num_tokens > 0 for one in each), 1),
+            affected_ratio=(evicted + shared) / max(1, prompt_tokens + num_tokens),
+            sharing=copy.deepcopy(run.sharing) if any(sample.request.policy.share for sample in samples) else None,
+            compactions=sum(one.compactions for one in each),
+            kv_bytes=round(run.kv_bytes),
+            kv_bytes_per_sample=run.kv_bytes_per_sample,
+            peak_kv_bytes=run.peak_kv_bytes,
+            peak_sentence_bytes=run.peak_sentence_bytes,
+            dense_kv_bytes=run.dense_kv_bytes,
+            tokens_per_second=run.tokens_per_second,
+            decode_tokens_per_second=run.tokens / max(run.decode_seconds, 1e-9),
+            seconds=run.seconds,
+            decode_seconds=run.decode_seconds,
+            prefill_seconds=run.prefill_seconds,
+            swap_seconds=run.swap_seconds,
+            host_seconds=run.host_seconds,
+            compile_seconds=run.compile_seconds,
+            occupancy=run.occupancy,
+            prefills=run.prefills,
+            forks=run.forks,
+            preemptions=run.preemptions,
+            queued_seconds=sum((one.queued_seconds for one in each), 0.0) / max(len(each), 1),
+            kernels=run.kernels,
+            seed=samples[0].request.seed if samples else 0,
+        )
+
+
+class Meter:
+    """Measures an engine into `stats`.
+
+    Args:
+      config: of the model.
+      running: samples by row, the scheduler's record.
+      itemsize: bytes of a key's or value's number.
+      page_size: slots of a page.
+      page_bytes: bytes of a page.
+      row_bytes: bytes of what all rows keep besides pages.
+      max_running: rows.
+      platform: of the device.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        running: Mapping[int, Sample],
+        *,
+        itemsize: int,
+        page_size: int,
+        page_bytes: int,
+        row_bytes: int,
+        max_running: int,
+        platform: str,
+    ) -> None:
+        self.config, self.running, self.itemsize = config, running, itemsize
+        self.page_size, self.page_bytes, self.row_bytes = page_size, page_bytes, row_bytes
+        self.max_running, self.platform = max_running, platform
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts from zero."""
+        self.stats = RunStats(platform=self.platform)
+
+    def clock(self, field: str) -> contextlib.AbstractContextManager[None]:
+        """Adds the seconds of a block to a field, compilation excluded."""
+        return clock(self.stats, field)
+
+    def scheduled(self, turn: Turn) -> None:
+        """Counts a turn's preemptions, and samples that got their first row."""
+        self.stats.preemptions += len(turn.swap_out)
+        for sample in turn.admit.values():
+            if not sample.completion.queued_seconds:
+                sample.completion.queued_seconds = sample.seconds
+                self.stats.started += 1
+                self.stats.queued_seconds += sample.completion.queued_seconds
+
+    def chunk(self, held: int, num_steps: int, num_tokens: int) -> None:
+        """Counts a decode chunk of `num_steps`, after which the pool holds `held` pages."""
+        stats, rows = self.stats, len(self.running)
+        counts = [self._held_and_seen(sample) for sample in self.running.values()]
+        saved = 1 - sum(held for held, _ in counts) / max(sum(seen for _, seen in counts), 1)
+        stats.row_steps += num_steps * self.max_running
+        stats.tokens += num_tokens
+        stats.steps += num_steps
+        stats.amsr += (saved - stats.amsr) * num_steps / stats.steps
+        kv_bytes = held * self.page_bytes + self.row_bytes
+        stats.kv_bytes += (kv_bytes - stats.kv_bytes) / (stats.chunks + 1)
+        held_by_rows = held * self.page_bytes + self.row_bytes * rows / self.max_running
+        stats.kv_bytes_per_sample += (held_by_rows - rows * stats.kv_bytes_per_sample) / (stats.sample_chunks + rows)
+        stats.chunks += 1
+        stats.sample_chunks += rows
+        self.peak(held)
+
+    def peak(self, held: int) -> None:
+        """Counts the pages that the pool holds at this moment, and what full caches of the same rows would hold."""
+        config, stats = self.config, self.stats
+        stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.row_bytes)
+        seen = sum(sample.num_seen for sample in self.running.values())
+        dense = seen * 2 * config.num_layers * config.num_kv_heads * config.head_size * self.itemsize
+        stats.dense_kv_bytes = max(stats.dense_kv_bytes, dense)
+
+    def row(self, sample: Sample) -> None:
+        """Counts the pages of one row."""
+        num_pages = sample.request.policy.num_pages(sample.filled, self.config.num_kv_heads, self.page_size)
+        sample.completion.peak_kv_bytes = max(sample.completion.peak_kv_bytes, num_pages * self.page_bytes)
+
+    def sentences(self, logs: Collection[SentenceLog]) -> None:
+        """Counts the embeddings in host memory."""
+        held = sum(log.nbytes for log in logs)
+        self.stats.peak_sentence_bytes = max(self.stats.peak_sentence_bytes, held)
+
+    def saved(self, sample: Sample) -> float:
+        """The share of its pages that a sample does not hold, or does not read."""
+        held, seen = self._held_and_seen(sample)
+        return 1 - held / max(seen, 1)
+
+    def _held_and_seen(self, sample: Sample) -> tuple[float, int]:
+        """Pages that a row holds, or reads where its policy chooses, and those that its tokens would fill.
+
+        Heads that compete for a layer's slots may each hold a page more than is counted here.
+        """
+        policy, config = sample.request.policy, self.config
+        whole = num_pages_of(sample.num_seen, self.page_size)
+        held = float(config.num_kv_heads * num_pages_of(sample.filled, self.page_size).sum())
+        if policy.read is not None:
+            dense = min(policy.read.dense_layers, config.num_layers) / config.num_layers
+            read = min(whole, max(1, policy.read.budget // self.page_size))
+            held *= dense + (1 - dense) * read / whole
+        return held, config.num_layers * config.num_kv_heads * whole

@@ -1,0 +1,94 @@
+"""The recorder of traces against plain sets: which tokens each query reads, after any sequence of events."""
+
+import numpy as np
+import pytest
+
+from jkv.cache.attention import NEVER
+from jkv.cache.pool import EMPTY
+from jkv.replay.trace import TraceRecorder, columns_of, join_traces
+
+
+def test_columns_are_the_spans_of_queries_that_read_a_page():
+    """Prompt of 3, page of 2, four steps, one layer and head: which queries read token t, against the columns."""
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        reads = rng.random((4, 1, 1, 4)) < 0.5
+        for step in range(4):
+            reads[step, 0, 0, (3 + step) // 2] = True  # the current page
+            reads[step, 0, 0, (3 + step) // 2 + 1 :] = False
+        source, begin, end = columns_of(reads, prompt=3, page_size=2)
+        for q in range(7):
+            expected = sorted(t for t in range(q + 1) if q < 3 or reads[q - 3, 0, 0, t // 2])
+            assert sorted(source[0, 0][(begin[0, 0] <= q) & (q < end[0, 0])].tolist()) == expected
+
+
+def reads_of(trace, query, layer, head):
+    """The tokens that a query reads, with repetition."""
+    begin, end = trace.begin[0, layer, head], trace.end[0, layer, head]
+    return sorted(trace.source[0, layer, head][(begin <= query) & (query < end)].tolist())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_sequence_of_events_gives_the_columns_that_its_queries_read(seed):
+    """Compactions, drops inside steps and shared pages at random times, against a multiset of each head's tokens."""
+    rng = np.random.default_rng(seed)
+    layers, heads, prompt, total = 2, 2, 5, 40
+    recorder = TraceRecorder(layers, heads, total)
+    held = [[list(range(prompt)) for _ in range(heads)] for _ in range(layers)]
+    expected = {}
+    for now in range(prompt, total):
+        event = rng.choice(["none", "share" if now < total // 2 else "compact"])  # sharing ends at the first compaction
+        if event == "compact":
+            dropped = np.full((layers, heads, 3), EMPTY, np.int32)
+            for layer, head in np.ndindex(layers, heads):
+                gone = rng.permutation(np.unique(held[layer][head]))[: rng.integers(0, 3)]
+                dropped[layer, head, : len(gone)] = gone
+                held[layer][head] = [token for token in held[layer][head] if token not in gone]
+            recorder.dropped(dropped, now)
+        elif event == "share":
+            there = rng.permutation(np.unique(held[0][0]))
+            gone, again = there[:1], there[1:3]
+            recorder.shared(gone, again, now)
+            for layer, head in np.ndindex(layers, heads):
+                kept = [token for token in held[layer][head] if token not in gone]
+                held[layer][head] = kept + again.tolist()
+        in_step = np.full((1, layers, heads), EMPTY, np.int32)
+        for layer, head in np.ndindex(layers, heads):
+            held[layer][head].append(now)
+            expected[now, layer, head] = sorted(held[layer][head])
+            once = [token for token in sorted(set(held[layer][head])) if held[layer][head].count(token) == 1]
+            if now >= total // 2 and rng.random() < 0.3:
+                in_step[0, layer, head] = rng.choice(once)
+                held[layer][head].remove(in_step[0, layer, head])
+        recorder.dropped_in_steps(in_step, now)
+    trace = recorder.finish(total, prompt, page_size=4)
+    for (query, layer, head), tokens in expected.items():
+        assert reads_of(trace, query, layer, head) == tokens
+
+
+def test_a_fork_starts_with_the_columns_of_its_prompt_alone():
+    first = TraceRecorder(1, 1, 10)
+    first.dropped(np.array([[[2]]], np.int32), 4)
+    second = TraceRecorder(1, 1, 10)
+    second.fork_from(first, 4)
+    first.dropped(np.array([[[1]]], np.int32), 6)
+    assert second.end[0, 0].tolist() == [NEVER, NEVER, 4] + [NEVER] * 7
+
+
+def test_joined_traces_are_as_wide_as_the_widest_and_padding_is_read_by_no_query():
+    short, long = TraceRecorder(1, 1, 3), TraceRecorder(1, 1, 6)
+    long.shared(np.array([4]), np.array([1, 1]), 5)
+    trace = join_traces([short.finish(3, 1, 4), long.finish(6, 1, 4)])
+    assert trace.end.shape == (2, 1, 1, 8)
+    is_padding = np.arange(8) >= 3
+    assert (trace.end[0, 0, 0][is_padding] <= trace.begin[0, 0, 0][is_padding]).all()
+    assert reads_of(join_traces([long.finish(6, 1, 4)]), 5, 0, 0) == [0, 1, 1, 1, 2, 3, 5]
+
+
+def test_moved_sinks_and_steering_are_zero_for_samples_without_them():
+    plain, moved = TraceRecorder(1, 1, 4), TraceRecorder(1, 1, 4, sinks=2)
+    moved.shifted(2, 2, -3)
+    trace = join_traces([plain.finish(4, 1, 4), moved.finish(4, 1, 4)])
+    assert trace.sinks.tolist() == [0, 2]
+    assert trace.sink_shift.tolist() == [[0] * 4, [0, 0, -3, -3]]
+    assert trace.steer is None
