@@ -3,8 +3,8 @@
 Every device program has a fixed shape (`jkv.programs`) and the host sees the device once a chunk. Rules of time, in one place:
 - a step draws a token from the logits at hand, appends it and computes the next logits; `generated` counts these steps;
 - a row is due when its policy's schedule says so, by its own `generated`, and it holds more than it is to keep. A chunk never
-  steps over such a moment of a row, and rows are admitted between chunks, so a row's compactions never depend on its
-  neighbours;
+  steps over such a moment of a row, and rows are admitted between chunks, so when a row is compacted never depends on its
+  neighbours. Nor does what stays: due rows are compacted one by one, by the same program, whose rounding is always the same;
 - a prompt longer than its budget is compressed once, after prefill.
 
 Rules of memory, in one place; all are arithmetic on the host, so the pool never runs out under a running row:
@@ -38,7 +38,7 @@ from jkv.interrupts import deferred_interrupt
 from jkv.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
 from jkv.page_choice import columns_of
 from jkv.params import Model, Params
-from jkv.policies.base import Evict, Policy
+from jkv.policies.base import Policy
 from jkv.pool import EMPTY, TRASH, num_pages_of
 from jkv.programs import Control
 from jkv.requests import Request, check_model, check_sampling, check_weights, encode_prompts, make_request, spread_policies
@@ -53,7 +53,6 @@ from pallas_kernels.dispatch import platform_of
 
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps a dispatch
 PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
-COMPRESS_SIZES = (1, 4, 16, 64)  # rows of a compaction program
 MAP_WIDTH = 32_768  # positions that compaction is told sentences for, at first
 ORDERS = ("arrival", "longest")
 
@@ -866,57 +865,51 @@ class Engine:
     # Compaction.
 
     def _compress(self, due: list[int]) -> None:
-        """Compacts rows, those of the same policy together, padded to a few sizes."""
-        groups: dict[Evict, list[int]] = {}
-        for i in due:
-            evict = self.running[i].request.policy.evict
-            assert evict is not None
-            groups.setdefault(evict.as_program, []).append(i)
+        """Compacts rows, each by a dispatch of its own; the host waits for none before all are on their way."""
         with clock(self.stats, "decode_seconds"):
-            for evict, members in groups.items():
-                for start in range(0, len(members), COMPRESS_SIZES[-1]):
-                    self._compress_group(evict, members[start : start + COMPRESS_SIZES[-1]])
+            told = [(self.running[i], self.running[i].compacted, *self._compact(i)) for i in due]
+            for sample, compacted, dropped, is_left in told:
+                if sample.sentences is not None and is_left is not None:
+                    sample.sentences.forget(np.asarray(is_left)[0])
+                self._note_compaction(sample, compacted, None if dropped is None else np.asarray(dropped)[:, 0])
 
-    def _compress_group(self, evict: Evict, members: list[int]) -> None:
-        size = next(size for size in COMPRESS_SIZES if size >= len(members))
-        row = np.full(size, self.max_running, np.int32)
-        budget, prompt_length = np.zeros((self.params.config.num_layers, size), np.int32), np.zeros(size, np.int32)
-        protected = np.zeros((2, size), np.int32)
-        for j, i in enumerate(members):
-            sample = self.running[i]
-            own: Any = sample.request.policy.evict
-            row[j], budget[:, j], prompt_length[j] = i, sample.compacted, len(sample.request.prompt)
-            protected[:, j] = own.sinks, own.recent
-        logs = [log for log in (self.running[i].sentences for i in members) if log is not None]
+    def _compact(self, i: int) -> tuple[Any, Any]:
+        """Dispatches the compaction of a row; the positions that it drops and leaves, still on the device."""
+        sample = self.running[i]
+        evict: Any = sample.request.policy.evict
         sentences = None
         if evict.needs_similarity:
-            longest = max(self.running[i].request.most_tokens for i in members)
-            self._map_width = max(self._map_width, 1 << (longest - 1).bit_length())
-            sentences = map_sentences(logs, size, self._map_width)
+            assert sample.sentences is not None
+            self._map_width = max(self._map_width, 1 << (sample.request.most_tokens - 1).bit_length())
+            sentences = map_sentences(sample.sentences, self._map_width)
         self.state, dropped, is_left = self.programs.compress(
-            self.state, row, budget, prompt_length, protected, evict=evict, is_traced=self.is_traced, sentences=sentences
+            self.state,
+            np.full(1, i, np.int32),
+            np.asarray(sample.compacted, np.int32)[:, None],
+            np.full(1, len(sample.request.prompt), np.int32),
+            np.asarray([[evict.sinks], [evict.recent]], np.int32),
+            evict=evict.as_program,
+            is_traced=self.is_traced,
+            sentences=sentences,
         )
-        if is_left is not None:
-            for log, left in zip(logs, np.asarray(is_left), strict=False):
-                log.forget(left)
-        dropped = None if dropped is None else jax.device_get(dropped)
-        for j, i in enumerate(members):
-            sample = self.running[i]
-            completion = sample.completion
-            completion.compactions += 1
-            compacted = sample.compacted
-            completion.evicted += float((sample.filled - compacted).mean())
-            sample.filled = compacted
-            if sample.sharing is not None:
-                sample.sharing.is_over = True
-            if dropped is not None and completion.ends is not None:
-                layer, head, slot = np.nonzero(dropped[:, j] != EMPTY)
-                now = len(sample.request.prompt) + sample.generated
-                completion.ends[layer, head, dropped[layer, j, head, slot]] = now
-                if completion.again is not None:
-                    is_dropped = np.zeros(completion.ends.shape, bool)
-                    is_dropped[layer, head, dropped[layer, j, head, slot]] = True
-                    completion.again.drop(is_dropped, now)
+        return dropped, is_left
+
+    def _note_compaction(self, sample: Sample, compacted: np.ndarray, dropped: np.ndarray | None) -> None:
+        """Takes over what a compaction left, and the positions that it dropped ([L, K, S]) where they are traced."""
+        completion = sample.completion
+        completion.compactions += 1
+        completion.evicted += float((sample.filled - compacted).mean())
+        sample.filled = compacted
+        if sample.sharing is not None:
+            sample.sharing.is_over = True
+        if dropped is not None and completion.ends is not None:
+            layer, head, slot = np.nonzero(dropped != EMPTY)
+            now = len(sample.request.prompt) + sample.generated
+            completion.ends[layer, head, dropped[layer, head, slot]] = now
+            if completion.again is not None:
+                is_dropped = np.zeros(completion.ends.shape, bool)
+                is_dropped[layer, head, dropped[layer, head, slot]] = True
+                completion.again.drop(is_dropped, now)
 
     def _new_ends(self, num_columns: int) -> np.ndarray:
         config = self.params.config

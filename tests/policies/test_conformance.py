@@ -196,6 +196,53 @@ class Unhashable:
         return -view.position.astype(jnp.float32)
 
 
+def norm_of_keys(view):
+    """Scores so near to each other that rounding decides which of two slots stays."""
+    return jnp.linalg.norm(view.key, axis=-1)
+
+
+def test_the_readmes_policy_of_nearly_tied_scores_keeps_every_promise():
+    report = jkv.verify(jkv.evict_by(norm_of_keys, budget=48, interval=16, sinks=4, recent=8))
+    assert report.is_ok, str(report)
+
+
+def compact_together(self, due):
+    """Planted: due rows compacted by one program, whose shape is the number of rows; padded with rows that keep everything."""
+    size = next(size for size in (1, 4, 16) if size >= len(due))
+    padding = [i for i in range(self.max_running) if i not in due][: size - len(due)]
+    samples = [self.running[i] for i in due]
+    if not due:
+        return
+    rows, zeros = [*due, *padding], np.zeros(len(padding), np.int32)
+    budget = np.stack([*(sample.compacted for sample in samples), *[np.full(2, self.max_slots)] * len(padding)], axis=1)
+    evict = samples[0].request.policy.evict
+    self.state, dropped, _ = self.programs.compress(
+        self.state,
+        np.asarray(rows, np.int32),
+        budget.astype(np.int32),
+        np.asarray([*(len(sample.request.prompt) for sample in samples), *zeros], np.int32),
+        np.tile(np.asarray([[evict.sinks], [evict.recent]], np.int32), len(rows)),
+        evict=evict.as_program,
+        is_traced=self.is_traced,
+    )
+    for j, sample in enumerate(samples):
+        self._note_compaction(sample, sample.compacted, np.asarray(dropped)[:, j])
+
+
+def rounded_by_shape(view):
+    """Norms of keys rounded in another way for another number of rows: as XLA may do, but coarsely, so that ties are many."""
+    digits = 100 * view.key.shape[0]
+    return jnp.round(norm_of_keys(view) * digits) / digits
+
+
+def test_verify_notices_rounding_that_differs_with_the_number_of_rows_that_are_due(monkeypatch):
+    policy = jkv.evict_by(rounded_by_shape, budget=48, interval=16, sinks=4, recent=8)
+    check = CHECKS["does_not_depend_on_the_batch"]
+    assert check(Case(policy)) is None
+    monkeypatch.setattr(jkv.Engine, "_compress", compact_together)
+    assert "by itself than in a batch" in (check(Case(policy)) or "")
+
+
 def test_verify_takes_policies_alone():
     with pytest.raises(TypeError, match="verify takes a policy"):
         jkv.verify("r_kv")
@@ -226,7 +273,12 @@ def window_case():
         ),
         ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, evicted=0.0)), "dropped nothing"),
         ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, peak_kv_bytes=1 << 40)), "It held"),
-        ("does_not_depend_on_the_batch", lambda out: other(out, tokens=out.tokens[:, ::-1]), "other tokens alone"),
+        (
+            "does_not_depend_on_the_batch",
+            lambda out: other(out, tokens=out.tokens[:, ::-1]),
+            "other tokens, from token 0 on, by",
+        ),
+        ("does_not_depend_on_the_batch", lambda out: other(out, logprobs=out.logprobs - 1e-6), "other log-probabilities, from"),
     ],
 )
 def test_verify_notices_what_a_run_does_wrong(check, plant, words, window_case):
