@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from jkv.bench.fixtures import fill, new_control, new_state, seconds_of
+from jkv.bench.step_breakdown import compress
 from jkv.engine import programs
-from jkv.engine.engine import CHUNKS
+from jkv.engine.scheduler import CHUNKS
 from jkv.model.params import Model, Params
 from jkv.policies import full, h2o, r_kv, tova
 from jkv.reports import Report, digits, footnote, markdown
@@ -63,17 +64,13 @@ def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, p
     slots = budget + interval
     holder = {"state": new_state(params, policy, batch, slots, page_size)}
     row = jnp.arange(batch, dtype=jnp.int32)
-    budgets, protected = jnp.full((config.num_layers, batch), budget, jnp.int32), jnp.full((2, batch), 0, jnp.int32)
-    protected = protected.at[1].set(evict.recent)
     control = new_control(params, policy, batch)
 
     def refill() -> None:
         holder["state"] = fill(programs.release(holder["state"], row), jax.random.key(1), slots)
 
     def compact() -> None:
-        holder["state"], *_ = programs.compress(
-            holder["state"], row, budgets, row, protected, evict=evict.as_program, is_traced=False
-        )
+        holder["state"] = compress(holder["state"], policy, batch, config.num_layers)
 
     def decode() -> None:
         for _ in range(interval // CHUNKS[0]):
@@ -131,9 +128,9 @@ def memory_of_redundancy(params: Params, batch: int, budget: int, interval: int,
     temporary = {}
     for slots in (2560, 5120, 10240):
         state = jax.eval_shape(functools.partial(new_state, params, policy, batch, slots, page_size))
-        rows, per_layer = leaf((batch,), jnp.int32), leaf((config.num_layers, batch), jnp.int32)
+        row, per_layer = leaf((1,), jnp.int32), leaf((config.num_layers, 1), jnp.int32)
         traced = programs.compress.trace(
-            state, rows, per_layer, rows, leaf((2, batch), jnp.int32), evict=evict.as_program, is_traced=False
+            state, row, per_layer, row, leaf((2, 1), jnp.int32), evict=evict.as_program, is_traced=False
         )
         temporary[slots] = traced.lower().compile().memory_analysis().temp_size_in_bytes
     return {"temporary_bytes": temporary}

@@ -12,19 +12,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 from jkv.bench.fixtures import fill, new_control, new_state, seconds_of
 from jkv.cache import pool as pages
-from jkv.cache.attention import last_queries
 from jkv.engine import programs
 from jkv.engine.engine import CHUNKS
 from jkv.engine.programs import State
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows
-from jkv.policies import CacheView, Evict, Policy
+from jkv.policies import Evict, Policy
 from jkv.reports import in_turns
 
 STEPS = CHUNKS[0]
@@ -145,26 +145,23 @@ def bookkeeping(state: State) -> State:
 
 @functools.partial(jax.jit, static_argnames="evict")
 def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
-    """What a compaction of all rows goes by, layer after layer."""
-    pool = state.cache.pool
-    row, num_seen = jnp.arange(pool.num_rows, dtype=jnp.int32), pool.logical_length
-    protected = jnp.stack([jnp.full_like(row, evict.sinks), jnp.full_like(row, evict.recent)])
+    """What compactions of all rows go by, row after row."""
+    protected = jnp.asarray([[evict.sinks], [evict.recent]], jnp.int32)
 
-    def rate(_: None, layer: Array) -> tuple[None, Array]:
-        key, value, position = pages.gather(pool, layer, row)
-        query = None
-        if state.cache.query_ring is not None and evict.window:
-            query = last_queries(state.cache.query_ring, layer, row, num_seen, evict.window)
-        view = CacheView(key, value, position, query, None, layer=layer, prompt_length=jnp.zeros_like(row))
-        return None, evict.rate(view._replace(sinks=protected[0], recent=protected[1]))
+    def rate(row: Array) -> Array:
+        view = programs.view_of_rows(state.cache, row[None], evict, jnp.zeros(1, jnp.int32), protected)
+        return evict.as_program.rate(view)
 
-    return jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))[1]
+    score = jax.lax.map(rate, jnp.arange(state.cache.pool.num_rows, dtype=jnp.int32))
+    return score.swapaxes(0, 1)
 
 
 def compress(state: State, policy: Policy, batch: int, num_layers: int) -> State:
     """Scoring and compaction of all rows, as the engine dispatches them."""
     evict: Any = policy.evict
-    row = jnp.arange(batch, dtype=jnp.int32)
-    budget, nothing = jnp.full((num_layers, batch), policy.budget or 0, jnp.int32), jnp.zeros_like(row)
-    protected = jnp.stack([nothing + evict.sinks, nothing + evict.recent])
-    return programs.compress(state, row, budget, nothing, protected, evict=evict.as_program, is_traced=False)[0]
+    budget, nothing = np.full((num_layers, 1), policy.budget or 0, np.int32), np.zeros(1, np.int32)
+    protected = np.asarray([[evict.sinks], [evict.recent]], np.int32)
+    for i in range(batch):
+        row = np.full(1, i, np.int32)
+        state = programs.compress(state, row, budget, nothing, protected, evict=evict.as_program, is_traced=False)[0]
+    return state

@@ -169,12 +169,12 @@ class PrefillAttention(NamedTuple):
 
 def last_queries(
     ring: Float[Array, "L B ring N H"],
-    layer: int | Int[Array, ""],
+    layer: Int[Array, " R"],
     row: Int[Array, " R"],
     num_seen: Int[Array, " R"],
     window: int,
 ) -> Float[Array, "R N W H"]:
-    """The last `window` queries of some rows, oldest first."""
+    """The last `window` queries of some rows, each in a layer, oldest first."""
     when = num_seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
-    query_RWNH = ring[layer, row[:, None], when % ring.shape[2]]
+    query_RWNH = ring[layer[:, None], row[:, None], when % ring.shape[2]]
     return jnp.moveaxis(query_RWNH, 1, 2)

@@ -279,17 +279,15 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     """Compaction: every `row` keeps `slots`, in that order, and frees the rest; EMPTY entries, all at the end, are ignored.
 
     Leading pages kept whole stay where they are, and stay shared. Other pages are rewritten, in place when the row is their
-    only owner and else in fresh pages (copy on write). Each layer and KV head may keep a different number. A row equal to the
-    number of rows stands for none. Fresh pages are taken before the old ones are freed.
+    only owner and else in fresh pages (copy on write). Each layer and KV head may keep a different number. Fresh pages are
+    taken before the old ones are freed.
     """
     page_size, max_pages = pool.page_size, pool.page_table.shape[3]
-    is_real, present = (row < pool.num_rows)[None, :, None, None], jnp.minimum(row, pool.num_rows - 1)
     slots = jnp.pad(slots, [(0, 0)] * 3 + [(0, pool.max_slots - slots.shape[-1])], constant_values=EMPTY)
-    slots = jnp.where(is_real, slots, EMPTY)
-    table = pool.page_table[:, present]
+    table = pool.page_table[:, row]
     count = jnp.sum(slots != EMPTY, axis=-1, dtype=jnp.int32)
     index = jnp.arange(max_pages, dtype=jnp.int32)
-    is_used = (index < num_pages_of(pool.length[:, present], page_size)[..., None]) & is_real
+    is_used = index < num_pages_of(pool.length[:, row], page_size)[..., None]
     is_kept = index < num_pages_of(count, page_size)[..., None]
 
     # A page stays as it is when its slots do: In: page_size 2, slots [0 1 3 4 6 -] -> Out: pages [stays, rewritten, rewritten].
@@ -309,25 +307,21 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     is_moved = (slots != EMPTY) & jnp.repeat(is_written, page_size, axis=-1)
     target = jnp.where(is_moved, address(new_table, jnp.broadcast_to(slot, slots.shape)), TRASH)
 
-    def move(kv: Float[Array, "P 2 page H"], layer: tuple[Array, ...]) -> tuple[Float[Array, "P 2 page H"], None]:
-        slots, old, new = (x.reshape(-1, x.shape[-1]) for x in layer)  # the rows of all KV heads
-        return kernels.take_slots(kv, slots, old, new), None
-
-    layers = slots, table, jnp.where(is_written, new_table, TRASH)
-    kv, _ = jax.lax.scan(move, pool.kv, layers)  # one layer's worth of temporary memory
+    rows = (x.reshape(-1, x.shape[-1]) for x in (slots, table, jnp.where(is_written, new_table, TRASH)))
+    kv = kernels.take_slots(pool.kv, *rows)  # those of all layers and KV heads: no page belongs to two of them
     moved = pool.position[source // page_size, source % page_size]
     position = pool.position.at[target // page_size, target % page_size].set(moved)
 
     def take(data: Float[Array, "L B K S"]) -> Float[Array, "L B K S"]:
-        taken = jnp.take_along_axis(data[:, present], jnp.maximum(slots, 0), axis=-1)
-        return data.at[:, row].set(jnp.where(slots == EMPTY, 0.0, taken), mode="drop")
+        taken = jnp.take_along_axis(data[:, row], jnp.maximum(slots, 0), axis=-1)
+        return data.at[:, row].set(jnp.where(slots == EMPTY, 0.0, taken))
 
     pool = pool.replace(
         kv=kv,
         position=position,
-        page_table=pool.page_table.at[:, row].set(new_table, mode="drop"),
-        length=pool.length.at[:, row].set(count, mode="drop"),
-        hole=None if pool.hole is None else pool.hole.at[:, row].set(EMPTY, mode="drop"),
+        page_table=pool.page_table.at[:, row].set(new_table),
+        length=pool.length.at[:, row].set(count),
+        hole=None if pool.hole is None else pool.hole.at[:, row].set(EMPTY),
         slot_data={name: take(data) for name, data in pool.slot_data.items()},
     )
     return drop_references(pool, table, is_used & (is_copied | ~is_kept))
@@ -404,9 +398,9 @@ def clear_rows(pool: Pool, row: Int[Array, " R"]) -> Pool:
 
 
 def gather(
-    pool: Pool, layer: int | Int[Array, ""], row: Int[Array, " R"]
+    pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: Int[Array, " R"]
 ) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S H"], Int[Array, "R K S"]]:
-    """A layer's keys, values and positions (EMPTY beyond the length) of some rows, slot by slot."""
+    """Keys, values and positions (EMPTY beyond the length) of some rows, slot by slot, in one layer or each in its own."""
     table = pool.page_table[layer, row]
     shape = (*table.shape[:2], pool.max_slots)
     key = pool.kv.at[table, 0].get(mode="promise_in_bounds").reshape(*shape, -1)
@@ -414,8 +408,8 @@ def gather(
     return key, value, positions(pool, layer, row)
 
 
-def positions(pool: Pool, layer: int | Int[Array, ""], row: Int[Array, " R"]) -> Int[Array, "R K S"]:
-    """A layer's positions of some rows, slot by slot, EMPTY in empty slots."""
+def positions(pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: Int[Array, " R"]) -> Int[Array, "R K S"]:
+    """Positions of some rows, slot by slot, EMPTY in empty slots; in one layer or each in its own."""
     table, slot = pool.page_table[layer, row], jnp.arange(pool.max_slots, dtype=jnp.int32)
     position = pool.position[table].reshape(*table.shape[:2], pool.max_slots)
     is_filled = slot < pool.length[layer, row][..., None]

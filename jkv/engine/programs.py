@@ -180,36 +180,59 @@ def compress(
 ) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
     """Compacts rows to their budgets, and lists the positions dropped (EMPTY where a slot stays) when traced.
 
-    With sentences, also tells which positions are left in any layer and head.
+    With sentences, also returns which positions are left in any layer and head.
+
+    The engine passes one row at a time: for another number of rows XLA may round otherwise, and which of two nearly equal slots
+    stays would depend on the batch. Temporaries are the row's keys, and values where a score reads them, in all layers.
 
     `protected` are each row's numbers of sinks and of recent tokens; `evict` is `Evict.as_program`; `first_head` is the index
-    of the pool's first KV head where it holds some of them. A row equal to the number of rows stands for none.
+    of the pool's first KV head where it holds some of them.
     """
     cache = state.cache
     pool = cache.pool
-    present = jnp.minimum(row, pool.num_rows - 1)
-    num_seen = pool.logical_length[present]
-
-    # One layer after the other: left to itself, XLA gathers the keys of all layers at once on a GPU, half the pool's bytes.
-    def rate(_: None, layer: Int[Array, ""]) -> tuple[None, tuple[Float[Array, "R K S"], Int[Array, "R K S"]]]:
-        key, value, position = pages.gather(pool, layer, present)
-        query = None
-        if cache.query_ring is not None and evict.window:
-            query = last_queries(cache.query_ring, layer, present, num_seen, evict.window)
-        mass = pool.slot_data["mass"][layer, present] if evict.needs_mass else None
-        view = CacheView(key, value, position, query, mass, layer=layer, prompt_length=prompt_length)
-        view = view._replace(sinks=protected[0], recent=protected[1], first_head=first_head)
-        if pages.LOG_WEIGHT in pool.slot_data:
-            view = view._replace(log_weight=pool.slot_data[pages.LOG_WEIGHT][layer, present])
-        if sentences is not None:
-            view = view._replace(similarity=similarity_of_slots(sentences, position))
-        return None, (evict.rate(view), position)
-
-    _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
+    view = view_of_rows(cache, row, evict, prompt_length, protected, first_head)
+    if sentences is not None:
+        view = view._replace(similarity=similarity_of_slots(sentences, view.position))
+    layers = pool.page_table.shape[0], len(row)
+    score, position = (x.reshape(*layers, *x.shape[1:]) for x in (evict.rate(view), view.position))
     slots = evict.choose(score, budget[..., None])
     state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
     dropped = dropped_positions(position, slots) if is_traced else None
     return state, dropped, None if sentences is None else positions_left(position, slots, sentences.sentence.shape[1])
+
+
+def view_of_rows(
+    cache: Cache,
+    row: Int[Array, " R"],
+    evict: Evict,
+    prompt_length: Int[Array, " R"],
+    protected: Int[Array, "2 R"],
+    first_head: int | Int[Array, ""] | None = None,
+) -> CacheView:
+    """What a score sees of some rows, all layers at once: batch row `l * R + r` is row r in layer l."""
+    pool, num_layers = cache.pool, cache.pool.page_table.shape[0]
+
+    def each_layer(of_rows: Int[Array, " R"]) -> Int[Array, " B"]:
+        return jnp.tile(of_rows, num_layers)
+
+    layer, row = jnp.repeat(jnp.arange(num_layers, dtype=jnp.int32), len(row)), each_layer(row)
+    key, value, position = pages.gather(pool, layer, row)
+    query = None
+    if cache.query_ring is not None and evict.window:
+        query = last_queries(cache.query_ring, layer, row, pool.logical_length[row], evict.window)
+    return CacheView(
+        key,
+        value,
+        position,
+        query,
+        mass=pool.slot_data["mass"][layer, row] if evict.needs_mass else None,
+        layer=layer,
+        prompt_length=each_layer(prompt_length),
+        sinks=each_layer(protected[0]),
+        recent=each_layer(protected[1]),
+        log_weight=pool.slot_data[pages.LOG_WEIGHT][layer, row] if pages.LOG_WEIGHT in pool.slot_data else None,
+        first_head=first_head,
+    )
 
 
 def positions_left(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"], num_positions: int) -> Bool[Array, "R T"]:

@@ -262,33 +262,37 @@ class Runner:
         return self.sharer.failed
 
     def compact(self, due: dict[int, Sample]) -> None:
-        """Compacts rows, one program of one row after the other, so that no row's rounding depends on how many are due."""
-        with self.meter.clock("decode_seconds"):
-            dropped = [self._compact_row(row, sample) for row, sample in due.items()]
-            for sample, positions in zip(due.values(), dropped, strict=True):
-                sample.compact(None if positions is None else np.asarray(positions)[:, 0])
+        """Compacts rows, each by one program of one row, so that no row's rounding depends on how many are due.
 
-    def _compact_row(self, row: int, sample: Sample) -> Any:
-        """Dispatches one row's compaction; the positions that it dropped, on the device, when traced."""
-        request, log = sample.request, sample.sentences
-        assert request.policy.evict is not None
-        evict, sentences = request.policy.evict, None
+        The host reads nothing back before all of them are dispatched.
+        """
+        with self.meter.clock("decode_seconds"):
+            results = [(sample, *self._compact_row(row, sample)) for row, sample in due.items()]
+            for sample, dropped, is_left in results:
+                if sample.sentences is not None and is_left is not None:
+                    sample.sentences.forget(np.asarray(is_left)[0])
+                sample.compact(None if dropped is None else np.asarray(dropped)[:, 0])
+
+    def _compact_row(self, row: int, sample: Sample) -> tuple[Any, Any]:
+        """Dispatches one row's compaction; the positions that it drops (when traced) and leaves, still on the device."""
+        request, sentences = sample.request, None
+        evict = request.policy.evict
+        assert evict is not None
         if evict.needs_similarity:
+            assert sample.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
-            sentences = map_sentences([] if log is None else [log], 1, self._map_width)
+            sentences = map_sentences(sample.sentences, self._map_width)
         self.state, dropped, is_left = self.programs.compress(
             self.state,
-            np.asarray([row], np.int32),
+            np.full(1, row, np.int32),
             np.asarray(sample.compacted, np.int32)[:, None],
-            np.asarray([len(request.prompt)], np.int32),
+            np.full(1, len(request.prompt), np.int32),
             np.asarray([[evict.sinks], [evict.recent]], np.int32),
             evict=evict.as_program,
             is_traced=self.is_traced,
             sentences=sentences,
         )
-        if is_left is not None and log is not None:
-            log.forget(np.asarray(is_left)[0])
-        return dropped
+        return dropped, is_left
 
     def _chunk_inputs(self, running: dict[int, Sample]) -> Control:
         """What the next chunk has to know; settings change only with the rows, and stay on the device until then."""

@@ -12,7 +12,7 @@ from jkv.policies import Policy
 
 SORTED = 4  # copies of the logits in float32 that top-k and top-p sort and sum; draws that cut nothing are fused
 SPLITS = 32  # float32 partial sums, of the residual's width, of products that a GPU splits along their depth
-LISTED = 7  # numbers of 4 bytes for each slot of all layers: scores, positions and places of a compaction
+LISTED = 7  # numbers of 4 bytes for each slot: scores, positions and places of a compaction
 CHUNK = PREFILL_SIZES[-1]  # tokens
 
 
@@ -44,7 +44,8 @@ def scratch_of(
     """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` are those of one row.
 
     On a TPU a decode program may keep the projections of queries, keys and values in a second layout: all of them for Llama-8B,
-    half for Qwen-1.5B, those of one layer for Qwen-32B; all are counted. A compaction may gather a layer's keys and values.
+    half for Qwen-1.5B, those of one layer for Qwen-32B; all are counted. A compaction may gather the
+    keys and values of its one row in all layers.
     """
     layouts = 0
     if platform == "tpu":
@@ -57,6 +58,5 @@ def scratch_of(
     prefill = 2 * key_bytes + CHUNK * sums // 2
     evict, compaction = policy.evict, 0
     if evict is not None:
-        listed = 4 * LISTED * config.num_layers * config.num_kv_heads * max_slots
-        compaction = listed + 2 * key_bytes  # rows are compacted one after the other
+        compaction = config.num_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
     return Scratch(prefill, decode, compaction)

@@ -23,7 +23,9 @@ SCOPES = ("head", "layer", "all", "compete")
 
 
 class CacheView(NamedTuple):
-    """What a score may look at: one layer's cache, batch rows independent. Empty slots have position EMPTY (-1).
+    """What a score may look at: caches, batch rows independent, each of one sequence in one layer (`layer`, if it is told).
+
+    Rows may be of different layers: the engine shows all layers of a sequence at once. Empty slots have position EMPTY (-1).
 
     Slots are in the order in which the policy stores them: ascending by position, unless `Evict.order` says otherwise.
     Query w of the window is the one of the token W - 1 - w before the newest; a sequence shorter than the window leaves the
@@ -40,7 +42,7 @@ class CacheView(NamedTuple):
     query: Float[Array, "B N W H"] | None = None
     mass: Float[Array, "B K S"] | None = None
     similarity: Float[Array, "B K S"] | None = None
-    layer: int | Int[Array, ""] | None = None
+    layer: int | Int[Array, ""] | Int[Array, " B"] | None = None
     budget: Int[Array, "B K"] | None = None
     prompt_length: Int[Array, " B"] | None = None
     sinks: Int[Array, " B"] | None = None

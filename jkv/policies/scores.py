@@ -1,6 +1,7 @@
 """Score functions that policies share: frozen records with one method, hashable, printable, usable under jit."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +28,18 @@ class Uniform:
     seed: int = 0
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
-        key = jax.random.fold_in(jax.random.key(self.seed), 0 if view.layer is None else view.layer)
+        key, layer = jax.random.key(self.seed), jnp.asarray(0 if view.layer is None else view.layer, jnp.int32)
 
-        def draw(position: Array, head: Array, num_seen: Array) -> Float[Array, ""]:
-            folded = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, num_seen), head), position)
+        def draw(position: Array, head: Array, num_seen: Array, layer: Array) -> Float[Array, ""]:
+            folded = functools.reduce(jax.random.fold_in, (layer, num_seen, head, position), key)
             return jax.random.uniform(folded)
 
         head = jnp.arange(view.position.shape[1], dtype=jnp.int32)
         head = head if view.first_head is None else head + view.first_head
-        over_slots = jax.vmap(draw, in_axes=(0, None, None))
-        over_heads = jax.vmap(over_slots, in_axes=(0, 0, None))
-        return jax.vmap(over_heads, in_axes=(0, None, 0))(view.position, head, view.num_seen)
+        over_slots = jax.vmap(draw, in_axes=(0, None, None, None))
+        over_heads = jax.vmap(over_slots, in_axes=(0, 0, None, None))
+        layer = jnp.broadcast_to(layer, view.num_seen.shape)
+        return jax.vmap(over_heads, in_axes=(0, None, 0, 0))(view.position, head, view.num_seen, layer)
 
 
 @dataclasses.dataclass(frozen=True)

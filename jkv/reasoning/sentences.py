@@ -82,12 +82,13 @@ class SentenceMap(NamedTuple):
     similarity: Float[Array, "R T"]  # of the latest sentence that says the token's again, 0 if none does
 
 
-def similarity_of_slots(sentences: SentenceMap, position: Int[Array, "R K S"]) -> Float[Array, "R K S"]:
+def similarity_of_slots(sentences: SentenceMap, position: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
     """How alike a later sentence is to each slot's, if the head holds at least two of its tokens; else 0.
 
-    Slots are in the order of their positions, the empty ones last, so tokens of a sentence are neighbours.
+    Batch row b shows sequence b modulo R, in any layer. Slots are in the order of their positions, the empty ones last, so
+    tokens of a sentence are neighbours.
     """
-    row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None, None]
+    row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None, None] % len(sentences.sentence)
     sentence = jnp.where(position == EMPTY, EMPTY, sentences.sentence[row, position])
     is_like_next = (sentence[..., 1:] == sentence[..., :-1]) & (sentence[..., 1:] != EMPTY)
     edge = jnp.zeros((*sentence.shape[:-1], 1), bool)
@@ -171,11 +172,8 @@ def new_log(model: Model, sentences: Sentences | None) -> SentenceLog | None:
     return SentenceLog(is_end, sentences.threshold, model.config.width)
 
 
-def map_sentences(logs: Sequence[SentenceLog], num_rows: int, width: int) -> SentenceMap:
-    """Which sentences are said again in each of the first rows, for as many positions as `width`."""
-    sentence, similarity = np.zeros((num_rows, width), np.int32), np.zeros((num_rows, width), np.float32)
-    for row, log in enumerate(logs):
-        log.compare()
-        sentence[row], similarity[row] = log.by_position(width)
-    arrays: Any = (sentence, similarity)
+def map_sentences(log: SentenceLog, width: int) -> SentenceMap:
+    """Which sentences of a row are said again, for as many positions as `width`."""
+    log.compare()
+    arrays: Any = (of_row[None] for of_row in log.by_position(width))
     return SentenceMap(*arrays)

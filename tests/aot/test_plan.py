@@ -30,7 +30,7 @@ CASES = [
 TRACES = {
     "decode": programs.decode,
     "prefill": programs.prefill,
-    "compaction": functools.partial(programs.compact, "r_kv", num_due=64),
+    "compaction": functools.partial(programs.compact, "r_kv"),
 }
 
 

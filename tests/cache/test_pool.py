@@ -234,24 +234,21 @@ class PoolMachine(RuleBasedStateMachine):
         padded.flat[: len(page)] = np.asarray(self.pool.page_table)[:, row][is_held]
         self.pool = write_pages(self.pool, padded, content)
 
-    @rule(rows=TWO_ROWS, is_in_order=st.booleans(), is_narrow=st.booleans(), data=st.data())
-    def keep_some_slots(self, rows, is_in_order, is_narrow, data):
-        real = [row for row in rows if row != NONE]
-        if (self.before.refcount[self.before.page_table[:, real]] > 1).sum() > self.before.free_top:
+    @rule(row=ANY_ROW, is_in_order=st.booleans(), is_narrow=st.booleans(), data=st.data())
+    def keep_some_slots(self, row, is_in_order, is_narrow, data):
+        if (self.before.refcount[self.before.page_table[:, row]] > 1).sum() > self.before.free_top:
             return  # copies might need more pages than there are
         num_slots = self.page_size + 1 if is_narrow else self.max_slots
-        slots = np.full((L, 2, K, num_slots), EMPTY, np.int32)
-        slots[:, [row == NONE for row in rows]] = 0  # ignored
-        for i, row in enumerate(rows):
-            for layer, head in CELLS if row != NONE else []:
-                tokens = self.rows[row][layer, head]
-                num_first = data.draw(st.integers(0, len(tokens)))
-                chosen = data.draw(st.integers(0, 2 ** len(tokens) - 1)) | (2**num_first - 1)
-                kept = [slot for slot in range(len(tokens)) if chosen >> slot & 1]
-                kept = (kept if is_in_order else data.draw(st.permutations(kept)))[:num_slots]
-                slots[layer, i, head, : len(kept)] = kept
-                self.rows[row][layer, head] = [tokens[slot] for slot in kept]
-        self.pool = take_slots(self.pool, ints(*rows), jnp.asarray(slots))
+        slots = np.full((L, 1, K, num_slots), EMPTY, np.int32)
+        for layer, head in CELLS:
+            tokens = self.rows[row][layer, head]
+            num_first = data.draw(st.integers(0, len(tokens)))
+            chosen = data.draw(st.integers(0, 2 ** len(tokens) - 1)) | (2**num_first - 1)
+            kept = [slot for slot in range(len(tokens)) if chosen >> slot & 1]
+            kept = (kept if is_in_order else data.draw(st.permutations(kept)))[:num_slots]
+            slots[layer, 0, head, : len(kept)] = kept
+            self.rows[row][layer, head] = [tokens[slot] for slot in kept]
+        self.pool = take_slots(self.pool, ints(row), jnp.asarray(slots))
 
     def even_rows(self):
         """Rows of the same length in every layer and head, with a full page."""
@@ -384,10 +381,10 @@ def filled(pool, row):
 
 
 def keep(pool, row, slots):
-    """`row` keeps the same slots in every layer and head; the second row of the program is none."""
-    padded = np.full((L, 2, K, pool.max_slots), EMPTY, np.int32)
+    """`row` keeps the same slots in every layer and head."""
+    padded = np.full((L, 1, K, pool.max_slots), EMPTY, np.int32)
     padded[..., : len(slots)] = slots
-    return take_slots(pool, ints(row, NONE), jnp.asarray(padded))
+    return take_slots(pool, ints(row), jnp.asarray(padded))
 
 
 def test_copy_on_write_keeps_the_siblings_tokens():
@@ -437,10 +434,10 @@ def test_compaction_of_an_unshared_row_takes_no_page_and_frees_the_tail_at_once(
 
 def test_heads_that_keep_fewer_slots_hold_fewer_pages():
     pool = filled_pool(8)
-    slots = np.full((L, 2, K, pool.max_slots), EMPTY, np.int32)
+    slots = np.full((L, 1, K, pool.max_slots), EMPTY, np.int32)
     for (layer, head), count in zip(CELLS, [0, 1, 4, 7], strict=True):
         slots[layer, 0, head, :count] = np.arange(8 - count, 8)
-    pool = take_slots(pool, ints(0, NONE), jnp.asarray(slots))
+    pool = take_slots(pool, ints(0), jnp.asarray(slots))
     assert pool.length[:, 0].tolist() == [[0, 1], [4, 7]]
     assert pages.held_pages(pool) == 0 + 1 + 2 + 4
 

@@ -9,6 +9,7 @@ import pytest
 
 import jkv
 from jkv.cache.pool import EMPTY
+from jkv.engine.runner import Runner
 from jkv.policies import POLICIES, make
 from jkv.testing import random_view
 from jkv.verify import CHECKS, Case, is_hashable, keeps_what_is_protected, selects_what_is_there
@@ -196,6 +197,52 @@ class Unhashable:
         return -view.position.astype(jnp.float32)
 
 
+def norm_of_keys(view):
+    """Scores so near to each other that rounding decides which of two slots stays."""
+    return jnp.linalg.norm(view.key, axis=-1)
+
+
+def test_the_readmes_policy_of_nearly_tied_scores_keeps_every_promise():
+    report = jkv.verify(jkv.evict_by(norm_of_keys, budget=48, interval=16, sinks=4, recent=8))
+    assert report.is_ok, str(report)
+
+
+def compact_together(self, due):
+    """Planted: due rows compacted by one program, whose shape is the number of rows; padded with rows that keep everything."""
+    size = next(size for size in (1, 4, 16) if size >= len(due))
+    padding = [row for row in range(self.limits.max_running) if row not in due][: size - len(due)]
+    if not due:
+        return
+    samples, zeros = list(due.values()), np.zeros(len(padding), np.int32)
+    budget = np.stack([*(sample.compacted for sample in samples), *[np.full(2, 1 << 20)] * len(padding)], axis=1)
+    evict = samples[0].request.policy.evict
+    self.state, dropped, _ = self.programs.compress(
+        self.state,
+        np.asarray([*due, *padding], np.int32),
+        budget.astype(np.int32),
+        np.asarray([*(len(sample.request.prompt) for sample in samples), *zeros], np.int32),
+        np.tile(np.asarray([[evict.sinks], [evict.recent]], np.int32), len(due) + len(padding)),
+        evict=evict.as_program,
+        is_traced=self.is_traced,
+    )
+    for j, sample in enumerate(samples):
+        sample.compact(np.asarray(dropped)[:, j])
+
+
+def rounded_by_shape(view):
+    """Norms of keys rounded in another way for another number of rows: as XLA may do, but coarsely, so that ties are many."""
+    digits = view.key.shape[0]
+    return jnp.round(norm_of_keys(view) * digits) / digits
+
+
+def test_verify_notices_rounding_that_differs_with_the_number_of_rows_that_are_due(monkeypatch):
+    policy = jkv.evict_by(rounded_by_shape, budget=48, interval=16, sinks=4, recent=8)
+    check = CHECKS["does_not_depend_on_the_batch"]
+    assert check(Case(policy)) is None
+    monkeypatch.setattr(Runner, "compact", compact_together)
+    assert "by itself than in a batch" in (check(Case(policy)) or "")
+
+
 def test_verify_takes_policies_alone():
     with pytest.raises(TypeError, match="verify takes a policy"):
         jkv.verify("r_kv")
@@ -226,7 +273,12 @@ def window_case():
         ),
         ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, evicted=0.0)), "dropped nothing"),
         ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, peak_kv_bytes=1 << 40)), "It held"),
-        ("does_not_depend_on_the_batch", lambda out: other(out, tokens=out.tokens[:, ::-1]), "other tokens alone"),
+        (
+            "does_not_depend_on_the_batch",
+            lambda out: other(out, tokens=out.tokens[:, ::-1]),
+            "other tokens, from token 0 on, by",
+        ),
+        ("does_not_depend_on_the_batch", lambda out: other(out, logprobs=out.logprobs - 1e-6), "other log-probabilities, from"),
     ],
 )
 def test_verify_notices_what_a_run_does_wrong(check, plant, words, window_case):

@@ -23,7 +23,6 @@ from jkv.reasoning.steering import SteerRules
 
 DEEP = 28  # layers whose pages the pool holds, however few are compiled
 NUM_ROWS = 32
-NUM_DUE = 16  # rows of the compaction
 NUM_POSITIONS = 32_768  # that a compaction is told sentences for
 BUDGET, INTERVAL = 1024, 128  # R-KV's
 POLICIES = {
@@ -129,15 +128,15 @@ def prefill(shapes: Shapes) -> Any:
     return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1))
 
 
-def compact(policy: str, shapes: Shapes, num_due: int = NUM_DUE) -> Any:
-    """Some rows compacted at once, half of them unless told."""
-    due, budget = shapes.leaf(num_due), shapes.leaf(shapes.params.config.num_layers, num_due)
-    protected, evict = shapes.leaf(2, num_due), POLICIES[policy].evict.as_program
+def compact(policy: str, shapes: Shapes) -> Any:
+    """A row compacted."""
+    row, budget = shapes.leaf(1), shapes.leaf(shapes.params.config.num_layers, 1)
+    protected, evict = shapes.leaf(2, 1), POLICIES[policy].evict.as_program
     sentences = None
     if evict.needs_similarity:
-        sentences = SentenceMap(shapes.leaf(num_due, NUM_POSITIONS), shapes.leaf(num_due, NUM_POSITIONS, dtype=jnp.float32))
+        sentences = SentenceMap(shapes.leaf(1, NUM_POSITIONS), shapes.leaf(1, NUM_POSITIONS, dtype=jnp.float32))
     options = {"evict": evict, "is_traced": False, "sentences": sentences}
-    return device.compress.trace(shapes.state, due, budget, due, protected, **options)
+    return device.compress.trace(shapes.state, row, budget, row, protected, **options)
 
 
 def take_pages(shapes: Shapes) -> Any:
