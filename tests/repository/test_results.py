@@ -85,7 +85,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     said += [f"{100 * best:.1f} % at best", f"{100 * one['h2o', 0.75]['accuracy']:.1f} %"]
     quest = one["quest", 0.25]
     said += [f"loses {-100 * quest['change']:.1f} ± {100 * (quest['change_high'] - quest['change']):.1f} points"]
-    said += [f"({100 * x:.1f} ± {100 * y:.1f}" for x, y in [change_of(one, "r_kv", "r_kv-released", 0.15)]]
+    said += [f"differs from it by {100 * x:.1f} ± {100 * y:.1f} to" for x, y in [change_of(one, "r_kv", "r_kv-released", 0.15)]]
     said += [f"{100 * x:+.1f} ± {100 * y:.1f}" for x, y in [change_of(one, "r_kv", "r_kv-released", 0.5)]]
     skip, r_kv, rpc = (accuracies(f"ablate-{name}") for name in ("skip_kv", "r_kv", "rpc"))
     said += [f"{skip['tau-0.8', 0.5]} % at half the length with tau 0.8, {skip['sentences', 0.5]} % with 0.9"]
