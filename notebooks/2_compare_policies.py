@@ -97,7 +97,7 @@ print(f"{widest.policy}: between {widest.low:.0%} and {widest.high:.0%}; one pro
 assert widest.high - widest.low > 0.3
 
 # %% [markdown]
-# An interval shrinks with the square root of the number of problems: for half of this width, four times as many. The README's
-# tables take hundreds of problems. The same from the command line, with the settings that they were made with:
+# An interval shrinks with the square root of the number of problems: for half of this width, four times as many. The tables
+# in `docs/results.md` take hundreds of problems. The same from the command line, with the settings that they were made with:
 #
 #     jkv eval --config configs/experiments/tiny.toml --out results

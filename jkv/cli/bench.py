@@ -19,6 +19,7 @@ BENCHES = {
     "rollouts": 'rollouts a second beside tunix\'s own sampler (pip install "jkv[tunix]")',
     "eviction": "what scoring and compaction cost beside their own arithmetic, on a wide model",
 }
+PAGE = Path("docs/results.md")  # that shows the tables, from the root of the repository
 QUICK_POOLS = [430_000, 134_000]
 
 
@@ -70,7 +71,9 @@ def add_tables(benches: Any) -> None:
     parser = benches.add_parser("tables", help=text, description=text, **LOOKS)
     parser.set_defaults(run=run_tables)
     parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of the JSON; default: results")
-    parser.add_argument("--readme", type=Path, help="a page with <!-- bench NAME --> and <!-- /bench NAME --> marks")
+    parser.add_argument(
+        "--page", type=Path, default=PAGE, help=f"has <!-- bench NAME --> and <!-- /bench NAME --> marks; default: {PAGE}"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; status 1 where something would change")
 
 
@@ -214,8 +217,11 @@ def run_tables(options: argparse.Namespace) -> int:
             pages[path.with_suffix(".md")] = tables[name] + "\n"
     if not tables:
         raise ValueError(f"--results must hold the JSON of {', '.join(BENCHES)}; {options.results} holds none.")
-    if options.readme:
-        pages[options.readme] = records.page_with(options.readme.read_text(), tables)
+    if not options.page.is_file():
+        raise ValueError(
+            f"--page must be a file with <!-- bench NAME --> marks; {options.page} does not exist. Name another page."
+        )
+    pages[options.page] = records.page_with(options.page.read_text(), tables)
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if not options.check:

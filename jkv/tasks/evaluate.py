@@ -22,6 +22,7 @@ from jkv.policies import Policy, full
 from jkv.tasks.chains import Problem, draw_problem, read_answer
 
 HELD_OUT_SEED = 2_000_003
+PAGE = Path("docs/results.md")  # from the root of the repository
 MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
 
 
@@ -76,7 +77,7 @@ def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """The README's sentence."""
+    """The sentence between `MARKS` in `PAGE`."""
     return (
         f"Held-out accuracy with the full cache, greedy, {result['problems']} problems: **{result['accuracy']:.1%}** (95 % "
         f"interval {result['low']:.1%} to {result['high']:.1%}), in {result['median_tokens']:.0f} tokens at the median and "
@@ -91,16 +92,20 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=500)
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED)
     parser.add_argument("--out", type=Path, help="write the result here, as JSON")
-    parser.add_argument("--readme", type=Path, help="write the result's sentence into this page, between its marks")
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=PAGE, help=f"write the result into this page, between its marks; alone: {PAGE}"
+    )
     options = parser.parse_args()
+    if options.page and not options.page.is_file():
+        parser.error(f"--page must be a file with the marks {MARKS[0]} and {MARKS[1]}; {options.page} does not exist.")
     result = evaluate(checkpoint.load(options.model), held_out(options.problems, options.seed))
     print(json.dumps(result, indent=2))
     if options.out:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
-    if options.readme:
-        page = options.readme.read_text()
+    if options.page:
+        page = options.page.read_text()
         between = re.compile(f"(?<={MARKS[0]}).*(?={MARKS[1]})", flags=re.DOTALL)
-        options.readme.write_text(between.sub(lambda _: f"\n{describe(result)}\n", page))
+        options.page.write_text(between.sub(lambda _: f"\n{describe(result)}\n", page))
 
 
 if __name__ == "__main__":

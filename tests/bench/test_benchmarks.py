@@ -15,7 +15,7 @@ from jkv import cli
 from jkv import reports as record
 from jkv.bench import cost, countdown, papers, rollouts, throughput
 from jkv.bench import kvpress_scores as scores
-from jkv.cli.bench import BENCHES
+from jkv.cli.bench import BENCHES, PAGE
 
 ROOT = Path(__file__).parents[2]
 MODEL = """
@@ -252,6 +252,7 @@ def test_the_score_of_key_diff_is_a_policy():
         (("eviction", "--quick", "--model", "no-such-model"), "tiny-reasoner"),
         (("peers", "--contenders", "vllm"), "contenders are jkv, transformers, kvpress; got vllm"),
         (("tables", "--results", "tests"), "tests holds none"),
+        (("tables", "--page", "no-page.md"), "no-page.md does not exist"),
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else "",
 )
@@ -266,7 +267,7 @@ def test_stale_tables_are_found_and_made_anew(capsys, tmp_path):
     (tmp_path / "peers.json").write_text((ROOT / "results" / "peers.json").read_text())
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- bench peers -->\nold figures\n<!-- /bench peers -->\nafter\n")
-    options = ["bench", "tables", "--results", str(tmp_path), "--readme", str(page)]
+    options = ["bench", "tables", "--results", str(tmp_path), "--page", str(page)]
     assert cli.main([*options, "--check"]) == 1
     assert "old figures" in page.read_text()
     assert cli.main(options) == 0
@@ -282,7 +283,7 @@ def test_stale_tables_are_found_and_made_anew(capsys, tmp_path):
 
 
 def test_the_tables_in_the_repository_are_those_of_their_figures(capsys):
-    status = cli.main(["bench", "tables", "--results", str(ROOT / "results"), "--readme", str(ROOT / "README.md"), "--check"])
+    status = cli.main(["bench", "tables", "--results", str(ROOT / "results"), "--page", str(ROOT / PAGE), "--check"])
     assert status == 0, capsys.readouterr().out
 
 

@@ -11,8 +11,9 @@ import pytest
 import jkv
 from jkv.model.params import count_weights
 from jkv.tasks.chains import DOUBTS
-from jkv.tasks.evaluate import MARKS, describe, evaluate, held_out, wilson
+from jkv.tasks.evaluate import MARKS, PAGE, describe, evaluate, held_out, wilson
 
+ROOT = Path(__file__).parents[2]
 ASSET = importlib.resources.files("jkv") / "assets" / "tiny-reasoner"
 
 
@@ -40,17 +41,17 @@ def test_it_thinks_step_by_step_and_doubts_itself(reasoner):
     assert out.finish_reason == ["eos"] * 8
 
 
-def test_the_readme_says_what_was_recorded(recorded):
+def test_the_page_of_results_holds_what_was_recorded(recorded):
     assert recorded["problems"] == 500
     assert recorded["accuracy"] >= 0.95
-    page = (Path(__file__).parents[2] / "README.md").read_text()
+    page = (ROOT / PAGE).read_text()
     assert page.split(MARKS[0])[1].split(MARKS[1])[0].strip() == describe(recorded)
 
 
 def test_it_is_small_and_grouped(reasoner):
     assert reasoner.config.group_size == 2
     assert sum(file.stat().st_size for file in ASSET.iterdir()) < 16e6
-    page = (Path(__file__).parents[2] / "README.md").read_text()
+    page = (ROOT / "docs" / "models.md").read_text()
     assert f"{count_weights(reasoner.params) / 1e6:.1f} million weights" in page
 
 

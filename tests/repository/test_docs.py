@@ -1,0 +1,90 @@
+"""Every example of every page runs, in order, and every file and link that a page names exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.repository.pages import PAGES, ROOT, SUFFIXES, anchors, blocks, links, name_of, spans
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+WITH_EXAMPLES = [page for page in PAGES if blocks(page.read_text(), "python")]
+
+
+@pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
+def test_the_examples_of_a_page_run_in_order(page, capsys):
+    scope = {}
+    for snippet in blocks(page.read_text(), "python"):
+        exec(compile(snippet, name_of(page), "exec"), scope)
+    assert capsys.readouterr().out.strip()
+
+
+def test_most_pages_have_examples():
+    assert len(WITH_EXAMPLES) >= 8
+
+
+@each_page
+def test_every_link_leads_somewhere(page):
+    broken = broken_links(page.read_text(), page)
+    assert not broken, ", ".join(broken)
+
+
+def broken_links(text, page):
+    """The relative links of a page whose file or heading does not exist."""
+    broken = []
+    for target in links(text):
+        path, _, anchor = target.partition("#")
+        if re.match(r"https?:", target):
+            continue
+        file = page.parent / path if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file.read_text())):
+            broken.append(target)
+    return broken
+
+
+@each_page
+def test_every_file_that_is_named_exists(page):
+    missing = missing_files(page.read_text(), page)
+    assert not missing, ", ".join(missing)
+
+
+def missing_files(text, page):
+    """The paths in inline code that neither exist nor are written by a command on the pages."""
+    written = "\n".join(block for one in PAGES for block in blocks(one.read_text(), "sh"))
+    missing = []
+    for span in spans(text):
+        is_bare = re.fullmatch(rf"[\w*.-]+\.(?:{SUFFIXES})", span)
+        if not is_bare and not re.fullmatch(r"\.?[\w*.-]+/[\w*./-]*", span):
+            continue
+        if is_bare and re.search(rf"(?<![\w/.-]){re.escape(span)}\b", written):
+            continue
+        found = [*ROOT.glob(span), *page.parent.glob(span)]
+        if is_bare and not found:
+            found = [*ROOT.glob(f"jkv/**/{span}"), *ROOT.glob(f"pallas_kernels/**/{span}"), *ROOT.glob(f"configs/**/{span}")]
+        if not found:
+            missing.append(span)
+    return missing
+
+
+def test_a_planted_wrong_file_or_link_is_found():
+    page = ROOT / "docs" / "engine.md"
+    text = (
+        "`jkv/no/file.py`, `docs/engine.md`, `no_policy.py`, `r_kv.py`, `results/*.nothing`, `LICENSE`, `[B, K]`, `tests/aot`"
+    )
+    assert missing_files(text, page) == ["jkv/no/file.py", "no_policy.py", "results/*.nothing"]
+    text = "[a](engine.md) [b](engine.md#memory) [c](engine.md#no-heading) [d](nowhere.md) [e](#streaming) [f](https://x.org)"
+    assert broken_links(text, page) == ["engine.md#no-heading", "nowhere.md"]
+
+
+def test_the_readme_links_to_every_page():
+    linked = {(ROOT / target.partition("#")[0]).resolve() for target in links((ROOT / "README.md").read_text())}
+    assert [name_of(page) for page in PAGES if page.resolve() not in linked and page.name != "README.md"] == []
+
+
+def test_the_table_of_methods_has_every_policy_with_its_file():
+    import jkv
+
+    text = (ROOT / "docs" / "methods.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\]\(\.\./(jkv/policies/\w+\.py)\) \|$", text, flags=re.MULTILINE))
+    assert set(rows) == set(jkv.POLICIES)
+    assert {name: Path(file).stem for name, file in rows.items()} == {name: name for name in rows}

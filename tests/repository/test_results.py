@@ -1,0 +1,108 @@
+"""The figures in the text of `docs/results.md` are those that were recorded."""
+
+import json
+
+import numpy as np
+
+from jkv.evaluation.compare import paired_change
+from tests.repository.pages import ROOT
+
+PAGE = ROOT / "docs" / "results.md"
+
+
+def change_of(outcomes, policy, other, share):
+    """One policy's accuracy less another's on the same problems, and half its interval."""
+    right = (np.array([mark == "1" for mark in outcomes[name, share]["right"]]) for name in (policy, other))
+    return paired_change(*right)
+
+
+def accuracies(name):
+    """Whole percents by policy and share."""
+    every = json.loads((ROOT / "results" / f"{name}-tiny-reasoner.json").read_text())["outcomes"]
+    return {(outcome["policy"], outcome["share"]): round(100 * outcome["accuracy"]) for outcome in every}
+
+
+def said_of_sharing():
+    """The words of the paragraphs on sharing that hold figures."""
+    pages_of_one, shared, encoded = (
+        {
+            outcome["policy"]: outcome
+            for outcome in json.loads((ROOT / "results" / f"{name}-tiny-reasoner.json").read_text())["outcomes"]
+        }
+        for name in ("share-page-1", "share", "share-sentence")
+    )
+    right, saved = ({name: f"{100 * one[field]:.1f} %" for name, one in shared.items()} for field in ("accuracy", "amsr"))
+    found = shared["reason_cache"]["sharing"]
+    noise = (
+        "raw",
+        "values",
+        "cosine",
+        "fixed-0.7",
+        "fixed-0.8",
+        "fixed-0.9",
+        "embedding",
+        "unbiased",
+        "all-pairs",
+        "with-prompt",
+    )
+    assert all(abs(shared[name]["accuracy"] - 0.87) < 0.01 for name in noise)
+    assert not any((one["sharing"] or {}).get("filter_waits") for one in shared.values())
+    assert encoded["sentence"]["right"] == encoded["reason_cache"]["right"]
+    one, random = pages_of_one["reason_cache"], pages_of_one["random_share"]
+    return [
+        f"With `reason_cache`, {right['reason_cache']} of the answers are right",
+        f"{saved['reason_cache']} of the pages are saved. The full cache",
+        f"The full cache reaches {right['full']}, and random sharing of as many pages {right['random_share']}",
+        f"In bytes, `reason_cache` holds {100 * shared['reason_cache']['kv_share']:.0f} % of the full cache",
+        f"{right['p=20']} at a saving of {saved['p=20']}. SnapKV ({right['snap_kv']} at {saved['snap_kv']})",
+        f"StreamingLLM ({right['streaming_llm']} at {saved['streaming_llm']}) are lower",
+        f"Without the structural check, {right['cos']} are right at a saving of {saved['cos']}",
+        f"MemShare's fixed thresholds give {right['mem_share']} at {saved['mem_share']}",
+        f"{100 * found['shifted'] / (found['shifted'] + found['candidates']):.0f} % hold the text at another offset",
+        f"with `align_steps` {right['aligned']} are right",
+        f"{100 * one['amsr']:.1f} % are saved and {100 * one['accuracy']:.0f} % are right. With random sharing of such pages",
+        f"{100 * random['amsr']:.1f} % are saved and {100 * random['accuracy']:.0f} % are right",
+        f"finds exactly the same pages in {encoded['sentence']['sharing']['filter_ms_per_step']:.0f} ms a thought",
+        f"takes {found['filter_ms_per_step']:.2f} ms for each thought",
+    ]
+
+
+def test_the_figures_of_the_page_are_those_that_were_recorded():
+    page = PAGE.read_text()
+    said = []
+    every = json.loads((ROOT / "results" / "all-tiny-reasoner.json").read_text())["outcomes"]
+    one = {(outcome["policy"], outcome["share"]): outcome for outcome in every}
+    for policy, other, share in (
+        ("r_kv", "snap_kv", 0.5),
+        ("r_kv", "snap_kv", 0.75),
+        ("skip_kv", "r_kv", 0.5),
+        ("skip_kv", "r_kv", 0.75),
+        ("h2o", "r_kv", 0.75),
+    ):
+        change, half = change_of(one, policy, other, share)
+        said += [f"{100 * change:.1f} ± {100 * half:.1f}"]
+    best = max(outcome["accuracy"] for (name, share), outcome in one.items() if share == 0.25 and outcome["evicted"] > 0)
+    said += [f"{100 * best:.1f} % at best", f"{100 * one['h2o', 0.75]['accuracy']:.1f} %"]
+    quest = one["quest", 0.25]
+    said += [f"loses {-100 * quest['change']:.1f} ± {100 * (quest['change_high'] - quest['change']):.1f} points"]
+    said += [f"differs from it by {100 * x:.1f} ± {100 * y:.1f} to" for x, y in [change_of(one, "r_kv", "r_kv-released", 0.15)]]
+    said += [f"{100 * x:+.1f} ± {100 * y:.1f}" for x, y in [change_of(one, "r_kv", "r_kv-released", 0.5)]]
+    skip, r_kv, rpc = (accuracies(f"ablate-{name}") for name in ("skip_kv", "r_kv", "rpc"))
+    said += [f"{skip['tau-0.8', 0.5]} % at half the length with tau 0.8, {skip['sentences', 0.5]} % with 0.9"]
+    said += [f"{skip['tau-0.98', 0.5]} % with its default of 0.98, {skip['r_kv', 0.5]} % without sentences"]
+    said += [f"0 ({r_kv['importance-0', 0.5]} %), where only redundancy counts, to 0.5 ({r_kv['importance-0.5', 0.5]} %)"]
+    rarer = [rpc[name, None] for name in ("interval-32", "rpc", "interval-128")]
+    said += [
+        "{} %, {} % and {} % for intervals of 32, 64 and 128".format(*rarer),
+        f"a quarter does matter ({rpc['ratio-2', None]} %)",
+    ]
+    apart = json.loads((ROOT / "results" / "distances.json").read_text())
+    raw, rotated, num_pages = apart["raw"], apart["rotated"], apart["pages"]
+    said += [
+        f"are {raw['median_same']:.1f} apart in raw keys and values, other pages {raw['median_other']:.1f}",
+        f"{rotated['median_same']:.1f} and {rotated['median_other']:.1f}",
+    ]
+    said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
+    said += said_of_sharing()
+    missing = [words for words in said if words not in " ".join(page.split())]
+    assert not missing

@@ -1,0 +1,40 @@
+"""A wheel that works outside the tree, and files that name no path of a machine."""
+
+import re
+import shutil
+import sys
+import zipfile
+
+from tests.repository.pages import ROOT, run
+
+
+def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 16e6
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    assert "jkv/assets/tiny-reasoner/model.safetensors" in names
+    assert {"jkv/viz/kept.js", "pallas_kernels/paged_attention/native.cc"} <= set(names)
+    assert not any(name.startswith("tests") for name in names)
+    code = (
+        "import jkv; assert 'site' in jkv.__file__; m = jkv.load('tiny-reasoner');"
+        "print(jkv.generate(m, 'b=3;c=7;d=b*c;?d', max_new_tokens=8, progress=False).text[0]);"
+        "assert jkv.plan('r1-llama-8b', 'h200').num_weights == 8_030_261_248"
+    )
+    out = run(sys.executable, "-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"})
+    assert out.startswith("<think>")
+
+
+def test_the_repository_names_no_path_of_a_machine():
+    # What is tracked; where this is no clone, all that was unpacked.
+    is_clone = (ROOT / ".git").exists() and shutil.which("git")
+    tracked = run("git", "ls-files").splitlines() if is_clone else [str(path) for path in ROOT.glob("*/**/*.*")]
+    pattern = re.compile(r"/(?:work|root|home|tmp)/\w")
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix in {".safetensors", ".npz", ".lock"} or not path.is_file() or path.samefile(__file__):
+            continue
+        found = pattern.search(path.read_text(errors="ignore"))
+        assert not found, f"{name}: {found[0]}"
