@@ -25,6 +25,7 @@ from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows
 from jkv.policies import CacheView, Evict, Policy
+from jkv.policies.evict import Limits
 from jkv.reports import in_turns
 
 STEPS = CHUNKS[0]
@@ -148,15 +149,15 @@ def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
     """What a compaction of all rows goes by, layer after layer."""
     pool = state.cache.pool
     row, num_seen = jnp.arange(pool.num_rows, dtype=jnp.int32), pool.logical_length
-    protected = jnp.stack([jnp.full_like(row, evict.sinks), jnp.full_like(row, evict.recent)])
+    limits = Limits(jnp.full_like(row, evict.sinks), jnp.full_like(row, evict.recent))
 
     def rate(_: None, layer: Array) -> tuple[None, Array]:
         key, value, position = pages.gather(pool, layer, row)
         query = None
-        if state.cache.query_ring is not None and evict.window:
-            query = last_queries(state.cache.query_ring, layer, row, num_seen, evict.window)
+        if state.cache.query_ring is not None and evict.needs.window:
+            query = last_queries(state.cache.query_ring, layer, row, num_seen, evict.needs.window)
         view = CacheView(key, value, position, query, None, layer=layer, prompt_length=jnp.zeros_like(row))
-        return None, evict.rate(view._replace(sinks=protected[0], recent=protected[1]))
+        return None, evict.rate(view, limits)
 
     return jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))[1]
 

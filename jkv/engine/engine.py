@@ -36,7 +36,7 @@ from jkv.cache.pool import EMPTY, TRASH, num_pages_of
 from jkv.checks import check_counts, typed
 from jkv.engine import mesh as meshes
 from jkv.engine import programs, swap
-from jkv.engine.chunk_inputs import Needs, empty_state, for_chunk, row_settings
+from jkv.engine.chunk_inputs import empty_state, for_chunk, row_settings
 from jkv.engine.interrupts import deferred_interrupt
 from jkv.engine.memory import check_fits, most_pages, num_layer_heads, num_pool_pages, num_row_pages, page_bytes
 from jkv.engine.programs import Control
@@ -56,7 +56,8 @@ from jkv.engine.timing import COMPILING, clock
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import DRAWS, Sampling, request_id
-from jkv.policies.base import Evict, Policy
+from jkv.policies import Evict, Needs, Policy
+from jkv.policies.policy import check_parts
 from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.reasoning.token_text import StopFinder, TextStream, cut, num_certain
 from pallas_kernels.dispatch import platform_of
@@ -431,7 +432,8 @@ class Engine:
             )
 
     def _check_policy(self, policy: Policy) -> None:
-        self.needs.check(policy, self.model)
+        self.needs.check(policy.name, policy.needs)
+        check_parts(policy, self.model)
         if self.mesh is not None:
             meshes.check_policy(policy, self.mesh.size)
 
@@ -742,7 +744,7 @@ class Engine:
         with clock(self.stats, "decode_seconds"):
             is_traced = self.is_traced and self.needs.has_events
             self.state, emitted = self.programs.decode_chunk(
-                self.params, self.state, control, num_steps, self.draws, is_traced, self.needs.sentences
+                self.params, self.state, control, num_steps, self.draws, is_traced, self.needs.similarity
             )
             if self.needs.sharing:
                 self._sharer.look(self.running, self.state, num_steps, emitted)
@@ -864,7 +866,7 @@ class Engine:
         stats.dense_kv_bytes = max(stats.dense_kv_bytes, dense)
 
     def _note_sentences(self) -> None:
-        if self.needs.sentences:
+        if self.needs.similarity:
             logs = [sample.sentences for sample in (*self.running.values(), *(sample for _, sample in self.waiting))]
             logs += [prefix.start.sentences for prefix in self.prefixes.values() if prefix.start]
             held = sum(log.nbytes for log in logs if log is not None)
@@ -896,11 +898,11 @@ class Engine:
         for j, i in enumerate(members):
             sample = self.running[i]
             own: Any = sample.request.policy.evict
-            row[j], budget[:, j], prompt_length[j] = i, sample.compacted, len(sample.request.prompt)
+            row[j], budget[:, j], prompt_length[j] = i, sample.budgets, len(sample.request.prompt)
             protected[:, j] = own.sinks, own.recent
         logs = [log for log in (self.running[i].sentences for i in members) if log is not None]
         sentences = None
-        if evict.needs_similarity:
+        if evict.needs.similarity:
             longest = max(self.running[i].request.most_tokens for i in members)
             self._map_width = max(self._map_width, 1 << (longest - 1).bit_length())
             sentences = map_sentences(logs, size, self._map_width)

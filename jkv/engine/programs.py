@@ -21,7 +21,8 @@ from jkv.cache.pool import EMPTY, Seat
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows
-from jkv.policies.base import CacheView, Evict
+from jkv.policies.evict import Evict, Limits
+from jkv.policies.view import CacheView
 from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 from jkv.reasoning.steering import SteerRules
@@ -194,16 +195,16 @@ def compress(
     def rate(_: None, layer: Int[Array, ""]) -> tuple[None, tuple[Float[Array, "R K S"], Int[Array, "R K S"]]]:
         key, value, position = pages.gather(pool, layer, present)
         query = None
-        if cache.query_ring is not None and evict.window:
-            query = last_queries(cache.query_ring, layer, present, num_seen, evict.window)
-        mass = pool.slot_data["mass"][layer, present] if evict.needs_mass else None
-        view = CacheView(key, value, position, query, mass, layer=layer, prompt_length=prompt_length)
-        view = view._replace(sinks=protected[0], recent=protected[1], first_head=first_head)
+        if cache.query_ring is not None and evict.needs.window:
+            query = last_queries(cache.query_ring, layer, present, num_seen, evict.needs.window)
+        mass = pool.slot_data["mass"][layer, present] if evict.needs.mass else None
+        view = CacheView(key, value, position, query, mass, layer=layer, prompt_length=prompt_length, first_head=first_head)
+        view = view._replace(budget=jnp.broadcast_to(budget[layer][:, None], position.shape[:2]))
         if pages.LOG_WEIGHT in pool.slot_data:
             view = view._replace(log_weight=pool.slot_data[pages.LOG_WEIGHT][layer, present])
         if sentences is not None:
             view = view._replace(similarity=similarity_of_slots(sentences, position))
-        return None, (evict.rate(view), position)
+        return None, (evict.rate(view, Limits(protected[0], protected[1])), position)
 
     _, (score, position) = jax.lax.scan(rate, None, jnp.arange(pool.page_table.shape[0], dtype=jnp.int32))
     slots = evict.choose(score, budget[..., None])

@@ -9,10 +9,11 @@ import numpy as np
 
 from jkv.cache.pool import EMPTY
 from jkv.engine.programs import Snapshot
-from jkv.engine.requests import Request, compacted
+from jkv.engine.requests import Request
 from jkv.engine.results import AgainColumns, Completion, Event
 from jkv.engine.swap import Aside, Pages
 from jkv.engine.timing import COMPILING
+from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import Pair, Sharing
 from jkv.reasoning.steering import Thinking
@@ -110,6 +111,12 @@ class Sample:
             return None
         assert self.prefix.start is not None
         return self.prefix.start.page_table
+
+    @property
+    def budgets(self) -> Any:
+        """Slots that the compaction that is due leaves in each layer, if the row has more: [L]."""
+        target: Any = self.request.policy.target(len(self.request.prompt), self.generated)
+        return self.request.policy.budgets(target, len(self.filled))
 
     @property
     def compacted(self) -> Any:

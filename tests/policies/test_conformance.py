@@ -134,6 +134,7 @@ class Planted:
     """A score with one thing wrong."""
 
     wrong: str
+    needs = jkv.Needs()
 
     def __call__(self, view):
         score = -view.position.astype(jnp.float32)
