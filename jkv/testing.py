@@ -1,4 +1,4 @@
-"""What tests of `jkv`, here and elsewhere, share: tiny models, NaN-poisoned pools, and checks of compiled programs."""
+"""Helpers for tests with `jkv`, here and in your own code: tiny models, random cache views, checks of compiled programs."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 from jkv.cache.pool import EMPTY
 from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
-from jkv.policies.base import CacheView
+from jkv.policies.view import CacheView
 
 TINY = ModelConfig(
     family="qwen2",
@@ -29,7 +29,7 @@ TINY = ModelConfig(
 
 
 class TinyTokenizer:
-    """A token is a letter, but for the first four: thinking begins, thinking ends, and two blank lines."""
+    """Each token is a letter, except the first four: begin and end of thinking, and two blank lines."""
 
     pieces = ("<think>", "</think>", "\n\n", ".\n\n", *(chr(i) for i in range(65, 93)))
 
@@ -37,22 +37,22 @@ class TinyTokenizer:
         return len(self.pieces)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Longest pieces first."""
+        """Token ids; the longest piece wins."""
         pattern = "|".join(re.escape(piece) for piece in sorted(self.pieces, key=len, reverse=True))
         return [self.pieces.index(piece) for piece in re.findall(pattern, text)]
 
     def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
-        """The pieces, one after the other."""
+        """The pieces of the tokens, joined."""
         return "".join(self.pieces[token] for token in tokens)
 
 
 def tiny_model(seed: int = 0, config: ModelConfig = TINY, tokenizer: Any = None) -> Model:
-    """A random model, large enough in scale that its logits are not flat; with or without a `TinyTokenizer`."""
+    """A random model whose weights are large enough that its logits are not flat; `tokenizer` may be a `TinyTokenizer`."""
     return Model(init_params(config, jax.random.key(seed), scale=0.3), tokenizer, name="tiny")
 
 
 def unfolded(params: Params) -> Params:
-    """The same weights as other libraries hold them: query, key and value as [D, heads, H], out as [N, H, D]."""
+    """The same weights in the layout of other libraries: query, key and value as [D, heads, H], out as [N, H, D]."""
     size = params.config.head_size
 
     def unfold(layer: LayerParams) -> LayerParams:
@@ -64,7 +64,7 @@ def unfolded(params: Params) -> Params:
 
 
 def adapted(params: Params, rank: int = 2, scale: float = 0.5, seed: int = 0) -> Params:
-    """The weights with a random adapter on every matrix but the embedding, in the layout of what it adapts."""
+    """The weights with a random low-rank adapter on each matrix except the embedding, in the layout of that matrix."""
     numbers, key = itertools.count(), jax.random.key(seed)
 
     def adapt(weight: Any, num_in: int = 1) -> LowRank:
@@ -93,7 +93,7 @@ def random_view(
     dtype: Any = jnp.float32,
     budget: int | None = None,
 ) -> CacheView:
-    """Random caches of different lengths, a third of the keys look-alikes; what is beyond a length is NaN."""
+    """A random view with rows of different lengths; a third of the keys are look-alikes, and empty slots hold NaN."""
     length = rng.integers(window, slots + 1, size=(batch, 1))
     seen = np.sort(np.stack([rng.permutation(3 * slots)[:slots] for _ in range(batch * heads)]), axis=-1)
     position = seen.reshape(batch, heads, slots).astype(np.int32)
@@ -110,7 +110,7 @@ def random_view(
     mass, similarity = (
         np.where(position == EMPTY, np.float32(np.nan), x) for x in rng.random((2, *position.shape), np.float32)
     )
-    similarity = np.where(similarity < 0.7, np.float32(0), similarity)  # a third is said again
+    similarity = np.where(similarity < 0.7, np.float32(0), similarity)  # a third has been repeated
     return CacheView(
         jnp.asarray(key, dtype),
         jnp.asarray(value, dtype),
@@ -127,10 +127,10 @@ def random_view(
 def assert_no_pool_copy(compiled: Any, pool: Any, other_bytes: int = 0) -> None:
     """Asserts that a compiled program updates the donated pool in place.
 
-    `compiled` is a `jax.stages.Compiled`; `pool` the `Pool` (arrays or shapes) that it was compiled for. Three things must
-    hold: the program aliases at least the pool's bytes from input to output, its temporaries are below a tenth of the pool
-    (and the `other_bytes` that it is known to put aside, as a second layout of weights), and no copy, convert or transpose in
-    its optimised HLO makes an array of as many elements as the pool.
+    `compiled` is a `jax.stages.Compiled`; `pool` is the `Pool` (arrays or shapes) that it was compiled for. Three things must
+    hold. The program aliases at least the pool's bytes from input to output. Its temporaries are below a tenth of the pool,
+    plus the `other_bytes` that are known to be needed, such as a second layout of weights. No copy, convert or transpose in its
+    optimised HLO makes an array with as many elements as the pool.
     """
     shape = pool.kv.shape
     pool_bytes = pool.kv.size * pool.kv.dtype.itemsize
@@ -146,9 +146,9 @@ def assert_no_pool_copy(compiled: Any, pool: Any, other_bytes: int = 0) -> None:
 
 
 def find_copies(hlo: str, shape: tuple[int, ...]) -> list[str]:
-    """The lines of an HLO text that copy, convert or transpose an array with as many elements as `shape`, however arranged.
+    """The lines of an HLO text that copy, convert or transpose an array with as many elements as `shape`, in any shape.
 
-    An asynchronous copy is reported once, where it ends.
+    An asynchronous copy is reported once, at its end.
 
     >>> find_copies("%copy.1 = f32[4,2,8,16]{3,2,1,0} copy(%p)", (4, 2, 8, 16))
     ['%copy.1 = f32[4,2,8,16]{3,2,1,0} copy(%p)']

@@ -79,8 +79,8 @@ class Case:
             share = dataclasses.replace(policy.share, filter=alike, match=0.0, threshold=math.inf, cap=None)
             self.policy = dataclasses.replace(self.policy, share=share)
         schedule: Any = policy.schedule
-        budget, interval = policy.budget or 0, getattr(schedule, "interval", 1)
-        self.new_tokens = max(64, budget // 2 + 2 * interval + getattr(schedule, "window", 0) + 8)
+        budget, due = policy.budget or 0, None if schedule is None else schedule.steps_until_due(0)
+        self.new_tokens = max(64, budget // 2 + 2 * (due or 1) + 8)
         if policy.share:  # until some steps have ended
             self.new_tokens += 128 + 2 * policy.share.interval
         rng, size = np.random.default_rng(0), self.model.config.vocab_size
@@ -132,7 +132,7 @@ class Case:
 
     def view(self, seed: int, batch: int = 2) -> CacheView:
         """A random view with room for more slots than the budget, of rows of different lengths; NaN in empty slots."""
-        window = self.policy.evict.window if self.policy.evict else 0
+        window = self.policy.needs.window
         slots = max(40, 2 * self.num_kept)
         rng = np.random.default_rng(seed)
         view = random_view(rng, batch=batch, slots=slots, window=max(8, window), group=self.group, dtype=self.dtype)

@@ -84,7 +84,7 @@ def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, p
             taken[name] += [once] if turn else []  # the first compiles
     seconds = {name: statistics.median(values) for name, values in taken.items()}
     heads = config.num_layers * batch * config.num_kv_heads
-    flops = heads * 2 * config.head_size * slots * (slots + config.group_size * evict.window)
+    flops = heads * 2 * config.head_size * slots * (slots + config.group_size * evict.needs.window)
     rates = {"square": matrix_rate(rounds, 2048, 2048), "own_shape": matrix_rate(rounds, slots, config.head_size)}
     return {
         "compaction_seconds": digits(seconds["compact"]),

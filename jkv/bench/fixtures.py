@@ -13,13 +13,13 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
-from jkv.engine.chunk_inputs import Needs, empty_state, step_rules
+from jkv.engine.chunk_inputs import empty_state, step_rules
 from jkv.engine.programs import Control, State
 from jkv.model import checkpoint
 from jkv.model.model_shapes import read_shape
 from jkv.model.params import Model, ModelConfig, Params, init_params
 from jkv.model.sampling import SamplingRows
-from jkv.policies import Policy
+from jkv.policies import Needs, Policy
 
 
 def model_of(name: str, dtype: Any = None) -> Model:
@@ -74,7 +74,7 @@ def new_control(params: Params, policy: Policy, batch: int) -> Control:
         "stop_ids": np.full((batch, 1), -1, np.int32),
         "sampling": SamplingRows(*sampling),
     }
-    rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers) if policy.needs_mass else None
+    rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers) if policy.needs.mass else None
     return jax.device_put(Control(**arrays, rules=rules, reads=None, sinks=None, steer=None))
 
 

@@ -146,11 +146,10 @@ def bookkeeping(state: State) -> State:
 @functools.partial(jax.jit, static_argnames="evict")
 def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
     """What compactions of all rows go by, row after row."""
-    protected = jnp.asarray([[evict.sinks], [evict.recent]], jnp.int32)
+    budget = jnp.zeros((state.cache.pool.page_table.shape[0], 1), jnp.int32)
 
     def rate(row: Array) -> Array:
-        view = programs.view_of_rows(state.cache, row[None], evict, jnp.zeros(1, jnp.int32), protected)
-        return evict.as_program.rate(view)
+        return evict.rate(programs.view_of_rows(state.cache, row[None], evict, budget, jnp.zeros(1, jnp.int32)))
 
     score = jax.lax.map(rate, jnp.arange(state.cache.pool.num_rows, dtype=jnp.int32))
     return score.swapaxes(0, 1)

@@ -1,12 +1,10 @@
-"""What policies ask of an engine, and what the device is told about each row: arithmetic on the host, from the running samples.
+"""What the device is told about each row: arithmetic on the host, from the running samples.
 
-`Needs` is settled when the engine is built, for it decides what the device keeps; a row's settings change when rows do; what
-steering adds changes from chunk to chunk.
+A row's settings change when rows do; what steering adds changes from chunk to chunk.
 """
 
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,86 +19,9 @@ from jkv.engine.programs import AlignRules, Control, State
 from jkv.engine.samples import Sample
 from jkv.model.params import Model, ModelConfig
 from jkv.model.sampling import SamplingRows, sample_key
-from jkv.policies import Policy
-from jkv.reasoning.sentences import ends_of
-from jkv.reasoning.sharing import check_tokenizer
+from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules, marks_of
 from jkv.reasoning.token_text import facts_of
-
-DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
-
-
-@dataclasses.dataclass(frozen=True)
-class Needs:
-    """What an engine keeps for its policies.
-
-    Attributes:
-      window: last queries of each row.
-      mass: the attention mass of each slot, and holes.
-      bounds: the smallest and largest of each page's keys.
-      moving_sinks: a second look at the sinks of each row.
-      steering: vectors to add to hidden states.
-      sentences: the hidden states of tokens, for the host to find sentences that are said again.
-      sharing: how many slots each slot stands for.
-      aligning: steps that start pages of their own.
-    """
-
-    window: int = 0
-    mass: bool = False
-    bounds: bool = False
-    moving_sinks: bool = False
-    steering: bool = False
-    sentences: bool = False
-    sharing: bool = False
-    aligning: bool = False
-
-    @classmethod
-    def of(cls, policies: Sequence[Policy] | None) -> "Needs":
-        """What policies need together; None stands for the plain ones, scored by few queries."""
-        if policies is None:
-            return cls(window=DEFAULT_WINDOW)
-        return cls(
-            window=max((policy.evict.window for policy in policies if policy.evict), default=0),
-            mass=any(policy.needs_mass for policy in policies),
-            bounds=any(policy.read is not None for policy in policies),
-            moving_sinks=any(policy.moves_sinks for policy in policies),
-            steering=any(policy.steer is not None for policy in policies),
-            sentences=any(policy.sentences is not None for policy in policies),
-            sharing=any(policy.share is not None for policy in policies),
-            aligning=any(policy.share is not None and policy.share.align_steps for policy in policies),
-        )
-
-    @property
-    def has_events(self) -> bool:
-        """Whether a step decides something that a trace has to tell."""
-        return self.mass or self.bounds or self.steering
-
-    def check(self, policy: Policy, model: Model) -> None:
-        """Refuses a policy that needs more, or a vector of another model.
-
-        Raises:
-          ValueError: what is missing, and how to have it.
-        """
-        own, kept = (dataclasses.asdict(needs) for needs in (Needs.of([policy]), self))
-        missing = [name for name in own if own[name] > kept[name]]
-        if missing:
-            wanted, built = (", ".join(f"{name}={needs[name]}" for name in missing) for needs in (own, kept))
-            raise ValueError(
-                f"{policy.name} needs {wanted} ; this engine was built with {built}. Name the policy when "
-                "you build it: policies=[...]."
-            )
-        if policy.steer is not None:
-            config, got = model.config, policy.steer.vector.values.shape
-            if got != (config.num_layers, config.width):
-                raise ValueError(
-                    f"{policy.name}'s vector must be of this model, {config.num_layers} layers of width {config.width}; it has "
-                    f"{got[0]} of {got[1]}. Extract one with `jkv steer`."
-                )
-            marks_of(model.tokenizer, config.vocab_size)
-        if policy.sentences is not None:
-            ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
-        if policy.share is not None:
-            check_tokenizer(model, policy.name)
 
 
 def empty_state(
@@ -217,7 +138,7 @@ def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -
             evict: Any = policy.evict
             budget[:, i] = policy.layer_budgets(num_layers)
             sinks[i], recent[i] = evict.sinks, evict.recent
-            forgets[i], is_per_layer[i] = evict.score.in_step == "last", evict.scope == "layer"
+            forgets[i], is_per_layer[i] = evict.needs.in_step == "last", evict.scope == "layer"
     arrays: Any = (budget, sinks, recent, forgets, is_per_layer)
     return StepRules(*arrays)
 

@@ -20,7 +20,6 @@ import jax
 
 from jkv.checks import check_counts, typed
 from jkv.engine import mesh as meshes
-from jkv.engine.chunk_inputs import Needs
 from jkv.engine.interrupts import deferred_interrupt
 from jkv.engine.memory import check_fits, most_pages, num_pool_pages, page_bytes
 from jkv.engine.outputs import Event, Outputs
@@ -36,13 +35,14 @@ from jkv.engine.requests import (
 from jkv.engine.results import Result, make_result
 from jkv.engine.runner import Runner
 from jkv.engine.samples import Completion, RowOutputs, Sample
-from jkv.engine.scheduler import CHUNKS, ORDERS, Limits, Scheduler
+from jkv.engine.scheduler import CHUNKS, ORDERS, Capacity, Scheduler
 from jkv.engine.stats import RunStats
 from jkv.engine.timing import COMPILING
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling, request_id
-from jkv.policies.base import Policy
+from jkv.policies import Needs, Policy
+from jkv.policies.policy import check_parts
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.token_text import StopFinder
 from jkv.replay.trace import TraceRecorder
@@ -137,14 +137,14 @@ class Engine:
             num_pages=num_pages,
             num_shards=1 if mesh is None else mesh.size,
         )
-        self.limits = Limits(config.num_layers, config.num_kv_heads, page_size, self.num_pages, max_running, chunk, order)
+        self.capacity = Capacity(config.num_layers, config.num_kv_heads, page_size, self.num_pages, max_running, chunk, order)
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket = itertools.count()
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.capacity)
         self.outputs = Outputs(model, self.tickets, self._finish)
         self.runner = Runner(
             model,
-            self.limits,
+            self.capacity,
             self.needs,
             self.scheduler.running,
             page_bytes=self.page_bytes,
@@ -406,7 +406,7 @@ class Engine:
         Raises:
           ValueError: why, with the arithmetic.
         """
-        page_size = self.limits.page_size
+        page_size = self.capacity.page_size
         check_fits(self.model.params, request, max_slots=self.max_slots, num_pages=self.num_pages, page_size=page_size)
         check_policy(request.policy, self.needs, self.model, self.mesh)
         if len(request.stop_ids) > self.max_stop_ids:
@@ -429,7 +429,7 @@ class Engine:
 
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         stops = StopFinder(self.model.tokenizer.decode, request.stop_strings) if request.stop_strings else None
-        pages, now = most_pages(self.model.params, request, self.limits.page_size), time.perf_counter() - COMPILING.seconds
+        pages, now = most_pages(self.model.params, request, self.capacity.page_size), time.perf_counter() - COMPILING.seconds
         sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, stops=stops, submitted=now)
         self.scheduler.add(sample)
         return sample
@@ -442,7 +442,7 @@ class Engine:
             completion.saved = self.runner.meter.saved(sample)
         if self.is_traced:
             trace = sample.trace or TraceRecorder(config.num_layers, config.num_kv_heads, sample.num_seen)
-            completion.trace = trace.finish(sample.num_seen, len(sample.request.prompt), self.limits.page_size)
+            completion.trace = trace.finish(sample.num_seen, len(sample.request.prompt), self.capacity.page_size)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None
         self.scheduler.finish(sample)
 
@@ -462,6 +462,7 @@ class Engine:
 
 def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None) -> None:
     """Refuses a policy that needs more than an engine keeps, or whose heads a mesh keeps apart."""
-    needs.check(policy, model)
+    needs.check(policy.name, policy.needs)
+    check_parts(policy, model)
     if mesh is not None:
         meshes.check_policy(policy, mesh.size)

@@ -28,10 +28,9 @@ from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import Seat
 from jkv.engine import chunk_inputs as control
 from jkv.engine import programs
-from jkv.engine.chunk_inputs import Needs
 from jkv.engine.programs import AlignRules, Control, Emitted, Snapshot, State
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
-from jkv.policies import Policy
+from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules
 
 P: Any = PartitionSpec  # of any type: it stands where a record has arrays

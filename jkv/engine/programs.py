@@ -21,7 +21,8 @@ from jkv.cache.pool import EMPTY, Seat
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows
-from jkv.policies.base import CacheView, Evict
+from jkv.policies.evict import Evict, Limits
+from jkv.policies.view import CacheView
 from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 from jkv.reasoning.steering import SteerRules
@@ -190,11 +191,13 @@ def compress(
     """
     cache = state.cache
     pool = cache.pool
-    view = view_of_rows(cache, row, evict, prompt_length, protected, first_head)
+    view = view_of_rows(cache, row, evict, budget, prompt_length, first_head)
     if sentences is not None:
         view = view._replace(similarity=similarity_of_slots(sentences, view.position))
-    layers = pool.page_table.shape[0], len(row)
-    score, position = (x.reshape(*layers, *x.shape[1:]) for x in (evict.rate(view), view.position))
+    num_layers = pool.page_table.shape[0]
+    limits = Limits(jnp.tile(protected[0], num_layers), jnp.tile(protected[1], num_layers))
+    by_layer = num_layers, len(row)
+    score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (evict.rate(view, limits), view.position))
     slots = evict.choose(score, budget[..., None])
     state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
     dropped = dropped_positions(position, slots) if is_traced else None
@@ -205,31 +208,27 @@ def view_of_rows(
     cache: Cache,
     row: Int[Array, " R"],
     evict: Evict,
+    budget: Int[Array, "L R"],
     prompt_length: Int[Array, " R"],
-    protected: Int[Array, "2 R"],
     first_head: int | Int[Array, ""] | None = None,
 ) -> CacheView:
     """What a score sees of some rows, all layers at once: batch row `l * R + r` is row r in layer l."""
     pool, num_layers = cache.pool, cache.pool.page_table.shape[0]
-
-    def each_layer(of_rows: Int[Array, " R"]) -> Int[Array, " B"]:
-        return jnp.tile(of_rows, num_layers)
-
-    layer, row = jnp.repeat(jnp.arange(num_layers, dtype=jnp.int32), len(row)), each_layer(row)
+    layer = jnp.repeat(jnp.arange(num_layers, dtype=jnp.int32), len(row))
+    row = jnp.tile(row, num_layers)
     key, value, position = pages.gather(pool, layer, row)
     query = None
-    if cache.query_ring is not None and evict.window:
-        query = last_queries(cache.query_ring, layer, row, pool.logical_length[row], evict.window)
+    if cache.query_ring is not None and evict.needs.window:
+        query = last_queries(cache.query_ring, layer, row, pool.logical_length[row], evict.needs.window)
     return CacheView(
         key,
         value,
         position,
         query,
-        mass=pool.slot_data["mass"][layer, row] if evict.needs_mass else None,
+        mass=pool.slot_data["mass"][layer, row] if evict.needs.mass else None,
         layer=layer,
-        prompt_length=each_layer(prompt_length),
-        sinks=each_layer(protected[0]),
-        recent=each_layer(protected[1]),
+        budget=jnp.broadcast_to(budget.reshape(-1, 1), position.shape[:2]),
+        prompt_length=jnp.tile(prompt_length, num_layers),
         log_weight=pool.slot_data[pages.LOG_WEIGHT][layer, row] if pages.LOG_WEIGHT in pool.slot_data else None,
         first_head=first_head,
     )

@@ -11,6 +11,7 @@ import numpy as np
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import POLICIES, Policy, full
+from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import Sentences
 
 DEFAULT_NEW_TOKENS = 1024
@@ -102,12 +103,6 @@ def make_request(
     ends = config.end_ids if stop_ids is None else check_stop_ids(stop_ids, config.vocab_size)
     check_stop_strings(model, stop_strings)
     return Request(prompt, policy, sampling, seed, identity, sample, limit, ends, tuple(stop_strings))
-
-
-def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -> np.ndarray:
-    """Slots of each layer's heads, on average, after the compaction that is due at this moment, if any: [L]."""
-    target = policy.target(prompt, generated)
-    return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled)))
 
 
 def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:

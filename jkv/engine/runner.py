@@ -17,15 +17,16 @@ import numpy as np
 from jkv.cache.pool import TRASH, num_pages_of
 from jkv.engine import mesh as meshes
 from jkv.engine import programs, swap
-from jkv.engine.chunk_inputs import Needs, empty_state, for_chunk, row_settings
+from jkv.engine.chunk_inputs import empty_state, for_chunk, row_settings
 from jkv.engine.programs import Control
 from jkv.engine.samples import Prefix, RowOutputs, Sample, Start
-from jkv.engine.scheduler import Limits, Turn
+from jkv.engine.scheduler import Capacity, Turn
 from jkv.engine.sharer import Sharer
 from jkv.engine.stats import Meter
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import DRAWS
+from jkv.policies import Needs
 from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.replay.trace import TraceRecorder
 from pallas_kernels.dispatch import platform_of
@@ -39,7 +40,7 @@ class Runner:
 
     Args:
       model: with weights that lie where they are to be used (`jkv.model.weights.committed`).
-      limits: rows, pages and page size.
+      capacity: rows, pages and page size.
       needs: what the device keeps for policies.
       running: samples by row, the scheduler's record.
       max_slots: slots of a row in a layer and KV head.
@@ -61,7 +62,7 @@ class Runner:
     def __init__(
         self,
         model: Model,
-        limits: Limits,
+        capacity: Capacity,
         needs: Needs,
         running: Mapping[int, Sample],
         *,
@@ -71,17 +72,17 @@ class Runner:
         mesh: jax.sharding.Mesh | None = None,
         poison: bool = False,
     ) -> None:
-        self.model, self.limits, self.needs, self.mesh, self.max_stop_ids = model, limits, needs, mesh, max_stop_ids
+        self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         self.programs: Any = programs if mesh is None else meshes.programs_on(mesh)
         self.version, self.is_traced = 0, False
         self.platform = platform_of(next(iter(model.params.embedding.devices())))
         self.draws = DRAWS[0]  # the most demanding so far: going back would compile, and save nothing that was not paid
-        config, max_pages = model.config, num_pages_of(max_slots, limits.page_size)
+        config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
-            "num_rows": limits.max_running,
-            "num_pages": limits.num_pages,
+            "num_rows": capacity.max_running,
+            "num_pages": capacity.num_pages,
             "max_pages": max_pages,
-            "page_size": limits.page_size,
+            "page_size": capacity.page_size,
             "dtype": model.params.embedding.dtype,
             "poison": poison,
         }
@@ -99,13 +100,13 @@ class Runner:
             config,
             running,
             itemsize=model.params.embedding.dtype.itemsize,
-            page_size=limits.page_size,
+            page_size=capacity.page_size,
             page_bytes=page_bytes,
             row_bytes=sum(x.nbytes for x in jax.tree.leaves(beside_pages)),
-            max_running=limits.max_running,
+            max_running=capacity.max_running,
             platform=self.platform,
         )
-        self.sharer = Sharer(self.programs, model, limits.page_size, limits.max_running, max_pages)
+        self.sharer = Sharer(self.programs, model, capacity.page_size, capacity.max_running, max_pages)
 
     @property
     def params(self) -> Params:
@@ -115,7 +116,7 @@ class Runner:
     @property
     def num_held_pages(self) -> int:
         """Pages of the pool in use; waits for the device."""
-        return self.limits.num_pages - int(np.sum(self.state.cache.pool.free_top))
+        return self.capacity.num_pages - int(np.sum(self.state.cache.pool.free_top))
 
     # Weights and memory.
 
@@ -239,7 +240,7 @@ class Runner:
         inputs = self._chunk_inputs(running)
         with self.meter.clock("decode_seconds"):
             self.state, outputs = self.programs.decode_chunk(
-                self.params, self.state, inputs, num_steps, self.draws, is_traced, self.needs.sentences
+                self.params, self.state, inputs, num_steps, self.draws, is_traced, self.needs.similarity
             )
             if self.needs.sharing:
                 self.sharer.look(running, self.state, num_steps, outputs)
@@ -278,14 +279,14 @@ class Runner:
         request, sentences = sample.request, None
         evict = request.policy.evict
         assert evict is not None
-        if evict.needs_similarity:
+        if evict.needs.similarity:
             assert sample.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
             sentences = map_sentences(sample.sentences, self._map_width)
         self.state, dropped, is_left = self.programs.compress(
             self.state,
             np.full(1, row, np.int32),
-            np.asarray(sample.compacted, np.int32)[:, None],
+            np.asarray(sample.budgets, np.int32)[:, None],
             np.full(1, len(request.prompt), np.int32),
             np.asarray([[evict.sinks], [evict.recent]], np.int32),
             evict=evict.as_program,
@@ -303,9 +304,9 @@ class Runner:
                 running,
                 self.needs,
                 self.model,
-                num_rows=self.limits.max_running,
+                num_rows=self.capacity.max_running,
                 max_stop_ids=self.max_stop_ids,
-                page_size=self.limits.page_size,
+                page_size=self.capacity.page_size,
                 sharding=None if self.mesh is None else meshes.everywhere(self.mesh),
             )
         return for_chunk(self._settings, running, self.model)
@@ -320,7 +321,7 @@ class Runner:
 
     def _pad_rows(self, rows: Sequence[int]) -> np.ndarray:
         """Rows for a program that takes as many as there are; the rest are none."""
-        num_rows = self.limits.max_running
+        num_rows = self.capacity.max_running
         return np.pad(np.asarray(rows, np.int32), (0, num_rows - len(rows)), constant_values=num_rows)
 
 

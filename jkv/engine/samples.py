@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.engine.programs import Snapshot
-from jkv.engine.requests import Request, compacted
+from jkv.engine.requests import Request
 from jkv.engine.swap import Aside, Pages
 from jkv.engine.timing import COMPILING
+from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import Pair, Sharing
 from jkv.reasoning.steering import Thinking
@@ -161,6 +162,12 @@ class Sample:
     def remaining(self) -> int:
         """Tokens until its limit."""
         return self.request.max_new_tokens - self.generated
+
+    @property
+    def budgets(self) -> Any:
+        """Slots that the compaction that is due leaves in each layer, if the row has more: [L]."""
+        target: Any = self.request.policy.target(len(self.request.prompt), self.generated)
+        return self.request.policy.budgets(target, len(self.filled))
 
     @property
     def compacted(self) -> Any:

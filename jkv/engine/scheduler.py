@@ -25,7 +25,7 @@ ORDERS = ("arrival", "longest")
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class Capacity:
     """What an engine has room for.
 
     Attributes:
@@ -67,8 +67,8 @@ class Scheduler:
       version: of the weights in use; prefixes of other weights are not shared.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, capacity: Capacity) -> None:
+        self.capacity = capacity
         self.running: dict[int, Sample] = {}
         self.waiting: list[tuple[tuple[int, int], Sample]] = []
         self.prefixes: dict[object, Prefix] = {}
@@ -78,7 +78,7 @@ class Scheduler:
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
-        sample.priority = (-sample.request.most_tokens if self.limits.order == "longest" else 0, self._num_added)
+        sample.priority = (-sample.request.most_tokens if self.capacity.order == "longest" else 0, self._num_added)
         self._num_added += 1
         self._attach_prefix(sample)
         heapq.heappush(self.waiting, (sample.priority, sample))
@@ -135,7 +135,7 @@ class Scheduler:
 
     def _admit(self) -> dict[int, Sample]:
         """Gives free rows to waiting samples, in order, as long as they fit."""
-        free_rows = [row for row in range(self.limits.max_running) if row not in self.running]
+        free_rows = [row for row in range(self.capacity.max_running) if row not in self.running]
         admitted = {}
         while free_rows and self.waiting:
             sample = self.waiting[0][1]
@@ -153,19 +153,19 @@ class Scheduler:
         """Whether a waiting sample fits now, once idle prefixes are freed; decides whether it shares its own prefix."""
         prefix = sample.prefix
         if sample.filled is None:
-            sample.filled = sample.request.first_slots(self.limits.num_layers)
+            sample.filled = sample.request.first_slots(self.capacity.num_layers)
         if sample.swapped is None:
             may_share = prefix.is_held or sum(other.is_fresh for other in prefix.samples) > 1
         else:
             may_share = prefix.is_held and bool(sample.swapped.is_shared.any())
         for shares in (True, False) if may_share else (False,):
             needed = self._needed(sample, shares)
-            while self.reserved + needed > self.limits.num_pages:
+            while self.reserved + needed > self.capacity.num_pages:
                 idle = self._idle_prefix(besides=prefix if shares else None)
                 if idle is None:
                     break
                 self._free(idle)
-            if self.reserved + needed <= self.limits.num_pages:
+            if self.reserved + needed <= self.capacity.num_pages:
                 sample.shares = shares
                 prefix.is_held |= shares
                 return True
@@ -176,20 +176,20 @@ class Scheduler:
         prefix, request = sample.prefix, sample.request
         needed = self._reservation(sample, shares)
         if shares and not prefix.is_held:
-            size = self.limits.num_kv_heads, self.limits.page_size
-            prefix.filled = request.first_slots(self.limits.num_layers)
+            size = self.capacity.num_kv_heads, self.capacity.page_size
+            prefix.filled = request.first_slots(self.capacity.num_layers)
             prefix.num_pages = request.policy.num_pages(prefix.filled, *size)
             prefix.num_full_pages = request.policy.num_full_pages(prefix.filled, *size)
             needed += prefix.num_pages
         if sample.swapped is None and not (shares and prefix.is_held):  # the whole prompt, until it is compacted
-            limits, prompt = self.limits, len(request.prompt)
-            needed = max(needed, limits.num_layers * limits.num_kv_heads * num_pages_of(prompt, limits.page_size))
+            capacity, prompt = self.capacity, len(request.prompt)
+            needed = max(needed, capacity.num_layers * capacity.num_kv_heads * num_pages_of(prompt, capacity.page_size))
         return needed
 
     def _make_room(self) -> dict[int, Sample]:
         """Preempts the youngest unbounded samples until the next chunk fits the pool."""
         preempted = {}
-        while self.reserved > self.limits.num_pages:
+        while self.reserved > self.capacity.num_pages:
             idle = self._idle_prefix()
             if idle is not None:
                 self._free(idle)
@@ -209,11 +209,11 @@ class Scheduler:
 
     def _reservation(self, sample: Sample, shares: bool) -> int:
         """Pages that a sample in a row may hold after the next chunk, without those of its prefix that it shares."""
-        policy, limits = sample.request.policy, self.limits
+        policy, capacity = sample.request.policy, self.capacity
         if policy.is_bounded:
             return sample.most_pages
-        slots = sample.filled + policy.most_growth(min(limits.chunk, sample.remaining), limits.page_size)
-        held = min(policy.num_pages(slots, limits.num_kv_heads, limits.page_size), sample.most_pages)
+        slots = sample.filled + policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
+        held = min(policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size), sample.most_pages)
         return held - (sample.prefix.num_full_pages if shares else 0)
 
     def _num_steps(self) -> int:
@@ -221,8 +221,8 @@ class Scheduler:
         if not self.running:
             return 0
         due = (sample.request.policy.steps_until_due(sample.generated) for sample in self.running.values())
-        limit = min((steps for steps in due if steps), default=self.limits.chunk)
-        return next(steps for steps in CHUNKS if steps <= min(limit, self.limits.chunk))
+        limit = min((steps for steps in due if steps), default=self.capacity.chunk)
+        return next(steps for steps in CHUNKS if steps <= min(limit, self.capacity.chunk))
 
     # Prefixes.
 

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine import mesh as meshes
-from jkv.engine.chunk_inputs import Needs, empty_state
+from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import most_pages_of, num_row_pages
 from jkv.model.params import ModelConfig, Params, weight_shapes
 from jkv.planning.devices import Device
 from jkv.planning.roofline import Lifetime, compaction_cost, lifetime, step_cost
 from jkv.planning.scratch import Scratch, scratch_of
-from jkv.policies import Policy
+from jkv.policies import Needs, Policy
 
 MOST_ROWS = 1 << 16
 

@@ -6,14 +6,14 @@ weights. Prefill, launches, the host and traffic between devices are not in it.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jkv.engine.requests import compacted
 from jkv.model.params import ModelConfig
 from jkv.planning.devices import Device
 from jkv.policies import Policy
+from jkv.policies.policy import compacted
 
 
 class Lifetime(NamedTuple):
@@ -97,7 +97,7 @@ def step_cost(
     if policy.read is not None:
         chosen = np.minimum(slots, max(page_size, policy.read.budget))
         read = np.where(np.arange(len(slots)) < policy.read.dense_layers, slots, chosen)
-    beside = 8 * policy.needs_mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
+    beside = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
     of_row = config.num_kv_heads * float((read * pair + slots * beside).sum()) + 8 * logits
     flops = 2 * weights + 4 * config.num_query_heads * config.head_size * float(read.sum())
     return Cost(weights * itemsize + rows * of_row, rows * flops)
@@ -108,11 +108,11 @@ def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, item
 
     A score that compares keys with each other (R-KV's) takes a product of all of them with all.
     """
-    evict: Any = policy.evict
-    if evict is None:
+    if policy.evict is None:
         return Cost(0.0, 0.0)
+    needs = policy.evict.needs
     heads, size = config.num_kv_heads, config.head_size
     before, squared, after = (float(x.sum()) for x in (life.slots_before, life.slots_squared, life.slots_after))
-    num_bytes = heads * size * itemsize * (4 * after + bool(evict.window) * before)
-    flops = 2 * size * (evict.window * config.num_query_heads * before + evict.compares_keys * heads * squared)
+    num_bytes = heads * size * itemsize * (4 * after + bool(needs.window) * before)
+    flops = 2 * size * (needs.window * config.num_query_heads * before + needs.compares_keys * heads * squared)
     return Cost(num_bytes, flops)

@@ -52,7 +52,7 @@ def scratch_of(
         columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
         layouts = config.num_layers * config.width * columns * itemsize
     sums = 4 * SPLITS * config.width + 2 * config.mlp_width * itemsize
-    weighed = 8 * policy.needs_mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
+    weighed = 8 * policy.needs.mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
     decode = layouts + num_rows * (sums + weighed + truncates * SORTED * 4 * logits)
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of a layer and row
     prefill = 2 * key_bytes + CHUNK * sums // 2

@@ -1,18 +1,18 @@
-"""Several policies on one cache, each by its own part."""
+"""Several policies on one cache: one policy with the parts of all."""
 
 import dataclasses
 from typing import Any
 
-from jkv.policies.base import Policy
+from jkv.policies.policy import Policy
 
 
 def chain(*policies: Any) -> Policy:
-    """One policy with the parts of all: `chain(reason_cache(), r_kv(budget=1024))` shares, then evicts.
+    """One policy with the parts of all: `chain(reason_cache(), r_kv(budget=1024))` shares pages, then evicts.
 
-    Pages are shared as long as none of their row was compacted; eviction then sees how many each slot stands for.
+    A row shares pages until its first compaction; the score then sees each slot's multiplicity (`CacheView.log_weight`).
 
     Raises:
-      ValueError: two policies have the same part, or parts that exclude each other.
+      ValueError: two policies that have the same part, or parts that exclude each other.
 
     >>> from jkv.policies import r_kv, seal, reason_cache
     >>> chain(reason_cache(), r_kv(budget=64)).name
@@ -27,6 +27,6 @@ def chain(*policies: Any) -> Policy:
             if field.name == "name" or value == field.default:
                 continue
             if field.name in fields:
-                raise ValueError(f"chain takes one policy for each part; {field.name!r} is in two: {policies!r}.")
+                raise ValueError(f"chain takes one policy for each part; two have {field.name!r}: {policies!r}.")
             fields[field.name] = value
     return Policy("+".join(policy.name for policy in policies), **fields)

@@ -1,12 +1,12 @@
 """The full cache: nothing is dropped."""
 
-from jkv.policies.base import Policy
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 
 
-@recipe
+@recipe("the full cache", keeps="everything")
 def full() -> Policy:
-    """Every token stays: what every other policy is compared with.
+    """Every token stays. All other policies are compared with it.
 
     >>> full().is_bounded
     False

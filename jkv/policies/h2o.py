@@ -1,19 +1,20 @@
-"""H2O, Heavy-Hitter Oracle (arXiv 2306.14048): keeps what has drawn the most attention so far, and what is recent."""
+"""H2O, Heavy-Hitter Oracle (arXiv 2306.14048): keeps the tokens with the most attention so far, and the recent ones."""
 
-from jkv.policies.base import Evict, Policy
+from jkv.policies.evict import Evict
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import EachStep, Every
 from jkv.policies.scores import AccumulatedMass
 
 
-@recipe
+@recipe("H2O", keeps="what drew the most attention so far, and recent tokens; evicts at each step", arxiv="2306.14048")
 def h2o(budget: int, recent: int | None = None, interval: int = 1) -> Policy:
-    """H2O with `budget` slots for each layer and KV head: the last `recent` (default: half of them) and the heaviest others.
+    """H2O with `budget` slots for each layer and KV head: the last `recent` (default: half) and the heaviest of the others.
 
-    A slot's weight is the softmax mass of all queries so far, the prompt's included, summed over the query heads of its KV
-    head (the paper has one query head for each). After every token the lightest goes; a prompt longer than the budget is cut
-    once, at its end. Every `interval` tokens instead, several go at a time. Keys keep their true positions. The authors' code
-    has three forms that differ; this is the rule that they share, with budgets fixed in slots.
+    A slot's weight is its softmax mass from all queries so far, those of the prompt included, summed over the query heads of
+    its KV head (the paper has one query head for each). Each decode step evicts the lightest slot; a prompt longer than the
+    budget is compacted once, after prefill. With an `interval` above 1, several slots are evicted at a time. Keys keep their
+    true positions. The authors' code has three variants; this is the rule that they share, with budgets fixed in slots.
 
     Raises:
       ValueError: a setting out of its range, or `recent` above the budget.

@@ -1,12 +1,12 @@
-"""MemShare (the same authors' earlier form of ReasonCache): fixed thresholds, and no look at formulas."""
+"""MemShare (ReasonCache's first form, by the same authors): fixed thresholds, and formulas are not compared."""
 
-from jkv.policies.base import Policy
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.reasoning.sharing import Share
 from jkv.reasoning.steps import Filter
 
 
-@recipe
+@recipe("MemShare, ReasonCache's first form", keeps="what `reason_cache` does, by fixed thresholds")
 def mem_share(
     similarity: float = 0.8,
     percentile: float = 80.0,
@@ -18,10 +18,11 @@ def mem_share(
     match: float = 0.75,
     interval: int = 16,
 ) -> Policy:
-    """MemShare: steps whose bags of tokens have a cosine above a fixed `similarity` (its 0.8 or 0.9), pages below a distance.
+    """MemShare: thoughts whose bags of tokens have a cosine above `similarity` (the paper's 0.8 or 0.9) share their pages.
 
-    Its distance threshold of 0.8 has no unit in the paper; it is taken as the share of distances that are small enough,
-    `percentile=80`. `threshold` gives a distance instead. Lengths of steps do not count. The other settings are ReasonCache's.
+    The paper's distance threshold of 0.8 has no unit; here it is the share of distances that are small enough,
+    `percentile=80`. `threshold` sets a distance instead. Lengths of thoughts do not count. The other settings are those of
+    `reason_cache`.
 
     Raises:
       ValueError: a setting out of its range.

@@ -1,19 +1,20 @@
 """PyramidKV (arXiv 2406.02069): SnapKV with more slots in the first layers and fewer in the last."""
 
-from jkv.policies.base import Evict, Policy
+from jkv.policies.evict import Evict
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 
-@recipe
+@recipe("PyramidKV", keeps="what `snap_kv` does, more in the first layers than in the last", arxiv="2406.02069")
 def pyramid_kv(
     budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7, beta: float = 20.0
 ) -> Policy:
     """PyramidKV with `budget` slots on average over layers; the last `window` tokens always stay, in every layer.
 
-    Beyond them the last layer keeps `(budget - window) / beta` slots, the first as many above the mean as the last below it,
-    those between on a straight line. `when` is SnapKV's; the authors' rule is "prefill". Layers hold real pages for their own
-    share alone, where the authors' code keeps one length for each layer in dense memory.
+    Besides them the last layer keeps `(budget - window) / beta` slots, and the first layer is as far above the mean as the last
+    is below it; the layers between lie on a straight line. `when` is that of `snap_kv`; the authors' rule is "prefill". Each
+    layer holds pages only for its own share, while the authors' code keeps one length for each layer in dense memory.
 
     Raises:
       ValueError: a setting out of its range, or a budget smaller than the window.

@@ -1,18 +1,18 @@
-"""Quest (arXiv 2406.10774): reads, at each step, only the pages that may matter; forgets nothing and frees nothing."""
+"""Quest (arXiv 2406.10774): each decode step reads only the pages that may matter; it evicts nothing."""
 
-from jkv.policies.base import Policy, Read
+from jkv.policies.policy import Policy, Read
 from jkv.policies.recipe import recipe
 
 
-@recipe
+@recipe("Quest", keeps="everything; each step reads only the pages that may matter, so no memory is freed", arxiv="2406.10774")
 def quest(budget: int, dense_layers: int = 2, over_group: str = "max") -> Policy:
-    """Quest: each query reads about `budget` slots of each layer and KV head, whole pages, the current one always among them.
+    """Quest: each query reads about `budget` slots of each layer and KV head, in whole pages, always with the current page.
 
-    A page is worth the most that any key between the smallest and largest of its keys, channel by channel, could give the
-    query; bounds are kept as keys are appended. Query heads of a KV head read the same pages, by the largest (or, "mean", the
-    mean) of their bounds; the authors choose for each query head. The first `dense_layers` layers read everything. `budget` is
-    rounded down to whole pages, at least one. No memory is saved: the cache is as large as the full one's, and the bounds come
-    on top; what is saved is reading.
+    Pages are ranked by an upper bound of their logits: the largest logit that any key between the page's smallest and largest
+    key, channel by channel, can have with the query. Bounds are updated as keys are appended. Query heads of a KV head read the
+    same pages, by the largest (or, with "mean", the mean) of their bounds; the authors choose for each query head. The first
+    `dense_layers` layers read all pages. `budget` is rounded down to whole pages, at least one. Quest saves reads but no
+    memory: the cache is as large as the full one, and the bounds come on top.
 
     Raises:
       ValueError: a setting out of its range.

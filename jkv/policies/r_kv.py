@@ -6,10 +6,13 @@ import jax
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from jkv.policies.base import CacheView, Evict, Policy
+from jkv.policies.evict import Evict
+from jkv.policies.needs import Needs
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.scores import AttentionMass
+from jkv.policies.view import CacheView
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,9 +23,9 @@ class ImportanceMinusRedundancy:
     before the window, mean over the queries), max-pooled over `pool` slots. R is the softmax over all slots of the mean
     cosine similarity of the keys, with the `exempt` most recent look-alikes (cosine above `similarity`) of each key left out.
 
-    Departures from the paper, as in the authors' code: the maximum over the group is taken of logits, not of probabilities;
-    the mean over queries comes before the pooling. Departures from the authors' code, which `released=True` reproduces: there
-    a key with no look-alike exempts slot 0, and "most recent" goes by slot, not by position.
+    Deviations from the paper, as in the authors' code: the maximum over the group is that of logits, not of probabilities,
+    and the mean over queries comes before the pooling. Deviations from the authors' code: there a key without a look-alike
+    exempts slot 0, and "most recent" means the slot, not the position; `released=True` reproduces both.
     """
 
     mass: AttentionMass
@@ -31,12 +34,10 @@ class ImportanceMinusRedundancy:
     exempt: int
     released: bool
 
-    compares_keys = True
-
     @property
-    def window(self) -> int:
-        """Last queries needed."""
-        return self.mass.window
+    def needs(self) -> Needs:
+        """The queries of the importance, and the time of comparing keys."""
+        return self.mass.needs | Needs(compares_keys=True)
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         batch, heads, num_slots, head_size = view.key.shape
@@ -52,7 +53,7 @@ class ImportanceMinusRedundancy:
         return self.importance * self.mass(view) - (1 - self.importance) * redundancy
 
 
-@recipe
+@recipe("R-KV", keeps="what the last queries attend to and what repeats no other key", arxiv="2505.24133")
 def r_kv(
     budget: int,
     interval: int = 128,
@@ -67,9 +68,9 @@ def r_kv(
 ) -> Policy:
     """R-KV with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
-    The last `window` tokens always stay; the prompt may go. Settings are the authors' for the paper's main results.
-    `released=True` reproduces their code's accidents and its storage in score order (which then changes what later
-    compactions keep); the default mends them: see `ImportanceMinusRedundancy`.
+    The last `window` tokens always stay; tokens of the prompt may be evicted. The defaults are the authors' settings for the
+    paper's main results. `released=True` reproduces the accidents of their code and its storage in score order, which changes
+    what later compactions keep; the default corrects them: see `ImportanceMinusRedundancy`.
 
     Raises:
       ValueError: a setting out of its range, or a budget smaller than the window.

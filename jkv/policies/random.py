@@ -1,16 +1,17 @@
-"""Random eviction: the baseline that any score has to beat."""
+"""Random eviction: the baseline that every score has to beat."""
 
-from jkv.policies.base import Evict, Policy
+from jkv.policies.evict import Evict
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.scores import Uniform
 
 
-@recipe
+@recipe("a baseline", keeps="a random set, drawn anew at every compaction")
 def random(budget: int, interval: int = 128, seed: int = 0, recent: int = 1) -> Policy:
-    """`budget` slots drawn anew at every compaction, each KV head its own, all equally likely but the last `recent`.
+    """Keeps the last `recent` tokens and a random set, `budget` slots in total, drawn anew for each compaction and KV head.
 
-    The draw depends on the seed, layer, head, positions and length alone, so a row's does not depend on its neighbours.
+    The draw depends only on the seed, layer, head, positions and length, so it is batch-invariant.
 
     Raises:
       ValueError: a setting out of its range.

@@ -1,15 +1,15 @@
-"""ReasonCache (arXiv 2507.21433 v3): pages of a reasoning step that repeats an earlier one are shared with it."""
+"""ReasonCache (arXiv 2507.21433 v3): a thought that repeats an earlier one shares its pages."""
 
 from collections.abc import Callable
 from typing import Any
 
-from jkv.policies.base import Policy
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.reasoning.sharing import Share
 from jkv.reasoning.steps import Filter
 
 
-@recipe
+@recipe("ReasonCache", keeps="everything once: a page that repeats an earlier one is shared with it", arxiv="2507.21433")
 def reason_cache(
     strict: float = 0.9,
     soft: float = 0.7,
@@ -28,23 +28,24 @@ def reason_cache(
     include_prompt: bool = False,
     interval: int = 16,
 ) -> Policy:
-    """ReasonCache: a page of a step that says an earlier one again leaves the cache, and the earlier page counts for both.
+    """ReasonCache: a page of a thought that repeats an earlier thought leaves the cache, and the earlier page counts for both.
 
-    Stage 1 (`jkv.reasoning.steps`, Eqs. 1 and 2 there) finds steps that are alike by their tokens, between a `strict` and a
-    `soft`
-    threshold, and drops those whose formulas or code differ. Stage 2 (Eqs. 4 to 6) measures the pages of both, ordinal by
-    ordinal, and shares those below the `percentile` of the first `warm_up` distances. Settings are described at
-    `jkv.reasoning.sharing.Share`.
+    Stage 1 (`jkv.reasoning.steps`, Eqs. 1 and 2 of the paper) finds thoughts with similar tokens, between the thresholds
+    `strict` and `soft`, and drops pairs whose formulas or code differ. Stage 2 (Eqs. 4 to 6) measures the distances of their
+    pages, ordinal by ordinal, and shares those below the `percentile` of the first `warm_up` distances. `Share` in
+    `jkv.reasoning.sharing` describes the settings.
 
-    What the paper leaves open, as decided here: a step ends with a token that holds a blank line and is compared with all
-    earlier ones of its completion; lengths are in bytes; trees are compared for equality, which is what a tree edit distance of
-    zero says; pages lie wholly inside their steps and have at least `match` of their tokens in common, for pages whose texts
-    are shifted against each other are no repetition; the nearest candidate wins, and what stands in is always a page still
-    held; distances of all requests of an engine go into one warm-up, after which the threshold stays; the prompt's pages never
-    leave. Rotated keys (as vLLM caches them) are mostly a distance in time; "raw" and "values" compare what was said.
+    The paper leaves some points open; here they are decided as follows. A thought ends with a token that holds a blank line,
+    and is compared with all earlier ones of its completion. Lengths are in bytes. Syntax trees are compared for equality, which
+    is a tree edit distance of zero. A shared page lies entirely inside its thought and has at least `match` of its tokens in
+    common with the other page, because texts that are shifted against each other do not repeat. The nearest candidate wins, and
+    the page that replaces another is always still held. The distances of all requests of an engine go into one warm-up, after
+    which the threshold stays. Pages of the prompt never leave. Distances of rotated keys (as vLLM caches them) mostly measure
+    how far apart two tokens are; "raw" and "values" compare the content.
 
-    The paper shares a page by writing it into the table twice. Reading it once with the logarithm of two added to its logits is
-    the same to rounding, and reads less. `bias=False` leaves that out, which makes it eviction of the newer page.
+    The paper shares a page by writing it into the page table twice. Reading it once with the logarithm of two added to its
+    logits gives the same result up to rounding, and reads less. `bias=False` leaves the logarithm out, which amounts to
+    evicting the newer page.
 
     Raises:
       ValueError: a setting out of its range.

@@ -1,6 +1,7 @@
-"""RPC, Reasoning Path Compression (arXiv 2505.13866): keeps a fixed share of the thought, and all of the prompt."""
+"""RPC, Reasoning Path Compression (arXiv 2505.13866): keeps all of the prompt and a fixed share of the thoughts."""
 
-from jkv.policies.base import Evict, Policy
+from jkv.policies.evict import Evict
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Growing
 from jkv.policies.scores import AttentionMass
@@ -8,17 +9,17 @@ from jkv.policies.scores import AttentionMass
 SCOPES = ("layer", "head")
 
 
-@recipe
+@recipe("RPC", keeps="the prompt, and a fixed share of the thoughts", arxiv="2505.13866")
 def rpc(
     interval: int = 4096, ratio: int = 4, window: int = 32, scope: str = "layer", pool: int = 7, released: bool = False
 ) -> Policy:
-    """RPC: every `interval` generated tokens, one in `ratio` of them joins the slots that stay.
+    """RPC: of every `interval` generated tokens, one in `ratio` stays.
 
-    The prompt and the last `window` tokens always stay. The rest is scored by the attention mass that the last `window`
-    queries give it (softmax over what is scored alone, mean over them), mean-pooled over `pool` slots; `scope="layer"`
-    averages over all query heads of a layer (the paper's choice), "head" over those of each KV head. A set for each query
-    head, the paper's third choice, would store keys once for each of them, and is left out. The cache still grows, `ratio`
-    times slower than the thought.
+    The prompt and the last `window` tokens always stay. The rest is scored by the attention mass from the last `window`
+    queries (softmax over the scored slots only, mean over the queries), mean-pooled over `pool` slots. `scope="layer"` averages
+    over all query heads of a layer (the paper's choice), "head" over those of each KV head. The paper's third choice, a set for
+    each query head, would store keys once for each query head, and is left out. The cache still grows, `ratio` times slower
+    than the sequence.
 
     `released=True` reproduces an accident of the authors' code: the newest query counts twice, and the oldest not at all.
 

@@ -1,7 +1,7 @@
-"""When a row is compacted and to how many slots: arithmetic on the host about one row, never about its neighbours.
+"""When a row is compacted, and to how many slots: host arithmetic about one row, independent of the rest of the batch.
 
-Time is counted in the row's own generated tokens; 0 is the moment after its prompt. Slots are those of a layer and KV head, on
-average where a policy spreads them unevenly.
+Time is counted in the row's own generated tokens; 0 is right after prefill. Slots are those of a layer and KV head, on average
+if a policy spreads them unevenly.
 """
 
 import dataclasses
@@ -10,34 +10,37 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Schedule(Protocol):
-    """What the engine asks about a row."""
+    """A frozen dataclass that answers these questions about a row; one with a fixed budget has a field `budget`."""
 
     @property
     def budget(self) -> int | None:
-        """Slots that a compaction leaves; None for a number that grows."""
+        """Slots that a compaction leaves; None if the number grows with the sequence."""
         ...
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a row stops growing, however long it gets."""
+        """Whether the cache of a row stops growing, however many tokens it generates."""
         ...
 
     def target(self, prompt: int, generated: int) -> int | None:
-        """Slots that a row keeps at this moment, if it has more; None if it is not the time."""
+        """Slots that a row keeps now, if it has more; None if no compaction is due."""
         ...
 
     def steps_until_due(self, generated: int) -> int | None:
-        """Steps to the next moment at which a row may be compacted between two steps; None if there is none."""
+        """Decode steps until the row may be compacted between two steps; None if it never is."""
         ...
 
     def most_slots(self, prompt: int, new: int) -> int:
-        """The most slots that a row ever fills in `new` steps, once its prompt is in and compacted."""
+        """The most slots that a row fills in `new` decode steps after prefill and its compaction."""
         ...
+
+
+SCHEDULE = ("budget", "is_bounded", "target", "steps_until_due", "most_slots")
 
 
 @dataclasses.dataclass(frozen=True)
 class Every:
-    """Down to `budget` slots at every multiple of `interval` tokens, and once after a longer prompt."""
+    """Compacts to `budget` slots every `interval` generated tokens, and once after a longer prompt."""
 
     budget: int
     interval: int = 128
@@ -60,9 +63,7 @@ class Every:
 
 @dataclasses.dataclass(frozen=True)
 class EachStep:
-    """Down to `budget` slots after every token, inside its step (`jkv.cache.in_step_eviction`), and once after a longer
-    prompt.
-    """
+    """Evicts to `budget` slots inside each decode step (`jkv.cache.in_step_eviction`), and once after a longer prompt."""
 
     budget: int
     is_bounded = True
@@ -82,7 +83,7 @@ class EachStep:
 
 @dataclasses.dataclass(frozen=True)
 class AfterPrompt:
-    """Down to `budget` slots once, after the prompt; generated tokens all stay."""
+    """Compacts to `budget` slots once, after the prompt; all generated tokens stay."""
 
     budget: int
     is_bounded = False
@@ -102,7 +103,7 @@ class AfterPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Growing:
-    """RPC's: every `interval` tokens, after the first `window`, a share of one in `ratio` of them is added to what stays.
+    """RPC's schedule: after the first `window` tokens, one in `ratio` of every `interval` generated tokens stays.
 
     The n-th compaction, at `window + n * interval` tokens, leaves the prompt, `n * (interval // ratio)` slots and the last
     `window`: the cache grows, `ratio` times slower than the sequence.
@@ -137,7 +138,26 @@ class Growing:
         return max(before_the_last, prompt + cycles * kept + new - cycles * self.interval)
 
 
+def check_schedule(name: str, schedule: object) -> None:
+    """Refuses what is no schedule, in the name of the policy that has it.
+
+    Raises:
+      ValueError: something that is no dataclass, or that lacks one of the methods.
+    """
+    own = getattr(schedule, "__name__", type(schedule).__name__)
+    if not dataclasses.is_dataclass(schedule) or isinstance(schedule, type) or type(schedule).__hash__ is None:
+        raise ValueError(
+            f"A schedule is a frozen dataclass; {name}'s {own} is not. Write @dataclasses.dataclass(frozen=True) above its "
+            "class."
+        )
+    if not isinstance(schedule, Schedule):
+        methods = [method for method in SCHEDULE if not hasattr(schedule, method)]
+        raise ValueError(f"A schedule has {', '.join(SCHEDULE)}; {name}'s {own} lacks {', '.join(methods)}.")
+    if schedule.budget is not None and "budget" not in {field.name for field in dataclasses.fields(schedule)}:
+        raise ValueError(f"A schedule with a fixed budget has it as a field; {name}'s {own} does not. Write `budget: int`.")
+
+
 def check_budget(budget: int) -> None:
-    """Refuses a budget that is no number of slots."""
+    """Refuses a budget that is not a number of slots."""
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
         raise ValueError(f"budget must be a number of slots, at least 1, for each layer and KV head; got {budget!r}.")

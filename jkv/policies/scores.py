@@ -1,4 +1,4 @@
-"""Score functions that policies share: frozen records with one method, hashable, printable, usable under jit."""
+"""Scores that policies share."""
 
 import dataclasses
 import functools
@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 import pallas_kernels as kernels
-from jkv.policies.base import CacheView
+from jkv.policies.needs import Needs
+from jkv.policies.view import CacheView
 
 
 @dataclasses.dataclass(frozen=True)
 class Recency:
     """Newer is better."""
 
-    keeps_window = True  # what is left, sinks apart, has no gaps
+    needs = Needs(keeps_window=True)
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         return view.position.astype(jnp.float32)
@@ -23,9 +24,10 @@ class Recency:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Random numbers from 0 to 1 that depend on the seed, the layer, the KV head, the slot's position and the length alone."""
+    """Random numbers in [0, 1), a function of the seed, layer, KV head, position and sequence length only."""
 
     seed: int = 0
+    needs = Needs()
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         key, layer = jax.random.key(self.seed), jnp.asarray(0 if view.layer is None else view.layer, jnp.int32)
@@ -44,10 +46,9 @@ class Uniform:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatedMass:
-    """The softmax mass that all queries so far gave each slot, summed over the query heads of its KV head."""
+    """The softmax mass of each slot from all queries so far, summed over the query heads of its KV head."""
 
-    needs_mass = True
-    in_step = "sum"
+    needs = Needs(mass=True, in_step="sum")
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         assert view.mass is not None
@@ -56,16 +57,17 @@ class AccumulatedMass:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionMass:
-    """The softmax mass that the last `window` queries give each slot, 0 to 1, averaged over them and pooled over neighbours.
+    """The softmax mass of each slot from the last `window` queries, 0 to 1: their mean, pooled over neighbouring slots.
 
     Attributes:
-      window: how many queries; the slots of the last `window` tokens get no score unless `candidates` is "all".
-      pool: neighbouring slots that are pooled, an odd number; 1 pools nothing.
-      pooling: "max", or "mean" with slots beyond the candidates counted as 0.
-      over_group: "max" takes the largest logit of a KV head's query heads, "mean" averages their softmaxes.
-      candidates: what the softmax runs over: "past" (the slots before the window), "thought" (those, the prompt's left out),
-        "causal" (each query over everything it saw; the slots before the window are scored) or "all" (likewise; all scored).
-      repeat_newest: the newest query counts twice and the oldest not at all (an accident of RPC's released code).
+      window: how many queries. The slots of the last `window` tokens get no score unless `candidates` is "all".
+      pool: how many neighbouring slots are pooled, an odd number; 1 pools nothing.
+      pooling: "max", or "mean" with slots that are no candidates counted as 0.
+      over_group: "max" takes the largest logit over a KV head's query heads, "mean" averages their softmaxes.
+      candidates: which slots the softmax runs over. "past": those before the window. "thought": those, without the prompt's.
+        "causal": for each query all that it saw, and the slots before the window get a score. "all": likewise, and all slots
+        get one.
+      repeat_newest: whether the newest query counts twice and the oldest not at all (an accident of RPC's released code).
     """
 
     window: int
@@ -85,10 +87,10 @@ class AttentionMass:
                 raise ValueError(f"{field} must be one of {known}; got {getattr(self, field)!r}.")
 
     @property
-    def in_step(self) -> str | None:
-        """What of a step's own attention is this score, if anything."""
+    def needs(self) -> Needs:
+        """The queries; a decode step computes the plain mass from its own query by itself."""
         is_plain = (self.window, self.pool, self.over_group, self.candidates) == (1, 1, "mean", "all")
-        return "last" if is_plain else None
+        return Needs(window=self.window, in_step="last" if is_plain else "")
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         batch, heads, num_slots, head_size = view.key.shape
@@ -127,7 +129,7 @@ MASS_SETTINGS = {
 
 
 def is_query(view: CacheView, window: int) -> Bool[Array, "B W"]:
-    """Which of the last `window` queries exist: a sequence may be shorter than the window."""
+    """Which of the last `window` queries exist; a sequence may be shorter than the window."""
     return jnp.arange(window, dtype=jnp.int32) >= window - view.num_seen[:, None]
 
 
@@ -137,5 +139,5 @@ def max_pool(x: Float[Array, "B K S"], width: int) -> Float[Array, "B K S"]:
 
 
 def mean_pool(x: Float[Array, "B K S"], width: int) -> Float[Array, "B K S"]:
-    """The mean of `width` (odd) neighbouring slots, zeros beyond the ends counted."""
+    """The mean of `width` (odd) neighbouring slots; beyond the ends are zeros."""
     return jax.lax.reduce_window(x, 0.0, jax.lax.add, (1, 1, width), (1, 1, 1), "SAME") / width

@@ -1,13 +1,13 @@
-"""SEAL (arXiv 2504.07986): steers thoughts away from checking and changing course, so that they get shorter."""
+"""SEAL (arXiv 2504.07986): steers the model away from checking and changing course, so that it thinks less."""
 
 from pathlib import Path
 
-from jkv.policies.base import Policy
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.reasoning.steering import CHECK_WORDS, Steer, SteeringVector, load_vector
 
 
-@recipe
+@recipe("SEAL", keeps="everything; steers the model away from checking itself, so that it thinks less", arxiv="2504.07986")
 def seal(
     vector: SteeringVector | Path | str,
     layer: int | None = None,
@@ -15,12 +15,12 @@ def seal(
     growth: float = 0.0,
     interval: int = 128,
 ) -> Policy:
-    """Steering alone: `strength` times the vector is added at `layer`'s input, to each token after which a thought begins.
+    """Steering only: `strength` times the vector is added to the input of `layer`, at each token after which a thought begins.
 
-    `vector` is a `SteeringVector` or a file of one (`jkv steer` writes it); `layer` defaults to the one two thirds up (the
-    authors have 20 of 28 and of 32). With `growth`, the strength falls by so much for each checking thought so far, looked at
-    every `interval` tokens (SkipKV's adaptive form). Tokens that the model makes are steered, those of the prompt are not. The
-    cache is the full one.
+    `vector` is a `SteeringVector` or the file of one, which `jkv steer` writes. `layer` defaults to two thirds of the way up
+    (the authors use 20 of 28 and of 32). The strength falls by `growth` for each checking thought so far, updated every
+    `interval` tokens (SkipKV's adaptive form). Generated tokens are steered, those of the prompt are not. The cache is the full
+    one.
 
     Raises:
       ValueError: a file that holds no vector, or a setting out of its range.
@@ -36,6 +36,6 @@ def steer_by(
     interval: int = 128,
     keywords: tuple[str, ...] = CHECK_WORDS,
 ) -> Steer:
-    """Steering by a vector or a file of one, at the layer two thirds up unless told."""
+    """Steering by a vector or the file of one; `layer` defaults to two thirds of the way up."""
     loaded = vector if isinstance(vector, SteeringVector) else load_vector(vector)
     return Steer(loaded, 2 * loaded.values.shape[0] // 3 if layer is None else layer, strength, growth, interval, keywords)

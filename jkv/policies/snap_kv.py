@@ -1,6 +1,7 @@
-"""SnapKV (arXiv 2404.14469): keeps what the last queries attend to, at the end of the prompt or all along."""
+"""SnapKV (arXiv 2404.14469): keeps what the last queries attend to, after the prompt or throughout decoding."""
 
-from jkv.policies.base import Evict, Policy
+from jkv.policies.evict import Evict
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import AfterPrompt, Every, Schedule
 from jkv.policies.scores import AttentionMass
@@ -8,14 +9,18 @@ from jkv.policies.scores import AttentionMass
 WHEN = ("decode", "prefill")
 
 
-@recipe
+@recipe(
+    "SnapKV",
+    keeps='what the last queries attend to, throughout decoding or once after the prompt (`when="prefill"`)',
+    arxiv="2404.14469",
+)
 def snap_kv(budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7) -> Policy:
     """SnapKV with `budget` slots for each layer and KV head; the last `window` tokens always stay.
 
-    `when="decode"` is the baseline of R-KV's paper: R-KV's importance alone, every `interval` generated tokens.
-    `when="prefill"` is its authors' rule: the prompt is compacted once (each query's softmax over everything it saw, mean
-    pooling; they use window 32 and pool 5), and generated tokens all stay. Theirs keeps a set for each query head, which
-    stores a key once for each of them; here it is one for each KV head, by the mean over its group.
+    `when="decode"` is the baseline of the R-KV paper: R-KV's importance only, every `interval` generated tokens.
+    `when="prefill"` is the authors' rule: the prompt is compacted once (each query's softmax over all that it saw, mean
+    pooling; they use window 32 and pool 5), and all generated tokens stay. The authors keep a set for each query head, which
+    stores a key once for each of them; here it is one set for each KV head, by the mean over its query heads.
 
     Raises:
       ValueError: a setting out of its range, or a budget smaller than the window.
@@ -27,7 +32,7 @@ def snap_kv(budget: int, when: str = "decode", interval: int = 128, window: int 
 
 
 def snap_score(when: str, window: int, pool: int) -> AttentionMass:
-    """The attention mass, as each of the two rules has it."""
+    """The attention mass of either rule."""
     if when not in WHEN:
         raise ValueError(f"when must be one of {WHEN}; got {when!r}.")
     if when == "prefill":
@@ -36,5 +41,5 @@ def snap_score(when: str, window: int, pool: int) -> AttentionMass:
 
 
 def snap_schedule(when: str, budget: int, interval: int) -> Schedule:
-    """All along, or once after the prompt."""
+    """Throughout decoding, or once after the prompt."""
     return AfterPrompt(budget) if when == "prefill" else Every(budget, interval)

@@ -1,18 +1,19 @@
 """StreamingLLM (arXiv 2309.17453): the first tokens and the last ones."""
 
-from jkv.policies.base import Evict, Policy
+from jkv.policies.evict import Evict
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.scores import Recency
 
 
-@recipe
+@recipe("StreamingLLM", keeps="the first tokens and the last ones", arxiv="2309.17453")
 def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: str = "true") -> Policy:
-    """The first `sinks` tokens and the newest, `budget` slots together, compacted every `interval` generated tokens.
+    """The first `sinks` tokens and the newest ones, `budget` slots in total, compacted every `interval` generated tokens.
 
-    Keys keep their true positions, as most others have it. `positions="cache"` is the authors' own rule: each key counts as
-    standing at its place in the cache, so the sinks move up to the window as tokens between them are dropped. Theirs drops a
-    token at each step; here that is `interval=1`, a compaction program after each.
+    Keys keep their true positions, as in most implementations. `positions="cache"` is the authors' rule: a key has the position
+    of its place in the cache, so the sinks move up to the window when tokens between them are evicted. The authors evict a
+    token at each step; here that is `interval=1`, which runs a compaction program after each step.
 
     Raises:
       ValueError: a setting out of its range.

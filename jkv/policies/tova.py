@@ -1,19 +1,20 @@
-"""TOVA (arXiv 2401.06104): drops whatever the newest token attends to least."""
+"""TOVA (arXiv 2401.06104): evicts what the newest token attends to least."""
 
-from jkv.policies.base import Evict, Policy
+from jkv.policies.evict import Evict
+from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import EachStep, Every
 from jkv.policies.scores import AttentionMass
 
 
-@recipe
+@recipe("TOVA", keeps="after each token, what it attends to most", arxiv="2401.06104")
 def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
-    """TOVA with `budget` slots for each layer and KV head: after each token, those that its query attends to most.
+    """TOVA with `budget` slots for each layer and KV head: after each token, the slots that its query attends to most.
 
-    The softmax runs over all slots, the token's own among them, and is averaged over all query heads of a layer, whose KV
-    heads keep the same tokens; a prompt longer than the budget is compacted once, by its last query. The newest token may be
-    dropped at once, unless `keep_newest`. Every `interval` tokens instead of each, several go at a time, by the query of the
-    last: another rule than the paper's.
+    The softmax runs over all slots, the token's own included, and is averaged over all query heads of a layer, whose KV heads
+    keep the same tokens. A prompt longer than the budget is compacted once, by its last query. The newest token may be evicted
+    right away, unless `keep_newest`. With an `interval` above 1, several slots are evicted at a time by the query of the last
+    token, which is not the paper's rule.
 
     Raises:
       ValueError: a setting out of its range.

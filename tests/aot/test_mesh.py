@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jkv.cache import pool
 from jkv.engine import mesh, scheduler
-from jkv.engine.chunk_inputs import Needs
 from jkv.engine.programs import Control
 from jkv.model.params import ModelConfig, weight_shapes
 from jkv.model.sampling import SamplingRows
+from jkv.policies import Needs
 from jkv.testing import assert_no_pool_copy, find_copies
 from tests.aot import targets
 from tests.support import programs

@@ -10,8 +10,8 @@ import pytest
 import jkv
 from jkv.cache.pool import num_pages_of
 from jkv.engine import chunk_inputs as control
-from jkv.engine.chunk_inputs import Needs
 from jkv.model.params import weight_shapes
+from jkv.policies import Needs
 from tests.aot import targets
 from tests.support import programs
 

@@ -10,6 +10,7 @@ from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules
 from jkv.cache.pool import EMPTY
+from jkv.policies.scores import Recency
 from jkv.testing import TINY, tiny_model
 from tests.cache.test_pool import assert_allocator_is_consistent, snapshot
 
@@ -187,7 +188,7 @@ def test_h2o_keeps_the_heavy_and_the_recent():
     [
         (lambda: jkv.h2o(8, recent=9), "must hold its sinks and recent"),
         (lambda: jkv.h2o(8, interval=0), "at least 1 generated token"),
-        (lambda: jkv.Policy("mine", jkv.Evict(len), jkv.EachStep(8)), "cannot evict inside a step"),
+        (lambda: jkv.Policy("mine", jkv.Evict(Recency()), jkv.EachStep(8)), "cannot evict inside a step"),
         (
             lambda: jkv.Policy("mine", jkv.Evict(jkv.h2o(8).evict.score, protect_prompt=True), jkv.EachStep(8)),
             "cannot protect the prompt",

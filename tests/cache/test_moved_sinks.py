@@ -10,6 +10,7 @@ from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention
 from jkv.cache.moved_sinks import SinkRules, merge
 from jkv.model import decoder
+from jkv.policies.scores import Uniform
 from jkv.testing import TINY
 
 K, H, SINKS, DROPPED, SEEN = 2, TINY.head_size, 3, 14, 30
@@ -94,7 +95,7 @@ def test_nothing_moves_before_anything_is_dropped(model):
         (lambda: jkv.streaming_llm(64, positions="none"), "positions must be"),
         (lambda: jkv.streaming_llm(128, sinks=65, positions="cache"), "can move 1 to 64 sinks"),
         (
-            lambda: jkv.Policy("mine", jkv.Evict(len, scope="layer", sinks=2), jkv.Every(8), moves_sinks=True),
+            lambda: jkv.Policy("mine", jkv.Evict(Uniform(), scope="layer", sinks=2), jkv.Every(8), moves_sinks=True),
             "can move 1 to 64",
         ),
         (

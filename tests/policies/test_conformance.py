@@ -135,6 +135,7 @@ class Planted:
     """A score with one thing wrong."""
 
     wrong: str
+    needs = jkv.Needs()
 
     def __call__(self, view):
         score = -view.position.astype(jnp.float32)
@@ -210,7 +211,7 @@ def test_the_readmes_policy_of_nearly_tied_scores_keeps_every_promise():
 def compact_together(self, due):
     """Planted: due rows compacted by one program, whose shape is the number of rows; padded with rows that keep everything."""
     size = next(size for size in (1, 4, 16) if size >= len(due))
-    padding = [row for row in range(self.limits.max_running) if row not in due][: size - len(due)]
+    padding = [row for row in range(self.capacity.max_running) if row not in due][: size - len(due)]
     if not due:
         return
     samples, zeros = list(due.values()), np.zeros(len(padding), np.int32)

@@ -7,7 +7,7 @@ import pytest
 
 import jkv
 from jkv.cache.pool import EMPTY
-from jkv.policies.base import Evict, largest
+from jkv.policies.evict import Evict, largest
 
 SPECIAL = np.array([-np.inf, -3.0, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 1.0 + 2**-23, 3e38, np.inf], np.float32)
 

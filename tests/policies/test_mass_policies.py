@@ -6,6 +6,7 @@ import pytest
 
 import jkv
 from jkv.policies.schedules import AfterPrompt, Every, Growing
+from jkv.policies.scores import Recency
 from jkv.testing import random_view
 
 GROUPS = pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
@@ -200,13 +201,13 @@ def test_a_pyramid_of_budgets_adds_up_and_falls_in_even_steps(layers, budget):
         (lambda: jkv.rpc(scope="query"), "scope must be one of"),
         (lambda: jkv.rpc(interval=8, ratio=9), "ratio must lie in"),
         (lambda: jkv.rpc(window=0), "at least 1"),
-        (lambda: jkv.Policy("mine", jkv.Evict(len), Growing(16, 4, 4)), "protect_prompt=True"),
+        (lambda: jkv.Policy("mine", jkv.Evict(Recency()), Growing(16, 4, 4)), "protect_prompt=True"),
         (
-            lambda: jkv.Policy("mine", jkv.Evict(len, scope="compete", protect_prompt=True), Growing(16, 4, 4)),
+            lambda: jkv.Policy("mine", jkv.Evict(Recency(), scope="compete", protect_prompt=True), Growing(16, 4, 4)),
             "no fixed budget",
         ),
-        (lambda: jkv.Policy("mine", jkv.Evict(len)), "needs both evict"),
-        (lambda: jkv.Policy("mine", jkv.Evict(len), Every(64), pyramid=1.9), "next to nothing"),
+        (lambda: jkv.Policy("mine", jkv.Evict(Recency())), "needs both evict"),
+        (lambda: jkv.Policy("mine", jkv.Evict(Recency()), Every(64), pyramid=1.9), "next to nothing"),
     ],
 )
 def test_settings_out_of_range_are_refused_when_the_policy_is_built(build, words):

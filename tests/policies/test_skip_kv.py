@@ -10,7 +10,7 @@ import jkv
 from jkv.cache import pool as pages
 from jkv.engine.engine import Engine
 from jkv.model import decoder
-from jkv.policies.base import Evict
+from jkv.policies.evict import Evict
 from jkv.policies.scores import Recency
 from jkv.policies.skip_kv import LessRepeated
 from jkv.reasoning.sentences import SentenceLog, SentenceMap, Sentences, ends_of, similarity_of_slots
@@ -305,7 +305,7 @@ def test_ragged_prompts_need_no_grouping_for_no_slot_ever_holds_padding(model):
         (lambda: recipe().select(random_view(np.random.default_rng(0))._replace(similarity=None)), "the view has none"),
         (lambda: jkv.generate(tiny_model(), [1, 2], policy=jkv.skip_kv(24)), "has no tokenizer"),
         (lambda: jkv.generate(tiny_model(), [1, 2], policy=recipe(ends=(32,))), "must be tokens of the model"),
-        (lambda: jkv.Engine(tiny_model(), max_slots=64).submit([1], recipe()), "needs sentences=True"),
+        (lambda: jkv.Engine(tiny_model(), max_slots=64).submit([1], recipe()), "needs similarity=True"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_compiles(make, words):

@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 import jkv
 from jkv.engine import chunk_inputs as control
 from jkv.engine import mesh, programs
-from jkv.engine.chunk_inputs import Needs
 from jkv.engine.timing import COMPILING
 from jkv.model.params import init_params, weight_shapes
 from jkv.model.sampling import SamplingRows
+from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteeringVector
 from jkv.testing import TINY, adapted, tiny_model, unfolded

@@ -14,10 +14,11 @@ from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import LOG_WEIGHT
 from jkv.engine import programs as device
 from jkv.engine import runner, scheduler, sharer, swap
-from jkv.engine.chunk_inputs import Needs, empty_state
+from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.programs import AlignRules, Control, Snapshot, State
 from jkv.model.params import ModelConfig, Params, weight_shapes
 from jkv.model.sampling import SamplingRows
+from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteerRules
 
@@ -133,7 +134,7 @@ def compact(policy: str, shapes: Shapes) -> Any:
     row, budget = shapes.leaf(1), shapes.leaf(shapes.params.config.num_layers, 1)
     protected, evict = shapes.leaf(2, 1), POLICIES[policy].evict.as_program
     sentences = None
-    if evict.needs_similarity:
+    if evict.needs.similarity:
         sentences = SentenceMap(shapes.leaf(1, NUM_POSITIONS), shapes.leaf(1, NUM_POSITIONS, dtype=jnp.float32))
     options = {"evict": evict, "is_traced": False, "sentences": sentences}
     return device.compress.trace(shapes.state, row, budget, row, protected, **options)

@@ -23,7 +23,7 @@ def soak(engine: Engine, expected: Expected, rng: np.random.Generator, operation
     open_requests: dict[int, tuple[Spec, set[int]]] = {}  # ticket -> what was asked, samples that ended
     for i in range(operations):
         choice = rng.random()
-        if choice < 0.25 and len(open_requests) < 3 * engine.limits.max_running + 4:
+        if choice < 0.25 and len(open_requests) < 3 * engine.capacity.max_running + 4:
             spec, n = draw_spec(rng), int(rng.choice([1, 1, 1, 2, 4]))
             open_requests[engine.submit(**spec.arguments, n=n)] = (spec, set())
             counts["submit"] += 1

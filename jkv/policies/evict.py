@@ -1,0 +1,139 @@
+"""Which slots stay: the mechanism that all scores share, that is protection, scope, ranking and the order of storage."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jkv.cache.pool import EMPTY
+from jkv.policies.needs import Needs
+from jkv.policies.view import CacheView, Score, check_score
+
+SCOPES = ("head", "layer", "all", "compete")
+
+
+class Limits(NamedTuple):
+    """What each row never drops, as data: rows with other limits run in the same program."""
+
+    sinks: Int[Array, " B"]  # first positions
+    recent: Int[Array, " B"]  # last positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Evict:
+    """Which slots stay: those with the best scores. The schedule decides when, and how many.
+
+    Attributes:
+      score: how much each slot is worth; a frozen dataclass (`jkv.policies.view.Score`).
+      sinks: how many first positions are never dropped.
+      recent: how many last positions are never dropped.
+      protect_prompt: whether the prompt is never dropped.
+      scope: "head": each KV head keeps its own slots. "layer": all heads of a layer keep the same slots, by the mean score.
+        "all": all layers and heads keep the same slots, by the mean over heads, summed over layers. "compete": the heads of a
+        layer compete for its slots. Scopes "layer" and "all" need the same positions in every head, which holds if every
+        compaction has the same scope.
+      floor: the share of the budget that a competing head always keeps.
+      order: how kept slots are stored: "position", ascending, or "score", best first and protected ones last.
+
+    Raises:
+      ValueError: a field out of its range, or a score that declares no needs.
+    """
+
+    score: Score | Any  # so that `check_score` refuses by name, and no type checker before it
+    sinks: int = 0
+    recent: int = 0
+    protect_prompt: bool = False
+    scope: str = "head"
+    floor: float = 0.2
+    order: str = "position"
+
+    def __post_init__(self) -> None:
+        check_score(self.score)
+        if self.sinks < 0 or self.recent < 0:
+            raise ValueError(f"sinks and recent must be numbers of slots >= 0; got {self.sinks=}, {self.recent=}.")
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope must be one of {SCOPES}; got {self.scope!r}.")
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor is a share of the budget and must lie in [0, 1]; got {self.floor}.")
+        if self.order not in ("position", "score"):
+            raise ValueError(f"order must be 'position' or 'score'; got {self.order!r}.")
+
+    @property
+    def needs(self) -> Needs:
+        """What the score needs."""
+        return self.score.needs
+
+    @property
+    def as_program(self) -> "Evict":
+        """What a compiled program depends on: `sinks` and `recent` are data (`Limits`), like budgets."""
+        return dataclasses.replace(self, sinks=0, recent=0)
+
+    def rate(self, view: CacheView, limits: Limits | None = None) -> Float[Array, "B K S"]:
+        """The scores, `-inf` for empty slots and `+inf` for protected ones; `limits` default to `sinks` and `recent`."""
+        score = self.score(view).astype(jnp.float32)
+        score = jnp.where(self.is_protected(view, limits), jnp.inf, score)
+        return jnp.where(view.is_filled, score, -jnp.inf)
+
+    def is_protected(self, view: CacheView, limits: Limits | None = None) -> Bool[Array, "B K S"]:
+        """Which slots must stay; `limits` default to `sinks` and `recent`."""
+        sinks = self.sinks if limits is None else limits.sinks[:, None, None]
+        recent = self.recent if limits is None else limits.recent[:, None, None]
+        protected = (view.position < sinks) | (view.age < recent)
+        if self.protect_prompt and view.prompt_length is not None:
+            protected |= view.position < view.prompt_length[:, None, None]
+        return protected & view.is_filled
+
+    def choose(self, score: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"]) -> Int[Array, "L B K S"]:
+        """The slots that stay in each layer, padded with EMPTY; `score` is what `rate` returns. Ties go to the lower slot."""
+        if self.scope == "layer":
+            score = jnp.broadcast_to(score.mean(axis=2, keepdims=True), score.shape)
+        elif self.scope == "all":
+            score = jnp.broadcast_to(score.mean(axis=2, keepdims=True).sum(axis=0, keepdims=True), score.shape)
+        is_kept = compete(score, budget, self.floor) if self.scope == "compete" else largest(score, budget)
+        slot = jnp.arange(score.shape[-1], dtype=jnp.int32)
+        if self.order == "score":
+            in_place = jnp.where(score == jnp.inf, jnp.finfo(jnp.float32).max, -score)  # the protected ones come last
+            in_place = jnp.where(is_kept, in_place, jnp.inf)
+            slots = jnp.argsort(in_place, axis=-1, stable=True).astype(jnp.int32)
+            return jnp.where(slot < is_kept.sum(axis=-1, keepdims=True), slots, EMPTY)
+        layer, row, head, _ = jnp.indices(score.shape, dtype=jnp.int32, sparse=True)
+        place = jnp.where(is_kept, is_kept.cumsum(axis=-1, dtype=jnp.int32) - 1, score.shape[-1])
+        return jnp.full(score.shape, EMPTY, jnp.int32).at[layer, row, head, place].set(slot, mode="drop")
+
+
+def largest(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> Bool[Array, "*N S"]:
+    """Which `count` slots score highest; never a slot of `-inf`. Ties go to the lower slot.
+
+    It does not sort: the lowest score that stays is found bit by bit, from the highest bit down.
+    """
+    score = jnp.where(score == 0, 0.0, jnp.where(score > -jnp.inf, score, -jnp.inf))  # one zero, and no NaN
+    bits = jax.lax.bitcast_convert_type(score, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    bits = jnp.where(bits >= sign, ~bits, bits | sign)  # in the order of the scores
+
+    def narrow(low: UInt[Array, "..."], bit: UInt[Array, ""]) -> tuple[UInt[Array, "..."], None]:
+        middle = low | bit
+        is_enough = (bits >= middle[..., None]).sum(axis=-1, dtype=jnp.int32) >= count
+        return jnp.where(is_enough, middle, low), None
+
+    bit = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)[::-1]
+    lowest = jax.lax.scan(narrow, jnp.zeros(score.shape[:-1], jnp.uint32), bit)[0][..., None]
+    is_above, is_level = bits > lowest, bits == lowest
+    left = count[..., None] - is_above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
+    is_largest = is_above | (is_level & (is_level.cumsum(axis=-1, dtype=jnp.int32) <= left))
+    return is_largest & (score > -jnp.inf)
+
+
+def compete(score: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"], floor: float) -> Bool[Array, "L B K S"]:
+    """Which slots stay when the heads of a layer compete: protected slots and each head's floor first, then the best of all."""
+    layers, batch, heads, slots = score.shape
+    total = jnp.broadcast_to(budget, (layers, batch, heads)).sum(axis=-1)
+    sure = jnp.where(largest(score, least_slots(budget, floor)), jnp.inf, score)
+    return largest(sure.reshape(layers, batch, heads * slots), total).reshape(score.shape)
+
+
+def least_slots(budget: Any, floor: float) -> Any:
+    """Slots that a competing head always keeps; JAX or NumPy arrays."""
+    return (budget * round(floor * 1000)) // 1000

@@ -1,0 +1,105 @@
+"""What a policy requires of an engine, as one record: each score and part declares its own, and the policy's is their union.
+
+The policy checks it, the engine allocates by it, and the planner counts it.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Protocol
+
+DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
+IN_STEP = ("", "sum", "last")
+OF_ONE_SCORE = ("in_step", "keeps_window")
+
+
+class Needing(Protocol):
+    """Whatever declares its needs, such as a policy."""
+
+    @property
+    def needs(self) -> "Needs": ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a score reads besides keys, values and positions, and what the engine keeps for the other parts of a policy.
+
+    A score of your own declares `window`, `mass` and `compares_keys`; `Needs()` says that it reads no more than keys, values,
+    positions, the prompt's length and the budget.
+
+    Attributes:
+      window: how many of the last queries the score reads (`CacheView.query`).
+      mass: whether it reads the attention mass of each slot (`CacheView.mass`).
+      similarity: whether it reads the similarity of sentences (`CacheView.similarity`), which the policy's `sentences` finds.
+      compares_keys: whether it compares each key with each other. Nothing is kept for it, but `jkv.plan` counts the time.
+      bounds: whether the engine keeps the smallest and largest key of each page.
+      moving_sinks: whether a row's sinks are read at their place in the cache.
+      steering: whether vectors are added to hidden states.
+      sharing: whether slots have a multiplicity.
+      aligning: whether thoughts start on pages of their own.
+      in_step: how a decode step can compute the score by itself: "sum" if the score is the accumulated attention mass, "last"
+        if it is the mass from the last query, and "" if it cannot.
+      keeps_window: whether the slots that the score keeps, apart from the sinks, are always the most recent ones.
+
+    Raises:
+      ValueError: a field out of its range.
+
+    >>> Needs(window=8) | Needs(window=4, mass=True)
+    Needs(window=8, mass=True)
+    """
+
+    window: int = 0
+    mass: bool = False
+    similarity: bool = False
+    compares_keys: bool = False
+    bounds: bool = False
+    moving_sinks: bool = False
+    steering: bool = False
+    sharing: bool = False
+    aligning: bool = False
+    in_step: str = ""
+    keeps_window: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 0:
+            raise ValueError(f"Needs.window is a number of queries, at least 0; got {self.window!r}.")
+        if self.in_step not in IN_STEP:
+            raise ValueError(f"Needs.in_step must be one of {IN_STEP}; got {self.in_step!r}.")
+
+    def __or__(self, other: "Needs") -> "Needs":
+        """The needs of both. `in_step` and `keeps_window` hold for one score by itself, so they are left out."""
+        names = [field.name for field in dataclasses.fields(self) if field.name not in OF_ONE_SCORE]
+        return Needs(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
+
+    def __repr__(self) -> str:
+        fields = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
+        return f"Needs({', '.join(f'{name}={value!r}' for name, value, default in fields if value != default)})"
+
+    @classmethod
+    def of(cls, policies: Iterable[Needing] | None) -> "Needs":
+        """The union of the needs of policies; None stands for policies with a short window and no other needs."""
+        if policies is None:
+            return cls(window=DEFAULT_WINDOW)
+        union = cls()
+        for policy in policies:
+            union |= policy.needs
+        return union
+
+    @property
+    def has_events(self) -> bool:
+        """Whether a decode step makes decisions that a trace must record."""
+        return self.mass or self.bounds or self.steering
+
+    def check(self, name: str, needs: "Needs") -> None:
+        """Refuses a policy that needs more than an engine with these needs keeps.
+
+        Raises:
+          ValueError: what is missing, and how to get it.
+        """
+        kept, wanted = vars(self), vars(dataclasses.replace(needs, compares_keys=False))
+        missing = [field for field in wanted if wanted[field] > kept[field]]
+        if missing:
+            asked, built = (", ".join(f"{field}={values[field]}" for field in missing) for values in (wanted, kept))
+            raise ValueError(
+                f"{name} needs {asked}; this engine was built with {built}. Name the policy when you build the engine: "
+                "policies=[...]."
+            )

@@ -1,0 +1,339 @@
+"""What a policy is: a frozen, hashable record of parts, each a set of pure functions.
+
+A method's idea is its score; every other part is a mechanism that many methods share.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jkv.cache.moved_sinks import MOST_SINKS
+from jkv.cache.pool import num_pages_of
+from jkv.model.params import Model
+from jkv.policies.evict import Evict, least_slots
+from jkv.policies.needs import Needs
+from jkv.policies.schedules import EachStep, Every, Schedule, check_budget, check_schedule
+from jkv.policies.view import CacheView, FunctionScore, Score
+from jkv.reasoning.sentences import Sentences, ends_of
+from jkv.reasoning.sharing import Share, check_tokenizer
+from jkv.reasoning.steering import Steer, marks_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """Which pages a decode step reads (Quest): those that may hold the keys with the largest logits.
+
+    Attributes:
+      budget: slots read in a layer and KV head, rounded down to whole pages; the current page is always read.
+      dense_layers: how many first layers read all pages.
+      over_group: how the query heads of a KV head choose: by the largest of their bounds ("max") or by the mean ("mean").
+
+    Raises:
+      ValueError: a field out of its range.
+    """
+
+    needs = Needs(bounds=True)
+    budget: int
+    dense_layers: int = 2
+    over_group: str = "max"
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        if self.dense_layers < 0:
+            raise ValueError(f"dense_layers is how many first layers read all pages, at least 0; got {self.dense_layers}.")
+        if self.over_group not in ("max", "mean"):
+            raise ValueError(f"over_group must be 'max' or 'mean'; got {self.over_group!r}.")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Policy:
+    """A method: its name and its parts. A part that is absent is None.
+
+    Attributes:
+      name: the method's name.
+      evict: which slots stay.
+      schedule: when slots are evicted, and how many stay.
+      pyramid: the first layer's share of the mean budget; the shares fall in even steps to the last layer. 1 makes all layers
+        equal. Protected slots are not shared out.
+      read: which pages a decode step reads; None reads all.
+      moves_sinks: whether sinks are read at their place in the cache, right before the slots that are left, instead of at
+        their true positions (`jkv.cache.moved_sinks`). The slots that are left must be a window.
+      steer: what is added to hidden states (`jkv.reasoning.steering`).
+      sentences: how repeated sentences are found, for a score that reads their similarity (`jkv.reasoning.sentences`).
+      share: which pages are the same (`jkv.reasoning.sharing`); if the policy evicts too, until a row is compacted.
+
+    Raises:
+      ValueError: a budget too small for the protected slots, one part without another that it needs, or parts that exclude
+        each other.
+    """
+
+    name: str
+    evict: Evict | None = None
+    schedule: Schedule | Any | None = None  # so that `check_schedule` refuses by name, and no type checker before it
+    pyramid: float = 1.0
+    read: Read | None = None
+    moves_sinks: bool = False
+    steer: Steer | None = None
+    sentences: Sentences | None = None
+    share: Share | None = None
+
+    def __post_init__(self) -> None:
+        if (self.evict is None) != (self.schedule is None):
+            raise ValueError(f"{self.name} needs both evict (which slots stay) and schedule (when, and how many), or neither.")
+        if not 1 <= self.pyramid < 2:
+            raise ValueError(
+                f"pyramid is the first layer's share of the mean budget and must lie in [1, 2); got {self.pyramid}."
+            )
+        if self.read and self.evict:
+            raise ValueError(f"{self.name} cannot evict and choose pages to read: compaction moves keys between pages.")
+        if self.share is not None:
+            check_sharing(self, self.share)
+        if (self.sentences is not None) != (self.evict is not None and self.evict.needs.similarity):
+            raise ValueError(f"{self.name} needs both sentences and a score that reads their similarity, or neither.")
+        if self.evict is not None and self.schedule is not None:
+            check_schedule(self.name, self.schedule)
+            check_eviction(self, self.evict)
+
+    def __repr__(self) -> str:
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return f"Policy({', '.join(f'{field.name}={value!r}' for field, value in fields if value != field.default)})"
+
+    @property
+    def budget(self) -> int | None:
+        """Slots that a compaction leaves in a layer and KV head, on average; None if no number is fixed."""
+        return None if self.schedule is None else self.schedule.budget
+
+    @property
+    def needs(self) -> Needs:
+        """What an engine must keep for the policy: the union of what its parts need."""
+        union = Needs(
+            mass=self.evicts_in_steps,
+            moving_sinks=self.moves_sinks,
+            steering=self.steer is not None,
+            sharing=self.share is not None,
+            aligning=self.share is not None and self.share.align_steps,
+        )
+        for part in (self.evict, self.read):
+            union |= Needs() if part is None else part.needs
+        return union
+
+    @property
+    def protected(self) -> int:
+        """Slots that are never dropped, without the prompt's."""
+        return 0 if self.evict is None else self.evict.sinks + self.evict.recent
+
+    @property
+    def evicts_in_steps(self) -> bool:
+        """Whether the decode step itself evicts (`jkv.cache.in_step_eviction`)."""
+        return isinstance(self.schedule, EachStep)
+
+    @property
+    def num_moving_sinks(self) -> int:
+        """How many sinks are read at their place in the cache."""
+        return self.evict.sinks if self.evict is not None and self.moves_sinks else 0
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether the cache of a row stops growing."""
+        return self.schedule is not None and self.schedule.is_bounded
+
+    def target(self, prompt: int, generated: int) -> int | None:
+        """Slots that a row keeps after its `generated`-th token, if it has more; None if no compaction is due."""
+        return None if self.schedule is None else self.schedule.target(prompt, generated)
+
+    def steps_until_due(self, generated: int) -> int | None:
+        """Steps from the `generated`-th new token to the next one at which a part has to act; None if none has to."""
+        due = [part.steps_until_due(generated) for part in (self.schedule, self.steer, self.share) if part is not None]
+        return min((steps for steps in due if steps is not None), default=None)
+
+    def budgets(self, target: int, num_layers: int) -> np.ndarray:
+        """Slots of each layer, `num_layers * target` in total: [L]."""
+        if num_layers == 1 or self.pyramid == 1:
+            return np.full(num_layers, target)
+        slope = np.linspace(self.pyramid, 2 - self.pyramid, num_layers)
+        return self.protected + np.diff(np.rint(np.cumsum(slope) * (target - self.protected)).astype(int), prepend=0)
+
+    def most_slots(self, prompt: int, new: int, num_layers: int) -> np.ndarray:
+        """The most slots of each layer, on average over its heads, after prefill and its compaction: [L]."""
+        return self._most(self.layer_budgets(num_layers), prompt, new)
+
+    def most_growth(self, steps: int, page_size: int) -> int:
+        """The most slots that `steps` decode steps add, wherever in a page the row stands."""
+        return steps if self.share is None else self.share.align_steps * page_size + self.share.most_slots(steps)
+
+    def widest(self, prompt: int, new: int, num_layers: int, num_kv_heads: int) -> int:
+        """The most slots of any layer and KV head."""
+        budgets = self.layer_budgets(num_layers)
+        if self.evict is not None and self.evict.scope == "compete":
+            budgets = num_kv_heads * budgets - (num_kv_heads - 1) * least_slots(budgets, self.evict.floor)
+        return max(prompt, int(self._most(budgets, prompt, new).max()))
+
+    def layer_budgets(self, num_layers: int) -> np.ndarray:
+        """Slots that the fixed budget leaves in each layer, 0 if there is no fixed budget: [L]."""
+        return np.zeros(num_layers, int) if self.budget is None else self.budgets(self.budget, num_layers)
+
+    def _most(self, budgets: np.ndarray, prompt: int, new: int) -> np.ndarray:
+        if self.schedule is None:
+            return np.full(len(budgets), prompt + new if self.share is None else self.share.most_slots(prompt + new))
+        if self.budget is None:
+            return np.full(len(budgets), self.schedule.most_slots(prompt, new))
+        schedule: Any = self.schedule
+        return np.array([dataclasses.replace(schedule, budget=int(b)).most_slots(prompt, new) for b in budgets])
+
+    def num_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
+        """The most pages of a row whose layers hold `slots` ([L]) slots in a KV head, on average over the heads."""
+        if self.evict is not None and self.evict.scope == "compete":  # any head's last page may hold a single slot
+            return int((num_kv_heads * (slots + page_size - 1) // page_size).sum())
+        return int(num_kv_heads * num_pages_of(slots, page_size).sum())
+
+    def num_full_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
+        """The fewest full pages of such a row."""
+        if self.evict is not None and self.evict.scope == "compete":
+            return int(np.maximum(0, num_kv_heads * (slots - page_size + 1) // page_size).sum())
+        return int(num_kv_heads * (slots // page_size).sum())
+
+    def select(self, view: CacheView) -> Int[Array, "B K S"]:
+        """The slots of one layer that would stay, padded with EMPTY; pure, works under jit and vmap.
+
+        `view.budget` defaults to the policy's own. Scope "all" sums over one layer, the view's.
+
+        Raises:
+          ValueError: a policy that evicts nothing, or a view without what the score needs.
+        """
+        if self.evict is None:
+            raise ValueError(f"{self.name} evicts nothing, so there is nothing to select.")
+        needs = self.evict.needs
+        if needs.window and (view.query is None or view.query.shape[2] < needs.window):
+            got = "none" if view.query is None else str(view.query.shape[2])
+            raise ValueError(f"{self.name} reads the last {needs.window} queries; the view has {got}. Pass CacheView(query=).")
+        if needs.mass and view.mass is None:
+            raise ValueError(f"{self.name} reads the accumulated attention mass; the view has none. Pass CacheView(mass=).")
+        if needs.similarity and view.similarity is None:
+            raise ValueError(f"{self.name} reads the similarity of sentences; the view has none. Pass CacheView(similarity=).")
+        if view.budget is None:
+            if self.budget is None:
+                raise ValueError(f"{self.name}'s budget grows with the sequence. Pass it in the view: CacheView(budget=).")
+            view = view._replace(budget=jnp.full(view.position.shape[:2], self.budget, jnp.int32))
+        assert view.budget is not None
+        return self.evict.choose(self.evict.rate(view)[None], view.budget[None])[0]
+
+
+def evict_by(
+    score: Score | Callable[[CacheView], Float[Array, "B K S"]],
+    budget: int,
+    interval: int = 128,
+    name: str = "",
+    needs: Needs | None = None,
+    **settings: Any,
+) -> Policy:
+    """A policy of your own in one line: keeps the `budget` slots with the best scores, every `interval` generated tokens.
+
+    `score` is a plain function of a `CacheView` that returns float32 `[B, K, S]`, or a frozen dataclass
+    (`jkv.policies.view.Score`). A function that reads more than keys, values, positions, the prompt's length and the budget
+    says so in `needs`: `evict_by(score, budget=48, needs=jkv.Needs(window=8))` for one that reads the last 8 queries. A
+    dataclass declares its own. `settings` are those of `Evict` (sinks, recent, scope, ...). `name` defaults to the score's.
+
+    Raises:
+      ValueError: a setting out of its range, or a dataclass that declares no needs.
+
+    >>> evict_by(lambda view: -view.position.astype("float32"), budget=64, name="oldest").budget
+    64
+    """
+    name = name or getattr(score, "__name__", type(score).__name__)
+    if dataclasses.is_dataclass(score):
+        if needs is not None:
+            raise ValueError(f"{name} is a dataclass and declares its needs itself; got {needs=}. Leave needs= out.")
+    elif callable(score):
+        score = FunctionScore(score, needs or Needs())
+    evict: Any = Evict(score, **settings)  # which refuses what is no score
+    return Policy(name, evict, Every(budget, interval))
+
+
+def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -> np.ndarray:
+    """Slots of each layer, on average over its heads, after the compaction that is due now, if any: [L]."""
+    target = policy.target(prompt, generated)
+    return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled)))
+
+
+def check_parts(policy: Policy, model: Model) -> None:
+    """Refuses a policy with a part that cannot work with the model.
+
+    Raises:
+      ValueError: a steering vector of another model, or a tokenizer that is missing or that cannot write what a part looks for.
+    """
+    if policy.steer is not None:
+        config, got = model.config, policy.steer.vector.values.shape
+        if got != (config.num_layers, config.width):
+            raise ValueError(
+                f"{policy.name}'s vector must be of this model, {config.num_layers} layers of width {config.width}; it has "
+                f"{got[0]} of {got[1]}. Extract one with `jkv steer`."
+            )
+        marks_of(model.tokenizer, config.vocab_size)
+    if policy.sentences is not None:
+        ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
+    if policy.share is not None:
+        check_tokenizer(model, policy.name)
+
+
+def check_eviction(policy: Policy, evict: Evict) -> None:
+    """Refuses an eviction whose parts exclude each other, or whose budget is too small."""
+    name = policy.name
+    if policy.sentences is not None and evict.order != "position":
+        raise ValueError(f"{name} finds sentences among slots stored by position; got order={evict.order!r}.")
+    if policy.moves_sinks and not can_move_sinks(policy, evict):
+        raise ValueError(
+            f"{name} can move 1 to {MOST_SINKS} sinks up to a window without gaps, with the same budget in every layer and "
+            f"head, compacted between steps and stored by position; got {policy}."
+        )
+    if policy.evicts_in_steps:
+        if not evict.needs.in_step or evict.scope not in ("head", "layer"):
+            raise ValueError(
+                f"{name} cannot evict inside a decode step, which knows the attention mass of slots only, by KV head or layer; "
+                f"got {evict.score} and scope {evict.scope!r}. Use the schedule Every(budget, interval=1)."
+            )
+        if evict.protect_prompt:
+            raise ValueError(f"{name} cannot protect the prompt inside a decode step. Use Every(budget, interval=1).")
+    if policy.budget is None:
+        if policy.pyramid > 1 or evict.scope == "compete":
+            raise ValueError(f"{name} has no fixed budget, so layers or heads cannot divide it; got {policy.schedule}.")
+        if not evict.protect_prompt:
+            raise ValueError(f"{name}'s schedule counts the prompt as kept: set protect_prompt=True in evict.")
+        return
+    if policy.pyramid > 1 and not policy.protected:
+        raise ValueError(f"{name} leaves its last layers next to nothing: pyramid > 1 needs sinks or recent slots.")
+    if policy.budget < policy.protected:
+        raise ValueError(
+            f"{name}'s budget must hold its sinks and recent slots, {evict.sinks} + {evict.recent} = {policy.protected}; got "
+            f"budget={policy.budget}. Raise the budget, or lower sinks or the window."
+        )
+
+
+def can_move_sinks(policy: Policy, evict: Evict) -> bool:
+    """Whether the slots that are left after the sinks are a window, the same in every layer and head."""
+    return (
+        0 < evict.sinks <= MOST_SINKS
+        and evict.needs.keeps_window
+        and (evict.scope, evict.order, policy.pyramid) == ("head", "position", 1)
+        and isinstance(policy.schedule, Every)
+    )
+
+
+def check_sharing(policy: Policy, share: Share) -> None:
+    """Refuses parts that exclude sharing."""
+    name = policy.name
+    if policy.needs.mass:
+        raise ValueError(
+            f"{name} cannot share pages: it evicts inside decode steps or reads the accumulated attention mass, and both need "
+            "pages that a row has to itself. Share with a policy that compacts between steps by another score, such as r_kv."
+        )
+    if policy.read is not None or policy.moves_sinks:
+        raise ValueError(
+            f"{name} cannot share pages and choose pages to read (quest) or move its sinks: both need pages in the order of "
+            "the text."
+        )
+    if share.align_steps and policy.evict is not None:
+        raise ValueError(f"{name} cannot both evict and start thoughts on pages of their own: leave align_steps out.")

@@ -1,0 +1,115 @@
+"""What an author of a policy writes, a `Score`, and what the score may read, a `CacheView`."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Array, Bool, Float, Int
+
+from jkv.cache.pool import EMPTY
+from jkv.policies.needs import Needs
+
+
+class CacheView(NamedTuple):
+    """What a score may read: caches, each batch row one sequence in one layer. An empty slot has the position EMPTY (-1).
+
+    Batch rows are independent. They may be of different layers: the engine shows all layers of a sequence at once.
+
+    Slots are in the order in which the policy stores them: ascending by position, unless `Evict.order` is "score". Keys,
+    values, mass and similarity of empty slots may be NaN.
+
+    Attributes:
+      key: keys, rotated for their true positions.
+      value: values.
+      position: index of the slot's token in the sequence.
+      query: the last W queries, oldest first; `query[:, :, W - 1]` is the newest token's. In a sequence shorter than W the
+        oldest ones are meaningless. None unless `Needs.window` asks for them.
+      mass: softmax mass from all queries so far, summed over the query heads of a KV head. None unless `Needs.mass`.
+      similarity: cosine between the slot's sentence and a later one that repeats it, 0 if none does
+        (`jkv.reasoning.sentences`). None unless `Needs.similarity`.
+      layer: index of the layer, one for all batch rows or one for each.
+      budget: slots that the row keeps in this layer for each KV head, protected ones included. A row may have fewer slots.
+        The heads of scope "compete" keep as many together.
+      prompt_length: tokens of the prompt.
+      log_weight: `ln m` for a slot with multiplicity m (`jkv.reasoning.sharing`). None when nothing is shared.
+      first_head: index of the view's first KV head, if a mesh splits the heads of a layer (`jkv.engine.mesh`).
+    """
+
+    key: Float[Array, "B K S H"]
+    value: Float[Array, "B K S H"]
+    position: Int[Array, "B K S"]
+    query: Float[Array, "B N W H"] | None = None
+    mass: Float[Array, "B K S"] | None = None
+    similarity: Float[Array, "B K S"] | None = None
+    layer: int | Int[Array, ""] | Int[Array, " B"] | None = None
+    budget: Int[Array, "B K"] | None = None
+    prompt_length: Int[Array, " B"] | None = None
+    log_weight: Float[Array, "B K S"] | None = None
+    first_head: int | Int[Array, ""] | None = None
+
+    @property
+    def is_filled(self) -> Bool[Array, "B K S"]:
+        """Which slots hold a token."""
+        return self.position != EMPTY
+
+    @property
+    def num_seen(self) -> Int[Array, " B"]:
+        """Tokens of the sequence so far; the newest one is always in the cache."""
+        return self.position.max(axis=(1, 2)) + 1
+
+    @property
+    def age(self) -> Int[Array, "B K S"]:
+        """How many tokens came after the slot's: 0 for the newest."""
+        return self.num_seen[:, None, None] - 1 - self.position
+
+
+@runtime_checkable
+class Score(Protocol):
+    """How much each slot is worth: float32, higher is kept. Scores of empty and protected slots are ignored.
+
+    A score is a frozen dataclass, so that policies can be hashed and compared by value. It declares what it reads:
+
+        @dataclasses.dataclass(frozen=True)
+        class KeyNorm:
+            needs = jkv.Needs()
+
+            def __call__(self, view):
+                return jnp.linalg.norm(view.key, axis=-1)
+    """
+
+    @property
+    def needs(self) -> Needs: ...
+
+    def __call__(self, view: CacheView) -> Float[Array, "B K S"]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionScore:
+    """A plain function as a score, with what it reads; `jkv.evict_by` makes it."""
+
+    function: Callable[[CacheView], Float[Array, "B K S"]]
+    needs: Needs
+
+    def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
+        return self.function(view)
+
+
+def check_score(score: object) -> None:
+    """Refuses what is no score, by name.
+
+    Raises:
+      ValueError: something that is no frozen dataclass, or that declares no needs.
+    """
+    name = getattr(score, "__name__", type(score).__name__)
+    if not callable(score):
+        raise ValueError(f"A score is called with a CacheView and returns float32 [B, K, S]; {name} cannot be called.")
+    if not dataclasses.is_dataclass(score) or isinstance(score, type) or type(score).__hash__ is None:
+        raise ValueError(
+            f"A score is a frozen dataclass; {name} is not. Write @dataclasses.dataclass(frozen=True) above its class, or give "
+            "a plain function to jkv.evict_by."
+        )
+    if not isinstance(score, Score) or not isinstance(score.needs, Needs):
+        raise ValueError(
+            f"A score declares what it reads; {name} does not. Write `needs = jkv.Needs()` in its class, or "
+            "`needs = jkv.Needs(window=8)` if it reads the last 8 queries."
+        )

@@ -1,0 +1,118 @@
+"""A new policy is its own file and one line in the table; everything else finds it there."""
+
+import filecmp
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import jkv
+from jkv import policies
+from jkv.policies.recipe import entry_of, markdown, recipes_in
+
+ROOT = Path(__file__).parents[2]
+FILE = '''"""Newest (arXiv 0000.00000): keeps the newest tokens."""
+
+from jkv.policies.evict import Evict
+from jkv.policies.policy import Policy
+from jkv.policies.recipe import recipe
+from jkv.policies.schedules import Every
+from jkv.policies.scores import Recency
+
+
+@recipe("Newest", keeps="the newest tokens", arxiv="0000.00000")
+def newest(budget: int, interval: int = 128) -> Policy:
+    """The newest tokens."""
+    return Policy("newest", Evict(Recency()), Every(budget, interval))
+'''
+LINE = "from jkv.policies.newest import newest as newest\n"
+LOOK = """
+import contextlib, io, json, sys
+import jkv
+from jkv import cli
+from jkv.policies import make
+from tests.policies import test_conformance as suite
+
+def printed(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(arguments) == 0
+    return out.getvalue()
+
+problem = ["b=3;c=7;d=b*c;?d", "--policy", "newest", "--budget", "24", "--max-new-tokens", "4"]
+print(json.dumps({
+    "package": [repr(jkv.newest(budget=24)), "newest" in jkv.__all__, jkv.__file__],
+    "list": printed("policies"),
+    "docs": printed("policies", "--markdown"),
+    "suite": ["newest" in suite.POLICIES, "newest" in suite.EVICTING],
+    "generates": bool(printed("generate", *problem)),
+    "make": repr(make("newest", {"budget": 24})),
+}))
+"""
+
+
+def differences(one, other):
+    """The files that two trees do not have in common, or that differ."""
+    files = [{str(path.relative_to(root)) for path in root.rglob("*.py")} for root in (one, other)]
+    _, changed, odd = filecmp.cmpfiles(one, other, files[0] & files[1], shallow=False)
+    return (files[0] ^ files[1]) | set(changed) | set(odd)
+
+
+def plain_env(folder):
+    """An environment in which only the copy in a folder can be found."""
+    return {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+
+
+def test_a_new_policy_touches_its_own_file_and_one_line(tmp_path):
+    for folder in ("jkv", "pallas_kernels", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "jkv/policies/newest.py").write_text(FILE)
+    table = tmp_path / "jkv/policies/table.py"
+    table.write_text(table.read_text() + LINE)
+    run = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, cwd=tmp_path, env=plain_env(tmp_path))
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert found["package"] == [found["make"], True, str(tmp_path / "jkv/__init__.py")]
+    assert "newest(budget: int, interval: int = 128)\n    Newest, arXiv 0000.00000: keeps the newest tokens" in found["list"]
+    row = "| `newest` | the newest tokens | Newest, [0000.00000](https://arxiv.org/abs/0000.00000) | [newest.py]"
+    assert row + "(jkv/policies/newest.py) |" in found["docs"]
+    assert found["suite"] == [True, True]
+    assert found["generates"]
+    assert differences(ROOT / "jkv", tmp_path / "jkv") == {"policies/newest.py", "policies/table.py"}
+    assert len(table.read_text().splitlines()) == len((ROOT / "jkv/policies/table.py").read_text().splitlines()) + 1
+
+
+@pytest.mark.parametrize("package", [jkv, policies], ids=["jkv", "policies"])
+def test_each_recipe_of_the_table_is_a_name_of_the_package(package):
+    for name, recipe in policies.POLICIES.items():
+        assert getattr(package, name) is recipe
+        assert name in package.__all__
+    assert len(package.__all__) == len(set(package.__all__))
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_each_recipe_has_a_file_of_its_name_and_is_told_of_in_the_table():
+    lines = markdown(policies.POLICIES, folder="../").splitlines()
+    assert len(lines) == 2 + len(policies.POLICIES)
+    for line, (name, recipe) in zip(lines[2:], policies.POLICIES.items(), strict=True):
+        entry = entry_of(recipe)
+        assert entry.module == f"jkv.policies.{name}"
+        assert line.startswith(f"| `{name}` | {entry.keeps} | ")
+        assert line.endswith(f"| [{name}.py](../jkv/policies/{name}.py) |")
+        assert line.count("|") == 5
+        head = (inspect.getdoc(inspect.getmodule(recipe)) or "").splitlines()[0]
+        assert entry.arxiv is None or f"arXiv {entry.arxiv}" in head  # the file names the same paper
+
+
+def test_the_full_cache_comes_first_and_the_others_by_name():
+    first, *others = policies.POLICIES
+    assert first == "full"
+    assert others == sorted(others)
+
+
+def test_a_line_of_the_table_that_enters_no_recipe_is_refused():
+    with pytest.raises(ValueError, match="holds recipes only; chain is none"):
+        recipes_in({"r_kv": jkv.r_kv, "chain": jkv.chain, "__name__": "table"})
