@@ -15,7 +15,9 @@ A slot is an index in the cache, a position an index in the sequence, a token a 
 from jkv import rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
 from jkv.engine.engine import Engine
+from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
+from jkv.engine.requests import RequestOptions
 from jkv.engine.results import Result
 from jkv.generate import generate
 from jkv.model.checkpoint import load
@@ -54,6 +56,7 @@ __all__ = [
     "Device",
     "EachStep",
     "Engine",
+    "EngineOptions",
     "Event",
     "Every",
     "Evict",
@@ -65,6 +68,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Read",
+    "RequestOptions",
     "Result",
     "Rollout",
     "Rollouts",

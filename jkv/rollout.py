@@ -22,10 +22,11 @@ import numpy as np
 from jkv.checks import check_counts, typed
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupt
-from jkv.engine.requests import DEFAULT_NEW_TOKENS, check_model, encode_prompts, make_request, spread_policies
+from jkv.engine.options import EngineOptions
+from jkv.engine.requests import DEFAULT_NEW_TOKENS, RequestOptions, check_model, encode_prompts, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Sample
-from jkv.generate import DEFAULT_PAGE_SIZE, engine_for, make_requests, progress_bar
+from jkv.generate import DEFAULT_RUNNING, engine_for, progress_bar
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
@@ -97,15 +98,8 @@ class Rollout:
       max_prompt_tokens: of any prompt; None is 512, or half of the model's positions where these are fewer than 1,024.
       max_new_tokens: of any completion; None is 1,024 or what the model's positions leave.
       n: samples of a prompt, where a call does not say; the pool has room for the prompts of such groups.
-      max_running: rows decoded together, refilled as they finish.
-      page_size: slots of a page.
-      kv_memory: bytes of the pool, or "auto" for what the device has free; None takes what the rows need.
-      num_pages: pages of the pool, in place of bytes.
       pad_id: fills up rows; None is the tokenizer's own, or 0.
-      chunk: decode steps between two looks of the host, at most: 16, 8, 4, 2 or 1.
-      order: whom to admit first: "arrival", or "longest".
-      max_stop_ids: the most stop ids of a call.
-      mesh: devices to run on, see `jkv.Engine`.
+      settings: of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `mesh`: see `jkv.EngineOptions`.
 
     Attributes:
       engine: the `jkv.Engine` beneath.
@@ -122,48 +116,20 @@ class Rollout:
         max_prompt_tokens: int | None = None,
         max_new_tokens: int | None = None,
         n: int = 1,
-        max_running: int = 32,
-        page_size: int = DEFAULT_PAGE_SIZE,
-        kv_memory: int | str | None = None,
-        num_pages: int | None = None,
         pad_id: int | None = None,
-        chunk: int = 16,
-        order: str = "arrival",
-        max_stop_ids: int = 8,
-        mesh: Any = None,
+        **settings: Any,
     ) -> None:
-        check_counts(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, n=n, max_running=max_running)
-        check_counts(page_size=page_size, max_stop_ids=max_stop_ids)
+        check_counts(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, n=n)
+        options = EngineOptions(max_running=DEFAULT_RUNNING).changed(settings)
         model = check_model(model_or_params)
         positions = model.config.max_positions
         self.n, self.max_prompt_tokens = n, max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)
         self.max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - self.max_prompt_tokens)
         self.policy = spread_policies(policy, 1)[0]
         self.pad_id = check_pad(model, pad_id)
-        longest = make_request(
-            model,
-            np.zeros(self.max_prompt_tokens, np.int32),
-            policy=self.policy,
-            sampling=Sampling(),
-            seed=0,
-            identity=0,
-            sample=0,
-            max_new_tokens=self.max_new_tokens,
-            stop_ids=(),
-            stop_strings=(),
-        )
-        self.engine: Engine = engine_for(
-            model,
-            [[longest] * max(n, 2)],
-            max_running=max_running,
-            page_size=page_size,
-            kv_memory=kv_memory,
-            num_pages=num_pages,
-            chunk=chunk,
-            order=order,
-            max_stop_ids=max_stop_ids,
-            mesh=mesh,
-        )
+        asked = RequestOptions(policy=self.policy, n=max(n, 2), max_new_tokens=self.max_new_tokens, stop_ids=())
+        longest = make_requests(model, [np.zeros(self.max_prompt_tokens, np.int32)], asked)
+        self.engine: Engine = engine_for(model, longest, options)
         self._pending: list[Pending] = []
         self._num_prompts = 0  # handed in since nothing was pending
         self._has_warned: set[str] = set()
@@ -229,19 +195,14 @@ class Rollout:
 
         Args:
           prompts: a string or a sequence of token ids, or a list of either.
-          n: samples of each.
-          sampling: temperature, top-p, top-k, seed; None is temperature 1 with nothing cut, what a policy gradient needs.
+          n, max_new_tokens, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`; None is the rollout's own.
+          sampling: None is temperature 1 with nothing cut, what a policy gradient needs.
           seed: in place of the sampling's; None there too draws fresh entropy, which `stats.seed` reports. An equal seed gives
             equal tokens, whatever runs beside them.
-          max_new_tokens: of each completion; None is the rollout's own limit.
-          stop_ids: tokens that end a completion, in place of the model's own; `()` never stops.
-          stop_strings: texts that end a completion.
           return_trace: whether to record what each query read, for exact replay. Every policy of this package has a trace.
-          first_sample: the index of the first sample of a prompt in the random keys: n calls of one sample each, counted up,
-            draw what one call of n samples draws.
 
         Raises:
-          ValueError: bad input, told before anything compiles; nothing is handed in, and what is pending goes on.
+          ValueError: bad input, refused before anything compiles; nothing is handed in, and what is pending goes on.
         """
         n = self.n if n is None else n
         check_counts(n=n, max_new_tokens=max_new_tokens)
@@ -254,17 +215,16 @@ class Rollout:
             )
         settings = Sampling() if sampling is None else typed("sampling", sampling, Sampling)
         settings = settings if seed is None else dataclasses.replace(settings, seed=seed)
-        requests = make_requests(
-            self.model,
-            ids,
-            [self.policy] * len(ids),
-            settings,
-            n,
+        asked = RequestOptions(
+            policy=self.policy,
+            sampling=settings,
             max_new_tokens=max_new_tokens or self.max_new_tokens,
+            n=n,
             stop_ids=stop_ids,
             stop_strings=stop_strings,
             first_sample=first_sample,
         )
+        requests = make_requests(self.model, ids, asked)
         for request in (request for group in requests for request in group):
             self.engine.check(request)
         self._warn_of_cuts(settings)

@@ -16,8 +16,8 @@ import jax
 from jkv.bench.fixtures import random_model
 from jkv.bench.throughput import Load
 from jkv.bench.throughput import run as run_load
-from jkv.engine.engine import CHUNKS
 from jkv.engine.memory import num_row_pages
+from jkv.engine.scheduler import CHUNKS
 from jkv.engine.timing import COMPILING
 from jkv.generate import generate
 from jkv.model import checkpoint

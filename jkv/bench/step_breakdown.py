@@ -19,8 +19,8 @@ import pallas_kernels as kernels
 from jkv.bench.fixtures import fill, new_control, new_state, seconds_of
 from jkv.cache import pool as pages
 from jkv.engine import programs
-from jkv.engine.engine import CHUNKS
 from jkv.engine.programs import State
+from jkv.engine.scheduler import CHUNKS
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows

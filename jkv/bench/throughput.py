@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jkv.engine.engine import CHUNKS, Engine
+from jkv.engine.engine import Engine
 from jkv.engine.memory import num_row_pages, page_bytes
+from jkv.engine.scheduler import CHUNKS
 from jkv.engine.timing import COMPILING
 from jkv.model.params import Model
 from jkv.policies import Policy, make

@@ -11,41 +11,42 @@ computed. Rules of pages and rows are in `scheduler`, device programs in `runner
 import collections
 import dataclasses
 import itertools
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from jkv.checks import check_counts, typed
 from jkv.engine import mesh as meshes
 from jkv.engine.interrupts import deferred_interrupt
 from jkv.engine.memory import check_fits, most_pages, num_pool_pages, page_bytes
+from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.requests import (
     Request,
+    RequestOptions,
     check_model,
-    check_sampling,
     check_weights,
     encode_prompts,
-    make_request,
+    make_requests,
     spread_policies,
 )
 from jkv.engine.results import Result, make_result
 from jkv.engine.runner import Runner
 from jkv.engine.samples import Completion, RowOutputs, Sample
-from jkv.engine.scheduler import CHUNKS, ORDERS, Capacity, Scheduler
+from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
 from jkv.engine.timing import COMPILING
 from jkv.model import weights
 from jkv.model.params import Model, Params
-from jkv.model.sampling import Sampling, request_id
+from jkv.model.sampling import Sampling
 from jkv.policies import Needs, Policy
 from jkv.policies.policy import check_parts
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.token_text import StopFinder
 from jkv.replay.trace import TraceRecorder
+
+DEFAULT_RUNNING = 8  # rows
 
 
 class Engine:
@@ -59,27 +60,8 @@ class Engine:
 
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
-      max_running: rows decoded together.
-      max_slots: the most slots that a request may fill in a layer and KV head: prompt and completion, or, bounded, the
-        longer of prompt and budget + interval. It sizes the page tables; None takes the model's positions, at most 4,096.
-      page_size: slots of a page.
-      kv_memory: bytes of the pool; "auto" takes what the device has free; None takes what full rows need.
-      num_pages: pages of the pool, in place of bytes.
-      policies: those to come; the engine keeps what they need: as many last queries as they score by, each slot's attention
-        mass (H2O, TOVA), bounds of each page (Quest), hidden states (SkipKV), vectors (SEAL). Any policy may be submitted that
-        needs no more. None keeps 8 queries, R-KV's and SnapKV's default; what needs more or other things has to be named.
-      chunk: decode steps between two looks of the host, at most: 16, 8, 4, 2 or 1.
-      order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
-      max_stop_ids: the most stop ids of a request.
-      return_trace: whether results carry attention columns for `jkv.score`.
-      poison: for tests: freed pages become NaN.
-      mesh: devices on which the engine runs tensor-parallel: `jax.sharding.Mesh(devices, ("tensor",))`. KV heads are split over
-        them, with their query heads, pages and weights (`jkv.engine.mesh.shard`), so their number must divide the model's KV
-        heads,
-        MLP width and tokens. Pages and bytes are those of all devices together; a number of pages that does not divide is
-        rounded down. Results are those of one device but for rounding: partial sums are added in another order, in the
-        weights' type. Policies that compare KV heads with each other (any scope but "head": RPC's and TOVA's own, Ada-KV's) are
-        refused, and a score sees the heads of one device. For more rows, run one engine for each replica.
+      options: a `jkv.EngineOptions`.
+      settings: fields of `jkv.EngineOptions` by name, in place of those of `options`.
 
     Attributes:
       scheduler: decides which samples run.
@@ -91,31 +73,10 @@ class Engine:
       ValueError: a setting out of its range, or a mesh that the model cannot be split over.
     """
 
-    def __init__(
-        self,
-        model_or_params: Model | Params,
-        *,
-        max_running: int = 8,
-        max_slots: int | None = None,
-        page_size: int = 16,
-        kv_memory: int | str | None = None,
-        num_pages: int | None = None,
-        policies: Sequence[Policy] | None = None,
-        chunk: int = CHUNKS[0],
-        order: str = "arrival",
-        max_stop_ids: int = 8,
-        return_trace: bool = False,
-        poison: bool = False,
-        mesh: jax.sharding.Mesh | None = None,
-    ) -> None:
-        check_counts(max_running=max_running, max_slots=max_slots, page_size=page_size, num_pages=num_pages)
-        if policies is not None and not isinstance(policies, Sequence):
-            raise ValueError(f"policies is a list, of the policies to come; got {policies!r}. Write policies=[...].")
-        if chunk not in CHUNKS:
-            raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {chunk}.")
-        if order not in ORDERS:
-            raise ValueError(f"order must be one of {ORDERS}; got {order!r}.")
-        model, self.mesh = check_model(model_or_params), typed("mesh", mesh, jax.sharding.Mesh | None)
+    def __init__(self, model_or_params: Model | Params, options: EngineOptions | None = None, **settings: Any) -> None:
+        options = (options or EngineOptions()).changed(settings)
+        model, mesh, policies = check_model(model_or_params), options.mesh, options.policies
+        self.options, self.mesh = options, mesh
         params, config = model.params, model.config
         if mesh is not None:
             meshes.check_mesh(mesh, config)
@@ -125,19 +86,28 @@ class Engine:
         self.needs = Needs.of(None if policies is None else named)
         for policy in named:
             check_policy(policy, self.needs, model, mesh)
-        self.max_slots = min(config.max_positions, 4096) if max_slots is None else max_slots
-        self.max_stop_ids, self.page_bytes = max_stop_ids, page_bytes(model.params, page_size, self.needs.bounds)
+        max_running, page_size = options.max_running or DEFAULT_RUNNING, options.page_size
+        self.max_slots = options.max_slots or min(config.max_positions, 4096)
+        self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds)
         self.num_pages = num_pool_pages(
             model.params,
             max_running,
             self.max_slots,
             page_size=page_size,
             bytes_per_page=self.page_bytes,
-            kv_memory=kv_memory,
-            num_pages=num_pages,
+            kv_memory=options.kv_memory,
+            num_pages=options.num_pages,
             num_shards=1 if mesh is None else mesh.size,
         )
-        self.capacity = Capacity(config.num_layers, config.num_kv_heads, page_size, self.num_pages, max_running, chunk, order)
+        self.capacity = Capacity(
+            config.num_layers,
+            config.num_kv_heads,
+            page_size,
+            self.num_pages,
+            max_running,
+            options.chunk,
+            options.order,
+        )
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket = itertools.count()
         self.scheduler = Scheduler(self.capacity)
@@ -149,11 +119,11 @@ class Engine:
             self.scheduler.running,
             page_bytes=self.page_bytes,
             max_slots=self.max_slots,
-            max_stop_ids=max_stop_ids,
+            max_stop_ids=options.max_stop_ids,
             mesh=mesh,
-            poison=poison,
+            poison=options.poison,
         )
-        self.is_traced = return_trace
+        self.is_traced = options.return_trace
         self.reset_stats()
 
     # What a caller does.
@@ -167,46 +137,36 @@ class Engine:
         n: int = 1,
         stop_ids: Sequence[int] | None = None,
         stop_strings: Sequence[str] = (),
+        first_sample: int = 0,
         on_tokens: Callable[[Event], None] | None = None,
         request: int | None = None,
-        first_sample: int = 0,
     ) -> int:
-        """Queues `n` samples of one prompt and returns the ticket that stands for them.
+        """Queues `n` samples of one prompt and returns the request's ticket.
 
-        Arguments are those of `jkv.generate`. `on_tokens` hears an `Event` for each sample and chunk; if it raises, the
-        request ends with the reason "error" and the others go on. `request` (a number below 2**32) stands for the prompt in
-        the random keys; None takes a hash of its tokens. Equal prompts of different calls draw equal tokens, unless `request`
-        or `first_sample`, the index of the first of the `n`, tells them apart.
+        Args:
+          prompt: a string or a sequence of token ids.
+          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
+          on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
+            the others go on.
+          request: the prompt's number in the random keys, below 2**32; None is a hash of its tokens. Equal prompts of different
+            calls draw equal tokens, unless `request` or `first_sample` differs.
 
         Raises:
           ValueError: a request that this engine can never serve, with the arithmetic; nothing else is affected.
         """
-        check_counts(n=n, max_new_tokens=max_new_tokens)
+        options = RequestOptions(
+            policy=policy,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            n=n,
+            stop_ids=stop_ids,
+            stop_strings=stop_strings,
+            first_sample=first_sample,
+        )
         prompts = encode_prompts(self.model, prompt)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
-        if request is not None and not 0 <= typed("request", request, int) < 2**32:
-            raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {request}.")
-        if not 0 <= typed("first_sample", first_sample, int) <= 2**32 - n:
-            raise ValueError(f"first_sample must lie in [0, 2**32), with the n samples; got {first_sample}.")
-        settings = check_sampling(sampling)
-        seed = secrets.randbits(32) if settings.seed is None else settings.seed
-        requests = [
-            make_request(
-                self.model,
-                prompts[0],
-                policy=spread_policies(policy, 1)[0],
-                sampling=settings,
-                seed=seed,
-                identity=request_id(prompts[0]) if request is None else request,
-                sample=sample,
-                max_new_tokens=max_new_tokens,
-                stop_ids=stop_ids,
-                stop_strings=stop_strings,
-            )
-            for sample in range(first_sample, first_sample + n)
-        ]
-        return self.submit_requests(requests, on_tokens)
+        return self.submit_requests(make_requests(self.model, prompts, options, request)[0], on_tokens)
 
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues checked requests under one ticket; tickets count from 0."""
@@ -409,10 +369,10 @@ class Engine:
         page_size = self.capacity.page_size
         check_fits(self.model.params, request, max_slots=self.max_slots, num_pages=self.num_pages, page_size=page_size)
         check_policy(request.policy, self.needs, self.model, self.mesh)
-        if len(request.stop_ids) > self.max_stop_ids:
+        if len(request.stop_ids) > self.options.max_stop_ids:
             raise ValueError(
-                f"This engine takes at most {self.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. Build it with "
-                f"max_stop_ids={len(request.stop_ids)}."
+                f"This engine takes at most {self.options.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. "
+                f"Build it with max_stop_ids={len(request.stop_ids)}."
             )
 
     def _check_can_run(self) -> None:

@@ -1,6 +1,8 @@
 """What is asked of the engine: one sample's request, made and checked before anything compiles."""
 
+import collections
 import dataclasses
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.checks import check_counts, typed
 from jkv.model.params import Model, Params
-from jkv.model.sampling import Sampling
+from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
 from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import Sentences
@@ -19,7 +22,7 @@ DEFAULT_NEW_TOKENS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sample to generate; token ids, checked by `make_request`.
+    """One sample to generate; token ids, checked by `make_requests`.
 
     Attributes:
       prompt: `[T]` int32.
@@ -62,6 +65,39 @@ class Request:
         return self.prompt.tobytes(), self.policy.sentences if stays_whole else self.policy
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How prompts are continued: the arguments of `generate`, `Engine.submit` and `Rollout` that are about a request.
+
+    Attributes:
+      policy: how the cache stays small, such as `jkv.r_kv(budget=256)`; None keeps the full cache. For several prompts one, or
+        one for each.
+      sampling: temperature, top-p, top-k, seed; None is greedy (for `Rollout`, temperature 1).
+      max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
+      n: samples of each prompt.
+      stop_ids: tokens that end a completion, instead of the model's own; `()` never stops.
+      stop_strings: texts that end a completion (looked for once a chunk, then cut exactly).
+      first_sample: the index of a prompt's first sample in the random keys: n calls of one sample each, counted up, draw what
+        one call of n samples draws.
+
+    Raises:
+      ValueError: a setting of another type, or out of its range.
+    """
+
+    policy: Policy | Sequence[Policy] | None = None
+    sampling: Sampling | None = None
+    max_new_tokens: int | None = None
+    n: int = 1
+    stop_ids: Sequence[int] | None = None
+    stop_strings: Sequence[str] = ()
+    first_sample: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(n=self.n, max_new_tokens=self.max_new_tokens)
+        check_sampling(self.sampling)
+        typed("first_sample", self.first_sample, int)
+
+
 def check_model(model_or_params: Any) -> Model:
     """A model whose weights are finite; bare `Params` have no tokenizer."""
     if not isinstance(model_or_params, Model | Params):
@@ -78,31 +114,38 @@ def check_sampling(sampling: Any) -> Sampling:
     return Sampling(temperature=0.0) if sampling is None else sampling
 
 
-def make_request(
-    model: Model,
-    prompt: np.ndarray,
-    *,
-    policy: Policy,
-    sampling: Sampling,
-    seed: int,
-    identity: int,
-    sample: int,
-    max_new_tokens: int | None,
-    stop_ids: Sequence[int] | None,
-    stop_strings: Sequence[str],
-    index: int = 0,
-) -> Request:
-    """A request that the model can serve; `index` names the prompt in errors.
+def make_requests(
+    model: Model, prompts: Sequence[np.ndarray], options: RequestOptions, identity: int | None = None
+) -> list[list[Request]]:
+    """The n requests of each prompt, checked: what `options` ask for, if the model can serve it.
+
+    The sample index counts on over equal prompts, and all requests have one seed. `identity` is the number of all prompts in
+    the random keys; None is a hash of each one's tokens.
 
     Raises:
-      ValueError: what it asks for is impossible.
+      ValueError: a request that the model cannot serve, or sample indices or a number beyond 32 bits.
     """
-    config = model.config
-    limit = new_token_limit(index, len(prompt), max_new_tokens, config.max_positions)
-    check_prompt_fits(policy, index, len(prompt))
-    ends = config.end_ids if stop_ids is None else check_stop_ids(stop_ids, config.vocab_size)
-    check_stop_strings(model, stop_strings)
-    return Request(prompt, policy, sampling, seed, identity, sample, limit, ends, tuple(stop_strings))
+    first, n, config = options.first_sample, options.n, model.config
+    if not 0 <= first <= 2**32 - n * len(prompts):
+        raise ValueError(f"first_sample must lie in [0, 2**32), with the n samples that follow; got {first}.")
+    if identity is not None and not 0 <= typed("request", identity, int) < 2**32:
+        raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {identity}.")
+    policies = spread_policies(options.policy, len(prompts))
+    sampling = check_sampling(options.sampling)
+    seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
+    ends = config.end_ids if options.stop_ids is None else check_stop_ids(options.stop_ids, config.vocab_size)
+    check_stop_strings(model, options.stop_strings)
+    seen: collections.Counter[int] = collections.Counter()
+    requests = []
+    for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
+        limit = new_token_limit(i, len(prompt), options.max_new_tokens, config.max_positions)
+        check_prompt_fits(policy, i, len(prompt))
+        own = request_id(prompt) if identity is None else identity
+        samples = range(first + seen[own], first + seen[own] + n)
+        drawn = (prompt, policy, sampling, seed, own)
+        requests.append([Request(*drawn, sample, limit, ends, tuple(options.stop_strings)) for sample in samples])
+        seen[own] += n
+    return requests
 
 
 def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:

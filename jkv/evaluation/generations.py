@@ -17,13 +17,14 @@ import numpy as np
 
 from jkv.checks import check_counts
 from jkv.engine.engine import Engine
+from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
-from jkv.engine.requests import Request, check_sampling, encode_prompts
+from jkv.engine.requests import Request, RequestOptions, check_sampling, encode_prompts, make_requests
 from jkv.engine.results import Result
 from jkv.engine.stats import RunStats
 from jkv.evaluation.graders import Grader, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
-from jkv.generate import engine_for, make_requests, progress_bar
+from jkv.generate import engine_for, progress_bar
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
@@ -95,7 +96,8 @@ def run(
     if path is not None and draws.temperature > 0 and draws.seed is None:
         raise ValueError("A run that is written to be resumed needs a seed; got None. Give sampling one.")
     prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
-    requests = make_requests(model, prompts, [policy] * len(prompts), draws, samples, max_new_tokens=max_new_tokens)
+    asked = RequestOptions(policy=policy, sampling=draws, n=samples, max_new_tokens=max_new_tokens)
+    requests = make_requests(model, prompts, asked)
     records = [] if path is None else take_up(path, problems, policy)
     if policy.share and len(records) < len(problems) * samples:
         records = []
@@ -108,7 +110,7 @@ def run(
             whole = path.with_suffix(".new")  # what is known stays there until all of it is written again
             whole.write_text("".join(map(line_of, records)))
             whole.replace(path)
-        engine = engine_for(model, requests, **options)
+        engine = engine_for(model, requests, EngineOptions().changed(options))
 
         def keep(i: int, j: int, out: Result) -> None:
             record = record_of(policy, problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}

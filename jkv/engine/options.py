@@ -1,0 +1,87 @@
+"""The settings of an engine, documented once: `Engine`, `generate`, `Rollout` and the command line take the same names."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jkv.checks import check_counts, typed
+from jkv.engine.memory import DEFAULT_PAGE_SIZE
+from jkv.engine.scheduler import CHUNKS, ORDERS
+from jkv.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine is built: `jkv.Engine(model, max_running=8)` or `jkv.Engine(model, jkv.EngineOptions(max_running=8))`.
+
+    Attributes:
+      max_running: rows decoded together, refilled as they finish. None is 8; for `generate` as many as there are samples, up to
+        32; for `Rollout` 32.
+      max_slots: the most slots that a request may fill in a layer and KV head: prompt and completion, or, for a bounded policy,
+        the longer of prompt and budget + interval. It sizes the page tables. None is the model's positions, at most 4,096;
+        `generate` and `Rollout` compute it from their requests.
+      page_size: slots of a page.
+      kv_memory: bytes of the pool; "auto" is what the device has free; None is what full rows need. With less, fewer rows run
+        at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
+      num_pages: pages of the pool, instead of bytes.
+      policies: those that requests will have. The engine keeps what they need: last queries, the attention mass of slots (H2O,
+        TOVA), bounds of pages (Quest), hidden states (SkipKV), vectors (SEAL). A request may have any policy that needs
+        no more. None keeps 8 queries, the default of R-KV and SnapKV. `generate` and `Rollout` name their own.
+      chunk: decode steps between two reads of the device by the host, at most: 16, 8, 4, 2 or 1.
+      order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
+      max_stop_ids: the most stop ids of a request.
+      return_trace: whether results carry attention columns for exact replay with `jkv.score`.
+      mesh: devices on which the engine runs tensor-parallel: `jax.sharding.Mesh(devices, ("tensor",))`. KV heads are split over
+        them, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's KV heads, MLP
+        width and vocabulary. Pages and bytes are those of all devices together; a number of pages that does not divide is
+        rounded down. Results are those of one device except for rounding: partial sums are added in another order. Policies
+        that compare KV heads (any scope but "head": RPC's and TOVA's own, Ada-KV's) are refused, and a score sees the heads
+        of one device. For more rows, run one engine for each replica.
+      poison: for tests: freed pages become NaN.
+
+    Raises:
+      ValueError: a setting out of its range.
+    """
+
+    max_running: int | None = None
+    max_slots: int | None = None
+    page_size: int = DEFAULT_PAGE_SIZE
+    kv_memory: int | str | None = None
+    num_pages: int | None = None
+    policies: Sequence[Policy] | None = None
+    chunk: int = CHUNKS[0]
+    order: str = "arrival"
+    max_stop_ids: int = 8
+    return_trace: bool = False
+    mesh: jax.sharding.Mesh | None = None
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        counts = ("max_running", "max_slots", "page_size", "num_pages", "max_stop_ids")
+        check_counts(**{name: getattr(self, name) for name in counts})
+        typed("mesh", self.mesh, jax.sharding.Mesh | None)
+        if self.policies is not None and not isinstance(self.policies, Sequence):
+            raise ValueError(f"policies is a list, of the policies to come; got {self.policies!r}. Write policies=[...].")
+        if self.chunk not in CHUNKS:
+            raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {self.chunk}.")
+        if self.order not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}; got {self.order!r}.")
+
+    def changed(self, settings: Mapping[str, Any]) -> "EngineOptions":
+        """These options with other settings, by name.
+
+        Raises:
+          TypeError: a name that is no setting; the known ones are listed.
+
+        >>> EngineOptions().changed({"max_runing": 8})
+        Traceback (most recent call last):
+        TypeError: 'max_runing' is no setting of an engine. The settings are: max_running, max_slots, page_size, kv_memory, \
+num_pages, policies, chunk, order, max_stop_ids, return_trace, mesh, poison.
+        """
+        known = [field.name for field in dataclasses.fields(self)]
+        for name in settings:
+            if name not in known:
+                raise TypeError(f"{name!r} is no setting of an engine. The settings are: {', '.join(known)}.")
+        return dataclasses.replace(self, **settings)
