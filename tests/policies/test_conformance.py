@@ -231,7 +231,7 @@ def compact_together(self, due):
 
 def rounded_by_shape(view):
     """Norms of keys rounded in another way for another number of rows: as XLA may do, but coarsely, so that ties are many."""
-    digits = 100 * view.key.shape[0]
+    digits = view.key.shape[0]
     return jnp.round(norm_of_keys(view) * digits) / digits
 
 
