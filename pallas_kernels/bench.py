@@ -14,7 +14,6 @@ import importlib
 import itertools
 import json
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -28,11 +27,11 @@ import numpy as np
 import pallas_kernels
 from pallas_kernels.dispatch import own_platform, refusals
 from pallas_kernels.models import MODELS, Case, Workload
+from pallas_kernels.peers import rows_of_peers
+from pallas_kernels.timing import copy_rate, seconds_of
 
 LARGE = ("r1-qwen-1.5b", "r1-qwen-7b", "r1-llama-8b", "qwq-32b")  # models, where there is an accelerator
 SMALL = ("tiny-reasoner",)  # elsewhere
-ROUNDS = 5  # timings, of which the median counts
-SECONDS = 0.05  # of one, at least
 INTERVAL = 128  # steps between two of R-KV's compactions
 ALIASED = "take_slots"  # the kernel that gives back its first argument, updated in place
 
@@ -72,8 +71,6 @@ def main(argv: list[str] | None = None) -> int:
             report["kernels"].append(row)
             keep(report, row, options.out)
     if options.all and has_accelerator:
-        from pallas_kernels.peers import rows_of_peers
-
         for row in rows_of_peers(copy, until):
             report["peers"].append(row)
             keep(report, row, options.out)
@@ -198,48 +195,6 @@ def largest_difference(x: np.ndarray, y: np.ndarray) -> float:
         return float("inf")
     largest = np.abs(y[is_finite]).max(initial=0.0)
     return float(np.abs(x[is_finite] - y[is_finite]).max(initial=0.0) / max(largest, 1e-30))
-
-
-def seconds_of(run: Callable[..., Any], args: tuple[Any, ...], is_updated: bool = False) -> tuple[float, str]:
-    """Device seconds of one call, the median of several, and by which clock.
-
-    On NVIDIA GPUs CUPTI counts what kernels take. Elsewhere, and where it is missing, calls are queued, so many that their
-    start does not count as long as one takes longer than its dispatch. With `is_updated` the first argument is donated to each
-    call and comes back from it; such calls are always queued.
-    """
-    if own_platform() == "cuda" and not is_updated:
-        try:
-            from jax.experimental.mosaic.gpu import profiler
-
-            _, milliseconds = profiler.measure(jax.jit(run), iterations=4 * ROUNDS)(*args)
-            if milliseconds is None:
-                raise RuntimeError("it saw no kernel")
-            return statistics.median(milliseconds) / 1000, "cupti"
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:
-            print(f"no CUPTI ({error}): calls are queued", file=sys.stderr)
-    program = jax.jit(run, donate_argnums=0 if is_updated else ())
-    first = jnp.array(args[0]) if is_updated else args[0]
-
-    def queue(calls: int) -> float:
-        nonlocal first
-        out: Any = None
-        began = time.perf_counter()
-        for _ in range(calls):
-            out = program(first, *args[1:])
-            first = out if is_updated else first
-        jax.block_until_ready(out)
-        return time.perf_counter() - began
-
-    queue(1)
-    calls = max(1, round(SECONDS / max(queue(2) / 2, 1e-6)))
-    return statistics.median(queue(calls) / calls for _ in range(ROUNDS)), "queue"
-
-
-def copy_rate() -> float:
-    """Bytes read and written per second by copying 1 GiB (64 MiB on a CPU)."""
-    size = (1 << 24 if own_platform() == "cpu" else 1 << 28) // 4
-    x = jnp.ones(4 * size, jnp.float32)
-    return 2 * x.nbytes / seconds_of(lambda x: x + 1, (x,), is_updated=True)[0]
 
 
 def describe_machine() -> dict[str, Any]:

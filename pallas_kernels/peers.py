@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.bench import seconds_of
 from pallas_kernels.dispatch import own_platform, refusals
 from pallas_kernels.models import ModelShape, Workload
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, shapes
+from pallas_kernels.timing import median_seconds, seconds_of
 
 HEADS = ModelShape(1, 4, 1, 128)  # one KV head a row: R1-Llama-8B's, so that rows can be counted singly
 ROWS = (512, 2048, 1024, 256)
@@ -96,12 +96,14 @@ def torch_seconds(args: tuple[Workload]) -> tuple[float, str]:
     query = torch.randn(workload.batch, HEADS.num_query_heads, 1, HEADS.head_size, **options)
     key, value = (torch.randn(workload.batch, 1, workload.slots, HEADS.head_size, **options) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
-    for _ in range(3):
-        attend(query, key, value, enable_gqa=True)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(20):
-        attend(query, key, value, enable_gqa=True)
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000 / 20, "CUDA events"
+
+    def queue(calls: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            attend(query, key, value, enable_gqa=True)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    return median_seconds(queue), "CUDA events"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as kernels
-from pallas_kernels import bench
+from pallas_kernels import bench, timing
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged_attention import native, reference, shapes
 
@@ -20,8 +20,8 @@ ARGUMENTS = ["paged_attention", "--slots", "40", "--batch", "2"]
 
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch):
-    monkeypatch.setattr(bench, "SECONDS", 1e-4)
-    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(timing, "SECONDS", 1e-4)
+    monkeypatch.setattr(timing, "ROUNDS", 1)
 
 
 def test_what_runs_is_timed_and_compared_and_what_does_not_says_why(tmp_path, capsys):
