@@ -3,12 +3,11 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, call
-from pallas_kernels.paged_attention import cpu, gpu, mosaic_gpu, native, reference, tpu
+from pallas_kernels.paged_attention import cpu, gpu, native, reference, tpu
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.paged_attention, "tpu", tpu.why_not),
     "gpu": Implementation(gpu.paged_attention, "cuda", gpu.why_not),
-    "mosaic_gpu": Implementation(mosaic_gpu.paged_attention, "cuda", mosaic_gpu.why_not),  # Hopper; by name, until it is timed
     "native": Implementation(native.paged_attention, "cpu", native.why_not),
     "cpu": Implementation(cpu.paged_attention, "cpu"),
     "reference": Implementation(reference.paged_attention),

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels as kernels
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, gpu, mosaic_gpu, native, reference, tpu
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, gpu, native, reference, tpu
 from tests.pallas_kernels import tpu_interpreter
 
 RUNS = {
@@ -213,26 +212,6 @@ def test_a_planted_race_is_found(monkeypatch):
     assert tpu_interpreter.has_race(lambda: run(*args, None, with_logits=False))
 
 
-@pytest.mark.skipif(not hasattr(plgpu, "InterpretGPUParams"), reason="this jax has no interpreter of Mosaic GPU")
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize(
-    "case",
-    [([70, 0, 130, 5, 64], 3, 64, 16, 9), ([200, 1], 8, 128, 64, 4), ([300, 128], 1, 64, 128, 3)],
-    ids=["page_16", "page_64", "page_128"],
-)
-def test_mosaic_gpu_reads_the_same_without_a_race(case, weighted):
-    args = random_case(*case, jnp.bfloat16)
-    weight = np.log(np.random.default_rng(2).integers(1, 5, size=(len(case[0]), case[3] * case[4])))
-    weight[:, 3::7] = -np.inf
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
-    out, log_total, _ = mosaic_gpu.paged_attention(
-        *args, jnp.asarray(weight, jnp.float32) if weighted else None, interpret=interpret
-    )
-    expected_out, expected_total, _ = by_hand(*args, weight if weighted else None)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected_out, atol=8e-3, rtol=2.0**-8)
-    np.testing.assert_allclose(log_total, expected_total, atol=2e-5, rtol=0)
-
-
 def test_what_a_kernel_cannot_take_is_named():
     args = random_case([7, 20], 2, 8, 4, 5, jnp.float32)
     assert "multiple of 128; got 8" in tpu.why_not(*args, None)
@@ -247,24 +226,6 @@ def test_what_a_kernel_cannot_take_is_named():
     assert "four times, must take at most 983040 bytes; got 1050" in tpu.why_not(query, kv, wide, length, None)
     assert "logits must take at most" in tpu.why_not(query, kv, wide[:, :2048], length, None, with_logits=True)
     assert gpu.why_not(query[:, :8], kv, wide, length, None) is None
-    half = query[:, :8].astype(jnp.bfloat16), kv.astype(jnp.bfloat16), page_table, length, None
-    assert mosaic_gpu.why_not(*half) is None
-    assert "no logits" in mosaic_gpu.why_not(*half, with_logits=True)
-    assert "bfloat16 or float16; got float32" in mosaic_gpu.why_not(query, kv, page_table, length, None)
-    assert "at most 8 query heads; got 17" in mosaic_gpu.why_not(query.astype(jnp.bfloat16), *half[1:])
-    assert "got 12" in mosaic_gpu.why_not(half[0], half[1][:, :, :12], *half[2:])
-    assert "got 32" in mosaic_gpu.why_not(half[0][..., :32], half[1][..., :32], *half[2:])
-
-
-def test_mosaic_gpu_is_for_hopper_alone(monkeypatch):
-    class Gpu:
-        compute_capability = "8.0"
-
-    args = random_case([3], 8, 128, 16, 1, jnp.bfloat16)
-    monkeypatch.setattr(mosaic_gpu.jax, "devices", lambda: [Gpu()])
-    assert "Hopper" in mosaic_gpu.why_not(*args, None)
-    Gpu.compute_capability = "9.0"
-    assert mosaic_gpu.why_not(*args, None) is None
 
 
 @pytest.fixture
