@@ -10,7 +10,6 @@ written after every row.
 import argparse
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import platform
@@ -24,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels
+from pallas_kernels import KERNELS
 from pallas_kernels.dispatch import own_platform, refusals
 from pallas_kernels.models import MODELS, Case, Workload
 from pallas_kernels.peers import rows_of_peers
@@ -33,13 +32,12 @@ from pallas_kernels.timing import copy_rate, seconds_of
 LARGE = ("r1-qwen-1.5b", "r1-qwen-7b", "r1-llama-8b", "qwq-32b")  # models, where there is an accelerator
 SMALL = ("tiny-reasoner",)  # elsewhere
 INTERVAL = 128  # steps between two of R-KV's compactions
-ALIASED = "take_slots"  # the kernel that gives back its first argument, updated in place
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel", nargs="*", metavar="KERNEL", help=f"of {', '.join(pallas_kernels.__all__)}")
+    parser.add_argument("kernel", nargs="*", metavar="KERNEL", help=f"of {', '.join(KERNELS)}")
     parser.add_argument("--all", action="store_true", help="every kernel, and paged_attention's peers")
     parser.add_argument("--models", help=f"comma-separated, of {', '.join(MODELS)}")
     parser.add_argument("--batch", type=int, help="rows of the model; default: 64, or 4 on a CPU")
@@ -48,10 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=480.0, help="after which nothing more is begun")
     parser.add_argument("--out", type=Path, help="a folder for the JSON and the table made from it")
     options = parser.parse_args(argv)
-    names = list(pallas_kernels.__all__) if options.all else options.kernel
-    unknown = set(names) - set(pallas_kernels.__all__)
+    names = list(KERNELS) if options.all else options.kernel
+    unknown = set(names) - set(KERNELS)
     if unknown or not names:
-        parser.error(f"name kernels of {sorted(pallas_kernels.__all__)}, or --all; got {sorted(unknown) or 'none'}")
+        parser.error(f"name kernels of {sorted(KERNELS)}, or --all; got {sorted(unknown) or 'none'}")
     has_accelerator = own_platform() != "cpu"
     models = options.models.split(",") if options.models else list(LARGE if has_accelerator else SMALL)
     if set(models) - set(MODELS):
@@ -90,8 +88,7 @@ def keep(report: dict[str, Any], row: dict[str, Any], folder: Path | None) -> No
 
 def rows_of(kernel: str, model: str, workload: Workload, copy: float, until: float) -> Iterator[dict[str, Any]]:
     """What each implementation of a kernel does at one model's shapes, in each of its calls that are timed."""
-    shapes = importlib.import_module(f"pallas_kernels.{kernel}.shapes")
-    for case in shapes.CASES:
+    for case in KERNELS[kernel].shapes.CASES:
         yield from rows_of_case(kernel, model, workload._replace(**case.workload), case, copy, until)
 
 
@@ -99,15 +96,14 @@ def rows_of_case(
     kernel: str, model: str, workload: Workload, case: Case, copy: float, until: float
 ) -> Iterator[dict[str, Any]]:
     """What each implementation does in one of a kernel's calls."""
-    package = importlib.import_module(f"pallas_kernels.{kernel}")
-    shapes = importlib.import_module(f"pallas_kernels.{kernel}.shapes")
+    call, implementations, shapes = KERNELS[kernel]
     args = shapes.arguments(MODELS[model], workload, **case.options)
-    reasons = refusals(package.IMPLEMENTATIONS, own_platform(), *args)
+    reasons = refusals(implementations, own_platform(), *args)
     moved = shapes.num_bytes(MODELS[model], workload, **case.options)
     said = dataclasses.asdict(Setting(kernel, case.name, model, workload.batch, workload.slots, workload.page_size, moved))
     values: Any = None
     expected: Any = None
-    for name in sorted(package.IMPLEMENTATIONS, key=lambda name: name != "reference"):  # the reference first
+    for name in sorted(implementations, key=lambda name: name != "reference"):  # the reference first
         row = said | {"implementation": name}
         if name in reasons:
             yield row | {"not_timed": reasons[name]}
@@ -116,12 +112,12 @@ def rows_of_case(
             yield row | {"not_timed": "out of time"}
             continue
         values = shapes.values(MODELS[model], workload, **case.options) if values is None else values
-        run: Callable[..., Any] = functools.partial(getattr(package, kernel), implementation=name)
+        run: Callable[..., Any] = functools.partial(call, implementation=name)
         run = gradients(run) if case.is_gradient else run
         try:
             program: Any = jax.jit(run).lower(*values).compile()
             got = jax.tree.map(lambda x: np.asarray(x, np.float32), program(*values))
-            seconds, clock = seconds_of(run, values, is_updated=kernel == ALIASED)
+            seconds, clock = seconds_of(run, values, is_updated=case.is_updated)
         except Exception as error:  # one that fails on a device is a finding, not the end of the table
             yield row | {"not_timed": f"{type(error).__name__}: {str(error)[:300]}", "agrees": False}
             continue

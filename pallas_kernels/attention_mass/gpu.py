@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass import terms
+from pallas_kernels.attention_mass import pallas
 from pallas_kernels.launch import dot, launch, load, store
 
 SPANS = 16  # of a row at most, a power of two
@@ -28,7 +28,7 @@ def why_not(
     query: Any, key: Any, is_candidate: Any, is_query: Any, age: Any, log_weight: Any, over_group: str = "max"
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if reason := terms.why_not(query, key):
+    if reason := pallas.why_not(query, key):
         return reason
     if key.shape[2] not in (16, 32, 64, 128):
         return f"the head size must be a power of two from 16 to 128; got {key.shape[2]}"
@@ -49,7 +49,7 @@ def attention_mass(
     interpret: Any = False,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
-    query_RDVH, bias_RS, share_RV, after_V = terms.terms(query, is_candidate, is_query, log_weight, over_group)
+    query_RDVH, bias_RS, share_RV, after_V = pallas.terms(query, is_candidate, is_query, log_weight, over_group)
     num_rows, num_slots = bias_RS.shape
     most_queries = MOST_QUERIES // 2 if key.dtype == jnp.float32 else MOST_QUERIES
     window = min(most_queries, max(16, pl.next_power_of_2(query_RDVH.shape[2])))  # queries of a product

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass import terms
+from pallas_kernels.attention_mass import pallas
 
 LANES = 128
 LOGITS = 512 * 1024  # of a grid step: 2 MiB
@@ -30,7 +30,7 @@ def why_not(
     query: Any, key: Any, is_candidate: Any, is_query: Any, age: Any, log_weight: Any, over_group: str = "max"
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if reason := terms.why_not(query, key):
+    if reason := pallas.why_not(query, key):
         return reason
     rows, num_slots, head_size = key.shape
     if head_size % 64:
@@ -63,7 +63,7 @@ def attention_mass(
     interpret: Any = False,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
-    query_RDVH, bias_RS, share_RV, after_V = terms.terms(query, is_candidate, is_query, log_weight, over_group)
+    query_RDVH, bias_RS, share_RV, after_V = pallas.terms(query, is_candidate, is_query, log_weight, over_group)
     (num_rows, heads, num_queries, head_size), num_slots = query_RDVH.shape, key.shape[1]
     window = min(up(num_queries, 8), max(8, QUERIES // heads // 8 * 8))  # queries of a grid step
     windows = -(-num_queries // window)

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import dot, launch, load, store
-from pallas_kernels.replay_attention import flash
+from pallas_kernels.replay_attention import pallas
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 PROGRAMS = 264  # that keep every processor of a large GPU busy: two each
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
 def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, source: Any = None) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if reason := flash.why_not_floats(query, key, value):
+    if reason := pallas.why_not_floats(query, key, value):
         return reason
     if query.shape[3] not in HEAD_SIZES:
         return f"the head size must be one of {HEAD_SIZES}; got {query.shape[3]}"
@@ -80,8 +80,8 @@ def replay_attention(
     """See `pallas_kernels.replay_attention`."""
     settings = settings_for(query, key, begin, interpret)
     rows, columns = (max(getattr(tile, name) for tile in settings[:3]) for name in ("rows", "columns"))
-    passes = flash.Passes(forward, backward_query, backward_columns, settings)
-    return flash.attend(passes, rows, columns, query, key, value, position, begin, end, source)
+    passes = pallas.Passes(forward, backward_query, backward_columns, settings)
+    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source)
 
 
 def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Array]:
@@ -114,7 +114,7 @@ def walk(
 ) -> Any:
     """A program for each block of rows (or of columns), told at which block of the others to start and where to stop."""
     query, key, _, position, begin, end, *_ = inputs
-    rows_B2I, columns_BK2C = flash.ranges(position, begin, end, tile.rows, tile.columns)
+    rows_B2I, columns_BK2C = pallas.ranges(position, begin, end, tile.rows, tile.columns)
     lowest, highest, begins, ends = (
         rows_B2I[:, None, 0, :, None],
         rows_B2I[:, None, 1, :, None],

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.replay_attention import flash
+from pallas_kernels.replay_attention import pallas
 
 BLOCK = 512  # rows or columns of a tile, at most; half where heads are so wide that two buffers of each would not fit
 WIDE = 512  # bytes of a head from which on they are
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
 
 def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, source: Any = None) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if reason := flash.why_not_floats(query, key, value):
+    if reason := pallas.why_not_floats(query, key, value):
         return reason
     head_size = query.shape[3]
     if head_size % 64 or head_size * query.dtype.itemsize > MOST_HEAD:
@@ -72,8 +72,8 @@ def replay_attention(
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.replay_attention`."""
     rows, columns = blocks_of(query, key, begin)
-    passes = flash.Passes(forward, backward_query, backward_columns, Settings(rows, columns, interpret))
-    return flash.attend(passes, rows, columns, query, key, value, position, begin, end, source)
+    passes = pallas.Passes(forward, backward_query, backward_columns, Settings(rows, columns, interpret))
+    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source)
 
 
 def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Array]:
@@ -180,7 +180,7 @@ def launch(
         interpret=interpret,
         name=name,
     )(
-        *(x.ravel() for x in flash.ranges(position, begin, end, rows, columns)),
+        *(x.ravel() for x in pallas.ranges(position, begin, end, rows, columns)),
         query,
         key,
         value,

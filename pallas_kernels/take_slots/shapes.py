@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.models import Case, ModelShape, Workload, of
 
-CASES = (Case("compaction"),)
+CASES = (Case("compaction", is_updated=True),)
 
 
 def arguments(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
