@@ -250,7 +250,7 @@ def test_a_compiler_that_fails_is_quoted(no_library, monkeypatch):
     compiler.write_text("#!/bin/sh\necho no such header >&2\nexit 1\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", f"{no_library}:/bin")
-    assert "did not give a library: no such header" in native.why_no_library()
+    assert "failed to build the library: no such header" in native.why_no_library()
     assert not list((no_library / "cache" / "jkv").iterdir())
 
 
