@@ -29,7 +29,7 @@ def cases():
                     yield pytest.param(kernel, case, target, model, page_size, marks=marks, id=name)
 
 
-@pytest.mark.parametrize(("kernel", "case", "target", "model", "page_size"), cases())
+@pytest.mark.parametrize(("kernel", "case", "target", "model", "page_size"), list(cases()))
 def test_a_real_call_compiles(kernel, case, target, model, page_size):
     call, implementations, shapes = KERNELS[kernel]
     workload = Workload(page_size=page_size, layers=1)._replace(**case.workload)

@@ -67,7 +67,7 @@ def test_bytes_are_those_of_the_arguments():
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_case_of_every_kernel_runs_here_by_its_twin(kernel):
+def test_every_case_of_every_kernel_runs_here_by_its_reference(kernel):
     """At sizes of tests: a case whose values do not fit its arguments would be found on a device only."""
     call, _, shapes = KERNELS[kernel]
     model = bench.MODELS["tiny-reasoner"]._replace(num_layers=2)
@@ -83,7 +83,7 @@ def test_every_case_of_every_kernel_runs_here_by_its_twin(kernel):
         assert shapes.num_bytes(model, workload, **case.options) > 0
 
 
-def test_compaction_is_told_as_a_share_of_the_attention_between_two():
+def test_compaction_is_reported_as_a_share_of_the_attention_between_two():
     def row(kernel, case, implementation, milliseconds):
         return {"kernel": kernel, "case": case, "model": "m", "implementation": implementation} | milliseconds
 

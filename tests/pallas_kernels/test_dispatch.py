@@ -16,7 +16,7 @@ SMALL = Workload(batch=1, slots=16, page_size=8, dtype=jnp.float32, layers=1)
 
 
 def table_of(**named):
-    """Implementations that add different numbers, to be told apart."""
+    """Implementations that add different numbers, so that results show which one ran."""
     return {name: Implementation(functools.partial(jnp.add, i), *rest) for i, (name, rest) in enumerate(named.items(), 1)}
 
 

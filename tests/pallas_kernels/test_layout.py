@@ -71,9 +71,11 @@ def num_bytes(model, workload):
 """,
 }
 USE = """
+import sys
 import jax, jax.numpy as jnp
+import pytest
 import pallas_kernels
-from pallas_kernels import KERNELS, dispatch
+from pallas_kernels import KERNELS, bench, dispatch
 from pallas_kernels.doubled import gpu
 
 assert pallas_kernels.__file__.startswith({folder!r})
@@ -89,6 +91,9 @@ texts = {{
     for platform in ("cpu", "tpu")
 }}
 assert all("stablehlo.add" in text and "custom_call" not in text for text in texts.values())
+assert bench.main(["doubled", "--batch", "2", "--slots", "16"]) == 0
+tests = [f"tests/pallas_kernels/test_{{name}}.py" for name in ("dispatch", "models", "bench")] + ["tests/aot/test_kernels.py"]
+sys.exit(pytest.main([*tests, "-o", "addopts=", "-k", "doubled", "-v", "-p", "no:cacheprovider", "--rootdir=."]))
 """
 
 
@@ -148,23 +153,15 @@ def test_a_new_kernel_touches_its_folder_and_one_line(tmp_path):
     added = set(table.read_text().splitlines()) - set((PACKAGE / "__init__.py").read_text().splitlines())
     assert added == {line.strip()}
 
-    def run(*arguments):
-        environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
-        return subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
-
-    used = run("-c", USE.format(folder=str(tmp_path)))
-    assert used.returncode == 0, used.stderr
-    timed = run("-m", "pallas_kernels.bench", "doubled", "--batch", "2", "--slots", "16")
-    assert timed.returncode == 0, timed.stderr
-    rows = [line for line in timed.stdout.splitlines() if line.startswith("| doubled | rows |")]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", USE.format(folder=str(tmp_path))]
+    checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    rows = [line for line in checked.stdout.splitlines() if line.startswith("| doubled | rows |")]
     assert len(rows) == 2
     assert any("| reference |" in row and "0.0e+00" in row for row in rows)
     assert any("not timed: it is for cuda" in row for row in rows)
-    files = ["dispatch", "models", "bench"]
-    tests = [f"tests/pallas_kernels/test_{name}.py" for name in files] + ["tests/aot/test_kernels.py"]
-    checked = run("-m", "pytest", *tests, "-o", "addopts=", "-k", "doubled", "-v", "-p", "no:cacheprovider", "--rootdir=.")
-    assert checked.returncode == 0, checked.stdout + checked.stderr
     found = re.findall(r"tests/\S*?test_(\w+)\.py::\S*doubled\S* (PASSED|SKIPPED)", checked.stdout)
-    assert {name for name, outcome in found if outcome == "PASSED"} >= set(files)
+    assert {name for name, outcome in found if outcome == "PASSED"} >= {"dispatch", "models", "bench"}
     assert "kernels" in {name for name, _ in found}  # compiles for devices, or is skipped without their compilers
     assert not re.search(r"doubled-tpu", checked.stdout)  # it has no kernel there
