@@ -1,20 +1,18 @@
-"""How fast each implementation of a kernel is on this machine: `python -m pallas_kernels.bench KERNEL`, or `--all --out DIR`.
+"""Times every implementation of a kernel on this machine: `python -m pallas_kernels.bench KERNEL`, or `--all --out DIR`.
 
-Every implementation runs on the same values at the shapes of real models and is compared with its plain twin; what cannot run
-here is listed with its reason and not timed. Bytes are what a perfect implementation would move; the copy rate, measured in the
-same run on a large array, says how near it came. `--all` also times `paged_attention` against what contiguous caches give
-(cuDNN through JAX, PyTorch's attention), begins nothing more when its seconds are over, and says what was left out. Files are
-written after every row.
+All implementations run on the same values, at the shapes of real models, and are compared with the reference. One that cannot
+run here is listed with the reason and not timed. Bytes are those that a perfect implementation would move, and the share of the
+copy rate compares them with a large copy in the same run. `--all` also times `paged_attention` against attention over
+contiguous caches (cuDNN through JAX, PyTorch). After `--seconds`, no measurement starts, and the report lists what was left
+out. The files are written after every row.
 """
 
 import argparse
 import dataclasses
 import functools
-import importlib
 import itertools
 import json
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,38 +23,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import pallas_kernels
+from pallas_kernels import KERNELS
 from pallas_kernels.dispatch import own_platform, refusals
 from pallas_kernels.models import MODELS, Case, Workload
+from pallas_kernels.peers import rows_of_peers
+from pallas_kernels.timing import copy_rate, seconds_of
 
-LARGE = ("r1-qwen-1.5b", "r1-qwen-7b", "r1-llama-8b", "qwq-32b")  # models, where there is an accelerator
-SMALL = ("tiny-reasoner",)  # elsewhere
-ROUNDS = 5  # timings, of which the median counts
-SECONDS = 0.05  # of one, at least
-INTERVAL = 128  # steps between two of R-KV's compactions
-ALIASED = "take_slots"  # the kernel that gives back its first argument, updated in place
+LARGE = ("r1-qwen-1.5b", "r1-qwen-7b", "r1-llama-8b", "qwq-32b")  # default models on an accelerator
+SMALL = ("tiny-reasoner",)  # default models on a CPU
+INTERVAL = 128  # steps between two compactions of R-KV
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line."""
+    """Runs the command line; returns 1 if any implementation disagrees with the reference."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel", nargs="*", metavar="KERNEL", help=f"of {', '.join(pallas_kernels.__all__)}")
-    parser.add_argument("--all", action="store_true", help="every kernel, and paged_attention's peers")
-    parser.add_argument("--models", help=f"comma-separated, of {', '.join(MODELS)}")
-    parser.add_argument("--batch", type=int, help="rows of the model; default: 64, or 4 on a CPU")
-    parser.add_argument("--slots", type=int, default=1152, help="of a row; default: R-KV's budget and buffer")
+    parser.add_argument("kernel", nargs="*", metavar="KERNEL", help=f"one of {', '.join(KERNELS)}")
+    parser.add_argument("--all", action="store_true", help="all kernels, and the peers of paged_attention")
+    parser.add_argument("--models", help=f"comma-separated list of {', '.join(MODELS)}")
+    parser.add_argument("--batch", type=int, help="batch rows of the model; default: 64, or 4 on a CPU")
+    parser.add_argument("--slots", type=int, default=1152, help="slots per row; default: R-KV's budget and buffer")
     parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--seconds", type=float, default=480.0, help="after which nothing more is begun")
-    parser.add_argument("--out", type=Path, help="a folder for the JSON and the table made from it")
+    parser.add_argument("--seconds", type=float, default=480.0, help="no measurement starts after this time")
+    parser.add_argument("--out", type=Path, help="folder for the JSON report and its Markdown table")
     options = parser.parse_args(argv)
-    names = list(pallas_kernels.__all__) if options.all else options.kernel
-    unknown = set(names) - set(pallas_kernels.__all__)
+    names = list(KERNELS) if options.all else options.kernel
+    unknown = set(names) - set(KERNELS)
     if unknown or not names:
-        parser.error(f"name kernels of {sorted(pallas_kernels.__all__)}, or --all; got {sorted(unknown) or 'none'}")
+        parser.error(f"KERNEL must be one of {sorted(KERNELS)}, or use --all; got {sorted(unknown) or 'none'}")
     has_accelerator = own_platform() != "cpu"
     models = options.models.split(",") if options.models else list(LARGE if has_accelerator else SMALL)
     if set(models) - set(MODELS):
-        parser.error(f"models are {sorted(MODELS)}; got {sorted(set(models) - set(MODELS))}")
+        parser.error(f"--models must be in {sorted(MODELS)}; got {sorted(set(models) - set(MODELS))}")
     workload = Workload(
         batch=options.batch or (64 if has_accelerator else 4),
         slots=options.slots,
@@ -72,8 +69,6 @@ def main(argv: list[str] | None = None) -> int:
             report["kernels"].append(row)
             keep(report, row, options.out)
     if options.all and has_accelerator:
-        from pallas_kernels.peers import rows_of_peers
-
         for row in rows_of_peers(copy, until):
             report["peers"].append(row)
             keep(report, row, options.out)
@@ -82,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def keep(report: dict[str, Any], row: dict[str, Any], folder: Path | None) -> None:
-    """Shows a row, and writes what there is so far."""
+    """Prints a row to stderr and writes the report so far."""
     print(json.dumps(row), file=sys.stderr, flush=True)
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,26 +87,24 @@ def keep(report: dict[str, Any], row: dict[str, Any], folder: Path | None) -> No
 
 
 def rows_of(kernel: str, model: str, workload: Workload, copy: float, until: float) -> Iterator[dict[str, Any]]:
-    """What each implementation of a kernel does at one model's shapes, in each of its calls that are timed."""
-    shapes = importlib.import_module(f"pallas_kernels.{kernel}.shapes")
-    for case in shapes.CASES:
+    """Yields a row of the report for each implementation of a kernel in each of its cases, at the shapes of one model."""
+    for case in KERNELS[kernel].shapes.CASES:
         yield from rows_of_case(kernel, model, workload._replace(**case.workload), case, copy, until)
 
 
 def rows_of_case(
     kernel: str, model: str, workload: Workload, case: Case, copy: float, until: float
 ) -> Iterator[dict[str, Any]]:
-    """What each implementation does in one of a kernel's calls."""
-    package = importlib.import_module(f"pallas_kernels.{kernel}")
-    shapes = importlib.import_module(f"pallas_kernels.{kernel}.shapes")
+    """Yields a row of the report for each implementation of a kernel in one case."""
+    call, implementations, shapes = KERNELS[kernel]
     args = shapes.arguments(MODELS[model], workload, **case.options)
-    reasons = refusals(package.IMPLEMENTATIONS, own_platform(), *args)
+    reasons = refusals(implementations, own_platform(), *args)
     moved = shapes.num_bytes(MODELS[model], workload, **case.options)
-    said = dataclasses.asdict(Setting(kernel, case.name, model, workload.batch, workload.slots, workload.page_size, moved))
+    setting = dataclasses.asdict(Setting(kernel, case.name, model, workload.batch, workload.slots, workload.page_size, moved))
     values: Any = None
     expected: Any = None
-    for name in sorted(package.IMPLEMENTATIONS, key=lambda name: name != "reference"):  # the reference first
-        row = said | {"implementation": name}
+    for name in sorted(implementations, key=lambda name: name != "reference"):  # the reference first
+        row = setting | {"implementation": name}
         if name in reasons:
             yield row | {"not_timed": reasons[name]}
             continue
@@ -119,31 +112,31 @@ def rows_of_case(
             yield row | {"not_timed": "out of time"}
             continue
         values = shapes.values(MODELS[model], workload, **case.options) if values is None else values
-        run: Callable[..., Any] = functools.partial(getattr(package, kernel), implementation=name)
+        run: Callable[..., Any] = functools.partial(call, implementation=name)
         run = gradients(run) if case.is_gradient else run
         try:
             program: Any = jax.jit(run).lower(*values).compile()
             got = jax.tree.map(lambda x: np.asarray(x, np.float32), program(*values))
-            seconds, clock = seconds_of(run, values, is_updated=kernel == ALIASED)
-        except Exception as error:  # one that fails on a device is a finding, not the end of the table
+            seconds, clock = seconds_of(run, values, is_updated=case.is_updated)
+        except Exception as error:  # a failure on a device is a result, not the end of the run
             yield row | {"not_timed": f"{type(error).__name__}: {str(error)[:300]}", "agrees": False}
             continue
         if name == "reference":
             expected = got
         pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
-        apart = max(itertools.starmap(largest_difference, pairs))
+        difference = max(itertools.starmap(largest_difference, pairs))
         yield row | {
             "milliseconds": round(1000 * seconds, 4),
             "clock": clock,
             "share_of_copy_rate": round(moved / seconds / copy, 3),
             "temporary_bytes": program.memory_analysis().temp_size_in_bytes,
-            "largest_difference": apart,
-            "agrees": bool(apart < tolerance(workload.dtype)),
+            "largest_difference": difference,
+            "agrees": bool(difference < tolerance(workload.dtype)),
         }
 
 
 def gradients(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The gradient of the sum of a function's results by its first three arguments; the forward pass is in its time."""
+    """The gradient of the sum of a function's results by its first three arguments; it runs the forward pass too."""
 
     def total(*args: Any) -> jax.Array:
         return jnp.sum(run(*args).astype(jnp.float32))
@@ -152,9 +145,9 @@ def gradients(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compaction_share(rows: list[dict[str, Any]], model: str) -> str | None:
-    """What R-KV's scoring and compaction take of the decode attention between two, by the fastest of each; None if not timed.
+    """The time of R-KV's scoring and compaction as a share of the decode attention between two compactions; None if not timed.
 
-    The weights' part of decoding comes on top of attention, so of all decoding it is less.
+    Each part counts with its fastest implementation. The share of all decoding is lower, since decoding also reads the weights.
     """
 
     def fastest(kernel: str, case: str) -> float:
@@ -163,7 +156,7 @@ def compaction_share(rows: list[dict[str, Any]], model: str) -> str | None:
 
     parts = [("attention_mass", "score"), ("key_redundancy", "compaction"), ("take_slots", "compaction")]
     taken, step = [fastest(*part) for part in parts], fastest("paged_attention", "decode step")
-    if not sum(taken) / step > 0:  # NaN where one is missing
+    if not sum(taken) / step > 0:  # NaN when a part is missing
         return None
     return (
         f"{model}: scoring and compaction take {sum(taken):.3f} ms a layer ({taken[0]:.3f} mass, {taken[1]:.3f} redundancy, "
@@ -173,7 +166,7 @@ def compaction_share(rows: list[dict[str, Any]], model: str) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What was run."""
+    """The setting of a measurement; `bytes` are those that a perfect implementation would move."""
 
     kernel: str
     case: str
@@ -185,12 +178,12 @@ class Setting:
 
 
 def tolerance(dtype: Any) -> float:
-    """How far an implementation may be from its twin, by the largest number that this gives."""
+    """The largest difference allowed from the reference, relative to the largest number in its result."""
     return 2e-2 if dtype == jnp.bfloat16 else 1e-4
 
 
 def largest_difference(x: np.ndarray, y: np.ndarray) -> float:
-    """Between two results, by the largest finite number of the second; infinite where only one is finite."""
+    """The largest difference of two results, relative to the largest finite number of `y`; infinite if one alone is finite."""
     if not x.size:
         return 0.0
     is_finite = np.isfinite(y)
@@ -200,52 +193,10 @@ def largest_difference(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.abs(x[is_finite] - y[is_finite]).max(initial=0.0) / max(largest, 1e-30))
 
 
-def seconds_of(run: Callable[..., Any], args: tuple[Any, ...], is_updated: bool = False) -> tuple[float, str]:
-    """Device seconds of one call, the median of several, and by which clock.
-
-    On NVIDIA GPUs CUPTI counts what kernels take. Elsewhere, and where it is missing, calls are queued, so many that their
-    start does not count as long as one takes longer than its dispatch. With `is_updated` the first argument is donated to each
-    call and comes back from it; such calls are always queued.
-    """
-    if own_platform() == "cuda" and not is_updated:
-        try:
-            from jax.experimental.mosaic.gpu import profiler
-
-            _, milliseconds = profiler.measure(jax.jit(run), iterations=4 * ROUNDS)(*args)
-            if milliseconds is None:
-                raise RuntimeError("it saw no kernel")
-            return statistics.median(milliseconds) / 1000, "cupti"
-        except (ImportError, RuntimeError, TypeError, ValueError) as error:
-            print(f"no CUPTI ({error}): calls are queued", file=sys.stderr)
-    program = jax.jit(run, donate_argnums=0 if is_updated else ())
-    first = jnp.array(args[0]) if is_updated else args[0]
-
-    def queue(calls: int) -> float:
-        nonlocal first
-        out: Any = None
-        began = time.perf_counter()
-        for _ in range(calls):
-            out = program(first, *args[1:])
-            first = out if is_updated else first
-        jax.block_until_ready(out)
-        return time.perf_counter() - began
-
-    queue(1)
-    calls = max(1, round(SECONDS / max(queue(2) / 2, 1e-6)))
-    return statistics.median(queue(calls) / calls for _ in range(ROUNDS)), "queue"
-
-
-def copy_rate() -> float:
-    """Bytes read and written per second by copying 1 GiB (64 MiB on a CPU)."""
-    size = (1 << 24 if own_platform() == "cpu" else 1 << 28) // 4
-    x = jnp.ones(4 * size, jnp.float32)
-    return 2 * x.nbytes / seconds_of(lambda x: x + 1, (x,), is_updated=True)[0]
-
-
 def describe_machine() -> dict[str, Any]:
-    """The device as it calls itself, and, of a GPU, the configuration that programs can be compiled for without it."""
+    """The name of the device, the versions, and for a GPU the target configuration for compiling without the device."""
     device = jax.devices()[0]
-    said = {
+    described = {
         "device": device.device_kind if device.platform != "cpu" else f"{platform.machine()} CPU",
         "platform": device.platform,
         "jax": jax.__version__,
@@ -255,19 +206,19 @@ def describe_machine() -> dict[str, Any]:
         try:
             from jax._src.lib import xla_client
 
-            said["target_config"] = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
-        except Exception as error:  # not a public name: what it is worth is not worth the run
-            said["target_config"] = f"{type(error).__name__}: {error}"
-    return said
+            described["target_config"] = str(xla_client.get_topology_for_devices(jax.devices()).target_config)
+        except Exception as error:  # not a public name of JAX; the run does not depend on it
+            described["target_config"] = f"{type(error).__name__}: {error}"
+    return described
 
 
 def table(report: dict[str, Any]) -> str:
-    """Markdown, made from a report alone."""
+    """The Markdown table of a report."""
     machine = report["machine"]
     lines = [
         f"{machine['device']}, jax {machine['jax']}: copies at {report['copy_bytes_per_second'] / 1e9:.0f} GB/s.",
         "",
-        "| kernel | case | model | batch | slots | page | implementation | ms | of copy rate | scratch MB | from its twin |",
+        "| kernel | case | model | batch | slots | page | implementation | ms | of copy rate | scratch MB | difference |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in [*report["kernels"], *report["peers"]]:
@@ -275,13 +226,13 @@ def table(report: dict[str, Any]) -> str:
         if "not_timed" in row:
             lines.append(f"{setting} {row['implementation']} | not timed: {row['not_timed']} | | | |")
             continue
-        apart = f"{row['largest_difference']:.1e}" if "largest_difference" in row else ""
+        difference = f"{row['largest_difference']:.1e}" if "largest_difference" in row else ""
         memory = f"{row['temporary_bytes'] / 1e6:.2f}" if "temporary_bytes" in row else ""
-        figures = f"{row['milliseconds']:.3f} | {row['share_of_copy_rate']:.0%} | {memory} | {apart}"
+        figures = f"{row['milliseconds']:.3f} | {row['share_of_copy_rate']:.0%} | {memory} | {difference}"
         lines.append(f"{setting} {row['implementation']} | {figures} |")
     models = dict.fromkeys(row["model"] for row in report["kernels"])
-    said = [said for model in models if (said := compaction_share(report["kernels"], model))]
-    lines += ["", *said] if said else []
+    shares = [share for model in models if (share := compaction_share(report["kernels"], model))]
+    lines += ["", *shares] if shares else []
     return "\n".join(lines)
 
 

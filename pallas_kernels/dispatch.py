@@ -1,36 +1,53 @@
-"""Which implementation of a kernel runs: the best for the platform by default, a named one or a clear error.
+"""Chooses the implementation of a kernel: the best one for the platform by default, or the named one, or a clear error.
 
-A kernel's table lists its implementations, best first. One that is for a platform runs only there; one that cannot take some
-arguments says why (their shapes and dtypes decide, never their values). The reference takes everything, everywhere.
+A kernel's table lists its implementations, best first. One with a platform runs only on that platform. One that cannot take
+some arguments returns the reason, which depends on shapes and dtypes alone, never on values. The reference takes all arguments
+on all platforms.
 """
 
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 
-PLATFORMS = ("cpu", "tpu", "cuda")  # that an implementation may be for
+PLATFORMS = ("cpu", "tpu", "cuda")
 
 
 def takes_all(*args: Any, **settings: Any) -> None:
-    """No reason to refuse any arguments."""
+    """The `why_not` of an implementation that takes all arguments."""
 
 
 class Implementation(NamedTuple):
     """One way to compute a kernel."""
 
     run: Callable[..., Any]
-    platform: str | None = None  # None: any
-    why_not: Callable[..., str | None] = takes_all  # the kernel's arguments -> why it cannot take them; None when it can
+    platform: str | None = None  # None: all
+    why_not: Callable[..., str | None] = takes_all  # the kernel's arguments -> why it cannot take them, or None
 
 
 Table = Mapping[str, Implementation]
-TAKEN: dict[tuple[str, str], set[str]] = {}  # (kernel, platform) -> what None took there, in programs of this process
+TAKEN: dict[tuple[str, str], set[str]] = {}  # (kernel, platform) -> what None chose there, in programs of this process
+
+
+class Kernel(NamedTuple):
+    """What a kernel's folder holds."""
+
+    call: Callable[..., Any]  # the public function
+    implementations: Table
+    shapes: ModuleType  # real calls: CASES, arguments, values, num_bytes
+
+
+def kernel_in(name: str) -> Kernel:
+    """The kernel in the folder of that name: the function of the same name, `IMPLEMENTATIONS`, and `shapes.py`."""
+    folder = importlib.import_module(f"pallas_kernels.{name}")
+    return Kernel(getattr(folder, name), folder.IMPLEMENTATIONS, importlib.import_module(f"pallas_kernels.{name}.shapes"))
 
 
 def reason_against(implementation: Implementation, *args: Any, **settings: Any) -> str | None:
-    """Why an implementation cannot take these arguments, of which only shapes and dtypes are looked at; None when it can."""
+    """Why an implementation cannot take these arguments, by their shapes and dtypes alone; None when it can."""
     if implementation.platform is None:
         return None
     if any(0 in x.shape for x in jax.tree.leaves(args)):
@@ -39,7 +56,7 @@ def reason_against(implementation: Implementation, *args: Any, **settings: Any) 
 
 
 def best(table: Table, platform: str, *args: Any, **settings: Any) -> str:
-    """The implementation that None takes on a platform."""
+    """The name of the implementation that None chooses on a platform."""
     for name, implementation in table.items():
         if implementation.platform == platform and reason_against(implementation, *args, **settings) is None:
             return name
@@ -47,7 +64,7 @@ def best(table: Table, platform: str, *args: Any, **settings: Any) -> str:
 
 
 def refusals(table: Table, platform: str, *args: Any, **settings: Any) -> dict[str, str]:
-    """Why each implementation that cannot run on a platform does not, by name."""
+    """Name -> reason, for each implementation that cannot run on a platform or with these arguments."""
     found = {}
     for name, implementation in table.items():
         if implementation.platform not in (None, platform):
@@ -58,12 +75,12 @@ def refusals(table: Table, platform: str, *args: Any, **settings: Any) -> dict[s
 
 
 def call(kernel: str, table: Table, implementation: str | None, *args: Any, **settings: Any) -> Any:
-    """What the implementation of that name gives; None takes the best of the platform that is compiled for.
+    """The result of the named implementation; None chooses the best one for the platform that the program is compiled for.
 
-    Warns where this process computes on an accelerator and None takes the reference.
+    Warns when this process computes on an accelerator and None chooses the reference there.
 
     Raises:
-      ValueError: the kernel has no implementation of that name, or it cannot run here or on these arguments.
+      ValueError: the kernel has no implementation of that name, or that one cannot run here or with these arguments.
     """
     here = own_platform()
     if implementation is None:
@@ -72,8 +89,8 @@ def call(kernel: str, table: Table, implementation: str | None, *args: Any, **se
             TAKEN.setdefault((kernel, platform), set()).add(name)
         if here != "cpu" and names.get(here, "reference") == "reference":
             found = refusals({name: one for name, one in table.items() if one.platform == here}, here, *args, **settings)
-            said = "; ".join(f"{name}: {reason}" for name, reason in found.items()) or "it has no other implementation"
-            warnings.warn(f"{kernel} is computed by plain XLA on this {here}: {said}.", stacklevel=3)
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in found.items()) or "it has no other implementation"
+            warnings.warn(f"{kernel} is computed by plain XLA on this {here}: {reasons}.", stacklevel=3)
         own = {platform: bind(table[name], settings) for platform, name in names.items() if name != "reference"}
         if not own:
             return table["reference"].run(*args, **settings)
@@ -83,12 +100,12 @@ def call(kernel: str, table: Table, implementation: str | None, *args: Any, **se
     if implementation in refusals({implementation: table[implementation]}, here, *args, **settings):
         found = refusals(table, here, *args, **settings)
         reasons, able = "; ".join(f"{name}: {reason}" for name, reason in found.items()), [x for x in table if x not in found]
-        raise ValueError(f"{kernel} cannot run as {implementation!r} ({reasons}). Here run {able}, or None for the best.")
+        raise ValueError(f"{kernel} cannot run as {implementation!r} ({reasons}). Choose one of {able}, or None for the best.")
     return table[implementation].run(*args, **settings)
 
 
 def taken(platform: str) -> dict[str, str]:
-    """Which implementations of each kernel the programs traced in this process so far take on a platform."""
+    """Kernel -> the implementations that None chose on a platform, in the programs traced in this process so far."""
     return {kernel: ", ".join(sorted(names)) for (kernel, of), names in sorted(TAKEN.items()) if of == platform}
 
 
@@ -98,12 +115,12 @@ def bind(implementation: Implementation, settings: dict[str, Any]) -> Callable[.
 
 
 def own_platform() -> str:
-    """The platform that this process computes on by default: by the names of `PLATFORMS`, or another ("rocm")."""
+    """The platform that this process computes on by default: one of `PLATFORMS`, or another one ("rocm")."""
     return platform_of(jax.devices()[0])
 
 
 def platform_of(device: jax.Device) -> str:
-    """A device's platform; of GPUs, whose they are."""
+    """The platform of a device; for a GPU, "cuda" or "rocm"."""
     if device.platform != "gpu":
         return device.platform
     return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"

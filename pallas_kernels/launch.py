@@ -1,7 +1,7 @@
-"""How a GPU kernel is launched: the one place that knows which backend of Pallas it is written for.
+"""Launches a GPU kernel: a thin layer over Pallas's Triton backend, which all GPU kernels of this package use.
 
-Today that is Triton, which JAX has deprecated since 0.11 in favour of Mosaic GPU and `jax_triton`; kernels only name `launch`,
-`load`, `store`, `dot` and `barrier`, so that another backend is a change of this file.
+JAX deprecates that backend from 0.11 on, in favour of Mosaic GPU and `jax_triton`. Kernels name only `launch`, `load`, `store`,
+`dot` and `barrier`, so another backend changes this file alone.
 """
 
 import warnings
@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from jax.experimental.pallas import triton
 
 load, store, dot = triton.load, triton.store, triton.dot
-barrier = triton.debug_barrier  # where the threads of a program meet
+barrier = triton.debug_barrier  # all threads of a program wait here for each other
 
 
 def launch(
@@ -30,7 +30,10 @@ def launch(
     aliases: Mapping[int, int] | None = None,
     interpret: Any = False,
 ) -> Any:
-    """Runs `body` once for each point of the grid, on references to the whole inputs and outputs."""
+    """Runs `body` once per point of the grid, on references to the whole inputs and outputs.
+
+    `aliases` maps the index of an input to that of the output which shares its memory.
+    """
     return pl.pallas_call(
         body,
         grid=grid,

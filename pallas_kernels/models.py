@@ -1,4 +1,7 @@
-"""The real models whose shapes kernels are compiled, checked and timed for."""
+"""The real models for whose shapes the kernels are compiled, checked and timed.
+
+This package does not import `jkv`, so `MODELS` repeats the heads of `jkv/assets/shapes`; a test compares the two.
+"""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +10,7 @@ import jax.numpy as jnp
 
 
 class ModelShape(NamedTuple):
-    """What of a model a cache depends on."""
+    """The sizes of a model on which its cache depends."""
 
     num_layers: int
     num_query_heads: int
@@ -16,7 +19,7 @@ class ModelShape(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.num_query_heads // self.num_kv_heads
 
 
@@ -33,37 +36,38 @@ MODELS = {
 
 
 class Workload(NamedTuple):
-    """How a model is run: what kernels' arguments depend on beside it. The default is R-KV's budget and buffer."""
+    """How a model is run; with the model, it determines the arguments of a kernel. The default is R-KV's budget and buffer."""
 
     batch: int = 64  # rows
-    slots: int = 1152  # of a row's table
+    slots: int = 1152  # per row's table
     page_size: int = 128
     dtype: Any = jnp.bfloat16
-    layers: int | None = None  # whose pages the pool holds; None: the model's
+    layers: int | None = None  # layers whose pages the pool holds; None: all of the model's
 
     def num_rows(self, model: ModelShape) -> int:
-        """Rows with one KV head each."""
+        """Rows of one KV head each."""
         return self.batch * model.num_kv_heads
 
     def max_pages(self) -> int:
-        """Pages of a row's table."""
+        """Pages per row's table."""
         return -(-self.slots // self.page_size)
 
     def pool(self, model: ModelShape) -> jax.ShapeDtypeStruct:
-        """Keys and values of a pool that holds every row whole, and the trash page."""
+        """Shape of the keys and values of a pool that holds all slots of every row, and the null page."""
         num_pages = 1 + (self.layers or model.num_layers) * self.num_rows(model) * self.max_pages()
         return jax.ShapeDtypeStruct((num_pages, 2, self.page_size, model.head_size), self.dtype)
 
 
 class Case(NamedTuple):
-    """One of a kernel's calls that are timed."""
+    """One of a kernel's real calls, which the tests run and compile and the benchmark times."""
 
     name: str
-    workload: dict[str, Any] = {}  # fields of the `Workload` that are not as told  # noqa: RUF012
+    workload: dict[str, Any] = {}  # fields of the `Workload` to replace  # noqa: RUF012
     options: dict[str, Any] = {}  # of `shapes.arguments` and `shapes.values`  # noqa: RUF012
-    is_gradient: bool = False  # of the sum of the results, by the first three arguments
+    is_gradient: bool = False  # differentiates the sum of the results by the first three arguments
+    is_updated: bool = False  # the first argument is donated and returned
 
 
 def of(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:
-    """Short for a shape."""
+    """An array's shape and dtype."""
     return jax.ShapeDtypeStruct(sizes, dtype)

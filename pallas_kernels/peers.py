@@ -1,7 +1,7 @@
-"""Decode attention where the cache is one contiguous array: what `paged_attention` is measured against.
+"""Decode attention over one contiguous cache, the baseline for `paged_attention`.
 
-cuDNN's through JAX, and PyTorch's where torch is installed with a GPU. A contiguous cache cannot share, evict or free, but is
-the best case of memory: what a paged kernel loses against it is the price of the pages.
+The peers are cuDNN and XLA through JAX, and PyTorch if it is installed with a GPU. A contiguous cache cannot share, evict or
+free memory, but reads it best: the difference from a paged kernel is the price of the pages.
 """
 
 import time
@@ -10,44 +10,44 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.bench import seconds_of
 from pallas_kernels.dispatch import own_platform, refusals
 from pallas_kernels.models import ModelShape, Workload
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, paged_attention, shapes
+from pallas_kernels.timing import median_seconds, seconds_of
 
-HEADS = ModelShape(1, 4, 1, 128)  # one KV head a row: R1-Llama-8B's, so that rows can be counted singly
+HEADS = ModelShape(1, 4, 1, 128)  # R1-Llama-8B's heads with one KV head per row
 ROWS = (512, 2048, 1024, 256)
-SLOTS = (4096, 1024, 32_768, 8192)  # what matters most first, should the time run out
+SLOTS = (4096, 1024, 32_768, 8192)  # the most important ones first, in case the time runs out
 PAGE_SIZES = (16, 64)
-MOST_BYTES = 40e9  # of one cache
+MOST_BYTES = 40e9  # per cache
 
 
 def rows_of_peers(copy: float, until: float) -> Iterator[dict[str, Any]]:
-    """Each contender at each number of rows and slots, those that fit the device."""
+    """Yields a row of the report for each contender at each number of rows and slots that fits the device."""
     for slots in SLOTS:
         for rows in ROWS:
             for page_size in PAGE_SIZES:
                 workload = Workload(batch=rows, slots=slots, page_size=page_size, layers=1)
                 moved = shapes.num_bytes(HEADS, workload)
-                said = {
+                setting = {
                     "kernel": "decode attention",
                     "case": "decode step",
                     "model": f"{rows} rows of 128 x 4",
                     "batch": rows,
                     "slots": slots,
                 }
-                said |= {"page_size": page_size, "bytes": moved}
+                setting |= {"page_size": page_size, "bytes": moved}
                 if moved > MOST_BYTES:
-                    yield said | {"implementation": "all", "not_timed": f"a cache of {moved / 1e9:.0f} GB"}
+                    yield setting | {"implementation": "all", "not_timed": f"a cache of {moved / 1e9:.0f} GB"}
                     continue
                 for name, run, values in contenders(workload):
-                    row = said | {"implementation": name}
+                    row = setting | {"implementation": name}
                     if time.perf_counter() > until:
                         yield row | {"not_timed": "out of time"}
                         continue
                     try:
                         seconds, clock = run(values()) if name == "torch" else seconds_of(run, values())
-                    except Exception as error:  # a contender that cannot run is a finding, not the end of the table
+                    except Exception as error:  # a contender that cannot run is a result, not the end of the run
                         yield row | {"not_timed": f"{type(error).__name__}: {str(error)[:200]}"}
                         continue
                     share = round(moved / seconds / copy, 3)
@@ -55,7 +55,7 @@ def rows_of_peers(copy: float, until: float) -> Iterator[dict[str, Any]]:
 
 
 def contenders(workload: Workload) -> Iterator[tuple[str, Callable[..., Any], Callable[[], tuple[Any, ...]]]]:
-    """Name, function and arguments of each."""
+    """Name, function and maker of the arguments of each contender."""
     args = shapes.arguments(HEADS, workload)
     reasons = refusals(IMPLEMENTATIONS, own_platform(), *args)
     for name in IMPLEMENTATIONS:
@@ -66,7 +66,7 @@ def contenders(workload: Workload) -> Iterator[tuple[str, Callable[..., Any], Ca
                 lambda: shapes.values(HEADS, workload),
             )
     if workload.page_size != PAGE_SIZES[0]:
-        return  # contiguous caches have no pages
+        return  # a contiguous cache has no pages: it is timed once
 
     def contiguous() -> tuple[Any, ...]:
         keys = jax.random.split(jax.random.key(0), 3)
@@ -86,22 +86,24 @@ def contenders(workload: Workload) -> Iterator[tuple[str, Callable[..., Any], Ca
 
 
 def torch_seconds(args: tuple[Workload]) -> tuple[float, str]:
-    """PyTorch's attention on a contiguous cache, timed by CUDA events."""
+    """Seconds of PyTorch's attention over a contiguous cache, by CUDA events."""
     import torch
 
     (workload,) = args
     if not torch.cuda.is_available():
-        raise RuntimeError("this torch sees no GPU")
+        raise RuntimeError("torch finds no GPU")
     options: Any = {"device": "cuda", "dtype": torch.bfloat16}
     query = torch.randn(workload.batch, HEADS.num_query_heads, 1, HEADS.head_size, **options)
     key, value = (torch.randn(workload.batch, 1, workload.slots, HEADS.head_size, **options) for _ in range(2))
     attend = torch.nn.functional.scaled_dot_product_attention
-    for _ in range(3):
-        attend(query, key, value, enable_gqa=True)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(20):
-        attend(query, key, value, enable_gqa=True)
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / 1000 / 20, "CUDA events"
+
+    def queue(calls: int) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(calls):
+            attend(query, key, value, enable_gqa=True)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+    return median_seconds(queue), "CUDA events"

@@ -1,4 +1,4 @@
-"""How much the last queries attend to each slot: the importance score of R-KV and its relatives."""
+"""The attention mass of each slot from the last queries: the importance score of R-KV, SnapKV and their relatives."""
 
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,13 +23,14 @@ def attention_mass(
     over_group: str = "max",
     implementation: str | None = None,
 ) -> Float[Array, "R S"]:
-    """The softmax mass that each candidate slot gets from the remembered queries, averaged over them: 0 to 1, float32.
+    """The softmax mass of each candidate slot, averaged over the remembered queries: 0 to 1, float32.
 
     The softmax runs over the candidates alone. `over_group="max"` takes the largest logit of the group's query heads before
-    one softmax (R-KV's released rule); `"mean"` averages the heads' softmaxes. Rows of `is_query` that are False (a sequence
-    shorter than the window) do not count; a row with no query or no candidate gives zeros. With `age` (tokens that came after a
-    slot's), query w, which had W - 1 - w after it, does not see what came later. `log_weight` is added to a
-    slot's logits, as in `paged_attention`: a slot of `-inf` is a hole, no candidate, and may hold anything.
+    one softmax (the released rule of R-KV); `"mean"` averages the softmaxes of the heads. Queries whose `is_query` is False
+    (the sequence is shorter than the window) do not count. A row without queries or candidates gives zeros. `age` is the number
+    of tokens after a slot's token: query w, with W - 1 - w tokens after it, sees only slots that are at least as old.
+    `log_weight` is added to a slot's logits, as in `paged_attention`; `-inf` is a vacant slot, which is no candidate and may
+    hold anything.
 
     Raises:
       ValueError: an unknown `over_group` or implementation.

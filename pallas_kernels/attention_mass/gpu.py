@@ -1,9 +1,9 @@
-"""Pallas for NVIDIA GPUs: two launches over the same keys, which the second finds in the L2 cache where they fit.
+"""Pallas for NVIDIA GPUs: two launches over the same keys; the second one reads them from the L2 cache if they fit.
 
-First a program for each row and span of slots finds every query's largest logit and denominator there, lane by lane, so that a
-program reduces across its threads once. Then one for each row and block of slots puts the spans together, in their order, and
-sums its slots' masses over the queries. Spans depend on the shapes alone, so a row's bits depend on nothing but the row. Keys
-are the left operand of the products: one load serves all queries, of which there are few.
+In the first launch, a program per row and span of slots finds the largest logit and the denominator of every query, lane by
+lane, and reduces across its threads once. In the second, a program per row and block of slots combines the spans in order and
+sums the mass of its slots over the queries. The spans depend on shapes alone, so a row's bits depend on that row only. Keys
+are the left operand of the products: one load serves all of the few queries.
 """
 
 import functools
@@ -15,20 +15,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass import terms
+from pallas_kernels.attention_mass import pallas
 from pallas_kernels.launch import dot, launch, load, store
 
-SPANS = 16  # of a row at most, a power of two
-MOST_QUERIES = 64  # of a product
-MOST_BLOCK = 128  # slots of a product
-LEAST = -1e30  # stands for a logit that is not seen: -inf less -inf is no number
+SPANS = 16  # per row at most, a power of two
+MOST_QUERIES = 64  # per product
+MOST_BLOCK = 128  # slots per product
+LEAST = -1e30  # masked logit; with -inf, the difference of two would be NaN
 
 
 def why_not(
     query: Any, key: Any, is_candidate: Any, is_query: Any, age: Any, log_weight: Any, over_group: str = "max"
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if reason := terms.why_not(query, key):
+    if reason := pallas.why_not(query, key):
         return reason
     if key.shape[2] not in (16, 32, 64, 128):
         return f"the head size must be a power of two from 16 to 128; got {key.shape[2]}"
@@ -49,10 +49,10 @@ def attention_mass(
     interpret: Any = False,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
-    query_RDVH, bias_RS, share_RV, after_V = terms.terms(query, is_candidate, is_query, log_weight, over_group)
+    query_RDVH, bias_RS, share_RV, after_V = pallas.terms(query, is_candidate, is_query, log_weight, over_group)
     num_rows, num_slots = bias_RS.shape
     most_queries = MOST_QUERIES // 2 if key.dtype == jnp.float32 else MOST_QUERIES
-    window = min(most_queries, max(16, pl.next_power_of_2(query_RDVH.shape[2])))  # queries of a product
+    window = min(most_queries, max(16, pl.next_power_of_2(query_RDVH.shape[2])))  # queries per product
     padding = -query_RDVH.shape[2] % window
     windows = (query_RDVH.shape[2] + padding) // window
     query_RDVH = jnp.pad(query_RDVH, [(0, 0), (0, 0), (0, padding), (0, 0)])
@@ -88,7 +88,7 @@ def attention_mass(
 
 
 def logits_of(key_SH: Any, query_ref: Any, bias_ref: Any, ages: Any, row: Any, slot_S: Any, query_V: Any) -> tuple[Any, Any]:
-    """Of a block of slots and some queries, and whether these see the slots: the logits of others may be anything."""
+    """Logits of some queries for a block of slots, and whether each query sees each slot; masked logits may be anything."""
     num_slots, head_size = bias_ref.shape[1], key_SH.shape[1]
     offset_H = jnp.arange(head_size, dtype=jnp.int32)
     precision = lax.Precision.HIGHEST if key_SH.dtype == jnp.float32 else None
@@ -113,13 +113,13 @@ def logits_of(key_SH: Any, query_ref: Any, bias_ref: Any, ages: Any, row: Any, s
 
 
 def load_keys(key_ref: Any, row: Any, slot_S: Any, extent: Any) -> Any:
-    """Keys of a row's slots, 0 where there is no candidate any more: these are not fetched."""
+    """Keys of a row's slots; those beyond the last candidate are 0 and not fetched."""
     offset_H = jnp.arange(key_ref.shape[2], dtype=jnp.int32)
     return load(key_ref.at[row, slot_S[:, None], offset_H[None]], mask=(slot_S < extent)[:, None], other=0)
 
 
 def measure(window: int, block: int, blocks: int, extent_ref: Any, query_ref: Any, key_ref: Any, *refs: Any) -> None:
-    """Largest logit and denominator of some queries over one span of a row's slots."""
+    """Finds the largest logit and the denominator of some queries over one span of a row's slots."""
     bias_ref, *ages, peak_ref, total_ref = refs
     (row, span, part), lanes = (pl.program_id(axis) for axis in range(3)), jnp.arange(block, dtype=jnp.int32)
     query_V = part * window + jnp.arange(window, dtype=jnp.int32)
@@ -145,7 +145,7 @@ def measure(window: int, block: int, blocks: int, extent_ref: Any, query_ref: An
 
 
 def collect(window: int, block: int, windows: int, extent_ref: Any, query_ref: Any, key_ref: Any, *refs: Any) -> None:
-    """The masses of a block of one row's slots."""
+    """Computes the mass of a block of one row's slots."""
     bias_ref, *ages, share_ref, peak_ref, total_ref, mass_ref = refs
     row, index = pl.program_id(0), pl.program_id(1)
     slot_S, extent = index * block + jnp.arange(block, dtype=jnp.int32), load(extent_ref.at[row])

@@ -1,4 +1,4 @@
-"""Plain XLA: the whole window's logits at once."""
+"""Plain XLA: the logits of the whole window at once."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The arguments of real calls: the score of a compaction, and a chunk of a prompt whose queries' masses are summed."""
+"""The arguments of real calls: the score of a compaction, and a prefill chunk that sums the mass of its queries."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ def arguments(
 
 
 def values(model: ModelShape, workload: Workload, **options: Any) -> tuple[Any, ...]:
-    """Normal queries and keys, every slot a candidate; slots from oldest to newest, standing for one, two, three and four."""
+    """Normal queries and keys; all slots are candidates, from oldest to newest, with multiplicities of 1 to 4 in turn."""
     query, key, is_candidate, is_query, age, log_weight = arguments(model, workload, **options)
     keys = jax.random.split(jax.random.key(0))
     slot = jnp.arange(key.shape[1], dtype=jnp.int32)
@@ -39,6 +39,6 @@ def values(model: ModelShape, workload: Workload, **options: Any) -> tuple[Any, 
 
 
 def num_bytes(model: ModelShape, workload: Workload, **options: Any) -> int:
-    """Keys and queries read once, scores written."""
+    """Bytes of the keys and queries, read once, and of the scores, written."""
     query, key, is_candidate, *_ = arguments(model, workload, **options)
     return (key.size + query.size) * key.dtype.itemsize + 4 * is_candidate.size

@@ -1,8 +1,8 @@
-"""Pallas for TPU: the logits live in VMEM alone, and short rows' keys come from main memory once.
+"""Pallas for TPU: the logits stay in VMEM, and the keys of short rows are fetched once.
 
-Rows that are short, as after compression, come several to a grid step, and their softmax is done in one go. A row whose logits
-do not fit is cut into blocks of slots that are visited twice, keys and all: for each query's largest logit and denominator,
-then for the mass. Blocks beyond a row's last candidate are skipped, and not fetched either.
+A grid step takes several short rows, as they are after compaction, and computes each softmax at once. A row whose logits do not
+fit is split into blocks of slots. Each block is fetched twice: first for the largest logit and the denominator of each query,
+then for the mass. Blocks beyond a row's last candidate are neither fetched nor computed.
 """
 
 import functools
@@ -15,22 +15,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention_mass import terms
+from pallas_kernels.attention_mass import pallas
 
 LANES = 128
-LOGITS = 512 * 1024  # of a grid step: 2 MiB
-QUERIES = 512  # of a grid step, all heads counted
-KEY_BYTES = 1 << 21  # of a grid step
-MOST_ROWS = 4  # of a grid step
-MOST_SLOTS = 1 << 18  # whose masses fit beside them
-MOST_TABLE = 1 << 16  # rows, each of which has a number in scalar memory
+LOGITS = 512 * 1024  # per grid step: 2 MiB
+QUERIES = 512  # per grid step, over all heads
+KEY_BYTES = 1 << 21  # per grid step
+MOST_ROWS = 4  # per grid step
+MOST_SLOTS = 1 << 18  # the mass of more slots does not fit in VMEM
+MOST_TABLE = 1 << 16  # rows; each one has a number in scalar memory
 
 
 def why_not(
     query: Any, key: Any, is_candidate: Any, is_query: Any, age: Any, log_weight: Any, over_group: str = "max"
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if reason := terms.why_not(query, key):
+    if reason := pallas.why_not(query, key):
         return reason
     rows, num_slots, head_size = key.shape
     if head_size % 64:
@@ -47,7 +47,7 @@ def why_not(
 
 
 def up(size: int, unit: int) -> int:
-    """The next multiple of a unit."""
+    """The size rounded up to a multiple of `unit`."""
     return -(-size // unit) * unit
 
 
@@ -63,9 +63,9 @@ def attention_mass(
     interpret: Any = False,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
-    query_RDVH, bias_RS, share_RV, after_V = terms.terms(query, is_candidate, is_query, log_weight, over_group)
+    query_RDVH, bias_RS, share_RV, after_V = pallas.terms(query, is_candidate, is_query, log_weight, over_group)
     (num_rows, heads, num_queries, head_size), num_slots = query_RDVH.shape, key.shape[1]
-    window = min(up(num_queries, 8), max(8, QUERIES // heads // 8 * 8))  # queries of a grid step
+    window = min(up(num_queries, 8), max(8, QUERIES // heads // 8 * 8))  # queries per grid step
     windows = -(-num_queries // window)
     row_bytes = head_size * key.dtype.itemsize
     most = max(LANES, min(LOGITS // (heads * window), KEY_BYTES // row_bytes) // LANES * LANES)
@@ -136,7 +136,7 @@ def attention_mass(
 
 
 def add_block(heads: int, blocks: int, block: int, has_age: bool, extent_smem_ref: Any, *refs: Any) -> None:
-    """Some rows' whole keys, or one visit to a block of one row's, for some of the queries."""
+    """Adds the mass from some of the queries: for some whole rows, or in one visit to a block of one row."""
     # inputs, outputs, scratch
     query_ref, share_ref, key_ref, bias_ref, *rest = refs
     age_ref, after_ref, mass_ref, peak_ref, total_ref = rest if has_age else (None, None, *rest)
@@ -149,7 +149,7 @@ def add_block(heads: int, blocks: int, block: int, has_age: bool, extent_smem_re
         mass_ref[...] = jnp.zeros_like(mass_ref)
 
     def logits_of(row: int) -> Any:
-        """Of the queries and slots of a row; -inf where a query does not see a slot, which may hold anything."""
+        """Logits of a row; -inf where a query does not see a slot, which may hold anything."""
         logits = lax.dot_general(
             query_ref[row, 0], key_ref[row], (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
         )
@@ -161,7 +161,7 @@ def add_block(heads: int, blocks: int, block: int, has_age: bool, extent_smem_re
         return jnp.where(is_seen_VS, logits_VS * head_size**-0.5 + bias_1S, -jnp.inf)
 
     def base_of(peak_V1: Any) -> Any:
-        return jnp.where(peak_V1 == -jnp.inf, 0.0, peak_V1)  # nothing to see
+        return jnp.where(peak_V1 == -jnp.inf, 0.0, peak_V1)  # the query sees nothing so far
 
     def mass_of(weight_VS: Any, total_V1: Any, row: int) -> Any:
         return (weight_VS * (share_ref[row, 0] / jnp.where(total_V1 == 0, 1.0, total_V1))).sum(axis=0, keepdims=True)

@@ -1,4 +1,4 @@
-"""How far apart pages are: what tells whether one may stand in for the other (ReasonCache)."""
+"""The distance between pages, by which ReasonCache decides whether a page can replace another one."""
 
 from jaxtyping import Array, Float, Int
 
@@ -21,12 +21,15 @@ def block_distance(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "I L 2 3"]:
-    """Squared norms of each pair of pages and of their difference, by layer, for keys and for values, float32.
+    """Squared norms of both pages of each pair and of their difference, by layer, for keys and for values, float32.
 
-    A page is taken as one long vector over its first `num_tokens` slots and all KV heads (`first` and `second` say where each
-    head's part lies): the last axis holds `|a|^2`, `|b|^2` and `|a - b|^2`. With `angle` (radians for each rotating pair of
-    channels, in the half-split convention), the second page's keys are turned by it first, so that two pages can be compared as
-    if they stood at the same place. The difference is summed as it is, not made of norms and a product, which in float32 loses
-    half of its digits where pages are alike and saves no reading.
+    A page is one long vector over its first `num_tokens` slots and all KV heads; `first` and `second` hold the page of each
+    head. The last axis holds `|a|^2`, `|b|^2` and `|a - b|^2`. `angle` (radians for each rotating pair of channels, in the
+    half-split convention) rotates the keys of the second page first, so that two pages are compared at the same position. The
+    difference is summed directly: computed from norms and a product, it would lose half of its float32 digits for similar pages
+    and read as much.
+
+    Raises:
+      ValueError: an unknown implementation, or one that cannot run here or with these arguments.
     """
     return call("block_distance", IMPLEMENTATIONS, implementation, kv, first, second, num_tokens, angle)

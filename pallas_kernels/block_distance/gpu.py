@@ -1,7 +1,7 @@
-"""Triton: a program for each layer of each pair, which adds up its heads' pages in rows of a few slots, in a fixed order.
+"""Pallas for NVIDIA GPUs: a program per layer of each pair sums the pages of its heads, a few slots at a time, in fixed order.
 
-There are thousands of such programs and little to each, so what keeps the memory busy is many of them on a processor: tiles
-are small. A key's partner in the rotation is loaded a second time, from the cache. Slots beyond the tokens are not read.
+There are thousands of short programs, and many of them on each multiprocessor keep the memory busy, so tiles are small. The
+partner of a channel in the rotation is loaded a second time, from the cache. Slots beyond the tokens are not read.
 """
 
 import functools
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import launch, load
 
-TILE = 1024  # elements of each page that are added up at once
+TILE = 1024  # elements of each page per addition
 MOST_HEAD_SIZE = 1024
 
 
@@ -54,7 +54,7 @@ def block_distance(
 
 
 def measure(is_turned: bool, kv_ref: Any, first_ref: Any, second_ref: Any, num_tokens_ref: Any, *refs: Any) -> None:
-    """One layer of one pair."""
+    """Sums the squares of one layer of one pair."""
     cos_ref, sin_ref, out_ref = refs if is_turned else (None, None, *refs)
     num_heads, (page_size, head_size) = first_ref.shape[2], kv_ref.shape[2:]
     channels = pl.next_power_of_2(head_size)

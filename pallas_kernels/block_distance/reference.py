@@ -1,4 +1,4 @@
-"""Plain XLA, a layer at a time: no more than one layer's pages of all pairs exist at once."""
+"""Plain XLA, one layer at a time: the pages of all pairs exist for one layer at once, not for more."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def block_distance(
 
 
 def turn(x: Float[Array, "... H"], angle: Float[Array, "... half"]) -> Float[Array, "... H"]:
-    """Rotated channel pairs (c, c + half); channels beyond the last pair stay."""
+    """Rotates the channel pairs (c, c + half); channels beyond the last pair do not change."""
     half = angle.shape[-1]
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)

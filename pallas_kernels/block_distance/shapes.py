@@ -1,4 +1,4 @@
-"""The arguments that a look at pairs of pages calls with."""
+"""The arguments of real calls: 64 pairs of pages of a model."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ CASES = Case("64 pairs"), Case("64 pairs, keys turned", options={"turned": True}
 
 
 def arguments(model: ModelShape, workload: Workload, *, pairs: int = 64, turned: bool = False) -> tuple[Any, ...]:
-    """Shapes of the pool, both pages of each pair, its tokens and, if `turned`, the angles of its keys."""
+    """Shapes of the pool, both pages of each pair, its number of tokens and, if `turned`, the angles of its keys."""
     pages = of(jnp.int32, pairs, model.num_layers, model.num_kv_heads)
     angle: jax.ShapeDtypeStruct | None = None
     if turned:
@@ -20,7 +20,7 @@ def arguments(model: ModelShape, workload: Workload, *, pairs: int = 64, turned:
 
 
 def values(model: ModelShape, workload: Workload, **options: Any) -> tuple[Any, ...]:
-    """Normal pages of full tokens, any with any; any angles."""
+    """Normal, full pages in random pairs; random angles."""
     kv, first, second, num_tokens, angle = arguments(model, workload, **options)
     keys = jax.random.split(jax.random.key(0), 3)
     pages = (
@@ -37,6 +37,6 @@ def values(model: ModelShape, workload: Workload, **options: Any) -> tuple[Any, 
 
 
 def num_bytes(model: ModelShape, workload: Workload, **options: Any) -> int:
-    """Both pages of every pair, in every layer and KV head, read once."""
+    """Bytes of both pages of every pair, in every layer and KV head, read once."""
     kv, first, *_ = arguments(model, workload, **options)
     return 2 * first.size * (kv.size // kv.shape[0]) * kv.dtype.itemsize

@@ -1,8 +1,8 @@
-"""Pallas for TPU: a ring of buffers, one for each layer of a pair, filled by page DMAs well ahead, across pairs and grid steps.
+"""Pallas for TPU: DMAs fill a ring of buffers, one per layer of a pair, well ahead, across pairs and grid steps.
 
-An item is one layer of one pair: 2*K pages, tens of KB where pages are small, so that many items must be on their way at once
-to keep the memory busy. A grid step takes eight pairs; its piece of the table, in scalar memory, also holds the first items of
-the next step, to be asked for ahead. Pairs of no tokens are not read. An item's six sums become one lane of the output.
+An item is one layer of one pair: 2*K pages, tens of KB if pages are small, so many items must be in flight to keep the memory
+busy. A grid step takes eight pairs. Its piece of the table, in scalar memory, also holds the first items of the next step, so
+that they can be fetched ahead. Pairs without tokens are not read. The six sums of an item become one lane of the output.
 """
 
 import functools
@@ -16,19 +16,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-PAIRS = 8  # of a grid step
+PAIRS = 8  # per grid step
 LANES = 128
 SUBLANES = 8
-CHUNK = 32  # slots of a page, at most, that are added up at once
-MOST_UNROLLED = 16  # chunks of an item that are written out, not looped over
+CHUNK = 32  # slots of a page per addition, at most
+MOST_UNROLLED = 16  # chunks of an item, at most, that are unrolled
 RING_BYTES = 4 << 20
 MOST_RING = 32  # items
-MOST_BYTES = 12 << 20  # of two items
-MOST_TABLE = 32768  # entries of a grid step's piece: twice 128 KiB of scalar memory
+MOST_BYTES = 12 << 20  # for two items
+MOST_TABLE = 32768  # entries of a grid step's piece of the table: 128 KiB of scalar memory, double-buffered
 
 
 def table_entries(num_layers: int, num_heads: int) -> int:
-    """Entries of a grid step's piece of the table, at most."""
+    """The largest number of entries in a grid step's piece of the table."""
     return (PAIRS * num_layers + MOST_RING) * (2 * num_heads + 1)
 
 
@@ -60,14 +60,16 @@ def block_distance(
 ) -> Float[Array, "I L 2 3"]:
     """See `pallas_kernels.block_distance`."""
     (num_pairs, num_layers, num_heads), (page_size, head_size) = first.shape, kv.shape[2:]
-    items = PAIRS * num_layers  # of a grid step
+    items = PAIRS * num_layers  # per grid step
     item_bytes = 4 * num_heads * page_size * head_size * kv.dtype.itemsize
     ring = min(MOST_RING, max(2, RING_BYTES // item_bytes), items)
     steps = -(-num_pairs // PAIRS)
-    cores = 2 if steps % 2 == 0 else 1  # of one chip that shares its memory between two; elsewhere one after the other
+    cores = 2 if steps % 2 == 0 else 1  # of a chip whose two cores share a memory; on other chips, one runs after the other
     tokens = jnp.broadcast_to(num_tokens[:, None, None], (num_pairs, num_layers, 1))
     table = jnp.concatenate([tokens, first, second], axis=-1).reshape(num_pairs * num_layers, -1)
-    table = jnp.pad(table, [(0, steps * items - len(table)), (0, 0)]).reshape(steps, -1)  # no tokens: nothing to read
+    table = jnp.pad(table, [(0, steps * items - len(table)), (0, 0)]).reshape(
+        steps, -1
+    )  # padding has no tokens and is not read
     following = jnp.roll(table, -1, axis=0)[:, : table.shape[1] // items * ring]
     table = jnp.concatenate([table, following], axis=1)[:, None]
     steps //= cores
@@ -95,7 +97,7 @@ def block_distance(
             pltpu.SemaphoreType.DMA((ring,)),
             pltpu.SMEM((1,), jnp.int32),
         ],
-        # Pages are the pool's own, as XLA's gather is promised; checks of a DMA take longer than to send a page of 16 slots.
+        # Page ids are in bounds, as XLA's gather assumes too; the bounds check of a DMA takes longer than a page of 16 slots.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         interpret=interpret,
         name="block_distance",
@@ -105,7 +107,7 @@ def block_distance(
 
 
 def turns(angle: Float[Array, "I half"], head_size: int) -> Float[Array, "I 3 H"]:
-    """What each channel is multiplied by, and the channels `half` above and below it, to turn a key."""
+    """The factors of each channel, and of the channels `half` above and below it, in the rotation of a key."""
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     rest = jnp.ones((len(angle), head_size - 2 * angle.shape[1]), angle.dtype)
     none, still = jnp.zeros_like(sin), jnp.zeros_like(rest)
@@ -114,7 +116,7 @@ def turns(angle: Float[Array, "I half"], head_size: int) -> Float[Array, "I 3 H"
 
 
 def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_ref: Any, kv_hbm_ref: Any, *refs: Any) -> None:
-    """Eight pairs. With `half`, the rotating pairs of channels, there are turns among the inputs."""
+    """Measures eight pairs. `half` is the number of rotating channel pairs; if it is given, the turns are among the inputs."""
     *turns_refs, out_vmem_ref, ring_vmem_ref, semaphores, which_smem_ref = refs  # turns, output and scratch
     page_size, head_size = kv_hbm_ref.shape[2:]
     chunk, entries = math.gcd(page_size, CHUNK), 2 * num_heads + 1
@@ -124,7 +126,7 @@ def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_
     step = pl.program_id(1)
 
     def start(item: Any, which: Any) -> None:
-        """Asks for an item of this step, or of the next ones, if it has tokens."""
+        """Starts to fetch an item of this step or of the next ones, if it has tokens."""
 
         @pl.when(table_smem_ref[0, 0, item * entries] > 0)
         def _() -> None:
@@ -144,13 +146,13 @@ def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_
 
     def turned(key_SH: Any, half: int, pair: Any) -> Any:
         stay_1H, above_1H, below_1H = (turns_refs[0][pair, pl.ds(i, 1), :] for i in range(3))
-        if 2 * half == head_size:  # above is below
+        if 2 * half == head_size:  # both partners are the same channel
             return key_SH * stay_1H + pltpu.roll(key_SH, half, 1) * (above_1H + below_1H)
         above_SH, below_SH = pltpu.roll(key_SH, head_size - half, 1), pltpu.roll(key_SH, half, 1)
         return key_SH * stay_1H + above_SH * above_1H + below_SH * below_1H
 
     def sums_of(item: Any, which: Any, num_tokens: Any) -> Any:
-        """The six sums of an item, over all but the lanes."""
+        """The six sums of an item, over everything but the lanes."""
         pair = lax.div(item, num_layers)
 
         def add(index: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -194,7 +196,7 @@ def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_
         @pl.when(num_tokens > 0)
         def _() -> None:
             whole_ref = ring_vmem_ref.at[which]
-            pltpu.make_async_copy(whole_ref, whole_ref, semaphores.at[which]).wait()  # for as many bytes
+            pltpu.make_async_copy(whole_ref, whole_ref, semaphores.at[which]).wait()  # waits for the bytes of all pages
             sums_SX = jnp.zeros((SUBLANES, LANES), jnp.float32)
             for i, sum_SX in enumerate(sums_of(item, which, num_tokens)):
                 sums_SX = jnp.where(quantity_SX == i, jnp.sum(sum_SX, axis=0, keepdims=True), sums_SX)

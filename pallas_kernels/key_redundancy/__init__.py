@@ -1,4 +1,4 @@
-"""How similar each key is to the other keys of its row: the redundancy score of R-KV."""
+"""The similarity of each key to the other keys of its row: the redundancy score of R-KV."""
 
 from jaxtyping import Array, Bool, Float
 
@@ -24,11 +24,14 @@ def key_redundancy(
 ) -> Float[Array, "R S"]:
     """The mean cosine similarity of every filled key to a slot's key, -1 to 1, float32; 0 where a slot is empty.
 
-    C[i, j] is the cosine of keys i and j, 0 on the diagonal. In each row i the last `exempt` of the entries above `threshold`
-    become 0, so that of a group of look-alikes the newest is not held redundant (R-KV, arXiv 2505.24133, 3.3; slots are in
-    the order of their tokens). The result is the mean of column s over the filled rows. `exempt_first=True` zeroes slot 0 in
-    rows with no entry above the threshold, as the authors' code happens to do (with `exempt` at least 1).
+    C[i, j] is the cosine of keys i and j, 0 on the diagonal. In each row i, the last `exempt` entries above `threshold` are set
+    to 0, so that the newest key of a similar group is not redundant (R-KV, arXiv 2505.24133, 3.3; slots are in the order of
+    their tokens). The result is the mean of column s over the filled rows. `exempt_first=True` also sets slot 0 to 0 in rows
+    without an entry above the threshold, as the authors' code does by accident (with `exempt` at least 1).
     Cost: S * S * H multiplications and additions `exempt` times; memory linear in S.
+
+    Raises:
+      ValueError: an unknown implementation, or one that cannot run here or with these arguments.
     """
     settings = {"threshold": threshold, "exempt": exempt, "exempt_first": exempt_first}
     return call("key_redundancy", IMPLEMENTATIONS, implementation, key, is_filled, **settings)

@@ -1,7 +1,7 @@
 """Plain XLA for a CPU: two rows at a time, in few large products.
 
-On two cores a product of 1,152 by 64 by 1,152 runs at twice the speed of one of 128 rows, so computing half of the symmetric
-matrix in small blocks gains nothing.
+On two cores, a product of 1,152 by 64 by 1,152 runs at twice the rate of one with 128 rows, so it would not help to compute
+half of the symmetric matrix in small blocks.
 """
 
 import jax
@@ -19,7 +19,7 @@ def key_redundancy(
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.key_redundancy`."""
 
-    def split(x: Array) -> Array:  # rows that fill the last group are empty
+    def split(x: Array) -> Array:  # the last group is padded with empty rows
         return jnp.pad(x, [(0, -x.shape[0] % GROUP)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, GROUP, *x.shape[1:])
 
     def of_group(group: tuple[Array, Array]) -> Array:
@@ -32,6 +32,6 @@ def key_redundancy(
 def add_in_place(
     total_RS: Float[Array, "R S"], slot_RS: Int[Array, "R S"], value_RS: Float[Array, "R S"]
 ) -> Float[Array, "R S"]:
-    """See `reference.add_at`; a CPU adds one after the other."""
+    """See `reference.add_at`; the scatter of a CPU adds in order."""
     row_R1 = jnp.arange(total_RS.shape[0], dtype=jnp.int32)[:, None]
     return total_RS.at[row_R1, slot_RS].add(value_RS)

@@ -1,9 +1,8 @@
-"""Pallas for NVIDIA GPUs: tiles of the similarity matrix, each looked at once, for the sum and the latest look-alike.
+"""Pallas for NVIDIA GPUs: each tile of the similarity matrix is computed once, for the sum and the latest similar key.
 
-The products are of the keys as they are, not of unit keys: for bfloat16 they are exact on the tensor cores, which float32
-cannot use; norms come in afterwards. A program holds a block of a row's keys and walks over the others. A second launch takes
-what each row exempts off the totals by comparing all slots with all others, without a product: atomic additions would come in
-any order.
+The products take the keys themselves, not unit keys: in bfloat16 they are exact on the tensor cores, which float32 cannot use;
+the norms divide afterwards. A program holds a block of a row's keys and loops over the others. A second launch subtracts the
+exempt entries from the totals by comparing all slots with all others, without a product: atomic additions have no fixed order.
 """
 
 import functools
@@ -17,8 +16,8 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.launch import dot, launch, load, store
 
-BLOCK = 128  # slots of a program; half for float32, whose products use no tensor cores
-OTHERS = 64  # slots of a tile's other side
+BLOCK = 128  # slots per program; half for float32, whose products use no tensor cores
+OTHERS = 64  # slots on the other side of a tile
 
 
 def why_not(key: Any, is_filled: Any, threshold: float = 0.5, exempt: int = 1, exempt_first: bool = False) -> str | None:
@@ -26,7 +25,7 @@ def why_not(key: Any, is_filled: Any, threshold: float = 0.5, exempt: int = 1, e
     if key.dtype not in (jnp.float32, jnp.bfloat16):
         return f"keys must be float32 or bfloat16; got {key.dtype}"
     if exempt < 1:
-        return f"without an exempt entry the plain form is linear in slots: exempt must be at least 1; got {exempt}"
+        return f"exempt must be at least 1; got {exempt}. Without an exempt entry, plain XLA is linear in slots"
     if key.shape[2] not in (16, 32, 64, 128):
         return f"the head size must be a power of two from 16 to 128; got {key.shape[2]}"
     if key.size >= 2**31:
@@ -100,7 +99,7 @@ def look(
     norm_ref: Any,
     *refs: Any,
 ) -> None:
-    """A block of slots (S) against all the others (I), the older ones first."""
+    """Compares a block of slots (S) with all others (I), the older ones first."""
     below_ref, latest_ref, value_ref, *total_refs = (None, *refs) if turn == 0 else refs
     row, num_slots = pl.program_id(0), slot_ref.shape[1]
     extent, offset_H = load(extent_ref.at[row]), jnp.arange(key_ref.shape[2], dtype=jnp.int32)
@@ -134,7 +133,7 @@ def look(
         newest_S = jnp.where(is_alike_SI, slot_I[None], -1).max(axis=1)
         newest_value_S = jnp.where(slot_I[None] == newest_S[:, None], similarity_SI, 0.0).sum(axis=1)
         is_found_S = newest_S >= 0
-        if exempt_first and turn == 0:  # where no look-alike has been found, slot 0 stands for it
+        if exempt_first and turn == 0:  # slot 0 is exempt if no similar key was found
             first_S = jnp.where(where_I[None] == 0, similarity_SI, 0.0).sum(axis=1)
             newest_value_S = jnp.where(is_found_S | (index > 0), newest_value_S, first_S)
             is_found_S |= index == 0
@@ -144,10 +143,10 @@ def look(
     zero_S = jnp.zeros((block,), jnp.float32)
     carry = jnp.full((block,), -1, jnp.int32), zero_S, zero_S
     end = jnp.where(begin < extent, lax.div(extent + (OTHERS - 1), jnp.int32(OTHERS)), jnp.int32(0))
-    first = lax.min(pl.program_id(1) * (block // OTHERS), end)  # tiles on the diagonal, and what comes before and after
+    first = lax.min(pl.program_id(1) * (block // OTHERS), end)  # tiles before, on and after the diagonal
     last = lax.min(first + block // OTHERS, end)
     spans = [(False, jnp.int32(0), first), (True, first, last), (False, last, end)]
-    if key_ref.dtype == jnp.float32:  # whose product is long to compile
+    if key_ref.dtype == jnp.float32:  # its product takes long to compile
         spans = [(True, jnp.int32(0), end)]
     for is_diagonal, lower, upper in spans:
         carry = lax.fori_loop(lower, upper, functools.partial(compare, is_diagonal), carry)
@@ -159,7 +158,7 @@ def look(
 
 
 def take_off(block: int, extent_ref: Any, latest_ref: Any, value_ref: Any, total_ref: Any, left_ref: Any) -> None:
-    """What is left of a block's totals when each slot's value is taken off the total of its latest look-alike."""
+    """Subtracts each slot's value from the total of its latest similar key, for a block of totals."""
     row, begin, num_slots = pl.program_id(0), pl.program_id(1) * block, latest_ref.shape[1]
     extent = load(extent_ref.at[row])
     where_S = begin + jnp.arange(block, dtype=jnp.int32)

@@ -1,7 +1,7 @@
-"""Plain XLA: the mean of all similarities is one product with the sum of the keys, so only the exempt ones have to be found.
+"""Plain XLA: the mean of all similarities is one product with the sum of the keys; only the exempt entries are searched for.
 
-A key's latest look-alike comes from a scan over blocks of rows of the similarity matrix, which never exists as a whole. The
-matrix is symmetric, so the largest of a column stands for that of a row: it needs no reduction across a vector's lanes.
+A scan over blocks of rows of the similarity matrix finds the latest similar key of each key; the whole matrix never exists. The
+matrix is symmetric, so the maximum of a column equals that of a row and needs no reduction across the lanes of a vector.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def key_redundancy(
     block: int = BLOCK,
     add: Callable[..., Float[Array, "R S"]] | None = None,
 ) -> Float[Array, "R S"]:
-    """See `pallas_kernels.key_redundancy`; `block` is the most rows of the matrix at a time, `add` does what `add_at` does."""
+    """See `pallas_kernels.key_redundancy`; `block` is the number of matrix rows at a time, `add` a replacement of `add_at`."""
     add = add or add_at
     key_RSH = jnp.where(is_filled[..., None], key_RSH, 0).astype(jnp.float32)
     key_RSH = key_RSH / (jnp.linalg.norm(key_RSH, axis=-1, keepdims=True) + 1e-8)
@@ -47,12 +47,12 @@ def latest_alike(
     threshold: float,
     block: int,
 ) -> Int[Array, "R S"]:
-    """The last slot (before `below`) of another key whose cosine with each (unit) key is above the threshold; -1 for none."""
+    """For each (unit) key, the last slot (before `below`) of another key with a cosine above the threshold; -1 for none."""
     num_slots = key_RSH.shape[1]
     num_blocks = -(-num_slots // block)
     block = -(-num_slots // num_blocks)
     padding = (0, num_blocks * block - num_slots)
-    # Slots as floats, exact to 2 ** 24: a CPU takes the largest of floats faster than of integers.
+    # Slots are floats, exact to 2 ** 24: on a CPU the maximum of floats is faster than that of integers.
     slot = jnp.arange(num_slots, dtype=jnp.float32)
     padded_RS = jnp.pad(jnp.where(is_filled, slot, -1.0), [(0, 0), padding], constant_values=-1)
     padded_RSH = jnp.pad(key_RSH, [(0, 0), padding, (0, 0)])
@@ -71,7 +71,7 @@ def latest_alike(
 
 
 def add_at(total_RS: Float[Array, "R S"], slot_RS: Int[Array, "R S"], value_RS: Float[Array, "R S"]) -> Float[Array, "R S"]:
-    """The totals with each value added at its slot, always in the same order: a GPU's scatter adds in any."""
+    """The totals with each value added at its slot, in a fixed order; the scatter of a GPU adds in any order."""
     num_slots = total_RS.shape[1]
     slot, block = jnp.arange(num_slots, dtype=jnp.int32), min(BLOCK, num_slots)
     padding = [(0, 0), (0, -num_slots % block)]

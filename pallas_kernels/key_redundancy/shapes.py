@@ -1,4 +1,4 @@
-"""The arguments of a real compaction."""
+"""The arguments of real calls: a compaction, and one of long rows."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def arguments(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
 
 
 def values(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
-    """Normal keys, a third of them nearly the first, in full rows; no cosine is near the threshold."""
+    """Normal keys in full rows, a third of them close to the first one; no cosine is near the threshold."""
     key, is_filled = arguments(model, workload)
     drawn = jax.random.normal(jax.random.key(0), key.shape, jnp.float32)
     is_alike = jnp.arange(key.shape[1], dtype=jnp.int32)[:, None] % 3 == 1
@@ -26,6 +26,6 @@ def values(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
 
 
 def num_bytes(model: ModelShape, workload: Workload) -> int:
-    """Keys read once, scores written; it is arithmetic that takes the time."""
+    """Bytes of the keys, read once, and of the scores, written; the time goes into arithmetic."""
     key, is_filled = arguments(model, workload)
     return key.size * key.dtype.itemsize + 4 * is_filled.size

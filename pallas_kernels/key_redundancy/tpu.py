@@ -1,10 +1,10 @@
-"""Pallas for TPU: tiles of the similarity matrix, each looked at once, for the sum, the latest look-alike and its similarity.
+"""Pallas for TPU: each tile of the similarity matrix is computed once, for the sum, the latest similar key and its similarity.
 
-The products are of the keys as they are, not of unit keys: exact in the matrix unit for bfloat16 in one pass where unit keys in
-float32 take six; norms come in afterwards. The matrix is symmetric, so the largest of a column stands for that of a row and
-needs no reduction across lanes. What each row exempts is taken off the totals at the end by comparing all slots with all
-others, without a product. Eight rows of a tile at a time are compared in registers: a later look-alike replaces an earlier one
-of its sublane. Blocks beyond a row's last filled slot are skipped, and not fetched either.
+The products take the keys themselves, not unit keys: in bfloat16 they are exact in one pass of the matrix unit, while unit keys
+in float32 take six; the norms divide afterwards. The matrix is symmetric, so the maximum of a column equals that of a row and
+needs no reduction across lanes. At the end, the exempt entries are subtracted from the totals by comparing all slots with all
+others, without a product. Eight rows of a tile at a time are compared in registers: a later similar key replaces an earlier one
+of its sublane. Blocks beyond a row's last filled slot are neither fetched nor computed.
 """
 
 import functools
@@ -18,10 +18,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 LANES, SUBLANES = 128, 8
-MOST_BLOCK = 1536  # slots of a block
-MOST_CHUNK = 384  # of a tile, by a block
-MOST_SLOTS = 1 << 15  # whose totals and look-alikes fit beside the blocks
-MOST_TABLE = 1 << 16  # rows, each of which has a number in scalar memory
+MOST_BLOCK = 1536  # slots per block
+MOST_CHUNK = 384  # slots on one side of a tile; the other side is a block
+MOST_SLOTS = 1 << 15  # the totals and latest similar keys of more slots do not fit beside the blocks
+MOST_TABLE = 1 << 16  # rows; each one has a number in scalar memory
 
 
 def why_not(key: Any, is_filled: Any, threshold: float = 0.5, exempt: int = 1, exempt_first: bool = False) -> str | None:
@@ -30,7 +30,7 @@ def why_not(key: Any, is_filled: Any, threshold: float = 0.5, exempt: int = 1, e
     if key.dtype not in (jnp.float32, jnp.bfloat16):
         return f"keys must be float32 or bfloat16; got {key.dtype}"
     if exempt < 1:
-        return f"without an exempt entry the plain form is linear in slots: exempt must be at least 1; got {exempt}"
+        return f"exempt must be at least 1; got {exempt}. Without an exempt entry, plain XLA is linear in slots"
     if threshold < 0:
         return f"the threshold must be at least 0, so that an empty slot's similarity is not above it; got {threshold}"
     if head_size % 64 or head_size > 256:
@@ -113,18 +113,18 @@ def look(
     slot_ref: Any,  # -1 where a slot is empty
     norm_ref: Any,
     total_ref: Any,
-    tile_ref: Any,  # similarities of a chunk and a block, times the norms of the block
-    latest_ref: Any,  # of each of eight sublanes, as the number of its eight rows
-    value_ref: Any,  # its similarity
-    sum_ref: Any,  # of all similarities
-    first_ref: Any,  # the similarity to slot 0
-    below_ref: Any,  # the latest look-alike of the turn before
+    tile_ref: Any,  # similarities of a chunk with a block, times the norms of the block
+    latest_ref: Any,  # latest similar slot per sublane, as the index of its group of eight rows
+    value_ref: Any,  # the similarity of that slot
+    sum_ref: Any,  # sum of all similarities
+    first_ref: Any,  # similarity to slot 0
+    below_ref: Any,  # latest similar slot of the turn before
 ) -> None:
-    """One block of slots (S) against one block of others (I), chunk by chunk, the older ones first; in the end the totals."""
+    """Compares a block of slots (S) with a block of others (I), older chunks first; the last block writes the totals."""
     row, turn, index, other_index = (pl.program_id(axis) for axis in range(4))
     extent = extent_smem_ref[row]
     precision = lax.Precision.HIGHEST if key_ref.dtype == jnp.float32 else None
-    width = LANES * max(n for n in range(1, 5) if block // LANES % n == 0)  # of what is looked at in registers
+    width = LANES * max(n for n in range(1, 5) if block // LANES % n == 0)  # lanes that are compared in registers at once
 
     @pl.when((index == 0) & (other_index == 0))
     def _() -> None:
@@ -137,7 +137,7 @@ def look(
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
     def column(ref: Any, begin: Any) -> Any:
-        """Of a chunk of the others."""
+        """A chunk of the others as a column."""
         return ref[0, :, pl.ds(begin, chunk)].reshape(chunk, 1)
 
     def compare(part: Any, _: Any) -> None:
@@ -170,7 +170,7 @@ def look(
             limit_8S = jnp.broadcast_to(threshold * norm_ref[0, :, mine], (SUBLANES, width))
             latest_8S, value_8S, sum_8S = latest_ref[:, mine], value_ref[:, mine], sum_ref[:, mine]
             added_8S = jnp.zeros_like(sum_8S)
-            if exempt > 1:  # groups of rows whose slot in a sublane comes before the latest look-alike of the turn before
+            if exempt > 1:  # groups of rows whose slot in a sublane is before the latest similar slot of the turn before
                 sublane_8S = lax.broadcasted_iota(jnp.int32, (SUBLANES, width), 0).astype(jnp.float32)
                 below_8S = (below_ref[:, mine] - sublane_8S) * (1 / SUBLANES)
             for i in range(chunk // SUBLANES):
@@ -201,7 +201,7 @@ def look(
             total_ref[0] = sum_ref[...].sum(axis=0, keepdims=True) / norm_ref[0]
 
         def settle(index: Any, _: Any) -> None:
-            """The latest of all sublanes, and its similarity in the first of `value`."""
+            """Reduces the latest similar slot over the sublanes, and writes its similarity to the first row of `value`."""
             mine = pl.ds(pl.multiple_of(index * block, LANES), block)
             sublane_8S = lax.broadcasted_iota(jnp.int32, (SUBLANES, block), 0).astype(jnp.float32)
             slot_8S = jnp.where(latest_ref[:, mine] < 0, -1.0, latest_ref[:, mine] * SUBLANES + sublane_8S)

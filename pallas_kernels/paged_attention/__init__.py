@@ -3,12 +3,11 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, call
-from pallas_kernels.paged_attention import cpu, gpu, mosaic_gpu, native, reference, tpu
+from pallas_kernels.paged_attention import cpu, gpu, native, reference, tpu
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.paged_attention, "tpu", tpu.why_not),
     "gpu": Implementation(gpu.paged_attention, "cuda", gpu.why_not),
-    "mosaic_gpu": Implementation(mosaic_gpu.paged_attention, "cuda", mosaic_gpu.why_not),  # Hopper; by name, until it is timed
     "native": Implementation(native.paged_attention, "cpu", native.why_not),
     "cpu": Implementation(cpu.paged_attention, "cpu"),
     "reference": Implementation(reference.paged_attention),
@@ -27,11 +26,14 @@ def paged_attention(
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """The attention output of each row's query group over its filled slots, and the log of the softmax's denominator.
 
-    Slot s of a row lies in page `page_table[r, s // page]` at offset `s % page`; the first `length[r]` slots are filled and
-    nothing beyond them is used, whatever it holds. `log_weight` (S = MP * page) is added to a slot's logit: `ln m` for a slot
-    that stands for m, `-inf` for a hole, which may hold anything. A row with no slot to read gives zeros and `-inf`. Logits are
-    scaled by H ** -0.5; `with_logits` returns them too, float32, the log-weight added, `-inf` where no slot is filled: what a
-    step that evicts by attention needs.
+    Slot s of a row is in page `page_table[r, s // page]` at offset `s % page`. The first `length[r]` slots are filled; later
+    ones are not used and may hold anything. `log_weight` (S = MP * page) is added to a slot's logit: `ln m` for a slot with
+    multiplicity m, `-inf` for a vacant slot, which may hold anything. A row without a slot to read gives zeros and `-inf`.
+    Logits are scaled by H ** -0.5. `with_logits` also returns them, float32, with the log-weight, `-inf` where no slot is
+    filled, for policies that evict by attention at each step.
+
+    Raises:
+      ValueError: an unknown implementation, or one that cannot run here or with these arguments.
     """
     args = query, kv, page_table, length, log_weight
     return call("paged_attention", IMPLEMENTATIONS, implementation, *args, with_logits=with_logits)

@@ -1,10 +1,10 @@
-"""Plain XLA for a CPU: a few rows and a block of their pages at a time, no further than the longest of these rows.
+"""Plain XLA for a CPU: a few rows and a block of their pages at a time, up to the end of the longest of these rows.
 
-The work follows what rows hold, not the width of their tables, and a block's keys and values stay in the processor's cache
-between their gather and their product. A block beyond a row's length multiplies its sums by exactly 1 and adds exactly 0, so a
-row's result is the same bits whatever its neighbours' lengths and the width of the table. The trip count is unknown to the
-compiler, for which a GPU would wait on the host: there the reference runs. Keys are the left operand of their product: XLA's
-matrix-vector products on a CPU run twice as fast over contiguous rows of the left one.
+The work depends on the lengths of rows, not on the width of their tables, and the keys and values of a block stay in the
+processor's cache between gather and product. A block beyond a row's length multiplies its sums by exactly 1 and adds exactly 0,
+so the bits of a row depend neither on its neighbours' lengths nor on the width of the table. The trip count is dynamic, for
+which a GPU would wait on the host: there the reference runs. Keys are the left operand of their product: on a CPU, XLA's
+matrix-vector products run twice as fast over contiguous rows of the left operand.
 """
 
 import functools
@@ -36,7 +36,7 @@ def paged_attention(
     args = query_RGH, page_table, length, log_weight
     if rows > GROUP:
 
-        def split(x: Array) -> Array:  # rows that fill the last group are empty
+        def split(x: Array) -> Array:  # the last group is padded with empty rows
             return jnp.pad(x, [(0, -rows % GROUP)] + [(0, 0)] * (x.ndim - 1)).reshape(-1, GROUP, *x.shape[1:])
 
         out, log_total, logits = jax.lax.map(run, jax.tree.map(split, args))
@@ -52,7 +52,7 @@ def attend_group(
     with_logits: bool,
     group: tuple[Float[Array, "R G H"], Int[Array, "R MP"], Int[Array, " R"], Float[Array, "R S"] | None],
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
-    """Rows that are walked together; their tables are whole blocks."""
+    """Attends for a group of rows, whose tables are whole blocks."""
     query_RGH, page_table, length, log_weight = group
     rows, heads, head_size = query_RGH.shape
     num_slots = block_pages * kv.shape[2]
@@ -73,7 +73,7 @@ def attend_group(
         logits_RGS = jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf)
         seen = [jax.lax.dynamic_update_slice_in_dim(all_RGS, logits_RGS, block * num_slots, axis=2) for all_RGS in seen]
         new_peak_RG1 = jnp.maximum(peak_RG1, jnp.max(logits_RGS, axis=-1, keepdims=True))
-        base_RG1 = jnp.where(new_peak_RG1 == -jnp.inf, 0.0, new_peak_RG1)  # nothing to read so far
+        base_RG1 = jnp.where(new_peak_RG1 == -jnp.inf, 0.0, new_peak_RG1)  # the row reads nothing so far
         weight_RGS, scale_RG1 = jnp.exp(logits_RGS - base_RG1), jnp.exp(peak_RG1 - base_RG1)
         value_RSH = jnp.where(is_filled_RS[..., None], value_RSH, 0)  # 0 * NaN is NaN: stale slots must not be multiplied
         added_RGH = jnp.einsum(

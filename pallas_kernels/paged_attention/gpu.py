@@ -1,8 +1,8 @@
-"""Pallas for NVIDIA GPUs: each row's slots are split between programs, whose partial softmaxes are then combined.
+"""Pallas for NVIDIA GPUs: several programs share the slots of a row, and their partial softmaxes are then combined.
 
-A decode step has few rows (batch times KV heads) and each is a stream of its own keys and values, so the work of a row is cut
-in as many pieces as fill the device. How many follows from the number of rows and the width of the table alone, and where they
-are cut from the row's own length: a row's result does not depend on its neighbours.
+A decode step has few rows (batch times KV heads), each of which streams its own keys and values, so a row is split into as many
+pieces as fill the device. Their number depends on the number of rows and the width of the table alone, and the place of the
+splits on the row's length: a row's result does not depend on its neighbours.
 """
 
 import functools
@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import dot, launch, load, store
 
-BLOCK = 64  # slots of a program's turn
-PROGRAMS = 528  # four to each of an H200's 132 multiprocessors
-MOST_SPLITS = 64  # of a row
-LEAST_GROUP = 16  # query heads of a product: fewer are padded
+BLOCK = 64  # slots per iteration of a program
+PROGRAMS = 528  # four per multiprocessor of an H200, which has 132
+MOST_SPLITS = 64  # per row
+LEAST_GROUP = 16  # query heads per product; fewer are padded
 
 
 def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, with_logits: bool = False) -> str | None:
@@ -34,7 +34,7 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, 
 
 
 def num_splits(num_rows: int, num_slots: int) -> int:
-    """Programs of a row: as many as fill the device, and no more than the row has blocks."""
+    """Programs per row: as many as fill the device, and at most one per block."""
     return min(MOST_SPLITS, -(-num_slots // BLOCK), -(-PROGRAMS // num_rows))
 
 
@@ -76,14 +76,14 @@ def paged_attention(
 def combine(
     part_RCGH: Float[Array, "R C G H"], log_total_RCG: Float[Array, "R C G"]
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"]]:
-    """The softmax over all parts of each row; a part without a slot weighs nothing."""
+    """Combines the softmax of all parts of each row; a part without a slot has weight 0."""
     log_total_RG = jax.nn.logsumexp(log_total_RCG, axis=1)
     base_RG = jnp.where(log_total_RG == -jnp.inf, 0.0, log_total_RG)
     return (part_RCGH * jnp.exp(log_total_RCG - base_RG[:, None])[..., None]).sum(axis=1), log_total_RG
 
 
 def attend_part(is_weighted: bool, query_ref: Any, kv_ref: Any, table_ref: Any, length_ref: Any, *refs: Any) -> None:
-    """One piece of one row."""
+    """Attends to one part of one row."""
     weight_ref, *outputs = refs if is_weighted else (None, *refs)
     part_ref, log_total_ref, *logits_refs = outputs
     row, split, splits = pl.program_id(0), pl.program_id(1), part_ref.shape[1]
@@ -116,7 +116,7 @@ def attend_part(is_weighted: bool, query_ref: Any, kv_ref: Any, table_ref: Any, 
         for logits_ref in logits_refs:
             store(logits_ref.at[row, head[:, None], slot_S[None]], logits_GS, mask=is_head[:, None] & (slot_S < end)[None])
         new_peak_G = jnp.maximum(peak_G, jnp.max(logits_GS, axis=1))
-        base_G = jnp.where(new_peak_G == -jnp.inf, 0.0, new_peak_G)  # nothing to read so far
+        base_G = jnp.where(new_peak_G == -jnp.inf, 0.0, new_peak_G)  # the part reads nothing so far
         weight_GS, scale_G = jnp.exp(logits_GS - base_G[:, None]), jnp.exp(peak_G - base_G)
         added_GH = dot(weight_GS.astype(value_SH.dtype), value_SH, precision=precision)
         return new_peak_G, total_G * scale_G + weight_GS.sum(axis=1), out_GH * scale_G[:, None] + added_GH
@@ -132,7 +132,7 @@ def attend_part(is_weighted: bool, query_ref: Any, kv_ref: Any, table_ref: Any, 
     store(part_ref.at[row, split, head[:, None], channel[None]], out_GH, mask=is_head[:, None])
     store(log_total_ref.at[row, split, head], log_total_G, mask=is_head)
 
-    # What lies beyond the row's length belongs to no part: the parts share it.
+    # Slots beyond the row's length belong to no part: the parts share the work of clearing their logits.
     def blank(index: Any, _: None) -> None:
         slot_S = length + (index * splits + split) * BLOCK + jnp.arange(BLOCK, dtype=jnp.int32)
         for logits_ref in logits_refs:

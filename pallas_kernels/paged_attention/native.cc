@@ -1,7 +1,7 @@
-// Decode attention on a CPU, over pages where they lie: XLA would first gather them, which takes most of its time.
+// Decode attention on a CPU that reads pages in place: XLA gathers them first, which takes most of its time.
 //
-// A row is computed by one thread in one order, so its result is the same bits whatever its neighbours, its place in the
-// batch and the width of the table. Letters: R rows, G query heads of a KV head, S slots, H head size.
+// One thread computes a row, in a fixed order, so the row's bits do not depend on its neighbours, its place in the batch or the
+// width of the table. Letters: R rows, G query heads of a KV head, S slots, H head size.
 
 #include <algorithm>
 #include <atomic>
@@ -110,11 +110,11 @@ void AttendRow(const Arguments& a, int64_t row, std::vector<float>& scratch) {
   const float* query = a.query + row * a.group * a.size;
   const float* weight = a.log_weight ? a.log_weight + row * slots : nullptr;
   scratch.resize(a.group * stride);
-  const auto each_page = [&](int64_t half, auto&& visit) {  // keys (0) or values (1) of its slots, the first slot, their number
+  const auto each_page = [&](int64_t half, auto&& visit) {  // visits keys (0) or values (1) by page, first slot and count
     const int32_t* table = a.table + row * a.max_pages;
     const auto at = [&](int64_t entry) { return a.kv + (table[entry] * int64_t{2} + half) * a.page * a.size; };
     for (int64_t first = 0, entry = 0; first < filled; first += a.page, ++entry) {
-      if (first + a.page < filled)  // the next page may lie anywhere
+      if (first + a.page < filled)  // the next page may be anywhere
         for (int64_t i = 0; i < a.page * a.size; i += 16) __builtin_prefetch(at(entry + 1) + i);
       visit(at(entry), first, std::min(a.page, filled - first));
     }
@@ -131,19 +131,19 @@ void AttendRow(const Arguments& a, int64_t row, std::vector<float>& scratch) {
   });
   for (int64_t g = 0; g < a.group; ++g) {
     float* mine = scratch.data() + g * stride;
-    for (int64_t slot = 0; weight && slot < filled; ++slot)  // a hole may hold anything
+    for (int64_t slot = 0; weight && slot < filled; ++slot)  // a vacant slot may hold anything
       mine[slot] = weight[slot] == kNone ? kNone : mine[slot] + weight[slot];
     std::fill(mine + filled, mine + stride, kNone);
     if (a.logits) {
-      float* told = a.logits + (row * a.group + g) * slots;
-      std::fill(std::copy(mine, mine + filled, told), told + slots, kNone);
+      float* row_logits = a.logits + (row * a.group + g) * slots;
+      std::fill(std::copy(mine, mine + filled, row_logits), row_logits + slots, kNone);
     }
     a.log_total[row * a.group + g] = Softmax(mine, stride);
   }
   float* out = a.out + row * a.group * a.size;
   std::fill(out, out + a.group * a.size, 0.0f);
   each_page(1, [&](const float* value, int64_t first, int64_t count) {
-    for (int64_t begin = 0, end; begin < count; begin = end + 1) {  // what lies between two holes
+    for (int64_t begin = 0, end; begin < count; begin = end + 1) {  // the slots between two vacant ones
       for (end = begin; end < count && !(weight && weight[first + end] == kNone); ++end) {}
       for (int64_t g = 0; g < a.group; ++g)
         AddValues(value + begin * a.size, end - begin, scratch.data() + g * stride + first + begin, a.size, out + g * a.size);
@@ -151,7 +151,7 @@ void AttendRow(const Arguments& a, int64_t row, std::vector<float>& scratch) {
   });
 }
 
-// What threads share of one call; kept until the last of them has looked whether there is work.
+// The state of one call that its threads share; it lives until the last thread has looked for work.
 struct Work {
   Arguments arguments;
   std::atomic<int64_t> next{0}, done{0};

@@ -1,7 +1,7 @@
-"""C++ for a CPU, called by XLA: each row reads its pages where they lie, where plain XLA would gather them first.
+"""C++ for a CPU, called by XLA: each row reads its pages in place, while plain XLA gathers them first.
 
-The library is compiled on first use by the machine's own C++ compiler, for its own processor, and kept in the user's cache
-folder; without a compiler this implementation says so, and plain XLA computes. Threads are XLA's own.
+The machine's C++ compiler compiles the library on first use, for this processor, into the user's cache folder. Without a
+compiler, `why_not` returns the reason and plain XLA runs. The threads are XLA's.
 """
 
 import ctypes
@@ -23,12 +23,12 @@ from jaxtyping import Array, Float, Int
 SOURCE = Path(__file__).with_name("native.cc")
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w")
-LANES = 8  # numbers of a head that are multiplied at once
+LANES = 8  # numbers of a head per multiplication
 TARGET = "jkv_paged_attention"
 
 
 def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any = None, with_logits: bool = False) -> str | None:
-    """Why it cannot take these arguments."""
+    """Why the library cannot take these arguments; None when it can."""
     if not query.dtype == kv.dtype == jnp.float32:
         return f"query and kv must be float32; got {query.dtype} and {kv.dtype}"
     if query.shape[-1] % LANES:
@@ -57,28 +57,28 @@ def paged_attention(
 
 @functools.cache
 def why_no_library() -> str | None:
-    """Why the library is not there; compiles, loads and registers it the first time."""
+    """Why there is no library, or None; the first call compiles, loads and registers it."""
     compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
     if os.name != "posix" or compiler is None:
-        return f"it needs a C++ compiler ({', '.join(COMPILERS)}) on the path, and there is none"
+        return f"it needs a C++ compiler ({', '.join(COMPILERS)}) on the path"
     try:
         library = ctypes.CDLL(str(compiled(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or str(error)).strip()
-        return f"{compiler} did not give a library: {said[-300:]}"
+        message = (getattr(error, "stderr", None) or str(error)).strip()
+        return f"{compiler} failed to build the library: {message[-300:]}"
     jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.PagedAttention), platform="cpu")
     return None
 
 
 def compiled(compiler: str) -> Path:
-    """The library's file, made unless this source, JAX and processor had it before."""
+    """The library's file; compiles it if there is none yet for this source, version of JAX and processor."""
     text, version = SOURCE.read_bytes(), f"{jaxlib.__version__} {compiler} {FLAGS} {processor()}"
     name = hashlib.sha256(text + version.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jkv"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         made = tempfile.mkdtemp(dir=folder)
-    except OSError:  # a home that cannot be written
+    except OSError:  # the home folder is read-only
         folder = Path(tempfile.mkdtemp())
         made = tempfile.mkdtemp(dir=folder)
     target = folder / f"paged_attention-{name}.so"
@@ -87,14 +87,14 @@ def compiled(compiler: str) -> Path:
             part = Path(made) / target.name
             command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(part)]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            part.replace(target)  # whole at once, for processes that start together
+            part.replace(target)  # atomic, since several processes may start together
     finally:
         shutil.rmtree(made)
     return target
 
 
 def processor() -> str:
-    """What the processor can do, which `-march=native` goes by: a cache folder may be shared by several machines."""
+    """The features of the processor, on which `-march=native` depends; several machines may share a cache folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

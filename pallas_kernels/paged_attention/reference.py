@@ -1,4 +1,7 @@
-"""Plain XLA: gathers a row's pages, then two head-major products (3-8x faster on a CPU than one gather and a slice)."""
+"""Plain XLA: gathers the keys and values of each row, then computes two products.
+
+On a CPU, two gathers are 3-8x faster than one gather and slices of it.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -26,7 +29,7 @@ def paged_attention(
         logits_RGS = logits_RGS + log_weight[:, None]
     logits_RGS = jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf)
     peak_RG1 = jnp.max(logits_RGS, axis=-1, keepdims=True)
-    peak_RG1 = jnp.where(peak_RG1 == -jnp.inf, 0.0, peak_RG1)  # a row with nothing to read
+    peak_RG1 = jnp.where(peak_RG1 == -jnp.inf, 0.0, peak_RG1)  # the row reads nothing
     weight_RGS = jnp.exp(logits_RGS - peak_RG1)
     total_RG = weight_RGS.sum(axis=-1)
 

@@ -1,4 +1,4 @@
-"""The arguments that a decode step of a real model calls with, and what they weigh."""
+"""The arguments of real calls: a decode step of a model."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def arguments(model: ModelShape, workload: Workload, *, weighted: bool = False) 
 
 
 def values(model: ModelShape, workload: Workload, *, weighted: bool = False) -> tuple[Any, ...]:
-    """Normal queries and pool, every row full, its pages anywhere in the pool; log-weights of slots that stand for 1 to 4."""
+    """Normal queries and pool; all rows are full, with pages in random order, and log-weights are of multiplicities 1 to 4."""
     query, kv, page_table, length, log_weight = arguments(model, workload, weighted=weighted)
     keys = jax.random.split(jax.random.key(0), 4)
     pages = 1 + jax.random.permutation(keys[2], kv.shape[0] - 1)[: page_table.size]
@@ -35,7 +35,7 @@ def values(model: ModelShape, workload: Workload, *, weighted: bool = False) -> 
 
 
 def num_bytes(model: ModelShape, workload: Workload, *, weighted: bool = False) -> int:
-    """Each key and value read once, queries read and outputs written; tables are not counted."""
+    """Bytes of keys and values, read once, of queries, read, and of outputs, written; tables do not count."""
     slots = 2 * workload.num_rows(model) * workload.slots * model.head_size
     weights = 4 * workload.num_rows(model) * workload.slots if weighted else 0
     rest = 2 * workload.num_rows(model) * model.group * model.head_size

@@ -1,8 +1,8 @@
-"""Pallas for TPU: pages come by DMA into two buffers, the next block's while the last one's is attended to, across rows too.
+"""Pallas for TPU: DMAs fetch the pages of the next block into one buffer while the kernel attends to the other, across rows.
 
-After compression rows are short, a few blocks each: a pipeline that drained at every row's end would mostly wait. A grid step
-takes eight rows, and its last block already asks for the first of the next step, whose piece of the table is at hand. The table
-passes through scalar memory in such pieces, so its size is no limit.
+After compaction a row is a few blocks long, so a pipeline that drains at the end of every row would mostly wait. A grid step
+takes eight rows, and its last block starts the fetch for the first block of the next step, whose piece of the table is loaded
+already. The table passes through scalar memory in such pieces, so scalar memory does not limit its size.
 """
 
 import functools
@@ -15,11 +15,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-BLOCK = 256  # slots of a buffer, where a page is not larger
-ROWS = 8  # of a grid step
-SUBLANES = 8  # query heads are padded to as many
+BLOCK = 256  # slots per buffer, or a page if that is larger
+ROWS = 8  # per grid step
+SUBLANES = 8  # query heads are padded to a multiple
 MOST_SMEM = 960 << 10  # bytes of scalar memory, which has 1 MiB
-MOST_VMEM = 12 << 20  # bytes of vector memory, of the 16 MiB that a kernel is given
+MOST_VMEM = 12 << 20  # bytes of vector memory, of the 16 MiB that a kernel has
 
 
 def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, with_logits: bool = False) -> str | None:
@@ -40,12 +40,12 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, 
 
 
 def memory(query: Any, kv: Any, max_pages: int, is_weighted: bool, with_logits: bool) -> tuple[int, int]:
-    """Bytes of scalar and of vector memory; what a grid step brings and takes is there twice."""
+    """Bytes of scalar and of vector memory; the inputs and outputs of a grid step are double-buffered."""
     (num_rows, group, head_size), page_size, itemsize = query.shape, kv.shape[2], kv.dtype.itemsize
     block_pages = max(1, min(BLOCK // page_size, max_pages))
     blocks = -(-max_pages // block_pages)
     group, slots = group + -group % SUBLANES, blocks * block_pages * page_size
-    row = 2 * group * head_size * itemsize + 4 * group * 128  # query and output; a log-total has a lane of 128
+    row = 2 * group * head_size * itemsize + 4 * group * 128  # query and output; a log-total takes 128 lanes
     row += 4 * (blocks + -blocks % SUBLANES) * block_pages * page_size * is_weighted + 4 * group * slots * with_logits
     buffers = 4 * block_pages * page_size * head_size * itemsize
     smem = 4 * (num_rows + -num_rows % ROWS) + 4 * ROWS * 4 * blocks * block_pages
@@ -72,7 +72,7 @@ def paged_attention(
         return jnp.pad(x, [(0, size - old) for size, old in zip(sizes, x.shape, strict=True)])
 
     steps = padded_rows // ROWS
-    cores = 2 if steps % 2 == 0 else 1  # of one chip that shares its memory between two; elsewhere one after the other
+    cores = 2 if steps % 2 == 0 else 1  # of a chip whose two cores share a memory; on other chips, one runs after the other
     steps //= cores
 
     def this(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ def attend_rows(
     kv_hbm_ref: Any,
     *refs: Any,
 ) -> None:
-    """Eight rows. The log-weights, an input, and the logits, an output, may be missing."""
+    """Attends for eight rows. The log-weights (an input) and the logits (an output) are optional."""
     weight_vmem_ref, *others = refs if is_weighted else (None, *refs)
     out_vmem_ref, log_total_vmem_ref, *logits_refs, buffer_vmem_ref, semaphores, which_smem_ref = others
     page_size, head_size = kv_hbm_ref.shape[2:]
@@ -141,7 +141,7 @@ def attend_rows(
     precision = lax.Precision.HIGHEST if kv_hbm_ref.dtype == jnp.float32 else None
 
     def each_page(row: Any, index: Any, act: Any) -> None:
-        """Acts on each page of a row's block that holds something."""
+        """Calls `act` for each page of a row's block that holds a filled slot."""
         num_pages = lax.div(length_smem_ref[row] + page_size - 1, page_size) - index * block_pages
         lax.fori_loop(0, lax.min(num_pages, block_pages), lambda i, _: act(i), None)
 
@@ -196,7 +196,7 @@ def attend_rows(
             for logits_ref in logits_refs:
                 logits_ref[local_row, :, pl.ds(index * block, block)] = logits_GS
             new_peak_G1 = jnp.maximum(peak_G1, jnp.max(logits_GS, axis=1, keepdims=True))
-            base_G1 = jnp.where(new_peak_G1 == -jnp.inf, 0.0, new_peak_G1)  # nothing to read so far
+            base_G1 = jnp.where(new_peak_G1 == -jnp.inf, 0.0, new_peak_G1)  # the row reads nothing so far
             weight_GS, scale_G1 = jnp.exp(logits_GS - base_G1), jnp.exp(peak_G1 - base_G1)
             value_SH = jnp.where(is_filled_S1, value_SH, jnp.zeros_like(value_SH))  # 0 * NaN is NaN
             added_GH = lax.dot_general(

@@ -1,4 +1,4 @@
-"""Attention over columns, each visible to a span of queries: replay of a compressed cache, dense scoring, chunked prefill."""
+"""Attention over columns that are visible to spans of queries: replay of a compressed cache, dense scoring, chunked prefill."""
 
 from jaxtyping import Array, Float, Int
 
@@ -26,7 +26,10 @@ def replay_attention(
     """The attention output of every query over the columns it may read; differentiable, with O(T + C) extra memory.
 
     Column c holds the key and value at index `source[b, k, c]` (None: c itself), and the query at `position` q reads it when
-    `begin <= q < end`. A column of an empty span (`begin >= end`) may hold anything. A query that reads nothing gives zeros.
+    `begin <= q < end`. A column with an empty span (`begin >= end`) may hold anything. A query that reads nothing gives zeros.
+
+    Raises:
+      ValueError: an unknown implementation, or one that cannot run here or with these arguments.
     """
     args = query, key, value, position, begin, end, source
     return call("replay_attention", IMPLEMENTATIONS, implementation, *args)

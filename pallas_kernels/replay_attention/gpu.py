@@ -1,6 +1,6 @@
-"""For NVIDIA GPUs: a program a block of rows (or, for the columns' gradients, of columns), which walks over the others' blocks.
+"""Pallas for NVIDIA GPUs: a program per block of rows loops over blocks of columns; for the gradients of columns, vice versa.
 
-It starts at the first block that its rows might read something of and ends after the last, so that causal columns cost half.
+It starts at the first block that one of its rows may read and stops after the last one, so causal attention costs half.
 """
 
 import functools
@@ -13,14 +13,14 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import dot, launch, load, store
-from pallas_kernels.replay_attention import flash
+from pallas_kernels.replay_attention import pallas
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
-PROGRAMS = 264  # that keep every processor of a large GPU busy: two each
+PROGRAMS = 264  # two per multiprocessor of a large GPU
 
 
 class Tile(NamedTuple):
-    """What a program works on at once, and with what."""
+    """The size of a program's tile, and its resources."""
 
     rows: int
     columns: int
@@ -29,7 +29,7 @@ class Tile(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """How the passes run."""
+    """The settings of the passes."""
 
     forward: Tile
     backward_query: Tile
@@ -39,7 +39,7 @@ class Settings(NamedTuple):
 
 def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, source: Any = None) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if reason := flash.why_not_floats(query, key, value):
+    if reason := pallas.why_not_floats(query, key, value):
         return reason
     if query.shape[3] not in HEAD_SIZES:
         return f"the head size must be one of {HEAD_SIZES}; got {query.shape[3]}"
@@ -49,7 +49,7 @@ def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: An
 
 
 def settings_for(query: Any, key: Any, begin: Any, interpret: Any) -> Settings:
-    """Large tiles for tensor cores, smaller ones where they do not fit; fewer rows where processors would stand idle."""
+    """Large tiles for tensor cores, smaller ones if they do not fit, and fewer rows if multiprocessors would be idle."""
     (batch, num_tokens, num_heads, head_size), num_kv_heads = query.shape, key.shape[2]
     num_rows, num_columns = num_tokens * num_heads // num_kv_heads, begin.shape[2]
     if query.dtype == jnp.float32:
@@ -80,8 +80,8 @@ def replay_attention(
     """See `pallas_kernels.replay_attention`."""
     settings = settings_for(query, key, begin, interpret)
     rows, columns = (max(getattr(tile, name) for tile in settings[:3]) for name in ("rows", "columns"))
-    passes = flash.Passes(forward, backward_query, backward_columns, settings)
-    return flash.attend(passes, rows, columns, query, key, value, position, begin, end, source)
+    passes = pallas.Passes(forward, backward_query, backward_columns, settings)
+    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source)
 
 
 def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Array]:
@@ -112,9 +112,9 @@ def walk(
     name: str,
     is_by_columns: bool = False,
 ) -> Any:
-    """A program for each block of rows (or of columns), told at which block of the others to start and where to stop."""
+    """Launches a program per block of rows (or of columns), with the first and last block of the others to visit."""
     query, key, _, position, begin, end, *_ = inputs
-    rows_B2I, columns_BK2C = flash.ranges(position, begin, end, tile.rows, tile.columns)
+    rows_B2I, columns_BK2C = pallas.ranges(position, begin, end, tile.rows, tile.columns)
     lowest, highest, begins, ends = (
         rows_B2I[:, None, 0, :, None],
         rows_B2I[:, None, 1, :, None],
@@ -125,7 +125,7 @@ def walk(
     axis = 2 if is_by_columns else 3
     index = lax.broadcasted_iota(jnp.int32, may_read_BKIC.shape, axis)
     stop = jnp.where(may_read_BKIC, index + 1, 0).max(axis=axis)
-    start = jnp.where(may_read_BKIC, index, may_read_BKIC.shape[axis]).min(axis=axis)  # beyond `stop` where nothing is read
+    start = jnp.where(may_read_BKIC, index, may_read_BKIC.shape[axis]).min(axis=axis)  # not below `stop` if nothing is read
     grid = (start.shape[2], key.shape[1], query.shape[0])
     return launch(
         functools.partial(body, tile),
@@ -142,7 +142,7 @@ def walk(
 
 
 def block(index: Any, size: int) -> Any:
-    """Where a block lies in its axis."""
+    """The slice of a block on its axis."""
     return pl.ds(index * size, size)
 
 
@@ -159,7 +159,7 @@ def attend_rows(
     out_ref: Any,
     log_total_ref: Any,
 ) -> None:
-    """A block of rows, the last first: of causal columns they read the most."""
+    """Attends for a block of rows; the last block runs first, since causal rows at the end read the most columns."""
     i, k, b = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head_size, rows = query_ref.shape[3], block(i, tile.rows)
     query_IH, position_I = load(query_ref.at[b, k, rows, :]), load(position_ref.at[b, rows])
@@ -173,7 +173,7 @@ def attend_rows(
         logits_IC = exact_dot(query_IH, key_CH.T) * head_size**-0.5
         logits_IC = jnp.where(is_visible_IC, logits_IC, -jnp.inf)
         new_peak_I = jnp.maximum(peak_I, jnp.max(logits_IC, axis=1))
-        base_I = jnp.where(new_peak_I == -jnp.inf, 0.0, new_peak_I)  # nothing to read so far
+        base_I = jnp.where(new_peak_I == -jnp.inf, 0.0, new_peak_I)  # the row reads nothing so far
         weight_IC, scale_I = jnp.exp(logits_IC - base_I[:, None]), jnp.exp(peak_I - base_I)
         value_CH = load(value_ref.at[b, k, columns, :])
         sum_IH = sum_IH * scale_I[:, None] + exact_dot(weight_IC.astype(value_CH.dtype), value_CH)
@@ -206,7 +206,7 @@ def find_query_gradient(
     delta_ref: Any,
     out_ref: Any,
 ) -> None:
-    """The gradient of a block of rows' queries."""
+    """Computes the gradient of the queries of a block of rows."""
     i, k, b = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head_size, rows = query_ref.shape[3], block(i, tile.rows)
     query_IH, grad_IH = load(query_ref.at[b, k, rows, :]), load(grad_ref.at[b, k, rows, :])
@@ -245,7 +245,7 @@ def find_column_gradients(
     key_out_ref: Any,
     value_out_ref: Any,
 ) -> None:
-    """The gradients of a block of columns, the first first: of causal columns they are read the most."""
+    """Computes the gradients of a block of columns; the first block runs first, since causal rows read it the most."""
     j, k, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     head_size, columns = query_ref.shape[3], block(j, tile.columns)
     key_CH, value_CH = load(key_ref.at[b, k, columns, :]), load(value_ref.at[b, k, columns, :])
@@ -272,5 +272,5 @@ def find_column_gradients(
 
 
 def exact_dot(x: Array, y: Array) -> Array:
-    """The product, as exact as its inputs."""
+    """The product at the precision of its inputs."""
     return dot(x, y, precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT)

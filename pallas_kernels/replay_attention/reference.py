@@ -1,4 +1,4 @@
-"""Plain XLA: one block of queries at a time against all columns, recomputed in the backward pass."""
+"""Plain XLA: one block of queries at a time over all columns; the backward pass computes it again."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def replay_attention(
         is_visible_BKIC = (begin[:, :, None] <= when_B1I1) & (when_B1I1 < end[:, :, None])
         logits_BKGIC = logits_BKGIC * head_size**-0.5
         weight_BKGIC = jax.nn.softmax(logits_BKGIC, axis=-1, where=is_visible_BKIC[:, :, None])
-        # Queries are moved to the front afterwards: XLA for CPU refuses the product that does it at once in bf16.
+        # The axis of queries moves afterwards: XLA for CPU refuses the bf16 product that would move it.
         out_BKGIH = jnp.einsum(
             "bkgic,bkch->bkgih", weight_BKGIC.astype(value_BKCH.dtype), value_BKCH, preferred_element_type=jnp.float32
         )
@@ -50,7 +50,7 @@ def replay_attention(
 
 
 def take_columns(x_BSKH: Float[Array, "B S K H"], source: Int[Array, "B K C"] | None, is_used: Array) -> Array:
-    """The columns of each KV head, `[B, K, C, H]`; those never read become 0, since 0 * NaN is NaN."""
+    """The columns of each KV head, `[B, K, C, H]`; columns that no query reads are 0, since 0 * NaN is NaN."""
     x_BKSH = jnp.moveaxis(x_BSKH, 1, 2)
     if source is not None:
         x_BKSH = jnp.take_along_axis(x_BKSH, source[..., None], axis=2)

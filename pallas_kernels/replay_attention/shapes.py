@@ -1,4 +1,4 @@
-"""The arguments that scoring, replay and a chunk of a prompt call with."""
+"""The arguments of real calls: a prefill chunk, and the replay of whole rows, which scoring uses too."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ CASES = (
 
 
 def arguments(model: ModelShape, workload: Workload, *, tokens: int = 256, replayed: bool = False) -> tuple[Any, ...]:
-    """Shapes for a chunk of that many tokens of one prompt, over the table; or for as many rows as the batch, over themselves.
+    """Shapes of a chunk of `tokens` queries of one prompt over a whole table.
 
-    With `replayed`, the queries are all tokens of every row and the columns as many, each with a source of its own.
+    With `replayed`, shapes of whole rows instead: the queries are all tokens of every row, over as many columns with sources.
     """
     batch = workload.batch if replayed else 1
     num_columns = tokens if replayed else workload.max_pages() * workload.page_size
@@ -29,7 +29,7 @@ def arguments(model: ModelShape, workload: Workload, *, tokens: int = 256, repla
 
 
 def values(model: ModelShape, workload: Workload, **options: Any) -> tuple[Any, ...]:
-    """A chunk of a prompt at the end of a full row; replayed, each key is read from its token on until an eighth is left."""
+    """A chunk at the end of a full row; replayed, each key is read from its token on, and seven of eight end early."""
     query, key, value, position, begin, _, source = arguments(model, workload, **options)
     keys = jax.random.split(jax.random.key(0), 3)
     drawn = (jax.random.normal(random, x.shape, x.dtype) for random, x in zip(keys, (query, key, value), strict=True))
@@ -45,6 +45,6 @@ def values(model: ModelShape, workload: Workload, **options: Any) -> tuple[Any, 
 
 
 def num_bytes(model: ModelShape, workload: Workload, **options: Any) -> int:
-    """Queries, keys and values read once, outputs written; it is arithmetic that takes the time."""
+    """Bytes of queries, keys and values, read once, and of outputs, written; the time goes into arithmetic."""
     query, key, *_ = arguments(model, workload, **options)
     return 2 * (query.size + key.size) * query.dtype.itemsize

@@ -1,7 +1,7 @@
-"""Pallas for TPU: flash attention over tiles, pipelined by Pallas; where nothing can be visible it neither works nor copies.
+"""Pallas for TPU: flash attention over tiles, pipelined by Pallas; tiles with nothing visible are neither fetched nor computed.
 
-The ranges that tell so lie in scalar memory, two numbers a block, where the index maps read them too: a tile that is passed
-over asks for block 0, which the next run of tiles mostly starts with anyway.
+The ranges that decide this are in scalar memory, two numbers per block, where the index maps read them too: a skipped tile
+requests block 0, with which the next run of tiles usually starts.
 """
 
 import functools
@@ -14,26 +14,26 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.replay_attention import flash
+from pallas_kernels.replay_attention import pallas
 
-BLOCK = 512  # rows or columns of a tile, at most; half where heads are so wide that two buffers of each would not fit
-WIDE = 512  # bytes of a head from which on they are
-MOST_HEAD = 1024  # bytes of a head
+BLOCK = 512  # rows or columns per tile, at most; half for wide heads, so that two buffers of each fit
+WIDE = 512  # bytes of a wide head, at least
+MOST_HEAD = 1024  # bytes of a head, at most
 MOST_RANGES = 1 << 17  # numbers in scalar memory, which has 1 MiB
-LANES = 128  # blocks are multiples of it
+LANES = 128  # blocks are multiples of this
 
 
 class Settings(NamedTuple):
-    """How the passes run."""
+    """The settings of the passes."""
 
-    rows: int  # of a tile
+    rows: int  # per tile
     columns: int
     interpret: Any
 
 
 def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, source: Any = None) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if reason := flash.why_not_floats(query, key, value):
+    if reason := pallas.why_not_floats(query, key, value):
         return reason
     head_size = query.shape[3]
     if head_size % 64 or head_size * query.dtype.itemsize > MOST_HEAD:
@@ -48,13 +48,13 @@ def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: An
 
 
 def blocks_of(query: Any, key: Any, begin: Any) -> tuple[int, int]:
-    """Rows and columns of a tile: few tiles, and little padding."""
+    """Rows and columns of a tile, for few tiles with little padding."""
     most = BLOCK if query.shape[3] * query.dtype.itemsize < WIDE else BLOCK // 2
     return even(query.shape[1] * query.shape[2] // key.shape[2], most), even(begin.shape[2], most)
 
 
 def even(size: int, most: int) -> int:
-    """The block of which the fewest that are not larger than `most` hold `size`."""
+    """The smallest block of which the fewest possible, each at most `most`, cover `size`."""
     count = pl.cdiv(size, most)
     return pl.cdiv(pl.cdiv(size, count), LANES) * LANES
 
@@ -72,8 +72,8 @@ def replay_attention(
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.replay_attention`."""
     rows, columns = blocks_of(query, key, begin)
-    passes = flash.Passes(forward, backward_query, backward_columns, Settings(rows, columns, interpret))
-    return flash.attend(passes, rows, columns, query, key, value, position, begin, end, source)
+    passes = pallas.Passes(forward, backward_query, backward_columns, Settings(rows, columns, interpret))
+    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source)
 
 
 def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Array]:
@@ -132,7 +132,7 @@ def launch(
     name: str,
     is_by_columns: bool = False,
 ) -> Any:
-    """One pass over all tiles, a block of rows (or of columns) after the other; inputs are as in `INPUTS`."""
+    """Launches a pass over all tiles, by blocks of rows (or of columns); inputs are as in `INPUTS`."""
     rows, columns, interpret = settings
     query, key, value, position, begin, end, *more = inputs
     (batch, heads, num_rows, head_size), num_columns = query.shape, key.shape[2]
@@ -142,7 +142,7 @@ def launch(
         return (inner, outer) if is_by_columns else (outer, inner)
 
     def may_read(b: Any, k: Any, outer: Any, inner: Any, row_smem_ref: Any, column_smem_ref: Any) -> Any:
-        """Whether any row of a tile might read any of its columns."""
+        """Whether a row of a tile may read one of its columns."""
         i, j = tile(outer, inner)
         row, column = b * 2 * num_blocks[0] + i, (b * heads + k) * 2 * num_blocks[1] + j
         lowest, highest = row_smem_ref[row], row_smem_ref[row + num_blocks[0]]
@@ -180,7 +180,7 @@ def launch(
         interpret=interpret,
         name=name,
     )(
-        *(x.ravel() for x in flash.ranges(position, begin, end, rows, columns)),
+        *(x.ravel() for x in pallas.ranges(position, begin, end, rows, columns)),
         query,
         key,
         value,
@@ -221,7 +221,7 @@ def attend_tile(
         logits_IC = jnp.where(is_visible_IC, logits_IC, -jnp.inf)
         peak_I1 = peak_ref[...]
         new_peak_I1 = jnp.maximum(peak_I1, jnp.max(logits_IC, axis=1, keepdims=True))
-        base_I1 = jnp.where(new_peak_I1 == -jnp.inf, 0.0, new_peak_I1)  # nothing to read so far
+        base_I1 = jnp.where(new_peak_I1 == -jnp.inf, 0.0, new_peak_I1)  # the row reads nothing so far
         weight_IC, scale_I1 = jnp.exp(logits_IC - base_I1), jnp.exp(peak_I1 - base_I1)
         peak_ref[...] = new_peak_I1
         total_ref[...] = total_ref[...] * scale_I1 + weight_IC.sum(axis=1, keepdims=True)
@@ -252,7 +252,7 @@ def add_query_gradient(
     out_ref: Any,
     sum_ref: Any,
 ) -> None:
-    """Adds what a tile's columns give to the gradient of its rows' queries."""
+    """Adds the contribution of a tile's columns to the gradient of its queries."""
 
     @pl.when(is_first)
     def _() -> None:
@@ -291,7 +291,7 @@ def add_column_gradients(
     key_sum_ref: Any,
     value_sum_ref: Any,
 ) -> None:
-    """Adds what a tile's rows give to the gradients of its columns; weights lie columns first: no product turns them."""
+    """Adds the contribution of a tile's rows to the gradients of its columns; weights are columns first, never transposed."""
 
     @pl.when(is_first)
     def _() -> None:
@@ -317,12 +317,12 @@ def add_column_gradients(
 
 
 def upright(x_1I: Array) -> Array:
-    """The same numbers below each other; a reshape would need a gather, which a TPU v4 has not."""
+    """The row as a column; a reshape would need a gather, which TPU v4 does not have."""
     return jnp.broadcast_to(x_1I, (LANES, x_1I.shape[1])).T[:, :1]
 
 
 def dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:
-    """The product over an axis of each, as exact as its inputs."""
+    """The product over an axis of each input, at the precision of the inputs."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else lax.Precision.DEFAULT
     axes = (((x_axis,), (y_axis,)), ((), ()))
     return lax.dot_general(x, y, axes, precision=precision, preferred_element_type=jnp.float32)

@@ -1,4 +1,4 @@
-"""Moves keys and values between slots of the pool: the data movement of compaction."""
+"""The data movement of compaction: moves keys and values between slots of the pool."""
 
 from jaxtyping import Array, Float, Int
 
@@ -20,12 +20,15 @@ def take_slots(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "P 2 page H"]:
-    """The pool with what each row keeps moved together; donate the pool, or it is copied.
+    """The pool after each row's kept slots are moved together. Donate the pool, or it is copied.
 
-    Slot s of a row (S = MP * page), in page `target[r, s // page]`, becomes what slot `slots[r, s]` of the row was, in page
-    `source[r, slots[r, s] // page]`. A target of 0, the trash page, stands for "not written". Slots of a written page for which
-    `slots` is negative may hold anything afterwards, and so may the trash page. Within a row all reads happen before any write,
-    whatever the order of `slots`. What a row writes no other row reads or writes, and targets other than 0 are distinct: the
-    pool writes only pages that have one owner, or had none.
+    Slot s of a row (S = MP * page), in page `target[r, s // page]`, receives the contents of slot `slots[r, s]` of the row, in
+    page `source[r, slots[r, s] // page]`. A target of 0, the null page, is not written. Afterwards, slots of a written page
+    with a negative entry in `slots` may hold anything, and so may the null page. Within a row all reads happen before any write, in
+    any order of `slots`. The caller ensures that no row reads or writes what another one writes, and that targets other than 0
+    are distinct: the pool writes only pages with one owner, or new ones.
+
+    Raises:
+      ValueError: an unknown implementation, or one that cannot run here or with these arguments.
     """
     return call("take_slots", IMPLEMENTATIONS, implementation, kv, slots, source, target)

@@ -1,6 +1,6 @@
-"""Triton: a program holds a few channels of all slots of a row, so that it can read them all before it writes any, in place.
+"""Pallas for NVIDIA GPUs: a program holds a few channels of all slots of a row, reads them all and then writes them in place.
 
-Nothing is put aside in memory: every byte that moves is read once and written once, and slots that stay are not read.
+It needs no scratch memory: each byte that moves is read once and written once, and slots that stay are not read.
 """
 
 import functools
@@ -16,11 +16,11 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.launch import barrier, launch, load, store
 from pallas_kernels.take_slots.reference import addresses
 
-PROGRAM_BYTES = 65536  # of a program's keys or values, where that leaves a slot as much as a memory transaction
-LEAST_BYTES, SOME_BYTES = 16, 32  # of a slot: what one load takes, and a transaction
+PROGRAM_BYTES = 65536  # keys or values per program, if that gives each slot at least a memory transaction
+LEAST_BYTES, SOME_BYTES = 16, 32  # per slot: one load, and one memory transaction
 THREAD_BYTES = 128
 LEAST_TILE = 128  # slots
-MOST_SLOTS = 8192  # whose channels fit in the registers of one program
+MOST_SLOTS = 8192  # the channels of more slots do not fit in the registers of a program
 
 
 def why_not(kv: Any, slots: Any, source: Any, target: Any) -> str | None:
@@ -63,14 +63,14 @@ def take_slots(
 
 
 def move(num_slices: int, channels: int, is_interpreted: bool, begin_ref: Any, end_ref: Any, _: Any, kv_ref: Any) -> None:
-    """A slice of the keys' or the values' channels of one row. Programs of the same slots follow each other."""
+    """Moves a slice of the channels of one row's keys or values. Programs of the same slots are neighbours in the grid."""
     num_slots, (page_size, head_size) = begin_ref.shape[1], kv_ref.shape[2:]
     program = pl.program_id(0)
     row, part = lax.div(program, 2 * num_slices), lax.rem(lax.div(program, num_slices), 2)
     first_channel = lax.rem(program, num_slices) * channels
 
     def parts(address_ref: Any) -> Iterator[tuple[Any, Any]]:
-        """References to the tiles of the row's channels, and what of them moves."""
+        """Yields a reference to each tile of the row's channels, and which of its elements move."""
         for begin, size in tiles(num_slots):
             slot_S = begin + lax.broadcasted_iota(jnp.int32, (size,), 0)
             address_S = load(address_ref.at[row, slot_S], mask=slot_S < num_slots, other=0)
@@ -81,14 +81,14 @@ def move(num_slices: int, channels: int, is_interpreted: bool, begin_ref: Any, e
             yield kv_ref.at[page_SH, part, offset_SH, channel_SH], is_moved_SH
 
     moved = [load(tile_ref, mask=is_moved_SH, other=0.0) for tile_ref, is_moved_SH in parts(begin_ref)]
-    if not is_interpreted:  # there, threads follow each other
+    if not is_interpreted:  # the interpreter runs threads in turn
         barrier()
     for (tile_ref, is_moved_SH), moved_SH in zip(parts(end_ref), moved, strict=True):
         store(tile_ref, moved_SH, mask=is_moved_SH)
 
 
 def tiles(num_slots: int) -> Iterator[tuple[int, int]]:
-    """Begins and sizes of the tiles of a row: powers of two, the last one perhaps too large.
+    """Begin and size of each tile of a row: powers of two, of which the last may exceed the row.
 
     >>> list(tiles(1150))
     [(0, 1024), (1024, 128)]

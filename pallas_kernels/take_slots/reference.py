@@ -1,4 +1,4 @@
-"""Plain XLA: gather, then scatter with full advanced indices (anything less copies the pool on some backend)."""
+"""Plain XLA: a gather, then a scatter with full advanced indices; with other indices, some backend copies the pool."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -23,7 +23,7 @@ def take_slots(
 def addresses(
     page_size: int, slots: Int[Array, "R S"], source: Int[Array, "R MP"], target: Int[Array, "R MP"]
 ) -> tuple[Int[Array, "R S"], Int[Array, "R S"]]:
-    """From where to where each slot moves, as `page * page_size + offset`; 0 and 0 for one that does not."""
+    """The address from and to which each slot moves, as `page * page_size + offset`; 0 and 0 for a slot that does not move."""
 
     def address(pages: Int[Array, "R MP"], at: Int[Array, "R S"]) -> Int[Array, "R S"]:
         return jnp.take_along_axis(pages, at // page_size, axis=-1) * page_size + at % page_size

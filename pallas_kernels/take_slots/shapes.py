@@ -1,4 +1,4 @@
-"""The arguments that a compaction of a real model calls with, a layer at a time."""
+"""The arguments of real calls: the compaction of one layer of a model."""
 
 from typing import Any
 
@@ -7,18 +7,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.models import Case, ModelShape, Workload, of
 
-CASES = (Case("compaction"),)
+CASES = (Case("compaction", is_updated=True),)
 
 
 def arguments(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
-    """Shapes of the pool, the slots that every row keeps, and its pages before and after."""
+    """Shapes of the pool, the slots that each row keeps, and its pages before and after."""
     rows, max_pages = workload.num_rows(model), workload.max_pages()
     pages = of(jnp.int32, rows, max_pages)
     return workload.pool(model), of(jnp.int32, rows, max_pages * workload.page_size), pages, pages
 
 
 def values(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
-    """A normal pool, of which every row keeps eight slots in nine, as R-KV does, in the first of its own pages."""
+    """A normal pool; each row keeps eight of nine slots, as R-KV does, in the first ones of its own pages."""
     kv, slots, pages, _ = arguments(model, workload)
     num_kept = num_kept_of(workload)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -31,10 +31,10 @@ def values(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
 
 
 def num_bytes(model: ModelShape, workload: Workload) -> int:
-    """Keys and values of the kept slots, read and written once."""
+    """Bytes of the keys and values of the kept slots, read and written once."""
     return 4 * workload.num_rows(model) * num_kept_of(workload) * model.head_size * jnp.dtype(workload.dtype).itemsize
 
 
 def num_kept_of(workload: Workload) -> int:
-    """Slots that a row keeps: whole pages."""
+    """Slots that a row keeps, in whole pages."""
     return workload.slots * 8 // 9 // workload.page_size * workload.page_size

@@ -1,10 +1,9 @@
-"""Pallas for TPU: a row's pages are read whole, its slots moved in vector memory, and its new pages written, in place.
+"""Pallas for TPU: reads whole pages of a row, moves its slots in vector memory, and writes the new pages in place.
 
-A slot is one sublane of a packed tile, which no DMA can move, and of 16-bit values half a word. There, key and value of a slot
-are first joined to words, so that a slot is one row of words: moving it takes one load and one store, bits stay bits, and the
-order of slots does not matter (a product with a one-hot matrix would spread NaN). All of a row's pages are read before any is
-written; pages of the next row are on their way meanwhile, and so are those that were written. A row that moves nothing is not
-read.
+A slot is one sublane of a packed tile, which a DMA cannot move, and 16-bit values are half a word. So the key and value of a
+16-bit slot are first joined into words, and a slot is one row of words: moving it takes one load and one store, its bits do not
+change, and slots may be in any order (a product with a one-hot matrix would spread NaN). All pages of a row are read before
+any is written. Meanwhile, reads of the next row and earlier writes are in flight. A row that moves nothing is not read.
 """
 
 import functools
@@ -18,18 +17,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-ROWS = 8  # of a grid step, at most
-STEP_SLOTS = 16384  # of a grid step: twice 64 KiB of scalar memory
-BLOCK = 256  # slots that are waited for together, where a page is not larger
-RING = 16  # blocks on their way
+ROWS = 8  # per grid step, at most
+STEP_SLOTS = 16384  # per grid step: 64 KiB of scalar memory, double-buffered
+BLOCK = 256  # slots that are waited for together, or a page if that is larger
+RING = 16  # blocks in flight
 RING_BYTES = 2 << 20
-STAGED = 512  # slots that are being written
-MOST_BYTES = 8 << 20  # of a row's slots
+STAGED = 512  # slots whose writes are in flight
+MOST_BYTES = 8 << 20  # per row
 MOST_PAGE_BYTES = 1 << 20
 MOST_HEAD_SIZE = 1024
 TILE = 16  # slots that a page must be a multiple of: a tile of 16-bit values
-UNROLLED = 64  # slots, at most, that are moved without a loop
-EXTENT = 4  # entries of a row's table before its pages: where what it reads begins and ends, and what it writes
+UNROLLED = 64  # slots, at most, per iteration of the loop that moves them
+EXTENT = 4  # entries of a row's table before its pages: begin and end of the pages to read, and of those to write
 
 
 def why_not(kv: Any, slots: Any, source: Any, target: Any) -> str | None:
@@ -70,7 +69,7 @@ def take_slots(
     ring = max(1, min(RING, RING_BYTES // block_bytes, num_blocks))
     rows = max(1, min(ROWS, STEP_SLOTS // num_slots, num_rows))
     steps = pl.cdiv(num_rows, rows)
-    cores = 2 if steps % 2 == 0 else 1  # of one chip that shares its memory between two; elsewhere one after the other
+    cores = 2 if steps % 2 == 0 else 1  # of a chip whose two cores share a memory; on other chips, one runs after the other
 
     is_written = target != 0
     is_moved = (slots >= 0) & jnp.repeat(is_written, page_size, axis=-1)
@@ -79,11 +78,11 @@ def take_slots(
         extent_of(jnp.where(is_written, jnp.arange(target.shape[1], dtype=jnp.int32), -1)),
     )
     extent = jnp.stack([*read, *written], axis=-1)
-    slot = jnp.where(is_moved, slots, extent[:, :1] * page_size)  # anything that is read
+    slot = jnp.where(is_moved, slots, extent[:, :1] * page_size)  # any slot that is read
     if is_packed:  # even slots come before odd ones
         slot = slot % 2 * (num_slots // 2) + slot // 2
     table = jnp.concatenate([extent, source, target], axis=-1)
-    table = jnp.pad(table, [(0, steps * rows - num_rows), (0, 0)])  # these rows read and write nothing
+    table = jnp.pad(table, [(0, steps * rows - num_rows), (0, 0)])  # padded rows read and write nothing
     following = jnp.roll(table[::rows], -1, axis=0)
     table = jnp.concatenate([table.reshape(steps, -1), following], axis=1)[:, None]
     slot = jnp.pad(slot, [(0, steps * rows - num_rows), (0, 0)]).reshape(steps, 1, -1)
@@ -115,7 +114,7 @@ def take_slots(
             pltpu.SMEM((1,), jnp.int32),
         ],
         input_output_aliases={2: 0},
-        # Pages are the pool's own, as XLA's gather is promised; checks of a DMA take longer than to send a page of 16 slots.
+        # Page ids are in bounds, as XLA's gather assumes too; the bounds check of a DMA takes longer than a page of 16 slots.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         interpret=interpret,
         name="take_slots",
@@ -123,7 +122,7 @@ def take_slots(
 
 
 def extent_of(page: Int[Array, "R X"]) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
-    """Where each row's entries that are not negative begin and end; 0 and 0 for none."""
+    """Begin and end of the non-negative entries of each row; 0 and 0 for none."""
     end = jnp.max(page, axis=1) + 1
     begin = jnp.min(jnp.where(page < 0, page.shape[1], page), axis=1)
     return jnp.where(end > 0, begin, 0), end
@@ -148,7 +147,7 @@ def move_rows(
     write_semaphores: Any,
     num_written_smem_ref: Any,
 ) -> None:
-    """Some rows, one after the other."""
+    """Moves the slots of some rows, one row after the other."""
     page_size, num_slots = kv_hbm_ref.shape[2], words_vmem_ref.shape[1]
     is_packed, half_page, half_row = kv_hbm_ref.dtype.itemsize == 2, page_size // 2, num_slots // 2
     ring, staged = ring_vmem_ref.shape[0], staged_vmem_ref.shape[0]
@@ -161,7 +160,7 @@ def move_rows(
         return table_smem_ref[0, 0, row * entries + index]
 
     def pages_of_block(row: Any, block: Any) -> tuple[Any, Any]:
-        """Where the part of a block that is read begins and ends; relative to the block."""
+        """Begin and end of the pages of a block that are read, relative to the block."""
         first = block * block_pages
         return lax.max(entry(row, 0) - first, 0), lax.min(entry(row, 1) - first, block_pages)
 
@@ -176,7 +175,7 @@ def move_rows(
         lax.fori_loop(*pages_of_block(row, block), begin, None)
 
     def start_first(row: Any) -> None:
-        """Asks for as much of a row as the ring holds."""
+        """Starts to fetch the first blocks of a row, as many as the ring holds."""
         first, end = blocks_of(row)
         lax.fori_loop(first, lax.min(end, first + ring), lambda block, _: start(row, block), None)
 
@@ -186,7 +185,7 @@ def move_rows(
         start_first(0)
 
     def join(row: Any, block: Any) -> None:
-        """Keys and values of a block's pages, slot by slot."""
+        """Waits for the pages of a block and joins their keys and values, slot by slot."""
         which = lax.rem(block, ring)
 
         def wait(i: Any, _: None) -> None:
@@ -197,7 +196,7 @@ def move_rows(
             if is_packed:
                 key_SH, value_SH = (
                     pltpu.bitcast(ring_vmem_ref[which, i, part], jnp.uint32) for part in range(2)
-                )  # 2 slots a word
+                )  # 2 slots per word
                 even, odd = (pl.ds(pl.multiple_of(base + page * half_page, 8), half_page) for base in (0, half_row))
                 words_vmem_ref[0, even, :] = low(key_SH) | value_SH << 16
                 words_vmem_ref[0, odd, :] = key_SH >> 16 | high(value_SH)
@@ -212,7 +211,7 @@ def move_rows(
         pltpu.make_async_copy(staged_vmem_ref.at[which], kv_hbm_ref.at[0], write_semaphores.at[which]).wait()
 
     def write(row: Any, index: Any) -> None:
-        """Fills a page with the row's slots and sends it off."""
+        """Fills a page with the row's slots and starts its write."""
         num_written = num_written_smem_ref[0]
         which = lax.rem(num_written, staged)
         pl.when(num_written >= staged)(lambda: wait_for_write(which))
@@ -264,5 +263,5 @@ def low(x: Any) -> Any:
 
 
 def high(x: Any) -> Any:
-    """The upper half of each word, where it is."""
+    """The upper half of each word, in place."""
     return x & jnp.uint32(0xFFFF0000)

@@ -6,7 +6,7 @@ import pytest
 
 from jkv.testing import find_copies
 from pallas_kernels.models import MODELS, Workload
-from pallas_kernels.paged_attention import gpu, mosaic_gpu, shapes, tpu
+from pallas_kernels.paged_attention import gpu, shapes, tpu
 from tests.aot import targets
 
 CASES = [(target, name) for target in targets.TARGETS for name in MODELS]
@@ -57,12 +57,3 @@ def test_what_is_not_refused_compiles_at_the_limit(target, limit):
     largest = max(filter(is_taken, range(8, 130_000, 8)))
     assert not is_taken(largest + 8)
     targets.compile_kernel(target, tpu.paged_attention, arguments(largest), with_logits=with_logits)
-
-
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("page_size", [16, 64, 128])
-@pytest.mark.parametrize("name", MODELS)
-def test_mosaic_gpu_compiles(name, page_size, weighted):
-    args = shapes.arguments(MODELS[name], Workload(page_size=page_size, layers=1), weighted=weighted)
-    assert mosaic_gpu.why_not(*args) is None
-    targets.compile_kernel("h200", mosaic_gpu.paged_attention, args)

@@ -46,7 +46,7 @@ def block_distance(request):
 
 
 def random_case(pairs, layers, heads, page, head_size, dtype, seed=0):
-    """Pages in random order, some of them on both sides; NaN in the slots beyond each pair's tokens, and in the trash page."""
+    """Pages in random order, some of them on both sides; NaN in the slots beyond each pair's tokens, and in the null page."""
     rng = np.random.default_rng(seed)
     total = 2 * pairs * layers * heads + 1
     kv = rng.standard_normal((total, 2, page, head_size))
@@ -101,9 +101,20 @@ def test_a_pair_s_bits_depend_on_nothing_but_the_pair(block_distance):
         np.testing.assert_array_equal(alone[0], together[i])
 
 
-@DTYPES
-@pytest.mark.parametrize("turns", [False, True], ids=["as_cached", "turned"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+LIKE_OTHERS = ("grouped", "large_pages", "heads_of_64")
+# Every other case turned in bfloat16, and one in all ways; the rest takes the same code path and is slow.
+SUMS = [
+    pytest.param(run, case, turns, dtype, id=f"{run}-{name}-{'turned' if turns else 'as_cached'}-{dtype.__name__}", marks=marks)
+    for run in RUNS
+    for name, case in CASES.items()
+    for turns in (False, True)
+    for dtype in (jnp.float32, jnp.bfloat16)
+    for is_main in [name == "of_a_real_model" or (turns and dtype == jnp.bfloat16 and name not in LIKE_OTHERS)]
+    for marks in [[] if is_main else [pytest.mark.slow]]
+]
+
+
+@pytest.mark.parametrize(("block_distance", "case", "turns", "dtype"), SUMS, indirect=["block_distance"])
 def test_sums_squares_over_tokens_and_heads(block_distance, case, turns, dtype):
     args = random_case(*case, dtype)
     angle = np.random.default_rng(1).uniform(-9, 9, (case[0], case[4] // 4)).astype(np.float32) if turns else None
@@ -135,7 +146,13 @@ def test_turning_undoes_the_rotation_of_a_key_elsewhere(block_distance):
     assert block_distance(*args, (3 - 40) * frequency[None])[0, 0, 0, 2] < 1e-9
 
 
-@pytest.mark.parametrize("case", [(12, 2, 1, 16, 128), (3, 3, 2, 16, 128)], ids=["two_cores_of_pairs", "one_core"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param((12, 2, 1, 16, 128), id="two_cores_of_pairs"),
+        pytest.param((3, 3, 2, 16, 128), id="one_core", marks=pytest.mark.slow),
+    ],
+)
 def test_on_a_tpu_no_copy_races_with_another(case):
     args = random_case(*case, jnp.bfloat16)
     angle = jnp.ones((case[0], 64))

@@ -1,30 +1,22 @@
 """Which implementation a kernel runs."""
 
 import functools
-import importlib
 import warnings
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-import pallas_kernels as kernels
-from pallas_kernels import dispatch
+from pallas_kernels import KERNELS, dispatch
 from pallas_kernels.dispatch import Implementation, best, call
+from pallas_kernels.models import MODELS, Workload
 
-FLOATS, INTS, BOOLS = (lambda *shape, dtype=dtype: jnp.zeros(shape, dtype) for dtype in (jnp.float32, jnp.int32, bool))
-SMALL_CALLS = {
-    "attention_mass": (FLOATS(1, 1, 1, 2), FLOATS(1, 3, 2), BOOLS(1, 3), BOOLS(1, 1)),
-    "block_distance": (FLOATS(2, 2, 3, 2), INTS(1, 1, 1), INTS(1, 1, 1), INTS(1)),
-    "key_redundancy": (FLOATS(1, 3, 2), BOOLS(1, 3)),
-    "paged_attention": (FLOATS(1, 1, 2), FLOATS(2, 2, 3, 2), INTS(1, 1), INTS(1)),
-    "replay_attention": (FLOATS(1, 3, 1, 2), FLOATS(1, 3, 1, 2), FLOATS(1, 3, 1, 2), INTS(1, 3), INTS(1, 1, 3), INTS(1, 1, 3)),
-    "take_slots": (FLOATS(2, 2, 3, 2), INTS(1, 3), INTS(1, 1), INTS(1, 1)),
-}
+TINY = MODELS["tiny-reasoner"]._replace(num_layers=1)
+SMALL = Workload(batch=1, slots=16, page_size=8, dtype=jnp.float32, layers=1)
 
 
 def table_of(**named):
-    """Implementations that add different numbers, to be told apart."""
+    """Implementations that add different numbers, so that results show which one ran."""
     return {name: Implementation(functools.partial(jnp.add, i), *rest) for i, (name, rest) in enumerate(named.items(), 1)}
 
 
@@ -101,15 +93,27 @@ def test_plain_xla_on_an_accelerator_is_not_silent(monkeypatch):
         call("some kernel", table, None, jnp.zeros(2))
 
 
-@pytest.mark.parametrize("name", kernels.__all__)
+def small_call(name):
+    """The arguments' shapes of a kernel's first real call, in a small size."""
+    shapes = KERNELS[name].shapes
+    case = shapes.CASES[0]
+    return shapes.arguments(TINY, SMALL, **case.options)
+
+
+@pytest.mark.parametrize("name", KERNELS)
 def test_an_unknown_implementation_is_refused_naming_the_known_ones(name):
-    known = sorted(importlib.import_module(f"pallas_kernels.{name}").IMPLEMENTATIONS)
+    kernel = KERNELS[name]
     with pytest.raises(ValueError, match=name) as error:
-        getattr(kernels, name)(*SMALL_CALLS[name], implementation="nonsense")
-    assert str(known) in str(error.value)
+        jax.eval_shape(functools.partial(kernel.call, implementation="nonsense"), *small_call(name))
+    assert str(sorted(kernel.implementations)) in str(error.value)
     assert "'nonsense'" in str(error.value)
 
 
-@pytest.mark.parametrize("name", kernels.__all__)
-def test_every_kernel_has_a_reference_that_can_be_named(name):
-    getattr(kernels, name)(*SMALL_CALLS[name], implementation="reference")
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_kernel_has_a_reference_that_can_be_named_and_takes_what_the_others_refuse(name):
+    kernel, args = KERNELS[name], small_call(name)
+    assert kernel.implementations["reference"].platform is None
+    assert list(kernel.implementations)[-1] == "reference"  # the best comes first
+    assert dispatch.refusals({"reference": kernel.implementations["reference"]}, "rocm", *args) == {}
+    named, default = (jax.eval_shape(functools.partial(kernel.call, implementation=x), *args) for x in ("reference", None))
+    assert named == default

@@ -24,10 +24,12 @@ def implementation_of(name, interpret=True):
     return lambda *args: run(*args, *[None] * (7 - len(args)), interpret=interpret)
 
 
-def cases_of(cases, on_devices):
-    """Every case for the reference, those of that name for the kernels too."""
+def cases_of(cases, on_devices, slow=()):
+    """Every case for the reference, those of that name for the kernels too; `slow` ones take the code path of another one."""
     named = [("reference", name) for name in cases] + [(device, name) for device in ON_DEVICES for name in on_devices]
-    return [pytest.param(run, *cases[name], id=f"{run}-{name}") for run, name in named]
+    return [
+        pytest.param(run, *cases[name], id=f"{run}-{name}", marks=[pytest.mark.slow] * (name in slow)) for run, name in named
+    ]
 
 
 @pytest.fixture(params=["reference", *ON_DEVICES])
@@ -123,7 +125,7 @@ CAUSAL = {
 @DTYPES
 @pytest.mark.parametrize(
     ("replay_attention", "num_tokens", "heads", "group"),
-    cases_of(CAUSAL, ["T7_G3", "T200"]),
+    cases_of(CAUSAL, ["T7_G3", "T200"], slow=["T2_K1_G1", "T128", "T200"]),
     indirect=["replay_attention"],
 )
 def test_causal_columns_give_causal_attention(replay_attention, num_tokens, heads, group, dtype):
@@ -155,7 +157,9 @@ def test_a_column_is_read_from_begin_on_and_no_longer_at_end(replay_attention):
 
 
 @pytest.mark.parametrize(
-    ("replay_attention", "num_tokens"), cases_of({"T9": (9,), "T200": (200,)}, ["T9"]), indirect=["replay_attention"]
+    ("replay_attention", "num_tokens"),
+    cases_of({"T9": (9,), "T200": (200,)}, ["T9"], slow=["T200"]),
+    indirect=["replay_attention"],
 )
 def test_keys_that_only_empty_spans_name_may_be_nan(replay_attention, num_tokens):
     query, key, value = random_inputs(2, num_tokens, num_tokens, 2, 2, 8)
@@ -239,10 +243,19 @@ SHAPES = {
 }
 
 
+EVERYDAY = ("G2_one_token", "G4_H128", "G6_one_column", "G7")
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [pytest.param(shape, jnp.float32, id=f"{name}-float32") for name, shape in SHAPES.items()]
-    + [pytest.param(SHAPES[name], jnp.bfloat16, id=f"{name}-bfloat16") for name in ("G1_many_blocks", "G4_H128")],
+    [
+        pytest.param(SHAPES[name], dtype, id=f"{name}-{dtype.__name__}", marks=[] if name in EVERYDAY else [pytest.mark.slow])
+        for name, dtype in [
+            *((name, jnp.float32) for name in SHAPES),
+            ("G1_many_blocks", jnp.bfloat16),
+            ("G4_H128", jnp.bfloat16),
+        ]
+    ],
 )
 def test_kernels_take_all_groups_and_head_sizes_in_tiles_that_nothing_divides(device_kernel, shape, dtype):
     num_tokens, group, head_size, num_columns = shape
@@ -251,7 +264,10 @@ def test_kernels_take_all_groups_and_head_sizes_in_tiles_that_nothing_divides(de
     assert_agrees(device_kernel(query, key, value, *columns), by_hand(query, key, value, *columns), dtype)
 
 
-@pytest.mark.parametrize("shape", [SHAPES["G1_many_blocks"], SHAPES["G7"]], ids=["G1_many_blocks", "G7"])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(SHAPES["G1_many_blocks"], id="G1_many_blocks"), pytest.param(SHAPES["G7"], id="G7", marks=pytest.mark.slow)],
+)
 def test_gradients_of_kernels_over_many_tiles_are_those_of_the_naive_form(device_kernel, shape):
     num_tokens, group, head_size, num_columns = shape
     inputs = random_inputs(1, num_tokens, num_tokens, 2, group, head_size)
@@ -364,8 +380,10 @@ def test_on_a_tpu_nothing_is_read_before_it_is_written_nor_out_of_bounds(watched
     assert_agrees(implementation_of("tpu", watched)(*inputs, *columns), by_hand(*inputs, *columns))
 
 
-def test_on_a_tpu_nor_in_the_backward_pass_over_several_tiles(watched):
-    inputs, columns = random_inputs(1, 300, 300, 1, 2, 64), random_columns(1, 300, 1, 530)
+def test_on_a_tpu_nor_in_the_backward_pass_over_several_tiles(watched, monkeypatch):
+    monkeypatch.setattr(tpu, "BLOCK", 128)
+    inputs, columns = random_inputs(1, 70, 70, 1, 2, 64), random_columns(1, 70, 1, 150)
+    assert tpu.blocks_of(inputs[0], inputs[1], columns[1]) == (128, 128)  # two tiles each way
     attends = [lambda *x, run=run: run(*x, *columns) for run in (implementation_of("tpu", watched), naive)]
     (out, pull), (expected, expected_pull) = (jax.vjp(attend, *inputs) for attend in attends)
     assert_agrees(out, expected)

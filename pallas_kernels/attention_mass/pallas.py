@@ -1,7 +1,7 @@
-"""What both Pallas kernels are given: masks, log-weights and averages folded into few small arrays.
+"""The inputs that both Pallas kernels share: masks, log-weights and averages in a few small arrays.
 
-A softmax of its own belongs to each query ("max": of a window's position, "mean": of a position and head), so "mean" is "max"
-over one head with G times the queries.
+Each query has its own softmax: with "max" one per position of the window, with "mean" one per position and head. So "mean" is
+"max" over one head with G times the queries.
 """
 
 from typing import Any, NamedTuple
@@ -11,12 +11,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Terms(NamedTuple):
-    """Queries: V of them, each with the heads (D) of which the largest logit counts."""
+    """The inputs for V queries, each with D heads of which the largest logit counts."""
 
-    query_RDVH: Float[Array, "R D V H"]  # 0 where there is none
-    bias_RS: Float[Array, "R S"]  # of logits; -inf where a slot is no candidate
-    share_RV: Float[Array, "R V"]  # what a query's softmax adds to the result
-    after_V: Int[Array, " V"]  # tokens that came after it
+    query_RDVH: Float[Array, "R D V H"]  # 0 where there is no query
+    bias_RS: Float[Array, "R S"]  # added to logits; -inf where a slot is no candidate
+    share_RV: Float[Array, "R V"]  # the weight of a query's softmax in the result
+    after_V: Int[Array, " V"]  # tokens after the query
 
 
 def terms(
@@ -26,7 +26,7 @@ def terms(
     log_weight: Float[Array, "R S"] | None,
     over_group: str,
 ) -> Terms:
-    """The arguments of `pallas_kernels.attention_mass`, keys and ages apart."""
+    """The arguments of `pallas_kernels.attention_mass` other than keys and ages."""
     rows, group, window, head_size = query.shape
     query = jnp.where(is_query[:, None, :, None], query, jnp.zeros_like(query))
     bias_RS = jnp.where(is_candidate, 0.0 if log_weight is None else log_weight.astype(jnp.float32), -jnp.inf)
@@ -40,7 +40,7 @@ def terms(
 
 
 def why_not(query: Any, key: Any) -> str | None:
-    """Why neither kernel can take these; None when both can."""
+    """Why neither kernel can take these arguments; None when both can."""
     if key.dtype not in (jnp.float32, jnp.bfloat16) or query.dtype != key.dtype:
         return f"queries and keys must both be float32 or bfloat16; got {query.dtype} and {key.dtype}"
     return None

@@ -1,10 +1,10 @@
-"""What the kernels of all platforms share: they see columns already taken and heads folded into rows, and own three passes.
+"""The shared part of the kernels: gathers columns, folds heads into rows, and differentiates three passes of a platform.
 
-A tile is a block of query rows (a token's G heads lie next to each other) times a block of columns; its weights exist only
-while it is at hand. The forward pass keeps its output and the log of each softmax's denominator, from which the backward passes
-compute a tile's weights again: one walks over columns for the queries' gradient, one over queries for the columns', so that no
-two tiles ever add to one place at once. Tiles in which nothing can be visible are told by the ranges of their positions and
-spans. Letters: I query rows of a KV head (T * G, padded), C columns (padded), NI and NC their blocks.
+A tile is a block of query rows (the G heads of a token are neighbours) times a block of columns; its weights exist only while
+it is computed. The forward pass saves its output and the log of each softmax's denominator, from which the backward passes
+compute the weights of a tile again. One loops over columns for the gradient of queries, the other over queries for that of
+columns, so two tiles never add to the same place at once. The ranges of positions and spans show which tiles have nothing
+visible. Letters: I query rows of a KV head (T * G, padded), C columns (padded), NI and NC their blocks.
 """
 
 import functools
@@ -21,16 +21,16 @@ FIRST, LAST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
 
 
 class Passes(NamedTuple):
-    """A platform's kernels; each is called as `f(settings, query, key, value, position, begin, end, ...)`."""
+    """The kernels of a platform; each is called as `f(settings, query, key, value, position, begin, end, ...)`."""
 
     forward: Callable[..., Any]  # -> output [B, K, I, H], log of the denominators [B, K, I]
     backward_query: Callable[..., Any]  # (..., log_total, grad, delta) -> gradient of the query
-    backward_columns: Callable[..., Any]  # the same -> gradients of key and value
+    backward_columns: Callable[..., Any]  # the same arguments -> gradients of key and value
     settings: Any  # hashable
 
 
 def why_not_floats(query: Any, key: Any, value: Any) -> str | None:
-    """Why no kernel takes such queries, keys and values; None when some can."""
+    """Why no kernel can take these queries, keys and values; None when one can."""
     if query.dtype not in (jnp.float32, jnp.bfloat16) or not query.dtype == key.dtype == value.dtype:
         got = f"{query.dtype}, {key.dtype} and {value.dtype}"
         return f"queries, keys and values must all be float32 or all bfloat16; got {got}"
@@ -49,7 +49,7 @@ def attend(
     end: Int[Array, "B K C"],
     source: Int[Array, "B K C"] | None,
 ) -> Float[Array, "B T N H"]:
-    """`pallas_kernels.replay_attention` by a platform's passes, over rows and columns padded to these multiples."""
+    """`pallas_kernels.replay_attention` by the passes of a platform, with rows and columns padded to these multiples."""
     batch, num_tokens, num_heads, head_size = query.shape
     num_kv_heads, is_used = key.shape[2], begin < end
     group, num_columns = num_heads // num_kv_heads, begin.shape[2]
@@ -59,7 +59,7 @@ def attend(
     query_BKTGH = jnp.moveaxis(query.reshape(batch, num_tokens, num_kv_heads, group, head_size), 1, 2)
     query_BKIH = pad(query_BKTGH.reshape(batch, num_kv_heads, num_rows, head_size), more_rows)
     key_BKCH, value_BKCH = (pad(take_columns(x, source, is_used), more_columns) for x in (key, value))
-    # Rows beyond the last repeat its position, which widens no tile's range; what they read is cut off.
+    # Padded rows repeat the last position, which widens no tile's range; their output is cut off.
     position_BI = jnp.pad(jnp.repeat(position.astype(jnp.int32), group, axis=1), [(0, 0), (0, more_rows)], mode="edge")
     begin_BKC, end_BKC = (
         jnp.pad(jnp.where(is_used, x, never).astype(jnp.int32), [(0, 0), (0, 0), (0, more_columns)], constant_values=never)
@@ -71,7 +71,7 @@ def attend(
 
 
 def pad(x: Float[Array, "B K I H"], more: int) -> Array:
-    """Zeros after the last row."""
+    """Pads with zeros after the last row."""
     return jnp.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)])
 
 
@@ -85,12 +85,12 @@ def attend_columns(
     begin: Int[Array, "B K C"],
     end: Int[Array, "B K C"],
 ) -> Float[Array, "B K I H"]:
-    """The output of every row over the columns whose span holds its position."""
+    """The output of every row over the columns whose span contains its position."""
     return passes.forward(passes.settings, query, key, value, position, begin, end)[0]
 
 
 def forward(passes: Passes, *args: Array) -> tuple[Array, tuple[Array, ...]]:
-    """The output, and what the backward pass needs: nothing larger than the rows or the columns."""
+    """The output, and the residuals of the backward pass, none larger than the rows or the columns."""
     out, log_total = passes.forward(passes.settings, *args)
     return out, (*args, out, log_total)
 
@@ -109,7 +109,7 @@ attend_columns.defvjp(forward, backward)
 def ranges(
     position: Int[Array, "B I"], begin: Int[Array, "B K C"], end: Int[Array, "B K C"], rows: int, columns: int
 ) -> tuple[Int[Array, "B 2 NI"], Int[Array, "B K 2 NC"]]:
-    """The least and the greatest position of each block of rows; the least begin and the greatest end of each of columns."""
+    """The least and greatest position of each block of rows; the least begin and greatest end of each block of columns."""
     position, begin, end = (
         x.reshape(*x.shape[:-1], -1, size) for x, size in ((position, rows), (begin, columns), (end, columns))
     )

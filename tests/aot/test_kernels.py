@@ -1,0 +1,43 @@
+"""Every kernel of the table compiles for every target on which it has an implementation, at its calls by real models."""
+
+import functools
+
+import pytest
+
+from pallas_kernels import KERNELS
+from pallas_kernels.bench import gradients
+from pallas_kernels.dispatch import best
+from pallas_kernels.models import MODELS, Workload
+from tests.aot import targets
+
+CALLS = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}  # the name of a kernel of Pallas in a compiled program
+DISTINCT = {shape[1:]: name for name, shape in MODELS.items()}.values()  # the number of layers changes only the pool
+MAIN = ("tpu-v5e", "h200")
+
+
+def cases():
+    """Everyday: the first call of each kernel on all targets for all models, the others on two targets for one model."""
+    for kernel, (_, implementations, shapes) in KERNELS.items():
+        for target, (platform, _, page_size) in targets.TARGETS.items():
+            if not any(one.platform == platform for one in implementations.values()):
+                continue
+            for index, case in enumerate(shapes.CASES):
+                for model in DISTINCT:
+                    is_slow = index > 0 and (target not in MAIN or model != "r1-qwen-1.5b")
+                    marks = [pytest.mark.slow] if is_slow else []
+                    name = f"{kernel}-{case.name.replace(' ', '_')}-{target}-{model}"
+                    yield pytest.param(kernel, case, target, model, page_size, marks=marks, id=name)
+
+
+@pytest.mark.parametrize(("kernel", "case", "target", "model", "page_size"), list(cases()))
+def test_a_real_call_compiles(kernel, case, target, model, page_size):
+    call, implementations, shapes = KERNELS[kernel]
+    workload = Workload(page_size=page_size, layers=1)._replace(**case.workload)
+    args, platform = shapes.arguments(MODELS[model], workload, **case.options), targets.TARGETS[target][0]
+    chosen = best(implementations, platform, *args)
+    if chosen == "reference":
+        assert model == "tiny-reasoner"  # whose heads are narrow
+        return
+    run = functools.partial(call, implementation=None)
+    compiled = targets.compile_kernel(target, gradients(run) if case.is_gradient else run, args)
+    assert CALLS[platform] in compiled.as_text()
