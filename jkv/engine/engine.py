@@ -94,7 +94,7 @@ class Engine:
       return_trace: whether results carry attention columns for `jkv.score`.
       poison: for tests: freed pages become NaN.
       mesh: devices on which the engine runs tensor-parallel: `jax.sharding.Mesh(devices, ("tensor",))`. KV heads are split over
-        them, with their query heads, pages and weights (`jkv.engine.mesh.shard`), so their number must divide the model's KV
+        them, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's KV
         heads,
         MLP width and tokens. Pages and bytes are those of all devices together; a number of pages that does not divide is
         rounded down. Results are those of one device but for rounding: partial sums are added in another order, in the
@@ -474,7 +474,7 @@ class Engine:
         if sample.filled is not None:
             held, seen = self._held_and_seen(sample)
             completion.saved = 1 - held / max(seen, 1)
-        sample.aside = sample.sentences = sample.sharing = None
+        sample.swapped = sample.sentences = sample.sharing = None
         if self.is_traced:
             seen = len(sample.request.prompt) + sample.generated
             whole = self._new_ends(seen) if completion.ends is None else completion.ends
@@ -553,16 +553,16 @@ class Engine:
         prefix, request = sample.prefix, sample.request
         if sample.filled is None:
             sample.filled = request.first_slots(self.params.config.num_layers)
-        if sample.aside is None:
+        if sample.swapped is None:
             may_share = prefix.is_held or sum(other.is_fresh for other in prefix.samples) > 1
         else:
-            may_share = prefix.is_held and bool(sample.aside.is_shared.any())
+            may_share = prefix.is_held and bool(sample.swapped.is_shared.any())
         for shares in (True, False) if may_share else (False,):
             needed = self._claim(sample, shares)
             if shares and not prefix.is_held:
                 self._set_filled(prefix, request)
                 needed += prefix.num_pages
-            if sample.aside is None and not (shares and prefix.is_held):  # the whole prompt, until it is compressed
+            if sample.swapped is None and not (shares and prefix.is_held):  # the whole prompt, until it is compressed
                 needed = max(needed, self._pages(len(request.prompt)))
             while self._claimed() + needed > self.num_pages:
                 idle = [one for one in self.prefixes.values() if one.is_idle and not (shares and one is prefix)]
@@ -592,8 +592,8 @@ class Engine:
         """Frees a prefix that no row reads, and keeps it in host memory for samples put aside that do."""
         assert prefix.start is not None
         table = prefix.start.page_table
-        if prefix.aside is None and any(sample.aside for sample in prefix.samples):
-            prefix.aside = swap.read_pages(self.programs, self.state, table, table != TRASH)
+        if prefix.swapped is None and any(sample.swapped for sample in prefix.samples):
+            prefix.swapped = swap.read_pages(self.programs, self.state, table, table != TRASH)
         self.state = self.programs.drop(self.state, prefix.start.snapshot.seat)
         prefix.start, prefix.is_held = None, False
 
@@ -630,7 +630,7 @@ class Engine:
                 self._fork(list(group))
                 continue
             for i in group:
-                self._prefill(i) if self.running[i].aside is None else self._resume(i)
+                self._prefill(i) if self.running[i].swapped is None else self._resume(i)
         for i in admitted:
             completion = self.running[i].completion
             if not completion.queued_seconds:
@@ -701,7 +701,7 @@ class Engine:
         """Moves a row to host memory, but for the pages of its prefix."""
         sample = self.running.pop(i)
         with clock(self.stats, "swap_seconds"):
-            sample.aside = swap.put_aside(self.programs, self.state, i, sample.shared_table)
+            sample.swapped = swap.swap_out(self.programs, self.state, i, sample.shared_table)
         sample.is_running, sample.shares = False, False
         self.state = self.programs.release(self.state, self._pad_rows([i]))
         heapq.heappush(self.waiting, (sample.priority, sample))
@@ -709,10 +709,10 @@ class Engine:
     def _resume(self, i: int) -> None:
         """Brings a sample back that was put aside, bit for bit."""
         sample = self.running[i]
-        assert sample.aside is not None
+        assert sample.swapped is not None
         with clock(self.stats, "swap_seconds"):
-            self.state = swap.bring_back(self.programs, self.state, i, sample.aside, sample.shared_table, sample.prefix.aside)
-        sample.aside = None
+            self.state = swap.swap_in(self.programs, self.state, i, sample.swapped, sample.shared_table, sample.prefix.swapped)
+        sample.swapped = None
 
     def _pad_rows(self, rows: list[int]) -> np.ndarray:
         """Rows for a program that takes as many as there are; the rest are none."""

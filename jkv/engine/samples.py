@@ -11,7 +11,7 @@ from jkv.cache.pool import EMPTY
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request, compacted
 from jkv.engine.results import AgainColumns, Completion, Event
-from jkv.engine.swap import Aside, Pages
+from jkv.engine.swap import SwappedPages, SwappedRow
 from jkv.engine.timing import COMPILING
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import Pair, Sharing
@@ -23,7 +23,7 @@ from jkv.reasoning.token_text import StopFinder, TextStream
 class Prefix:
     """A prompt that samples start from; when several do, it is prefilled once and its full pages are shared.
 
-    What gave way on the device is prefilled again for those who start, and is in host memory for those who were put aside.
+    What gave way on the device is prefilled again for those who start, and is in host memory for those who were swapped out.
     """
 
     key: Any  # by which it is found: what its requests share, and the version of the weights that prefill it
@@ -33,7 +33,7 @@ class Prefix:
     num_pages: int = 0  # at most
     num_full_pages: int = 0  # at least: those that rows can share
     start: "Start | None" = None  # from when it is prefilled
-    aside: "Pages | None" = None
+    swapped: "SwappedPages | None" = None
 
     @property
     def is_idle(self) -> bool:
@@ -43,7 +43,7 @@ class Prefix:
     @property
     def is_needed(self) -> bool:
         """Whether a sample is to start from it, reads it, or will when it comes back."""
-        return any(sample.is_fresh or sample.shares or sample.aside for sample in self.samples)
+        return any(sample.is_fresh or sample.shares or sample.swapped for sample in self.samples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Start:
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One sample through its life: waiting, running, put aside, finished."""
+    """One sample through its life: waiting, running, swapped out, finished."""
 
     ticket: int
     index: int  # among the samples of its ticket
@@ -72,7 +72,7 @@ class Sample:
     submitted: float  # when, on a clock that stands still while anything compiles
     is_running: bool = False
     shares: bool = False  # whether its row reads the prefix's pages
-    aside: Aside | None = None
+    swapped: SwappedRow | None = None
     version: int = 0  # of the weights that made its logits
     generated: int = 0
     filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered
@@ -96,12 +96,12 @@ class Sample:
     @property
     def is_fresh(self) -> bool:
         """Whether it has not started yet."""
-        return not self.is_running and self.aside is None and not self.is_finished
+        return not self.is_running and self.swapped is None and not self.is_finished
 
     @property
     def is_forking(self) -> bool:
         """Whether it starts from its prefix."""
-        return self.shares and self.aside is None
+        return self.shares and self.swapped is None
 
     @property
     def shared_table(self) -> np.ndarray | None:
