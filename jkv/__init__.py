@@ -15,11 +15,13 @@ A slot is an index in the cache, a position an index in the sequence, a token a 
 from jkv import rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
 from jkv.engine.engine import Engine
+from jkv.engine.mesh import shard, shardings
 from jkv.engine.results import Event, Result
 from jkv.generate import generate
 from jkv.model.checkpoint import load
-from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.params import Model, ModelConfig, Params, weight_shapes
 from jkv.model.sampling import Sampling
+from jkv.model.saved_weights import restore, save
 from jkv.planning.devices import DEVICES, Device
 from jkv.planning.plan import Plan, plan
 from jkv.policies import (
@@ -99,10 +101,14 @@ __all__ = [
     "random",
     "random_share",
     "reason_cache",
+    "restore",
     "rl",
     "rpc",
+    "save",
     "score",
     "seal",
+    "shard",
+    "shardings",
     "skip_kv",
     "snap_kv",
     "streaming_llm",
@@ -110,4 +116,5 @@ __all__ = [
     "tova",
     "verify",
     "viz",
+    "weight_shapes",
 ]
