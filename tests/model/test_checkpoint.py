@@ -66,8 +66,13 @@ def dense_attention(layer, query, key, value, cache):
 def dense_logits(params, tokens):
     """Logits `[T, V]` of one sequence."""
     with jax.default_matmul_precision("highest"):
-        hidden, _ = forward(params, jnp.asarray(tokens)[None], jnp.arange(len(tokens))[None], dense_attention, None)
-        return np.asarray(unembed(params, hidden)[0])
+        return np.asarray(dense_forward(params, jnp.asarray(tokens)[None])[0])
+
+
+@jax.jit
+def dense_forward(params, tokens):
+    hidden, _ = forward(params, tokens, jnp.arange(tokens.shape[1])[None], dense_attention, None)
+    return unembed(params, hidden)
 
 
 def random_params(config, seed=0, dtype=np.float32):
