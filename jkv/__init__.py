@@ -15,14 +15,16 @@ A slot is an index in the cache, a position an index in the sequence, a token a 
 from jkv import rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
 from jkv.engine.engine import Engine
+from jkv.engine.mesh import shard, shardings
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.requests import RequestOptions
 from jkv.engine.results import Result
 from jkv.generate import generate
 from jkv.model.checkpoint import load
-from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.params import Model, ModelConfig, Params, weight_shapes
 from jkv.model.sampling import Sampling
+from jkv.model.saved_weights import restore, save
 from jkv.planning.devices import DEVICES, Device
 from jkv.planning.plan import Plan, plan
 from jkv.policies import (
@@ -81,10 +83,15 @@ __all__ = [
     "generate",
     "load",
     "plan",
+    "restore",
     "rl",
+    "save",
     "score",
+    "shard",
+    "shardings",
     "testing",
     "verify",
     "viz",
+    "weight_shapes",
     *POLICIES,
 ]

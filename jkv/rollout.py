@@ -276,7 +276,7 @@ class Rollout:
         """Samples with new weights from now on; no program compiles anew, and prompts that the old ones prefilled are dropped.
 
         The arrays are used as they are: they may be the trainer's own, as long as it does not donate them before the next
-        update. On a mesh they lie as `jkv.engine.mesh.shard` places them.
+        update. On a mesh they lie as `jkv.shard` places them.
 
         Raises:
           ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; the old ones stay.

@@ -15,7 +15,7 @@ No function copies the pool as long as the caller donates it: `kv` is only an op
 advanced indices.
 """
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import flax.struct
 import jax
@@ -30,19 +30,25 @@ LOG_WEIGHT = "log_weight"  # the slot data that attention adds to a slot's logit
 
 
 class Pool(flax.struct.PyTreeNode):
-    """Keys, values and the allocator; all on the device, all of fixed shape (annotated for readers only)."""
+    """Keys, values and the allocator; all on the device, all of fixed shape.
 
-    kv: Any  # [P, 2, page, H] keys (rotated at their true position) and values
-    position: Any  # [P, page] each slot's index in its sequence
-    page_table: Any  # [L, B, K, MP] pages of each layer, row and KV head; TRASH beyond the last
-    length: Any  # [L, B, K] filled slots
-    logical_length: Any  # [B] tokens seen, the position of the next one
-    refcount: Any  # [P] table entries that hold a page, those of seats without a row included
-    free_stack: Any  # [P] the first `free_top` entries are the free pages
-    free_top: Any  # [] negative after an allocation that the caller had not made sure of
-    slot_data: dict[str, Any]  # name -> [L, B, K, MP*page] what belongs to a row's slot and not to the page (LOG_WEIGHT)
-    hole: Any = None  # [L, B, K] the slot of the hole, EMPTY for none; None where rows never have one
-    bounds: Any = None  # [P, 2, H] the smallest and largest of each page's keys, while rows only append; None if none asks
+    The axes of the fields are notes, not checked types: JAX rebuilds a pytree with leaves that are no arrays. A mesh splits
+    the arrays by them (`jkv.engine.axes`).
+    """
+
+    kv: Annotated[Any, "P 2 page H"]  # keys (rotated at their true position) and values
+    position: Annotated[Any, "P page"]  # each slot's index in its sequence
+    page_table: Annotated[Any, "L B K MP"]  # pages of each layer, row and KV head; TRASH beyond the last
+    length: Annotated[Any, "L B K"]  # filled slots
+    logical_length: Annotated[Any, "B"]  # tokens seen, the position of the next one
+    refcount: Annotated[Any, "P"]  # table entries that hold a page, those of seats without a row included
+    free_stack: Annotated[Any, "P"]  # the first `free_top` entries are the free pages
+    free_top: Annotated[Any, ""]  # negative after an allocation that the caller had not made sure of
+    slot_data: dict[str, Annotated[Any, "L B K MP*page"]]  # by name; of a row's slot and not of its page (LOG_WEIGHT)
+    hole: Annotated[Any, "L B K"] = None  # the slot of the hole, EMPTY for none; None where rows never have one
+    bounds: Annotated[Any, "P 2 H"] = (
+        None  # smallest and largest of each page's keys, while rows only append; None if none asks
+    )
     poison: bool = flax.struct.field(pytree_node=False, default=False)  # tests: freed pages become NaN
 
     @property

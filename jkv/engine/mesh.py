@@ -1,72 +1,66 @@
-"""The programs of `jkv.engine.programs` over a mesh of devices: KV heads split over the axis "tensor", rows over the axis
-"data".
+"""The programs of `jkv.engine.programs` over a mesh of devices, whose axis "tensor" splits the KV heads.
 
-A shard is the device side of an engine in small: a pool with an allocator and page ids of its own, for its part of the KV heads
-(with their query heads, page tables and last queries) and of the rows. Each program runs whole inside one `jax.shard_map`,
-where it sees an ordinary `State`. Shards meet where the residual stream is summed, in the gathered logits, from which all draw
-the same tokens, and in the few numbers that a program tells of all heads together. Weights are split as in Megatron-LM (arXiv
-1909.08053): columns of query, key, value, gate and up, rows of out and down, tokens of the embeddings.
+A shard is the device side of an engine in small: a pool with an allocator and page ids of its own, for its part of the KV
+heads, with their query heads, page tables and last queries. Each program runs whole inside one `jax.shard_map`, where it sees
+an ordinary `State`. Shards exchange data where the residual stream is summed, in the gathered logits, from which all draw the
+same tokens, and in the few numbers that a program returns for all heads together.
 
-Outside, an array of pages holds those of all shards, one shard after the other; `free_top` has one entry a shard.
+Outside, an array of pages holds those of all shards, one shard after the other; `free_top` has one entry a shard. How each
+array is split follows from its annotation (`jkv.engine.axes`).
 """
 
 import dataclasses
 import functools
 import inspect
 import types
+import typing
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from jkv.cache.attention import Cache
-from jkv.cache.in_step_eviction import StepRules
-from jkv.cache.page_selection import ReadRules
-from jkv.cache.pool import Seat
 from jkv.engine import chunk_inputs as control
 from jkv.engine import programs
-from jkv.engine.programs import AlignRules, Control, Emitted, Snapshot, State
-from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
+from jkv.engine.axes import HEADS, P, is_spec, specs_of
+from jkv.engine.programs import Emitted, State
+from jkv.model.params import ModelConfig, Params
 from jkv.policies import Needs, Policy
-from jkv.reasoning.steering import SteerRules
 
-P: Any = PartitionSpec  # of any type: it stands where a record has arrays
-ROWS, HEADS = "data", "tensor"  # the axes of a mesh
-SETTINGS = ("num_steps", "draws", "is_traced", "tells_hidden", "evict", "owns_all")  # of programs: static
-READS_ONLY = ("measure_pages", "look", "read_pages")  # programs to which the state is not donated
+SETTINGS = ("num_steps", "draws", "is_traced", "tells_hidden", "evict", "owns_all")  # static arguments of programs
 
 
 def arrange(mesh: Mesh) -> Mesh:
-    """The mesh with both axes, in order: one that lacks "data" does not split rows.
+    """The mesh with the axis "tensor" alone.
 
     Raises:
-      ValueError: another axis of more than one device, or no axis "tensor".
+      ValueError: no axis "tensor", or another axis of more than one device.
     """
-    others = {name: size for name, size in mesh.shape.items() if name not in (ROWS, HEADS) and size > 1}
-    if HEADS not in mesh.shape or others:
-        raise ValueError(f'A mesh splits KV heads over an axis "{HEADS}" and rows over "{ROWS}"; got {dict(mesh.shape)}.')
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(HEADS), -1)
-    return Mesh(devices.reshape(-1, mesh.shape[HEADS]), (ROWS, HEADS))
+    shape = dict(mesh.shape)
+    if HEADS not in shape:
+        raise ValueError(f'The mesh of an engine must split KV heads over an axis "{HEADS}"; got {shape}. Rename its axis.')
+    if mesh.size > shape[HEADS]:
+        raise ValueError(
+            f'The mesh of an engine must split KV heads alone, over an axis "{HEADS}"; got {shape}. For more rows, run one '
+            f"engine for each of the {mesh.size // shape[HEADS]} replicas, on a mesh of its own."
+        )
+    return Mesh(mesh.devices.reshape(-1), (HEADS,))
 
 
 def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
     """Refuses a mesh that an engine cannot run this model on.
 
     Raises:
-      ValueError: rows split, devices of another process, or heads, widths or tokens that do not divide; with the arithmetic.
+      ValueError: another split than of KV heads, devices of another process, or sizes that do not divide; with the arithmetic.
     """
-    shape = arrange(mesh).shape
-    if shape[ROWS] > 1:
-        raise ValueError(
-            f'An engine splits KV heads alone, over the axis "{HEADS}"; got {dict(mesh.shape)}. For more rows, run one engine '
-            f"for each of the {shape[ROWS]} replicas, on a mesh of its own."
-        )
+    mesh = arrange(mesh)
     if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
-        raise ValueError("All devices of an engine's mesh must belong to this process, whose loop sees every token.")
-    check_divides(config, shape[HEADS])
+        raise ValueError(
+            "All devices of an engine's mesh must belong to this process, which reads every token; some do not. Build the mesh "
+            "from jax.local_devices()."
+        )
+    check_divides(config, mesh.size)
 
 
 def check_divides(config: ModelConfig, num_shards: int) -> None:
@@ -94,98 +88,34 @@ def check_policy(policy: Policy, num_shards: int) -> None:
         )
 
 
-# Where arrays lie.
+# Where arrays are.
 
 
-def param_specs(params: Params) -> Params:
-    """How weights are split."""
-    columns, rows = P(None, HEADS), P(HEADS)
-    layer = LayerParams(
-        attention_norm=P(),
-        query=columns,
-        key=columns,
-        value=columns,
-        out=rows,
-        mlp_norm=P(),
-        gate=columns,
-        up=columns,
-        down=rows,
-        query_bias=P(HEADS),
-        key_bias=P(HEADS),
-        value_bias=P(HEADS),
-        query_norm=P(),
-        key_norm=P(),
-    )
-    layers = (layer,) * len(params.layers)
-    plain = params.replace(embedding=rows, layers=layers, final_norm=P(), unembedding=columns)
-    return jax.tree.map(adapter_specs, plain, params, is_leaf=is_spec)
-
-
-def adapter_specs(spec: P, weight: Any) -> Any:
-    """How a weight is split; of an adapter, the part that faces the split side of its base."""
-    if not isinstance(weight, LowRank):
-        return spec
-    down, up = (P(HEADS), P()) if spec == P(HEADS) else (P(), P(None, HEADS))
-    return weight.replace(base=spec, down=down, up=up)
-
-
-def state_specs(state: State) -> State:
-    """How the pool and what lies beside it are split."""
-    of_pages, of_heads = P((ROWS, HEADS)), P(None, ROWS, HEADS)
-    pool = state.cache.pool.replace(
-        kv=of_pages,
-        position=of_pages,
-        refcount=of_pages,
-        free_stack=of_pages,
-        free_top=of_pages,
-        bounds=of_pages,
-        page_table=of_heads,
-        length=of_heads,
-        hole=of_heads,
-        slot_data=dict.fromkeys(state.cache.pool.slot_data, of_heads),
-        logical_length=P(ROWS),
-    )
-    return State(Cache(pool, query_ring=P(None, ROWS, None, HEADS)), logits=P(ROWS))
-
-
-def control_specs(given: Control) -> Control:
-    """How what is told about rows is split."""
-    row = P(ROWS)
-    return Control(
-        remaining=row,
-        stop_ids=row,
-        sampling=row,
-        rules=None if given.rules is None else StepRules(P(None, ROWS), row, row, row, row),
-        reads=None if given.reads is None else ReadRules(row, row, row),
-        sinks=row,
-        steer=None if given.steer is None else SteerRules(row, row, row, row, P(), P()),
-        align=None if given.align is None else AlignRules(row, row, row, P()),
-    )
+def state_specs(state: Any) -> Any:
+    """How the pool and what belongs to it is split; of `jax.ShapeDtypeStruct` too."""
+    return with_free_top(specs_of(State, state, "state"), P(HEADS))
 
 
 def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
     """The tree with, for each array, its `NamedSharding`."""
 
-    def below(spec: P, arrays: Any) -> Any:
+    def below(spec: Any, arrays: Any) -> Any:
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), arrays)
 
     return jax.tree.map(below, specs, tree, is_leaf=is_spec)
 
 
-def is_spec(x: Any) -> bool:
-    """Whether something is a specification, which stands for all arrays below it."""
-    return isinstance(x, P)
-
-
 def shardings(params: Params, mesh: Mesh) -> Params:
-    """Where each weight (or shape: `jkv.model.params.weight_shapes`) lies on a mesh, as `jkv.model.checkpoint.restore` takes
-    it.
+    """The `NamedSharding` of each weight on a mesh, as `jkv.restore` takes them; of weights or of `jkv.weight_shapes`.
+
+    Raises:
+      ValueError: a mesh without an axis "tensor", or with another axis of more than one device.
     """
-    return placed(arrange(mesh), param_specs(params), params)
+    return placed(arrange(mesh), specs_of(Params, params, "params"), params)
 
 
 def shard(params: Params, mesh: Mesh) -> Params:
-    """The weights on a mesh; those that are there already stay."""
+    """The weights, split over the axis "tensor" of a mesh; those that are there already are not copied."""
     return jax.device_put(params, shardings(params, mesh))
 
 
@@ -194,59 +124,18 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(arrange(mesh), P())
 
 
-SEAT = Seat(P(None, HEADS), P(None, HEADS), P(), P(None, HEADS), P(None, HEADS))
-SNAPSHOT = Snapshot(SEAT, P(), P(None, None, HEADS))
-BY_STEP, BY_STEP_AND_HEAD = P(None, ROWS), P(None, None, ROWS, HEADS)
-EMITTED = Emitted(
-    token=BY_STEP,
-    log_prob=BY_STEP,
-    is_real=BY_STEP,
-    held_pages=P(),
-    is_running=P(ROWS),
-    dropped=BY_STEP_AND_HEAD,
-    is_read=BY_STEP_AND_HEAD,
-    steered=BY_STEP,
-    hidden=BY_STEP,
-    log_prob_full=BY_STEP,
-)
-ARGUMENTS: dict[str, Any] = {  # of programs; others are everywhere
-    "params": param_specs,
-    "state": state_specs,
-    "control": control_specs,
-    "snapshot": lambda _: SNAPSHOT,
-    "seat": lambda _: SEAT,
-    "is_own": lambda _: P(None, HEADS),
-    "page": lambda _: P(HEADS),
-    "content": lambda _: P(HEADS),
-}
-RESULTS: dict[str, Any] = {  # from the state's
-    "decode_chunk": lambda state: (state, EMITTED),
-    "prefill_chunk": lambda state: (state, P()),
-    "compress": lambda state: (state, P(None, None, HEADS), P()),
-    "measure_pages": lambda state: P(),
-    "take_pages": lambda state: state,
-    "release": lambda state: state,
-    "look": lambda state: SNAPSHOT,
-    "leave": lambda state: (state, SNAPSHOT),
-    "fork": lambda state: state,
-    "sit": lambda state: state,
-    "drop": lambda state: state,
-    "read_pages": lambda state: P(HEADS),
-    "write_pages": lambda state: state,
-}
-
-
 # What a shard does.
 
 
 def local_bytes(params: Params, num_shards: int) -> int:
-    """Bytes of the weights (or shapes) that each of some shards holds: its part of what is split, and a copy of the rest."""
+    """Bytes of the weights (or shapes) on each of some shards: its part of what is split, and a copy of the rest."""
 
-    def of_shard(spec: P, arrays: Any) -> int:
+    def of_shard(spec: Any, arrays: Any) -> int:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
         return size if spec == P() else size // num_shards
 
-    return sum(jax.tree.leaves(jax.tree.map(of_shard, param_specs(params), params, is_leaf=is_spec)))
+    specs = specs_of(Params, params, "params")
+    return sum(jax.tree.leaves(jax.tree.map(of_shard, specs, params, is_leaf=is_spec)))
 
 
 def local_config(config: ModelConfig, num_shards: int) -> ModelConfig:
@@ -271,15 +160,15 @@ def left(result: Any) -> Any:
     return result
 
 
-def with_free_top(state: State, free_top: Any) -> State:
+def with_free_top(state: Any, free_top: Any) -> Any:
     """The state with another form of the number of free pages."""
     return state._replace(cache=state.cache._replace(pool=state.cache.pool.replace(free_top=free_top)))
 
 
 def decode_chunk(**arguments: Any) -> tuple[State, Emitted]:
-    """A shard's `programs.decode_chunk`, with the pages that all of them hold."""
+    """A shard's `programs.decode_chunk`, with the pages of all shards counted."""
     state, emitted = programs.decode_chunk(**arguments)
-    return state, emitted._replace(held_pages=jax.lax.psum(emitted.held_pages, (ROWS, HEADS)))
+    return state, emitted._replace(held_pages=jax.lax.psum(emitted.held_pages, HEADS))
 
 
 def compress(**arguments: Any) -> tuple[State, Any, Any]:
@@ -304,13 +193,16 @@ def program_on(mesh: Mesh, name: str) -> Any:
     """One of `jkv.engine.programs` over a mesh, jitted, of the same signature.
 
     Raises:
-      ValueError: rows split, for another program than `decode_chunk`: the others count a row among all.
+      ValueError: an argument, result or field that names no axes, and so does not say how it is split; or see `arrange`.
     """
     mesh, program = arrange(mesh), getattr(programs, name)
-    if mesh.shape[ROWS] > 1 and name != "decode_chunk":
-        raise ValueError(f'Only decode_chunk may split rows, over the axis "{ROWS}"; got {name} on {dict(mesh.shape)}.')
     on_one = ON_SHARD.get(name, program)
-    signature = inspect.signature(program)
+    signature, hints = inspect.signature(program), typing.get_type_hints(inspect.unwrap(program), include_extras=True)
+    arguments = {key: hints.get(key) for key in signature.parameters if key not in SETTINGS}
+    for key, hint in arguments.items():
+        specs_of(hint, name=f"{name}: {key}")
+    results = hints.get("return")
+    specs_of(results, name=f"{name}: its result")
 
     @functools.wraps(program)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -322,12 +214,30 @@ def program_on(mesh: Mesh, name: str) -> Any:
             result = on_one(**{key: entered(value) for key, value in arrays.items()}, **settings)
             return jax.tree.map(left, result, is_leaf=lambda x: isinstance(x, State))
 
-        specs = {key: ARGUMENTS[key](value) if key in ARGUMENTS else P() for key, value in arrays.items()}
-        results = RESULTS[name](specs.get("state"))
-        return jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=results, check_vma=False)(arrays)
+        specs = {key: argument_specs(arguments[key], value, key) for key, value in arrays.items()}
+        out = result_specs(results, specs.get("state"))
+        return jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
 
     settings = [key for key in signature.parameters if key in SETTINGS]
-    return jax.jit(run, static_argnames=settings, donate_argnames=() if name in READS_ONLY else "state")
+    donated = "state" if State in (results, *typing.get_args(results)) else ()  # a program that returns none only reads it
+    return jax.jit(run, static_argnames=settings, donate_argnames=donated)
+
+
+def argument_specs(hint: Any, value: Any, name: str) -> Any:
+    """How an argument of a program is split."""
+    return state_specs(value) if hint is State else specs_of(hint, value, name)
+
+
+def result_specs(hint: Any, state: Any) -> Any:
+    """How the result of a program is split, whose state is split as it was given."""
+    if hint is State:
+        return state
+    if typing.get_origin(hint) is tuple:
+        return tuple(result_specs(member, state) for member in typing.get_args(hint))
+    return specs_of(hint)
+
+
+PROGRAMS = tuple(name for name, value in vars(programs).items() if isinstance(value, jax.stages.Wrapped))
 
 
 @functools.lru_cache(maxsize=8)
@@ -335,27 +245,19 @@ def programs_on(mesh: Mesh) -> Any:
     """All programs over a mesh, by their names in `jkv.engine.programs`; those of an equal mesh are the same, and compile
     once.
     """
-    return types.SimpleNamespace(**{name: program_on(mesh, name) for name in RESULTS})
+    return types.SimpleNamespace(**{name: program_on(mesh, name) for name in PROGRAMS})
 
 
 def empty_state(mesh: Mesh, config: ModelConfig, needs: Needs, **settings: Any) -> State:
-    """`control.empty_state` on a mesh: rows and pages are those of all shards together, each of which takes its share."""
+    """`control.empty_state` on a mesh, of so many pages on all shards together."""
     return state_maker(mesh, config, needs, **settings)()
 
 
-def state_maker(
-    mesh: Mesh, config: ModelConfig, needs: Needs, *, num_rows: int, num_pages: int, **settings: Any
-) -> Callable[[], State]:
-    """What makes `empty_state`, compiled once for as many calls as there are."""
+def state_maker(mesh: Mesh, config: ModelConfig, needs: Needs, *, num_pages: int, **settings: Any) -> Callable[[], State]:
+    """A function that makes `empty_state`; it compiles once, however often it is called."""
     mesh = arrange(mesh)
-    num_shards = mesh.shape[HEADS]
     share = functools.partial(
-        control.empty_state,
-        local_config(config, num_shards),
-        needs,
-        num_rows=num_rows // mesh.shape[ROWS],
-        num_pages=num_pages // mesh.size,
-        **settings,
+        control.empty_state, local_config(config, mesh.size), needs, num_pages=num_pages // mesh.size, **settings
     )
     specs = state_specs(jax.eval_shape(share))
     return jax.jit(jax.shard_map(lambda: left(share()), mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))

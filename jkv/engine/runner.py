@@ -178,14 +178,14 @@ class Runner:
 
     def _swap_out(self, row: int, sample: Sample) -> None:
         """Moves a row to host memory, except for the pages of its prefix."""
-        sample.swapped = swap.put_aside(self.programs, self.state, row, sample.prefix.page_table)
+        sample.swapped = swap.swap_out(self.programs, self.state, row, sample.prefix.page_table)
         self.state = self.programs.release(self.state, self._pad_rows([row]))
 
     def _swap_in(self, row: int, sample: Sample) -> None:
         """Moves a sample back into a row, bit for bit."""
         assert sample.swapped is not None
         table = sample.prefix.page_table if sample.shares else None
-        self.state = swap.bring_back(self.programs, self.state, row, sample.swapped, table, sample.prefix.swapped)
+        self.state = swap.swap_in(self.programs, self.state, row, sample.swapped, table, sample.prefix.swapped)
         sample.swapped, sample.is_swapped = None, False
 
     def _prefill(self, row: int, sample: Sample) -> None:

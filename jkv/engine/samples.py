@@ -9,7 +9,7 @@ import numpy as np
 
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
-from jkv.engine.swap import Aside, Pages
+from jkv.engine.swap import SwappedPages, SwappedRow
 from jkv.engine.timing import COMPILING
 from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import SentenceLog
@@ -75,7 +75,7 @@ class Prefix:
     num_pages: int = 0  # at most
     num_full_pages: int = 0  # at least: those that rows can share
     start: "Start | None" = None  # once it is prefilled
-    swapped: Pages | None = None  # its pages in host memory
+    swapped: SwappedPages | None = None  # its pages in host memory
 
     @property
     def is_idle(self) -> bool:
@@ -121,7 +121,7 @@ class Sample:
     is_running: bool = False
     is_swapped: bool = False  # whether it was preempted, or slept, and is in host memory
     shares: bool = False  # whether its row reads the prefix's pages
-    swapped: Aside | None = None  # its row in host memory
+    swapped: SwappedRow | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
     generated: int = 0
     filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered

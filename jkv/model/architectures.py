@@ -1,19 +1,16 @@
 """A checkpoint's config.json as a `ModelConfig` and back: which architectures and features the decoder runs.
 
-Everything else is refused by name. `jkv.model.checkpoint` reads and writes the files.
+What a family has of its own is in `jkv.model.families`. Everything that the decoder does not do is refused by name.
+`jkv.model.checkpoint` reads and writes the files.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from jkv.model.families import FAMILIES, find_family
+from jkv.model.family import Family
 from jkv.model.params import ModelConfig, RopeScaling
 
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-}
 ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint)
     "default": {},
     "linear": {"factor": "factor"},
@@ -24,7 +21,12 @@ ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint
         "original_max_position": "original_max_position_embeddings",
     },
 }
-RUNS = f"jkv runs {', '.join(ARCHITECTURES.values())}, unquantised, with full attention: choose such a checkpoint."
+
+
+def advice() -> str:
+    """What the decoder runs, for errors."""
+    known = ", ".join(family.architecture for family in FAMILIES.values())
+    return f"jkv runs {known}, unquantised, with full attention: choose such a checkpoint."
 
 
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
@@ -34,18 +36,20 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
 
     family = check_family(fields, where)
     try:
-        config = AutoConfig.for_model(**fields)
+        config = AutoConfig.for_model(**{**fields, "model_type": family.config_type or family.name})
     except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: must be a valid {family} configuration: {error}. Mend it or download it again.") from error
+        raise ValueError(
+            f"{where}: must be a valid {family.name} configuration: {error}. Correct it or download it again."
+        ) from error
     check_features(config, family, where)
     rope = config.rope_parameters
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = rope.get("partial_rotary_factor", 1.0) if family == "phi3" else 1.0  # which transformers heeds in no other family
+    share = rope.get("partial_rotary_factor", 1.0) if family.has_partial_rotary else 1.0
     rotary_size = int(head_size * share)
     if rotary_size % 2:
-        raise ValueError(f"{where}: the rotary size must be even, got {rotary_size} of {head_size=}. {RUNS}")
+        raise ValueError(f"{where}: the rotary size must be even, got {rotary_size} of {head_size=}. {advice()}")
     return ModelConfig(
-        family=family,
+        family=family.name,
         vocab_size=config.vocab_size,
         width=config.hidden_size,
         num_layers=config.num_hidden_layers,
@@ -58,49 +62,50 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         rope_scaling=parse_rope(rope, where),
         rotary_size=0 if rotary_size == head_size else rotary_size,
         norm_epsilon=config.rms_norm_eps,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
         tie_embeddings=config.tie_word_embeddings,
     )
 
 
-def check_family(fields: Mapping[str, Any], where: str) -> str:
-    """The family of a configuration that is of a supported architecture and not quantised."""
-    family, architectures = fields.get("model_type"), fields.get("architectures") or []
-    if family not in ARCHITECTURES or any(name != ARCHITECTURES[family] for name in architectures):
-        raise ValueError(f"{where}: the architecture must be supported, got {architectures} of model_type {family!r}. {RUNS}")
+def check_family(fields: Mapping[str, Any], where: str) -> Family:
+    """The family of a configuration, whose architecture must be supported and whose weights must not be quantised."""
+    name, architectures = fields.get("model_type"), fields.get("architectures") or []
+    family = FAMILIES.get(str(name))
+    if family is None or any(architecture != family.architecture for architecture in architectures):
+        raise ValueError(f"{where}: the architecture must be supported, got {architectures} of model_type {name!r}. {advice()}")
     quantised = fields.get("quantization_config") or fields.get("compression_config")
     if quantised:
         method = quantised.get("quant_method", "unknown")
-        raise ValueError(f"{where}: weights must not be quantised, got quantization_config with method {method!r}. {RUNS}")
-    return str(family)
+        raise ValueError(f"{where}: weights must not be quantised, got quantization_config with method {method!r}. {advice()}")
+    return family
 
 
-def check_features(config: Any, family: str, where: str) -> None:
+def check_features(config: Any, family: Family, where: str) -> None:
     """Refuses, by name, what a supported family may ask for and the decoder does not do."""
     queries, keys = config.num_attention_heads, config.num_key_value_heads
     window, limit = getattr(config, "sliding_window", None), config.max_position_embeddings
-    others = {"sliding_attention"} if family == "phi3" else set(getattr(config, "layer_types", None) or [])
+    others = set(family.attention_kinds(config))
     others -= {"full_attention"}
     if window is None or window >= limit:  # as wide as the longest sequence, so full after all
         others -= {"sliding_attention"}
-    biases = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name, False) and family != "qwen2"]
+    biases = [name for name in family.bias_switches if getattr(config, name, False)]
     rules = (
         (not others, f"attention must be full, got {sorted(others)} with sliding_window={window} below {limit} positions"),
-        (not biases, f"{' and '.join(biases)} must be false in {ARCHITECTURES[family]}, got true"),
+        (not biases, f"{' and '.join(biases)} must be false in {family.architecture}, got true"),
         (config.hidden_act in ("silu", "swish"), f"hidden_act must be 'silu', got {config.hidden_act!r}"),
         (queries % keys == 0, f"query heads must be a multiple of KV heads, got {queries} and {keys}"),
     )
     for holds, rule in rules:
         if not holds:
-            raise ValueError(f"{where}: {rule}. {RUNS}")
+            raise ValueError(f"{where}: {rule}. {advice()}")
 
 
 def parse_rope(rope: Mapping[str, Any], where: str) -> RopeScaling:
     """The RoPE scaling of a checkpoint's `rope_parameters`."""
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_FIELDS:
-        raise ValueError(f"{where}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}. {RUNS}")
+        raise ValueError(f"{where}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}. {advice()}")
     return RopeScaling(kind, **{field: rope[name] for field, name in ROPE_FIELDS[kind].items()})
 
 
@@ -109,7 +114,7 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     scaling = config.rope_scaling
     numbers = {name: getattr(scaling, field) for field, name in ROPE_FIELDS[scaling.kind].items()}
     fields = {
-        "architectures": [ARCHITECTURES[config.family]],
+        "architectures": [find_family(config.family).architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,

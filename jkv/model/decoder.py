@@ -111,7 +111,7 @@ def mlp(config: ModelConfig, weights: LayerParams, hidden: Float[Array, "B T D"]
 
 
 def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float[Array, "*B fan_out"]:
-    """`x` times a matrix, whose sides may lie unfolded, or times the sum that a `LowRank` stands for.
+    """`x` times a matrix, whose sides may be unfolded, or times the sum of a `LowRank`.
 
     `dtype` is that of the product; None takes the operands'. Inside a program the reshape moves nothing.
     """

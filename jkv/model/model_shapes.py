@@ -52,4 +52,4 @@ def read_shape(file: Path) -> ModelConfig:
         fields = tomllib.loads(file.read_text(encoding="utf-8"))
         return ModelConfig(**fields | {"rope_scaling": RopeScaling(**fields.get("rope_scaling", {}))})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise ValueError(f"{file} must hold the fields of a jkv.ModelConfig as TOML: {error}. Mend the file.") from error
+        raise ValueError(f"{file} must hold the fields of a jkv.ModelConfig as TOML: {error}. Correct the file.") from error

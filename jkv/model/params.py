@@ -6,7 +6,7 @@ and new weights of the same shapes never compile anything again.
 
 import dataclasses
 import math
-from typing import Any
+from typing import Annotated, Any
 
 import flax.struct
 import jax
@@ -29,7 +29,7 @@ class RopeScaling:
 class ModelConfig:
     """The static shape of a decoder, in the letters of `jkv.__init__`; one record for every supported family."""
 
-    family: str  # llama | qwen2 | qwen3 | phi3
+    family: str  # a key of `jkv.model.families.FAMILIES`
     vocab_size: int  # V
     width: int  # D
     num_layers: int  # L
@@ -53,12 +53,13 @@ class ModelConfig:
         return self.num_query_heads // self.num_kv_heads
 
 
-# Fields of the three pytrees are annotated for readers only: JAX rebuilds them with leaves that are no arrays.
+# The axes of the fields are notes, not checked types: JAX rebuilds these pytrees with leaves that are no arrays. A mesh splits
+# the weights by them (`jkv.engine.axes`).
 class LowRank(flax.struct.PyTreeNode):
-    """A matrix and its low-rank adapter (LoRA, 2106.09685): it stands for `base + down @ up * scale`, which is never made.
+    """A matrix and its low-rank adapter (LoRA, 2106.09685): the matrix `base + down @ up * scale`, which is never made.
 
     It may stand in place of any matrix of `LayerParams`, or of `Params.unembedding`. Base and adapter are leaves, so they
-    are arguments of their own to every program, and new adapters leave the base where it lies.
+    are arguments of their own to every program, and new adapters do not touch the base.
     """
 
     base: Any  # [in, out]
@@ -71,32 +72,32 @@ class LayerParams(flax.struct.PyTreeNode):
     """The weights of one decoder layer; absent parts are None.
 
     The sides of a matrix may also be given unfolded, as other libraries hold them (`query` as [D, N, H], `out` as [N, H, D]):
-    they are read where they lie.
+    they are read without a copy.
     """
 
-    attention_norm: Any  # [D]
-    query: Any  # [D, N*H]
-    key: Any  # [D, K*H]
-    value: Any  # [D, K*H]
-    out: Any  # [N*H, D]
-    mlp_norm: Any  # [D]
-    gate: Any  # [D, F]
-    up: Any  # [D, F]
-    down: Any  # [F, D]
-    query_bias: Any = None  # [N*H]
-    key_bias: Any = None  # [K*H]
-    value_bias: Any = None  # [K*H]
-    query_norm: Any = None  # [H]
-    key_norm: Any = None  # [H]
+    attention_norm: Annotated[Any, "D"]
+    query: Annotated[Any, "D N*H"]
+    key: Annotated[Any, "D K*H"]
+    value: Annotated[Any, "D K*H"]
+    out: Annotated[Any, "N*H D"]
+    mlp_norm: Annotated[Any, "D"]
+    gate: Annotated[Any, "D F"]
+    up: Annotated[Any, "D F"]
+    down: Annotated[Any, "F D"]
+    query_bias: Annotated[Any, "N*H"] = None
+    key_bias: Annotated[Any, "K*H"] = None
+    value_bias: Annotated[Any, "K*H"] = None
+    query_norm: Annotated[Any, "H"] = None
+    key_norm: Annotated[Any, "H"] = None
 
 
 class Params(flax.struct.PyTreeNode):
     """All weights of a decoder, layer by layer (unstacked: a scan over stacked weights copies them on CPU and GPU)."""
 
-    embedding: Any  # [V, D]
+    embedding: Annotated[Any, "V D"]
     layers: tuple[LayerParams, ...]
-    final_norm: Any  # [D]
-    unembedding: Any  # [D, V]; None when tied to the embedding
+    final_norm: Annotated[Any, "D"]
+    unembedding: Annotated[Any, "D V"]  # None when tied to the embedding
     config: ModelConfig = flax.struct.field(pytree_node=False)
     axis: str | None = flax.struct.field(pytree_node=False, default=None)  # of a mesh, whose shards hold the other parts
 
@@ -168,6 +169,24 @@ def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
         unembedding=None if c.tie_embeddings else leaf(c.width, c.vocab_size),
         config=config,
     )
+
+
+def leaf_name(path: Any) -> str:
+    """The name of a leaf of `Params`, as in `layers.0.query`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def named_leaves(params: Params) -> dict[str, Any]:
+    """The weights by name, in the order of the tree, folded; refuses those that are not what their configuration says."""
+    wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(weight_shapes(params.config))[0]}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, LowRank))
+    named = {leaf_name(path): leaf for path, leaf in leaves}
+    named = {name: fold(leaf, wanted[name].shape) if name in wanted else leaf for name, leaf in named.items()}
+    for name in wanted | named:
+        got, rule = (getattr(leaves.get(name), "shape", None) for leaves in (named, wanted))
+        if got != rule:
+            raise ValueError(f"{name} must have shape {rule}, as the configuration of params says; got {got}. Correct either.")
+    return named
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray, scale: float = 0.02, dtype: Any = jnp.float32) -> Params:

@@ -87,7 +87,7 @@ def draw(
 
     Last comes the log-probability that the token had before top-k and top-p cut others; None where no row may cut.
 
-    `draws`, one of DRAWS, says what the most demanding row needs: noise costs a hash of every logit, truncation a sort.
+    `draws`, one of DRAWS, is what the most demanding row needs: noise costs a hash of every logit, truncation a sort.
     """
     log_probs_BV = log_distribution(logits, rows.temperature, rows.top_p, rows.top_k, draws == "truncated")
 
@@ -116,7 +116,7 @@ def log_distribution(
     """The log-probabilities that tokens are drawn from, float32; `-inf` for those cut by top-k or top-p.
 
     Top-k comes first, top-p applies to what it leaves. A temperature of 0 gives temperature 1's, uncut. `truncates=False`
-    says that no row cuts anything, which saves a sort.
+    means that no row cuts anything, which saves a sort.
     """
     is_greedy = temperature == 0
     scaled = logits.astype(jnp.float32) / jnp.where(is_greedy, 1.0, temperature)[..., None]

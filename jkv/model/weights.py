@@ -1,4 +1,4 @@
-"""Weights that take the place of others in programs that are compiled: the same in all but their values, or refused."""
+"""New weights for compiled programs: the same as the old ones in all but their values, or refused."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from jkv.model.params import Params
 
 
 def place_of(params: Params) -> jax.sharding.Sharding | None:
-    """Where what goes with the weights lies: on their one device; None where they are on several."""
+    """Where arrays beside the weights belong: on the one device of these; None where they are on several."""
     devices = list(params.embedding.devices())
     return jax.sharding.SingleDeviceSharding(devices[0]) if len(devices) == 1 else None
 
 
 def committed(params: Params, place: Params | None = None) -> Params:
-    """The same arrays, bound to the devices that they are on, or, said in the words of `place`'s shardings, the same ones.
+    """The same arrays, committed to the devices that they are on, by the names of `place`'s shardings if given.
 
-    Programs compile anew for arrays that are bound when others were not, whose place has another name, or whose type is weak,
-    and what an optimiser or a checkpoint gives may be any of these. No weight is copied but for a weak type.
+    Programs compile again for arrays that are committed when the earlier ones were not, whose sharding has another name, or
+    whose type is weak, and an optimiser or a checkpoint may return any of these. No weight is copied but for a weak type.
     """
 
     def bind(leaf: jax.Array, like: Any) -> jax.Array:

@@ -18,7 +18,7 @@ class Device:
       name: what reports call it.
       platform: "tpu", "gpu" or "cpu".
       memory: bytes.
-      bandwidth: bytes a second between memory and cores; None where nobody knows, and no speed is told.
+      bandwidth: bytes a second between memory and cores; None where unknown, and then no speed is planned.
       rate: operations a second of products in 16 bits; None likewise.
       rate_float32: of products of float32, at JAX's default precision; None where `rate` holds.
     """
@@ -63,7 +63,7 @@ DEVICES = {
 
 
 def find_device(name: str | Device) -> Device:
-    """The device of a name; "cpu" is this machine, whose speed nobody told.
+    """The device of a name; "cpu" is this machine, whose speed is unknown.
 
     Raises:
       ValueError: an unknown name; the known ones are listed.

@@ -1,4 +1,4 @@
-"""What one policy takes and could make on a device, from shapes alone: the arithmetic of `jkv.plan`.
+"""The memory of one policy on a device, and the speed that it could reach, from shapes alone: the arithmetic of `jkv.plan`.
 
 Bytes of weights and state are those of the engine's own arrays: the shapes come from the functions that make them.
 """

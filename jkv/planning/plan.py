@@ -1,4 +1,4 @@
-"""`jkv.plan`: what a model, a device and a policy make of each other, before anything is loaded or compiled.
+"""`jkv.plan`: what fits a device, and how fast it could be, before anything is loaded or compiled.
 
 Bytes of weights and cache are those of the engine's own arrays (`jkv.planning.estimate`). Scratch is an estimate from above
 (`jkv.planning.scratch`), tokens a second a bound (`jkv.planning.roofline`).
@@ -89,9 +89,8 @@ def plan(
     """What fits a device, how fast it could be, and whether compression pays, from a model's shape alone.
 
     Args:
-      model: what `jkv.load` returns, a `ModelConfig`, one of the names that `jkv.model.model_shapes.SHAPES` lists, a TOML file
-        of a
-        `ModelConfig`'s fields, or a checkpoint (a folder or hub name), whose config.json alone is read.
+      model: what `jkv.load` returns, a `ModelConfig`, a name that `jkv plan --list` lists, a TOML file of a `ModelConfig`'s
+        fields, or a checkpoint (a folder or hub name), whose config.json alone is read.
       device: one of `jkv.DEVICES`, "cpu" (this machine, no speed), or a `jkv.Device` of your own.
       policy: how the cache stays small; None is the full cache.
       length: tokens of a row at its end, prompt included; None takes 16,384, or the model's positions if fewer.
@@ -99,12 +98,13 @@ def plan(
       batch: rows that decode together; None takes as many as fit.
       page_size: slots of a page; None takes 128 on a TPU, 16 elsewhere.
       dtype: of weights and cache; None is the loaded model's, or float32 on a CPU and bfloat16 elsewhere.
-      num_devices: over which KV heads are split (`jkv.engine.mesh`); bytes are then those of each.
+      num_devices: over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For more
+        rows than one such group holds, plan one engine for each replica.
       truncates: whether draws are cut by top-k or top-p, which sorts the logits.
       memory_share: of a device's memory, what JAX may fill. The rest is for programs themselves, the runtime and gaps.
 
     Every row is planned to reach `length`, with a prompt of its own. Rows without a bound are planned with room to their end,
-    where the engine would admit more and put some aside.
+    where the engine would admit more and swap some out.
 
     Raises:
       ValueError: an unknown device, a setting out of its range, or a model or batch that does not fit; with the arithmetic.
@@ -173,7 +173,7 @@ def check_lengths(policy: Policy, prompt: int, length: int, max_positions: int) 
 
 
 def check_fits(setting: Setting, policy: Policy, length: int, own: Estimate) -> None:
-    """Refuses what has no room, saying how much is missing."""
+    """Refuses what does not fit, and says how many bytes are missing."""
     if own.batch and own.total_bytes <= setting.usable_bytes:
         return
     rows, most = max(1, own.batch), setting.estimate(policy, length).batch
@@ -210,12 +210,12 @@ def pays_from(setting: Setting, policy: Policy, is_better: Callable[[Estimate, E
 
 
 def notes_of(setting: Setting, policy: Policy) -> list[str]:
-    """What a reader of the figures has to know."""
+    """What the figures leave out."""
     notes = ["Tokens a second are a bound from the device's figures (a roofline), no measurement; prefill is not in them."]
     if setting.device.bandwidth is None:
         notes[0] = f"No speed: {setting.device.name}'s bandwidth and rate are not known. Give a jkv.Device with both."
     if setting.device.platform == "gpu":
-        notes.append(f"On a GPU, JAX takes 75 % unless told: set XLA_PYTHON_CLIENT_MEM_FRACTION={setting.memory_share:g}.")
+        notes.append(f"On a GPU, JAX takes 75 % by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={setting.memory_share:g}.")
     if policy.read is not None:
         notes.append(f"{policy.name} frees nothing: it reads fewer pages, and keeps their bounds beside them.")
     if policy.share is not None:
@@ -238,8 +238,8 @@ def report(plan: Plan) -> str:
     def line(label: str, *cells: str) -> str:
         return f"  {label:<42}" + "".join(f"{cell:>18}" for cell in cells)
 
-    def rows(label: str, tell: Callable[[Estimate], str]) -> str:
-        return line(label, *(tell(one) for one in both))
+    def rows(label: str, cell: Callable[[Estimate], str]) -> str:
+        return line(label, *(cell(one) for one in both))
 
     lines = [
         f"{plan.model}, {plan.dtype}, on {count} {device.name} ({size(device.memory)}, {size(plan.usable_bytes)} usable)",
@@ -264,13 +264,13 @@ def report(plan: Plan) -> str:
             rows("time in compaction", lambda one: "-" if one.compaction_share is None else f"{one.compaction_share:.1%}"),
         ]
     if len(both) == 2:
-        lines += ["", f"  {own.policy} has more rows than the full cache {told(plan.rows_pay_from)}"]
+        lines += ["", f"  {own.policy} has more rows than the full cache {in_words(plan.rows_pay_from)}"]
         if own.tokens_per_second is not None:
-            lines += [f"  {own.policy} may be faster than the full cache {told(plan.speed_pays_from)}"]
+            lines += [f"  {own.policy} may be faster than the full cache {in_words(plan.speed_pays_from)}"]
     return "\n".join([*lines, "", *(f"  {note}" for note in plan.notes)])
 
 
-def told(pays_from: int | None) -> str:
+def in_words(pays_from: int | None) -> str:
     """From which length something pays, in words."""
     return "at no length that the model has" if pays_from is None else f"from {pays_from:,} tokens on, prompt included"
 

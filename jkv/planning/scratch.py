@@ -1,4 +1,4 @@
-"""How much memory device programs need beside weights and cache: what XLA keeps alive while one of them runs.
+"""How much memory device programs need beside weights and cache: what XLA allocates while one of them runs.
 
 A compiler decides this, so these are estimates from above, of the arrays that dominate. They were found by compiling for TPU
 v5e, v6e and the H200 ahead of time; `tests/aot/test_plan.py` holds them against the compiler's own memory analysis.

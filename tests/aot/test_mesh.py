@@ -1,4 +1,7 @@
-"""Decoding large models over a mesh: each device has room for its part of the weights and of the pool, which is not copied."""
+"""Decoding large models over a mesh: each device has room for its part of the weights and of the pool, which is not copied.
+
+More rows than one engine has room for are those of replicas: each runs this program on devices of its own.
+"""
 
 import dataclasses
 import functools
@@ -9,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jkv.cache import pool
 from jkv.engine import mesh, scheduler
@@ -23,7 +25,6 @@ from tests.aot import targets
 from tests.support import programs
 
 GB = 10**9
-BY_ROW = P("data")
 PAGE_SIZE, MAX_SLOTS = 128, 1024 + 128  # R-KV's budget and buffer
 
 QWQ_32B = ModelConfig(
@@ -45,15 +46,15 @@ class Setup(NamedTuple):
 
     config: ModelConfig
     topology: str
-    shape: tuple[int, int]  # of the mesh: rows, KV heads
+    num_shards: int  # devices of an engine
     device_bytes: int
-    num_rows: int
+    num_rows: int  # of an engine
 
 
 SETUPS = {
-    "qwq-32b on 16 v5e": Setup(QWQ_32B, "v5e:4x4", (2, 8), 16 * GB, 64),
-    "qwq-32b on 4 v6e": Setup(QWQ_32B, "v6e:2x2", (1, 4), 32 * GB, 64),
-    "llama-8b on 2 v5e": Setup(programs.R1_LLAMA, "v5e:2x2", (1, 2), 16 * GB, 32),
+    "qwq-32b on 8 v5e": Setup(QWQ_32B, "v5e:2x4", 8, 16 * GB, 32),  # a v5e-16 has two of these, and 64 rows
+    "qwq-32b on 4 v6e": Setup(QWQ_32B, "v6e:2x2", 4, 32 * GB, 64),
+    "llama-8b on 2 v5e": Setup(programs.R1_LLAMA, "v5e:2x2", 2, 16 * GB, 32),
 }
 
 
@@ -72,20 +73,21 @@ def compiled(name: str, num_layers: int) -> Compiled:
     setup = SETUPS[name]
     config, rows = dataclasses.replace(setup.config, num_layers=num_layers), setup.num_rows
     described = topologies.get_topology_desc(setup.topology, platform="tpu").devices
-    on = Mesh(np.reshape(described[: np.prod(setup.shape)], setup.shape), ("data", "tensor"))
+    on = Mesh(np.asarray(described[: setup.num_shards]), ("tensor",))
     max_pages = pool.num_pages_of(MAX_SLOTS, PAGE_SIZE)
     num_pages = setup.config.num_layers * rows * config.num_kv_heads * max_pages
     sizes = {"num_rows": rows, "num_pages": num_pages, "max_pages": max_pages, "page_size": PAGE_SIZE}
     make = functools.partial(mesh.empty_state, on, config, Needs(window=8), **sizes, dtype=jnp.bfloat16)
 
-    def leaf(*sizes: int, dtype: Any = jnp.int32, spec: P = BY_ROW) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(on, spec))
+    def leaf(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=mesh.everywhere(on))
 
-    def on_devices(specs: Any, tree: Any) -> Any:
-        return jax.tree.map(lambda x, s: leaf(*x.shape, dtype=x.dtype, spec=s.spec), tree, mesh.placed(on, specs, tree))
+    def on_devices(tree: Any, shardings: Any) -> Any:
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), tree, shardings)
 
     params, state = weight_shapes(config, jnp.bfloat16), jax.eval_shape(make)
-    params, state = on_devices(mesh.param_specs(params), params), on_devices(mesh.state_specs(state), state)
+    params = on_devices(params, mesh.shardings(params, on))
+    state = on_devices(state, mesh.placed(on, mesh.state_specs(state), state))
     wide = leaf(rows, dtype=jnp.float32)
     settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
     control = Control(leaf(rows), leaf(rows, 1), settings, rules=None, reads=None, sinks=None, steer=None)
@@ -112,7 +114,7 @@ def bytes_of_layers(setup: Setup, count: int) -> int:
     """Weights of some layers on one device; of query, key and value the compiler may keep another layout too."""
     layer = weight_shapes(dataclasses.replace(setup.config, num_layers=1), jnp.bfloat16).layers[0]
     twice = layer.query, layer.key, layer.value
-    return count * sum(x.size * 2 for x in jax.tree.leaves((layer, twice))) // setup.shape[1]
+    return count * sum(x.size * 2 for x in jax.tree.leaves((layer, twice))) // setup.num_shards
 
 
 def check(name: str, num_layers: int) -> None:

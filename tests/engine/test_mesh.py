@@ -7,12 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_eight_devices_do_what_one_does():
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_eight_devices_do_what_one_does(marks):
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-m", "pytest", "tests/support/eight_devices.py", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/support/eight_devices.py", "-p", "no:cacheprovider", "-m", marks]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -20,7 +20,15 @@ def golden(request):
     return jkv.load(str(GOLDEN / request.param), dtype=jnp.float32), np.load(GOLDEN / request.param / "reference.npz")
 
 
-@pytest.mark.parametrize("page_size", [4, 16])
+# Neither pages nor the steps of a chunk know the family: what compiles anew for them is run on some families only.
+WITH_PAGES = [
+    *((case, 4) for case in CASES),
+    *(pytest.param(case, 16, marks=() if case == "qwen3" else pytest.mark.slow) for case in CASES),
+]
+IN_CHUNKS = [pytest.param(case, marks=() if case in ("llama_scaled", "phi3") else pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize(("golden", "page_size"), WITH_PAGES, indirect=["golden"])
 def test_logits_of_64_decode_steps_through_the_pool_match(golden, page_size):
     model, reference = golden
     steps = len(reference["greedy"])
@@ -50,6 +58,7 @@ def test_logits_of_every_prompt_position_through_the_pool_match(golden, piece):
     np.testing.assert_allclose(np.concatenate(logits), reference["prompt_logits"], atol=1e-4)
 
 
+@pytest.mark.parametrize("golden", IN_CHUNKS, indirect=True)
 def test_generate_gives_the_same_greedy_tokens(golden):
     model, reference = golden
     out = jkv.generate(model, reference["prompt"], max_new_tokens=64, stop_ids=(), page_size=8, progress=False)

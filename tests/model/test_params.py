@@ -9,8 +9,8 @@ import pytest
 
 import jkv
 from jkv.engine.timing import COMPILING
-from jkv.model import checkpoint, decoder
-from jkv.model.params import LowRank, fold, init_params, weight_shapes
+from jkv.model import decoder
+from jkv.model.params import LowRank, fold, init_params, named_leaves, weight_shapes
 from jkv.testing import TINY, adapted, unfolded
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False, qk_norm=True)
@@ -40,11 +40,19 @@ def pair(request):
     return given, plain
 
 
-@pytest.mark.parametrize("policy", [jkv.full(), jkv.r_kv(budget=12, interval=8, window=4)], ids=lambda policy: policy.name)
+POLICIES = {"full": jkv.full(), "r_kv": jkv.r_kv(budget=12, interval=8, window=4)}
+# A policy knows nothing of the form: the full cache is run with the forms that differ most.
+WITH_POLICIES = [
+    *((form, "r_kv") for form in FORMS),
+    *(pytest.param(form, "full", marks=() if form in ("plain", "both") else pytest.mark.slow) for form in FORMS),
+]
+
+
+@pytest.mark.parametrize(("pair", "policy"), WITH_POLICIES, indirect=["pair"])
 def test_every_form_gives_the_tokens_and_log_probabilities_of_the_plain_weights(pair, policy):
     given, plain = pair
-    out = jkv.generate(given, PROMPTS, policy=policy, **SETTINGS)
-    expected = jkv.generate(plain, PROMPTS, policy=policy, **SETTINGS)
+    out = jkv.generate(given, PROMPTS, policy=POLICIES[policy], **SETTINGS)
+    expected = jkv.generate(plain, PROMPTS, policy=POLICIES[policy], **SETTINGS)
     assert out.tokens.tolist() == expected.tokens.tolist()
     np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-4)
     np.testing.assert_allclose(jkv.score(given, out).logprobs, jkv.score(plain, out).logprobs, atol=1e-4)
@@ -52,8 +60,8 @@ def test_every_form_gives_the_tokens_and_log_probabilities_of_the_plain_weights(
 
 def test_every_form_is_saved_as_the_plain_weights(pair, tmp_path):
     given, plain = pair
-    checkpoint.save(given, tmp_path / "saved")
-    restored = checkpoint.restore(tmp_path / "saved")
+    jkv.save(given, tmp_path / "saved")
+    restored = jkv.restore(tmp_path / "saved")
     for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
 
@@ -113,4 +121,4 @@ def test_a_weight_that_fits_no_shape_is_left_for_the_caller_to_refuse():
     assert fold(weight, (3, 5)) is weight
     params = init_params(UNTIED, jax.random.key(0))
     with pytest.raises(ValueError, match=r"final_norm must have shape \(32,\).*got \(16,\)"):
-        checkpoint.named_leaves(params.replace(final_norm=params.final_norm[:16]))
+        named_leaves(params.replace(final_norm=params.final_norm[:16]))

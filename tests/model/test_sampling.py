@@ -7,6 +7,8 @@ import pytest
 
 from jkv.model.sampling import DRAWS, SamplingRows, draw, log_distribution, request_id, sample_key
 
+DISTRIBUTION = jax.jit(log_distribution, static_argnums=4)  # as programs run them
+DRAW = jax.jit(draw, static_argnums=3)
 LOGITS = np.array([2.0, 1.0, 0.5, 0.5, -1.0, -3.0], np.float32)
 
 
@@ -32,7 +34,7 @@ def expected(temperature, top_p, top_k):
 )
 def test_the_distribution_is_that_of_plain_sorting(temperature, top_p, top_k):
     rows = [jnp.full(2, x, dtype) for x, dtype in ((temperature, jnp.float32), (top_p, jnp.float32), (top_k, jnp.int32))]
-    got = np.exp(log_distribution(jnp.stack([LOGITS, LOGITS]), *rows, True))
+    got = np.exp(DISTRIBUTION(jnp.stack([LOGITS, LOGITS]), *rows, True))
     np.testing.assert_allclose(got[0], expected(temperature, top_p, top_k), atol=1e-6)
     np.testing.assert_array_equal(got[0], got[1])
     np.testing.assert_allclose(got.sum(axis=-1), 1, atol=1e-6)
@@ -41,7 +43,7 @@ def test_the_distribution_is_that_of_plain_sorting(temperature, top_p, top_k):
 def test_a_row_that_cuts_nothing_is_the_same_beside_one_that_does():
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 5000)) * 8, jnp.float32)
     settings = jnp.ones(2), jnp.asarray([1.0, 0.5]), jnp.zeros(2, jnp.int32)
-    np.testing.assert_array_equal(log_distribution(logits, *settings, True)[0], log_distribution(logits, *settings, False)[0])
+    np.testing.assert_array_equal(DISTRIBUTION(logits, *settings, True)[0], DISTRIBUTION(logits, *settings, False)[0])
 
 
 def test_drawn_tokens_follow_the_distribution():
@@ -50,7 +52,7 @@ def test_drawn_tokens_follow_the_distribution():
     keys = jnp.broadcast_to(sample_key(np.uint32(1), np.uint32(2), np.uint32(3)), (count, 2))
     ones = jnp.ones(count)
     rows = SamplingRows(0.8 * ones, 0.95 * ones, jnp.zeros(count, jnp.int32), keys)
-    token, log_prob, _ = jax.jit(draw, static_argnums=3)(logits, rows, jnp.arange(count, dtype=jnp.int32), "truncated")
+    token, log_prob, _ = DRAW(logits, rows, jnp.arange(count, dtype=jnp.int32), "truncated")
     wanted = expected(0.8, 0.95, 0)
     frequency = np.bincount(np.asarray(token), minlength=6)
     assert frequency[wanted == 0].sum() == 0
@@ -65,8 +67,8 @@ def test_keys_differ_by_seed_request_sample_and_position_and_nothing_else():
     key = jnp.asarray([next(iter(keys))] * 2, jnp.uint32)
     flat = jnp.zeros((2, 1000))
     rows = SamplingRows(jnp.ones(2), jnp.ones(2), jnp.zeros(2, jnp.int32), key)
-    same, _, _ = draw(flat, rows, jnp.asarray([7, 7], jnp.int32), "sampled")
-    other, _, _ = draw(flat, rows, jnp.asarray([7, 8], jnp.int32), "sampled")
+    same, _, _ = DRAW(flat, rows, jnp.asarray([7, 7], jnp.int32), "sampled")
+    other, _, _ = DRAW(flat, rows, jnp.asarray([7, 8], jnp.int32), "sampled")
     assert same[0] == same[1] == other[0]
     assert other[0] != other[1]
 
@@ -82,7 +84,7 @@ def test_what_every_row_needs_may_be_said_to_be_less_without_changing_a_token():
     rows = SamplingRows(
         jnp.asarray([0.0, 0.0, 1.0, 0.7]), jnp.ones(4), jnp.zeros(4, jnp.int32), jnp.arange(8, dtype=jnp.uint32).reshape(4, 2)
     )
-    greedy, sampled, truncated = (draw(logits, rows, jnp.arange(4, dtype=jnp.int32), draws)[0] for draws in DRAWS)
+    greedy, sampled, truncated = (DRAW(logits, rows, jnp.arange(4, dtype=jnp.int32), draws)[0] for draws in DRAWS)
     np.testing.assert_array_equal(sampled, truncated)
     np.testing.assert_array_equal(greedy[:2], sampled[:2])
     assert (greedy[2:] != sampled[2:]).any()

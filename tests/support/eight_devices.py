@@ -3,6 +3,7 @@ file.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ import jkv
 from jkv.engine import chunk_inputs as control
 from jkv.engine import mesh, programs
 from jkv.engine.timing import COMPILING
-from jkv.model.params import init_params, weight_shapes
+from jkv.model.params import init_params
 from jkv.model.sampling import SamplingRows
 from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
@@ -44,8 +45,15 @@ REQUESTS = {
     "reason_cache": {"prompt": LONG, "policy": jkv.reason_cache(include_prompt=True, **LOOSE), "sampling": GREEDY},
     "aligned": {"prompt": PROMPT, "policy": jkv.reason_cache(align_steps=True, **LOOSE), "sampling": SAMPLED},
 }
-SEVERAL_HEADS = ("forked", "r_kv", "skip_kv", "random", "reason_cache")  # those to which a shard of several heads is news
-MESHES = {8: tuple(REQUESTS), 2: SEVERAL_HEADS}  # devices -> what is played on them
+# Devices -> requests. On four, a shard has two of the eight KV heads; one or four heads a shard are another run of the same.
+MESHES = {4: tuple(REQUESTS), 8: tuple(REQUESTS), 2: ("forked", "r_kv", "skip_kv", "random", "reason_cache")}
+
+
+def marks_of(count):
+    return () if count == 4 else pytest.mark.slow
+
+
+meshes = pytest.mark.parametrize("count", [pytest.param(count, marks=marks_of(count)) for count in MESHES])
 
 
 def devices_of(count: int) -> Mesh:
@@ -73,7 +81,7 @@ def shards_of(pool, num_shards):
 
 
 def cache_sizes(engine):
-    return {name: getattr(engine.runner.programs, name)._cache_size() for name in mesh.RESULTS}
+    return {name: getattr(engine.runner.programs, name)._cache_size() for name in mesh.PROGRAMS}
 
 
 def play(model, on, names):
@@ -113,12 +121,15 @@ def alone(model):
 
 @pytest.fixture(scope="module")
 def together(model):
-    return {count: play(model, devices_of(count), names) for count, names in MESHES.items()}
+    """Devices -> what `play` gives on them."""
+    return functools.cache(lambda count: play(model, devices_of(count), MESHES[count]))
 
 
-@pytest.mark.parametrize(("count", "name"), [(count, name) for count, names in MESHES.items() for name in names])
+@pytest.mark.parametrize(
+    ("count", "name"), [pytest.param(count, name, marks=marks_of(count)) for count, names in MESHES.items() for name in names]
+)
 def test_a_mesh_changes_no_token(alone, together, count, name):
-    one, many = alone[0][name], together[count][0][name]
+    one, many = alone[0][name], together(count)[0][name]
     np.testing.assert_array_equal(many.tokens, one.tokens)
     np.testing.assert_allclose(many.logprobs, one.logprobs, atol=1e-4)
     for field in ("source", "begin", "end"):  # what each head read, and gave up
@@ -128,32 +139,35 @@ def test_a_mesh_changes_no_token(alone, together, count, name):
         assert many.samples[0].evicted == one.samples[0].evicted > 0
 
 
-@pytest.mark.parametrize("count", MESHES)
+@meshes
 def test_the_pages_of_all_shards_come_back(alone, together, count):
-    (_, one, _), (_, many, _) = alone, together[count]
+    (_, one, _), (_, many, _) = alone, together(count)
     assert one.num_pages % count > 0
     assert many.num_pages == one.num_pages // count * count
     assert np.asarray(many.state.cache.pool.free_top).tolist() == [many.num_pages // count] * count
     assert many.stats.preemptions > 0
 
 
-def test_all_shards_count_as_one_pool(alone, together):
-    (_, one, _), (_, many, _) = alone, together[8]
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_all_shards_count_as_one_pool(alone, together, count):
+    (_, one, _), (_, many, _) = alone, together(count)
     for field in ("preemptions", "forks", "prefills", "steps", "peak_kv_bytes", "kv_bytes", "dense_kv_bytes"):
         assert getattr(many.stats, field) == getattr(one.stats, field) > 0, field
     assert many.stats.sharing.shared == one.stats.sharing.shared > 0
 
 
-def test_a_mesh_compiles_no_program_more_often(alone, together):
-    assert together[8][2] == alone[2]
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_mesh_compiles_no_program_more_often(alone, together, count):
+    assert together(count)[2] == alone[2]
 
 
-def test_weights_and_pages_are_split_evenly(together):
-    _, engine, _ = together[8]
+@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_weights_and_pages_are_split_evenly(together, count):
+    _, engine, _ = together(count)
     num_shards, layer, pool = engine.mesh.size, engine.model.params.layers[0], engine.runner.state.cache.pool
     for whole, axis in ((layer.query, 1), (layer.out, 0), (layer.down, 0), (engine.model.params.embedding, 0), (pool.kv, 0)):
         assert whole.addressable_shards[0].data.shape[axis] * num_shards == whole.shape[axis]
-    assert mesh.shard(engine.model.params, engine.mesh).embedding is engine.model.params.embedding
+    assert jkv.shard(engine.model.params, engine.mesh).embedding is engine.model.params.embedding
 
 
 def test_new_weights_that_lie_elsewhere_are_refused_and_those_in_place_compile_nothing(model):
@@ -164,7 +178,7 @@ def test_new_weights_that_lie_elsewhere_are_refused_and_those_in_place_compile_n
     for elsewhere in (jax.devices()[1], jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())):
         with pytest.raises(ValueError, match="must lie where the old ones do; params"):
             rollout.update(jax.device_put(model.params, elsewhere))
-    rollout.update(mesh.shard(model.params, devices))
+    rollout.update(jkv.shard(model.params, devices))
     rollout.sleep()
     compiled = COMPILING.seconds
     np.testing.assert_array_equal(rollout([[5, 1, 9]], seed=0, stop_ids=()).tokens, expected.tokens)
@@ -214,7 +228,7 @@ def prefilled(params, on, rows):
         state, prefill = control.empty_state(UNTIED, needs, **sizes), programs
     else:
         state, prefill = mesh.empty_state(on, UNTIED, needs, **sizes), mesh.programs_on(on)
-        params = mesh.shard(params, on)
+        params = jkv.shard(params, on)
     for i, row in enumerate(rows):
         token = jnp.asarray([PROMPTS[row] + [0] * (16 - len(PROMPTS[row]))], jnp.int32)
         count = jnp.asarray([len(PROMPTS[row])], jnp.int32)
@@ -243,35 +257,37 @@ def test_what_a_program_tells_of_all_heads_is_of_all_shards(params):
     assert 2 < np.asarray(one[2]).sum() < 13
 
 
-def test_rows_are_split_too(params):
-    """The decode program over two by four devices, from rows that were prefilled on four and four."""
-    square = Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))
-
-    def joined(sharding, first, second):
-        axis = next(i for i, names in enumerate(sharding.spec) if names is not None and "data" in names)
-        return jax.device_put(np.concatenate([first, second], axis=axis), sharding)
-
-    halves = [
-        jax.device_get(prefilled(params, Mesh(square.devices[i], ("tensor",)), rows)) for i, rows in enumerate(([0, 1], [2, 3]))
-    ]
-    state = jax.tree.map(joined, mesh.placed(square, mesh.state_specs(halves[0]), halves[0]), *halves)
-
-    zeros = np.zeros(NUM_ROWS, np.float32)
+def test_more_rows_are_those_of_replicas(params):
+    """Four rows on one device, and two rows each on two meshes of four devices."""
+    zeros, row = np.zeros(NUM_ROWS, np.float32), np.arange(NUM_ROWS)
     settings = SamplingRows(zeros, zeros + 1, np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 2), np.uint32))
     policies = dict(enumerate([jkv.full(), jkv.h2o(10), jkv.full(), jkv.h2o(8)]))
     rules = control.step_rules(policies, NUM_ROWS, UNTIED.num_layers)
     remaining = np.asarray([16, 16, 5, 16], np.int32)
-    told = jax.device_put(programs.Control(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, rules, None, None, None))
-    _, one = programs.decode_chunk(params, prefilled(params, None, range(NUM_ROWS)), told, 16, "greedy", True)
-    decode = mesh.program_on(square, "decode_chunk")
-    _, many = decode(mesh.shard(params, square), state, told, 16, "greedy", True)
-    np.testing.assert_array_equal(many.token, one.token)
-    np.testing.assert_array_equal(many.is_real, one.is_real)
-    np.testing.assert_array_equal(many.dropped, one.dropped)
-    np.testing.assert_allclose(many.log_prob, one.log_prob, atol=1e-4)
-    assert many.held_pages == one.held_pages > 0
-    assert (np.asarray(one.dropped) >= 0).any()
-    assert state.cache.pool.kv.is_deleted()
+    told = programs.Control(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, rules, None, None, None)
+
+    def decoded(rows, on):
+        mine = jax.tree.map(lambda x: x[rows], told._replace(rules=None))
+        mine = mine._replace(rules=jax.tree.map(lambda x: x[..., rows], rules))
+        mine = jax.device_put(mine, None if on is None else mesh.everywhere(on))
+        decode = programs.decode_chunk if on is None else mesh.program_on(on, "decode_chunk")
+        state = prefilled(params, on, rows)
+        _, emitted = decode(params if on is None else jkv.shard(params, on), state, mine, 16, "greedy", True)
+        assert state.cache.pool.kv.is_deleted()
+        return jax.device_get(emitted)
+
+    one = decoded(row, None)
+    replicas = [decoded(row[:2], Mesh(jax.devices()[:4], ("tensor",))), decoded(row[2:], Mesh(jax.devices()[4:], ("tensor",)))]
+
+    def joined(field, axis=1):
+        return np.concatenate([getattr(replica, field) for replica in replicas], axis)
+
+    np.testing.assert_array_equal(joined("token"), one.token)
+    np.testing.assert_array_equal(joined("is_real"), one.is_real)
+    np.testing.assert_array_equal(joined("dropped", axis=2), one.dropped)
+    np.testing.assert_allclose(joined("log_prob"), one.log_prob, atol=1e-4)
+    assert sum(replica.held_pages for replica in replicas) == one.held_pages > 0
+    assert (one.dropped >= 0).any()
 
 
 @pytest.mark.parametrize(
@@ -293,17 +309,23 @@ def test_a_mesh_that_cannot_be_is_refused(config, shape, axes, message):
         jkv.Engine(init_params(config, jax.random.key(0)), mesh=on)
 
 
-def test_programs_other_than_decoding_do_not_split_rows():
+@pytest.mark.parametrize("name", mesh.PROGRAMS)
+def test_no_program_splits_rows(name):
     square = Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))
-    with pytest.raises(ValueError, match=r"Only decode_chunk may split rows.*got compress"):
-        mesh.program_on(square, "compress")
+    with pytest.raises(ValueError, match="one engine for each of the 2 replicas"):
+        mesh.program_on(square, name)
+
+
+def test_an_axis_of_one_device_is_left_out():
+    thin = Mesh(np.reshape(jax.devices()[:4], (1, 4, 1)), ("data", "tensor", "expert"))
+    assert mesh.arrange(thin) == devices_of(4)
 
 
 def test_weights_are_restored_to_their_places(tmp_path):
     params, on = init_params(CONFIG, jax.random.key(0)), devices_of(8)
-    jkv.model.checkpoint.save(params, tmp_path)
-    restored = jkv.model.checkpoint.restore(tmp_path, mesh.shardings(weight_shapes(CONFIG), on))
-    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(mesh.shard(params, on)), strict=True):
+    jkv.save(params, tmp_path)
+    restored = jkv.restore(tmp_path, jkv.shardings(jkv.weight_shapes(CONFIG), on))
+    for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(jkv.shard(params, on)), strict=True):
         assert one.sharding == other.sharding
         np.testing.assert_array_equal(one, other)
 

@@ -6,7 +6,7 @@
     )
     learner = JkvGRPOLearner(cluster, GRPOConfig(num_generations=8), reward_fns, correction="tis+veto")
 
-`params_of` gives the weights of a tunix model to everything else here: `jkv.generate`, `jkv.score`,
+`params_of` gives the weights of a tunix model to everything else here: `jkv.generate`, `jkv.score`, `jkv.save`,
 `jkv.model.checkpoint.export`.
 """
 

@@ -2,7 +2,7 @@
 
 tunix 0.1.7 never looks at the sampler's log-probabilities. This one scores each batch with the full cache, by the very forward
 pass of its loss, and gives the loss importance weights and a mask (`jkv.rl.correct`); how far the two distributions are from
-each other goes to tunix's metrics (`jkv.rl.mismatch`), and a warning tells where it is too far.
+each other goes to tunix's metrics (`jkv.rl.mismatch`), with a warning where it is too far.
 """
 
 import dataclasses
@@ -58,20 +58,20 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
                     f"{name} must not be set: tunix 0.1.7 loses importance weights when it packs sequences, and weights on the "
                     "host cannot score. Leave it out."
                 )
-        self._heard = threading.local()  # tunix rolls out in a thread, and evaluates in another
-        self._generate, self.rl_cluster.generate = self.rl_cluster.generate, self._listen
+        self._rolled_out = threading.local()  # tunix rolls out in a thread, and evaluates in another
+        self._generate, self.rl_cluster.generate = self.rl_cluster.generate, self._generate_and_keep
 
-    def _listen(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate_and_keep(self, *args: Any, **kwargs: Any) -> Any:
         """The cluster's `generate`, whose log-probabilities tunix would drop."""
-        self._heard.output = self._generate(*args, **kwargs)
-        return self._heard.output
+        self._rolled_out.output = self._generate(*args, **kwargs)
+        return self._rolled_out.output
 
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster.Mode = rl_cluster.Mode.TRAIN
     ) -> grpo_learner.TrainExample:
         """Tunix's example with importance weights, and the mask of the tokens that stay."""
         example = super()._generate_and_compute_advantage(training_input, mode)
-        output = self._heard.output
+        output = self._rolled_out.output
         if output.logprobs is None:
             raise ValueError("A correction needs the sampler's log-probabilities; got none. Set return_logprobs=True.")
         width = example.completion_ids.shape[1]
@@ -111,9 +111,9 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         return jnp.concatenate(parts)
 
     def _log(self, figures: dict[str, Any], mode: rl_cluster.Mode) -> None:
-        """Hands figures to tunix's logger, and what the cache held where the rollout tells."""
-        told = {f"sampler/{name}": float(value) for name, value in figures.items() if np.ndim(value) == 0}
+        """Logs figures with tunix, and what the cache held where the rollout has statistics."""
+        logged = {f"sampler/{name}": float(value) for name, value in figures.items() if np.ndim(value) == 0}
         last = getattr(self.rl_cluster.rollout, "last", None)
         if last is not None:
-            told |= {f"rollout/{name}": float(getattr(last.stats, name)) for name in HELD}
-        self.rl_cluster.buffer_metrics({name: (value, np.mean) for name, value in told.items()}, mode=mode)
+            logged |= {f"rollout/{name}": float(getattr(last.stats, name)) for name in HELD}
+        self.rl_cluster.buffer_metrics({name: (value, np.mean) for name, value in logged.items()}, mode=mode)

@@ -1,7 +1,7 @@
 """`JkvRollout`: `jkv.Rollout` as a rollout engine of tunix, over live weights of the actor or over synchronised ones.
 
-tunix repeats each prompt for its group; equal neighbours are one group here, prefilled once. What tunix's own sampler does
-otherwise, on purpose: end tokens stay in the completion, so that stopping is trained; log-probabilities are those of the exact
+tunix repeats each prompt for its group; equal neighbours are one group here, prefilled once. Differences to tunix's own
+sampler, on purpose: end tokens stay in the completion, so that stopping is trained; log-probabilities are those of the exact
 distribution that was drawn from; a call without a seed draws fresh entropy.
 """
 
@@ -40,21 +40,21 @@ class JkvRollout(base_rollout.BaseRollout):
       rollout_config: of training; a call may bring another, and a larger one builds the engine anew.
       policy: how caches stay small; None keeps them whole.
       live: whether to read the actor's own weights at each call, which then are never synchronised; False keeps those that
-        `update_params` brings. None takes live ones where the actor lies on the mesh's devices.
+        `update_params` brings. None takes live ones where the actor is on the mesh's devices.
       lora_alpha: of the actor's adapters; None asks the rules that qwix gave it.
-      sleeps: whether the pool is freed between calls, for the trainer; live weights are let go of then too, so that what
-        training replaces is freed.
+      sleeps: whether the pool is freed between calls, for the trainer; references to live weights are dropped then too, so that
+        arrays which training replaces are freed.
       engine: further arguments of `jkv.Rollout` (`max_running`, `page_size`, `kv_memory`, ...).
 
     Attributes:
       last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights (0 for those that
         it was built with, one more each time they are others).
 
-    Weights are used where they lie; only a mesh whose split differs from the actor's makes a copy. Rollouts run in the dtype of
+    Weights are used in place; only a mesh whose split differs from the actor's makes a copy. Rollouts run in the dtype of
     the weights, or, synchronised, in the configuration's `data_type`.
 
     Raises:
-      ValueError: a model that `jkv` cannot run, a mesh that it cannot be split over, or live weights that lie elsewhere.
+      ValueError: a model that `jkv` cannot run, a mesh that it cannot be split over, or live weights on other devices.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class JkvRollout(base_rollout.BaseRollout):
         is_there = set(next(iter(leaves.values())).devices()) == set(self._devices.devices.flat)
         if live and not is_there:
             raise ValueError(
-                "Live weights lie on the devices that roll out; the actor's are on others than the mesh of the role ROLLOUT. "
-                "Give both roles one mesh, or pass live=False."
+                "Live weights must be on the devices that roll out; the actor's are on others than the mesh of the role "
+                "ROLLOUT. Give both roles one mesh, or pass live=False."
             )
         self._actor = rollout_actor if (is_there if live is None else live) else None
         self._leaves = leaves if self._actor is None else None  # the last ones synchronised
@@ -154,7 +154,7 @@ class JkvRollout(base_rollout.BaseRollout):
         return score(self._params(), tokens, prompts=whole, lengths=lengths, sampling=sampling).logprobs
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Takes new weights, or of a LoRA model its adapters alone; a change of pointers where they lie on the same devices.
+        """Takes new weights, or of a LoRA model its adapters alone; on the same devices nothing is copied.
 
         Raises:
           ValueError: weights of another model, shape or dtype, or not finite; the old ones stay, a live actor's too.
@@ -218,7 +218,7 @@ class JkvRollout(base_rollout.BaseRollout):
         self._known = references(leaves)
 
     def _rest(self, rollout: Rollout) -> None:
-        """Makes room for the trainer: frees the pool, and lets go of live weights, which training replaces."""
+        """Makes room for the trainer: frees the pool, and drops references to live weights, which training replaces."""
         if self._sleeps:
             rollout.sleep(forget_weights=self._actor is not None)
 
@@ -247,7 +247,7 @@ class JkvRollout(base_rollout.BaseRollout):
         return self._rollout
 
     def _build(self, room: tuple[int, ...]) -> Rollout:
-        """An engine with this room, which goes on from the old one's version; never are there two pools."""
+        """An engine with this room, which continues the old one's version; there are never two pools."""
         params, old = self._params(), self._rollout
         if old is not None:
             old.sleep(forget_weights=True)
@@ -293,7 +293,7 @@ class JkvRollout(base_rollout.BaseRollout):
 
 
 def references(leaves: Leaves) -> dict[str, weakref.ref[jax.Array]]:
-    """Tells these arrays from others, and keeps none of them."""
+    """Weak references, to recognise these very arrays later without keeping them."""
     return {path: weakref.ref(leaf) for path, leaf in leaves.items()}
 
 
@@ -307,7 +307,7 @@ def devices_of(mesh: jax.sharding.Mesh | None, leaves: Leaves) -> jax.sharding.M
 
 
 def check_widths(groups: Sequence[tuple[np.ndarray, int]], limit: int) -> None:
-    """Refuses prompts that tunix's arrays have no room for."""
+    """Refuses prompts that do not fit tunix's arrays."""
     for ids, _ in groups:
         if not 0 < len(ids) <= limit:
             raise ValueError(
@@ -317,7 +317,7 @@ def check_widths(groups: Sequence[tuple[np.ndarray, int]], limit: int) -> None:
 
 
 def sampling_of(config: base_rollout.RolloutConfig) -> Sampling:
-    """How tunix means its configuration: no top_p or no temperature is greedy, top_k below 1 keeps all, a key is a seed."""
+    """The draws that tunix asks for: no top_p or no temperature is greedy, top_k below 1 keeps all, a key is a seed."""
     seed = secrets.randbits(32) if config.seed is None else seed_of(config.seed)
     if config.top_p is None or config.temperature == 0:
         return Sampling(temperature=0.0, seed=seed)

@@ -1,8 +1,7 @@
 """The weights of tunix's models as `jkv` reads them: the arrays themselves, in tunix's own layout, LoRA beside its base.
 
-tunix holds a query projection as [D, N, H] and jkv's own is [D, N*H]; `jkv.model.decoder` reads both where they lie, so a
-`Params` made
-here costs no memory. No weight of Qwen2, Qwen3 or Llama 3 in tunix is a transpose of jkv's.
+tunix holds a query projection as [D, N, H] and jkv's own is [D, N*H]; `jkv.model.decoder` reads both without a copy, so a
+`Params` made here costs no memory. No weight of Qwen2, Qwen3 or Llama 3 in tunix is a transpose of jkv's.
 """
 
 import dataclasses
@@ -19,9 +18,14 @@ import jax.numpy as jnp
 import qwix
 from flax import nnx
 
+from jkv.model.families import FAMILIES
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params, weight_shapes
 
-FAMILIES = {"tunix.models.qwen2.model": "qwen2", "tunix.models.qwen3.model": "qwen3", "tunix.models.llama3.model": "llama"}
+MODULES = {  # of tunix -> the family's name, and the field of its configuration that ties the embeddings
+    "tunix.models.qwen2.model": ("qwen2", "use_tied_embedding"),
+    "tunix.models.qwen3.model": ("qwen3", "use_tied_embedding"),
+    "tunix.models.llama3.model": ("llama", "weight_tying"),
+}
 PATHS = {  # field of Params or LayerParams -> path of the nnx module, below the layer
     "embedding": "embedder.input_embedding",
     "final_norm": "final_norm.w",
@@ -52,7 +56,7 @@ def params_of(model: nnx.Module, *, lora_alpha: float | None = None, end_ids: tu
     """The weights of a tunix Qwen2, Qwen3 or Llama 3 model, none copied; what `jkv.generate` and `jkv.score` take.
 
     LoRA adapters of qwix stay apart from what they adapt. `lora_alpha` is their alpha; None asks the model's own rules.
-    The result is of this moment: tunix's training replaces a model's arrays, so call it anew after an update.
+    tunix's training replaces a model's arrays, so call it again after an update.
 
     Raises:
       ValueError: another architecture, quantised weights, or adapters where jkv reads none.
@@ -78,16 +82,16 @@ def config_of(model: nnx.Module) -> ModelConfig:
     Raises:
       ValueError: an architecture that jkv cannot run.
     """
-    kind = next((kind for kind in type(model).__mro__ if kind.__module__ in FAMILIES), None)
+    kind = next((kind for kind in type(model).__mro__ if kind.__module__ in MODULES), None)
     config: Any = getattr(model, "config", None)
     if kind is None or getattr(config, "num_experts", None):
         got = type(model).__name__ + (f" with {config.num_experts} experts" if kind else "")
         raise ValueError(
             f"jkv runs tunix's dense Qwen2, Qwen3 and Llama3 models; got {got}. Take one of these, or another rollout engine."
         )
-    family = FAMILIES[kind.__module__]
+    name, tie_field = MODULES[kind.__module__]
     return ModelConfig(
-        family=family,
+        family=name,
         vocab_size=config.vocab_size,
         width=config.embed_dim,
         num_layers=config.num_layers,
@@ -98,9 +102,9 @@ def config_of(model: nnx.Module) -> ModelConfig:
         max_positions=MOST_POSITIONS,
         rope_theta=rope_theta(sys.modules[kind.__module__], float(config.rope_theta)),
         norm_epsilon=config.norm_eps,
-        qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
-        tie_embeddings=config.weight_tying if family == "llama" else config.use_tied_embedding,
+        qkv_bias=FAMILIES[name].qkv_bias,
+        qk_norm=FAMILIES[name].qk_norm,
+        tie_embeddings=getattr(config, tie_field),
     )
 
 
@@ -115,18 +119,18 @@ def rope_theta(module: Any, configured: float) -> float:
     used = float(inspect.signature(rotate).parameters["rope_theta"].default)
     if used != configured:
         warnings.warn(
-            f"{module.__name__} rotates by a base of {used:,.0f}, though its configuration says {configured:,.0f}; jkv does as "
-            "the model that is trained does. Positions of a pretrained checkpoint are then not as it learned them.",
+            f"{module.__name__} rotates by a base of {used:,.0f}, though its configuration says {configured:,.0f}; jkv uses "
+            "the base of the model that is trained. Positions of a pretrained checkpoint are then not as it learned them.",
             stacklevel=4,
         )
     return used
 
 
 def scales_of(model: nnx.Module, leaves: Leaves, lora_alpha: float | None = None) -> dict[str, float]:
-    """What the product of each adapter is multiplied by, alpha / rank, by the path of the weight.
+    """The factor of each adapter, alpha / rank, by the path of its weight.
 
     Raises:
-      ValueError: an adapter whose alpha nobody knows.
+      ValueError: an adapter whose alpha is unknown.
     """
     scales, rules = {}, lora_rules(model)
     for path in leaves:
@@ -137,7 +141,7 @@ def scales_of(model: nnx.Module, leaves: Leaves, lora_alpha: float | None = None
         rule = next((rule for rule in rules if re.fullmatch(rule.module_path, module)), None)
         alpha = getattr(rule, "alpha", None) if lora_alpha is None else lora_alpha
         if alpha is None:
-            raise ValueError(f"The adapter of {weight} needs its alpha, and the model's rules tell none. Pass lora_alpha=.")
+            raise ValueError(f"The adapter of {weight} needs its alpha, which the model's rules do not give. Pass lora_alpha=.")
         scales[weight] = alpha / rank
     return scales
 
@@ -212,7 +216,7 @@ def merged(leaves: Mapping[str, Any], new: Mapping[str, Any]) -> Leaves:
 
 
 def warn_of_dtype(model: nnx.Module) -> None:
-    """Says where tunix computes in another dtype than its weights have, which jkv does not."""
+    """Warns where tunix computes in another dtype than that of its weights, which jkv does not."""
     config: Any = getattr(model, "config", None)
     computes, holds = getattr(config, "dtype", None), getattr(config, "param_dtype", None)
     if computes is not None and jnp.dtype(computes) != jnp.dtype(holds):

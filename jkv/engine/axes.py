@@ -1,0 +1,132 @@
+"""How arrays are split over a mesh, read from the axes that they are annotated with.
+
+The letters of `jkv.__init__` decide: KV heads, query heads and pages are split over the mesh axis "tensor", and of weights the
+MLP width and the vocabulary too (Megatron-LM, arXiv 1909.08053). Other axes are copied to every device. There is no table of
+arguments or fields: a new one without axes, or with an axis that is unknown here, is an error when `jkv.engine.mesh` builds
+the program.
+"""
+
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+from jax.sharding import PartitionSpec
+from jaxtyping import AbstractArray
+
+from jkv.model.params import LowRank, Params
+
+P: Any = PartitionSpec  # of any type: it takes the place of an array in a record
+HEADS = "tensor"  # the mesh axis
+SPLIT = frozenset("KNP")  # P: pages of all shards, one shard after the other
+SPLIT_WEIGHTS = frozenset("KNFV")
+WHOLE = frozenset([*"BDEFGHILMRSTVW", "MP", "half", "page", "steps"])  # E: stop tokens, I: entries of a list
+ANY: Any = object()  # stands for a value that is not known yet, with all of its parts
+
+
+def spec_of(letters: str, is_weight: bool = False) -> Any:
+    """The `PartitionSpec` of an array with these axes. Of an axis such as `N*H`, the first factor decides.
+
+    Raises:
+      ValueError: an unknown axis, or two axes that would both be split.
+
+    >>> spec_of("L B K MP") == P(None, None, "tensor")
+    True
+    >>> spec_of("B V") == P(), spec_of("D V", is_weight=True) == P(None, "tensor")
+    (True, True)
+    """
+    split = SPLIT_WEIGHTS if is_weight else SPLIT
+    axes: list[str | None] = []
+    for axis in letters.split():
+        first, *others = axis.split("*")
+        unknown = [name for name in (first, *others) if not (name.isdigit() or name in split | WHOLE)]
+        if unknown or split & set(others):
+            known = ", ".join(sorted(split | WHOLE))
+            raise ValueError(f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.engine.axes.")
+        axes.append(HEADS if first in split else None)
+    if axes.count(HEADS) > 1:
+        raise ValueError(f"At most one axis may be split over {HEADS!r}; got two of {letters!r}. Change the layout.")
+    while axes and axes[-1] is None:
+        axes.pop()
+    return P(*axes)
+
+
+def specs_of(hint: Any, value: Any = ANY, name: str = "value", is_weight: bool = False) -> Any:
+    """How a value of an annotated type is split: a tree of `PartitionSpec`, each of which holds for all arrays below it.
+
+    Args:
+      hint: a jaxtyping array, `Annotated[Any, "L B K"]`, a record or tuple of these, or one of them or None.
+      value: decides which optional parts are there, how many layers there are, and what static fields hold. With `ANY`, every
+        part is there, and a record with static fields becomes a dict.
+      name: of the value, for errors.
+
+    Raises:
+      ValueError: a part whose annotation names no axes.
+    """
+    letters = letters_of(hint)
+    if value is None:
+        return None
+    if letters is not None:
+        try:
+            spec = spec_of(letters, is_weight)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return adapter_specs(spec, value) if isinstance(value, LowRank) else spec
+    origin, members = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        arrays = [member for member in members if member not in (type(None), int, float, bool)]
+        if len(arrays) == 1:
+            return specs_of(arrays[0], value, name, is_weight)
+    if origin is dict:
+        spec = specs_of(members[1], name=name, is_weight=is_weight)
+        return spec if value is ANY else dict.fromkeys(value, spec)
+    if origin is tuple:
+        if members[-1] is Ellipsis:
+            members = members[:1] * (1 if value is ANY else len(value))
+        pairs = enumerate(zip(members, parts(value, members), strict=True))
+        return tuple(specs_of(member, part, f"{name}[{i}]", is_weight) for i, (member, part) in pairs)
+    if hasattr(hint, "_fields"):  # a NamedTuple
+        hints = typing.get_type_hints(hint, include_extras=True)
+        fields = zip(hint._fields, parts(value, hint._fields), strict=True)
+        return hint(*(specs_of(hints[field], part, f"{name}.{field}", is_weight) for field, part in fields))
+    if isinstance(hint, type) and issubclass(hint, flax.struct.PyTreeNode):
+        specs = {
+            field: specs_of(one, getattr(value, field, ANY), f"{name}.{field}", is_weight or hint is Params)
+            for field, one in leaf_hints(hint).items()
+        }
+        return specs if value is ANY else value.replace(**specs)
+    raise ValueError(
+        f"{name} must name its axes, so that a mesh knows how to split it; {hint} names none. Annotate it with a jaxtyping "
+        "shape, or list a static argument in jkv.engine.mesh.SETTINGS."
+    )
+
+
+def letters_of(hint: Any) -> str | None:
+    """The axes that an annotation names, of one array; None where it names none."""
+    if typing.get_origin(hint) is typing.Annotated:
+        return next((note for note in hint.__metadata__ if isinstance(note, str)), None)
+    return hint.dim_str if isinstance(hint, type) and issubclass(hint, AbstractArray) else None
+
+
+def leaf_hints(record: type) -> dict[str, Any]:
+    """The annotations of a `flax.struct` record's fields, without the static ones."""
+    hints = typing.get_type_hints(record, include_extras=True)
+    fields: Any = record.__dataclass_fields__  # type: ignore[attr-defined]
+    return {name: hints[name] for name, field in fields.items() if field.metadata.get("pytree_node", True)}
+
+
+def parts(value: Any, members: Sequence[Any]) -> Any:
+    """The parts of a tuple, as many `ANY` as there are members for `ANY`."""
+    return [ANY] * len(members) if value is ANY else value
+
+
+def adapter_specs(spec: Any, weight: LowRank) -> LowRank:
+    """How a low-rank adapter is split: the side that faces the split side of its base."""
+    down, up = (P(HEADS), P()) if spec == P(HEADS) else (P(), P(None, HEADS))
+    return weight.replace(base=spec, down=down, up=up)
+
+
+def is_spec(x: Any) -> bool:
+    """Whether something is a `PartitionSpec`."""
+    return isinstance(x, P)

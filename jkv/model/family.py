@@ -1,0 +1,70 @@
+"""What distinguishes one model family from another: a frozen record, of which `jkv.model.families` holds one a file.
+
+The decoder is the same for all families, and `ModelConfig` holds the switches that it reads. A family says which switches its
+config.json means, and how its checkpoints name and stack the weights. How a weight is split over a mesh follows from the axes
+of `jkv.model.params.LayerParams`, whatever the checkpoint calls it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+TENSORS = {  # field of Params or LayerParams -> tensor of a Llama checkpoint, where a matrix is transposed
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "unembedding": "lm_head.weight",
+    "attention_norm": "input_layernorm.weight",  # from here on below the layer's own name
+    "query": "self_attn.q_proj.weight",
+    "key": "self_attn.k_proj.weight",
+    "value": "self_attn.v_proj.weight",
+    "out": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "query_bias": "self_attn.q_proj.bias",
+    "key_bias": "self_attn.k_proj.bias",
+    "value_bias": "self_attn.v_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
+}
+
+
+def layer_types(config: Any) -> set[str]:
+    """The kinds of attention that a transformers configuration asks for, layer by layer; none where it lists none."""
+    return set(getattr(config, "layer_types", None) or [])
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    Attributes:
+      name: `model_type` in config.json.
+      architecture: the class in `architectures` of config.json.
+      config_type: the `model_type` whose transformers configuration reads config.json; None for the family's own.
+      qkv_bias: whether query, key and value projections add a bias.
+      qk_norm: whether queries and keys are normalised, head by head.
+      has_partial_rotary: whether `partial_rotary_factor` counts; transformers ignores it in other families.
+      bias_switches: fields of config.json that would add biases which the decoder does not have.
+      attention_kinds: which kinds of attention a transformers configuration asks for.
+      tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Two fields of one tensor are stacked in it by
+        rows, in the order of the fields.
+      layer_prefix: of the tensors of layer `{}`.
+    """
+
+    name: str
+    architecture: str
+    config_type: str | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    has_partial_rotary: bool = False
+    bias_switches: tuple[str, ...] = ("attention_bias", "mlp_bias")
+    attention_kinds: Callable[[Any], set[str]] = layer_types
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSORS)
+    layer_prefix: str = "model.layers.{}."
+
+    def tensor_of(self, leaf: str) -> str:
+        """The tensor of a leaf of `Params`, which is named as in `layers.0.query`."""
+        *layer, field = leaf.split(".")
+        return (self.layer_prefix.format(layer[-1]) if layer else "") + self.tensors[field]
