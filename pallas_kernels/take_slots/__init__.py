@@ -25,9 +25,8 @@ def take_slots(
     Slot s of a row (S = MP * page), in page `target[r, s // page]`, receives the contents of slot `slots[r, s]` of the row, in
     page `source[r, slots[r, s] // page]`. A target of 0, the null page, is not written. Afterwards, slots of a written page
     with a negative entry in `slots` may hold anything, and so may the null page. Within a row all reads happen before any
-    write, in
-    any order of `slots`. The caller ensures that no row reads or writes what another one writes, and that targets other than 0
-    are distinct: the pool writes only pages with one owner, or new ones.
+    write, in any order of `slots`. The caller ensures that no row reads or writes what another one writes, and that targets
+    other than 0 are distinct: the pool writes only pages with one owner, or new ones.
 
     Raises:
       ValueError: an unknown implementation, or one that cannot run here or with these arguments.
