@@ -812,7 +812,7 @@ class Engine:
         if not np.isfinite(log_probs[-1]):
             reason = "nan"
         elif tokens[-1] in request.stop_ids:
-            reason = "eos" if tokens[-1] in self.params.config.end_ids else "stop"
+            reason = "stop"
         elif sample.generated >= request.max_new_tokens:
             reason = "length"
         kept = sample.stops.find(tokens) if sample.stops else None

@@ -241,9 +241,9 @@ class Result:
       logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (temperature 0: temperature
         1's); 0 in padding.
       logprobs_full: the same, before top-k and top-p cut other tokens: of the whole vocabulary, temperature alone.
-      finish_reason: of each sample: "eos" (an end token of the model), "stop" (a stop id or string of the caller), "length",
-        "cancelled" (by the caller, or Ctrl-C; what there was is kept), "error" (its callback or encoder raised), or "nan" (the
-        model gave no finite probabilities).
+      finish_reason: of each sample: "stop" (an end token, a stop id or a stop string), "length", "cancelled" (by the caller, or
+        Ctrl-C; what there was is kept), "error" (its callback or encoder raised), or "nan" (the model gave no finite
+        probabilities).
       stats: one record for the call.
       trace: attention columns for `jkv.score`, when asked for.
       prompts: the token ids before each completion.

@@ -23,7 +23,7 @@ def test_a_prompt_prints_its_reasoning_and_a_line_of_statistics(capsys):
     assert out.startswith("<think>")
     assert "</think>" in out
     assert err.startswith("[r_kv] ")
-    assert "finished by eos" in err
+    assert "finished by stop" in err
     assert "tokens evicted in" in err
 
 

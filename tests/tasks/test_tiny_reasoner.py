@@ -37,7 +37,7 @@ def test_it_thinks_step_by_step_and_doubts_itself(reasoner):
     for text in out.text:
         assert re.fullmatch(r"<think>\n\n.*\n\n</think>\n\n\\boxed\{[a-z]=\d\}", text, flags=re.DOTALL)
     assert any(doubt in text for text in out.text for doubt in DOUBTS)
-    assert out.finish_reason == ["eos"] * 8
+    assert out.finish_reason == ["stop"] * 8
 
 
 def test_the_readme_says_what_was_recorded(recorded):
