@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_counts, typed
 from jkv.engine.engine import Engine
 from jkv.engine.memory import at_most_free, most_pages, num_row_pages, page_bytes, widest
@@ -20,7 +21,6 @@ from jkv.model.sampling import Sampling, request_id
 from jkv.policies import Policy
 from jkv.replay.score import round_up
 
-DEFAULT_PAGE_SIZE = 16
 PROMPT_ROOM = 256  # slots
 DEFAULT_RUNNING = 32
 

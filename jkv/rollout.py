@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_counts, typed
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupt
 from jkv.engine.requests import DEFAULT_NEW_TOKENS, check_model, encode_prompts, make_request, spread_policies
 from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Sample
-from jkv.generate import DEFAULT_PAGE_SIZE, engine_for, make_requests, progress_bar
+from jkv.generate import engine_for, make_requests, progress_bar
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy

@@ -31,7 +31,7 @@ import jax
 import numpy as np
 
 from jkv.cache.attention import NEVER
-from jkv.cache.page_selection import columns_of
+from jkv.cache.page_selection import columns_of, pages_read
 from jkv.cache.pool import EMPTY, TRASH, num_pages_of
 from jkv.checks import check_counts, typed
 from jkv.engine import mesh as meshes
@@ -837,7 +837,7 @@ class Engine:
         if policy.read is not None:
             dense = min(policy.read.dense_layers, config.num_layers) / config.num_layers
             whole = num_pages_of(seen, self.page_size)
-            read = min(whole, max(1, policy.read.budget // self.page_size))
+            read = min(whole, pages_read(policy.read.budget, self.page_size))
             held *= dense + (1 - dense) * read / whole
         return held, self._pages(seen)
 
