@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,28 +78,6 @@ def commit() -> str | None:
     return told[0] + ("+" if told[1] else "") if told[0] else None
 
 
-def in_turns(contenders: Mapping[Any, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[Any, list[Any]]:
-    """What each contender's calls return, one a round, in turns; after one call of each that counts for nothing."""
-    if warm_up:
-        for call in contenders.values():
-            call()
-    told: dict[Any, list[Any]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, call in contenders.items():
-            told[name].append(call())
-    return told
-
-
-def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and how far apart the largest and the smallest are as a share of it.
-
-    >>> median_and_spread([90.0, 100.0, 120.0])
-    (100.0, 0.3)
-    """
-    middle = statistics.median(values)
-    return middle, round((max(values) - min(values)) / middle, 3) if middle else 0.0
-
-
 def digits(value: float, count: int = 4) -> float:
     """A figure to a few significant digits, however small.
 
@@ -118,9 +95,63 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     |---|---|
     | 1 | x |
     """
-    lines = [columns, *rows]
-    head, *body = ("| " + " | ".join(map(str, line)) + " |" for line in lines)
-    return "\n".join([head, "|" + "---|" * len(columns), *body])
+    return "\n".join([markdown_line(columns), "|" + "---|" * len(columns), *map(markdown_line, rows)])
+
+
+def markdown_line(cells: Iterable[Any]) -> str:
+    """One line of a table, for those that are printed as they grow."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def read_text(path: Path) -> str:
+    """A file's text; a byte order mark is no part of it.
+
+    Raises:
+      ValueError: bytes that are not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text; {error}.") from None
+
+
+def read_json_lines(
+    path: Path, fields: Sequence[str] = (), what: str = "", fix: str = "", drops_cut_line: bool = False
+) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; blank lines are skipped.
+
+    Args:
+      path: of the file.
+      fields: that every object must have.
+      what: each line must be, for the error; by default an object with these fields.
+      fix: what to do about a bad line, for the error.
+      drops_cut_line: whether a last line without its end, which an interrupted writer left, is dropped.
+
+    Raises:
+      ValueError: a line that is no object or lacks a field, by its number in the file.
+    """
+    lines = read_text(path).split("\n")  # splitlines would also split inside strings, at U+2028
+    if drops_cut_line:
+        lines = lines[:-1]
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict) or not all(field in record for field in fields):
+            named = " and ".join(f'"{field}"' for field in fields)
+            wanted = what or ("a JSON object" + f" with {named}" * bool(fields))
+            raise ValueError(f"Each line of {path} must be {wanted}; line {number} is not." + f" {fix}" * bool(fix))
+        records.append(record)
+    return records
+
+
+def json_lines(records: Iterable[Mapping[str, Any]]) -> str:
+    """Records as JSON lines."""
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def footnote(record: Mapping[str, Any]) -> str:

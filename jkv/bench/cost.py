@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.bench.step_breakdown import PAGE_SIZE, STEPS, seconds_of_parts
+from jkv.bench.rounds import in_turns
+from jkv.bench.step_breakdown import STEPS, seconds_of_parts
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
 from jkv.model.params import Model
 from jkv.policies import Policy, full, r_kv
-from jkv.reports import Report, digits, footnote, in_turns, markdown
+from jkv.reports import Report, digits, footnote, markdown
 
 PARTS = ("attention", "weights", "pool", "sampling", "scoring", "compaction", "host", "rest")
 INTERVAL = 64  # steps between two compactions, and those that are timed of a full cache
@@ -70,7 +72,7 @@ def measure(model: Model, chosen: Sequence[Point], rounds: int, report: Report =
         )
         report(records[-1])
         jax.clear_caches()  # no later point has these shapes
-    return {"model": repr(model), "interval": INTERVAL, "page_size": PAGE_SIZE, "rounds": rounds, "records": records}
+    return {"model": repr(model), "interval": INTERVAL, "page_size": DEFAULT_PAGE_SIZE, "rounds": rounds, "records": records}
 
 
 def engine_step(model: Model, point: Point) -> tuple[float, float]:
@@ -84,7 +86,8 @@ def engine_step(model: Model, point: Point) -> tuple[float, float]:
     prompt = slots - INTERVAL // 2
     if not policy.evict:
         prompt -= STEPS
-    engine = Engine(model, max_running=batch, max_slots=prompt + steps, page_size=PAGE_SIZE, policies=[policy], max_stop_ids=1)
+    sizes: Any = {"max_running": batch, "max_slots": prompt + steps, "page_size": DEFAULT_PAGE_SIZE}
+    engine = Engine(model, **sizes, policies=[policy], max_stop_ids=1)
     for tokens in np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt), dtype=np.int32):
         engine.submit(tokens, policy, max_new_tokens=steps, stop_ids=())
     engine.step()

@@ -8,22 +8,21 @@ and ReasonCache's tables, which need text, are of tiny-reasoner on problems of i
 
 import dataclasses
 import functools
-import time
 from typing import Any, NamedTuple
 
 import jax
 
 from jkv.bench.fixtures import random_model
+from jkv.bench.rounds import in_turns, median_and_spread, timer
 from jkv.bench.throughput import Load
 from jkv.bench.throughput import run as run_load
 from jkv.engine.engine import CHUNKS
 from jkv.engine.memory import num_row_pages
-from jkv.engine.timing import COMPILING
 from jkv.generate import generate
 from jkv.model import checkpoint
 from jkv.model.params import Model, ModelConfig
 from jkv.policies import Policy, full, make
-from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
+from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.evaluate import held_out
 
 SHAPES = {
@@ -237,12 +236,10 @@ def measure_text(model: Model, cell: TextCell, rounds: int) -> dict[str, Any]:
 
 def run_text(model: Model, prompts: list[str], policy: Policy, options: dict[str, Any]) -> tuple[float, float, int]:
     """Samples a minute and tokens a second, wall time but for compiling, and the most bytes held."""
-    began, compiled = time.perf_counter(), COMPILING.seconds
-    out = generate(
-        model, prompts, policy=policy, max_new_tokens=model.config.max_positions // 2 - 64, progress=False, **options
-    )
-    seconds = time.perf_counter() - began - (COMPILING.seconds - compiled)
-    return 60 * len(prompts) / seconds, float(out.lengths.sum()) / seconds, out.stats.peak_kv_bytes
+    limit = model.config.max_positions // 2 - 64
+    with timer() as seconds:
+        out = generate(model, prompts, policy=policy, max_new_tokens=limit, progress=False, **options)
+    return 60 * len(prompts) / seconds.running, float(out.lengths.sum()) / seconds.running, out.stats.peak_kv_bytes
 
 
 COLUMNS = (

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jkv.bench.peer_worker import FOLDER
+from jkv.bench.rounds import in_turns, median_and_spread
 from jkv.model import checkpoint
-from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
+from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.chains import read_answer
 from jkv.tasks.evaluate import held_out
 

@@ -7,11 +7,11 @@ the text; every third step says an earlier one again, so that its formulas are p
 import argparse
 import json
 import os
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from jkv.bench.rounds import timer
 from jkv.reasoning.steps import Filter, FilterStats, StepFinder, TokenBags
 from jkv.reasoning.token_text import TokenFacts
 
@@ -43,10 +43,10 @@ def cost_of_a_step(earlier: int, rounds: int) -> dict[str, float]:
         again = count % 3 == 2
         step = steps[rng.integers(count)] if again else rng.choice(np.arange(1, VOCABULARY), LENGTH, p=weight).tolist()
         steps.append(step)
-        began = time.perf_counter()
-        for token in (*step, END):
-            finder.take(token, 0)
-        taken.append(1e3 * (time.perf_counter() - began))
+        with timer() as seconds:
+            for token in (*step, END):
+                finder.take(token, 0)
+        taken.append(1e3 * seconds.running)
     timed = taken[earlier:]
     return {
         "earlier_steps": earlier,

@@ -8,20 +8,19 @@ not, for every engine's programs run once before.
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jkv.bench.rounds import in_turns, median_and_spread, timer
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import CHUNKS, Engine
 from jkv.engine.memory import num_row_pages, page_bytes
-from jkv.engine.timing import COMPILING
 from jkv.model.params import Model
 from jkv.policies import Policy, make
-from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
+from jkv.reports import Report, digits, footnote, markdown
 
-PAGE_SIZE = 16
 REQUESTS, PROMPT, NEW_TOKENS, BUDGET, INTERVAL = 256, 700, 1024, 256, 128  # of the paper's test
 PAPER_POOLS = {430_000: (13902, 12177), 282_000: (10503, 12282), 134_000: (7838, 10371), 60_000: (4958, 6566)}
 SOURCE = "R-KV (2505.24133), vLLM port, H100, Qwen2.5-Math-7B: pool tokens, tokens/s of full and of R-KV"
@@ -60,32 +59,31 @@ class Ran:
     peak_kv_bytes: int
 
 
-def run(model: Model, load: Load, policy: Policy, page_size: int = PAGE_SIZE) -> Ran:
+def run(model: Model, load: Load, policy: Policy, page_size: int = DEFAULT_PAGE_SIZE) -> Ran:
     """All requests of a load through a fresh engine, no end token; the pool is rounded up to whole pages."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, model.config.vocab_size, (load.requests, load.prompt), dtype=np.int32)
     config = model.config
-    began, compiled = time.perf_counter(), COMPILING.seconds
-    engine = Engine(
-        model,
-        max_running=load.rows(policy, config.num_layers),
-        max_slots=policy.widest(load.prompt, load.new_tokens, config.num_layers, config.num_kv_heads),
-        page_size=page_size,
-        num_pages=num_row_pages(model.params, load.pool_tokens, page_size),
-        policies=[policy],
-        max_stop_ids=1,
-    )
-    tickets = [engine.submit(prompt, policy, max_new_tokens=load.new_tokens, stop_ids=()) for prompt in prompts]
     peak, before = 0, 0
-    while not engine.is_idle:
-        engine.step()
-        peak, before = max(peak, engine.stats.sample_chunks - before), engine.stats.sample_chunks
-    seconds, compiling = time.perf_counter() - began, COMPILING.seconds - compiled
+    with timer() as seconds:
+        engine = Engine(
+            model,
+            max_running=load.rows(policy, config.num_layers),
+            max_slots=policy.widest(load.prompt, load.new_tokens, config.num_layers, config.num_kv_heads),
+            page_size=page_size,
+            num_pages=num_row_pages(model.params, load.pool_tokens, page_size),
+            policies=[policy],
+            max_stop_ids=1,
+        )
+        tickets = [engine.submit(prompt, policy, max_new_tokens=load.new_tokens, stop_ids=()) for prompt in prompts]
+        while not engine.is_idle:
+            engine.step()
+            peak, before = max(peak, engine.stats.sample_chunks - before), engine.stats.sample_chunks
     stats, results = engine.stats, [engine.result(ticket) for ticket in tickets]
     assert stats.tokens == load.requests * load.new_tokens, "a forced length was not reached"
     return Ran(
-        seconds=seconds - compiling,
-        compile_seconds=compiling,
+        seconds=seconds.running,
+        compile_seconds=seconds.compiling,
         host_seconds=stats.host_seconds,
         tokens=stats.tokens,
         concurrency=stats.sample_chunks / stats.chunks,
@@ -182,7 +180,7 @@ def measure(
 
 def pool_bytes(model: Model, load: Load) -> int:
     """Of whole pages in every layer and KV head."""
-    return num_row_pages(model.params, load.pool_tokens, PAGE_SIZE) * page_bytes(model.params, PAGE_SIZE)
+    return num_row_pages(model.params, load.pool_tokens, DEFAULT_PAGE_SIZE) * page_bytes(model.params, DEFAULT_PAGE_SIZE)
 
 
 def pays_from(records: Sequence[dict[str, Any]], policy: str) -> dict[str, Any]:
