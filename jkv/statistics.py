@@ -5,6 +5,7 @@ A problem is one observation, however many samples it has. Resampling draws from
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -14,6 +15,7 @@ from jkv.checks import check_counts
 LEVEL = 0.95  # of every interval in a report
 NORMAL = 1.96  # half the width of a 95 % interval, in standard errors of a normal distribution
 RESAMPLES = 9_999
+ROUNDING = 1e-12  # a smaller spread, as a share of the largest value, is none
 MOST_DRAWN = 1 << 20  # values resampled at a time
 
 
@@ -31,12 +33,12 @@ def pass_at(right: Bool[np.ndarray, "problems n"], k: int) -> Float[np.ndarray, 
     return 1.0 - chance.prod(axis=1)
 
 
-def bootstrap(*groups: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> tuple[float, float]:
+def bootstrap(*groups: Float[np.ndarray, " _"], resamples: int = RESAMPLES) -> tuple[float, float]:
     """The 95 % interval of a group's mean, or of the first group's mean less the second's (bias-corrected and accelerated).
 
     Observations are resampled with replacement, each group by itself (`scipy.stats.bootstrap`, method BCa). For paired
     observations, such as two policies on the same problems, pass their differences as one group. Without spread in any group,
-    both ends are the estimate.
+    both ends are the estimate. Memory is bounded: `MOST_DRAWN` values are resampled at a time.
 
     >>> bootstrap(np.array([0.0, 0.0, 1.0, 1.0]))
     (0.0, 1.0)
@@ -44,7 +46,7 @@ def bootstrap(*groups: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> t
     from scipy import stats
 
     estimate = mean_of(*groups)
-    if all(np.ptp(group) == 0 for group in groups):
+    if all(np.ptp(group) <= ROUNDING * np.abs(group).max() for group in groups):
         return float(estimate), float(estimate)
     batch = max(1, MOST_DRAWN // max(map(len, groups)))
     generator = np.random.default_rng(0)
@@ -52,7 +54,7 @@ def bootstrap(*groups: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> t
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
-def mean_of(*groups: np.ndarray, axis: int = -1) -> np.ndarray:
+def mean_of(*groups: np.ndarray, axis: int = -1) -> Any:
     """The mean of a group, or of the first less that of the second."""
     means = [group.mean(axis=axis) for group in groups]
     return means[0] if len(means) == 1 else means[0] - means[1]
@@ -70,9 +72,7 @@ def wilson(right: int, total: int, level: float = LEVEL) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
-def paired_change(
-    this: Bool[np.ndarray, "problems n"], base: Bool[np.ndarray, "problems n"]
-) -> tuple[float, float, float]:
+def paired_change(this: Bool[np.ndarray, "problems n"], base: Bool[np.ndarray, "problems n"]) -> tuple[float, float, float]:
     """How much more of the samples is right than in `base` on the same problems, and its 95 % interval.
 
     One sample a problem: normal, from the pairs that differ. Several: a bootstrap over problems.

@@ -6,14 +6,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, check_plotting, read_text, words
+from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.cli.inputs import LOOKS, check_plotting, words
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
     "problems": None,
     "budgets": ["10%", "25%", "50%"],
     "max_running": 32,
-    "page_size": 16,
+    "page_size": DEFAULT_PAGE_SIZE,
     "settings": {},
     "file": None,
     "dataset": None,
@@ -89,7 +90,7 @@ def add(commands: Any) -> None:
     command.add_argument("--seed", type=int, help="of the draws, the same for every policy; default: 0")
     command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
-    command.add_argument("--page-size", type=int, help="slots of a page; default: 16")
+    command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
     command.add_argument("--kv-memory", type=int, help="bytes of the pool; default: what the rows need")
     command.add_argument("--out", type=Path, help="a folder for the table, JSON, the picture (needs matplotlib), completions")
     command.add_argument("--resume", action="store_true", help="go on where an interrupted run into --out ended")
@@ -138,6 +139,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.model import checkpoint
     from jkv.model.sampling import Sampling
     from jkv.policies import POLICIES, needs_no_file
+    from jkv.reports import markdown_line
     from jkv.statistics import check_ks
 
     chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
@@ -157,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
 
     def report(outcomes: list[bench.Outcome]) -> None:
         jax.clear_caches()  # programs of this budget's shapes: a process may not map so many that all could stay
-        print(bench.row_of(outcomes[-1]), flush=True)
+        print(markdown_line(bench.cells_of(outcomes[-1])), flush=True)
         if options.out:  # after each, so that nothing is lost when the next is interrupted
             bench.write(outcomes, options.out, name, about)
 
@@ -264,6 +266,8 @@ def read_options(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[
 
 def read_config(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A TOML file on top of the one that it `extends`, if any; tables of settings are joined name by name."""
+    from jkv.reports import read_text
+
     try:
         own, chain = tomllib.loads(read_text(path)), (*chain, path.resolve())
     except tomllib.TOMLDecodeError as error:

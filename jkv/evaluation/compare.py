@@ -21,8 +21,8 @@ from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
 from jkv.model.params import Model
 from jkv.policies import POLICIES, Policy, full, has_budget, make
-from jkv.statistics import bootstrap, check_ks, figures
-from jkv.tasks.evaluate import wilson
+from jkv.reports import markdown
+from jkv.statistics import check_ks, paired_change, pass_figures, wilson
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,15 +167,10 @@ def parse_share(budget: str | int) -> float | None:
 def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence[int] = (1,)) -> Outcome:
     """A run's figures beside the full cache's; None where it is that one."""
     count, stats, mean_tokens = len(this.is_right), this.stats, float(this.lengths.mean())
-    passes = figures(this.right, ks)
+    passes = pass_figures(this.right, ks)
     before = this.right if base is None else np.array([c == "1" for c in base.right]).reshape(this.right.shape)
-    if this.samples == 1:
-        low, high = wilson(int(this.is_right.sum()), count)
-        change, half = paired_change(this.is_right, before[:, 0])
-        change_low, change_high = change - half, change + half
-    else:
-        (_, low, high), difference = passes["1"], this.right.mean(axis=1) - before.mean(axis=1)
-        change, (change_low, change_high) = float(difference.mean()), bootstrap(difference)
+    low, high = wilson(int(this.is_right.sum()), count) if this.samples == 1 else passes["1"][1:]
+    change, change_low, change_high = paired_change(this.right, before)
     return Outcome(
         policy=this.policy.name,
         settings=repr(this.policy),
@@ -209,17 +204,6 @@ def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence
     )
 
 
-def paired_change(this: np.ndarray, base: np.ndarray) -> tuple[float, float]:
-    """The mean difference of paired outcomes and half its 95 % interval (normal, from the pairs that differ).
-
-    >>> change, half = paired_change(np.array([1, 1, 0, 0]), np.array([1, 1, 1, 1]))
-    >>> change, round(half, 2)
-    (-0.5, 0.49)
-    """
-    difference = this.astype(float) - base.astype(float)
-    return float(difference.mean()), float(1.96 * math.sqrt(difference.var() / len(difference)))
-
-
 COLUMNS = (
     "policy",
     "budget",
@@ -237,15 +221,15 @@ COLUMNS = (
 )
 
 
-def row_of(outcome: Outcome) -> str:
-    """A line of the table."""
+def cells_of(outcome: Outcome) -> tuple[str, ...]:
+    """A line of the table, cell by cell."""
     o = outcome
     budget = "" if o.budget is None else f"{o.budget}" + (f" ({o.share:.0%})" if o.share else "")
     is_base = o.policy == "full"
     change = f"{100 * o.change:+.1f} ± {100 * (o.change_high - o.change):.1f}"
     if o.samples > 1:
         change = f"{100 * o.change:+.1f} ({100 * o.change_low:+.1f} to {100 * o.change_high:+.1f})"
-    cells = (
+    return (
         o.policy,
         budget,
         f"{o.accuracy:.1%} ({o.low:.1%} to {o.high:.1%})",
@@ -261,15 +245,13 @@ def row_of(outcome: Outcome) -> str:
         f"{o.evicted:.0f} in {o.compactions:.1f}",
         f"{o.tokens_per_second:.0f}",
     )
-    return "| " + " | ".join(cells) + " |"
 
 
 def table(outcomes: Sequence[Outcome], ks: Sequence[int] = (1,)) -> str:
     """A Markdown table; `ks` says which pass@k it has as long as there are no outcomes."""
     named = [f"pass@{k} (95 %)" for k in (outcomes[0].pass_at if outcomes else map(str, ks))]
     names = [*COLUMNS[:2], *(named if len(named) > 1 else COLUMNS[2:3]), *COLUMNS[3:]]
-    head = "| " + " | ".join(names) + " |\n|" + "---|" * len(names)
-    return "\n".join([head, *(row_of(outcome) for outcome in outcomes)])
+    return markdown(names, map(cells_of, outcomes))
 
 
 def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ weighted over its parts, and a part that was killed counts up to its last finish
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,8 +25,10 @@ from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from jkv.reasoning.sharing import SharingStats
+from jkv.reports import json_lines, read_json_lines
 
 Record = dict[str, Any]
+FIELDS = ("problem", "sample", "prompt", "settings", "run")  # that a record is resumed by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ def run(
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = path.with_suffix(".new")  # what is known stays there until all of it is written again
-            whole.write_text("".join(map(line_of, records)))
+            whole.write_text(json_lines(records))
             whole.replace(path)
         engine = engine_for(model, requests, **options)
 
@@ -113,7 +114,7 @@ def run(
             records.append(record)
             if path is not None:
                 with path.open("a") as file:
-                    file.write(line_of(record))
+                    file.write(json_lines([record]))
 
         finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
     if len(records) < len(problems) * samples:
@@ -175,11 +176,6 @@ def budget_of(policy: Policy) -> int | None:
     return policy.read.budget if policy.read else policy.budget
 
 
-def line_of(record: Record) -> str:
-    """A record as a line."""
-    return json.dumps(record) + "\n"
-
-
 def take_up(path: Path, problems: Sequence[Problem], policy: Policy) -> list[Record]:
     """The finished samples of an interrupted run; a last line that was cut off is dropped.
 
@@ -203,19 +199,10 @@ def read_records(path: Path) -> list[Record]:
     Raises:
       ValueError: a line, other than a last one that was cut off, that is no record.
     """
-    records: list[Record] = []
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    for number, line in enumerate(whole.split("\n") if whole else [], 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if not isinstance(record, dict) or not {"problem", "sample", "prompt", "settings", "run"} <= set(record):
-            raise ValueError(
-                f"Each line of {path} must be a sample that `jkv eval` wrote; line {number} is not. Remove the file."
-            )
-        records.append(record)
-    return records
+    if not path.exists():
+        return []
+    what = "a sample that `jkv eval` wrote"
+    return read_json_lines(path, FIELDS, what=what, fix="Remove the file.", drops_cut_line=True)
 
 
 def figures_of_part(engine: Engine, part: int, policy: Policy) -> dict[str, Any]:

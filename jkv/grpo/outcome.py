@@ -9,6 +9,7 @@ import numpy as np
 
 from jkv.grpo.checkpoints import History
 from jkv.grpo.course import Arm, Course
+from jkv.statistics import half_width
 
 MOMENTS = 10  # parts of a run that a record keeps the means of
 COLUMNS = (
@@ -74,11 +75,7 @@ def interval(values: Sequence[float]) -> Interval:
     >>> print(interval([0.5, 0.6, 0.7]), interval([0.5]))
     0.600 ± 0.248 0.500
     """
-    from scipy import stats
-
-    count = len(values)
-    half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count) if count > 1 else math.nan
-    return Interval(float(np.mean(values)), float(half))
+    return Interval(float(np.mean(values)), half_width(values))
 
 
 def by_arm(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

@@ -5,7 +5,6 @@ Problems come from a seed that training never used; greedy decoding; the interva
 
 import argparse
 import json
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy, full
+from jkv.statistics import wilson
 from jkv.tasks.chains import Problem, draw_problem, read_answer
 
 HELD_OUT_SEED = 2_000_003
@@ -61,18 +61,6 @@ def solve(model: Model, problems: Sequence[Any], policy: Policy, **options: Any)
         raise KeyboardInterrupt
     assert out.text is not None
     return out, [read_answer(text) == problem.answer for text, problem in zip(out.text, problems, strict=True)]
-
-
-def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson score interval of a share.
-
-    >>> tuple(round(x, 3) for x in wilson(95, 100))
-    (0.888, 0.978)
-    """
-    share, spread = right / total, z * z / total
-    centre = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    return centre - half, centre + half
 
 
 def describe(result: dict[str, Any]) -> str:

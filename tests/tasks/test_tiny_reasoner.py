@@ -10,8 +10,9 @@ import pytest
 
 import jkv
 from jkv.model.params import count_weights
+from jkv.statistics import wilson
 from jkv.tasks.chains import DOUBTS
-from jkv.tasks.evaluate import MARKS, describe, evaluate, held_out, wilson
+from jkv.tasks.evaluate import MARKS, describe, evaluate, held_out
 
 ASSET = importlib.resources.files("jkv") / "assets" / "tiny-reasoner"
 
@@ -28,7 +29,7 @@ def recorded():
 
 def test_it_solves_as_many_unseen_problems_as_recorded(reasoner, recorded):
     result = evaluate(reasoner, held_out(32), progress=False)
-    assert wilson(result["right"], 32, z=3.0)[1] >= recorded["accuracy"]
+    assert wilson(result["right"], 32, level=0.9973)[1] >= recorded["accuracy"]
 
 
 def test_it_thinks_step_by_step_and_doubts_itself(reasoner):
