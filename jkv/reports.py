@@ -1,6 +1,6 @@
-"""What every benchmark shares: contenders in turns, one JSON a run, the table made from it, and the page that shows the table.
+"""JSON records, Markdown tables and JSON lines of every report, and the marks that place a table in a page.
 
-A record says what ran (`about`): command, date, commit, machine and versions. Tables come from the JSON alone, so that no
+A record describes its run (`about`): command, date, commit, machine and versions. Tables come from the JSON alone, so that no
 figure on a page is typed by hand: `<!-- bench NAME -->` and `<!-- /bench NAME -->` mark where a page holds one.
 """
 
@@ -19,13 +19,13 @@ from typing import Any
 import jax
 
 ROOT = Path(__file__).parent.parent
-Report = Callable[[dict[str, Any]], None]  # hears figures as they are known
+Report = Callable[[dict[str, Any]], None]  # receives figures as they are measured
 PACKAGES = ("google-tunix", "jax", "jaxlib", "jkv", "kvpress", "numpy", "torch", "transformers")
 MARKED = re.compile(r"(?P<begin><!-- bench (?P<name>\w+) -->\n).*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL)
 
 
 def about(command: str) -> dict[str, Any]:
-    """What a run was: its command, when, of which commit, on what."""
+    """A description of a run: command, date, commit, machine and versions."""
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
@@ -36,7 +36,7 @@ def about(command: str) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What figures are taken on, and how busy it was: processes that wanted a core in the last minute."""
+    """The machine that figures are measured on, and its load over the last minute."""
     return {
         "cores": os.cpu_count(),
         "processor": processor(),
@@ -50,14 +50,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name where the system reports it."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.*)$", info.read_text(), flags=re.MULTILINE) if info.exists() else None
     return found[1] if found else platform.processor()
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that take part, those that are installed."""
+    """Versions of the packages that take part, where installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -71,11 +71,11 @@ def commit() -> str | None:
     """The checkout's commit, with "+" when files differ from it; None outside of a clone."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return None
-    told = [
+    answers = [
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
     ]
-    return told[0] + ("+" if told[1] else "") if told[0] else None
+    return answers[0] + ("+" if answers[1] else "") if answers[0] else None
 
 
 def digits(value: float, count: int = 4) -> float:
@@ -155,14 +155,14 @@ def json_lines(records: Iterable[Mapping[str, Any]]) -> str:
 
 
 def footnote(record: Mapping[str, Any]) -> str:
-    """The line below a table that says what it was taken on."""
-    told = record["about"]
-    machine, installed = told["machine"], told["versions"]
+    """The line below a table: command, date, machine and versions."""
+    about = record["about"]
+    machine, installed = about["machine"], about["versions"]
     taken = ", ".join(
         f"{name} {installed[name]}" for name in ("jax", "torch", "transformers", "kvpress", "google-tunix") if name in installed
     )
     busy = "" if machine["load"] is None else f", load {machine['load']} at the start"
-    return f"`{told['command']}`, {told['date'][:10]}, {machine['cores']} cores of {machine['processor']}{busy}; {taken}."
+    return f"`{about['command']}`, {about['date'][:10]}, {machine['cores']} cores of {machine['processor']}{busy}; {taken}."
 
 
 def write(name: str, record: Mapping[str, Any], table: str, folder: Path) -> None:
@@ -176,7 +176,7 @@ def page_with(page: str, tables: Mapping[str, str]) -> str:
     r"""A page with each table between its marks.
 
     Raises:
-      ValueError: marks of a table that there is none of.
+      ValueError: the page marks a table that does not exist.
 
     >>> page_with("<!-- bench cost -->\nold\n<!-- /bench cost -->", {"cost": "new"})
     '<!-- bench cost -->\nnew\n<!-- /bench cost -->'

@@ -95,7 +95,7 @@ def analyze(
     tokenizer: Any = None,
     encoder: Any = "tokens",
 ) -> Analysis:
-    r"""The redundancy measures of five papers over a set of completions, all of them and right and wrong ones apart.
+    r"""The redundancy measures of five papers over a set of completions, all, right and wrong ones.
 
     Shares of similar steps, repeated sentences and non-execution thoughts, n-gram frequency and entropy: what each means, and
     from which paper it is, stands in `jkv.analysis.redundancy`. Each is a mean over samples, with a bootstrap interval
@@ -151,7 +151,7 @@ def check_marks(right: Any, count: int) -> tuple[bool | None, ...]:
 
 
 def estimate_classes(values: np.ndarray, right: tuple[bool | None, ...]) -> dict[str, Estimate]:
-    """The means of a figure over all samples and each class, and how far the classes are apart; NaN is no figure."""
+    """The means of a figure over all samples and each class, and the difference of the classes; NaN is no figure."""
     has_figure = np.isfinite(values)
     members = {"all": has_figure, **{name: has_figure & [mark is (name == "right") for mark in right] for name in CLASSES[1:]}}
     out = {name: estimate(values[chosen]) for name, chosen in members.items()}

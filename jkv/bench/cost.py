@@ -2,11 +2,10 @@
 
 The whole is an engine's: wall time of decoding by its steps, compactions and host included. Its parts are timed alone, at the
 same shapes and the same mean number of slots (`jkv.bench.step_breakdown`): attention over the pages of all layers; the weights
-(the
-decoder with nothing to attend to, embedding to logits); the pool's books (reserve, append, advance); the draw of a token; and,
-spread over the steps of an interval, the score and the compaction without it. Host time is the engine's own account. Parts
-that run alone are not fused with each other, so their sum may lie on either side of the whole: `rest` is what is left over,
-and says how far the parts can be trusted.
+(the decoder with nothing to attend to, embedding to logits); the pool's page tables (reserve, append, advance); the draw of a
+token; and, spread over the steps of an interval, the score and the compaction without it. Host time is the engine's own
+account. Parts that run alone are not fused with each other, so their sum may lie on either side of the whole: `rest` is what is
+left over, and bounds the error of the parts.
 """
 
 import statistics
@@ -61,8 +60,8 @@ def measure(model: Model, chosen: Sequence[Point], rounds: int, report: Report =
         )
     records = []
     for point in chosen:
-        told = in_turns({point: lambda point=point: engine_step(model, point)}, rounds)[point]
-        whole, host = (statistics.median(values) for values in zip(*told, strict=True))
+        turns = in_turns({point: lambda point=point: engine_step(model, point)}, rounds)[point]
+        whole, host = (statistics.median(values) for values in zip(*turns, strict=True))
         parts = seconds_of_parts(model.params, point.policy, point.batch, point.slots, INTERVAL, rounds) | {"host": host}
         parts["rest"] = whole - sum(parts.values())
         records.append(
@@ -113,8 +112,8 @@ def table(record: dict[str, Any]) -> str:
         )
         for one in record["records"]
     ]
-    said = (
+    caption = (
         f"{record['model']}; R-KV compacts every {record['interval']} steps. Parts run alone, as shares of the engine's step; "
         "`rest` is what they leave of it, or have too much."
     )
-    return f"{said}\n\n{markdown(head, rows)}\n\n{footnote(record)}"
+    return f"{caption}\n\n{markdown(head, rows)}\n\n{footnote(record)}"

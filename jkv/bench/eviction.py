@@ -1,4 +1,4 @@
-"""What eviction costs beside decoding, on a wide random model.
+"""What eviction costs compared with decoding, on a wide random model.
 
 Device programs as the engine dispatches them, on caches filled with random keys; everything in one process and in turns, the
 median of several rounds. R-KV's scoring and compaction are compared with what their arithmetic would take at two matrix rates
@@ -42,7 +42,7 @@ def measure(model: Model, batch: int, budget: int, interval: int, rounds: int, r
 
 
 def table(record: dict[str, Any]) -> str:
-    """Eviction beside decoding."""
+    """Eviction compared with decoding."""
     one, steps = record["r_kv"], record["steps"]
     rows = [
         ("R-KV's scoring and compaction, s", one["compaction_seconds"]),
@@ -52,8 +52,8 @@ def table(record: dict[str, Any]) -> str:
         ("the same at the rate of large square products", one["times_own_arithmetic"]["square"]),
         *((f"a step of `{name}` by one of `full`", ratio) for name, ratio in steps["times_full"].items() if name != "full"),
     ]
-    said = f"{record['model']}, batch {record['batch']}, budget {record['budget']}, steps on {steps['slots']} slots."
-    return f"{said}\n\n{markdown(('what', 'figure'), rows)}\n\n{footnote(record)}"
+    caption = f"{record['model']}, batch {record['batch']}, budget {record['budget']}, steps on {steps['slots']} slots."
+    return f"{caption}\n\n{markdown(('what', 'figure'), rows)}\n\n{footnote(record)}"
 
 
 def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, page_size: int, rounds: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What device programs are timed on: a random model, a pool filled with random keys, and what the host would tell a chunk."""
+"""What device programs are timed on: a random model, a pool filled with random keys, and the host's inputs of a chunk."""
 
 import functools
 from pathlib import Path

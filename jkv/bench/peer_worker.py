@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def forget_peak() -> None:
-    """Starts the count of the process's peak memory anew, where Linux lets it."""
+    """Resets the process's peak memory, where Linux allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -261,11 +261,11 @@ def compare(
             for count in rows
         }
     chosen = {who: fastest(each) for who, each in makers.items()}
-    told = in_turns({who: run for who, (_, run, *_) in chosen.items()}, rounds, warm_up=False)
-    expected = told["tunix"][0].tokens
-    memory = told["tunix"][0].kv_bytes
+    results = in_turns({who: run for who, (_, run, *_) in chosen.items()}, rounds, warm_up=False)
+    expected = results["tunix"][0].tokens
+    memory = results["tunix"][0].kv_bytes
     base, records = 0.0, []
-    for who, runs in told.items():
+    for who, runs in results.items():
         best, _, taken, compiled = chosen[who]
         rate, spread = median_and_spread([len(load.texts) / run.seconds for run in runs])
         base = base or rate
@@ -320,11 +320,11 @@ def table(record: dict[str, Any]) -> str:
     shapes = "; ".join(
         f"{name}: {sizes['num_layers']} layers of width {sizes['width']}" for name, sizes in record["shapes"].items()
     )
-    said = (
+    caption = (
         f"{record['prompts']} prompts of {record['width']} tokens, {record['samples']} samples of each ({shapes}; weights that "
         f"count down, so that lengths are the same everywhere), and tiny-reasoner's greedy answers to {record['problems']} "
         f"problems. `r_kv` keeps {record['budget']} slots, every {record['interval']} tokens. tunix's own sampler has a dense "
         "cache of prompt and longest completion for each row of a call; the largest n is of samples of one prompt at once in "
         "those bytes. Rows at a time are the fastest that each was tried with. Compiling is apart."
     )
-    return f"{said}\n\n{markdown(COLUMNS, rows)}\n\n{footnote(record)}"
+    return f"{caption}\n\n{markdown(COLUMNS, rows)}\n\n{footnote(record)}"

@@ -151,11 +151,11 @@ def measure(
     for tokens in pools:
         paper_full, paper_r_kv = PAPER_POOLS[tokens]
         load = Load(requests, prompt, new_tokens, round(tokens * shrink))
-        told = in_turns(
+        results = in_turns(
             {name: lambda policy=policy, load=load: run(model, load, policy) for name, policy in chosen.items()}, rounds
         )
-        base = summary(told["full"])["tokens_per_second"]
-        for name, runs in told.items():
+        base = summary(results["full"])["tokens_per_second"]
+        for name, runs in results.items():
             figures = summary(runs)
             records.append(
                 {"policy": name, "settings": repr(chosen[name]), "rows": load.rows(chosen[name], model.config.num_layers)}
@@ -210,7 +210,7 @@ COLUMNS = (
     "paper",
     "running, mean (peak)",
     "peak MB",
-    "put aside",
+    "preempted",
     "host",
 )
 PAYS = {
@@ -242,8 +242,8 @@ def table(record: dict[str, Any]) -> str:
     found = {name: pays_from(record["records"], name) for name in names}
     pays = "; ".join(f"`{name}` {PAYS[one['found']].format(one['pool_share'] or 0)}" for name, one in found.items())
     shape = f"{record['requests']} requests of {record['prompt']} + {record['new_tokens']} tokens, {record['model']}"
-    said = (
+    caption = (
         f"{shape}: R-KV's stress test, lengths divided by {record['scale']:g}. Ratios are against full in the same pool and "
         f"run; absolute figures are not the paper's. Compression pays: {pays}."
     )
-    return f"{said}\n\n{markdown(COLUMNS, map(row_of, record['records']))}\n\n{footnote(record)}"
+    return f"{caption}\n\n{markdown(COLUMNS, map(row_of, record['records']))}\n\n{footnote(record)}"

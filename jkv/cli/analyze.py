@@ -1,4 +1,4 @@
-"""`jkv analyze` counts how much of a set of traces is said before, right and wrong ones apart."""
+"""`jkv analyze` counts how much of a set of traces repeats itself, right and wrong ones separately."""
 
 import argparse
 import json
@@ -28,8 +28,8 @@ def add(commands: Any) -> None:
     """The command's options."""
     command = commands.add_parser(
         "analyze",
-        help="count the redundancy of traces, right and wrong ones apart",
-        description="Similar steps, repeated sentences, n-grams and non-execution thoughts of traces, right and wrong apart.",
+        help="count the redundancy of traces, right and wrong ones separately",
+        description="Similar steps, repeated sentences, n-grams and non-execution thoughts of traces, right and wrong ones.",
         **LOOKS,
     )
     command.set_defaults(run=run)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     tables = [headline(about["model"], options.encoder)]
     print(tables[0])
     if not any(mark is not None for _, right in traces.values() for mark in right):
-        print('No trace says whether it is right: give "right" or "answer" to compare right and wrong ones.', file=sys.stderr)
+        print('No trace is marked right or wrong: give "right" or "answer" to compare right and wrong ones.', file=sys.stderr)
     analyses = {}
     for name, (texts, right) in traces.items():
         analyses[name] = analyze(texts, right, tokenizer, options.encoder)
@@ -123,7 +123,9 @@ def read_tokenizer(name: str | None) -> Any:
 
     tokenizer = None if name is None else checkpoint.load_tokenizer(name)
     if name is not None and tokenizer is None:
-        raise ValueError(f"--model says whose tokens to count; {name} has no tokenizer. Leave it out to count words.")
+        raise ValueError(
+            f"--model must have a tokenizer, whose tokens are counted; {name} has none. Leave it out to count words."
+        )
     return tokenizer
 
 

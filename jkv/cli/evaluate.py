@@ -45,7 +45,7 @@ TYPES: dict[str, Any] = (
     | dict.fromkeys(("budgets", "policies", "pass_at"), list)
     | {"settings": dict, "chat_template": bool, "skip_ungradable": bool}
 )
-UNSAID = {  # what comparisons were before it could be said
+UNSAID = {  # what records of older versions leave out, and stood for then
     "dataset": None,
     "preset": None,
     "split": None,
@@ -93,17 +93,17 @@ def add(commands: Any) -> None:
     command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
     command.add_argument("--kv-memory", type=int, help="bytes of the pool; default: what the rows need")
     command.add_argument("--out", type=Path, help="a folder for the table, JSON, the picture (needs matplotlib), completions")
-    command.add_argument("--resume", action="store_true", help="go on where an interrupted run into --out ended")
+    command.add_argument("--resume", action="store_true", help="resume an interrupted run into --out")
 
 
 def add_problems(command: Any) -> None:
-    """The options that say what is asked, how, and what is right."""
+    """The options of problems, prompts and grading."""
     command.add_argument("--file", type=Path, help="the same as --dataset")
     command.add_argument(
         "--dataset",
         type=Path,
         help='a JSONL, parquet or CSV file, or a Hugging Face data set folder on this machine, with "prompt" and "answer" '
-        "unless a preset or --question and --answer say otherwise; default: unseen chains",
+        "unless a preset or --question and --answer name other fields; default: unseen chains",
     )
     command.add_argument("--preset", help="aime, math-500, gsm8k or gpqa: the fields, prompt and grader of that set")
     command.add_argument("--split", help="of the data set; default: the only one, or test")
@@ -189,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is asked, with its gold answers; `chosen` then says what the preset and the set left open."""
+    """The questions with their gold answers; fills in what `chosen` leaves to the preset and the data set."""
     from jkv.evaluation.graders import failing_gold, grader_of
     from jkv.evaluation.problems import preset_of, read_questions
     from jkv.tasks.evaluate import held_out
@@ -201,7 +201,7 @@ def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
         raise ValueError(f"problems must be at least 1; got {count}.")
     named = [name for name in ("preset", "split", "subset", "question", "answer") if chosen[name] is not None]
     if source is None and named:
-        raise ValueError(f"{named[0]} says what to read of a data set; got none. Give --dataset.")
+        raise ValueError(f"{named[0]} selects from a data set; got none. Give --dataset.")
     preset = preset_of(chosen["preset"], chosen["question"], chosen["answer"])
     if source is None:
         questions = [(problem.prompt, problem.answer) for problem in held_out(count or CHAINS)]
@@ -219,12 +219,12 @@ def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def settle_chat(chosen: dict[str, Any], tokenizer: Any) -> None:
-    """Whether prompts are turns of a chat: for a model that has chats and a data set, the caller has to say."""
+    """Whether prompts are turns of a chat: for a model that has chats and a data set, the caller must choose."""
     from jkv.evaluation.problems import has_chat_template
 
     if chosen["chat_template"] is None and (chosen["dataset"] or chosen["file"]) and has_chat_template(tokenizer):
         raise ValueError(
-            "chat_template must be said where the model has one; it was not. Add --chat-template or --no-chat-template, or "
+            "chat_template must be set where the model has one; it was not. Add --chat-template or --no-chat-template, or "
             "chat_template = true or false to the file."
         )
     chosen["chat_template"] = bool(chosen["chat_template"])

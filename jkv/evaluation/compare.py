@@ -51,7 +51,7 @@ class Outcome:
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
     occupancy: float
-    tokens_per_second: float  # of the whole run, compile time apart
+    tokens_per_second: float  # of the whole run, without compile time
     amsr: float = math.nan  # average memory saving ratio (ReasonCache): the share of their pages that rows do not hold
     final_amsr: float = math.nan  # the same when each sample ended
     affected: float = math.nan  # the share of all tokens that were evicted or shared (MemShare)
@@ -77,19 +77,18 @@ def compare(
     """Every policy at every budget, the full cache first; `options` go to `run`, `settings` to the policies by name.
 
     Problems, prompts, grader, draws and limits are the same for all; draws have the same noise where the text so far is the
-    same. `report` hears all outcomes so far after each. `known` are those of an interrupted comparison of the same model,
-    problems and options, which need no second run. `generations` is a folder for every sample that was drawn, a file for each
-    policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison goes on. `pass_at` are the k of
-    pass@k;
-    None takes 1 and the number of samples.
+    same. `report` is called with all outcomes so far after each policy. `known` are those of an interrupted comparison of the
+    same model, problems and options, which need no second run. `generations` is a folder for every sample that was drawn, a
+    file for each policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are
+    the k of pass@k; None takes 1 and the number of samples.
 
-    A name of your own is a variant: its settings say which `policy` it is, and come on top of that one's. A policy without a
+    A name of your own is a variant: its settings name the `policy` that it varies, and override that one's. A policy without a
     budget (RPC's grows with the sequence) runs once, with its settings.
 
     Raises:
       ValueError: an unknown policy or setting, a gold answer that the grader does not mark right, or a budget that a policy
-        cannot hold; told before anything runs, but for shares, whose slots are known once the full cache ran: then before any
-        other does.
+        cannot hold. Raised before anything runs; for shares, whose slots depend on the full cache's lengths, before any other
+        policy runs.
     """
     if model.tokenizer is None:
         raise ValueError("Answers are read from text, and this model has no tokenizer. Compare with one that has.")
@@ -131,7 +130,7 @@ def compare(
 
 
 def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]]) -> Policy:
-    """The policy, or variant of one, that a name stands for."""
+    """The policy, or the variant of one, by its name."""
     own = settings.get(name, {})
     recipe = own.get("policy", name)
     chosen = ({} if slots is None else {"budget": slots}) | settings.get(recipe, {}) | own
@@ -165,7 +164,7 @@ def parse_share(budget: str | int) -> float | None:
 
 
 def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence[int] = (1,)) -> Outcome:
-    """A run's figures beside the full cache's; None where it is that one."""
+    """A run's figures, compared with those of the full cache (`base`; None for the full cache itself)."""
     count, stats, mean_tokens = len(this.is_right), this.stats, float(this.lengths.mean())
     passes = pass_figures(this.right, ks)
     before = this.right if base is None else np.array([c == "1" for c in base.right]).reshape(this.right.shape)
@@ -248,7 +247,7 @@ def cells_of(outcome: Outcome) -> tuple[str, ...]:
 
 
 def table(outcomes: Sequence[Outcome], ks: Sequence[int] = (1,)) -> str:
-    """A Markdown table; `ks` says which pass@k it has as long as there are no outcomes."""
+    """A Markdown table; `ks` names the columns of pass@k while there are no outcomes."""
     named = [f"pass@{k} (95 %)" for k in (outcomes[0].pass_at if outcomes else map(str, ks))]
     names = [*COLUMNS[:2], *(named if len(named) > 1 else COLUMNS[2:3]), *COLUMNS[3:]]
     return markdown(names, map(cells_of, outcomes))
@@ -268,7 +267,7 @@ def write_figures(outcomes: Sequence[Outcome], folder: Path, name: str, about: d
 
 
 def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None) -> list[Outcome]:
-    """The outcomes that an interrupted comparison wrote; none where there is no file. `unsaid` is what older files leave out.
+    """The outcomes that an interrupted comparison wrote; none where there is no file. `unsaid` has what older files leave out.
 
     Raises:
       ValueError: they are of another comparison.

@@ -2,7 +2,7 @@
 
 Nothing is ever downloaded. Files are `.parquet`, `.arrow` (with pyarrow, of the extra `eval`), `.jsonl` and `.csv`. As on the
 hub, a file's split stands in its name or in a folder's ("data/test-00000-of-00001.parquet", "test.jsonl"), and is "train"
-where none does; what else its path says is its subset ("main/test-...", "gpqa_diamond.csv").
+where none does; the rest of its path is its subset ("main/test-...", "gpqa_diamond.csv").
 """
 
 import csv

@@ -1,6 +1,6 @@
-"""What a policy answered to every problem: generated, graded, written line by line as it comes, and summed up from the lines.
+"""A policy's answers to every problem: generated, graded, appended to a file as they finish, and summed up from its lines.
 
-A line is one finished sample. An interrupted run goes on with the samples that have none: draws depend on seed, prompt, sample
+A line is one finished sample. An interrupted run resumes with the samples that have none: draws depend on seed, prompt, sample
 and position alone, and the engine is sized for all of them, so what is left comes out as it would have. Figures of samples
 (right, lengths, evictions) are therefore those of an uninterrupted run; those of the run (bytes held, occupancy, rate) are
 weighted over its parts, and a part that was killed counts up to its last finished sample.
@@ -33,7 +33,7 @@ FIELDS = ("problem", "sample", "prompt", "settings", "run")  # that a record is 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What a run held and took, from its lines; per sample where `jkv.engine.results.Stats` sums up."""
+    """Memory, time and evictions of a run, from its lines; per sample where `jkv.engine.results.Stats` sums up."""
 
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
@@ -50,7 +50,7 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One policy's completions, judged; samples of a problem follow each other."""
+    """One policy's graded completions; samples of a problem follow each other."""
 
     policy: Policy
     samples: int  # of each problem
@@ -81,7 +81,7 @@ def run(
     """Every sample of every problem under one policy; `sampling` None is greedy, `options` size the engine.
 
     With a `path`, every finished sample is a line there, and those that it has already are not generated again. A policy that
-    shares pages starts anew unless it is complete: what its filter found is known for whole runs only.
+    shares pages starts over unless it is complete: its filter's figures exist for whole runs only.
 
     Raises:
       ValueError: lines of other problems or another policy, or draws that could not be repeated.
@@ -128,12 +128,12 @@ def finish(
     keep: Callable[[int, int, Result], None],
     progress: bool | None,
 ) -> None:
-    """Runs what is left, handing over each sample when it is finished."""
+    """Runs the samples that are left, and passes each to `keep` when it is finished."""
     waiting = {engine.submit_requests([request]): (i, j) for i, j, request in left}
 
     with progress_bar(sum(request.max_new_tokens for *_, request in left), progress) as show:
 
-        def hear(events: list[Event]) -> None:
+        def collect(events: list[Event]) -> None:
             show(events)
             for event in events:
                 if event.finish_reason and event.finish_reason != "cancelled":
@@ -142,7 +142,7 @@ def finish(
                         raise error
                     keep(*waiting.pop(event.ticket), out)
 
-        engine.run(hear)
+        engine.run(collect)
 
 
 def record_of(policy: Policy, problem: Problem, index: int, sample: int, out: Result, judge: Grader) -> Record:

@@ -1,4 +1,4 @@
-"""How many held-out chains a model solves: `python -m jkv.tasks.evaluate` writes tiny-reasoner's accuracy down.
+"""How many held-out chains a model solves: `python -m jkv.tasks.evaluate` records tiny-reasoner's accuracy.
 
 Problems come from a seed that training never used; greedy decoding; the interval is Wilson's at 95 %.
 """
@@ -54,7 +54,7 @@ def solve(model: Model, problems: Sequence[Any], policy: Policy, **options: Any)
     """Greedy completions of problems (anything with a `prompt` and an `answer`), and which of them are right.
 
     Raises:
-      KeyboardInterrupt: Ctrl-C ended it early, and half a run is no figure.
+      KeyboardInterrupt: Ctrl-C ended it early: half a run has no accuracy.
     """
     out = generate(model, [p.prompt for p in problems], policy=policy, sampling=Sampling(temperature=0.0), **options)
     if "cancelled" in out.finish_reason:

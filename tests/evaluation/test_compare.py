@@ -122,7 +122,7 @@ def test_a_budget_is_a_number_of_slots_or_a_share(budget):
         (["--file", "missing.jsonl"], "missing.jsonl"),
         (["--dataset", "some/set"], "jkv downloads no data sets. Download it, for example with: hf download some/set"),
         (["--dataset", "x", "--file", "y"], "file and dataset are the same setting; got both, y and x"),
-        (["--preset", "aime"], "preset says what to read of a data set; got none"),
+        (["--preset", "aime"], "preset selects from a data set; got none"),
         (["--grader", "judge"], "grader must be one of boxed, math, choice"),
         (["--template", "Solve it."], "template must say where the question goes"),
         (["--chat-template"], "chat_template needs a tokenizer that has one"),
@@ -252,7 +252,7 @@ def test_the_math_grader_takes_what_the_boxed_one_refuses(reasoner):
 def test_a_model_with_chats_has_to_be_told_whether_this_is_one():
     chosen = command.DEFAULTS | {"dataset": "x"}
     tokenizer = types.SimpleNamespace(chat_template="yes")
-    with pytest.raises(ValueError, match="chat_template must be said where the model has one"):
+    with pytest.raises(ValueError, match="chat_template must be set where the model has one"):
         command.settle_chat(chosen, tokenizer)
     for said in (True, False):
         chosen["chat_template"] = said

@@ -164,7 +164,7 @@ def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
     [
         ("task = 'juggling'\n[arms.full]", [], "task must be one of counting, chains; got 'juggling'"),
         ("task = 'counting'", [], "at least one"),
-        ("task = 'counting'\nstep = 3\n[arms.full]", [], "has step. Mend the file"),
+        ("task = 'counting'\nstep = 3\n[arms.full]", [], "has step. Correct the file"),
         ("task = 'counting'\nsamples = 1\n[arms.full]", [], "at least 2, since a group"),
         ("task = 'counting'\nsteps = 0\n[arms.full]", [], "steps must be at least 1"),
         ("task = 'counting'\n[arms.x]\npolicy = 'x_kv'", [], "policy must be one of"),
