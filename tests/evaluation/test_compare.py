@@ -50,8 +50,28 @@ def test_every_policy_runs_at_every_budget_beside_the_full_cache(outcomes):
     assert 0 < growing.kv_share < 1
 
 
-def test_shares_count_from_the_measured_length(reasoner, problems, outcomes):
-    judged = bench.run(reasoner, problems, full(), max_new_tokens=96, max_running=4, page_size=4, progress=False)
+@pytest.fixture(scope="module")
+def judged(reasoner, problems):
+    """One graded run."""
+    return bench.run(reasoner, problems, full(), max_new_tokens=96, max_running=4, page_size=4, progress=False)
+
+
+@pytest.fixture
+def ready_runs(judged, monkeypatch):
+    """Every comparison takes the graded run's first problems as its own; the policies that it asked for."""
+    asked = []
+
+    def run(model, problems, policy, **options):
+        asked.append(policy)
+        count = len(problems)
+        fields = {name: getattr(judged, name)[:count] for name in ("is_right", "lengths", "finish_reason")}
+        return dataclasses.replace(judged, policy=policy, **fields)
+
+    monkeypatch.setattr(bench, "run", run)
+    return asked
+
+
+def test_shares_count_from_the_measured_length(reasoner, problems, outcomes, judged):
     lengths = [len(reasoner.tokenizer.encode(p.prompt)) + n for p, n in zip(problems, judged.lengths, strict=True)]
     assert outcomes[1].budget == round(np.mean(lengths) / 2)
     assert outcomes[0].truncated == np.mean([reason == "length" for reason in judged.finish_reason])
@@ -68,22 +88,23 @@ def test_table_json_and_picture_are_written(outcomes, tmp_path):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_share_that_a_policy_cannot_hold_is_told_before_the_others_run(reasoner, problems):
+def test_a_share_that_a_policy_cannot_hold_is_refused_before_the_others_run(reasoner, problems, ready_runs):
     seen = []
     knobs = {"max_new_tokens": 16, "progress": False, "report": lambda outcomes: seen.append(len(outcomes))}
     with pytest.raises(ValueError, match="r_kv's budget must hold its sinks and recent slots"):
-        bench.compare(reasoner, problems[:2], ["full", "streaming_llm", "r_kv"], ["50%", "10%"], **knobs)
+        bench.compare(reasoner, problems[:2], ["full", "streaming_llm", "r_kv"], ["50%", "4%"], **knobs)
     assert seen == [1]
+    assert ready_runs == [full()]
 
 
-def test_what_is_known_is_written_when_the_next_is_interrupted(monkeypatch, tmp_path, capsys):
-    runs, real = [], bench.run
+def test_what_is_known_is_written_when_the_next_is_interrupted(ready_runs, monkeypatch, tmp_path, capsys):
+    runs, ready = ready_runs, bench.run
 
     def run(model, problems, policy, **options):
-        runs.append(policy)
-        if len(runs) == 3:
+        if len(runs) == 2:
+            runs.append(policy)
             raise KeyboardInterrupt
-        return real(model, problems, policy, **options)
+        return ready(model, problems, policy, **options)
 
     monkeypatch.setattr(bench, "run", run)
     few = ["--problems", "2", "--policies", "streaming_llm", "--budgets", "32,48", "--max-new-tokens", "16"]
@@ -226,7 +247,7 @@ def test_several_samples_give_pass_at_k_and_bootstrapped_differences(reasoner, p
     assert {row.count("|") for row in (head, line, *rows)} == {head.count("|")}
 
 
-def test_a_set_that_the_grader_cannot_grade_is_refused_or_cut(tmp_path, capsys):
+def test_a_set_that_the_grader_cannot_grade_is_refused_or_cut(ready_runs, tmp_path, capsys):
     file, out = tmp_path / "mine.jsonl", tmp_path / "out"
     rows = [("b=3;c=7;d=b*c;?d", "d=1"), ("x=1;y=2;z=x+y;?z", "\\frac{1}{2}"), ("x=1;y=2;z=x+y;?z", "z=3")]
     file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
