@@ -1,4 +1,4 @@
-"""What a caller passes is of the type it should be, or refused by name."""
+"""Runtime type checks of public arguments; an error names the argument."""
 
 import numbers
 import types
@@ -19,7 +19,7 @@ def typed(name: str, value: Any, wanted: Any) -> Any:
     """The value as one of the types wanted (an annotation); NumPy's numbers become Python's.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the value has none of these types.
 
     >>> typed("budget", 64, int | None)
     64
@@ -39,7 +39,7 @@ def typed(name: str, value: Any, wanted: Any) -> Any:
 
 
 def check_counts(**values: Any) -> None:
-    """Refuses counts below one, and what is no count; None stands for a default."""
+    """Refuses counts below one and values that are no whole numbers; None means a default and passes."""
     for name, value in values.items():
         if value is not None and typed(name, value, int) < 1:
             raise ValueError(f"{name} must be at least 1; got {value!r}.")

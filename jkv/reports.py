@@ -1,6 +1,6 @@
-"""What every benchmark shares: contenders in turns, one JSON a run, the table made from it, and the page that shows the table.
+"""JSON records, Markdown tables and JSON lines of every report, and the marks that place a table in a page.
 
-A record says what ran (`about`): command, date, commit, machine and versions. Tables come from the JSON alone, so that no
+A record describes its run (`about`): command, date, commit, machine and versions. Tables come from the JSON alone, so that no
 figure on a page is typed by hand: `<!-- bench NAME -->` and `<!-- /bench NAME -->` mark where a page holds one.
 """
 
@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,13 +19,13 @@ from typing import Any
 import jax
 
 ROOT = Path(__file__).parent.parent
-Report = Callable[[dict[str, Any]], None]  # hears figures as they are known
+Report = Callable[[dict[str, Any]], None]  # receives figures as they are measured
 PACKAGES = ("google-tunix", "jax", "jaxlib", "jkv", "kvpress", "numpy", "torch", "transformers")
 MARKED = re.compile(r"(?P<begin><!-- bench (?P<name>\w+) -->\n).*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL)
 
 
 def about(command: str) -> dict[str, Any]:
-    """What a run was: its command, when, of which commit, on what."""
+    """A description of a run: command, date, commit, machine and versions."""
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%d %H:%M:%S%z"),
@@ -37,7 +36,7 @@ def about(command: str) -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What figures are taken on, and how busy it was: processes that wanted a core in the last minute."""
+    """The machine that figures are measured on, and its load over the last minute."""
     return {
         "cores": os.cpu_count(),
         "processor": processor(),
@@ -51,14 +50,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name where the system tells it."""
+    """The processor's name where the system reports it."""
     info = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*: (.*)$", info.read_text(), flags=re.MULTILINE) if info.exists() else None
     return found[1] if found else platform.processor()
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that take part, those that are installed."""
+    """Versions of the packages that take part, where installed."""
     found = {}
     for name in PACKAGES:
         try:
@@ -72,33 +71,11 @@ def commit() -> str | None:
     """The checkout's commit, with "+" when files differ from it; None outside of a clone."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         return None
-    told = [
+    answers = [
         subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
         for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
     ]
-    return told[0] + ("+" if told[1] else "") if told[0] else None
-
-
-def in_turns(contenders: Mapping[Any, Callable[[], Any]], rounds: int, warm_up: bool = True) -> dict[Any, list[Any]]:
-    """What each contender's calls return, one a round, in turns; after one call of each that counts for nothing."""
-    if warm_up:
-        for call in contenders.values():
-            call()
-    told: dict[Any, list[Any]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, call in contenders.items():
-            told[name].append(call())
-    return told
-
-
-def median_and_spread(values: Sequence[float]) -> tuple[float, float]:
-    """The median, and how far apart the largest and the smallest are as a share of it.
-
-    >>> median_and_spread([90.0, 100.0, 120.0])
-    (100.0, 0.3)
-    """
-    middle = statistics.median(values)
-    return middle, round((max(values) - min(values)) / middle, 3) if middle else 0.0
+    return answers[0] + ("+" if answers[1] else "") if answers[0] else None
 
 
 def digits(value: float, count: int = 4) -> float:
@@ -118,20 +95,74 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     |---|---|
     | 1 | x |
     """
-    lines = [columns, *rows]
-    head, *body = ("| " + " | ".join(map(str, line)) + " |" for line in lines)
-    return "\n".join([head, "|" + "---|" * len(columns), *body])
+    return "\n".join([markdown_line(columns), "|" + "---|" * len(columns), *map(markdown_line, rows)])
+
+
+def markdown_line(cells: Iterable[Any]) -> str:
+    """One line of a table, for those that are printed as they grow."""
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def read_text(path: Path) -> str:
+    """A file's text; a byte order mark is no part of it.
+
+    Raises:
+      ValueError: bytes that are not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text; {error}.") from None
+
+
+def read_json_lines(
+    path: Path, fields: Sequence[str] = (), what: str = "", fix: str = "", drops_cut_line: bool = False
+) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; blank lines are skipped.
+
+    Args:
+      path: of the file.
+      fields: that every object must have.
+      what: each line must be, for the error; by default an object with these fields.
+      fix: what to do about a bad line, for the error.
+      drops_cut_line: whether a last line without its end, which an interrupted writer left, is dropped.
+
+    Raises:
+      ValueError: a line that is no object or lacks a field, by its number in the file.
+    """
+    lines = read_text(path).split("\n")  # splitlines would also split inside strings, at U+2028
+    if drops_cut_line:
+        lines = lines[:-1]
+    records = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            record = None
+        if not isinstance(record, dict) or not all(field in record for field in fields):
+            named = " and ".join(f'"{field}"' for field in fields)
+            wanted = what or ("a JSON object" + f" with {named}" * bool(fields))
+            raise ValueError(f"Each line of {path} must be {wanted}; line {number} is not." + f" {fix}" * bool(fix))
+        records.append(record)
+    return records
+
+
+def json_lines(records: Iterable[Mapping[str, Any]]) -> str:
+    """Records as JSON lines."""
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 def footnote(record: Mapping[str, Any]) -> str:
-    """The line below a table that says what it was taken on."""
-    told = record["about"]
-    machine, installed = told["machine"], told["versions"]
+    """The line below a table: command, date, machine and versions."""
+    about = record["about"]
+    machine, installed = about["machine"], about["versions"]
     taken = ", ".join(
         f"{name} {installed[name]}" for name in ("jax", "torch", "transformers", "kvpress", "google-tunix") if name in installed
     )
     busy = "" if machine["load"] is None else f", load {machine['load']} at the start"
-    return f"`{told['command']}`, {told['date'][:10]}, {machine['cores']} cores of {machine['processor']}{busy}; {taken}."
+    return f"`{about['command']}`, {about['date'][:10]}, {machine['cores']} cores of {machine['processor']}{busy}; {taken}."
 
 
 def write(name: str, record: Mapping[str, Any], table: str, folder: Path) -> None:
@@ -145,7 +176,7 @@ def page_with(page: str, tables: Mapping[str, str]) -> str:
     r"""A page with each table between its marks.
 
     Raises:
-      ValueError: marks of a table that there is none of.
+      ValueError: the page marks a table that does not exist.
 
     >>> page_with("<!-- bench cost -->\nold\n<!-- /bench cost -->", {"cost": "new"})
     '<!-- bench cost -->\nnew\n<!-- /bench cost -->'

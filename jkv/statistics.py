@@ -1,14 +1,22 @@
-"""pass@k of several samples a problem, with bootstrap intervals that treat a problem, not a sample, as one observation."""
+"""Intervals and resampling, for every report: pass@k, shares, means over problems or runs, and paired changes.
 
+A problem is one observation, however many samples it has. Resampling draws from fixed seeds, so a figure is always the same.
+"""
+
+import math
 from collections.abc import Sequence
-from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from jkv.checks import check_counts
 
-RESAMPLES = 10_000
+LEVEL = 0.95  # of every interval in a report
+NORMAL = 1.96  # half the width of a 95 % interval, in standard errors of a normal distribution
+RESAMPLES = 9_999
+ROUNDING = 1e-12  # a smaller spread, as a share of the largest value, is none
+MOST_DRAWN = 1 << 20  # values resampled at a time
 
 
 def pass_at(right: Bool[np.ndarray, "problems n"], k: int) -> Float[np.ndarray, " problems"]:
@@ -25,27 +33,76 @@ def pass_at(right: Bool[np.ndarray, "problems n"], k: int) -> Float[np.ndarray, 
     return 1.0 - chance.prod(axis=1)
 
 
-def bootstrap(values: Float[np.ndarray, " problems"], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """The 95 % interval of the mean over problems: percentiles of means of problems drawn anew, with replacement.
+def bootstrap(*groups: Float[np.ndarray, " _"], resamples: int = RESAMPLES) -> tuple[float, float]:
+    """The 95 % interval of a group's mean, or of the first group's mean less the second's (bias-corrected and accelerated).
 
-    Nothing is drawn anew within a problem. Every call with as many problems draws the same ones, so differences of two policies
-    (`values` of one less the other's) are paired.
+    Observations are resampled with replacement, each group by itself (`scipy.stats.bootstrap`, method BCa). For paired
+    observations, such as two policies on the same problems, pass their differences as one group. Without spread in any group,
+    both ends are the estimate. Memory is bounded: `MOST_DRAWN` values are resampled at a time.
 
     >>> bootstrap(np.array([0.0, 0.0, 1.0, 1.0]))
     (0.0, 1.0)
     """
-    low, high = np.percentile(draws(len(values), resamples) @ values, [2.5, 97.5])
-    return float(low), float(high)
+    from scipy import stats
+
+    estimate = mean_of(*groups)
+    if all(np.ptp(group) <= ROUNDING * np.abs(group).max() for group in groups):
+        return float(estimate), float(estimate)
+    batch = max(1, MOST_DRAWN // max(map(len, groups)))
+    generator = np.random.default_rng(0)
+    found = stats.bootstrap(groups, mean_of, n_resamples=resamples, batch=batch, method="BCa", rng=generator)
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
-@lru_cache(maxsize=2)
-def draws(problems: int, resamples: int) -> Float[np.ndarray, "resamples problems"]:
-    """How much each problem weighs in each resample; rows sum to 1."""
-    chosen = np.random.default_rng(0).multinomial(problems, np.full(problems, 1 / problems), size=resamples)
-    return chosen / problems
+def mean_of(*groups: np.ndarray, axis: int = -1) -> Any:
+    """The mean of a group, or of the first less that of the second."""
+    means = [group.mean(axis=axis) for group in groups]
+    return means[0] if len(means) == 1 else means[0] - means[1]
 
 
-def figures(right: Bool[np.ndarray, "problems n"], ks: Sequence[int]) -> dict[str, list[float]]:
+def wilson(right: int, total: int, level: float = LEVEL) -> tuple[float, float]:
+    """The Wilson score interval of a share.
+
+    >>> tuple(round(x, 3) for x in wilson(95, 100))
+    (0.888, 0.978)
+    """
+    from scipy import stats
+
+    found = stats.binomtest(int(right), int(total)).proportion_ci(level, method="wilson")
+    return float(found.low), float(found.high)
+
+
+def paired_change(this: Bool[np.ndarray, "problems n"], base: Bool[np.ndarray, "problems n"]) -> tuple[float, float, float]:
+    """How much more of the samples is right than in `base` on the same problems, and its 95 % interval.
+
+    One sample a problem: normal, from the pairs that differ. Several: a bootstrap over problems.
+
+    >>> pairs = np.array([[1], [1], [0], [0]], bool), np.ones((4, 1), bool)
+    >>> tuple(round(x, 2) for x in paired_change(*pairs))
+    (-0.5, -0.99, -0.01)
+    """
+    difference = this.mean(axis=1) - base.mean(axis=1)
+    change = float(difference.mean())
+    if this.shape[1] > 1:
+        return change, *bootstrap(difference)
+    half = float(NORMAL * math.sqrt(difference.var() / len(difference)))
+    return change, change - half, change + half
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Half the 95 % interval of the mean of independent runs (Student's t); NaN for one run.
+
+    >>> round(half_width([0.5, 0.6, 0.7]), 3)
+    0.248
+    """
+    from scipy import stats
+
+    if len(values) < 2:
+        return math.nan
+    return float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def pass_figures(right: Bool[np.ndarray, "problems n"], ks: Sequence[int]) -> dict[str, list[float]]:
     """pass@k and its interval, for each k: `{"1": [value, low, high]}`."""
     each = {k: pass_at(right, k) for k in ks}
     return {str(k): [float(values.mean()), *bootstrap(values)] for k, values in each.items()}

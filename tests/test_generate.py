@@ -167,7 +167,7 @@ def test_the_models_own_end_tokens_finish_as_eos(model):
     ending = jkv.Model(model.params.replace(config=config))
     knobs = KNOBS | {"stop_ids": None}
     out = jkv.generate(ending, PROMPTS[0], **knobs)
-    assert out.finish_reason == ["eos"]
+    assert out.finish_reason == ["stop"]
     assert out.tokens[0, -1] == end
     assert jkv.generate(ending, PROMPTS[0], **KNOBS).finish_reason == ["length"]  # stop_ids=() never stops
 

@@ -459,7 +459,7 @@ def test_padding_with_an_end_token_is_loudly_warned_of(model):
     with pytest.warns(UserWarning, match="pad_id=6 is also an end token"):
         other.submit(PROMPTS, stop_ids=(6,))
     out = rollout(PROMPTS, n=4, seed=0)
-    ended = [reason == "eos" for reason in out.finish_reason]
+    ended = [reason == "stop" for reason in out.finish_reason]
     assert any(ended)
     assert out.mask[ended, out.lengths[ended] - 1].all()
     assert (out.tokens[ended, out.lengths[ended] - 1] == 6).all()

@@ -9,10 +9,11 @@ import numpy as np
 
 from jkv.analysis.redundancy import MEASURES, Figures, Measure, make_reader
 from jkv.reasoning.word_tokenizer import Words
+from jkv.reports import digits, markdown
+from jkv.statistics import bootstrap, mean_of
 
 CLASSES = ("all", "right", "wrong")
-RESAMPLES = 2000
-MOST_DRAWN = 1 << 20  # indices drawn at a time
+RESAMPLES = 2_000  # an analysis has over a hundred intervals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +59,8 @@ class Analysis:
 
     def __str__(self) -> str:
         """A line a measure."""
-        heads = ["measure", *(f"{name} ({self.count(name):,})" for name in CLASSES), "wrong - right", "source"]
-        lines = [heads, ["---"] * len(heads), *(self._cells(MEASURES[name], row) for name, row in self.known.items())]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        columns = ["measure", *(f"{name} ({self.count(name):,})" for name in CLASSES), "wrong - right", "source"]
+        return markdown(columns, (self._cells(MEASURES[name], row) for name, row in self.known.items()))
 
     __repr__ = __str__
 
@@ -78,7 +78,9 @@ class Analysis:
                 name: {kind: dataclasses.asdict(estimate) for kind, estimate in row.items()}
                 for name, row in self.estimates.items()
             },
-            "figures": {name: [rounded(one[name]) for one in self.figures] for name in MEASURES},
+            "figures": {
+                name: [None if (one := of[name]) is None else digits(one, 6) for of in self.figures] for name in MEASURES
+            },
         }
 
     def save(self, path: Any) -> None:
@@ -93,11 +95,11 @@ def analyze(
     tokenizer: Any = None,
     encoder: Any = "tokens",
 ) -> Analysis:
-    r"""The redundancy measures of five papers over a set of completions, all of them and right and wrong ones apart.
+    r"""The redundancy measures of five papers over a set of completions, all, right and wrong ones.
 
     Shares of similar steps, repeated sentences and non-execution thoughts, n-gram frequency and entropy: what each means, and
-    from which paper it is, stands in `jkv.redundancy`. Each is a mean over samples, with a percentile bootstrap interval that
-    takes samples as independent (several of one problem are not quite).
+    from which paper it is, stands in `jkv.analysis.redundancy`. Each is a mean over samples, with a bootstrap interval
+    (BCa) that takes samples as independent (several of one problem are not quite).
 
     Args:
       texts: completions, the prompts left out.
@@ -149,40 +151,19 @@ def check_marks(right: Any, count: int) -> tuple[bool | None, ...]:
 
 
 def estimate_classes(values: np.ndarray, right: tuple[bool | None, ...]) -> dict[str, Estimate]:
-    """The means of a figure over all samples and each class, and how far the classes are apart; NaN is no figure."""
+    """The means of a figure over all samples and each class, and the difference of the classes; NaN is no figure."""
     has_figure = np.isfinite(values)
     members = {"all": has_figure, **{name: has_figure & [mark is (name == "right") for mark in right] for name in CLASSES[1:]}}
-    means = {name: resampled_means(values[chosen], seed) for seed, (name, chosen) in enumerate(members.items())}
-    out = {name: estimate(values[chosen], means[name]) for name, chosen in members.items()}
-    fewer = min(out["right"].count, out["wrong"].count)
-    if fewer == 0:
-        return out | {"difference": Estimate(0)}
-    apart = float(values[members["wrong"]].mean() - values[members["right"]].mean())
-    interval = interval_of(means["wrong"] - means["right"]) if fewer > 1 else (None, None)
-    return out | {"difference": Estimate(fewer, apart, *interval)}
+    out = {name: estimate(values[chosen]) for name, chosen in members.items()}
+    return out | {"difference": estimate(values[members["wrong"]], values[members["right"]])}
 
 
-def estimate(values: np.ndarray, means: np.ndarray) -> Estimate:
-    """A mean, and its interval from resampled means."""
-    if len(values) == 0:
+def estimate(*groups: np.ndarray) -> Estimate:
+    """The mean of a group, or of the first less that of the second, and its interval."""
+    fewest = min(map(len, groups))
+    if fewest == 0:
         return Estimate(0)
-    return Estimate(len(values), float(values.mean()), *(interval_of(means) if len(values) > 1 else (None, None)))
-
-
-def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
-    """Means of as many samples drawn again with replacement, `RESAMPLES` times; always the same for a seed."""
-    rng, count = np.random.default_rng(seed), len(values)
-    if count == 0:
-        return np.zeros(RESAMPLES)
-    at_a_time = max(1, MOST_DRAWN // count)
-    sizes = [min(at_a_time, RESAMPLES - done) for done in range(0, RESAMPLES, at_a_time)]
-    return np.concatenate([values[rng.integers(count, size=(size, count))].mean(axis=1) for size in sizes])
-
-
-def interval_of(means: np.ndarray) -> tuple[float, float]:
-    """The middle 95 % of resampled means."""
-    low, high = np.quantile(means, [0.025, 0.975])
-    return float(low), float(high)
+    return Estimate(fewest, float(mean_of(*groups)), *(bootstrap(*groups, resamples=RESAMPLES) if fewest > 1 else (None, None)))
 
 
 def describe(estimate: Estimate, unit: str, expected: int | None) -> str:
@@ -200,8 +181,3 @@ def describe(estimate: Estimate, unit: str, expected: int | None) -> str:
     if estimate.low is not None and estimate.high is not None:
         text += f" ({scale * estimate.low:{form}} to {scale * estimate.high:{form}})"
     return text + (f", n={estimate.count:,}" if expected is not None and estimate.count < expected else "")
-
-
-def rounded(figure: float | None) -> float | None:
-    """Six digits."""
-    return None if figure is None else float(f"{figure:.6g}")

@@ -1,6 +1,6 @@
-"""How much of a trace is said before, by the measures of the papers whose methods are here; `jkv.analyze` counts them.
+"""How much of a trace repeats itself, by the measures of the papers whose methods are here; `jkv.analyze` counts them.
 
-Each function takes one completion apart and gives its figures by the names in `MEASURES`, None where a trace has none (a share
+Each function returns one completion's figures by the names in `MEASURES`, None where a trace has none (a share
 of no steps). Steps, sentences and thoughts are those that the methods themselves find while a model decodes.
 """
 
@@ -66,7 +66,7 @@ MEASURES = LENGTHS | STEPS | N_GRAMS | SENTENCES | THOUGHTS
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reader:
-    """Takes texts apart.
+    """Tokenizes and measures texts.
 
     Attributes:
       tokenizer: whose tokens are counted: a model's, or `Words`.
@@ -92,7 +92,7 @@ class Reader:
 
 
 def make_reader(texts: Sequence[str], tokenizer: Any, encoder: Any) -> Reader:
-    """A reader of these texts, which `Words` takes apart where there is no tokenizer.
+    """A reader of these texts, which `Words` tokenizes where there is no tokenizer.
 
     Raises:
       ValueError: an encoder that is none, or a tokenizer that has no token for the marks of thinking that the texts hold.
@@ -100,7 +100,7 @@ def make_reader(texts: Sequence[str], tokenizer: Any, encoder: Any) -> Reader:
     check_encoder(encoder)
     if callable(encoder) or encoder.startswith(SENTENCE):
         encode: Any = encoder if callable(encoder) else sentence_encoder(encoder)
-        encoder = functools.lru_cache(maxsize=1 << 16)(encode)  # what is said again is encoded once
+        encoder = functools.lru_cache(maxsize=1 << 16)(encode)  # repeated text is encoded once
     if tokenizer is None:
         tokenizer = Words(texts)
         return Reader(tokenizer, facts_of(tokenizer, len(tokenizer)), encoder)
@@ -182,19 +182,19 @@ def of_steps(reader: Reader, tokens: np.ndarray) -> Figures:
 
 
 def of_sentences(reader: Reader, tokens: np.ndarray) -> Figures:
-    """The share of sentences that others of the trace say too.
+    """The share of sentences that the trace repeats.
 
     RPC, 4.2 and Fig. 6: sentences with more than N others, N of 1, 2 and 4, whose cosine with them exceeds 0.75. SkipKV (arXiv
     2512.07993), Fig. 5: sentences with another one at a cosine of 0.95 or more. Both papers embed by a sentence encoder
-    (`encoder="sentence:all-MiniLM-L6-v2"` is RPC's); bags of tokens, which are the default, know no paraphrase. Neither says
+    (`encoder="sentence:all-MiniLM-L6-v2"` is RPC's); bags of tokens, which are the default, miss paraphrases. Neither states
     how it splits sentences; these end as SkipKV's method has it, with a token of `jkv.reasoning.sentences.ENDS`.
     """
     is_end = ends_of(reader.tokenizer, len(reader.facts.is_break), ENDS)
     library = make_library(Filter(encoder=reader.encoder), len(is_end), lambda: np.zeros((0, 0)))
     pieces = np.split(tokens, np.flatnonzero(is_end[tokens]) + 1)
-    said = [piece for piece in pieces if reader.facts.says_something[piece].any()]
-    counterparts, is_similar = np.zeros(len(said), int), np.zeros(len(said), bool)
-    for i, piece in enumerate(said):
+    sentences = [piece for piece in pieces if reader.facts.says_something[piece].any()]
+    counterparts, is_similar = np.zeros(len(sentences), int), np.zeros(len(sentences), bool)
+    for i, piece in enumerate(sentences):
         text = functools.partial(reader.tokenizer.decode, piece.tolist())
         cosine = library.compare(piece[reader.facts.says_something[piece]].tolist(), text)
         counterparts[:i] += cosine > SAID_AGAIN
@@ -202,16 +202,16 @@ def of_sentences(reader: Reader, tokens: np.ndarray) -> Figures:
         is_similar[:i] |= cosine >= HIGHLY_ALIKE
         is_similar[i] = (cosine >= HIGHLY_ALIKE).any()
     repeated = {f"repeated_sentences_{n}": share_of(counterparts > n) for n in COUNTERPARTS}
-    return {"sentences": float(len(said)), "similar_sentences": share_of(is_similar)} | repeated
+    return {"sentences": float(len(sentences)), "similar_sentences": share_of(is_similar)} | repeated
 
 
 def of_thoughts(reader: Reader, tokens: np.ndarray, is_thinking: bool) -> Figures:
     """The share of thoughts that check or switch in place of going on.
 
     SkipKV, Figs. 5 and 14, by the labels of SEAL (arXiv 2504.07986): the phrases of `jkv.reasoning.steering`. And the share
-    with one of
-    SkipKV's own keywords (A.1: Wait, Alternatively, again), by which its method counts. Thoughts are finished paragraphs of
-    the thinking, the first left out, as SEAL has them; a trace that never opens its thinking (`is_thinking`) begins in it.
+    with one of SkipKV's own keywords (A.1: Wait, Alternatively, again), by which its method counts. Thoughts are finished
+    paragraphs of the thinking, the first left out, as SEAL has them; a trace that never opens its thinking (`is_thinking`)
+    begins in it.
     """
     facts = reader.facts
     found = [text for _, text in thoughts(reader.tokenizer, tokens, facts.is_break, facts.think, is_thinking)]

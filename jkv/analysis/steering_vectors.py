@@ -1,4 +1,4 @@
-"""A steering vector from a model and its own traces (SEAL): how checking and switching thoughts differ from the others."""
+"""A steering vector from a model and its own traces (SEAL): checking and switching thoughts less the others."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ def extract(model: Model, prompts: Sequence[Any], completions: Sequence[Any]) ->
 def thoughts(
     tokenizer: Any, tokens: np.ndarray, is_break: np.ndarray, think: np.ndarray, is_thinking: bool = False
 ) -> Iterator[tuple[int, str]]:
-    """The place of the token before each finished thought that says anything, and its text; `is_thinking` at the start."""
+    """The place of the token before each finished thought that is not blank, and its text; `is_thinking` at the start."""
     opened = -1
     for at, token in enumerate(tokens.tolist()):
         if token == think[0]:

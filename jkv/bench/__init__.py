@@ -1,1 +1,1 @@
-"""Benchmarks and evaluations: what a policy costs and saves, measured; the figures lie in `results`."""
+"""Benchmarks of speed and memory; their figures lie in `results`."""

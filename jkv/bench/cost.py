@@ -2,11 +2,10 @@
 
 The whole is an engine's: wall time of decoding by its steps, compactions and host included. Its parts are timed alone, at the
 same shapes and the same mean number of slots (`jkv.bench.step_breakdown`): attention over the pages of all layers; the weights
-(the
-decoder with nothing to attend to, embedding to logits); the pool's books (reserve, append, advance); the draw of a token; and,
-spread over the steps of an interval, the score and the compaction without it. Host time is the engine's own account. Parts
-that run alone are not fused with each other, so their sum may lie on either side of the whole: `rest` is what is left over,
-and says how far the parts can be trusted.
+(the decoder with nothing to attend to, embedding to logits); the pool's page tables (reserve, append, advance); the draw of a
+token; and, spread over the steps of an interval, the score and the compaction without it. Host time is the engine's own
+account. Parts that run alone are not fused with each other, so their sum may lie on either side of the whole: `rest` is what is
+left over, and bounds the error of the parts.
 """
 
 import statistics
@@ -16,11 +15,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.bench.step_breakdown import PAGE_SIZE, STEPS, seconds_of_parts
+from jkv.bench.rounds import in_turns
+from jkv.bench.step_breakdown import STEPS, seconds_of_parts
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
 from jkv.model.params import Model
 from jkv.policies import Policy, full, r_kv
-from jkv.reports import Report, digits, footnote, in_turns, markdown
+from jkv.reports import Report, digits, footnote, markdown
 
 PARTS = ("attention", "weights", "pool", "sampling", "scoring", "compaction", "host", "rest")
 INTERVAL = 64  # steps between two compactions, and those that are timed of a full cache
@@ -59,8 +60,8 @@ def measure(model: Model, chosen: Sequence[Point], rounds: int, report: Report =
         )
     records = []
     for point in chosen:
-        told = in_turns({point: lambda point=point: engine_step(model, point)}, rounds)[point]
-        whole, host = (statistics.median(values) for values in zip(*told, strict=True))
+        turns = in_turns({point: lambda point=point: engine_step(model, point)}, rounds)[point]
+        whole, host = (statistics.median(values) for values in zip(*turns, strict=True))
         parts = seconds_of_parts(model.params, point.policy, point.batch, point.slots, INTERVAL, rounds) | {"host": host}
         parts["rest"] = whole - sum(parts.values())
         records.append(
@@ -70,7 +71,7 @@ def measure(model: Model, chosen: Sequence[Point], rounds: int, report: Report =
         )
         report(records[-1])
         jax.clear_caches()  # no later point has these shapes
-    return {"model": repr(model), "interval": INTERVAL, "page_size": PAGE_SIZE, "rounds": rounds, "records": records}
+    return {"model": repr(model), "interval": INTERVAL, "page_size": DEFAULT_PAGE_SIZE, "rounds": rounds, "records": records}
 
 
 def engine_step(model: Model, point: Point) -> tuple[float, float]:
@@ -84,7 +85,8 @@ def engine_step(model: Model, point: Point) -> tuple[float, float]:
     prompt = slots - INTERVAL // 2
     if not policy.evict:
         prompt -= STEPS
-    engine = Engine(model, max_running=batch, max_slots=prompt + steps, page_size=PAGE_SIZE, policies=[policy], max_stop_ids=1)
+    sizes: Any = {"max_running": batch, "max_slots": prompt + steps, "page_size": DEFAULT_PAGE_SIZE}
+    engine = Engine(model, **sizes, policies=[policy], max_stop_ids=1)
     for tokens in np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt), dtype=np.int32):
         engine.submit(tokens, policy, max_new_tokens=steps, stop_ids=())
     engine.step()
@@ -110,8 +112,8 @@ def table(record: dict[str, Any]) -> str:
         )
         for one in record["records"]
     ]
-    said = (
+    caption = (
         f"{record['model']}; R-KV compacts every {record['interval']} steps. Parts run alone, as shares of the engine's step; "
         "`rest` is what they leave of it, or have too much."
     )
-    return f"{said}\n\n{markdown(head, rows)}\n\n{footnote(record)}"
+    return f"{caption}\n\n{markdown(head, rows)}\n\n{footnote(record)}"

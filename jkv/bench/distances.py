@@ -1,8 +1,8 @@
-"""How far apart the pages of one trace are, as a picture: `python -m jkv.bench.distances --out results`.
+"""Distances between the pages of one trace, as a picture: `python -m jkv.bench.distances --out results`.
 
 Every pair of full pages of one greedy completion with the full cache, by ReasonCache's distance
-(`jkv.reasoning.sharing.distances`), on
-rotated keys, on raw keys, and on values; circles mark pairs whose tokens are the same, place by place (its Fig. 3).
+(`jkv.reasoning.sharing.distances`), on rotated keys, on raw keys, and on values; circles mark pairs whose tokens are the same,
+place by place (its Fig. 3).
 """
 
 import argparse

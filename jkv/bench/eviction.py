@@ -1,4 +1,4 @@
-"""What eviction costs beside decoding, on a wide random model.
+"""What eviction costs compared with decoding, on a wide random model.
 
 Device programs as the engine dispatches them, on caches filled with random keys; everything in one process and in turns, the
 median of several rounds. R-KV's scoring and compaction are compared with what their arithmetic would take at two matrix rates
@@ -8,22 +8,22 @@ the same length.
 """
 
 import functools
-import statistics
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jkv.bench.fixtures import fill, new_control, new_state, seconds_of
+from jkv.bench.fixtures import fill, new_control, new_state
+from jkv.bench.rounds import medians_in_turns, seconds_of
 from jkv.bench.step_breakdown import compress
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine import programs
+from jkv.engine.programs import State
 from jkv.engine.scheduler import CHUNKS
 from jkv.model.params import Model, Params
 from jkv.policies import full, h2o, r_kv, tova
 from jkv.reports import Report, digits, footnote, markdown
-
-PAGE_SIZE = 16
 
 
 def measure(model: Model, batch: int, budget: int, interval: int, rounds: int, report: Report = print) -> dict[str, Any]:
@@ -37,13 +37,13 @@ def measure(model: Model, batch: int, budget: int, interval: int, rounds: int, r
     sizes: dict[str, Any] = {"batch": batch, "budget": budget, "interval": interval}
     figures: dict[str, Any] = {"model": model.name, **sizes}
     for name, part in {"r_kv": cost_of_compaction, "steps": cost_of_steps, "memory": memory_of_redundancy}.items():
-        figures[name] = part(model.params, **sizes, page_size=PAGE_SIZE, rounds=rounds)
+        figures[name] = part(model.params, **sizes, page_size=DEFAULT_PAGE_SIZE, rounds=rounds)
         report({name: figures[name]})
     return figures
 
 
 def table(record: dict[str, Any]) -> str:
-    """Eviction beside decoding."""
+    """Eviction compared with decoding."""
     one, steps = record["r_kv"], record["steps"]
     rows = [
         ("R-KV's scoring and compaction, s", one["compaction_seconds"]),
@@ -53,8 +53,8 @@ def table(record: dict[str, Any]) -> str:
         ("the same at the rate of large square products", one["times_own_arithmetic"]["square"]),
         *((f"a step of `{name}` by one of `full`", ratio) for name, ratio in steps["times_full"].items() if name != "full"),
     ]
-    said = f"{record['model']}, batch {record['batch']}, budget {record['budget']}, steps on {steps['slots']} slots."
-    return f"{said}\n\n{markdown(('what', 'figure'), rows)}\n\n{footnote(record)}"
+    caption = f"{record['model']}, batch {record['batch']}, budget {record['budget']}, steps on {steps['slots']} slots."
+    return f"{caption}\n\n{markdown(('what', 'figure'), rows)}\n\n{footnote(record)}"
 
 
 def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, page_size: int, rounds: int) -> dict[str, Any]:
@@ -66,23 +66,20 @@ def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, p
     row = jnp.arange(batch, dtype=jnp.int32)
     control = new_control(params, policy, batch)
 
-    def refill() -> None:
-        holder["state"] = fill(programs.release(holder["state"], row), jax.random.key(1), slots)
-
-    def compact() -> None:
+    def compact() -> State:
         holder["state"] = compress(holder["state"], policy, batch, config.num_layers)
+        return holder["state"]
 
-    def decode() -> None:
+    def decode() -> State:
         for _ in range(interval // CHUNKS[0]):
             holder["state"], _ = programs.decode_chunk(params, holder["state"], control, CHUNKS[0], "greedy")
+        return holder["state"]
 
-    taken: dict[str, list[float]] = {"compact": [], "decode": []}
-    for turn in range(rounds + 1):
-        refill()
-        for name, run in (("compact", compact), ("decode", decode)):
-            once = seconds_of(run, holder)
-            taken[name] += [once] if turn else []  # the first compiles
-    seconds = {name: statistics.median(values) for name, values in taken.items()}
+    def time_compact() -> float:
+        holder["state"] = fill(programs.release(holder["state"], row), jax.random.key(1), slots)
+        return seconds_of(compact, after=holder["state"])
+
+    seconds = medians_in_turns({"compact": time_compact, "decode": functools.partial(seconds_of, decode)}, rounds)
     heads = config.num_layers * batch * config.num_kv_heads
     flops = heads * 2 * config.head_size * slots * (slots + config.group_size * evict.needs.window)
     rates = {"square": matrix_rate(rounds, 2048, 2048), "own_shape": matrix_rate(rounds, slots, config.head_size)}
@@ -100,22 +97,21 @@ def cost_of_steps(params: Params, batch: int, budget: int, interval: int, page_s
     """Decode steps that evict inside against steps of the full cache, all on as many slots."""
     slots, row = budget + interval, jnp.arange(batch, dtype=jnp.int32)
     policies = {"full": full(), "h2o": h2o(slots), "tova": tova(slots)}
-    holders, controls = {}, {}
+    states, controls = {}, {}
     for name, policy in policies.items():
-        holders[name] = {"state": new_state(params, policy, batch, slots + CHUNKS[0], page_size)}
+        states[name] = new_state(params, policy, batch, slots + CHUNKS[0], page_size)
         controls[name] = new_control(params, policy, batch)
 
-    def call(name: str) -> None:
-        holder = holders[name]
-        holder["state"], _ = programs.decode_chunk(params, holder["state"], controls[name], CHUNKS[0], "greedy")
+    def decode(name: str) -> State:
+        state, _ = programs.decode_chunk(params, states[name], controls[name], CHUNKS[0], "greedy")
+        states[name] = state
+        return state
 
-    taken: dict[str, list[float]] = {name: [] for name in policies}
-    for turn in range(rounds + 1):
-        for name, holder in holders.items():
-            holder["state"] = fill(programs.release(holder["state"], row), jax.random.key(1), slots)
-            seconds = seconds_of(functools.partial(call, name), holder)
-            taken[name] += [seconds / CHUNKS[0]] if turn else []
-    step = {name: statistics.median(values) for name, values in taken.items()}
+    def time_step(name: str) -> float:
+        states[name] = fill(programs.release(states[name], row), jax.random.key(1), slots)
+        return seconds_of(functools.partial(decode, name), after=states[name]) / CHUNKS[0]
+
+    step = medians_in_turns({name: functools.partial(time_step, name) for name in policies}, rounds)
     ratios = {name: digits(seconds / step["full"]) for name, seconds in step.items()}
     return {"slots": slots, "step_seconds": {name: digits(seconds) for name, seconds in step.items()}, "times_full": ratios}
 
@@ -140,13 +136,10 @@ def matrix_rate(rounds: int, size: int, depth: int) -> float:
     """Floating-point operations a second of a float32 product of [size, depth] and [depth, size], several in a row."""
     count = max(1, 2048**3 // (size**2 * depth))
     x = jax.random.normal(jax.random.key(0), (count, size, depth))
-    holder: dict[str, Any] = {"state": x}
 
     @jax.jit
     def multiply(x: Array) -> Array:
         return jax.lax.map(lambda one: (one @ one.T)[0], x)
 
-    def run() -> None:
-        holder["state"] = multiply(x)
-
-    return 2 * count * size**2 * depth / statistics.median([seconds_of(run, holder) for _ in range(rounds + 1)][1:])
+    seconds = medians_in_turns({"product": lambda: seconds_of(lambda: multiply(x), after=x)}, rounds)["product"]
+    return 2 * count * size**2 * depth / seconds

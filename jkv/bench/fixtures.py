@@ -1,8 +1,6 @@
-"""What device programs are timed on: a random model, a pool filled with random keys, and what the host would tell a chunk."""
+"""What device programs are timed on: a random model, a pool filled with random keys, and the host's inputs of a chunk."""
 
 import functools
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +74,3 @@ def new_control(params: Params, policy: Policy, batch: int) -> Control:
     }
     rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers) if policy.needs.mass else None
     return jax.device_put(Control(**arrays, rules=rules, reads=None, sinks=None, steer=None))
-
-
-def seconds_of(run: Callable[[], None], holder: dict[str, Any]) -> float:
-    """How long a call takes until its state is there."""
-    jax.block_until_ready(holder["state"])
-    began = time.perf_counter()
-    run()
-    jax.block_until_ready(holder["state"])
-    return time.perf_counter() - began

@@ -2,28 +2,27 @@
 
 On an accelerator the shapes are the papers', with random weights (`--scale 1`). On a CPU the models shrink (`shrunk`: the same
 group of query heads, the same ratio of layers, heads and widths), and lengths and budgets are divided by `scale`: absolute
-figures are then of another machine and another model, and only ratios say anything. Random weights repeat no step, so SkipKV's
+figures are then of another machine and another model, and only ratios compare. Random weights repeat no thought, so SkipKV's
 and ReasonCache's tables, which need text, are of tiny-reasoner on problems of its own task.
 """
 
 import dataclasses
 import functools
-import time
 from typing import Any, NamedTuple
 
 import jax
 
 from jkv.bench.fixtures import random_model
+from jkv.bench.rounds import in_turns, median_and_spread, timer
 from jkv.bench.throughput import Load
 from jkv.bench.throughput import run as run_load
 from jkv.engine.memory import num_row_pages
 from jkv.engine.scheduler import CHUNKS
-from jkv.engine.timing import COMPILING
 from jkv.generate import generate
 from jkv.model import checkpoint
 from jkv.model.params import Model, ModelConfig
 from jkv.policies import Policy, full, make
-from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
+from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.evaluate import held_out
 
 SHAPES = {
@@ -156,7 +155,7 @@ def measure(scale: float, rounds: int, quick: bool = False, report: Report = pri
     """Every cell's ratio in this engine beside the paper's."""
     records: list[dict[str, Any]] = []
 
-    def tell(cell: Cell | TextCell, ran: dict[str, Any]) -> None:
+    def keep(cell: Cell | TextCell, ran: dict[str, Any]) -> None:
         paper = {"paper": cell.paper, "paper_full": cell.paper_full, "paper_ratio": digits(cell.paper / cell.paper_full)}
         records.append({"table": cell.table, "paper_model": cell.model, "policy": cell.policy} | paper | ran)
         report(records[-1])
@@ -166,11 +165,11 @@ def measure(scale: float, rounds: int, quick: bool = False, report: Report = pri
         if cell.model not in models:
             config = SHAPES[cell.model] if scale == 1 else shrunk(SHAPES[cell.model])
             models[cell.model] = random_model(config, cell.model if scale == 1 else f"{cell.model}, shrunk")
-        tell(cell, measure_cell(models[cell.model], cell, scale, rounds))
+        keep(cell, measure_cell(models[cell.model], cell, scale, rounds))
         jax.clear_caches()
     tiny = checkpoint.load("tiny-reasoner")
     for text in TEXT_CELLS[:1] if quick else TEXT_CELLS:
-        tell(text, measure_text(tiny, text, rounds))
+        keep(text, measure_text(tiny, text, rounds))
         jax.clear_caches()
     return {"scale": scale, "rounds": rounds, "models": sorted({one["model"] for one in records}), "records": records}
 
@@ -186,8 +185,8 @@ def measure_cell(model: Model, cell: Cell, scale: float, rounds: int) -> dict[st
     loads["own"] = Load(max(1, round(cell.batch / fewer)), prompt, new_tokens, pool)
     policies = {"full": full(), "own": policy}
     calls = {name: functools.partial(run_load, model, loads[name], policies[name]) for name in loads}
-    told = in_turns(calls, rounds)
-    rates = {name: median_and_spread([one.tokens / one.seconds for one in runs])[0] for name, runs in told.items()}
+    results = in_turns(calls, rounds)
+    rates = {name: median_and_spread([one.tokens / one.seconds for one in runs])[0] for name, runs in results.items()}
     return {
         "model": repr(model),
         "settings": policy.budget or cell.settings,
@@ -198,7 +197,7 @@ def measure_cell(model: Model, cell: Cell, scale: float, rounds: int) -> dict[st
         "rate": digits(rates["own"]),
         "full_rate": digits(rates["full"]),
         "ratio": digits(rates["own"] / rates["full"]),
-        "peak_kv_bytes": [told[name][-1].peak_kv_bytes for name in ("own", "full")],
+        "peak_kv_bytes": [results[name][-1].peak_kv_bytes for name in ("own", "full")],
     }
 
 
@@ -218,9 +217,9 @@ def measure_text(model: Model, cell: TextCell, rounds: int) -> dict[str, Any]:
     policies = {"full": full(), "own": make(cell.policy, cell.settings)}
     options: dict[str, Any] = {"max_running": cell.batch, "page_size": cell.page_size, "num_pages": num_pages}
     calls = {name: functools.partial(run_text, model, prompts, policy, options) for name, policy in policies.items()}
-    told = in_turns(calls, rounds)
+    results = in_turns(calls, rounds)
     is_samples = cell.table.startswith("SkipKV")
-    rates = {name: median_and_spread([one[0 if is_samples else 1] for one in runs])[0] for name, runs in told.items()}
+    rates = {name: median_and_spread([one[0 if is_samples else 1] for one in runs])[0] for name, runs in results.items()}
     return {
         "model": repr(model),
         "settings": cell.settings,
@@ -231,18 +230,16 @@ def measure_text(model: Model, cell: TextCell, rounds: int) -> dict[str, Any]:
         "rate": digits(rates["own"]),
         "full_rate": digits(rates["full"]),
         "ratio": digits(rates["own"] / rates["full"]),
-        "peak_kv_bytes": [told[name][-1][2] for name in ("own", "full")],
+        "peak_kv_bytes": [results[name][-1][2] for name in ("own", "full")],
     }
 
 
 def run_text(model: Model, prompts: list[str], policy: Policy, options: dict[str, Any]) -> tuple[float, float, int]:
     """Samples a minute and tokens a second, wall time but for compiling, and the most bytes held."""
-    began, compiled = time.perf_counter(), COMPILING.seconds
-    out = generate(
-        model, prompts, policy=policy, max_new_tokens=model.config.max_positions // 2 - 64, progress=False, **options
-    )
-    seconds = time.perf_counter() - began - (COMPILING.seconds - compiled)
-    return 60 * len(prompts) / seconds, float(out.lengths.sum()) / seconds, out.stats.peak_kv_bytes
+    limit = model.config.max_positions // 2 - 64
+    with timer() as seconds:
+        out = generate(model, prompts, policy=policy, max_new_tokens=limit, progress=False, **options)
+    return 60 * len(prompts) / seconds.running, float(out.lengths.sum()) / seconds.running, out.stats.peak_kv_bytes
 
 
 COLUMNS = (
@@ -263,14 +260,14 @@ COLUMNS = (
 def row_of(one: dict[str, Any]) -> tuple[Any, ...]:
     """A line of the table."""
     settings = one["settings"]
-    told = (
+    shown = (
         ", ".join(f"{name} {value}" for name, value in settings.items()) if isinstance(settings, dict) else f"budget {settings}"
     )
     return (
         one["table"],
         one["paper_model"],
         one["policy"],
-        told,
+        shown,
         f"{one['requests'][0]} ({one['requests'][1]})",
         one["tokens"] if isinstance(one["tokens"], str) else " + ".join(map(str, one["tokens"])),
         f"{one['rate']:,.0f} {one['unit']}",
@@ -285,8 +282,8 @@ def table(record: dict[str, Any]) -> str:
     """Our ratio beside each paper's."""
     scale = record["scale"]
     shapes = "the papers' shapes, random weights" if scale == 1 else f"shapes shrunk, lengths and budgets divided by {scale:g}"
-    said = (
+    caption = (
         f"Ratios against the full cache in the same run, beside the papers'; {shapes}. Rates are of this machine and these "
         f"models ({'; '.join(record['models'])}), not comparable with the papers'."
     )
-    return f"{said}\n\n{markdown(COLUMNS, map(row_of, record['records']))}\n\n{footnote(record)}"
+    return f"{caption}\n\n{markdown(COLUMNS, map(row_of, record['records']))}\n\n{footnote(record)}"

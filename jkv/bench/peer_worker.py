@@ -13,10 +13,11 @@ import json
 import os
 import resource
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from jkv.bench.rounds import timer
 
 FOLDER = str(Path(__file__).parent.parent / "assets" / "tiny-reasoner")
 Tokens = list[list[int]]
@@ -26,22 +27,22 @@ Decode = Callable[[dict[str, Any]], tuple[Tokens, int]]  # a job's completions, 
 def main() -> None:
     """Answers jobs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # what libraries print goes to standard error
     decode = CONTENDERS[sys.argv[1]]()
     for line in sys.stdin:
         job = json.loads(line)
         forget_peak()
-        began = time.perf_counter()
         try:
-            tokens, kv_bytes = decode(job)
-            told = {"seconds": time.perf_counter() - began, "tokens": tokens, "kv_bytes": kv_bytes, "peak_rss": peak_rss()}
-        except Exception as error:  # told to the one who asked, who ends the run
-            told = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(told), file=answers, flush=True)
+            with timer() as seconds:
+                tokens, kv_bytes = decode(job)
+            answer = {"seconds": seconds.running, "tokens": tokens, "kv_bytes": kv_bytes, "peak_rss": peak_rss()}
+        except Exception as error:  # goes to the parent process, which ends the run
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def forget_peak() -> None:
-    """Starts the count of the process's peak memory anew, where Linux lets it."""
+    """Resets the process's peak memory, where Linux allows it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jkv.bench.peer_worker import FOLDER
+from jkv.bench.rounds import in_turns, median_and_spread
 from jkv.model import checkpoint
-from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
+from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.chains import read_answer
 from jkv.tasks.evaluate import held_out
 
@@ -54,10 +55,10 @@ class Process:
         assert self.child.stdout is not None
         print(json.dumps(job), file=self.child.stdin, flush=True)
         line = self.child.stdout.readline()
-        told = json.loads(line) if line else {"error": f"it ended with status {self.child.wait()}"}
-        if "error" in told:
-            raise RuntimeError(f"{self.library} failed: {told['error']}")
-        return told
+        answer = json.loads(line) if line else {"error": f"it ended with status {self.child.wait()}"}
+        if "error" in answer:
+            raise RuntimeError(f"{self.library} failed: {answer['error']}")
+        return answer
 
 
 @contextlib.contextmanager
@@ -136,7 +137,7 @@ def try_variants(
         count = 8 if library == "transformers" else 1
         job = {"prompts": prompts[:count], "new_tokens": TRIAL_TOKENS, "forced": True, "press": "Knorm", "settings": settings}
         calls = {i: functools.partial(running[library].do, job | one) for i, one in enumerate(variants[library])}
-        taken = {i: min(one["seconds"] for one in told) for i, told in in_turns(calls, 2).items()}
+        taken = {i: min(one["seconds"] for one in answer) for i, answer in in_turns(calls, 2).items()}
         fastest[library] = variants[library][min(taken, key=lambda i: taken[i])]
         trials += [{"library": library, **variants[library][i], "seconds": digits(value)} for i, value in taken.items()]
     return fastest, trials
@@ -173,9 +174,9 @@ def contest(
         first = dict(common) | entry.job | {"records": True}
         if entry.library == "kvpress":  # one sequence at a time: the first one warms it
             first["prompts"] = first["prompts"][:1]
-        told = running[entry.library].do(first)
+        answer = running[entry.library].do(first)
         at_a_time = len(first["prompts"])
-        held[i] = told["kv_bytes"] / at_a_time
+        held[i] = answer["kv_bytes"] / at_a_time
     calls = {i: functools.partial(running[one.library].do, dict(common) | one.job) for i, one in enumerate(entries)}
     for i, runs in in_turns(calls, rounds, warm_up=False).items():
         rate, spread = median_and_spread([sum(map(len, one["tokens"])) / one["seconds"] for one in runs])
@@ -242,7 +243,7 @@ def table(record: dict[str, Any]) -> str:
         for one in record["records"]
     ]
     settings = record["settings"]
-    said = (
+    caption = (
         f"{record['model']}, float32, greedy; {record['new_tokens']} forced tokens a sequence, or {record['problems']} "
         f"problems to their end. Budget {settings['budget']} slots and {settings['interval']} between compactions, for all. "
         "kvpress decodes one sequence at a time. Equal tokens are those at the same place as `jkv`'s by the same method."
@@ -252,4 +253,4 @@ def table(record: dict[str, Any]) -> str:
         for one in record["trials"]
     )
     trial = f"Tried first, the fastest taken: {tried}.\n\n" if tried else ""
-    return f"{said}\n\n{markdown(COLUMNS, rows)}\n\n{trial}{footnote(record)}"
+    return f"{caption}\n\n{markdown(COLUMNS, rows)}\n\n{trial}{footnote(record)}"

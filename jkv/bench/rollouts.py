@@ -8,7 +8,6 @@ prompt and limit; each side takes the number of rows at a time that a trial in t
 
 import dataclasses
 import importlib.util
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,19 +15,19 @@ import jax
 import numpy as np
 
 from jkv.bench.countdown import Numbers, countdown, prompts_for, skewed
+from jkv.bench.rounds import in_turns, median_and_spread, timer
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.memory import most_pages_of, num_row_pages
-from jkv.engine.timing import COMPILING
 from jkv.model import checkpoint
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy, full, r_kv
-from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
+from jkv.reports import Report, digits, footnote, markdown
 from jkv.rollout import Rollout
 from jkv.tasks.evaluate import held_out
 
 NARROW = {"width": 256, "num_layers": 4, "num_query_heads": 4, "num_kv_heads": 2, "head_size": 64, "mlp_width": 512}
 WIDE = {"width": 512, "num_layers": 8, "num_query_heads": 8, "num_kv_heads": 4, "head_size": 64, "mlp_width": 2048}
 SHAPES: dict[str, dict[str, Any]] = {"narrow": NARROW, "wide": WIDE}
-PAGE_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +136,7 @@ def jkv_runner(model: Any, tokenizer: Any, load: Load, rows: int, policy: Policy
     from jkv.integrations.tunix import JkvRollout
 
     settings = settings_of(load)
-    sizes: dict[str, Any] = {"max_running": rows, "page_size": PAGE_SIZE, "n": load.samples}
+    sizes: dict[str, Any] = {"max_running": rows, "page_size": DEFAULT_PAGE_SIZE, "n": load.samples}
     rollout = JkvRollout(model, TokenizerAdapter(tokenizer), None, settings, policy=policy, **sizes)
 
     def held() -> int:
@@ -149,26 +148,25 @@ def jkv_runner(model: Any, tokenizer: Any, load: Load, rows: int, policy: Policy
 
 def timed(rollout: Any, load: Load, rows: int, settings: Any, end: int, held: Callable[[], int]) -> Ran:
     """All texts of a load, `rows` a call; checks that each ended where it should."""
-    began, compiled = time.perf_counter(), COMPILING.seconds
     texts, outputs = load.texts, []
-    for start in range(0, len(texts), rows):
-        outputs += rollout.generate(texts[start : start + rows], settings).tokens
-    seconds, compiling = time.perf_counter() - began, COMPILING.seconds - compiled
+    with timer() as seconds:
+        for start in range(0, len(texts), rows):
+            outputs += rollout.generate(texts[start : start + rows], settings).tokens
     tokens = [[token for token in row.tolist() if token != end] for row in outputs]
     if load.lengths is not None:
         wanted = [length - 1 for length in load.lengths for _ in range(load.samples)]
         assert [len(row) for row in tokens] == wanted, "a text did not end where it should"
-    return Ran(seconds - compiling, compiling, tokens, held())
+    return Ran(seconds.running, seconds.compiling, tokens, held())
 
 
 def largest_group(params: Params, load: Load, policy: Policy, num_bytes: int) -> int:
     """The most samples of one prompt that run at once, to the limit, in a memory, by the arrays of real pools; at least 1."""
-    row = most_pages_of(params.config, policy, load.width, load.limit, PAGE_SIZE)
-    prompt = num_row_pages(params, load.width, PAGE_SIZE)
+    row = most_pages_of(params.config, policy, load.width, load.limit, DEFAULT_PAGE_SIZE)
+    prompt = num_row_pages(params, load.width, DEFAULT_PAGE_SIZE)
     limits: dict[str, Any] = {"max_prompt_tokens": load.width, "max_new_tokens": load.limit}
 
     def pool_bytes(n: int) -> int:
-        rollout = Rollout(params, policy, **limits, n=n, max_running=n, page_size=PAGE_SIZE, num_pages=prompt + n * row)
+        rollout = Rollout(params, policy, **limits, n=n, max_running=n, page_size=DEFAULT_PAGE_SIZE, num_pages=prompt + n * row)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(rollout.engine.runner.state.cache))
         rollout.sleep()
         return size
@@ -263,11 +261,11 @@ def compare(
             for count in rows
         }
     chosen = {who: fastest(each) for who, each in makers.items()}
-    told = in_turns({who: run for who, (_, run, *_) in chosen.items()}, rounds, warm_up=False)
-    expected = told["tunix"][0].tokens
-    memory = told["tunix"][0].kv_bytes
+    results = in_turns({who: run for who, (_, run, *_) in chosen.items()}, rounds, warm_up=False)
+    expected = results["tunix"][0].tokens
+    memory = results["tunix"][0].kv_bytes
     base, records = 0.0, []
-    for who, runs in told.items():
+    for who, runs in results.items():
         best, _, taken, compiled = chosen[who]
         rate, spread = median_and_spread([len(load.texts) / run.seconds for run in runs])
         base = base or rate
@@ -322,11 +320,11 @@ def table(record: dict[str, Any]) -> str:
     shapes = "; ".join(
         f"{name}: {sizes['num_layers']} layers of width {sizes['width']}" for name, sizes in record["shapes"].items()
     )
-    said = (
+    caption = (
         f"{record['prompts']} prompts of {record['width']} tokens, {record['samples']} samples of each ({shapes}; weights that "
         f"count down, so that lengths are the same everywhere), and tiny-reasoner's greedy answers to {record['problems']} "
         f"problems. `r_kv` keeps {record['budget']} slots, every {record['interval']} tokens. tunix's own sampler has a dense "
         "cache of prompt and longest completion for each row of a call; the largest n is of samples of one prompt at once in "
         "those bytes. Rows at a time are the fastest that each was tried with. Compiling is apart."
     )
-    return f"{said}\n\n{markdown(COLUMNS, rows)}\n\n{footnote(record)}"
+    return f"{caption}\n\n{markdown(COLUMNS, rows)}\n\n{footnote(record)}"

@@ -1,13 +1,11 @@
 """The parts of a decode step as programs of their own, at the shapes that the engine would run them at.
 
 Each takes sixteen steps in one scan, as a chunk does, and feeds something of every step into the next, so that no compiler
-can leave a step out.
+can drop a step.
 """
 
 import functools
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +14,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from jkv.bench.fixtures import fill, new_control, new_state, seconds_of
+from jkv.bench.fixtures import fill, new_control, new_state
+from jkv.bench.rounds import medians_in_turns, seconds_of
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.cache import pool as pages
 from jkv.engine import programs
 from jkv.engine.programs import State
@@ -25,11 +25,9 @@ from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows
 from jkv.policies import Evict, Policy
-from jkv.reports import in_turns
 
 STEPS = CHUNKS[0]
-PAGE_SIZE = 16
-LEAST = 1e-30  # so little of a result that adding it changes nothing, and nobody can know
+LEAST = 1e-30  # so little of a result that adding it changes nothing, which no compiler can prove
 
 
 def seconds_of_parts(params: Params, policy: Policy, batch: int, slots: int, interval: int, rounds: int) -> dict[str, float]:
@@ -41,43 +39,28 @@ def seconds_of_parts(params: Params, policy: Policy, batch: int, slots: int, int
         "weights": functools.partial(weights, params, state),
         "sampling": functools.partial(draws, state, control.sampling),
     }
-    told = in_turns({name: functools.partial(seconds_until_there, call) for name, call in calls.items()}, rounds)
-    parts = {name: statistics.median(taken) / STEPS for name, taken in told.items()}
-    parts["pool"] = statistics.median(times_of(bookkeeping, params, policy, batch, slots, rounds)) / STEPS
+    timed = {name: functools.partial(seconds_of, call) for name, call in calls.items()}
+    timed["pool"] = functools.partial(seconds_on_fresh_state, bookkeeping, params, policy, batch, slots)
     if isinstance(policy.evict, Evict):
-        score = functools.partial(seconds_until_there, functools.partial(scores, state, evict=policy.evict.as_program))
-        parts["scoring"] = statistics.median(in_turns({0: score}, rounds)[0]) / interval
+        timed["scoring"] = functools.partial(seconds_of, functools.partial(scores, state, evict=policy.evict.as_program))
         compact = functools.partial(compress, policy=policy, batch=batch, num_layers=params.config.num_layers)
-        both = statistics.median(times_of(compact, params, policy, batch, slots + interval // 2, rounds)) / interval
-        parts["compaction"] = both - parts["scoring"]
+        timed["compaction"] = functools.partial(seconds_on_fresh_state, compact, params, policy, batch, slots + interval // 2)
+    seconds = medians_in_turns(timed, rounds)
+    parts = {name: value / (interval if name in ("scoring", "compaction") else STEPS) for name, value in seconds.items()}
+    if "compaction" in parts:
+        parts["compaction"] -= parts["scoring"]  # that program does both
     return parts
 
 
 def filled(params: Params, policy: Policy, batch: int, slots: int) -> State:
     """Rows that hold so many random slots, with room for a chunk more."""
-    return fill(new_state(params, policy, batch, slots + STEPS, PAGE_SIZE), jax.random.key(1), slots)
+    return fill(new_state(params, policy, batch, slots + STEPS, DEFAULT_PAGE_SIZE), jax.random.key(1), slots)
 
 
-def seconds_until_there(call: Callable[[], Any]) -> float:
-    """How long a call's result takes."""
-    began = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - began
-
-
-def times_of(
-    program: Callable[[State], State], params: Params, policy: Policy, batch: int, slots: int, rounds: int
-) -> Iterator[float]:
-    """Seconds of a program that takes the state and gives it back, each time on a fresh one; the first call compiles."""
-    for turn in range(rounds + 1):
-        holder: dict[str, Any] = {"state": filled(params, policy, batch, slots)}
-
-        def call(holder: dict[str, Any] = holder) -> None:
-            holder["state"] = program(holder["state"])
-
-        seconds = seconds_of(call, holder)
-        if turn:
-            yield seconds
+def seconds_on_fresh_state(program: Callable[[State], State], params: Params, policy: Policy, batch: int, slots: int) -> float:
+    """Seconds of a program that takes the state over and returns the next one."""
+    state = filled(params, policy, batch, slots)
+    return seconds_of(functools.partial(program, state), after=state)
 
 
 @jax.jit
@@ -128,7 +111,7 @@ def draws(state: State, rows: SamplingRows) -> Float[Array, "B V"]:
 
 @functools.partial(jax.jit, donate_argnames="state")
 def bookkeeping(state: State) -> State:
-    """A slot for each new token, its key and value written there, and the lengths moved on."""
+    """Reserves a slot for each new token, writes its key and value there, and advances the lengths."""
     layers, batch, heads, _ = state.cache.pool.page_table.shape
     row, num_new = jnp.arange(batch, dtype=jnp.int32), jnp.ones(batch, jnp.int32)
 
@@ -145,7 +128,7 @@ def bookkeeping(state: State) -> State:
 
 @functools.partial(jax.jit, static_argnames="evict")
 def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
-    """What compactions of all rows go by, row after row."""
+    """The scores that compactions of all rows rank slots by, row after row."""
     budget = jnp.zeros((state.cache.pool.page_table.shape[0], 1), jnp.int32)
 
     def rate(row: Array) -> Array:

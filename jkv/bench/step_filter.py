@@ -1,17 +1,17 @@
-"""What stage 1 of sharing costs on one core: `python -m jkv.bench.step_filter` prints milliseconds for each new reasoning step.
+"""What stage 1 of sharing costs on one core: `python -m jkv.bench.step_filter` prints milliseconds for each new thought.
 
-Synthetic steps as a large model writes them: 60 tokens of a vocabulary of 151,936, few of them common, three formulas in
-the text; every third step says an earlier one again, so that its formulas are parsed and compared.
+Synthetic thoughts as a large model writes them: 60 tokens of a vocabulary of 151,936, few of them common, three formulas in
+the text; every third thought repeats an earlier one, so that its formulas are parsed and compared.
 """
 
 import argparse
 import json
 import os
-import time
 from collections.abc import Sequence
 
 import numpy as np
 
+from jkv.bench.rounds import timer
 from jkv.reasoning.steps import Filter, FilterStats, StepFinder, TokenBags
 from jkv.reasoning.token_text import TokenFacts
 
@@ -21,8 +21,8 @@ VOCABULARY, LENGTH, END = 151_936, 60, 0
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--earlier", type=int, default=500, help="steps that each new one is compared with")
-    parser.add_argument("--rounds", type=int, default=100, help="new steps that are timed")
+    parser.add_argument("--earlier", type=int, default=500, help="thoughts that each new one is compared with")
+    parser.add_argument("--rounds", type=int, default=100, help="new thoughts that are timed")
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {0})
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def cost_of_a_step(earlier: int, rounds: int) -> dict[str, float]:
-    """Milliseconds for each step after so many others: the median, the 99th percentile, and how often one was like another."""
+    """Milliseconds for each thought after so many others: the median, the 99th percentile, and the share of similar ones."""
     rng, ones, stats = np.random.default_rng(0), np.ones(VOCABULARY, np.int64), FilterStats()
     is_end = np.arange(VOCABULARY) == END
     facts = TokenFacts(is_break=is_end, is_blank=is_end, num_bytes=4 * ones, think=np.array([-1, -1], np.int32))
@@ -43,10 +43,10 @@ def cost_of_a_step(earlier: int, rounds: int) -> dict[str, float]:
         again = count % 3 == 2
         step = steps[rng.integers(count)] if again else rng.choice(np.arange(1, VOCABULARY), LENGTH, p=weight).tolist()
         steps.append(step)
-        began = time.perf_counter()
-        for token in (*step, END):
-            finder.take(token, 0)
-        taken.append(1e3 * (time.perf_counter() - began))
+        with timer() as seconds:
+            for token in (*step, END):
+                finder.take(token, 0)
+        taken.append(1e3 * seconds.running)
     timed = taken[earlier:]
     return {
         "earlier_steps": earlier,

@@ -8,21 +8,20 @@ not, for every engine's programs run once before.
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from jkv.bench.rounds import in_turns, median_and_spread, timer
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
 from jkv.engine.memory import num_row_pages, page_bytes
 from jkv.engine.scheduler import CHUNKS
-from jkv.engine.timing import COMPILING
 from jkv.model.params import Model
 from jkv.policies import Policy, make
-from jkv.reports import Report, digits, footnote, in_turns, markdown, median_and_spread
+from jkv.reports import Report, digits, footnote, markdown
 
-PAGE_SIZE = 16
 REQUESTS, PROMPT, NEW_TOKENS, BUDGET, INTERVAL = 256, 700, 1024, 256, 128  # of the paper's test
 PAPER_POOLS = {430_000: (13902, 12177), 282_000: (10503, 12282), 134_000: (7838, 10371), 60_000: (4958, 6566)}
 SOURCE = "R-KV (2505.24133), vLLM port, H100, Qwen2.5-Math-7B: pool tokens, tokens/s of full and of R-KV"
@@ -61,32 +60,31 @@ class Ran:
     peak_kv_bytes: int
 
 
-def run(model: Model, load: Load, policy: Policy, page_size: int = PAGE_SIZE) -> Ran:
+def run(model: Model, load: Load, policy: Policy, page_size: int = DEFAULT_PAGE_SIZE) -> Ran:
     """All requests of a load through a fresh engine, no end token; the pool is rounded up to whole pages."""
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, model.config.vocab_size, (load.requests, load.prompt), dtype=np.int32)
     config = model.config
-    began, compiled = time.perf_counter(), COMPILING.seconds
-    engine = Engine(
-        model,
-        max_running=load.rows(policy, config.num_layers),
-        max_slots=policy.widest(load.prompt, load.new_tokens, config.num_layers, config.num_kv_heads),
-        page_size=page_size,
-        num_pages=num_row_pages(model.params, load.pool_tokens, page_size),
-        policies=[policy],
-        max_stop_ids=1,
-    )
-    tickets = [engine.submit(prompt, policy, max_new_tokens=load.new_tokens, stop_ids=()) for prompt in prompts]
     peak, before = 0, 0
-    while not engine.is_idle:
-        engine.step()
-        peak, before = max(peak, engine.stats.sample_chunks - before), engine.stats.sample_chunks
-    seconds, compiling = time.perf_counter() - began, COMPILING.seconds - compiled
+    with timer() as seconds:
+        engine = Engine(
+            model,
+            max_running=load.rows(policy, config.num_layers),
+            max_slots=policy.widest(load.prompt, load.new_tokens, config.num_layers, config.num_kv_heads),
+            page_size=page_size,
+            num_pages=num_row_pages(model.params, load.pool_tokens, page_size),
+            policies=[policy],
+            max_stop_ids=1,
+        )
+        tickets = [engine.submit(prompt, policy, max_new_tokens=load.new_tokens, stop_ids=()) for prompt in prompts]
+        while not engine.is_idle:
+            engine.step()
+            peak, before = max(peak, engine.stats.sample_chunks - before), engine.stats.sample_chunks
     stats, results = engine.stats, [engine.result(ticket) for ticket in tickets]
     assert stats.tokens == load.requests * load.new_tokens, "a forced length was not reached"
     return Ran(
-        seconds=seconds - compiling,
-        compile_seconds=compiling,
+        seconds=seconds.running,
+        compile_seconds=seconds.compiling,
         host_seconds=stats.host_seconds,
         tokens=stats.tokens,
         concurrency=stats.sample_chunks / stats.chunks,
@@ -154,11 +152,11 @@ def measure(
     for tokens in pools:
         paper_full, paper_r_kv = PAPER_POOLS[tokens]
         load = Load(requests, prompt, new_tokens, round(tokens * shrink))
-        told = in_turns(
+        results = in_turns(
             {name: lambda policy=policy, load=load: run(model, load, policy) for name, policy in chosen.items()}, rounds
         )
-        base = summary(told["full"])["tokens_per_second"]
-        for name, runs in told.items():
+        base = summary(results["full"])["tokens_per_second"]
+        for name, runs in results.items():
             figures = summary(runs)
             records.append(
                 {"policy": name, "settings": repr(chosen[name]), "rows": load.rows(chosen[name], model.config.num_layers)}
@@ -183,7 +181,7 @@ def measure(
 
 def pool_bytes(model: Model, load: Load) -> int:
     """Of whole pages in every layer and KV head."""
-    return num_row_pages(model.params, load.pool_tokens, PAGE_SIZE) * page_bytes(model.params, PAGE_SIZE)
+    return num_row_pages(model.params, load.pool_tokens, DEFAULT_PAGE_SIZE) * page_bytes(model.params, DEFAULT_PAGE_SIZE)
 
 
 def pays_from(records: Sequence[dict[str, Any]], policy: str) -> dict[str, Any]:
@@ -213,7 +211,7 @@ COLUMNS = (
     "paper",
     "running, mean (peak)",
     "peak MB",
-    "put aside",
+    "preempted",
     "host",
 )
 PAYS = {
@@ -245,8 +243,8 @@ def table(record: dict[str, Any]) -> str:
     found = {name: pays_from(record["records"], name) for name in names}
     pays = "; ".join(f"`{name}` {PAYS[one['found']].format(one['pool_share'] or 0)}" for name, one in found.items())
     shape = f"{record['requests']} requests of {record['prompt']} + {record['new_tokens']} tokens, {record['model']}"
-    said = (
+    caption = (
         f"{shape}: R-KV's stress test, lengths divided by {record['scale']:g}. Ratios are against full in the same pool and "
         f"run; absolute figures are not the paper's. Compression pays: {pays}."
     )
-    return f"{said}\n\n{markdown(COLUMNS, map(row_of, record['records']))}\n\n{footnote(record)}"
+    return f"{caption}\n\n{markdown(COLUMNS, map(row_of, record['records']))}\n\n{footnote(record)}"

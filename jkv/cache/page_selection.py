@@ -25,6 +25,15 @@ class Choice(NamedTuple):
     is_read: Bool[Array, "R MP"]  # by entry of the row's table
 
 
+def pages_read(budget: int, page_size: int) -> int:
+    """Pages of a layer and KV head that a step reads for a budget of slots, the current one included; dense layers read all.
+
+    >>> pages_read(100, 16), pages_read(8, 16)
+    (6, 1)
+    """
+    return max(1, budget // page_size)
+
+
 def bound(query: Float[Array, "R G H"], bounds: Float[Array, "R MP 2 H"], averages: Bool[Array, " R"]) -> Float[Array, "R MP"]:
     """The largest logit, before scaling, that a key between a page's bounds could have; of a group, the largest or the mean.
 
@@ -51,7 +60,7 @@ def choose_pages(
     worth = jnp.where(index < current[:, None], worth, -jnp.inf)
     worth = jnp.where(index == current[:, None], jnp.inf, worth)
     rank = jnp.argsort(jnp.argsort(-worth, axis=-1, stable=True), axis=-1, stable=True)
-    is_read = (rank < jnp.maximum(num_pages, 1)[:, None]) & (index < num_pages_of(length, page_size)[:, None])
+    is_read = (rank < num_pages[:, None]) & (index < num_pages_of(length, page_size)[:, None])
     order = jnp.argsort(~is_read, axis=-1, stable=True).astype(jnp.int32)
     unread = num_pages_of(length, page_size) - is_read.sum(axis=-1, dtype=jnp.int32)  # all of them full
     return Choice(jnp.take_along_axis(page_table, order, axis=-1), length - unread * page_size, order, is_read)

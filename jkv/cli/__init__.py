@@ -1,6 +1,6 @@
 """The command line, one file a command: `jkv generate`, `jkv eval`, and those that `jkv --help` lists.
 
-Bad input ends with one line that says the rule, what was got and how to mend it, and exit status 2.
+Bad input ends with one line (the rule, the value, what to do) and exit status 2.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- for the interpreter's last flush
         return 0
     except (ValueError, OSError) as error:
-        print("jkv: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever a library says
+        print("jkv: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever a library raises
         return 2
     except KeyboardInterrupt:
         print("jkv: interrupted", file=sys.stderr)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     parser = argparse.ArgumentParser("jkv", description="Reasoning models with a compressed, paged KV cache.", **LOOKS)
-    parser.add_argument("--version", action="store_true", help="say which version this is")
+    parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(metavar="command")
     for command in COMMANDS:
         command.add(commands)

@@ -1,4 +1,4 @@
-"""`jkv analyze` counts how much of a set of traces is said before, right and wrong ones apart."""
+"""`jkv analyze` counts how much of a set of traces repeats itself, right and wrong ones separately."""
 
 import argparse
 import json
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.cli.evaluate import read_options
-from jkv.cli.inputs import LOOKS, check_plotting, read_records, words
+from jkv.cli.inputs import LOOKS, check_plotting, words
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -18,7 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "settings": {},
     "max_new_tokens": None,
     "max_running": 32,
-    "page_size": 16,
+    "page_size": DEFAULT_PAGE_SIZE,
 }
 Traces: TypeAlias = dict[str, tuple[list[str], list[bool | None]]]  # completions and marks, by the name of a group
 
@@ -27,8 +28,8 @@ def add(commands: Any) -> None:
     """The command's options."""
     command = commands.add_parser(
         "analyze",
-        help="count the redundancy of traces, right and wrong ones apart",
-        description="Similar steps, repeated sentences, n-grams and non-execution thoughts of traces, right and wrong apart.",
+        help="count the redundancy of traces, right and wrong ones separately",
+        description="Similar steps, repeated sentences, n-grams and non-execution thoughts of traces, right and wrong ones.",
         **LOOKS,
     )
     command.set_defaults(run=run)
@@ -52,7 +53,7 @@ def add(commands: Any) -> None:
     command.add_argument("--budgets", type=words, help="comma-separated, in slots, for policies that have one")
     command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
-    command.add_argument("--page-size", type=int, help="slots of a page; default: 16")
+    command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
     command.add_argument("--out", type=Path, help="a folder for the tables, the JSON and the picture (needs matplotlib)")
 
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     tables = [headline(about["model"], options.encoder)]
     print(tables[0])
     if not any(mark is not None for _, right in traces.values() for mark in right):
-        print('No trace says whether it is right: give "right" or "answer" to compare right and wrong ones.', file=sys.stderr)
+        print('No trace is marked right or wrong: give "right" or "answer" to compare right and wrong ones.', file=sys.stderr)
     analyses = {}
     for name, (texts, right) in traces.items():
         analyses[name] = analyze(texts, right, tokenizer, options.encoder)
@@ -93,11 +94,12 @@ def run(options: argparse.Namespace) -> int:
 
 def read_traces(files: Sequence[Path]) -> Traces:
     """The traces of files, by their policy, or by the file where they name none."""
+    from jkv.reports import read_json_lines
     from jkv.tasks.chains import read_answer
 
     traces: Traces = {}
     for file in files:
-        records = read_records(file, ("text",))
+        records = read_json_lines(file, ("text",))
         if not records:
             raise ValueError(f"{file} must hold at least one trace, a JSON object a line; it is empty.")
         for number, record in enumerate(records, 1):
@@ -121,7 +123,9 @@ def read_tokenizer(name: str | None) -> Any:
 
     tokenizer = None if name is None else checkpoint.load_tokenizer(name)
     if name is not None and tokenizer is None:
-        raise ValueError(f"--model says whose tokens to count; {name} has no tokenizer. Leave it out to count words.")
+        raise ValueError(
+            f"--model must have a tokenizer, whose tokens are counted; {name} has none. Leave it out to count words."
+        )
     return tokenizer
 
 

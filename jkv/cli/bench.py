@@ -14,10 +14,10 @@ from jkv.cli.inputs import LOOKS, words
 BENCHES = {
     "throughput": "tokens a second of policies in fixed pools, from ample to tight (R-KV's stress test)",
     "papers": "the papers' own throughput tables, at shapes scaled to this machine",
-    "peers": 'beside transformers and kvpress (pip install "jkv[peers]")',
+    "peers": 'speed, memory and accuracy compared with transformers and kvpress (pip install "jkv[peers]")',
     "cost": "where a decode step's time goes, by length, batch and budget",
-    "rollouts": 'rollouts a second beside tunix\'s own sampler (pip install "jkv[tunix]")',
-    "eviction": "what scoring and compaction cost beside their own arithmetic, on a wide model",
+    "rollouts": 'rollouts a second compared with tunix\'s own sampler (pip install "jkv[tunix]")',
+    "eviction": "what scoring and compaction cost, compared with their own arithmetic, on a wide model",
 }
 PAGE = Path("docs/results.md")  # that shows the tables, from the root of the repository
 QUICK_POOLS = [430_000, 134_000]
@@ -38,13 +38,13 @@ def add(commands: Any) -> None:
     parsers = {name: benches.add_parser(name, help=text, description=text, **LOOKS) for name, text in BENCHES.items()}
     for name, parser in parsers.items():
         parser.set_defaults(run=run, bench=name)
-        parser.add_argument("--quick", action="store_true", help="sizes of a test: says that it runs, not how fast")
+        parser.add_argument("--quick", action="store_true", help="sizes of a test: checks that it runs, not how fast")
         parser.add_argument("--rounds", type=int, help="timings of each, of which the median counts")
         parser.add_argument("--out", type=Path, help="a folder for NAME.json and NAME.md; default: the table alone is shown")
     for name in ("throughput", "cost", "eviction"):
         parsers[name].add_argument("--model", help="a shipped model, a folder, a hub name, or a TOML file of a shape")
     throughput, papers, peers = (parsers[name] for name in ("throughput", "papers", "peers"))
-    throughput.add_argument("--policies", type=words, help="comma-separated, beside full; default: r_kv,rpc")
+    throughput.add_argument("--policies", type=words, help="comma-separated, compared with full; default: r_kv,rpc")
     throughput.add_argument("--scale", type=float, help="divides the paper's lengths, budget and interval; default: 4")
     throughput.add_argument("--requests", type=int, help="default: 32; the paper's: 256")
     papers.add_argument("--scale", type=float, help="divides the papers' lengths and budgets; default: 32")
@@ -66,8 +66,8 @@ def add(commands: Any) -> None:
 
 
 def add_tables(benches: Any) -> None:
-    """The command that makes tables anew."""
-    text = "make the tables anew from the JSON, and put them between their marks in a page"
+    """The command that regenerates tables."""
+    text = "regenerate the tables from the JSON, and put them between their marks in a page"
     parser = benches.add_parser("tables", help=text, description=text, **LOOKS)
     parser.set_defaults(run=run_tables)
     parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of the JSON; default: results")
@@ -78,7 +78,7 @@ def add_tables(benches: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs one benchmark, telling each figure as it is known."""
+    """Runs one benchmark; each figure is printed when it is measured."""
     from jkv import reports as records
 
     given = {name: value for name, value in vars(options).items() if name not in ("run", "bench", "quick", "out")}
@@ -86,12 +86,12 @@ def run(options: argparse.Namespace) -> int:
     for name in ("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"):
         if given.get(name, 1) <= 0:
             raise ValueError(f"--{name} must be positive; got {given[name]}.")
-    told = records.about(command_of(options.bench, options.quick, given))
+    about = records.about(command_of(options.bench, options.quick, given))
 
     def report(figures: dict[str, Any]) -> None:
         print(json.dumps(figures), file=sys.stderr, flush=True)
 
-    record = {"about": told} | MEASURES[options.bench](given, options.quick, report)
+    record = {"about": about} | MEASURES[options.bench](given, options.quick, report)
     text = importlib.import_module(f"jkv.bench.{options.bench}").table(record)
     print(text)
     if options.out:
@@ -115,13 +115,12 @@ def command_of(bench: str, quick: bool, given: dict[str, Any]) -> str:
 
 def measure_throughput(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
     """Fixed pools."""
-    from jkv.bench import fixtures as states
-    from jkv.bench import throughput
+    from jkv.bench import fixtures, throughput
 
     usual: dict[str, Any] = {"model": "tiny-reasoner", "policies": ["r_kv", "rpc"], "scale": 4.0, "requests": 32, "rounds": 3}
     usual |= {"scale": 16.0, "requests": 4, "rounds": 1, "policies": ["r_kv"], "pools": QUICK_POOLS} if quick else {}
     usual |= given
-    return throughput.measure(states.model_of(usual.pop("model")), **usual, report=report)
+    return throughput.measure(fixtures.model_of(usual.pop("model")), **usual, report=report)
 
 
 def measure_papers(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
@@ -148,8 +147,7 @@ def measure_peers(given: dict[str, Any], quick: bool, report: Any) -> dict[str, 
 
 def measure_cost(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
     """Parts of a step."""
-    from jkv.bench import cost
-    from jkv.bench import fixtures as states
+    from jkv.bench import cost, fixtures
 
     usual: dict[str, Any] = {"model": "tiny-reasoner", "lengths": [128, 512, 1536], "batches": [1, 8, 32]}
     usual |= {"budgets": [64, 128, 256], "rounds": 5}
@@ -159,7 +157,7 @@ def measure_cost(given: dict[str, Any], quick: bool, report: Any) -> dict[str, A
     lengths, batches, budgets = (usual[name] for name in ("lengths", "batches", "budgets"))
     middle = (lengths[len(lengths) // 2], batches[len(batches) // 2])
     chosen = cost.points(lengths, batches, budgets, *middle)
-    return cost.measure(states.model_of(usual["model"]), chosen, usual["rounds"], report)
+    return cost.measure(fixtures.model_of(usual["model"]), chosen, usual["rounds"], report)
 
 
 def measure_rollouts(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
@@ -186,12 +184,11 @@ def measure_rollouts(given: dict[str, Any], quick: bool, report: Any) -> dict[st
 
 def measure_eviction(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
     """Compaction and steps that evict."""
-    from jkv.bench import eviction
-    from jkv.bench import fixtures as states
+    from jkv.bench import eviction, fixtures
 
     usual: dict[str, Any] = {"model": "tiny-reasoner", "batch": 8, "budget": 1024, "interval": 128, "rounds": 5}
     usual |= ({"batch": 2, "budget": 48, "interval": 16, "rounds": 1} if quick else {}) | given
-    return eviction.measure(states.model_of(usual.pop("model")), **usual, report=report)
+    return eviction.measure(fixtures.model_of(usual.pop("model")), **usual, report=report)
 
 
 MEASURES: dict[str, Callable[[dict[str, Any], bool, Any], dict[str, Any]]] = {
@@ -205,7 +202,7 @@ MEASURES: dict[str, Callable[[dict[str, Any], bool, Any], dict[str, Any]]] = {
 
 
 def run_tables(options: argparse.Namespace) -> int:
-    """Makes every table anew from its JSON."""
+    """Regenerates every table from its JSON."""
     from jkv import reports as records
 
     tables, pages = {}, {}

@@ -6,14 +6,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, check_plotting, read_text, words
+from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.cli.inputs import LOOKS, check_plotting, words
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
     "problems": None,
     "budgets": ["10%", "25%", "50%"],
     "max_running": 32,
-    "page_size": 16,
+    "page_size": DEFAULT_PAGE_SIZE,
     "settings": {},
     "file": None,
     "dataset": None,
@@ -44,7 +45,7 @@ TYPES: dict[str, Any] = (
     | dict.fromkeys(("budgets", "policies", "pass_at"), list)
     | {"settings": dict, "chat_template": bool, "skip_ungradable": bool}
 )
-UNSAID = {  # what comparisons were before it could be said
+UNSAID = {  # what records of older versions leave out, and stood for then
     "dataset": None,
     "preset": None,
     "split": None,
@@ -89,20 +90,20 @@ def add(commands: Any) -> None:
     command.add_argument("--seed", type=int, help="of the draws, the same for every policy; default: 0")
     command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
-    command.add_argument("--page-size", type=int, help="slots of a page; default: 16")
+    command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
     command.add_argument("--kv-memory", type=int, help="bytes of the pool; default: what the rows need")
     command.add_argument("--out", type=Path, help="a folder for the table, JSON, the picture (needs matplotlib), completions")
-    command.add_argument("--resume", action="store_true", help="go on where an interrupted run into --out ended")
+    command.add_argument("--resume", action="store_true", help="resume an interrupted run into --out")
 
 
 def add_problems(command: Any) -> None:
-    """The options that say what is asked, how, and what is right."""
+    """The options of problems, prompts and grading."""
     command.add_argument("--file", type=Path, help="the same as --dataset")
     command.add_argument(
         "--dataset",
         type=Path,
         help='a JSONL, parquet or CSV file, or a Hugging Face data set folder on this machine, with "prompt" and "answer" '
-        "unless a preset or --question and --answer say otherwise; default: unseen chains",
+        "unless a preset or --question and --answer name other fields; default: unseen chains",
     )
     command.add_argument("--preset", help="aime, math-500, gsm8k or gpqa: the fields, prompt and grader of that set")
     command.add_argument("--split", help="of the data set; default: the only one, or test")
@@ -138,6 +139,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.model import checkpoint
     from jkv.model.sampling import Sampling
     from jkv.policies import POLICIES, needs_no_file
+    from jkv.reports import markdown_line
     from jkv.statistics import check_ks
 
     chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
@@ -157,7 +159,7 @@ def run(options: argparse.Namespace) -> int:
 
     def report(outcomes: list[bench.Outcome]) -> None:
         jax.clear_caches()  # programs of this budget's shapes: a process may not map so many that all could stay
-        print(bench.row_of(outcomes[-1]), flush=True)
+        print(markdown_line(bench.cells_of(outcomes[-1])), flush=True)
         if options.out:  # after each, so that nothing is lost when the next is interrupted
             bench.write(outcomes, options.out, name, about)
 
@@ -187,7 +189,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
-    """What is asked, with its gold answers; `chosen` then says what the preset and the set left open."""
+    """The questions with their gold answers; fills in what `chosen` leaves to the preset and the data set."""
     from jkv.evaluation.graders import failing_gold, grader_of
     from jkv.evaluation.problems import preset_of, read_questions
     from jkv.tasks.evaluate import held_out
@@ -199,7 +201,7 @@ def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
         raise ValueError(f"problems must be at least 1; got {count}.")
     named = [name for name in ("preset", "split", "subset", "question", "answer") if chosen[name] is not None]
     if source is None and named:
-        raise ValueError(f"{named[0]} says what to read of a data set; got none. Give --dataset.")
+        raise ValueError(f"{named[0]} selects from a data set; got none. Give --dataset.")
     preset = preset_of(chosen["preset"], chosen["question"], chosen["answer"])
     if source is None:
         questions = [(problem.prompt, problem.answer) for problem in held_out(count or CHAINS)]
@@ -217,12 +219,12 @@ def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def settle_chat(chosen: dict[str, Any], tokenizer: Any) -> None:
-    """Whether prompts are turns of a chat: for a model that has chats and a data set, the caller has to say."""
+    """Whether prompts are turns of a chat: for a model that has chats and a data set, the caller must choose."""
     from jkv.evaluation.problems import has_chat_template
 
     if chosen["chat_template"] is None and (chosen["dataset"] or chosen["file"]) and has_chat_template(tokenizer):
         raise ValueError(
-            "chat_template must be said where the model has one; it was not. Add --chat-template or --no-chat-template, or "
+            "chat_template must be set where the model has one; it was not. Add --chat-template or --no-chat-template, or "
             "chat_template = true or false to the file."
         )
     chosen["chat_template"] = bool(chosen["chat_template"])
@@ -264,6 +266,8 @@ def read_options(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[
 
 def read_config(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A TOML file on top of the one that it `extends`, if any; tables of settings are joined name by name."""
+    from jkv.reports import read_text
+
     try:
         own, chain = tomllib.loads(read_text(path)), (*chain, path.resolve())
     except tomllib.TOMLDecodeError as error:

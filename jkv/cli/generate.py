@@ -1,12 +1,12 @@
 """`jkv generate` decodes one prompt or a file of them."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.cli.inputs import LOOKS, check_target, read_prompts, read_settings
 
 
@@ -32,8 +32,10 @@ def add(commands: Any) -> None:
     command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
     command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     command.add_argument("-n", type=int, default=1, help="samples of each prompt (default 1)")
-    command.add_argument("--stop", action="append", default=[], metavar="TEXT", help="a text that ends a completion")
-    command.add_argument("--page-size", type=int, default=16, help="slots of a page (default 16)")
+    command.add_argument(
+        "--stop-strings", action="append", default=[], metavar="TEXT", help="a text that ends a completion; may be repeated"
+    )
+    command.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="slots of a page (default %(default)s)")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: up to 32")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a picture of what the cache kept over time here")
     command.add_argument("--out", metavar="FILE", help="write JSON lines, one a sample, here; - is standard output")
@@ -53,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.model import checkpoint
     from jkv.model.sampling import Sampling
     from jkv.policies import make
+    from jkv.reports import json_lines
 
     policy = make(options.policy, read_settings(options.budget, options.set))
     sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
@@ -64,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         sampling=sampling,
         max_new_tokens=options.max_new_tokens,
         n=options.n,
-        stop_strings=options.stop,
+        stop_strings=options.stop_strings,
         page_size=options.page_size,
         max_running=options.max_running,
         return_trace=options.html is not None,
@@ -72,7 +75,11 @@ def run(options: argparse.Namespace) -> int:
     if options.html:
         viz.kept(out, sample=None, title=f"Kept tokens, {options.policy}").save(options.html)
     if options.out:
-        write_lines(options.out, make_records(prompts, options.n, out, model.tokenizer))
+        text = json_lines(make_records(prompts, options.n, out, model.tokenizer))
+        if options.out == "-":
+            sys.stdout.write(text)
+        else:
+            Path(options.out).write_text(text)
     else:
         for i in range(len(out.lengths)):
             if len(out.lengths) > 1:
@@ -94,15 +101,6 @@ def make_records(prompts: Sequence[Any], n: int, out: Any, tokenizer: Any) -> It
             "finish_reason": out.finish_reason[i],
             "seed": out.stats.seed,
         }
-
-
-def write_lines(target: str, records: Iterable[dict[str, Any]]) -> None:
-    """JSON lines to a file or standard output."""
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    if target == "-":
-        sys.stdout.write(text)
-    else:
-        Path(target).write_text(text)
 
 
 def summarise(policy: Any, out: Any) -> str:

@@ -2,8 +2,7 @@
 
 import argparse
 import ast
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,8 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
         raise ValueError("generate takes one prompt or --file FILE; got " + ("neither." if prompt is None else "both."))
     if file is None:
         return [prompt]
+    from jkv.reports import read_json_lines, read_text
+
     if file.suffix == ".json":
         raise ValueError(
             f"Prompts are one a line, or JSON lines in a file that ends in .jsonl; got {file}. Rename or convert it."
@@ -67,36 +68,11 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
         raise ValueError(f"{file} must hold at least one prompt, one a line; it is empty.")
     if file.suffix != ".jsonl":
         return lines
-    prompts = [record["prompt"] for record in read_records(file, ("prompt",))]
+    prompts = [record["prompt"] for record in read_json_lines(file, ("prompt",))]
     for i, one in enumerate(prompts):
         if not isinstance(one, str | list):
             raise ValueError(f"A prompt is a string or a list of token ids; prompt {i} of {file} is {one!r}.")
     return prompts
-
-
-def read_records(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, which must have some fields."""
-    records = []
-    for number, line in enumerate(read_text(file).split("\n"), 1):  # splitlines also cuts inside of strings, at U+2028
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if not isinstance(record, dict) or not all(field in record for field in fields):
-            wanted = " and ".join(f'"{field}"' for field in fields)
-            raise ValueError(f"Each line of {file} must be a JSON object with {wanted}; line {number} is not.")
-        records.append(record)
-    return records
-
-
-def read_text(file: Path) -> str:
-    """A file's text."""
-    try:
-        return file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file} must be UTF-8 text; {error}.") from None
 
 
 def check_target(path: Path, option: str = "--out") -> None:

@@ -1,4 +1,4 @@
-"""`jkv plan` says what fits a device, and whether compression pays; `jkv plan --list` what it knows by name."""
+"""`jkv plan` computes what fits a device, and whether compression pays; `jkv plan --list` lists known models and devices."""
 
 import argparse
 from pathlib import Path
@@ -13,7 +13,7 @@ def add(commands: Any) -> None:
     """The command's options."""
     command = commands.add_parser(
         "plan",
-        help="say what fits a device, how fast it could be, and whether compression pays",
+        help="compute what fits a device, how fast it could be, and whether compression pays",
         description="Bytes, the largest batch, a bound on tokens a second, and from which length compression pays. Loads "
         "nothing and runs nothing.",
         **LOOKS,
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
             assert device.rate is not None
             speed = f"{device.bandwidth / GIGA:6,.0f} GB/s {device.rate / TERA:7,.1f} TFLOP/s"
             print(f"  {device.name:<10} {device.platform} {device.memory / GIGA:5,.0f} GB {speed}")
-        print("  cpu        this machine's memory; --bandwidth and --rate tell its speed")
+        print("  cpu        this machine's memory; --bandwidth and --rate set its speed")
         return 0
     if options.model is None or options.device is None:
         raise ValueError("plan takes a model and --device; `jkv plan --list` lists those that have names.")

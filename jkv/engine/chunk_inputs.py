@@ -14,7 +14,7 @@ import numpy as np
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules
-from jkv.cache.page_selection import ReadRules
+from jkv.cache.page_selection import ReadRules, pages_read
 from jkv.engine.programs import AlignRules, Control, State
 from jkv.engine.samples import Sample
 from jkv.model.params import Model, ModelConfig
@@ -149,7 +149,7 @@ def read_rules(policies: Mapping[int, Policy], num_rows: int, page_size: int) ->
     averages = np.zeros(num_rows, bool)
     for i, policy in policies.items():
         if policy.read is not None:
-            num_pages[i], dense_layers[i] = policy.read.budget // page_size, policy.read.dense_layers
+            num_pages[i], dense_layers[i] = pages_read(policy.read.budget, page_size), policy.read.dense_layers
             averages[i] = policy.read.over_group == "mean"
     arrays: Any = (num_pages, dense_layers, averages)
     return ReadRules(*arrays)

@@ -9,7 +9,6 @@ from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
 
-DEFAULT_PAGE_SIZE = 16  # slots
 AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for the programs' temporaries
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_counts, typed
-from jkv.engine.memory import DEFAULT_PAGE_SIZE
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.policies import Policy
 

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Turn
@@ -285,6 +286,6 @@ class Meter:
         held = float(config.num_kv_heads * num_pages_of(sample.filled, self.page_size).sum())
         if policy.read is not None:
             dense = min(policy.read.dense_layers, config.num_layers) / config.num_layers
-            read = min(whole, max(1, policy.read.budget // self.page_size))
+            read = min(whole, pages_read(policy.read.budget, self.page_size))
             held *= dense + (1 - dense) * read / whole
         return held, config.num_layers * config.num_kv_heads * whole

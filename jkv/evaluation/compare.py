@@ -21,8 +21,8 @@ from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
 from jkv.model.params import Model
 from jkv.policies import POLICIES, Policy, full, has_budget, make
-from jkv.statistics import bootstrap, check_ks, figures
-from jkv.tasks.evaluate import wilson
+from jkv.reports import markdown
+from jkv.statistics import check_ks, paired_change, pass_figures, wilson
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Outcome:
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
     occupancy: float
-    tokens_per_second: float  # of the whole run, compile time apart
+    tokens_per_second: float  # of the whole run, without compile time
     amsr: float = math.nan  # average memory saving ratio (ReasonCache): the share of their pages that rows do not hold
     final_amsr: float = math.nan  # the same when each sample ended
     affected: float = math.nan  # the share of all tokens that were evicted or shared (MemShare)
@@ -77,19 +77,18 @@ def compare(
     """Every policy at every budget, the full cache first; `options` go to `run`, `settings` to the policies by name.
 
     Problems, prompts, grader, draws and limits are the same for all; draws have the same noise where the text so far is the
-    same. `report` hears all outcomes so far after each. `known` are those of an interrupted comparison of the same model,
-    problems and options, which need no second run. `generations` is a folder for every sample that was drawn, a file for each
-    policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison goes on. `pass_at` are the k of
-    pass@k;
-    None takes 1 and the number of samples.
+    same. `report` is called with all outcomes so far after each policy. `known` are those of an interrupted comparison of the
+    same model, problems and options, which need no second run. `generations` is a folder for every sample that was drawn, a
+    file for each policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are
+    the k of pass@k; None takes 1 and the number of samples.
 
-    A name of your own is a variant: its settings say which `policy` it is, and come on top of that one's. A policy without a
+    A name of your own is a variant: its settings name the `policy` that it varies, and override that one's. A policy without a
     budget (RPC's grows with the sequence) runs once, with its settings.
 
     Raises:
       ValueError: an unknown policy or setting, a gold answer that the grader does not mark right, or a budget that a policy
-        cannot hold; told before anything runs, but for shares, whose slots are known once the full cache ran: then before any
-        other does.
+        cannot hold. Raised before anything runs; for shares, whose slots depend on the full cache's lengths, before any other
+        policy runs.
     """
     if model.tokenizer is None:
         raise ValueError("Answers are read from text, and this model has no tokenizer. Compare with one that has.")
@@ -131,7 +130,7 @@ def compare(
 
 
 def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]]) -> Policy:
-    """The policy, or variant of one, that a name stands for."""
+    """The policy, or the variant of one, by its name."""
     own = settings.get(name, {})
     recipe = own.get("policy", name)
     chosen = ({} if slots is None else {"budget": slots}) | settings.get(recipe, {}) | own
@@ -165,17 +164,12 @@ def parse_share(budget: str | int) -> float | None:
 
 
 def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence[int] = (1,)) -> Outcome:
-    """A run's figures beside the full cache's; None where it is that one."""
+    """A run's figures, compared with those of the full cache (`base`; None for the full cache itself)."""
     count, stats, mean_tokens = len(this.is_right), this.stats, float(this.lengths.mean())
-    passes = figures(this.right, ks)
+    passes = pass_figures(this.right, ks)
     before = this.right if base is None else np.array([c == "1" for c in base.right]).reshape(this.right.shape)
-    if this.samples == 1:
-        low, high = wilson(int(this.is_right.sum()), count)
-        change, half = paired_change(this.is_right, before[:, 0])
-        change_low, change_high = change - half, change + half
-    else:
-        (_, low, high), difference = passes["1"], this.right.mean(axis=1) - before.mean(axis=1)
-        change, (change_low, change_high) = float(difference.mean()), bootstrap(difference)
+    low, high = wilson(int(this.is_right.sum()), count) if this.samples == 1 else passes["1"][1:]
+    change, change_low, change_high = paired_change(this.right, before)
     return Outcome(
         policy=this.policy.name,
         settings=repr(this.policy),
@@ -209,17 +203,6 @@ def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence
     )
 
 
-def paired_change(this: np.ndarray, base: np.ndarray) -> tuple[float, float]:
-    """The mean difference of paired outcomes and half its 95 % interval (normal, from the pairs that differ).
-
-    >>> change, half = paired_change(np.array([1, 1, 0, 0]), np.array([1, 1, 1, 1]))
-    >>> change, round(half, 2)
-    (-0.5, 0.49)
-    """
-    difference = this.astype(float) - base.astype(float)
-    return float(difference.mean()), float(1.96 * math.sqrt(difference.var() / len(difference)))
-
-
 COLUMNS = (
     "policy",
     "budget",
@@ -237,15 +220,15 @@ COLUMNS = (
 )
 
 
-def row_of(outcome: Outcome) -> str:
-    """A line of the table."""
+def cells_of(outcome: Outcome) -> tuple[str, ...]:
+    """A line of the table, cell by cell."""
     o = outcome
     budget = "" if o.budget is None else f"{o.budget}" + (f" ({o.share:.0%})" if o.share else "")
     is_base = o.policy == "full"
     change = f"{100 * o.change:+.1f} ± {100 * (o.change_high - o.change):.1f}"
     if o.samples > 1:
         change = f"{100 * o.change:+.1f} ({100 * o.change_low:+.1f} to {100 * o.change_high:+.1f})"
-    cells = (
+    return (
         o.policy,
         budget,
         f"{o.accuracy:.1%} ({o.low:.1%} to {o.high:.1%})",
@@ -261,15 +244,13 @@ def row_of(outcome: Outcome) -> str:
         f"{o.evicted:.0f} in {o.compactions:.1f}",
         f"{o.tokens_per_second:.0f}",
     )
-    return "| " + " | ".join(cells) + " |"
 
 
 def table(outcomes: Sequence[Outcome], ks: Sequence[int] = (1,)) -> str:
-    """A Markdown table; `ks` says which pass@k it has as long as there are no outcomes."""
+    """A Markdown table; `ks` names the columns of pass@k while there are no outcomes."""
     named = [f"pass@{k} (95 %)" for k in (outcomes[0].pass_at if outcomes else map(str, ks))]
     names = [*COLUMNS[:2], *(named if len(named) > 1 else COLUMNS[2:3]), *COLUMNS[3:]]
-    head = "| " + " | ".join(names) + " |\n|" + "---|" * len(names)
-    return "\n".join([head, *(row_of(outcome) for outcome in outcomes)])
+    return markdown(names, map(cells_of, outcomes))
 
 
 def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> None:
@@ -286,7 +267,7 @@ def write_figures(outcomes: Sequence[Outcome], folder: Path, name: str, about: d
 
 
 def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None) -> list[Outcome]:
-    """The outcomes that an interrupted comparison wrote; none where there is no file. `unsaid` is what older files leave out.
+    """The outcomes that an interrupted comparison wrote; none where there is no file. `unsaid` has what older files leave out.
 
     Raises:
       ValueError: they are of another comparison.

@@ -2,17 +2,20 @@
 
 Nothing is ever downloaded. Files are `.parquet`, `.arrow` (with pyarrow, of the extra `eval`), `.jsonl` and `.csv`. As on the
 hub, a file's split stands in its name or in a folder's ("data/test-00000-of-00001.parquet", "test.jsonl"), and is "train"
-where none does; what else its path says is its subset ("main/test-...", "gpqa_diamond.csv").
+where none does; the rest of its path is its subset ("main/test-...", "gpqa_diamond.csv").
 """
 
 import csv
 import fnmatch
 import importlib.util
+import io
 import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from jkv.reports import read_json_lines, read_text
 
 FORMATS = (".parquet", ".jsonl", ".csv")  # the first that a subset has, where the same rows lie there in several
 SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"} | {
@@ -123,15 +126,11 @@ def read_saved(folder: Path, split: str | None) -> list[Row]:
 
 def read_file(path: Path) -> list[Row]:
     """The rows of one file, by its ending."""
-    try:
-        if path.suffix in (".parquet", ".arrow"):
-            return read_arrow(path)
-        if path.suffix == ".csv":
-            with path.open(encoding="utf-8", newline="") as file:
-                return list(csv.DictReader(file))
-        return read_lines(path)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8 text; {error}.") from None
+    if path.suffix in (".parquet", ".arrow"):
+        return read_arrow(path)
+    if path.suffix == ".csv":
+        return list(csv.DictReader(io.StringIO(read_text(path))))
+    return read_json_lines(path)
 
 
 def read_arrow(path: Path) -> list[Row]:
@@ -148,20 +147,6 @@ def read_arrow(path: Path) -> list[Row]:
             return reader.read_all().to_pylist()
     except arrow.ArrowInvalid as error:
         raise ValueError(f"{path} must be a {path.suffix} file; {str(error).splitlines()[0]}") from None
-
-
-def read_lines(path: Path) -> list[Row]:
-    """The objects of a file of JSON lines; blank lines count for nothing."""
-    rows: list[Row] = []
-    for number, line in enumerate((line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            row = None
-        if not isinstance(row, dict):
-            raise ValueError(f"Each line of {path} must be a JSON object; line {number} is not.")
-        rows.append(row)
-    return rows
 
 
 def check_fields(source: Path, rows: Sequence[Row], fields: Sequence[str]) -> None:

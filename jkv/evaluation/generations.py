@@ -1,13 +1,12 @@
-"""What a policy answered to every problem: generated, graded, written line by line as it comes, and summed up from the lines.
+"""A policy's answers to every problem: generated, graded, appended to a file as they finish, and summed up from its lines.
 
-A line is one finished sample. An interrupted run goes on with the samples that have none: draws depend on seed, prompt, sample
+A line is one finished sample. An interrupted run resumes with the samples that have none: draws depend on seed, prompt, sample
 and position alone, and the engine is sized for all of them, so what is left comes out as it would have. Figures of samples
 (right, lengths, evictions) are therefore those of an uninterrupted run; those of the run (bytes held, occupancy, rate) are
 weighted over its parts, and a part that was killed counts up to its last finished sample.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,13 +28,15 @@ from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from jkv.reasoning.sharing import SharingStats
+from jkv.reports import json_lines, read_json_lines
 
 Record = dict[str, Any]
+FIELDS = ("problem", "sample", "prompt", "settings", "run")  # that a record is resumed by
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What a run held and took, from its lines; per sample where `jkv.engine.results.Stats` sums up."""
+    """Memory, time and evictions of a run, from its lines; per sample where `jkv.engine.results.Stats` sums up."""
 
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
@@ -52,7 +53,7 @@ class Totals:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One policy's completions, judged; samples of a problem follow each other."""
+    """One policy's graded completions; samples of a problem follow each other."""
 
     policy: Policy
     samples: int  # of each problem
@@ -83,7 +84,7 @@ def run(
     """Every sample of every problem under one policy; `sampling` None is greedy, `options` size the engine.
 
     With a `path`, every finished sample is a line there, and those that it has already are not generated again. A policy that
-    shares pages starts anew unless it is complete: what its filter found is known for whole runs only.
+    shares pages starts over unless it is complete: its filter's figures exist for whole runs only.
 
     Raises:
       ValueError: lines of other problems or another policy, or draws that could not be repeated.
@@ -108,7 +109,7 @@ def run(
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = path.with_suffix(".new")  # what is known stays there until all of it is written again
-            whole.write_text("".join(map(line_of, records)))
+            whole.write_text(json_lines(records))
             whole.replace(path)
         engine = engine_for(model, requests, EngineOptions().changed(options))
 
@@ -117,7 +118,7 @@ def run(
             records.append(record)
             if path is not None:
                 with path.open("a") as file:
-                    file.write(line_of(record))
+                    file.write(json_lines([record]))
 
         finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
     if len(records) < len(problems) * samples:
@@ -131,12 +132,12 @@ def finish(
     keep: Callable[[int, int, Result], None],
     progress: bool | None,
 ) -> None:
-    """Runs what is left, handing over each sample when it is finished."""
+    """Runs the samples that are left, and passes each to `keep` when it is finished."""
     waiting = {engine.submit_requests([request]): (i, j) for i, j, request in left}
 
     with progress_bar(sum(request.max_new_tokens for *_, request in left), progress) as show:
 
-        def hear(events: list[Event]) -> None:
+        def collect(events: list[Event]) -> None:
             show(events)
             for event in events:
                 if event.finish_reason and event.finish_reason != "cancelled":
@@ -145,7 +146,7 @@ def finish(
                         raise error
                     keep(*waiting.pop(event.ticket), out)
 
-        engine.run(hear)
+        engine.run(collect)
 
 
 def record_of(policy: Policy, problem: Problem, index: int, sample: int, out: Result, judge: Grader) -> Record:
@@ -179,11 +180,6 @@ def budget_of(policy: Policy) -> int | None:
     return policy.read.budget if policy.read else policy.budget
 
 
-def line_of(record: Record) -> str:
-    """A record as a line."""
-    return json.dumps(record) + "\n"
-
-
 def take_up(path: Path, problems: Sequence[Problem], policy: Policy) -> list[Record]:
     """The finished samples of an interrupted run; a last line that was cut off is dropped.
 
@@ -207,19 +203,10 @@ def read_records(path: Path) -> list[Record]:
     Raises:
       ValueError: a line, other than a last one that was cut off, that is no record.
     """
-    records: list[Record] = []
-    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    for number, line in enumerate(whole.split("\n") if whole else [], 1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if not isinstance(record, dict) or not {"problem", "sample", "prompt", "settings", "run"} <= set(record):
-            raise ValueError(
-                f"Each line of {path} must be a sample that `jkv eval` wrote; line {number} is not. Remove the file."
-            )
-        records.append(record)
-    return records
+    if not path.exists():
+        return []
+    what = "a sample that `jkv eval` wrote"
+    return read_json_lines(path, FIELDS, what=what, fix="Remove the file.", drops_cut_line=True)
 
 
 def figures_of_part(engine: Engine, part: int, policy: Policy) -> dict[str, Any]:

@@ -34,10 +34,10 @@ class Grader:
 
     read: Callable[[str], str | None]
     matches: Callable[[str, str], bool]
-    needs: str = ""  # a package beside the core's
+    needs: str = ""  # a package that jkv does not require
 
     def __call__(self, text: str, gold: str) -> bool:
-        """Whether the text answers what the set says."""
+        """Whether the text's answer is the gold one."""
         found = self.read(text)
         return found is not None and self.matches(found, gold)
 
@@ -61,7 +61,7 @@ def read_box(text: str) -> str | None:
 
 
 def read_choice(text: str) -> str | None:
-    r"""The letter in the last box, or, without one, the last that is said to be the answer.
+    r"""The letter in the last box, or, without one, the last that the text states as its answer.
 
     >>> read_choice(r"</think> \boxed{\text{(C)}}"), read_choice("I doubt A. The answer is (B)."), read_choice("A")
     ('C', 'B', None)
@@ -75,7 +75,7 @@ def read_choice(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    r"""An answer as plain as it can be said: without spaces, degrees, currency, per cent, thousands separators, or `\text`.
+    r"""An answer in its plainest form: without spaces, degrees, currency, per cent, thousands separators, or `\text`.
 
     >>> [normalise(answer) for answer in (r"\$1,234.50", r"\dfrac12", r"90^{\circ}", r"2516_{8}", r"\text{Evelyn}.")]
     ['1234.50', '\\frac{1}{2}', '90', '2516_8', 'Evelyn']
@@ -92,10 +92,10 @@ def normalise(answer: str) -> str:
 
 
 def equal_math(found: str, gold: str) -> bool:
-    r"""Whether two answers say the same mathematically; units are not compared, numbers to six decimals.
+    r"""Whether two answers are mathematically equal; units are not compared, numbers to six decimals.
 
     Equal text (`normalise`) is right. Else, in this order: words are compared as text alone; plain decimals exactly; numerals
-    of a base digit by digit, so the base must be said; a set in braces is no tuple or interval; and what is left, math-verify
+    of a base digit by digit, base included; a set in braces is no tuple or interval; and what is left, math-verify
     parses and compares (at most five seconds each).
 
     Raises:
@@ -122,12 +122,12 @@ def equal_math(found: str, gold: str) -> bool:
 
 
 def bracket_of(plain: str) -> str:
-    """What an answer's first bracket says: a set, a tuple (or interval), or nothing."""
+    """The kind of an answer's first bracket: a set, a tuple (or interval), or nothing."""
     return "set" if plain.startswith(r"\{") else "tuple" if plain.startswith(("(", "[")) else ""
 
 
 def parse(answer: str) -> list[Any]:
-    r"""What math-verify makes of an answer; it looks for LaTeX between dollars and knows no repeating decimals."""
+    r"""An answer as math-verify parses it; it looks for LaTeX between dollars and does not parse repeating decimals."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
     from math_verify import parse as parse_math
 
@@ -183,5 +183,5 @@ def check_gold(answers: Sequence[str], grader: Grader) -> None:
         named = ", ".join(f"{i} {answers[i]!r}" for i in failing[:5]) + (", ..." if len(failing) > 5 else "")
         raise ValueError(
             f"A grader must mark every gold answer right; this one fails {len(failing)} of {len(answers)}: {named}. "
-            "Choose another grader, mend the answers, or leave these problems out with skip_ungradable (--skip-ungradable)."
+            "Choose another grader, correct the answers, or leave these problems out with skip_ungradable (--skip-ungradable)."
         )

@@ -1,6 +1,6 @@
-r"""Questions and gold answers of data sets, and how they are put to a model: the same prompt for every policy.
+r"""Questions and gold answers of data sets, and how they become prompts: the same for every policy.
 
-A preset knows the fields of a published set: AIME 2024 and 2025, MATH-500, GSM8K (whose answer follows "####"), GPQA (whose
+A preset names the fields of a published set: AIME 2024 and 2025, MATH-500, GSM8K (whose answer follows "####"), GPQA (whose
 choices are put in an order drawn for each question). Any other set names its fields.
 """
 
@@ -38,7 +38,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """The fields of a published set, in the spellings of its copies, and how it is asked and graded unless told otherwise."""
+    """The fields of a published set, in the spellings of its copies, and its default prompt and grader."""
 
     question: tuple[str, ...]
     answer: tuple[str, ...]
@@ -100,7 +100,7 @@ def spelling(row: Row, names: Sequence[str]) -> str:
 
 def ask(row: Row, question: str, answer: str, preset: Preset, seed: tuple[int, int]) -> tuple[str, str]:
     """One row's question and gold answer."""
-    text, gold = str(row[question]), say(row[answer])
+    text, gold = str(row[question]), text_of(row[answer])
     if preset.after:
         if preset.after not in gold:
             raise ValueError(
@@ -117,10 +117,10 @@ def ask(row: Row, question: str, answer: str, preset: Preset, seed: tuple[int, i
     return f"{text.strip()}\n\n{listed}", CHOICES[order.index(0)]
 
 
-def say(answer: Any) -> str:
+def text_of(answer: Any) -> str:
     """A gold answer as text; a whole number that was stored as a float (a column with gaps) is written as one.
 
-    >>> say(33.0), say("025"), say(0.5)
+    >>> text_of(33.0), text_of("025"), text_of(0.5)
     ('33', '025', '0.5')
     """
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer).strip()
@@ -147,7 +147,7 @@ def put(
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether a model's tokenizer knows how its chats are written."""
+    """Whether a tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 

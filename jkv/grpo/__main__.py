@@ -2,7 +2,7 @@
 
 Each arm of the file draws with its own policy and learns by its own loss; all start from the same weights and see the same
 prompts. Reports the reward with the full cache, bytes saved, speed, mismatch, and how exact replay was. Runs are kept as they
-go: the same command goes on after the last whole step before Ctrl-C, or after the last checkpoint where the process was killed.
+go: the same command resumes after the last whole step before Ctrl-C, or after the last checkpoint where the process was killed.
 """
 
 import argparse
@@ -51,17 +51,17 @@ def slug(name: str) -> str:
     return re.sub(r"[^\w.=%+-]+", "-", name).strip("-")
 
 
-def report(course: Course, runs: Sequence[dict[str, Any]], told: dict[str, Any]) -> str:
+def report(course: Course, runs: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
     """The table of what has run, in Markdown, with what it is of and on."""
     table = record.markdown(COLUMNS, [row_of(name, own) for name, own in by_arm(runs).items()])
-    parts = [describe(course, runs), table, " ".join(remarks(runs)), record.footnote({"about": told})]
+    parts = [describe(course, runs), table, " ".join(remarks(runs)), record.footnote({"about": about})]
     return "\n\n".join(part for part in parts if part)
 
 
-def write(course: Course, runs: Sequence[dict[str, Any]], told: dict[str, Any], folder: Path, name: str) -> None:
+def write(course: Course, runs: Sequence[dict[str, Any]], about: dict[str, Any], folder: Path, name: str) -> None:
     """The report, its figures, and the picture, as `name`.md, .json and .png."""
     settings = {**vars(course), "arms": [arm.name for arm in course.arms]}
-    record.write(name, {"about": told, "course": settings, "runs": list(runs)}, report(course, runs, told), folder)
+    record.write(name, {"about": about, "course": settings, "runs": list(runs)}, report(course, runs, about), folder)
     curves = {
         arm: [
             {"step": [at["step"] for at in run["evaluations"]], "reward": [at["dense"] for at in run["evaluations"]]}
@@ -107,22 +107,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar; default: in a terminal or notebook")
     options = parser.parse_args(words)
     checkpoints = options.checkpoints or Path("checkpoints") / options.config.stem
-    told = record.about(f"python -m jkv.grpo {shlex.join(words)}")
+    about = record.about(f"python -m jkv.grpo {shlex.join(words)}")
     runs: list[dict[str, Any]] = []
     try:
         course = narrow(read_course(options.config), options.arms, options.seeds, options.steps)
         if options.out:
-            viz.look.figure_class()  # told before hours of work, if there is no matplotlib
+            viz.look.figure_class()  # fails before hours of work where matplotlib is missing
         for runs in run_course(course, checkpoints, options.progress):
             if options.out:
-                write(course, runs, told, options.out, options.config.stem)
+                write(course, runs, about, options.out, options.config.stem)
     except (ValueError, ImportError) as error:
         print(f"grpo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"interrupted; the same command goes on from {checkpoints}", file=sys.stderr)
+        print(f"interrupted; the same command resumes from {checkpoints}", file=sys.stderr)
         return 130
-    print(report(course, runs, told))
+    print(report(course, runs, about))
     return 0
 
 

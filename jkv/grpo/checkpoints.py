@@ -1,4 +1,4 @@
-"""Checkpoints of a run: weights, the optimiser's state and what was written down, so that the same command goes on."""
+"""Checkpoints of a run: weights, the optimiser's state and what was written down, so that the same command resumes."""
 
 import dataclasses
 from pathlib import Path
@@ -31,7 +31,7 @@ class Progress(NamedTuple):
         return self._replace(history=dataclasses.replace(self.history, evaluations=[*self.history.evaluations, record]))
 
 
-class Saves:
+class Checkpoints:
     """The checkpoints of one run in a folder; None keeps none."""
 
     def __init__(self, folder: Path | None, about: dict[str, Any]) -> None:
@@ -71,9 +71,9 @@ class Saves:
         step = self.manager.latest_step()
         target = {"params": start.params, "state": start.state}
         parts = {"state": ocp.args.StandardRestore(target), "history": ocp.args.JsonRestore()}
-        told = self.manager.restore(step, args=ocp.args.Composite(history=parts["history"]))["history"]
-        if told["about"] != self.about:
-            differ = sorted(name for name in self.about if told["about"].get(name) != self.about[name])
+        saved = self.manager.restore(step, args=ocp.args.Composite(history=parts["history"]))["history"]
+        if saved["about"] != self.about:
+            differ = sorted(name for name in self.about if saved["about"].get(name) != self.about[name])
             raise ValueError(
                 f"{self.folder} holds the checkpoints of another run, by {', '.join(differ)}. Give another --checkpoints, or "
                 "remove the folder."
@@ -81,5 +81,5 @@ class Saves:
         if step > most:
             raise ValueError(f"{self.folder} holds {step} steps, and {most} are asked for. Ask for more, or remove the folder.")
         found = self.manager.restore(step, args=ocp.args.Composite(state=parts["state"]))["state"]
-        self.kept = History(told["steps"], told["evaluations"])
+        self.kept = History(saved["steps"], saved["evaluations"])
         return Progress(found["params"], found["state"], self.kept)

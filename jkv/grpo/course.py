@@ -23,10 +23,10 @@ COUNTS = ("steps", "prompts", "samples", "max_new_tokens", "page_size", "evaluat
 
 
 class Task(NamedTuple):
-    """Where a model starts, what it is asked, and what a completion is worth."""
+    """The initial model, the prompts, and the reward of a completion."""
 
     start: Callable[[int], Model]  # of a seed
-    draw: Callable[[np.random.Generator, int], tuple[list[Any], list[Any]]]  # prompts and what their rewards go by
+    draw: Callable[[np.random.Generator, int], tuple[list[Any], list[Any]]]  # prompts and what their rewards depend on
     reward: Callable[[Result, Sequence[Any]], np.ndarray]  # of completions and the same, one for each: [N]
     prompt_tokens: int  # of the longest prompt
     stop_ids: tuple[int, ...] | None = None  # None: the model's own
@@ -41,8 +41,8 @@ def draw_chains(rng: np.random.Generator, count: int) -> tuple[list[str], list[s
 def right_answer(out: Result, answers: Sequence[str]) -> np.ndarray:
     """1 for a completion that boxes the answer, 0 for others."""
     assert out.text is not None
-    told = zip(out.text, answers, strict=True)
-    return np.array([chains.read_answer(text) == answer for text, answer in told], np.float64)
+    pairs = zip(out.text, answers, strict=True)
+    return np.array([chains.read_answer(text) == answer for text, answer in pairs], np.float64)
 
 
 TASKS = {
@@ -82,8 +82,8 @@ class Course:
 
     Attributes:
       task: one of TASKS.
-      arms: what is compared; one named "full" is what the others are beside.
-      seeds: of weights, prompts and draws; each once, since a run told twice makes an interval too narrow.
+      arms: what is compared; the others are compared with the one named "full".
+      seeds: of weights, prompts and draws; each once, since a run counted twice makes an interval too narrow.
       steps: updates, each on `prompts` times `samples` completions of at most `max_new_tokens`.
       learning_rate: of Adam, constant, above 0; gradients are clipped to a norm of 1.
       page_size: of the rollouts' pool.
@@ -128,9 +128,11 @@ class Course:
         Sampling(self.temperature)
 
     def about(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """What a run's every number depends on, but for how long it is; plain JSON."""
-        told = {name: value for name, value in vars(self).items() if name not in ("arms", "seeds", "steps", "checkpoint_every")}
-        return told | {"arm": {**vars(arm), "policy": repr(arm.policy)}, "seed": seed}
+        """Everything that a run's numbers depend on but its length; plain JSON."""
+        given = {
+            name: value for name, value in vars(self).items() if name not in ("arms", "seeds", "steps", "checkpoint_every")
+        }
+        return given | {"arm": {**vars(arm), "policy": repr(arm.policy)}, "seed": seed}
 
 
 def check_once(name: str, values: Sequence[Any]) -> None:
@@ -155,11 +157,11 @@ def read_course(path: Path) -> Course:
         ) from None
     known = {field.name for field in dataclasses.fields(Course)}
     if unknown := sorted(set(fields) - known):
-        raise ValueError(f"A course has {', '.join(sorted(known))}; {path} has {', '.join(unknown)}. Mend the file.")
+        raise ValueError(f"A course has {', '.join(sorted(known))}; {path} has {', '.join(unknown)}. Correct the file.")
     try:
         return make_course(fields)
     except ValueError as error:
-        raise ValueError(f"{error} Mend {path}.") from None
+        raise ValueError(f"{error} Correct {path}.") from None
 
 
 def make_course(fields: Mapping[str, Any]) -> Course:
@@ -169,9 +171,9 @@ def make_course(fields: Mapping[str, Any]) -> Course:
     arms = typed("arms", fields.get("arms", {}), dict)
     if not arms:
         raise ValueError("A course compares arms, at least one; there is no [arms.<name>].")
-    told: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    told["arms"] = tuple(make_arm(name, typed(f"arms.{name}", own, dict)) for name, own in arms.items())
-    return Course(**told)
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    given["arms"] = tuple(make_arm(name, typed(f"arms.{name}", own, dict)) for name, own in arms.items())
+    return Course(**given)
 
 
 def make_arm(name: str, fields: Mapping[str, Any]) -> Arm:
@@ -179,5 +181,5 @@ def make_arm(name: str, fields: Mapping[str, Any]) -> Arm:
     kinds = {"policy": str, "settings": dict, "loss": str, "correction": str}
     if unknown := sorted(set(fields) - set(kinds)):
         raise ValueError(f"An arm has policy, settings, loss and correction; {name} has {', '.join(unknown)}.")
-    told = {field: typed(f"arms.{name}.{field}", value, kinds[field]) for field, value in fields.items()}
-    return Arm(name, make(told.pop("policy", "full"), told.pop("settings", {})), **told)
+    given = {field: typed(f"arms.{name}.{field}", value, kinds[field]) for field, value in fields.items()}
+    return Arm(name, make(given.pop("policy", "full"), given.pop("settings", {})), **given)

@@ -1,7 +1,7 @@
-"""One run of GRPO on compressed rollouts: draw, reward, update, swap the weights; and how far sampled and trained are apart.
+"""One run of GRPO on compressed rollouts: draw, reward, update, swap the weights; and measure the mismatch of policies.
 
-Every number depends on the course, the arm, the seed and the step alone, so a run that goes on from a checkpoint gives what an
-unbroken one would.
+Every number depends on the course, the arm, the seed and the step alone, so a run resumed from a checkpoint equals an unbroken
+one.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import optax
 
 from jkv import rl
 from jkv.generate import generate
-from jkv.grpo.checkpoints import History, Progress, Saves
+from jkv.grpo.checkpoints import Checkpoints, History, Progress
 from jkv.grpo.course import TASKS, Arm, Course
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
@@ -58,8 +58,8 @@ def update(
     dense = rl.log_probs(params, batch.dense()) if loss == "replay" else metrics["log_probs"]
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies counts by rates, which strict promotion refuses
         change, state = optimizer.update(gradient, state, params)
-    told = {"loss": value, "difference": metrics["difference"], "kept": metrics["correction"]["kept"], "dense": dense}
-    return optax.apply_updates(params, change), state, told
+    summary = {"loss": value, "difference": metrics["difference"], "kept": metrics["correction"]["kept"], "dense": dense}
+    return optax.apply_updates(params, change), state, summary
 
 
 def beyond(difference: Mapping[str, Any]) -> str:
@@ -68,8 +68,8 @@ def beyond(difference: Mapping[str, Any]) -> str:
     >>> beyond({"p99": 2e-6, "max": 3e-4})
     'max is 3e-04 nats, above 1e-04'
     """
-    told = [(name, float(difference[name]), most) for name, most in TOLERANCES.items()]
-    return "; ".join(f"{name} is {value:.0e} nats, above {most:.0e}" for name, value, most in told if not value <= most)
+    checked = [(name, float(difference[name]), most) for name, most in TOLERANCES.items()]
+    return "; ".join(f"{name} is {value:.0e} nats, above {most:.0e}" for name, value, most in checked if not value <= most)
 
 
 def take_step(course: Course, arm: Arm, seed: int, step: int, rollout: Rollout, params: Params, state: Any) -> Any:
@@ -92,18 +92,18 @@ def take_step(course: Course, arm: Arm, seed: int, step: int, rollout: Rollout, 
     rewards = task.reward(out, [answer for answer in answers for _ in range(course.samples)])
     advantages = rl.group_advantages(rewards, course.samples)
     batch = rl.make_batch(out, advantages, replay=arm.loss == "replay")
-    params, state, told = update(make_optimizer(course.learning_rate), params, state, batch, arm.loss, arm.correction)
-    with warnings.catch_warnings():  # the report says it once for the run
+    params, state, metrics = update(make_optimizer(course.learning_rate), params, state, batch, arm.loss, arm.correction)
+    with warnings.catch_warnings():  # the report warns once for the run
         warnings.simplefilter("ignore", UserWarning)
-        apart = rl.mismatch(np.asarray(told["dense"]), np.asarray(batch.sampled), np.asarray(batch.mask))
-    if arm.loss == "replay" and (off := beyond(told["difference"])):
+        apart = rl.mismatch(np.asarray(metrics["dense"]), np.asarray(batch.sampled), np.asarray(batch.mask))
+    if arm.loss == "replay" and (off := beyond(metrics["difference"])):
         warnings.warn(f"step {step}: replay is not exact: {off}.", stacklevel=2)
     record = {
         "reward": float(rewards.mean()),
-        "loss": float(told["loss"]),
-        "kept": float(told["kept"]),
-        "ratio_p99": float(told["difference"]["p99"]),
-        "ratio_max": float(told["difference"]["max"]),
+        "loss": float(metrics["loss"]),
+        "kept": float(metrics["kept"]),
+        "ratio_p99": float(metrics["difference"]["p99"]),
+        "ratio_max": float(metrics["difference"]["max"]),
         "tokens": int(out.lengths.sum()),
         "seconds": seconds,
         "peak_kv_bytes": out.stats.peak_kv_bytes,
@@ -165,9 +165,9 @@ def learn(
     folder: Path | None = None,
     on_step: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> tuple[Params, History]:
-    """Runs an arm from a seed, or goes on from the last checkpoint in `folder`; the last weights and what was written down.
+    """Runs an arm from a seed, or resumes from the last checkpoint in `folder`; the last weights and what was written down.
 
-    `on_step` hears each step's record as it is known.
+    `on_step` receives each step's record.
 
     Raises:
       ValueError: the folder holds another run.
@@ -175,8 +175,8 @@ def learn(
     """
     model = TASKS[course.task].start(seed)
     start = Progress(model.params, make_optimizer(course.learning_rate).init(model.params))
-    with contextlib.closing(Saves(folder, course.about(arm, seed))) as saves:
-        now = saves.restore(start, course.steps)
+    with contextlib.closing(Checkpoints(folder, course.about(arm, seed))) as checkpoints:
+        now = checkpoints.restore(start, course.steps)
         rollout = make_rollout(course, arm, dataclasses.replace(model, params=now.params))
         try:
             while True:
@@ -184,12 +184,12 @@ def learn(
                     now = now.evaluated({"step": len(now.history.steps), **examine(course, arm, rollout.model)})
                 done = len(now.history.steps)
                 if done == course.steps or (done and done % course.checkpoint_every == 0):
-                    saves.save(now)
+                    checkpoints.save(now)
                 if done == course.steps:
                     return now.params, now.history
                 now = now.stepped(*take_step(course, arm, seed, done, rollout, now.params, now.state))
                 rollout.update(now.params)
                 on_step(now.history.steps[-1])
         except KeyboardInterrupt:
-            saves.save(now)
+            checkpoints.save(now)
             raise

@@ -1,4 +1,4 @@
-"""What a course came to: runs as records, arms as lines of a table, and what their intervals say."""
+"""The outcome of a course: runs as records, arms as lines of a table, and remarks on their intervals."""
 
 import dataclasses
 import math
@@ -9,6 +9,7 @@ import numpy as np
 
 from jkv.grpo.checkpoints import History
 from jkv.grpo.course import Arm, Course
+from jkv.statistics import half_width
 
 MOMENTS = 10  # parts of a run that a record keeps the means of
 COLUMNS = (
@@ -74,11 +75,7 @@ def interval(values: Sequence[float]) -> Interval:
     >>> print(interval([0.5, 0.6, 0.7]), interval([0.5]))
     0.600 ± 0.248 0.500
     """
-    from scipy import stats
-
-    count = len(values)
-    half = stats.t.ppf(0.975, count - 1) * np.std(values, ddof=1) / math.sqrt(count) if count > 1 else math.nan
-    return Interval(float(np.mean(values)), float(half))
+    return Interval(float(np.mean(values)), half_width(values))
 
 
 def by_arm(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
@@ -122,15 +119,15 @@ def row_of(name: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def remarks(runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the table says in words: who learnt, and who is where beside the full cache."""
+    """Remarks on the table: which arms learnt, and which lie within the interval of the full cache."""
     arms = by_arm(runs)
     firsts = {name: final(own, index=0).mean for name, own in arms.items()}
-    said = []
+    sentences = []
     if 2 * max(firsts.values()) < 1:  # rewards are at most 1
         slow = [f"`{name}`" for name, own in arms.items() if final(own).mean <= 2 * firsts[name]]
         where = f"every arm but {' and '.join(slow)}" if slow else "every arm"
         where = "no arm" if len(slow) == len(arms) else where
-        said = [f"The final reward with the full cache is above twice the first in {where}."]
+        sentences = [f"The final reward with the full cache is above twice the first in {where}."]
     others = [name for name in arms if name != "full"]
     if len(arms.get("full", [])) > 1 and others:
         whole = final(arms["full"])
@@ -139,12 +136,12 @@ def remarks(runs: Sequence[Mapping[str, Any]]) -> list[str]:
             ", ".join(f"{name} ({gap:+.3f})" for name, gap in gaps.items() if whole.holds(whole.mean + gap) == is_in) or "none"
             for is_in in (True, False)
         )
-        said.append(f"Means within the 95 % interval of rollouts with the full cache: {inside}; outside of it: {outside}.")
-    return said
+        sentences.append(f"Means within the 95 % interval of rollouts with the full cache: {inside}; outside of it: {outside}.")
+    return sentences
 
 
 def describe(course: Course, runs: Sequence[Mapping[str, Any]]) -> str:
-    """What the table is of."""
+    """The text above the table: task, sizes and columns."""
     counts = sorted({len(own) for own in by_arm(runs).values()})
     seeds = f"{counts[0]} seed{'s' * (counts[0] > 1)}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} seeds"
     return (

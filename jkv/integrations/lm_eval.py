@@ -18,6 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.requests import DEFAULT_NEW_TOKENS
 from jkv.generate import generate
 from jkv.model import checkpoint
@@ -37,8 +38,8 @@ class JKV(TemplateLM):
     Args:
       pretrained: what `jkv.load` takes.
       policy: the name of a policy; `budget` and every other argument not named here are its settings.
-      batch_size: rows decoded together, which the harness sets to 1 unless told; "auto" or None takes up to 32.
-      max_gen_toks: the most new tokens of tasks that do not say.
+      batch_size: rows decoded together, which the harness sets to 1 by default; "auto" or None takes up to 32.
+      max_gen_toks: the most new tokens of tasks that set no limit.
       max_length: the most tokens of prompt and completion; None takes the model's positions. Longer prompts lose their
         beginning.
       seed: of the draws of tasks that sample; fixed, so that policies are compared with the same noise.
@@ -60,7 +61,7 @@ class JKV(TemplateLM):
         max_length: int | None = None,
         seed: int = 0,
         think_end_token: str | None = None,
-        page_size: int = 16,
+        page_size: int = DEFAULT_PAGE_SIZE,
         kv_memory: int | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
@@ -70,7 +71,7 @@ class JKV(TemplateLM):
         self.policy = make(policy, settings)
         self.model = checkpoint.load(str(pretrained))
         if self.model.tokenizer is None:
-            raise ValueError(f"The harness speaks text, and {pretrained} has no tokenizer. Take a model that has one.")
+            raise ValueError(f"The harness passes text, and {pretrained} has no tokenizer. Take a model that has one.")
         self.tokenizer = self.model.tokenizer
         self.max_length = min(max_length or self.model.config.max_positions, self.model.config.max_positions)
         self.max_running = None if batch_size in (None, "auto") else int(batch_size)
@@ -90,7 +91,7 @@ class JKV(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Stands for tokenizer and chat template in the harness's caches."""
+        """The key of tokenizer and chat template in the harness's caches."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
@@ -104,7 +105,7 @@ class JKV(TemplateLM):
         """The text of a chat.
 
         Raises:
-          ValueError: the model's tokenizer knows none.
+          ValueError: the model's tokenizer has no chat template.
         """
         if not self.tokenizer.chat_template:
             raise ValueError(
@@ -147,7 +148,7 @@ class JKV(TemplateLM):
         return texts
 
     def read_settings(self, asked: dict[str, Any]) -> tuple[tuple[str, ...], int, Sampling]:
-        """Stop strings, the most new tokens, and how to draw, from what a task says; greedy unless it samples.
+        """Stop strings, the most new tokens, and how to draw, from the settings of a task; greedy unless it samples.
 
         Raises:
           ValueError: a setting that jkv has not.

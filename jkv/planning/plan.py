@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_counts, typed
 from jkv.engine import mesh as meshes
 from jkv.engine.requests import check_prompt_fits, spread_policies
@@ -21,7 +22,7 @@ from jkv.planning.estimate import Estimate, Setting
 from jkv.policies import Policy, full
 
 MARGIN = 1.01  # of speeds: where arithmetic is the limit, they are the same but for rounding
-PAGE_SIZES = {"tpu": 128, "gpu": 16, "cpu": 16}  # that the kernels are tiled for
+PAGE_SIZES = {"tpu": 128, "gpu": DEFAULT_PAGE_SIZE, "cpu": DEFAULT_PAGE_SIZE}  # that the kernels are tiled for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jkv.cache.page_selection import pages_read
 from jkv.model.params import ModelConfig
 from jkv.planning.devices import Device
 from jkv.policies import Policy
@@ -95,7 +96,7 @@ def step_cost(
     slots, pair = life.mean_slots, 2 * config.head_size * itemsize
     read = slots
     if policy.read is not None:
-        chosen = np.minimum(slots, max(page_size, policy.read.budget))
+        chosen = np.minimum(slots, page_size * pages_read(policy.read.budget, page_size))
         read = np.where(np.arange(len(slots)) < policy.read.dense_layers, slots, chosen)
     beside = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
     of_row = config.num_kv_heads * float((read * pair + slots * beside).sum()) + 8 * logits

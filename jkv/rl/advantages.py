@@ -34,14 +34,16 @@ def group_advantages(rewards: Any, n: int, scale: bool = True, prompt_index: Any
             f"A group must hold at least 2 completions of a prompt, since each is compared with the others; got {n=}. "
             "Draw more: rollout(prompts, n=8)."
         )
-    told = np.asarray(rewards, np.float64)
-    if told.ndim != 1 or len(told) == 0 or len(told) % n:
-        raise ValueError(f"rewards must be one number a completion, {n} for each prompt in turn; got {told.shape}.")
-    if not np.isfinite(told).all():
-        raise ValueError(f"rewards must be finite; got {told[~np.isfinite(told)][0]} at {int(np.argmin(np.isfinite(told)))}.")
+    values = np.asarray(rewards, np.float64)
+    if values.ndim != 1 or len(values) == 0 or len(values) % n:
+        raise ValueError(f"rewards must be one number a completion, {n} for each prompt in turn; got {values.shape}.")
+    if not np.isfinite(values).all():
+        raise ValueError(
+            f"rewards must be finite; got {values[~np.isfinite(values)][0]} at {int(np.argmin(np.isfinite(values)))}."
+        )
     if prompt_index is not None:
-        check_groups(np.asarray(prompt_index), n, len(told))
-    groups = told.reshape(-1, n)
+        check_groups(np.asarray(prompt_index), n, len(values))
+    groups = values.reshape(-1, n)
     centred = groups - groups.mean(axis=1, keepdims=True)
     if scale:
         centred = centred / (groups.std(axis=1, ddof=1, keepdims=True) + EPSILON)

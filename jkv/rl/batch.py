@@ -46,8 +46,7 @@ def make_batch(
     """Rollouts as device arrays, padded to one of a few shapes so that few programs compile.
 
     Rows grow to a size of at most an eighth more (to `rows`, if given), tokens to `jkv.replay.score.round_up` (to `length`);
-    what is
-    added has no token in the mask. With rollouts of one size and limit, every batch has one shape.
+    padding is outside the mask. With rollouts of one size and limit, every batch has one shape.
 
     Args:
       out: what `jkv.Rollout` or `jkv.generate` returned.
@@ -151,13 +150,15 @@ def check_versions(version: Any, mask: np.ndarray) -> None:
 
 def spread_advantages(advantages: Any, mask: np.ndarray) -> np.ndarray:
     """One advantage a token, float32."""
-    told = np.asarray(advantages, np.float32)
-    if told.shape not in (mask.shape[:1], mask.shape):
-        raise ValueError(f"advantages must be one a completion, {mask.shape[:1]}, or a token, {mask.shape}; got {told.shape}.")
-    told = np.broadcast_to(told[:, None] if told.ndim == 1 else told, mask.shape)
-    if not np.isfinite(told[mask]).all():
+    values = np.asarray(advantages, np.float32)
+    if values.shape not in (mask.shape[:1], mask.shape):
+        raise ValueError(
+            f"advantages must be one a completion, {mask.shape[:1]}, or a token, {mask.shape}; got {values.shape}."
+        )
+    values = np.broadcast_to(values[:, None] if values.ndim == 1 else values, mask.shape)
+    if not np.isfinite(values[mask]).all():
         raise ValueError("advantages must be finite; got NaN or infinity. See rewards and group_advantages.")
-    return told
+    return values
 
 
 def fit(name: str, asked: int | None, least: int, usual: int) -> int:
@@ -178,7 +179,7 @@ def row_count(count: int) -> int:
 
 
 def pad_columns(columns: Columns) -> Columns:
-    """Columns in one of a few numbers; those added are read by nobody. Without sources, they are the tokens."""
+    """Columns in one of a few numbers; no query reads those added. Without sources, they are the tokens."""
     if columns.source is None:
         return columns
     count = columns.end.shape[-1]

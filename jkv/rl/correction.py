@@ -1,4 +1,4 @@
-"""Weights and masks that bring gradients of compressed rollouts towards the dense policy's: what to weigh, what to drop.
+"""Weights and masks that bring gradients of compressed rollouts towards the dense policy's: which to weight, which to drop.
 
 With rho = exp(d - s), the dense over the sampled probability of a token, log rho cut at +-20:
 
@@ -70,8 +70,8 @@ def correct(
       ValueError: an unknown mode or bounds that are none; arrays of different shapes, or, outside of jit, no log-probabilities.
 
     >>> import numpy as np
-    >>> told = correct(np.log([[0.4, 0.1]]), np.log([[0.1, 0.1]]), np.ones((1, 2), bool), mode="tis")
-    >>> told.weights.tolist()
+    >>> found = correct(np.log([[0.4, 0.1]]), np.log([[0.1, 0.1]]), np.ones((1, 2), bool), mode="tis")
+    >>> found.weights.tolist()
     [[2.0, 1.0]]
     """
     parts = parse_mode(mode)

@@ -93,8 +93,8 @@ def policy_loss(
 
 def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""]]:
     """The 99th percentile and the maximum where the mask is True."""
-    told = jnp.where(mask, value, jnp.nan)
-    p99 = jnp.nanpercentile(told, 99.0)
+    masked = jnp.where(mask, value, jnp.nan)
+    p99 = jnp.nanpercentile(masked, 99.0)
     return {"p99": jnp.where(mask.any(), p99, 0.0), "max": jnp.where(mask, value, 0.0).max()}
 
 

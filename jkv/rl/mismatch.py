@@ -1,7 +1,7 @@
-"""How far the distribution that tokens were drawn from is from the one that is trained: figures of a batch of rollouts.
+"""Distance between the distribution that tokens were drawn from and the one that is trained: figures of a batch of rollouts.
 
 With s the log-probability that a token was drawn with (a compressed cache's) and d its dense one, rho = exp(d - s). All figures
-are estimates over the sampled tokens, on the host; they say when a budget is too small before a reward does.
+are estimates over the sampled tokens, on the host; they show that a budget is too small before a reward does.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class Figures:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch(Figures):
-    """Of all tokens, and apart.
+    """Of all tokens, by sequence, and by position.
 
     Attributes:
       geometric: `[N]` each sequence's geometric mean of rho; NaN for one without tokens.
@@ -83,8 +83,8 @@ def mismatch(
 ) -> Mismatch:
     """How far `sampled` is from `dense`, log-probabilities `[N, T]` of the same tokens in nats, where `mask` is True.
 
-    `position` `[N, T]` is what buckets go by: None counts each completion's own tokens from 0. The first bucket begins with the
-    first of `buckets` and the last never ends. log rho is cut at +-20, but for k1 and `max_difference`.
+    `position` `[N, T]` places tokens in buckets: None counts each completion's own tokens from 0. The first bucket begins with
+    the first of `buckets` and the last never ends. log rho is cut at +-20, but for k1 and `max_difference`.
 
     Warns where the overlap or the effective sample size is below `least_overlap` or `least_ess`: 0 never warns.
 
@@ -144,7 +144,7 @@ def geometric_means(difference: np.ndarray, mask: np.ndarray) -> tuple[float, ..
 
 
 def warn(found: Figures, least_overlap: float, least_ess: float) -> None:
-    """Says which figure is too low, and how to mend it."""
+    """Warns of a figure that is too low, and of what raises it."""
     for name, value, least in (("overlap", found.overlap, least_overlap), ("effective sample size", found.ess, least_ess)):
         if value < least:
             warnings.warn(

@@ -1,4 +1,4 @@
-"""What mismatch and correction share: dense over sampled probability of each token, and the checks of what they are told."""
+"""What mismatch and correction share: dense over sampled probability of each token, and the checks of their arguments."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ LARGEST = 20.0  # nats that a token's two log-probabilities may differ by; beyon
 
 
 def log_ratio(dense: Float[Array, "N T"], sampled: Float[Array, "N T"], mask: Bool[Array, "N T"]) -> Float[Array, "N T"]:
-    """`dense - sampled` in nats where the mask says so, and 0 elsewhere, whatever padding holds."""
+    """`dense - sampled` in nats where the mask is True, and 0 elsewhere, whatever padding holds."""
     return jnp.where(mask, dense.astype(jnp.float32), 0.0) - jnp.where(mask, sampled.astype(jnp.float32), 0.0)
 
 
@@ -53,14 +53,14 @@ def check_pair(dense: Any, sampled: Any, mask: Any) -> None:
 
 
 def check_values(name: str, value: np.ndarray, mask: np.ndarray, may_be_cut: bool) -> None:
-    """Refuses what is no log-probability; `-inf` is one of a token that top-k or top-p cut, which nobody can have drawn."""
-    told = np.where(mask, value, 0.0)
-    is_bad = np.isnan(told) | (told > 1e-3)
+    """Refuses what is no log-probability; `-inf` is one of a token that top-k or top-p cut, which cannot have been drawn."""
+    shown = np.where(mask, value, 0.0)
+    is_bad = np.isnan(shown) | (shown > 1e-3)
     if not may_be_cut:
-        is_bad |= np.isneginf(told)
+        is_bad |= np.isneginf(shown)
     if is_bad.any():
         i, t = (int(index) for index in np.argwhere(is_bad)[0])
         raise ValueError(
-            f"{name} must hold log-probabilities, finite and at most 0, wherever mask is True; got {told[i, t]} at [{i}, {t}]. "
+            f"{name} must hold log-probabilities, finite and at most 0, where mask is True; got {shown[i, t]} at [{i}, {t}]. "
             "Leave rows that ended with the reason nan out of the mask, and take logarithms of probabilities."
         )

@@ -1,6 +1,6 @@
 r"""Chains of arithmetic modulo 10, and the redundant reasoning that solves them: the task of tiny-reasoner.
 
-A problem defines one-letter variables and asks for one, `b=3;c=7;d=b*c;?d`. Its trace thinks one step a paragraph, restates
+A problem defines one-letter variables and asks for one, `b=3;c=7;d=b*c;?d`. Its trace has one thought a paragraph, restates
 each formula and its operands' values (a look-up many steps back), restates the answer at the end of each pass, verifies itself
 zero to four times, and boxes the answer:
 
@@ -81,7 +81,7 @@ def draw_values(rng: np.random.Generator) -> tuple[str, str]:
 
 
 def draw_steps(rng: np.random.Generator) -> tuple[str, str]:
-    """A drill: formulas of 4 to 14 variables, and their steps in any order, operands of any value."""
+    """A drill: formulas of 4 to 14 variables, and their thoughts in any order, operands of any value."""
     names = [str(name) for name in rng.permutation(list(string.ascii_lowercase))]
     count = int(rng.integers(4, 15))
     formulas = [
@@ -117,7 +117,7 @@ def write_trace(problem: Problem, doubts: int) -> str:
 
 
 def write_step(definition: tuple[str, ...], values: dict[str, int]) -> str:
-    """A step that finds a value: the formula, its operands' values, the sum, the result.
+    """A thought that finds a value: the formula, its operands' values, the sum, the result.
 
     >>> write_step(("d", "*", "b", "c"), {"b": 3, "c": 7})
     'd=b*c b=3 c=7 3*7=1 d=1'
@@ -129,7 +129,7 @@ def write_step(definition: tuple[str, ...], values: dict[str, int]) -> str:
 
 
 def write_check(definition: tuple[str, ...], values: dict[str, int]) -> str:
-    """A step that verifies a value found before: the formula, its operands' values, the value."""
+    """A thought that verifies a value found before: the formula, its operands' values, the value."""
     name, operator, left, right = definition
     return f"{name}={left}{operator}{right} {left}={values[left]} {right}={values[right]} {name}={values[name]}"
 

@@ -1,11 +1,10 @@
-"""How many held-out chains a model solves: `python -m jkv.tasks.evaluate` writes tiny-reasoner's accuracy down.
+"""How many held-out chains a model solves: `python -m jkv.tasks.evaluate` records tiny-reasoner's accuracy.
 
 Problems come from a seed that training never used; greedy decoding; the interval is Wilson's at 95 %.
 """
 
 import argparse
 import json
-import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy, full
+from jkv.statistics import wilson
 from jkv.tasks.chains import Problem, draw_problem, read_answer
 
 HELD_OUT_SEED = 2_000_003
@@ -55,25 +55,13 @@ def solve(model: Model, problems: Sequence[Any], policy: Policy, **options: Any)
     """Greedy completions of problems (anything with a `prompt` and an `answer`), and which of them are right.
 
     Raises:
-      KeyboardInterrupt: Ctrl-C ended it early, and half a run is no figure.
+      KeyboardInterrupt: Ctrl-C ended it early: half a run has no accuracy.
     """
     out = generate(model, [p.prompt for p in problems], policy=policy, sampling=Sampling(temperature=0.0), **options)
     if "cancelled" in out.finish_reason:
         raise KeyboardInterrupt
     assert out.text is not None
     return out, [read_answer(text) == problem.answer for text, problem in zip(out.text, problems, strict=True)]
-
-
-def wilson(right: int, total: int, z: float = 1.96) -> tuple[float, float]:
-    """The Wilson score interval of a share.
-
-    >>> tuple(round(x, 3) for x in wilson(95, 100))
-    (0.888, 0.978)
-    """
-    share, spread = right / total, z * z / total
-    centre = (share + spread / 2) / (1 + spread)
-    half = z / (1 + spread) * math.sqrt(share * (1 - share) / total + spread / (4 * total))
-    return centre - half, centre + half
 
 
 def describe(result: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Trains a small reasoner on chains of arithmetic: `python -m jkv.tasks.train configs/experiments/train-tiny-reasoner.toml`.
 
 A curriculum of stages, each with its own problem sizes and sequence length; problems packed into rows, the prompt's loss
-masked; AdamW; orbax checkpoints, from which a second start of the same command goes on.
+masked; AdamW; orbax checkpoints, from which a second start of the same command resumes.
 The batch of a step depends on nothing but the seed and the step, so a resumed run sees what an unbroken one would.
 """
 
@@ -184,7 +184,7 @@ def init_to_look_up(config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> P
         return weights.replace(query=0.5 * (weights.query + query) * 2**0.5, out=0.5 * weights.out + out)
 
     first, *others = (lean(weights) for weights in params.layers)
-    fast = 3.8 * (jnp.arange(size // 2) < 8)  # channel pairs whose angle grows fast enough to tell neighbours apart
+    fast = 3.8 * (jnp.arange(size // 2) < 8)  # channel pairs whose angle grows fast enough to separate neighbours
     angle = decoder.rotary_frequency(config)
     key_bias = jnp.concatenate([fast, jnp.zeros_like(fast)])
     fresh = params.layers[0]  # heads 2 and 3 do not copy as head 0 does, or what they read would blur what it reads

@@ -9,7 +9,7 @@ from jkv.engine.results import Result
 from jkv.viz.held import held_by, slots
 from jkv.viz.look import QUIET, name_lines, style, subplots, title_axes
 
-MAX_RANGES = 3  # of more policies, lines alone can be told apart
+MAX_RANGES = 3  # of more policies, only lines are readable
 
 
 def cache_size(outs: Result | Mapping[str, Result], sample: int = 0, title: str = "Cache size") -> Any:

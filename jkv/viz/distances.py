@@ -1,4 +1,4 @@
-"""How far apart the pages of a sequence are, as heat maps (MemShare, Fig. 3)."""
+"""Distances between the pages of a sequence, as heat maps (MemShare, Fig. 3)."""
 
 from collections.abc import Mapping
 from typing import Any

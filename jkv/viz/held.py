@@ -1,8 +1,8 @@
 """A trace as spans of time: which layer and KV head held which token, from which query to which.
 
 The query of a sequence's token q reads a column when `begin <= q < end`. A span is a time without break in which a layer and
-head hold a token, read once or several times. Several happen when the token stands for others (pages that were shared); Quest's
-tokens have several spans, one for each time that their page was read.
+head hold a token, read once or several times: several where pages were shared and the token has a multiplicity; Quest's tokens
+have several spans, one for each time that their page was read.
 """
 
 from typing import NamedTuple

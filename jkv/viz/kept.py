@@ -43,8 +43,8 @@ def kept(out: Result, sample: int | Sequence[int] | None = 0, title: str = "Kept
     """Which tokens the cache kept at any time, for one sample, several, or (None) all; `out` needs `return_trace=True`.
 
     A token's shade is the share of layers and KV heads whose cache holds it when the newest token's query reads it: before any
-    compaction that follows. Pages that were shared show, and what stands for them. Bytes are those of keys and values.
-    Where a policy chooses what to read (Quest), the picture shows what is read; the cache holds all of it.
+    compaction that follows. Shared pages are shown with the pages that replaced them. Bytes are those of keys and values. Where
+    a policy chooses what to read (Quest), the picture shows what is read; the cache holds all of it.
 
     The page opens at the end; `#t=40&layer=2&head=1&sample=0` after its address opens it elsewhere.
 
@@ -85,7 +85,7 @@ def record_of(out: Result, sample: int) -> dict[str, Any]:
 
 
 def replaced(held: Held) -> np.ndarray:
-    """Tokens whose page another stands for: they ended everywhere at once, when others began to be read again."""
+    """Tokens whose page another replaced: they ended everywhere at once, when others began to be read again."""
     total = held.num_tokens
     first, last = np.full(total, total), np.zeros(total, np.int64)
     np.minimum.at(first, held.spans.token, held.spans.end)

@@ -1,4 +1,4 @@
-"""One look for figures: colours that colour-blind readers tell apart (Okabe and Ito), a marker for each line, names beside."""
+"""One look for figures: colours that colour-blind readers can separate (Okabe and Ito), a marker and a name for each line."""
 
 import functools
 import io
@@ -36,7 +36,7 @@ def figure_class() -> Any:
         raise ImportError('Figures are drawn by matplotlib, which is not installed. Run: pip install "jkv[eval]".') from error
 
     class Picture(Figure):
-        """A figure of its own: none of pyplot's, so that nobody has to close it."""
+        """A figure of its own: none of pyplot's, so that no one has to close it."""
 
         def __init__(self, *args: Any, **settings: Any) -> None:
             super().__init__(*args, **settings)

@@ -1,4 +1,4 @@
-"""What each token of a sequence says, in characters that can be seen."""
+"""The text of each token of a sequence, in visible characters."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -18,12 +18,12 @@ def pieces(tokens: Sequence[int], tokenizer: Any = None) -> list[str]:
     if tokenizer is None:
         return [str(token) for token in tokens]
     stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
-    said = []
+    texts = []
     for token in tokens:
         start = len(stream.text)
         stream.push([int(token)])
-        said.append(visible(stream.text[start:]) or PART)
-    return said
+        texts.append(visible(stream.text[start:]) or PART)
+    return texts
 
 
 def visible(text: str) -> str:
@@ -36,7 +36,7 @@ def visible(text: str) -> str:
 
 
 def mark(character: str) -> str:
-    """A character, or what stands for it."""
+    """A character, or its visible replacement."""
     if character == "\n" or (character not in HIDDEN and unicodedata.category(character) not in ("Cc", "Cs", "Cn")):
         return character
     code = ord(character)

@@ -15,7 +15,7 @@ UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 def throughput(records: Sequence[Mapping[str, Any]] | str | Path, title: str = "Throughput by pool") -> Any:
     """Generated tokens a second, and samples running at once, against the pool's bytes: a line for each policy.
 
-    Each record says `policy`, `pool_bytes`, `tokens_per_second` and `concurrency`; a JSON file holds a list of them, or an
+    Each record has `policy`, `pool_bytes`, `tokens_per_second` and `concurrency`; a JSON file holds a list of them, or an
     object in which one is. The full cache is grey. Returns a figure of matplotlib.
 
     Raises:

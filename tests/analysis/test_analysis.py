@@ -57,15 +57,6 @@ def test_other_marks_turn_the_difference_round():
     assert one["difference"].mean == -other["difference"].mean == 4.5
 
 
-def test_many_samples_are_drawn_in_pieces(monkeypatch):
-    values = np.arange(10.0)
-    whole = analysis.resampled_means(values, 0)
-    monkeypatch.setattr(analysis, "MOST_DRAWN", 70)
-    pieces = analysis.resampled_means(values, 0)
-    assert len(whole) == len(pieces) == analysis.RESAMPLES
-    np.testing.assert_array_equal(whole, pieces)
-
-
 def test_the_table_has_a_line_for_each_measure_that_any_trace_has_and_dashes_for_what_a_class_lacks():
     found = jkv.analyze(TEXTS[:1], [True])
     lines = str(found).splitlines()

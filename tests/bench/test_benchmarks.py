@@ -12,9 +12,9 @@ import pytest
 
 import jkv
 from jkv import cli
-from jkv import reports as record
 from jkv.bench import cost, countdown, papers, rollouts, throughput
 from jkv.bench import kvpress_scores as scores
+from jkv.bench.rounds import in_turns
 from jkv.cli.bench import BENCHES, PAGE
 
 ROOT = Path(__file__).parents[2]
@@ -289,7 +289,7 @@ def test_the_tables_in_the_repository_are_those_of_their_figures(capsys):
 
 def test_figures_are_timed_in_turns_after_a_call_that_counts_for_nothing():
     calls = []
-    told = record.in_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, rounds=2)
+    told = in_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, rounds=2)
     assert calls == list("ababab")
     assert told == {"a": [3, 5], "b": [4, 6]}
 

@@ -30,12 +30,12 @@ def test_pages_of_the_largest_bounds_are_read_and_the_current_one_always(over_gr
     got = bound(*arrays, jnp.full(rows, over_group == "mean"))
     np.testing.assert_allclose(got, worth, atol=1e-5)
 
-    length, num_pages = np.array([32, 29, 13, 4, 1]), np.array([3, 4, 2, 3, 0])
+    length, num_pages = np.array([32, 29, 13, 4, 1]), np.array([3, 4, 2, 3, 1])
     table = np.arange(1, rows * max_pages + 1, dtype=np.int32).reshape(rows, max_pages)
     choice = choose_pages(got, jnp.asarray(table), *map(jnp.asarray, (length,)), page, jnp.asarray(num_pages))
     for r in range(rows):
         current = (length[r] - 1) // page
-        others = np.argsort(-worth[r, :current], kind="stable")[: max(num_pages[r] - 1, 0)]
+        others = np.argsort(-worth[r, :current], kind="stable")[: num_pages[r] - 1]
         expected = [*np.sort(others), current]
         assert np.flatnonzero(choice.is_read[r]).tolist() == expected
         assert choice.page_table[r, : len(expected)].tolist() == table[r, expected].tolist()

@@ -49,7 +49,7 @@ def test_a_models_tokens_are_counted_where_one_is_named(capsys, file):
     assert status == 0
     assert "| tokens | 3.0 |" in out
     assert out.startswith("Tokens of tiny-reasoner;")
-    assert "No trace says whether it is right" in err
+    assert "No trace is marked right or wrong" in err
 
 
 def test_what_is_written_is_what_was_printed(capsys, file, tmp_path):
@@ -147,4 +147,4 @@ def test_bad_options_are_refused_in_one_line_before_anything_is_made(capsys, tmp
 def test_a_model_without_a_tokenizer_is_refused(capsys, file, tmp_path):
     status, _, err = run(capsys, file("one.jsonl", RIGHT), "--model", tmp_path)
     assert status == 2
-    assert "has no tokenizer. Leave it out to count words" in err
+    assert "has none. Leave it out to count words" in err

@@ -17,7 +17,7 @@ from jkv.model import checkpoint
 from jkv.model.sampling import Sampling
 from jkv.policies import full, r_kv, streaming_llm
 from jkv.reasoning.steering import SteeringVector
-from jkv.statistics import bootstrap, figures
+from jkv.statistics import bootstrap, pass_figures
 from jkv.tasks.evaluate import held_out
 
 
@@ -50,18 +50,31 @@ def test_every_policy_runs_at_every_budget_beside_the_full_cache(outcomes):
     assert 0 < growing.kv_share < 1
 
 
-def test_shares_count_from_the_measured_length(reasoner, problems, outcomes):
-    judged = bench.run(reasoner, problems, full(), max_new_tokens=96, max_running=4, page_size=4, progress=False)
+@pytest.fixture(scope="module")
+def judged(reasoner, problems):
+    """One graded run."""
+    return bench.run(reasoner, problems, full(), max_new_tokens=96, max_running=4, page_size=4, progress=False)
+
+
+@pytest.fixture
+def ready_runs(judged, monkeypatch):
+    """Every comparison takes the graded run's first problems as its own; the policies that it asked for."""
+    asked = []
+
+    def run(model, problems, policy, **options):
+        asked.append(policy)
+        count = len(problems)
+        fields = {name: getattr(judged, name)[:count] for name in ("is_right", "lengths", "finish_reason")}
+        return dataclasses.replace(judged, policy=policy, **fields)
+
+    monkeypatch.setattr(bench, "run", run)
+    return asked
+
+
+def test_shares_count_from_the_measured_length(reasoner, problems, outcomes, judged):
     lengths = [len(reasoner.tokenizer.encode(p.prompt)) + n for p, n in zip(problems, judged.lengths, strict=True)]
     assert outcomes[1].budget == round(np.mean(lengths) / 2)
     assert outcomes[0].truncated == np.mean([reason == "length" for reason in judged.finish_reason])
-
-
-def test_a_paired_difference_has_the_interval_of_its_pairs():
-    this, base = np.array([1, 0, 1, 1, 0, 1]), np.array([1, 1, 0, 1, 0, 1])
-    change, half = bench.paired_change(this, base)
-    assert change == 0
-    assert half == pytest.approx(1.96 * np.sqrt((2 / 6) / 6))
 
 
 def test_table_json_and_picture_are_written(outcomes, tmp_path):
@@ -75,22 +88,23 @@ def test_table_json_and_picture_are_written(outcomes, tmp_path):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_a_share_that_a_policy_cannot_hold_is_told_before_the_others_run(reasoner, problems):
+def test_a_share_that_a_policy_cannot_hold_is_refused_before_the_others_run(reasoner, problems, ready_runs):
     seen = []
     knobs = {"max_new_tokens": 16, "progress": False, "report": lambda outcomes: seen.append(len(outcomes))}
     with pytest.raises(ValueError, match="r_kv's budget must hold its sinks and recent slots"):
-        bench.compare(reasoner, problems[:2], ["full", "streaming_llm", "r_kv"], ["50%", "10%"], **knobs)
+        bench.compare(reasoner, problems[:2], ["full", "streaming_llm", "r_kv"], ["50%", "4%"], **knobs)
     assert seen == [1]
+    assert ready_runs == [full()]
 
 
-def test_what_is_known_is_written_when_the_next_is_interrupted(monkeypatch, tmp_path, capsys):
-    runs, real = [], bench.run
+def test_what_is_known_is_written_when_the_next_is_interrupted(ready_runs, monkeypatch, tmp_path, capsys):
+    runs, ready = ready_runs, bench.run
 
     def run(model, problems, policy, **options):
-        runs.append(policy)
-        if len(runs) == 3:
+        if len(runs) == 2:
+            runs.append(policy)
             raise KeyboardInterrupt
-        return real(model, problems, policy, **options)
+        return ready(model, problems, policy, **options)
 
     monkeypatch.setattr(bench, "run", run)
     few = ["--problems", "2", "--policies", "streaming_llm", "--budgets", "32,48", "--max-new-tokens", "16"]
@@ -129,7 +143,7 @@ def test_a_budget_is_a_number_of_slots_or_a_share(budget):
         (["--file", "missing.jsonl"], "missing.jsonl"),
         (["--dataset", "some/set"], "jkv downloads no data sets. Download it, for example with: hf download some/set"),
         (["--dataset", "x", "--file", "y"], "file and dataset are the same setting; got both, y and x"),
-        (["--preset", "aime"], "preset says what to read of a data set; got none"),
+        (["--preset", "aime"], "preset selects from a data set; got none"),
         (["--grader", "judge"], "grader must be one of boxed, math, choice"),
         (["--template", "Solve it."], "template must say where the question goes"),
         (["--chat-template"], "chat_template needs a tokenizer that has one"),
@@ -223,7 +237,7 @@ def test_several_samples_give_pass_at_k_and_bootstrapped_differences(reasoner, p
     options = {"samples": 3, "pass_at": [2, 3], "sampling": draws, **knobs}
     base, small = bench.compare(reasoner, problems, ["streaming_llm"], [32], **options)
     right = [np.array([mark == "1" for mark in one.right]).reshape(6, 3) for one in (base, small)]
-    assert base.pass_at == figures(right[0], [1, 2, 3])
+    assert base.pass_at == pass_figures(right[0], [1, 2, 3])
     assert (base.accuracy, [base.low, base.high]) == (pytest.approx(right[0].mean()), base.pass_at["1"][1:])
     difference = right[1].mean(axis=1) - right[0].mean(axis=1)
     assert (small.change, (small.change_low, small.change_high)) == (difference.mean(), bootstrap(difference))
@@ -233,7 +247,7 @@ def test_several_samples_give_pass_at_k_and_bootstrapped_differences(reasoner, p
     assert {row.count("|") for row in (head, line, *rows)} == {head.count("|")}
 
 
-def test_a_set_that_the_grader_cannot_grade_is_refused_or_cut(tmp_path, capsys):
+def test_a_set_that_the_grader_cannot_grade_is_refused_or_cut(ready_runs, tmp_path, capsys):
     file, out = tmp_path / "mine.jsonl", tmp_path / "out"
     rows = [("b=3;c=7;d=b*c;?d", "d=1"), ("x=1;y=2;z=x+y;?z", "\\frac{1}{2}"), ("x=1;y=2;z=x+y;?z", "z=3")]
     file.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows))
@@ -259,7 +273,7 @@ def test_the_math_grader_takes_what_the_boxed_one_refuses(reasoner):
 def test_a_model_with_chats_has_to_be_told_whether_this_is_one():
     chosen = command.DEFAULTS | {"dataset": "x"}
     tokenizer = types.SimpleNamespace(chat_template="yes")
-    with pytest.raises(ValueError, match="chat_template must be said where the model has one"):
+    with pytest.raises(ValueError, match="chat_template must be set where the model has one"):
         command.settle_chat(chosen, tokenizer)
     for said in (True, False):
         chosen["chat_template"] = said
@@ -277,7 +291,9 @@ def test_comparisons_recorded_before_go_on(path):
     outcomes = bench.read(path, about, command.UNSAID)
     assert outcomes[0].policy == "full"
     written = path.with_suffix(".md").read_text().splitlines()[2:]
-    first = [[row.split("|")[1:7] for row in rows] for rows in (map(bench.row_of, outcomes), written)]  # older ones end sooner
+    first = [
+        [row.split("|")[1:7] for row in rows] for rows in (bench.table(outcomes).splitlines()[2:], written)
+    ]  # older ones end sooner
     assert first[0] == first[1]
     with pytest.raises(ValueError, match="holds another comparison, by samples"):
         bench.read(path, about | {"samples": 2}, command.UNSAID)

@@ -176,7 +176,7 @@ def test_ctrl_c_keeps_what_is_finished(place, reasoner, problems, whole, tmp_pat
     monkeypatch.undo()
     records = read_records(path)
     assert 0 < len(records) < 15
-    assert {record["finish_reason"] for record in records} <= {"eos", "length"}
+    assert {record["finish_reason"] for record in records} <= {"stop", "length"}
     assert same(run(reasoner, problems, POLICY, path=path, **KNOBS), whole[0])
 
 

@@ -164,7 +164,7 @@ def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
     [
         ("task = 'juggling'\n[arms.full]", [], "task must be one of counting, chains; got 'juggling'"),
         ("task = 'counting'", [], "at least one"),
-        ("task = 'counting'\nstep = 3\n[arms.full]", [], "has step. Mend the file"),
+        ("task = 'counting'\nstep = 3\n[arms.full]", [], "has step. Correct the file"),
         ("task = 'counting'\nsamples = 1\n[arms.full]", [], "at least 2, since a group"),
         ("task = 'counting'\nsteps = 0\n[arms.full]", [], "steps must be at least 1"),
         ("task = 'counting'\n[arms.x]\npolicy = 'x_kv'", [], "policy must be one of"),
@@ -222,23 +222,28 @@ def test_every_shipped_course_is_one(path):
         assert arm.policy.budget is None or arm.policy.budget < longest / 2, "a budget that never evicts"
 
 
-def test_counting_pays_for_each_digit_that_is_one_more_than_the_last():
+@pytest.fixture(scope="module")
+def result():
+    """Something that was generated, to be given other tokens and texts."""
+    return jkv.generate(counting.start(0), [[1]], max_new_tokens=1, progress=False)
+
+
+def test_counting_pays_for_each_digit_that_is_one_more_than_the_last(result):
     def rewarded(*completions):
         lengths = np.array([len(tokens) for tokens in completions], np.int32)
         tokens = np.zeros((len(completions), lengths.max()), np.int32)
         for i, completion in enumerate(completions):
             tokens[i, : len(completion)] = completion
-        out = jkv.generate(counting.start(0), [[1]], max_new_tokens=1, progress=False)
-        return counting.reward(dataclasses.replace(out, tokens=tokens, lengths=lengths)).tolist()
+        return counting.reward(dataclasses.replace(result, tokens=tokens, lengths=lengths)).tolist()
 
     told = rewarded([1, 2, 3, 5, 6], [9, 10, 11, 12, 13], [8, 9, 0, 1, 2], [4], [15, 0], [0, 1])
     assert told == [0.75, 0, 0.75, 0, 0, 1]
 
 
-def test_chains_pay_for_the_right_answer_alone():
+def test_chains_pay_for_the_right_answer_alone(result):
     prompts, answers = TASKS["chains"].draw(np.random.default_rng(0), 3)
-    model = jkv.load("tiny-reasoner")
-    out = jkv.generate(model, prompts, max_new_tokens=400, progress=False)
+    assert [answer[0] for answer in answers] == [prompt[-1] for prompt in prompts]  # the variable that is asked for
+    out = dataclasses.replace(result, text=[f"<think>\n\n</think>\n\n\\boxed{{{answer}}}" for answer in answers])
     assert TASKS["chains"].reward(out, answers).tolist() == [1, 1, 1]
     assert TASKS["chains"].reward(out, [*answers[:2], "z=0"]).tolist() == [1, 1, 0]
 

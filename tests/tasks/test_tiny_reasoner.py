@@ -10,8 +10,10 @@ import pytest
 
 import jkv
 from jkv.model.params import count_weights
+from jkv.statistics import wilson
+from jkv.tasks import evaluate as tasks
 from jkv.tasks.chains import DOUBTS
-from jkv.tasks.evaluate import MARKS, PAGE, describe, evaluate, held_out, wilson
+from jkv.tasks.evaluate import MARKS, PAGE, describe, evaluate, held_out
 
 ROOT = Path(__file__).parents[2]
 ASSET = importlib.resources.files("jkv") / "assets" / "tiny-reasoner"
@@ -27,18 +29,25 @@ def recorded():
     return json.loads((ASSET / "evaluation.json").read_text())
 
 
-def test_it_solves_as_many_unseen_problems_as_recorded(reasoner, recorded):
-    result = evaluate(reasoner, held_out(32), progress=False)
-    assert wilson(result["right"], 32, z=3.0)[1] >= recorded["accuracy"]
+@pytest.fixture(scope="module")
+def solved(reasoner):
+    """Greedy completions of unseen problems, and which are right."""
+    return tasks.solve(reasoner, held_out(32), jkv.full(), progress=False)
 
 
-def test_it_thinks_step_by_step_and_doubts_itself(reasoner):
-    problems = held_out(8, seed=5)
-    out = jkv.generate(reasoner, [problem.prompt for problem in problems], progress=False)
+def test_it_solves_as_many_unseen_problems_as_recorded(reasoner, recorded, solved, monkeypatch):
+    monkeypatch.setattr(tasks, "solve", lambda model, problems, policy, **options: solved)
+    result = evaluate(reasoner, held_out(32))
+    assert (result["right"], result["finished"]) == (sum(solved[1]), {"stop": 32})
+    assert wilson(result["right"], 32, level=0.9973)[1] >= recorded["accuracy"]
+
+
+def test_it_thinks_thought_by_thought_and_doubts_itself(solved):
+    out, _ = solved
     for text in out.text:
         assert re.fullmatch(r"<think>\n\n.*\n\n</think>\n\n\\boxed\{[a-z]=\d\}", text, flags=re.DOTALL)
     assert any(doubt in text for text in out.text for doubt in DOUBTS)
-    assert out.finish_reason == ["eos"] * 8
+    assert out.finish_reason == ["stop"] * 32
 
 
 def test_the_page_of_results_holds_what_was_recorded(recorded):
