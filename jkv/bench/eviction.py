@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jkv.bench.fixtures import fill, new_control, new_state
+from jkv.bench.fixtures import fill, new_inputs, new_state
 from jkv.bench.rounds import medians_in_turns, seconds_of
-from jkv.bench.step_breakdown import compress
+from jkv.bench.step_breakdown import compact as compact_rows
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine import programs
 from jkv.engine.programs import State
@@ -64,15 +64,15 @@ def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, p
     slots = budget + interval
     holder = {"state": new_state(params, policy, batch, slots, page_size)}
     row = jnp.arange(batch, dtype=jnp.int32)
-    control = new_control(params, policy, batch)
+    inputs = new_inputs(params, policy, batch)
 
     def compact() -> State:
-        holder["state"] = compress(holder["state"], policy, batch, config.num_layers)
+        holder["state"] = compact_rows(holder["state"], policy, batch, config.num_layers)
         return holder["state"]
 
     def decode() -> State:
         for _ in range(interval // CHUNKS[0]):
-            holder["state"], _ = programs.decode_chunk(params, holder["state"], control, CHUNKS[0], "greedy")
+            holder["state"], _ = programs.decode_chunk(params, holder["state"], inputs, CHUNKS[0], "greedy")
         return holder["state"]
 
     def time_compact() -> float:
@@ -97,13 +97,13 @@ def cost_of_steps(params: Params, batch: int, budget: int, interval: int, page_s
     """Decode steps that evict inside against steps of the full cache, all on as many slots."""
     slots, row = budget + interval, jnp.arange(batch, dtype=jnp.int32)
     policies = {"full": full(), "h2o": h2o(slots), "tova": tova(slots)}
-    states, controls = {}, {}
+    states, inputs_of = {}, {}
     for name, policy in policies.items():
         states[name] = new_state(params, policy, batch, slots + CHUNKS[0], page_size)
-        controls[name] = new_control(params, policy, batch)
+        inputs_of[name] = new_inputs(params, policy, batch)
 
     def decode(name: str) -> State:
-        state, _ = programs.decode_chunk(params, states[name], controls[name], CHUNKS[0], "greedy")
+        state, _ = programs.decode_chunk(params, states[name], inputs_of[name], CHUNKS[0], "greedy")
         states[name] = state
         return state
 
@@ -125,7 +125,7 @@ def memory_of_redundancy(params: Params, batch: int, budget: int, interval: int,
     for slots in (2560, 5120, 10240):
         state = jax.eval_shape(functools.partial(new_state, params, policy, batch, slots, page_size))
         row, per_layer = leaf((1,), jnp.int32), leaf((config.num_layers, 1), jnp.int32)
-        traced = programs.compress.trace(
+        traced = programs.compact.trace(
             state, row, per_layer, row, leaf((2, 1), jnp.int32), evict=evict.as_program, is_traced=False
         )
         temporary[slots] = traced.lower().compile().memory_analysis().temp_size_in_bytes

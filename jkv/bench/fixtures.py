@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
 from jkv.engine.chunk_inputs import empty_state, step_rules
-from jkv.engine.programs import Control, State
+from jkv.engine.programs import ChunkInputs, State
 from jkv.model import checkpoint
 from jkv.model.model_shapes import read_shape
 from jkv.model.params import Model, ModelConfig, Params, init_params
@@ -63,7 +63,7 @@ def fill(state: State, key: PRNGKeyArray, slots: int) -> State:
     return state._replace(cache=Cache(pages.advance(pool.replace(kv=kv), row, num_new), ring))
 
 
-def new_control(params: Params, policy: Policy, batch: int) -> Control:
+def new_inputs(params: Params, policy: Policy, batch: int) -> ChunkInputs:
     """Greedy rows that never stop."""
     wide, key = np.zeros(batch, np.float32), np.zeros((batch, 2), np.uint32)
     sampling: Any = (wide, wide + 1, np.zeros(batch, np.int32), key)
@@ -73,4 +73,4 @@ def new_control(params: Params, policy: Policy, batch: int) -> Control:
         "sampling": SamplingRows(*sampling),
     }
     rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers) if policy.needs.mass else None
-    return jax.device_put(Control(**arrays, rules=rules, reads=None, sinks=None, steer=None))
+    return jax.device_put(ChunkInputs(**arrays, rules=rules, reads=None, sinks=None, steer=None))

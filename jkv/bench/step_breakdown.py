@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from jkv.bench.fixtures import fill, new_control, new_state
+from jkv.bench.fixtures import fill, new_inputs, new_state
 from jkv.bench.rounds import medians_in_turns, seconds_of
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.cache import pool as pages
@@ -33,18 +33,20 @@ LEAST = 1e-30  # so little of a result that adding it changes nothing, which no 
 def seconds_of_parts(params: Params, policy: Policy, batch: int, slots: int, interval: int, rounds: int) -> dict[str, float]:
     """Seconds that each part on the device takes of a step of `batch` rows of `slots` slots, medians of some rounds."""
     state = filled(params, policy, batch, slots)
-    control = new_control(params, policy, batch)
+    inputs = new_inputs(params, policy, batch)
     calls: dict[str, Callable[[], Any]] = {
         "attention": functools.partial(attention, params, state),
         "weights": functools.partial(weights, params, state),
-        "sampling": functools.partial(draws, state, control.sampling),
+        "sampling": functools.partial(draws, state, inputs.sampling),
     }
     timed = {name: functools.partial(seconds_of, call) for name, call in calls.items()}
     timed["pool"] = functools.partial(seconds_on_fresh_state, bookkeeping, params, policy, batch, slots)
     if isinstance(policy.evict, Evict):
         timed["scoring"] = functools.partial(seconds_of, functools.partial(scores, state, evict=policy.evict.as_program))
-        compact = functools.partial(compress, policy=policy, batch=batch, num_layers=params.config.num_layers)
-        timed["compaction"] = functools.partial(seconds_on_fresh_state, compact, params, policy, batch, slots + interval // 2)
+        compact_all = functools.partial(compact, policy=policy, batch=batch, num_layers=params.config.num_layers)
+        timed["compaction"] = functools.partial(
+            seconds_on_fresh_state, compact_all, params, policy, batch, slots + interval // 2
+        )
     seconds = medians_in_turns(timed, rounds)
     parts = {name: value / (interval if name in ("scoring", "compaction") else STEPS) for name, value in seconds.items()}
     if "compaction" in parts:
@@ -138,12 +140,12 @@ def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
     return score.swapaxes(0, 1)
 
 
-def compress(state: State, policy: Policy, batch: int, num_layers: int) -> State:
+def compact(state: State, policy: Policy, batch: int, num_layers: int) -> State:
     """Scoring and compaction of all rows, as the engine dispatches them."""
     evict: Any = policy.evict
     budget, nothing = np.full((num_layers, 1), policy.budget or 0, np.int32), np.zeros(1, np.int32)
     protected = np.asarray([[evict.sinks], [evict.recent]], np.int32)
     for i in range(batch):
         row = np.full(1, i, np.int32)
-        state = programs.compress(state, row, budget, nothing, protected, evict=evict.as_program, is_traced=False)[0]
+        state = programs.compact(state, row, budget, nothing, protected, evict=evict.as_program, is_traced=False)[0]
     return state

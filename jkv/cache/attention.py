@@ -16,7 +16,7 @@ from jkv.cache.page_selection import Choice, ReadRules, bound, choose_pages
 from jkv.cache.pool import EMPTY, Pool
 from jkv.model import decoder
 
-NEVER = jnp.iinfo(jnp.int32).max  # the end of a column that is never dropped
+OPEN_END = jnp.iinfo(jnp.int32).max  # the end of a column that is never dropped
 
 
 class Cache(NamedTuple):
@@ -134,7 +134,7 @@ class PrefillAttention(NamedTuple):
             jnp.moveaxis(value_1KSH, 1, 2),
             self.position,
             begin_1KS,
-            jnp.where(begin_1KS == EMPTY, EMPTY, NEVER),
+            jnp.where(begin_1KS == EMPTY, EMPTY, OPEN_END),
         )
         ring = cache.query_ring
         if ring is not None:

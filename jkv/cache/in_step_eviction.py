@@ -1,6 +1,6 @@
 """Eviction inside a decode step: one slot out for one token in, by the attention that the step computes anyway (H2O, TOVA).
 
-The slot that is given up becomes a hole (`jkv.cache.pool`), which the row's next token fills: no key ever moves.
+The slot that is given up becomes a vacant slot (`jkv.cache.pool`), which the row's next token fills: no key ever moves.
 """
 
 from typing import NamedTuple

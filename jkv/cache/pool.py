@@ -4,11 +4,11 @@ A head-page holds `page_size` tokens of one layer, row and KV head, so every hea
 number of them, and what it drops is free memory at once. The engine is the caller; nothing here knows a policy.
 
 Invariants, which the property tests check:
-- page 0 is the trash page: it is never owned, never free, and takes the writes that belong nowhere;
+- page 0 is the null page: it is never owned, never free, and takes the writes that belong nowhere;
 - `refcount[p]` counts the table entries that hold p; the free stack holds exactly the other pages, once each;
 - a page with more than one reference is never written (copy on write), and only full pages have more than one;
 - slots at or beyond `length` are empty: their position, keys and values may be anything, their slot data are zero;
-- below it, at most one is empty, the hole, whose position is EMPTY: the row's next token goes there; and those that were
+- below it, at most one is empty, the vacant slot, whose position is EMPTY: the row's next token goes there; and those that were
   skipped to start a page, whose log-weight is `-inf` and which nothing ever fills or reads.
 
 No function copies the pool as long as the caller donates it: `kv` is only an operand of gather and of scatter with full
@@ -25,8 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 import pallas_kernels as kernels
 
 EMPTY = -1  # the position of an empty slot, and the slot that `take_slots` ignores
-TRASH = 0  # the page that takes what belongs nowhere
-LOG_WEIGHT = "log_weight"  # the slot data that attention adds to a slot's logits: `ln m` where it stands for m, `-inf` a hole
+NULL_PAGE = 0  # the page that takes what belongs nowhere
+LOG_WEIGHT = "log_weight"  # the slot data that attention adds to a slot's logits: `ln m` for multiplicity m, `-inf` if vacant
 
 
 class Pool(flax.struct.PyTreeNode):
@@ -38,14 +38,14 @@ class Pool(flax.struct.PyTreeNode):
 
     kv: Annotated[Any, "P 2 page H"]  # keys (rotated at their true position) and values
     position: Annotated[Any, "P page"]  # each slot's index in its sequence
-    page_table: Annotated[Any, "L B K MP"]  # pages of each layer, row and KV head; TRASH beyond the last
+    page_table: Annotated[Any, "L B K MP"]  # pages of each layer, row and KV head; NULL_PAGE beyond the last
     length: Annotated[Any, "L B K"]  # filled slots
     logical_length: Annotated[Any, "B"]  # tokens seen, the position of the next one
-    refcount: Annotated[Any, "P"]  # table entries that hold a page, those of seats without a row included
+    refcount: Annotated[Any, "P"]  # table entries that hold a page, those of block tables without a row included
     free_stack: Annotated[Any, "P"]  # the first `free_top` entries are the free pages
     free_top: Annotated[Any, ""]  # negative after an allocation that the caller had not made sure of
     slot_data: dict[str, Annotated[Any, "L B K MP*page"]]  # by name; of a row's slot and not of its page (LOG_WEIGHT)
-    hole: Annotated[Any, "L B K"] = None  # the slot of the hole, EMPTY for none; None where rows never have one
+    vacant_slot: Annotated[Any, "L B K"] = None  # the slot of the vacant slot, EMPTY for none; None where rows never have one
     bounds: Annotated[Any, "P 2 H"] = (
         None  # smallest and largest of each page's keys, while rows only append; None if none asks
     )
@@ -67,14 +67,14 @@ class Pool(flax.struct.PyTreeNode):
         return self.page_table.shape[3] * self.page_size
 
 
-class Seat(NamedTuple):
+class BlockTable(NamedTuple):
     """The place of one row in the pool, apart from any row."""
 
     page_table: Int[Array, "L K MP"]
     length: Int[Array, "L K"]
     logical_length: Int[Array, ""]
     slot_data: dict[str, Float[Array, "L K S"]]
-    hole: Int[Array, "L K"] | None = None
+    vacant_slot: Int[Array, "L K"] | None = None
 
 
 class Content(NamedTuple):
@@ -96,24 +96,24 @@ def create(
     page_size: int,
     dtype: Any = jnp.float32,
     slot_data: tuple[str, ...] = (),
-    has_holes: bool = False,
+    has_vacant_slots: bool = False,
     has_bounds: bool = False,
     poison: bool = False,
 ) -> Pool:
-    """An empty pool of `num_pages` pages (the trash page comes on top), with room for `max_pages` in each row."""
+    """An empty pool of `num_pages` pages (the null page comes on top), with room for `max_pages` in each row."""
     table = (num_layers, num_rows, num_kv_heads, max_pages)
     total = num_pages + 1
     return Pool(
-        kv=jnp.full((total, 2, page_size, head_size), jnp.nan if poison else 0, dtype).at[TRASH].set(0),
+        kv=jnp.full((total, 2, page_size, head_size), jnp.nan if poison else 0, dtype).at[NULL_PAGE].set(0),
         position=jnp.full((total, page_size), EMPTY, jnp.int32),
-        page_table=jnp.full(table, TRASH, jnp.int32),
+        page_table=jnp.full(table, NULL_PAGE, jnp.int32),
         length=jnp.zeros(table[:3], jnp.int32),
         logical_length=jnp.zeros(num_rows, jnp.int32),
         refcount=jnp.zeros(total, jnp.int32),
         free_stack=jnp.arange(total, dtype=jnp.int32)[::-1],
         free_top=jnp.asarray(num_pages, jnp.int32),
         slot_data={name: jnp.zeros((*table[:3], max_pages * page_size), jnp.float32) for name in slot_data},
-        hole=jnp.full(table[:3], EMPTY, jnp.int32) if has_holes else None,
+        vacant_slot=jnp.full(table[:3], EMPTY, jnp.int32) if has_vacant_slots else None,
         bounds=jnp.zeros((total, 2, head_size), dtype) if has_bounds else None,
         poison=poison,
     )
@@ -128,7 +128,8 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
     """Gives `row`s the pages for their next `num_new` (at most T = `max_new`) tokens, and says where each token goes.
 
     The result's addresses (`page * page_size + offset`) are for `append`, the same for every token of a layer and KV head;
-    tokens at or beyond `num_new` go to the trash page. Positions are written here, once for all layers. A row with a hole takes
+    tokens at or beyond `num_new` go to the null page. Positions are written here, once for all layers. A row with a vacant slot
+    takes
     one token at a time.
     """
     page_size, max_pages = pool.page_size, pool.page_table.shape[3]
@@ -146,21 +147,21 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
 
     offset = jnp.arange(max_new, dtype=jnp.int32)
     slot = length[..., None] + offset
-    if pool.hole is not None:
-        hole = pool.hole[:, row, :, None]
-        slot = jnp.where(hole == EMPTY, slot, hole)
+    if pool.vacant_slot is not None:
+        vacant_slot = pool.vacant_slot[:, row, :, None]
+        slot = jnp.where(vacant_slot == EMPTY, slot, vacant_slot)
     is_real = offset < num_new[None, :, None, None]
     page = jnp.take_along_axis(table[:, row], jnp.minimum(slot // page_size, max_pages - 1), axis=-1)
-    address = jnp.where(is_real, page * page_size + slot % page_size, TRASH)
+    address = jnp.where(is_real, page * page_size + slot % page_size, NULL_PAGE)
     when = pool.logical_length[row][None, :, None, None] + offset
     position = pool.position.at[address // page_size, address % page_size].set(jnp.broadcast_to(when, address.shape))
     return pool.replace(page_table=table, position=position, bounds=bounds), address
 
 
 def num_growing(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Int[Array, "L R K"]:
-    """How much longer `num_new` tokens make each layer and KV head: those that fill a hole do not."""
+    """How much longer `num_new` tokens make each layer and KV head: those that fill a vacant slot do not."""
     growing = jnp.broadcast_to(num_new[None, :, None], (pool.length.shape[0], *row.shape, pool.length.shape[2]))
-    return growing if pool.hole is None else jnp.where(pool.hole[:, row] == EMPTY, growing, 0)
+    return growing if pool.vacant_slot is None else jnp.where(pool.vacant_slot[:, row] == EMPTY, growing, 0)
 
 
 def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"], value: Float[Array, "R T K H"]) -> Pool:
@@ -178,80 +179,83 @@ def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"
 def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Pool:
     """The pool after the reserved tokens have been appended in every layer."""
     length = pool.length.at[:, row].add(num_growing(pool, row, num_new), mode="drop")
-    hole = pool.hole
-    if hole is not None:
-        hole = hole.at[:, row].set(jnp.where(num_new[None, :, None] > 0, EMPTY, hole[:, row]), mode="drop")
-    return pool.replace(length=length, hole=hole, logical_length=pool.logical_length.at[row].add(num_new, mode="drop"))
+    vacant_slot = pool.vacant_slot
+    if vacant_slot is not None:
+        vacant_slot = vacant_slot.at[:, row].set(jnp.where(num_new[None, :, None] > 0, EMPTY, vacant_slot[:, row]), mode="drop")
+    return pool.replace(
+        length=length, vacant_slot=vacant_slot, logical_length=pool.logical_length.at[row].add(num_new, mode="drop")
+    )
 
 
-def open_holes(pool: Pool, slot: Int[Array, "L B K"]) -> tuple[Pool, Int[Array, "L B K"]]:
+def vacate(pool: Pool, slot: Int[Array, "L B K"]) -> tuple[Pool, Int[Array, "L B K"]]:
     """The pool without these slots, one of each layer, row and KV head, and their positions; EMPTY stands for none.
 
-    Their rows must have no hole, and their pages one reference.
+    Their rows must have no vacant slot, and their pages one reference.
     """
     is_real = slot != EMPTY
     layer, row, head = jnp.indices(slot.shape, dtype=jnp.int32, sparse=True)
     at = jnp.maximum(slot, 0)
-    page = jnp.where(is_real, pool.page_table[layer, row, head, at // pool.page_size], TRASH)
+    page = jnp.where(is_real, pool.page_table[layer, row, head, at // pool.page_size], NULL_PAGE)
     position = jnp.where(is_real, pool.position[page, at % pool.page_size], EMPTY)
     beyond = jnp.where(is_real, at, pool.max_slots)
     data = {name: data.at[layer, row, head, beyond].set(0.0, mode="drop") for name, data in pool.slot_data.items()}
     emptied = pool.position.at[page, at % pool.page_size].set(EMPTY)
-    return pool.replace(position=emptied, slot_data=data, hole=jnp.where(is_real, slot, pool.hole)), position
+    return pool.replace(position=emptied, slot_data=data, vacant_slot=jnp.where(is_real, slot, pool.vacant_slot)), position
 
 
-def seat_of(pool: Pool, row: Int[Array, ""]) -> Seat:
+def block_table_of(pool: Pool, row: Int[Array, ""]) -> BlockTable:
     """Where a row sits; a look, which takes no reference."""
     data = {name: data[:, row] for name, data in pool.slot_data.items()}
-    hole = None if pool.hole is None else pool.hole[:, row]
-    return Seat(pool.page_table[:, row], pool.length[:, row], pool.logical_length[row], data, hole)
+    vacant_slot = None if pool.vacant_slot is None else pool.vacant_slot[:, row]
+    return BlockTable(pool.page_table[:, row], pool.length[:, row], pool.logical_length[row], data, vacant_slot)
 
 
-def leave(pool: Pool, row: Int[Array, ""]) -> tuple[Pool, Seat]:
-    """Row `row` becomes empty, and its references belong to the seat from now on, until `drop` lets go of them."""
-    return clear_rows(pool, row[None]), seat_of(pool, row)
+def detach(pool: Pool, row: Int[Array, ""]) -> tuple[Pool, BlockTable]:
+    """Row `row` becomes empty, and its references belong to the block table from now on, until `free` lets go of them."""
+    return clear_rows(pool, row[None]), block_table_of(pool, row)
 
 
-def sit(pool: Pool, seat: Seat, target: Int[Array, " R"], is_own: Bool[Array, "L K MP"]) -> Pool:
-    """Empty rows `target` take a seat: entries that `is_own` marks become fresh pages, to be written, the others are shared.
+def attach(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], is_own: Bool[Array, "L K MP"]) -> Pool:
+    """Empty rows `target` take a block table: entries that `is_own` marks become fresh pages, to be written, the others are
+    shared.
 
     Shared pages must be full. A target equal to the number of rows stands for none.
     """
     is_real = (target < pool.num_rows)[None, :, None, None]
-    index = jnp.arange(seat.page_table.shape[-1], dtype=jnp.int32)
-    is_used = index < num_pages_of(seat.length, pool.page_size)[..., None]
+    index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
+    is_used = index < num_pages_of(block_table.length, pool.page_size)[..., None]
     is_shared = (is_used & ~is_own)[:, None] & is_real
-    table = jnp.broadcast_to(seat.page_table[:, None], is_shared.shape)
+    table = jnp.broadcast_to(block_table.page_table[:, None], is_shared.shape)
     refcount = pool.refcount.at[jnp.where(is_shared, table, pool.refcount.shape[0])].add(1, mode="drop")
     pool, fresh = allocate(pool.replace(refcount=refcount), (is_used & is_own)[:, None] & is_real)
-    data, hole = pool.slot_data, pool.hole
-    if hole is not None:
-        assert seat.hole is not None
-        hole = hole.at[:, target].set(seat.hole[:, None], mode="drop")
+    data, vacant_slot = pool.slot_data, pool.vacant_slot
+    if vacant_slot is not None:
+        assert block_table.vacant_slot is not None
+        vacant_slot = vacant_slot.at[:, target].set(block_table.vacant_slot[:, None], mode="drop")
     return pool.replace(
         page_table=pool.page_table.at[:, target].set(jnp.where(is_shared, table, fresh), mode="drop"),
-        length=pool.length.at[:, target].set(seat.length[:, None], mode="drop"),
-        logical_length=pool.logical_length.at[target].set(seat.logical_length, mode="drop"),
-        slot_data={name: data[name].at[:, target].set(seat.slot_data[name][:, None], mode="drop") for name in data},
-        hole=hole,
+        length=pool.length.at[:, target].set(block_table.length[:, None], mode="drop"),
+        logical_length=pool.logical_length.at[target].set(block_table.logical_length, mode="drop"),
+        slot_data={name: data[name].at[:, target].set(block_table.slot_data[name][:, None], mode="drop") for name in data},
+        vacant_slot=vacant_slot,
     )
 
 
-def fork(pool: Pool, seat: Seat, target: Int[Array, " R"], owns_all: bool = False) -> Pool:
-    """Empty rows `target` become copies of a seat: they share its full pages and own a copy of its partial last page.
+def fork(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], owns_all: bool = False) -> Pool:
+    """Empty rows `target` become copies of a block table: they share its full pages and own a copy of its partial last page.
 
     With `owns_all` (rows that will write into their pages again) they own copies of all. A target equal to the number of rows
     stands for none.
     """
     page_size, present = pool.page_size, jnp.minimum(target, pool.num_rows - 1)
-    index = jnp.arange(seat.page_table.shape[-1], dtype=jnp.int32)
-    is_own = (index == (seat.length // page_size)[..., None]) & (seat.length % page_size > 0)[..., None]
+    index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
+    is_own = (index == (block_table.length // page_size)[..., None]) & (block_table.length % page_size > 0)[..., None]
     if owns_all:
-        is_own = index < num_pages_of(seat.length, page_size)[..., None]
-    pool = sit(pool, seat, target, is_own)
+        is_own = index < num_pages_of(block_table.length, page_size)[..., None]
+    pool = attach(pool, block_table, target, is_own)
     is_copied = is_own[:, None] & (target < pool.num_rows)[None, :, None, None]
-    old = jnp.where(is_copied, seat.page_table[:, None], TRASH)  # TRASH onto TRASH where nothing is copied
-    new = jnp.where(is_copied, pool.page_table[:, present], TRASH)
+    old = jnp.where(is_copied, block_table.page_table[:, None], NULL_PAGE)  # NULL_PAGE onto NULL_PAGE where nothing is copied
+    new = jnp.where(is_copied, pool.page_table[:, present], NULL_PAGE)
     if not owns_all:  # at most one a row
         old, new = old.sum(axis=-1), new.sum(axis=-1)
 
@@ -264,19 +268,19 @@ def fork(pool: Pool, seat: Seat, target: Int[Array, " R"], owns_all: bool = Fals
     return pool.replace(kv=kv, position=position, bounds=bounds)
 
 
-def drop(pool: Pool, seat: Seat) -> Pool:
-    """The pool after a seat that `leave` made let go of its pages."""
-    index = jnp.arange(seat.page_table.shape[-1], dtype=jnp.int32)
-    return drop_references(pool, seat.page_table, index < num_pages_of(seat.length, pool.page_size)[..., None])
+def free(pool: Pool, block_table: BlockTable) -> Pool:
+    """The pool after a block table that `detach` made let go of its pages."""
+    index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
+    return drop_references(pool, block_table.page_table, index < num_pages_of(block_table.length, pool.page_size)[..., None])
 
 
 def read_pages(pool: Pool, page: Int[Array, "K I"]) -> Content:
-    """What some pages of each KV head hold, to be put aside."""
+    """What some pages of each KV head hold, to be swapped out."""
     return Content(pool.kv[page], pool.position[page], None if pool.bounds is None else pool.bounds[page])
 
 
 def write_pages(pool: Pool, page: Int[Array, "K I"], content: Content) -> Pool:
-    """What `read_pages` gave, in other pages; TRASH stands for nowhere."""
+    """What `read_pages` gave, in other pages; NULL_PAGE stands for nowhere."""
     whole = Content(pool.kv, pool.position, pool.bounds)
     return pool.replace(**jax.tree.map(lambda x, new: x.at[page].set(new), whole, content)._asdict())
 
@@ -304,16 +308,16 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     is_written = is_kept & ~(is_same & (is_full | ~is_shared))
     is_copied = is_written & is_shared
     pool, fresh = allocate(pool, is_copied)
-    new_table = jnp.where(is_copied, fresh, jnp.where(is_kept, table, TRASH))
+    new_table = jnp.where(is_copied, fresh, jnp.where(is_kept, table, NULL_PAGE))
 
     def address(pages: Int[Array, "L R K MP"], at: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:
         return jnp.take_along_axis(pages, at // page_size, axis=-1) * page_size + at % page_size
 
-    source = jnp.where(slots == EMPTY, TRASH, address(table, jnp.maximum(slots, 0)))
+    source = jnp.where(slots == EMPTY, NULL_PAGE, address(table, jnp.maximum(slots, 0)))
     is_moved = (slots != EMPTY) & jnp.repeat(is_written, page_size, axis=-1)
-    target = jnp.where(is_moved, address(new_table, jnp.broadcast_to(slot, slots.shape)), TRASH)
+    target = jnp.where(is_moved, address(new_table, jnp.broadcast_to(slot, slots.shape)), NULL_PAGE)
 
-    rows = (x.reshape(-1, x.shape[-1]) for x in (slots, table, jnp.where(is_written, new_table, TRASH)))
+    rows = (x.reshape(-1, x.shape[-1]) for x in (slots, table, jnp.where(is_written, new_table, NULL_PAGE)))
     kv = kernels.take_slots(pool.kv, *rows)  # those of all layers and KV heads: no page belongs to two of them
     moved = pool.position[source // page_size, source % page_size]
     position = pool.position.at[target // page_size, target % page_size].set(moved)
@@ -327,7 +331,7 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
         position=position,
         page_table=pool.page_table.at[:, row].set(new_table),
         length=pool.length.at[:, row].set(count),
-        hole=None if pool.hole is None else pool.hole.at[:, row].set(EMPTY),
+        vacant_slot=None if pool.vacant_slot is None else pool.vacant_slot.at[:, row].set(EMPTY),
         slot_data={name: take(data) for name, data in pool.slot_data.items()},
     )
     return drop_references(pool, table, is_used & (is_copied | ~is_kept))
@@ -337,7 +341,8 @@ def take_pages(pool: Pool, row: Int[Array, " R"], entries: Int[Array, "R MP"], l
     """Every `row` keeps whole pages, the `entries` of its table in that order, in every layer and KV head, and frees others.
 
     EMPTY entries, all at the end, are ignored. Nothing is moved: tables change, and slot data with them. A page's slots get its
-    `log_weight`, holes keep theirs. Only the last page of a row may be partial, and it must stay the last. A row equal to the
+    `log_weight`, vacant slots keep theirs. Only the last page of a row may be partial, and it must stay the last. A row equal
+    to the
     number of rows stands for none.
     """
     is_real, present = row < pool.num_rows, jnp.minimum(row, pool.num_rows - 1)
@@ -348,7 +353,7 @@ def take_pages(pool: Pool, row: Int[Array, " R"], entries: Int[Array, "R MP"], l
     where = jnp.where(is_kept, at, table.shape[-1])
     is_left = jnp.zeros(entries.shape, bool).at[jnp.arange(len(row))[:, None], where].set(True, mode="drop")[:, None]
     num_dropped = (is_used & ~is_left).sum(axis=-1, dtype=jnp.int32)
-    new_table = jnp.where(is_kept[:, None], jnp.take_along_axis(table, at[None, :, None], axis=-1), TRASH)
+    new_table = jnp.where(is_kept[:, None], jnp.take_along_axis(table, at[None, :, None], axis=-1), NULL_PAGE)
     new_length = length - num_dropped * pool.page_size
     is_filled = jnp.arange(pool.max_slots, dtype=jnp.int32) < new_length[..., None]
 
@@ -369,7 +374,7 @@ def take_pages(pool: Pool, row: Int[Array, " R"], entries: Int[Array, "R MP"], l
 
 
 def fill_page(pool: Pool, is_filled: Bool[Array, " B"]) -> Pool:
-    """The pool with the last page of some rows full: what is left of it becomes holes, of log-weight `-inf`."""
+    """The pool with the last page of some rows full: what is left of it becomes vacant slots, of log-weight `-inf`."""
     length = pool.length
     end = jnp.where(is_filled[None, :, None], num_pages_of(length, pool.page_size) * pool.page_size, length)
     layer, row, head = jnp.indices(length.shape, dtype=jnp.int32, sparse=True)
@@ -395,10 +400,10 @@ def release(pool: Pool, row: Int[Array, " R"]) -> Pool:
 def clear_rows(pool: Pool, row: Int[Array, " R"]) -> Pool:
     """The pool with `row`s empty; their references are the caller's business."""
     return pool.replace(
-        page_table=pool.page_table.at[:, row].set(TRASH, mode="drop"),
+        page_table=pool.page_table.at[:, row].set(NULL_PAGE, mode="drop"),
         length=pool.length.at[:, row].set(0, mode="drop"),
         logical_length=pool.logical_length.at[row].set(0, mode="drop"),
-        hole=None if pool.hole is None else pool.hole.at[:, row].set(EMPTY, mode="drop"),
+        vacant_slot=None if pool.vacant_slot is None else pool.vacant_slot.at[:, row].set(EMPTY, mode="drop"),
         slot_data={name: data.at[:, row].set(0.0, mode="drop") for name, data in pool.slot_data.items()},
     )
 
@@ -425,10 +430,10 @@ def positions(pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: I
 
 
 def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array, "..."]]:
-    """A page with one reference wherever `is_needed`, TRASH elsewhere."""
+    """A page with one reference wherever `is_needed`, NULL_PAGE elsewhere."""
     rank = jnp.cumsum(is_needed.reshape(-1), dtype=jnp.int32).reshape(is_needed.shape)  # 1 for the first
     is_given = is_needed & (rank <= pool.free_top)
-    page = jnp.where(is_given, pool.free_stack[jnp.maximum(pool.free_top - rank, 0)], TRASH)
+    page = jnp.where(is_given, pool.free_stack[jnp.maximum(pool.free_top - rank, 0)], NULL_PAGE)
     refcount = pool.refcount.at[jnp.where(is_given, page, pool.refcount.shape[0])].set(1, mode="drop")
     return pool.replace(refcount=refcount, free_top=pool.free_top - jnp.sum(is_needed, dtype=jnp.int32)), page
 

@@ -15,7 +15,7 @@ from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules
 from jkv.cache.page_selection import ReadRules, pages_read
-from jkv.engine.programs import AlignRules, Control, State
+from jkv.engine.programs import AlignRules, ChunkInputs, State
 from jkv.engine.samples import Sample
 from jkv.model.params import Model, ModelConfig
 from jkv.model.sampling import SamplingRows, sample_key
@@ -46,7 +46,7 @@ def empty_state(
         page_size=page_size,
         dtype=dtype,
         slot_data=("mass",) * needs.mass + (pages.LOG_WEIGHT,) * needs.sharing,
-        has_holes=needs.mass,
+        has_vacant_slots=needs.mass,
         has_bounds=needs.bounds,
         poison=poison,
     )
@@ -64,7 +64,7 @@ def row_settings(
     max_stop_ids: int,
     page_size: int,
     sharding: jax.sharding.Sharding | None = None,
-) -> Control:
+) -> ChunkInputs:
     """What stays the same as long as the rows do, on the device or devices; nothing is running in it yet."""
     stop_ids, top_k = np.full((num_rows, max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
     temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
@@ -77,7 +77,7 @@ def row_settings(
     policies = {i: sample.request.policy for i, sample in running.items()}
     sampling: Any = (temperature, top_p, top_k, key)
     arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "sampling": SamplingRows(*sampling)}
-    settings = Control(
+    settings = ChunkInputs(
         **arrays,
         rules=step_rules(policies, num_rows, model.config.num_layers) if needs.mass else None,
         reads=read_rules(policies, num_rows, page_size) if needs.bounds else None,
@@ -88,7 +88,7 @@ def row_settings(
     return jax.device_put(settings, sharding)
 
 
-def for_chunk(settings: Control, running: Mapping[int, Sample], model: Model) -> Control:
+def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model) -> ChunkInputs:
     """The settings with what has changed since the last chunk: tokens that remain, strengths, who thinks."""
     num_rows = settings.remaining.shape[0]
     remaining: Any = np.zeros(num_rows, np.int32)

@@ -21,14 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jkv.engine import chunk_inputs as control
-from jkv.engine import programs
+from jkv.engine import chunk_inputs, programs
 from jkv.engine.axes import HEADS, P, is_spec, specs_of
-from jkv.engine.programs import Emitted, State
+from jkv.engine.programs import ChunkOutputs, State
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Needs, Policy
 
-SETTINGS = ("num_steps", "draws", "is_traced", "tells_hidden", "evict", "owns_all")  # static arguments of programs
+SETTINGS = ("num_steps", "draws", "is_traced", "returns_hidden", "evict", "owns_all")  # static arguments of programs
 
 
 def arrange(mesh: Mesh) -> Mesh:
@@ -165,16 +164,16 @@ def with_free_top(state: Any, free_top: Any) -> Any:
     return state._replace(cache=state.cache._replace(pool=state.cache.pool.replace(free_top=free_top)))
 
 
-def decode_chunk(**arguments: Any) -> tuple[State, Emitted]:
+def decode_chunk(**arguments: Any) -> tuple[State, ChunkOutputs]:
     """A shard's `programs.decode_chunk`, with the pages of all shards counted."""
-    state, emitted = programs.decode_chunk(**arguments)
-    return state, emitted._replace(held_pages=jax.lax.psum(emitted.held_pages, HEADS))
+    state, outputs = programs.decode_chunk(**arguments)
+    return state, outputs._replace(held_pages=jax.lax.psum(outputs.held_pages, HEADS))
 
 
-def compress(**arguments: Any) -> tuple[State, Any, Any]:
-    """A shard's `programs.compress`, with the positions that are left in any head of any shard."""
+def compact(**arguments: Any) -> tuple[State, Any, Any]:
+    """A shard's `programs.compact`, with the positions that are left in any head of any shard."""
     first = jax.lax.axis_index(HEADS) * arguments["state"].cache.pool.page_table.shape[2]
-    state, dropped, is_left = programs.compress(**arguments | {"first_head": first})
+    state, dropped, is_left = programs.compact(**arguments | {"first_head": first})
     return state, dropped, None if is_left is None else jax.lax.psum(is_left.astype(jnp.int32), HEADS) > 0
 
 
@@ -183,7 +182,7 @@ def measure_pages(**arguments: Any) -> Any:
     return jax.lax.psum(programs.measure_pages(**arguments), HEADS)
 
 
-ON_SHARD: dict[str, Any] = {"decode_chunk": decode_chunk, "compress": compress, "measure_pages": measure_pages}
+ON_SHARD: dict[str, Any] = {"decode_chunk": decode_chunk, "compact": compact, "measure_pages": measure_pages}
 
 
 # What an engine calls.
@@ -249,7 +248,7 @@ def programs_on(mesh: Mesh) -> Any:
 
 
 def empty_state(mesh: Mesh, config: ModelConfig, needs: Needs, **settings: Any) -> State:
-    """`control.empty_state` on a mesh, of so many pages on all shards together."""
+    """`chunk_inputs.empty_state` on a mesh, of so many pages on all shards together."""
     return state_maker(mesh, config, needs, **settings)()
 
 
@@ -257,7 +256,7 @@ def state_maker(mesh: Mesh, config: ModelConfig, needs: Needs, *, num_pages: int
     """A function that makes `empty_state`; it compiles once, however often it is called."""
     mesh = arrange(mesh)
     share = functools.partial(
-        control.empty_state, local_config(config, mesh.size), needs, num_pages=num_pages // mesh.size, **settings
+        chunk_inputs.empty_state, local_config(config, mesh.size), needs, num_pages=num_pages // mesh.size, **settings
     )
     specs = state_specs(jax.eval_shape(share))
     return jax.jit(jax.shard_map(lambda: left(share()), mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))

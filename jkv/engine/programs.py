@@ -17,7 +17,7 @@ from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention, last_q
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.moved_sinks import SinkRules
 from jkv.cache.page_selection import ReadRules
-from jkv.cache.pool import EMPTY, Seat
+from jkv.cache.pool import EMPTY, BlockTable
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows
@@ -38,7 +38,7 @@ class State(NamedTuple):
 class Snapshot(NamedTuple):
     """One row apart from the batch: its place in the pool, and what else its next step needs."""
 
-    seat: Seat
+    block_table: BlockTable
     logits: Float[Array, " V"]
     query_ring: Float[Array, "L W N H"] | None
 
@@ -52,7 +52,7 @@ class AlignRules(NamedTuple):
     is_end: Bool[Array, " V"]  # tokens that end one
 
 
-class Control(NamedTuple):
+class ChunkInputs(NamedTuple):
     """What the host tells a chunk about each row."""
 
     remaining: Int[Array, " B"]  # tokens until the row's limit; 0 for a row that is not running
@@ -65,7 +65,7 @@ class Control(NamedTuple):
     align: AlignRules | None = None  # None when no policy aligns steps
 
 
-class Emitted(NamedTuple):
+class ChunkOutputs(NamedTuple):
     """A chunk's tokens, for the host; steps of finished rows are not real."""
 
     token: Int[Array, "steps B"]
@@ -80,25 +80,25 @@ class Emitted(NamedTuple):
     log_prob_full: Float[Array, "steps B"] | None  # before top-k and top-p; None where `log_prob` is that
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "tells_hidden"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "returns_hidden"), donate_argnames="state")
 def decode_chunk(
     params: Params,
     state: State,
-    control: Control,
+    inputs: ChunkInputs,
     num_steps: int,
     draws: str,
     is_traced: bool = False,
-    tells_hidden: bool = False,
-) -> tuple[State, Emitted]:
+    returns_hidden: bool = False,
+) -> tuple[State, ChunkOutputs]:
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
-    row = jnp.arange(control.remaining.shape[0], dtype=jnp.int32)
+    row = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32)
 
     def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         (cache, logits), is_active, remaining, is_thinking, align = carry
         position = cache.pool.logical_length
-        token, log_prob, log_prob_full = sampling.draw(logits, control.sampling, position, draws)
+        token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, position, draws)
         token = jnp.where(is_active, token, 0)
-        is_last = (token[:, None] == control.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
+        is_last = (token[:, None] == inputs.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
         pool = cache.pool
         if align is not None:
@@ -106,36 +106,36 @@ def decode_chunk(
         pool, address = pages.reserve(pool, row, num_new, 1)
         length = pool.length + pages.num_growing(pool, row, num_new)
         sinks = None
-        if control.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
+        if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
             angle = decoder.rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
-            sinks = SinkRules(control.sinks, jnp.cos(angle), jnp.sin(angle))
-        attend = DecodeAttention(address, length, position, control.rules, control.reads, sinks, goes_on)
+            sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
+        attend = DecodeAttention(address, length, position, inputs.rules, inputs.reads, sinks, goes_on)
         cache = cache._replace(
             pool=pool,
-            victim=None if control.rules is None else jnp.full_like(length, EMPTY),
-            is_read=None if control.reads is None else jnp.zeros(pool.page_table.shape, bool),
+            victim=None if inputs.rules is None else jnp.full_like(length, EMPTY),
+            is_read=None if inputs.reads is None else jnp.zeros(pool.page_table.shape, bool),
         )
         enter = steered = None
-        if control.steer is not None:
-            steered, is_thinking = steering.amounts(control.steer, token, is_thinking)
-            enter = functools.partial(steering.push, control.steer.vector, control.steer.layer, steered[:, None])
+        if inputs.steer is not None:
+            steered, is_thinking = steering.amounts(inputs.steer, token, is_thinking)
+            enter = functools.partial(steering.push, inputs.steer.vector, inputs.steer.layer, steered[:, None])
         hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache, enter)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
         if cache.victim is not None:
-            pool, dropped = pages.open_holes(pool, cache.victim)
+            pool, dropped = pages.vacate(pool, cache.victim)
         logits = decoder.unembed(params, hidden[:, 0])
         state = State(Cache(pool, cache.query_ring), logits)
         events = (
             *((dropped, cache.is_read, steered) if is_traced else (None, None, None)),
-            hidden[:, 0] if tells_hidden else None,
+            hidden[:, 0] if returns_hidden else None,
             log_prob_full,
         )
         return (state, goes_on, remaining - 1, is_thinking, align), (token, log_prob, is_active, *events)
 
-    is_thinking = None if control.steer is None else control.steer.is_thinking
-    start = (state, control.remaining > 0, control.remaining, is_thinking, control.align)
+    is_thinking = None if inputs.steer is None else inputs.steer.is_thinking
+    start = (state, inputs.remaining > 0, inputs.remaining, is_thinking, inputs.align)
     (state, is_running, *_), (token, log_prob, is_real, *events) = jax.lax.scan(step, start, None, length=num_steps)
-    return state, Emitted(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, *events)
+    return state, ChunkOutputs(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, *events)
 
 
 def start_page(
@@ -168,7 +168,7 @@ def prefill_chunk(
 
 
 @functools.partial(jax.jit, static_argnames=("evict", "is_traced"), donate_argnames="state")
-def compress(
+def compact(
     state: State,
     row: Int[Array, " R"],
     budget: Int[Array, "L R"],
@@ -278,30 +278,30 @@ def release(state: State, row: Int[Array, " B"]) -> State:
 
 
 @jax.jit
-def look(state: State, row: Int[Array, ""]) -> Snapshot:
+def snapshot_row(state: State, row: Int[Array, ""]) -> Snapshot:
     """A row as it stands; takes no reference."""
     ring = state.cache.query_ring
-    return Snapshot(pages.seat_of(state.cache.pool, row), state.logits[row], None if ring is None else ring[:, row])
+    return Snapshot(pages.block_table_of(state.cache.pool, row), state.logits[row], None if ring is None else ring[:, row])
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def leave(state: State, row: Int[Array, ""]) -> tuple[State, Snapshot]:
-    """A row leaves the batch and keeps its pages, until `drop`."""
-    snapshot = look(state, row)
-    pool, _ = pages.leave(state.cache.pool, row)
+def detach(state: State, row: Int[Array, ""]) -> tuple[State, Snapshot]:
+    """A row leaves the batch and keeps its pages, until `free`."""
+    snapshot = snapshot_row(state, row)
+    pool, _ = pages.detach(state.cache.pool, row)
     return state._replace(cache=state.cache._replace(pool=pool)), snapshot
 
 
 @functools.partial(jax.jit, static_argnames="owns_all", donate_argnames="state")
 def fork(state: State, snapshot: Snapshot, target: Int[Array, " B"], owns_all: bool = False) -> State:
     """Empty rows `target` go on from a snapshot, whose full pages they share, or copy."""
-    return place(state, pages.fork(state.cache.pool, snapshot.seat, target, owns_all), snapshot, target)
+    return place(state, pages.fork(state.cache.pool, snapshot.block_table, target, owns_all), snapshot, target)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def sit(state: State, snapshot: Snapshot, row: Int[Array, ""], is_own: Bool[Array, "L K MP"]) -> State:
+def attach(state: State, snapshot: Snapshot, row: Int[Array, ""], is_own: Bool[Array, "L K MP"]) -> State:
     """An empty row goes on from a snapshot; the entries that `is_own` marks become pages that `write_pages` has to fill."""
-    pool = pages.sit(state.cache.pool, snapshot.seat, row[None], is_own)
+    pool = pages.attach(state.cache.pool, snapshot.block_table, row[None], is_own)
     return place(state, pool, snapshot, row[None])
 
 
@@ -315,18 +315,18 @@ def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array,
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def drop(state: State, seat: Seat) -> State:
+def free(state: State, block_table: BlockTable) -> State:
     """Lets go of the pages of a row that left."""
-    return state._replace(cache=state.cache._replace(pool=pages.drop(state.cache.pool, seat)))
+    return state._replace(cache=state.cache._replace(pool=pages.free(state.cache.pool, block_table)))
 
 
 @jax.jit
 def read_pages(state: State, page: Int[Array, "K I"]) -> pages.Content:
-    """Pages of each KV head, to be put aside."""
+    """Pages of each KV head, to be swapped out."""
     return pages.read_pages(state.cache.pool, page)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def write_pages(state: State, page: Int[Array, "K I"], content: pages.Content) -> State:
-    """Pages that were put aside, back in the pool."""
+    """Pages that were swapped out, back in the pool."""
     return state._replace(cache=state.cache._replace(pool=pages.write_pages(state.cache.pool, page, content)))

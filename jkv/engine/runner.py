@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.cache.pool import TRASH, num_pages_of
+from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.engine import mesh as meshes
 from jkv.engine import programs, swap
 from jkv.engine.chunk_inputs import empty_state, for_chunk, row_settings
-from jkv.engine.programs import Control
+from jkv.engine.programs import ChunkInputs
 from jkv.engine.samples import Prefix, RowOutputs, Sample, Start
 from jkv.engine.scheduler import Capacity, Turn
 from jkv.engine.sharer import Sharer
@@ -91,11 +91,11 @@ class Runner:
             self._make_state = meshes.state_maker(mesh, config, needs, **sizes)
         self._place = weights.place_of(model.params)
         self.wake()
-        self._settings: Control | None = None  # of the rows, on the device; None when the rows have changed
+        self._settings: ChunkInputs | None = None  # of the rows, on the device; None when the rows have changed
         # A longer request doubles it, and compiles compaction anew.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
-        beside_pages = cache.query_ring, cache.pool.slot_data, cache.pool.hole
+        beside_pages = cache.query_ring, cache.pool.slot_data, cache.pool.vacant_slot
         self.meter = Meter(
             config,
             running,
@@ -172,8 +172,8 @@ class Runner:
             assert prefix.start is not None
             table = prefix.start.page_table
             if prefix.swapped is None and any(sample.is_swapped for sample in prefix.samples):
-                prefix.swapped = swap.read_pages(self.programs, self.state, table, table != TRASH)
-            self.state = self.programs.drop(self.state, prefix.start.snapshot.seat)
+                prefix.swapped = swap.read_pages(self.programs, self.state, table, table != NULL_PAGE)
+            self.state = self.programs.free(self.state, prefix.start.snapshot.block_table)
             prefix.start = None
 
     def _swap_out(self, row: int, sample: Sample) -> None:
@@ -216,8 +216,8 @@ class Runner:
         prefix = sample.prefix
         if prefix.start is None:
             self._prefill(first, sample)
-            self.state, snapshot = self.programs.leave(self.state, np.int32(first))
-            done, table = copy.copy(sample.completion), np.asarray(snapshot.seat.page_table)
+            self.state, snapshot = self.programs.detach(self.state, np.int32(first))
+            done, table = copy.copy(sample.completion), np.asarray(snapshot.block_table.page_table)
             prefix.start = Start(snapshot, table, done, sample.sentences, sample.trace)
         start = prefix.start
         with self.meter.clock("prefill_seconds"):
@@ -283,7 +283,7 @@ class Runner:
             assert sample.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
             sentences = map_sentences(sample.sentences, self._map_width)
-        self.state, dropped, is_left = self.programs.compress(
+        self.state, dropped, is_left = self.programs.compact(
             self.state,
             np.full(1, row, np.int32),
             np.asarray(sample.budgets, np.int32)[:, None],
@@ -295,7 +295,7 @@ class Runner:
         )
         return dropped, is_left
 
-    def _chunk_inputs(self, running: dict[int, Sample]) -> Control:
+    def _chunk_inputs(self, running: dict[int, Sample]) -> ChunkInputs:
         """What the next chunk has to know; settings change only with the rows, and stay on the device until then."""
         if self._settings is None:
             demands = [sample.request.sampling.draws for sample in running.values()]

@@ -232,6 +232,6 @@ class Sample:
             return
         gone, again = [page for page, _ in pairs], [np.zeros(0, np.int32)]
         if self.sharing.share.bias:
-            again += [np.tile(layout.positions(kept), layout.stands_for[page]) for page, kept in pairs if kept not in gone]
+            again += [np.tile(layout.positions(kept), layout.multiplicity[page]) for page, kept in pairs if kept not in gone]
         dropped = np.concatenate([layout.positions(page) for page in gone])
         self.trace.shared(dropped, np.concatenate(again), self.num_seen)

@@ -57,7 +57,7 @@ class Sharer:
         sample.sharing = Sharing(share, self.model, request.prompt, self.page_size, self.stats, self._embedding, identity)
         sample.sharing.is_over = bool((sample.filled < len(request.prompt)).any())
 
-    def look(self, running: Mapping[int, Sample], state: State, num_steps: int, emitted: Any) -> None:
+    def look(self, running: Mapping[int, Sample], state: State, num_steps: int, outputs: Any) -> None:
         """While a chunk of `num_steps` runs: looks at the tokens before it, and has pages measured that are decided on after.
 
         `state` is the one that the chunk will leave, `emitted` what it will tell.
@@ -77,7 +77,7 @@ class Sharer:
                 pairs = [] if now % sharing.share.interval else sharing.candidates(now)
                 if pairs:
                     self._rows.append(Row(i, sample, sharing, pairs))
-        self.stats.filter_waits += bool(emitted.token.is_ready())
+        self.stats.filter_waits += bool(outputs.token.is_ready())
         self._squares = []
         rows = [row for row in self._rows if row.sharing.share.random is None]
         for is_raw in (False, True):  # two programs: with and without a turn

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.cache.pool import TRASH
+from jkv.cache.pool import NULL_PAGE
 from jkv.engine.programs import State
 
 BLOCK = 512  # pages that one program moves, as many of each KV head; any number takes a number of such blocks
@@ -34,10 +34,10 @@ class SwappedRow:
 
 def swap_out(programs: Any, state: State, row: int, prefix_table: np.ndarray | None) -> SwappedRow:
     """A copy of a row in host memory, without the pages at `prefix_table` ([L, K, MP]), which stay where they are."""
-    snapshot = jax.device_get(programs.look(state, np.int32(row)))
-    table = snapshot.seat.page_table
-    is_shared = np.zeros(table.shape, bool) if prefix_table is None else (table == prefix_table) & (table != TRASH)
-    return SwappedRow(snapshot, read_pages(programs, state, table, (table != TRASH) & ~is_shared), is_shared)
+    snapshot = jax.device_get(programs.snapshot_row(state, np.int32(row)))
+    table = snapshot.block_table.page_table
+    is_shared = np.zeros(table.shape, bool) if prefix_table is None else (table == prefix_table) & (table != NULL_PAGE)
+    return SwappedRow(snapshot, read_pages(programs, state, table, (table != NULL_PAGE) & ~is_shared), is_shared)
 
 
 def swap_in(
@@ -49,14 +49,14 @@ def swap_in(
     swapped_prefix: SwappedPages | None,
 ) -> State:
     """The state with the copy in an empty row; the prefix's pages are shared at `prefix_table`, or copied from host memory."""
-    table, is_own = np.zeros_like(swapped.snapshot.seat.page_table), swapped.own.place >= 0
+    table, is_own = np.zeros_like(swapped.snapshot.block_table.page_table), swapped.own.place >= 0
     if prefix_table is None:
         is_own = is_own | swapped.is_shared
     else:
-        table = np.where(swapped.is_shared, prefix_table, TRASH)
-    snapshot = swapped.snapshot._replace(seat=swapped.snapshot.seat._replace(page_table=table))
-    state = programs.sit(state, snapshot, np.int32(row), is_own)
-    table = np.asarray(programs.look(state, np.int32(row)).seat.page_table)
+        table = np.where(swapped.is_shared, prefix_table, NULL_PAGE)
+    snapshot = swapped.snapshot._replace(block_table=swapped.snapshot.block_table._replace(page_table=table))
+    state = programs.attach(state, snapshot, np.int32(row), is_own)
+    table = np.asarray(programs.snapshot_row(state, np.int32(row)).block_table.page_table)
     state = write_pages(programs, state, table, swapped.own, swapped.own.place >= 0)
     if prefix_table is None and swapped.is_shared.any():
         assert swapped_prefix is not None
@@ -101,7 +101,7 @@ def block_of(x: np.ndarray) -> int:
 
 
 def pad_block(x: np.ndarray, start: int) -> np.ndarray:
-    """A block of each head from `start` on, padded with 0 (the trash page, or any page whose content then goes there)."""
+    """A block of each head from `start` on, padded with 0 (the null page, or any page whose content then goes there)."""
     size = block_of(x)
     x = x[:, start : start + size]
     return np.pad(x, [(0, 0), (0, size - x.shape[1])]).astype(np.int32)

@@ -178,7 +178,7 @@ class Layout:
         self.first: list[int] = []  # position of each page's first token; pages are numbered as they begin
         self.count: list[int] = []  # its tokens
         self.sealed: list[int | None] = []  # after how many generated tokens it took no more; None if it still does
-        self.stands_for: list[int] = []
+        self.multiplicity: list[int] = []
         self.root: list[int] = []  # the page that stands for it, or itself
         self.table: list[int] = []
         self.num_tokens = 0
@@ -201,7 +201,7 @@ class Layout:
             self.first.append(self.num_tokens)
             self.count.append(0)
             self.sealed.append(None)
-            self.stands_for.append(1)
+            self.multiplicity.append(1)
         self.num_tokens += 1
         last = self.table[-1]
         self.count[last] += 1
@@ -237,7 +237,7 @@ class Layout:
     def give_up(self, page: int, kept: int) -> None:
         """`kept` stands for `page`, and for what that one stood for."""
         self.table.remove(page)
-        self.stands_for[kept] += self.stands_for[page]
+        self.multiplicity[kept] += self.multiplicity[page]
         self.root = [kept if root == page else root for root in self.root]
 
 
@@ -377,7 +377,7 @@ class Sharing:
         entries, log_weight = np.full(max_pages, EMPTY, np.int32), np.zeros(max_pages, np.float32)
         entries[: len(layout.table)] = [place[page] for page in layout.table]
         if self.share.bias:
-            log_weight[: len(layout.table)] = np.log([layout.stands_for[page] for page in layout.table])
+            log_weight[: len(layout.table)] = np.log([layout.multiplicity[page] for page in layout.table])
         return entries, log_weight
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from jkv.cache.attention import NEVER
+from jkv.cache.attention import OPEN_END
 from jkv.model import decoder
 from jkv.model import sampling as distributions
 from jkv.model.params import Model, ModelConfig, Params
@@ -216,7 +216,7 @@ def dense_columns(config: ModelConfig, num_samples: int, total: int) -> Columns:
     """Every token's own column, which never ends."""
     shape = (num_samples, config.num_layers, config.num_kv_heads, total)
     own = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), shape)
-    return Columns(None, own, jnp.full(shape, NEVER, jnp.int32))
+    return Columns(None, own, jnp.full(shape, OPEN_END, jnp.int32))
 
 
 def trace_columns(trace: Trace, total: int) -> Columns:
@@ -226,7 +226,7 @@ def trace_columns(trace: Trace, total: int) -> Columns:
     # The trace is as wide as its longest sample needs; these rows may be shorter, and read no token beyond their own.
     num_columns = min(trace.end.shape[-1], total)
     if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
-        end = np.full(shape, NEVER, np.int32)
+        end = np.full(shape, OPEN_END, np.int32)
         end[..., :num_columns] = trace.end[..., :num_columns]
         return Columns(None, jnp.asarray(own), jnp.asarray(end), *beyond_columns(trace, total))
     end = np.where(trace.source < total, trace.end, trace.begin)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.cache.attention import NEVER
+from jkv.cache.attention import OPEN_END
 from jkv.cache.pool import EMPTY
 
 
@@ -27,7 +27,7 @@ class Trace(NamedTuple):
 
     source: np.ndarray  # [n, L, K, C] token whose key and value the column holds
     begin: np.ndarray  # [n, L, K, C] first position that reads it
-    end: np.ndarray  # [n, L, K, C] first position that no longer reads it; NEVER (2**31 - 1) when it stays
+    end: np.ndarray  # [n, L, K, C] first position that no longer reads it; OPEN_END (2**31 - 1) when it stays
     sinks: np.ndarray | None = None  # [n] first tokens that queries read from another position (`jkv.cache.moved_sinks`)
     sink_shift: np.ndarray | None = None  # [n, T] positions by which each query turns for them, at most 0
     steer: SteerTrace | None = None
@@ -48,7 +48,7 @@ class TraceRecorder:
     """
 
     def __init__(self, num_layers: int, num_kv_heads: int, num_tokens: int, sinks: int = 0, steer: Any = None) -> None:
-        self.end = np.full((num_layers, num_kv_heads, num_tokens), NEVER, np.int32)
+        self.end = np.full((num_layers, num_kv_heads, num_tokens), OPEN_END, np.int32)
         self._sinks, self._steer = sinks, steer
         self._sink_shift = np.zeros(num_tokens if sinks else 0, np.int32)
         self._amount = np.zeros(num_tokens if steer else 0, np.float32)
@@ -79,7 +79,7 @@ class TraceRecorder:
         is_dropped[dropped] = True
         self.end[..., is_dropped] = now
         self._end_extra(is_dropped, now)
-        new_end = np.full((*self._extra_end.shape[:2], len(again)), NEVER, np.int32)
+        new_end = np.full((*self._extra_end.shape[:2], len(again)), OPEN_END, np.int32)
         self._extra_source = np.concatenate([self._extra_source, again.astype(np.int32)])
         self._extra_begin = np.concatenate([self._extra_begin, np.full(len(again), now, np.int32)])
         self._extra_end = np.concatenate([self._extra_end, new_end], axis=-1)
@@ -117,7 +117,7 @@ class TraceRecorder:
 
     def _end_extra(self, is_dropped: np.ndarray, now: int) -> None:
         """Ends the extra columns of dropped tokens, by position: [T] or [L, K, T]."""
-        is_open = self._extra_end == NEVER
+        is_open = self._extra_end == OPEN_END
         self._extra_end = np.where(is_dropped[..., self._extra_source] & is_open, now, self._extra_end)
 
     def _with_extra(self, own: np.ndarray, extra: np.ndarray) -> np.ndarray:
@@ -180,6 +180,6 @@ def spans_of(is_read: np.ndarray, total: int, page_size: int) -> np.ndarray:
     end = np.nonzero(change.T == -1)[1]
     source = page[:, None] * page_size + np.arange(page_size)
     begin = np.maximum(begin[:, None], source)
-    end = np.broadcast_to(np.where(end == total, NEVER, end)[:, None], source.shape)
+    end = np.broadcast_to(np.where(end == total, OPEN_END, end)[:, None], source.shape)
     is_column = (source < total) & (begin < end)
     return np.stack([source[is_column], begin[is_column], end[is_column]])

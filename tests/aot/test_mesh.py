@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jkv.cache import pool
 from jkv.engine import mesh, scheduler
-from jkv.engine.programs import Control
+from jkv.engine.programs import ChunkInputs
 from jkv.model.params import ModelConfig, weight_shapes
 from jkv.model.sampling import SamplingRows
 from jkv.policies import Needs
@@ -90,9 +90,9 @@ def compiled(name: str, num_layers: int) -> Compiled:
     state = on_devices(state, mesh.placed(on, mesh.state_specs(state), state))
     wide = leaf(rows, dtype=jnp.float32)
     settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
-    control = Control(leaf(rows), leaf(rows, 1), settings, rules=None, reads=None, sinks=None, steer=None)
+    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, rules=None, reads=None, sinks=None, steer=None)
     trace = mesh.program_on(on, "decode_chunk").trace
-    program = targets.compile_for("tpu-v5e", trace, params, state, control, scheduler.CHUNKS[0], "sampled")
+    program = targets.compile_for("tpu-v5e", trace, params, state, inputs, scheduler.CHUNKS[0], "sampled")
     kv = state.cache.pool.kv
     of_device = jax.ShapeDtypeStruct((kv.shape[0] // on.size, *kv.shape[1:]), kv.dtype)
     return Compiled(program, state.cache.pool.replace(kv=of_device))

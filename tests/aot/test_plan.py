@@ -9,7 +9,7 @@ import pytest
 
 import jkv
 from jkv.cache.pool import num_pages_of
-from jkv.engine import chunk_inputs as control
+from jkv.engine import chunk_inputs
 from jkv.model.params import weight_shapes
 from jkv.policies import Needs
 from tests.aot import targets
@@ -38,7 +38,7 @@ def shapes_of(plan, config, policy, target):
     """The weights and the state of the engine that was planned."""
     sharding, engine = targets.sharding_of(target), plan.engine
     make = functools.partial(
-        control.empty_state,
+        chunk_inputs.empty_state,
         config,
         Needs.of([policy]),
         num_rows=engine["max_running"],

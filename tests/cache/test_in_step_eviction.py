@@ -1,4 +1,4 @@
-"""Eviction inside a decode step (H2O, TOVA) against NumPy, which keeps plain lists and knows neither pages nor holes."""
+"""Eviction inside a decode step (H2O, TOVA) against NumPy, which keeps plain lists and knows neither pages nor vacant slots."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def new_pool(max_pages=6, page_size=4):
         max_pages=max_pages,
         page_size=page_size,
         slot_data=("mass",),
-        has_holes=True,
+        has_vacant_slots=True,
         poison=True,
     )
 
@@ -85,7 +85,7 @@ def decode_step(pool, query, key, value, is_active, goes_on):
     cache = Cache(pool, None, jnp.full_like(length, EMPTY))
     for layer in range(L):
         _, cache = attend(layer, query[layer], key[layer], value[layer], cache)
-    return pages.open_holes(pages.advance(cache.pool, row, num_new), cache.victim)
+    return pages.vacate(pages.advance(cache.pool, row, num_new), cache.victim)
 
 
 @GROUPS
@@ -117,7 +117,7 @@ def test_steps_drop_what_the_rules_say(group):
                         np.testing.assert_allclose(mass[row, head, slot], kept[p][1], atol=1e-5)
         assert_allocator_is_consistent(snapshot(pool))
         if goes_on[1] and before[1] > 8:
-            assert (np.asarray(pool.length)[:, 1] == 7 + 1).all()  # TOVA's budget and the hole
+            assert (np.asarray(pool.length)[:, 1] == 7 + 1).all()  # TOVA's budget and the vacant slot
 
 
 @GROUPS
@@ -152,13 +152,13 @@ def test_a_budget_that_is_a_multiple_of_the_page_takes_one_page_more_and_no_more
     out = jkv.generate(model, [1, 2, 3], policy=policy, max_new_tokens=60, stop_ids=(), page_size=4, progress=False)
     shape = TINY.num_layers * TINY.num_kv_heads
     page, slots = 4 * (2 * TINY.head_size * 4 + 4), 16
-    assert out.stats.peak_kv_bytes == shape * (3 * page + slots * 4 + 4)  # pages, each slot's mass, the hole
+    assert out.stats.peak_kv_bytes == shape * (3 * page + slots * 4 + 4)  # pages, each slot's mass, the vacant slot
     assert out.stats.evicted == out.stats.compactions == 3 + 59 - 8
 
 
 @pytest.mark.parametrize("policy", [jkv.h2o(budget=12, recent=4), jkv.tova(budget=12), jkv.h2o(budget=12, interval=8)])
 def test_samples_of_a_prompt_own_its_pages_and_drop_apart(policy, model):
-    """Forks write into holes, so a page left shared would show up in a sibling."""
+    """Forks write into vacant slots, so a page left shared would show up in a sibling."""
     knobs = {"max_new_tokens": 40, "stop_ids": (), "page_size": 4, "progress": False}
     prompt, sampling = list(range(1, 30)), jkv.Sampling(seed=5)
     together = jkv.generate(model, prompt, policy=policy, n=4, sampling=sampling, return_trace=True, **knobs)

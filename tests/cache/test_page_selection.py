@@ -71,7 +71,7 @@ def test_bounds_follow_what_is_appended_and_start_anew_with_a_page():
     for row, count in ((0, 5), (1, 3), (0, 2), (1, 5), (0, 4)):
         pool = append(pool, row, count)
         assert_bounds(pool, [0, 1])
-    pool = pages.fork(pool, pages.seat_of(pool, jnp.int32(0)), jnp.asarray([2], jnp.int32))
+    pool = pages.fork(pool, pages.block_table_of(pool, jnp.int32(0)), jnp.asarray([2], jnp.int32))
     pool = append(append(pool, 2, 4), 0, 2)
     assert_bounds(pool, [0, 1, 2])
     pool = append(pages.release(pool, jnp.asarray([0, 2], jnp.int32)), 0, 5)

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import pallas_kernels as kernels
 from jkv.cache import pool as pages
-from jkv.cache.pool import EMPTY, TRASH
+from jkv.cache.pool import EMPTY, NULL_PAGE
 
 L, B, K, H = 2, 3, 2, 2
 CHUNK = 5  # tokens of a chunk; some of them are padding
@@ -46,10 +46,10 @@ def append_tokens(pool, row, num_new, key, value):
 
 
 fork = jax.jit(pages.fork, donate_argnames="pool")
-leave = jax.jit(pages.leave, donate_argnames="pool")
-sit = jax.jit(pages.sit, donate_argnames="pool")
-drop = jax.jit(pages.drop, donate_argnames="pool")
-seat_of = jax.jit(pages.seat_of)
+detach = jax.jit(pages.detach, donate_argnames="pool")
+attach = jax.jit(pages.attach, donate_argnames="pool")
+free = jax.jit(pages.free, donate_argnames="pool")
+block_table_of = jax.jit(pages.block_table_of)
 read_pages = jax.jit(pages.read_pages)
 write_pages = jax.jit(pages.write_pages, donate_argnames="pool")
 take_slots = jax.jit(pages.take_slots, donate_argnames="pool")
@@ -98,13 +98,15 @@ def snapshot(pool):
     return jax.tree.map(np.array, pool)
 
 
-def assert_allocator_is_consistent(pool, seats=()):
-    """Tables, those of seats without a row too, reference counts and the free stack agree; what is free is NaN."""
-    table = np.concatenate([pool.page_table, *(np.asarray(seat.page_table)[:, None] for seat in seats)], axis=1)
-    length = np.concatenate([pool.length, *(np.asarray(seat.length)[:, None] for seat in seats)], axis=1)
+def assert_allocator_is_consistent(pool, block_tables=()):
+    """Tables, those of block tables without a row too, reference counts and the free stack agree; what is free is NaN."""
+    table = np.concatenate(
+        [pool.page_table, *(np.asarray(block_table.page_table)[:, None] for block_table in block_tables)], axis=1
+    )
+    length = np.concatenate([pool.length, *(np.asarray(block_table.length)[:, None] for block_table in block_tables)], axis=1)
     is_used = np.arange(table.shape[-1]) < -(-length // pool.page_size)[..., None]
-    assert (table[is_used] != TRASH).all()
-    assert (table[~is_used] == TRASH).all()
+    assert (table[is_used] != NULL_PAGE).all()
+    assert (table[~is_used] == NULL_PAGE).all()
     num_holders = np.bincount(table[is_used], minlength=len(pool.refcount))
     np.testing.assert_array_equal(pool.refcount, num_holders)
     free = pool.free_stack[: pool.free_top]
@@ -146,12 +148,12 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self, page_size, max_pages):
         super().__init__()
         self.rng = np.random.default_rng(0)
-        self.pool = new_pool(page_size, max_pages, L * (B + 2) * K * max_pages)  # every row and seat full
+        self.pool = new_pool(page_size, max_pages, L * (B + 2) * K * max_pages)  # every row and block table full
         self.page_size, self.max_slots = page_size, page_size * max_pages
         self.before = snapshot(self.pool)
         self.rows = [{cell: [] for cell in CELLS} for _ in range(B)]
         self.num_seen = [0] * B
-        self.apart = []  # rows that left with their pages: (seat, lists, tokens seen)
+        self.apart = []  # rows that left with their pages: (block table, lists, tokens seen)
 
     def room(self, row):
         return self.max_slots - max(len(tokens) for tokens in self.rows[row].values())
@@ -188,7 +190,7 @@ class PoolMachine(RuleBasedStateMachine):
         target = data.draw(
             st.tuples(*[st.sampled_from(choices)] * 2).filter(lambda rows: rows[0] != rows[1] or rows[0] == NONE)
         )
-        self.pool = fork(self.pool, seat_of(self.pool, jnp.int32(source)), ints(*target))
+        self.pool = fork(self.pool, block_table_of(self.pool, jnp.int32(source)), ints(*target))
         for row in set(target) - {NONE}:
             self.rows[row] = {cell: list(tokens) for cell, tokens in self.rows[source].items()}
             self.num_seen[row] = self.num_seen[source]
@@ -196,16 +198,16 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.apart) < 2)
     @rule(row=ANY_ROW)
     def leave_with_the_pages(self, row):
-        self.pool, seat = leave(self.pool, jnp.int32(row))
-        self.apart.append((seat, self.rows[row], self.num_seen[row]))
+        self.pool, block_table = detach(self.pool, jnp.int32(row))
+        self.apart.append((block_table, self.rows[row], self.num_seen[row]))
         self.rows[row], self.num_seen[row] = {cell: [] for cell in CELLS}, 0
 
     @precondition(lambda self: self.apart and self.empty_rows())
     @rule(data=st.data(), is_dropped=st.booleans())
     def fork_from_a_seat(self, data, is_dropped):
-        seat, tokens, num_seen = self.apart[0]
+        block_table, tokens, num_seen = self.apart[0]
         row = data.draw(st.sampled_from(self.empty_rows()))
-        self.pool = fork(self.pool, seat, ints(row, NONE))
+        self.pool = fork(self.pool, block_table, ints(row, NONE))
         self.rows[row], self.num_seen[row] = {cell: list(old) for cell, old in tokens.items()}, num_seen
         if is_dropped:
             self.drop_a_seat()
@@ -213,24 +215,24 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.apart)
     @rule()
     def drop_a_seat(self):
-        self.pool = drop(self.pool, self.apart.pop(0)[0])
+        self.pool = free(self.pool, self.apart.pop(0)[0])
 
     @rule(row=ANY_ROW)
     def put_aside_and_bring_back(self, row):
-        """Pages that a seat holds too stay where they are; the others go through host memory."""
-        seat = jax.device_get(seat_of(self.pool, jnp.int32(row)))
-        is_held = seat.page_table != TRASH
+        """Pages that a block table holds too stay where they are; the others go through host memory."""
+        block_table = jax.device_get(block_table_of(self.pool, jnp.int32(row)))
+        is_held = block_table.page_table != NULL_PAGE
         for other, _, _ in self.apart:
-            is_held &= seat.page_table != np.asarray(other.page_table)
-        page = seat.page_table[is_held]
+            is_held &= block_table.page_table != np.asarray(other.page_table)
+        page = block_table.page_table[is_held]
         if len(page) > self.before.free_top + (self.before.refcount[page] == 1).sum():
             return  # pages that other rows hold come back as copies, and there might not be enough
-        padded = np.full((K, L * self.max_slots // self.page_size), TRASH, np.int32)  # of any head: here all are in one pool
+        padded = np.full((K, L * self.max_slots // self.page_size), NULL_PAGE, np.int32)  # of any head: all are in one pool
         padded.flat[: len(page)] = page
         content = jax.device_get(read_pages(self.pool, padded))
         self.pool = release(self.pool, ints(row, NONE))
         self.the_allocator_is_consistent_and_shared_pages_are_never_written()  # a page freed here may come back written
-        self.pool = sit(self.pool, seat, ints(row), jnp.asarray(is_held))
+        self.pool = attach(self.pool, block_table, ints(row), jnp.asarray(is_held))
         padded.flat[: len(page)] = np.asarray(self.pool.page_table)[:, row][is_held]
         self.pool = write_pages(self.pool, padded, content)
 
@@ -292,7 +294,7 @@ class PoolMachine(RuleBasedStateMachine):
         sources = [data.draw(st.integers(0, num_full[row] - 1).filter(lambda x, y=page: x != y)) for row, page in targets]
         rows, indices = zip(*targets, strict=True)
         if any(token.is_hole for row in rows for tokens in self.rows[row].values() for token in tokens):
-            return  # what is a hole belongs to the row, not to the page
+            return  # what is a vacant slot belongs to the row, not to the page
         self.pool = alias(self.pool, ints(*rows), ints(*indices), ints(*sources))
         old = [{cell: list(tokens) for cell, tokens in row.items()} for row in self.rows]
         for (row, page), source in zip(targets, sources, strict=True):
@@ -339,14 +341,14 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def the_allocator_is_consistent_and_shared_pages_are_never_written(self):
         after = snapshot(self.pool)
-        assert_allocator_is_consistent(after, [seat for seat, _, _ in self.apart])
+        assert_allocator_is_consistent(after, [block_table for block_table, _, _ in self.apart])
         assert_shared_pages_are_untouched(self.before, after)
         self.before = after
 
     def teardown(self):
-        """Releasing every row and seat gives back every page."""
-        for seat, _, _ in self.apart:
-            self.pool = drop(self.pool, seat)
+        """Releasing every row and block table gives back every page."""
+        for block_table, _, _ in self.apart:
+            self.pool = free(self.pool, block_table)
         pool = release(release(self.pool, ints(0, 1)), ints(2, NONE))
         assert pages.held_pages(pool) == 0
         assert_allocator_is_consistent(snapshot(pool))
@@ -370,7 +372,7 @@ def filled_pool(num_tokens, page_size=2, max_pages=6, num_pages=None, dtype=jnp.
 
 def forked(pool, target):
     """The pool with copies of row 0."""
-    return fork(pool, seat_of(pool, jnp.int32(0)), target)
+    return fork(pool, block_table_of(pool, jnp.int32(0)), target)
 
 
 def filled(pool, row):
@@ -421,7 +423,7 @@ def test_leading_whole_pages_stay_shared_after_compaction():
     assert (refcount[table[:, 0, :, :2]] == 2).all()
     assert (refcount[table[:, 0, :, 2:4]] == 1).all()
     assert (table[:, 1, :, 2] != table[:, 0, :, 2]).all()
-    assert (table[:, 1, :, 3:] == TRASH).all()
+    assert (table[:, 1, :, 3:] == NULL_PAGE).all()
 
 
 def test_compaction_of_an_unshared_row_takes_no_page_and_frees_the_tail_at_once():
@@ -476,7 +478,7 @@ def test_an_exhausted_pool_turns_free_top_negative_and_gives_no_page_twice():
     key, value = jnp.ones((2, L, B, 1, K, H))
     pool = append_tokens(pool, ints(0, 1, 2), ints(0, 1, 1), key, value)
     assert pool.free_top == 3 - L * 2 * K
-    given = np.asarray(pool.page_table)[np.asarray(pool.page_table) != TRASH]
+    given = np.asarray(pool.page_table)[np.asarray(pool.page_table) != NULL_PAGE]
     assert len(set(given.tolist())) == len(given) == L * K * 2 + 3
     assert pool.refcount.tolist() == [0] + [1] * len(given)
     for x, y in zip(filled(pool, 0), before, strict=True):

@@ -18,7 +18,7 @@ from jkv.engine import mesh, programs
 from jkv.engine.axes import P as Spec
 from jkv.engine.axes import leaf_hints, letters_of, spec_of, specs_of
 from jkv.engine.chunk_inputs import Needs, empty_state
-from jkv.engine.programs import Control, State
+from jkv.engine.programs import ChunkInputs, State
 from jkv.model.params import ModelConfig, weight_shapes
 from jkv.testing import TINY, adapted, unfolded
 
@@ -116,10 +116,10 @@ def test_what_names_no_axes_is_an_error_when_the_program_is_built(program, messa
 @pytest.mark.parametrize(
     ("record", "name"),
     [
-        (programs.Control, "decode_chunk: control.planted"),
+        (programs.ChunkInputs, "decode_chunk: control.planted"),
         (programs.SamplingRows, "decode_chunk: control.sampling.planted"),
         (programs.SteerRules, "decode_chunk: control.steer.planted"),
-        (programs.Emitted, r"decode_chunk: its result\[1\].planted"),
+        (programs.ChunkOutputs, r"decode_chunk: its result\[1\].planted"),
         (programs.Cache, "decode_chunk: state.cache.planted"),
         (programs.pages.Pool, "decode_chunk: state.cache.pool.planted"),
         (programs.Params, "decode_chunk: params.planted"),
@@ -175,7 +175,7 @@ def test_every_array_of_the_state_has_the_axes_of_its_annotation():
     state, seen = make_state(), []
     assert_fits(State, state, "state", seen)
     assert len(seen) == len(jax.tree.leaves(state)) == 14
-    assert_fits(programs.Snapshot, programs.look(state, jnp.int32(0)), "snapshot", seen := [])
+    assert_fits(programs.Snapshot, programs.snapshot_row(state, jnp.int32(0)), "snapshot", seen := [])
     assert len(seen) == 8
 
 
@@ -200,10 +200,10 @@ def test_weights_in_any_form_have_a_spec_for_each_array(form):
 
 
 def test_what_is_absent_has_no_spec():
-    specs = specs_of(Control, Control(jnp.zeros(2), jnp.zeros((2, 1)), None, None, None, None, None), "control")
+    specs = specs_of(ChunkInputs, ChunkInputs(jnp.zeros(2), jnp.zeros((2, 1)), None, None, None, None, None), "control")
     assert specs.remaining == Spec()
     assert specs.rules is specs.steer is specs.align is None
-    assert specs_of(Control).steer.vector == Spec()
+    assert specs_of(ChunkInputs).steer.vector == Spec()
     state = empty_state(TINY, Needs(), num_rows=2, num_pages=4, max_pages=2, page_size=4)
     split = mesh.state_specs(state)
     assert split.cache.query_ring is split.cache.pool.bounds is None
@@ -213,7 +213,7 @@ def test_what_is_absent_has_no_spec():
 
 def test_every_program_says_how_its_arguments_are_split():
     assert len(mesh.PROGRAMS) == 13
-    assert {"decode_chunk", "prefill_chunk", "compress"} < set(mesh.PROGRAMS)
+    assert {"decode_chunk", "prefill_chunk", "compact"} < set(mesh.PROGRAMS)
     for name in mesh.PROGRAMS:
         assert set(inspect.signature(getattr(programs, name)).parameters) - set(mesh.SETTINGS) >= {"state"}
 

@@ -196,7 +196,7 @@ def test_cancelling_frees_a_sample_wherever_it_is(model, expected):
     for _ in range(3):
         engine.step()
     assert engine.stats.preemptions == 1
-    engine.cancel(second)  # put aside
+    engine.cancel(second)  # swapped out
     engine.cancel(third)  # waiting
     engine.step()
     engine.cancel(first)  # running

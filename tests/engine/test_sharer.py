@@ -74,7 +74,7 @@ def assert_layouts_are_the_pools(engine):
             slots = slice(entry * PAGE, entry * PAGE + layout.count[page])
             held = position[table[..., entry]][..., : layout.count[page]]
             assert (held == layout.positions(page)).all()
-            weight = math.log(layout.stands_for[page]) if sharing.share.bias else 0.0
+            weight = math.log(layout.multiplicity[page]) if sharing.share.bias else 0.0
             np.testing.assert_allclose(log_weight[..., slots], weight, rtol=1e-6)
             rest = log_weight[..., slots.stop : (entry + 1) * PAGE]
             assert (rest == (-np.inf if entry + 1 < len(layout.table) else 0.0)).all() or layout.count[page] == PAGE
@@ -90,7 +90,9 @@ def test_what_the_host_knows_is_what_the_pool_holds_and_the_trace_replays(model,
         engine.step()
         seen += assert_layouts_are_the_pools(engine)
         pool = jax.device_get(engine.runner.state.cache.pool)
-        assert_allocator_is_consistent(pool, [p.start.snapshot.seat for p in engine.scheduler.prefixes.values() if p.start])
+        assert_allocator_is_consistent(
+            pool, [p.start.snapshot.block_table for p in engine.scheduler.prefixes.values() if p.start]
+        )
     assert seen > 20
     assert engine.stats.sharing.shared > 5
     assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages

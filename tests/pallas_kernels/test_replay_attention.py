@@ -44,7 +44,7 @@ def device_kernel(request):
 
 TOLERANCE = {jnp.float32: 2e-5, jnp.bfloat16: 8e-3}
 DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["float32", "bfloat16"])
-NEVER = 2**31 - 1  # the end of a column that is never dropped
+OPEN_END = 2**31 - 1  # the end of a column that is never dropped
 
 
 def random_inputs(batch, num_tokens, num_keys, heads, group, head_size, dtype=jnp.float32, seed=0):
@@ -58,7 +58,7 @@ def causal_columns(batch, num_tokens, heads):
     """Positions, begins and ends under which column t is token t, seen from t on."""
     token = jnp.arange(num_tokens, dtype=jnp.int32)
     begin = jnp.broadcast_to(token, (batch, heads, num_tokens))
-    return jnp.broadcast_to(token, (batch, num_tokens)), begin, jnp.full(begin.shape, NEVER, jnp.int32)
+    return jnp.broadcast_to(token, (batch, num_tokens)), begin, jnp.full(begin.shape, OPEN_END, jnp.int32)
 
 
 def random_columns(batch, num_tokens, heads, num_columns, seed=1):
@@ -67,7 +67,7 @@ def random_columns(batch, num_tokens, heads, num_columns, seed=1):
     source = rng.integers(0, num_tokens, (batch, heads, num_columns))
     begin = rng.integers(0, num_tokens, source.shape)
     end = begin + rng.integers(1, num_tokens // 2 + 2, source.shape)
-    end[rng.random(source.shape) < 0.3] = NEVER
+    end[rng.random(source.shape) < 0.3] = OPEN_END
     is_unseen = rng.random(source.shape) < 0.2
     begin[is_unseen], end[is_unseen] = -1, -1
     position = np.stack([rng.permutation(num_tokens) for _ in range(batch)])
@@ -303,7 +303,7 @@ def test_kernels_spare_the_tiles_that_no_query_of_theirs_can_read(device_kernel)
     query, key, value = random_inputs(1, 600, 1100, 1, 1, 64)
     position = jnp.arange(600, dtype=jnp.int32)[None]
     begin = jnp.where(jnp.arange(1100) < 550, 0, 600)[None, None].astype(jnp.int32)
-    end = jnp.full(begin.shape, NEVER, jnp.int32)
+    end = jnp.full(begin.shape, OPEN_END, jnp.int32)
     expected = by_hand(query, key, value, position, begin, end)
     key, value = (x.at[:, 768:].set(jnp.nan) for x in (key, value))
     assert_agrees(device_kernel(query, key, value, position, begin, end), expected)

@@ -69,11 +69,11 @@ def test_the_nearest_is_shared_chains_lead_to_the_root_and_what_went_is_measured
     shared = one.decide(pairs, distance, distance, threshold=1.0)
     assert [(pair.page, pair.kept) for pair in shared] == [(3, 1), (6, 4)]  # 5 is nearest to 3, which has just left
     assert one.stats.deferred == 1
-    assert one.layout.stands_for[1] == one.layout.stands_for[4] == 2
+    assert one.layout.multiplicity[1] == one.layout.multiplicity[4] == 2
     again = one.candidates(101)
     assert [(pair.page, pair.kept) for pair in again] == [(5, 1)]
     one.decide(again, np.array([0.1]), np.array([0.1]), threshold=1.0)
-    assert one.layout.stands_for[1] == 3
+    assert one.layout.multiplicity[1] == 3
     assert [one.layout.root[page] for page in (3, 5, 6)] == [1, 1, 4]
     assert one.layout.table == [0, 1, 2, 4]
     entries, weight = one.entries([0, 1, 2, 4, 5], 6)

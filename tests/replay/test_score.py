@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.cache.attention import NEVER
+from jkv.cache.attention import OPEN_END
 from jkv.replay.score import Columns, sequence_log_probs
 
 PROMPTS = [[5, 1, 9], [3, 7] * 16 + [1]]
@@ -36,7 +36,7 @@ def test_dense_scoring_of_a_compressed_run_is_far_off_and_replay_is_exact(model,
 @pytest.mark.parametrize("shift", [-1, 1], ids=["one too early", "one too late"])
 def test_an_eviction_off_by_one_breaks_replay(model, squeezed, shift):
     end = squeezed.trace.end
-    wrong = squeezed.trace._replace(end=np.where((end > 0) & (end < NEVER), end + shift, end))
+    wrong = squeezed.trace._replace(end=np.where((end > 0) & (end < OPEN_END), end + shift, end))
     assert gap(jkv.score(model, squeezed, trace=wrong), squeezed).max() > 1e-3
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jkv.cache.attention import NEVER
+from jkv.cache.attention import OPEN_END
 from jkv.cache.pool import EMPTY
 from jkv.replay.trace import TraceRecorder, columns_of, join_traces
 
@@ -72,7 +72,7 @@ def test_a_fork_starts_with_the_columns_of_its_prompt_alone():
     second = TraceRecorder(1, 1, 10)
     second.fork_from(first, 4)
     first.dropped(np.array([[[1]]], np.int32), 6)
-    assert second.end[0, 0].tolist() == [NEVER, NEVER, 4] + [NEVER] * 7
+    assert second.end[0, 0].tolist() == [OPEN_END, OPEN_END, 4] + [OPEN_END] * 7
 
 
 def test_joined_traces_are_as_wide_as_the_widest_and_padding_is_read_by_no_query():

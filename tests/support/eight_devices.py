@@ -12,8 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jkv
-from jkv.engine import chunk_inputs as control
-from jkv.engine import mesh, programs
+from jkv.engine import chunk_inputs, mesh, programs
 from jkv.engine.timing import COMPILING
 from jkv.model.params import init_params
 from jkv.model.sampling import SamplingRows
@@ -68,7 +67,7 @@ def model():
 def shards_of(pool, num_shards):
     """The pool of each shard, on the host."""
     pool = jax.device_get(pool)
-    of_heads = {"page_table": 2, "length": 2, "hole": 2, "slot_data": 2}  # field -> the axis that is split
+    of_heads = {"page_table": 2, "length": 2, "vacant_slot": 2, "slot_data": 2}  # field -> the axis that is split
 
     def part(name, index):
         axis = of_heads.get(name, 0)
@@ -102,16 +101,18 @@ def play(model, on, names):
     tickets = {name: engine.submit(**REQUESTS[name], max_new_tokens=22, stop_ids=()) for name in names}
     while not engine.is_idle:
         engine.step()
-        seats = [jax.device_get(prefix.start.snapshot.seat) for prefix in engine.scheduler.prefixes.values() if prefix.start]
+        block_tables = [
+            jax.device_get(prefix.start.snapshot.block_table) for prefix in engine.scheduler.prefixes.values() if prefix.start
+        ]
         for index, pool in enumerate(shards_of(engine.runner.state.cache.pool, num_shards)):
-            assert_allocator_is_consistent(pool, [part_of(seat, num_shards, index) for seat in seats])
+            assert_allocator_is_consistent(pool, [part_of(block_table, num_shards, index) for block_table in block_tables])
     compiled = {name: size - before[name] for name, size in cache_sizes(engine).items()}
     return {name: engine.result(ticket) for name, ticket in tickets.items()}, engine, compiled
 
 
-def part_of(seat, num_shards, index):
-    split = {name: np.split(getattr(seat, name), num_shards, axis=1)[index] for name in ("page_table", "length")}
-    return seat._replace(**split)
+def part_of(block_table, num_shards, index):
+    split = {name: np.split(getattr(block_table, name), num_shards, axis=1)[index] for name in ("page_table", "length")}
+    return block_table._replace(**split)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +226,7 @@ def prefilled(params, on, rows):
         "poison": True,
     }
     if on is None:
-        state, prefill = control.empty_state(UNTIED, needs, **sizes), programs
+        state, prefill = chunk_inputs.empty_state(UNTIED, needs, **sizes), programs
     else:
         state, prefill = mesh.empty_state(on, UNTIED, needs, **sizes), mesh.programs_on(on)
         params = jkv.shard(params, on)
@@ -262,9 +263,9 @@ def test_more_rows_are_those_of_replicas(params):
     zeros, row = np.zeros(NUM_ROWS, np.float32), np.arange(NUM_ROWS)
     settings = SamplingRows(zeros, zeros + 1, np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 2), np.uint32))
     policies = dict(enumerate([jkv.full(), jkv.h2o(10), jkv.full(), jkv.h2o(8)]))
-    rules = control.step_rules(policies, NUM_ROWS, UNTIED.num_layers)
+    rules = chunk_inputs.step_rules(policies, NUM_ROWS, UNTIED.num_layers)
     remaining = np.asarray([16, 16, 5, 16], np.int32)
-    told = programs.Control(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, rules, None, None, None)
+    told = programs.ChunkInputs(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, rules, None, None, None)
 
     def decoded(rows, on):
         mine = jax.tree.map(lambda x: x[rows], told._replace(rules=None))
@@ -272,9 +273,9 @@ def test_more_rows_are_those_of_replicas(params):
         mine = jax.device_put(mine, None if on is None else mesh.everywhere(on))
         decode = programs.decode_chunk if on is None else mesh.program_on(on, "decode_chunk")
         state = prefilled(params, on, rows)
-        _, emitted = decode(params if on is None else jkv.shard(params, on), state, mine, 16, "greedy", True)
+        _, outputs = decode(params if on is None else jkv.shard(params, on), state, mine, 16, "greedy", True)
         assert state.cache.pool.kv.is_deleted()
-        return jax.device_get(emitted)
+        return jax.device_get(outputs)
 
     one = decoded(row, None)
     replicas = [decoded(row[:2], Mesh(jax.devices()[:4], ("tensor",))), decoded(row[2:], Mesh(jax.devices()[4:], ("tensor",)))]

@@ -116,6 +116,6 @@ def assert_engine_is_consistent(engine: Engine) -> None:
     Between steps the claims, which look a chunk ahead, may exceed the pool; the next step makes room before it decodes.
     """
     pool = jax.device_get(engine.runner.state.cache.pool)
-    seats = [prefix.start.snapshot.seat for prefix in engine.scheduler.prefixes.values() if prefix.start]
-    assert_allocator_is_consistent(pool, [jax.device_get(seat) for seat in seats])
+    block_tables = [prefix.start.snapshot.block_table for prefix in engine.scheduler.prefixes.values() if prefix.start]
+    assert_allocator_is_consistent(pool, [jax.device_get(block_table) for block_table in block_tables])
     assert len(pool.refcount) - 1 - pool.free_top <= min(engine.scheduler.reserved, engine.num_pages)

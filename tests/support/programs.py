@@ -15,7 +15,7 @@ from jkv.cache.pool import LOG_WEIGHT
 from jkv.engine import programs as device
 from jkv.engine import runner, scheduler, sharer, swap
 from jkv.engine.chunk_inputs import empty_state
-from jkv.engine.programs import AlignRules, Control, Snapshot, State
+from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
 from jkv.model.params import ModelConfig, Params, weight_shapes
 from jkv.model.sampling import SamplingRows
 from jkv.policies import Needs
@@ -96,13 +96,13 @@ def shapes_of(
     return Shapes(params, state, leaf)
 
 
-def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, tells_hidden: bool = False) -> Any:
+def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, returns_hidden: bool = False) -> Any:
     """A chunk of decode steps."""
     leaf, rows = shapes.leaf, NUM_ROWS
     wide = leaf(rows, dtype=jnp.float32)
     settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
     rules = None
-    if shapes.state.cache.pool.hole is not None:
+    if shapes.state.cache.pool.vacant_slot is not None:
         flags = leaf(rows, dtype=bool)
         rules = StepRules(leaf(shapes.params.config.num_layers, rows), leaf(rows), leaf(rows), flags, flags)
     reads = None
@@ -118,9 +118,9 @@ def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, tell
     if LOG_WEIGHT in shapes.state.cache.pool.slot_data:
         flags = leaf(rows, dtype=bool)
         align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
-    control = Control(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer, align)
-    options = {"num_steps": scheduler.CHUNKS[0], "draws": "sampled", "tells_hidden": tells_hidden}
-    return device.decode_chunk.trace(shapes.params, shapes.state, control, **options)
+    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer, align)
+    options = {"num_steps": scheduler.CHUNKS[0], "draws": "sampled", "returns_hidden": returns_hidden}
+    return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options)
 
 
 def prefill(shapes: Shapes) -> Any:
@@ -137,7 +137,7 @@ def compact(policy: str, shapes: Shapes) -> Any:
     if evict.needs.similarity:
         sentences = SentenceMap(shapes.leaf(1, NUM_POSITIONS), shapes.leaf(1, NUM_POSITIONS, dtype=jnp.float32))
     options = {"evict": evict, "is_traced": False, "sentences": sentences}
-    return device.compress.trace(shapes.state, row, budget, row, protected, **options)
+    return device.compact.trace(shapes.state, row, budget, row, protected, **options)
 
 
 def take_pages(shapes: Shapes) -> Any:
@@ -161,13 +161,13 @@ def release(shapes: Shapes) -> Any:
 
 def snapshot_of(shapes: Shapes) -> Snapshot:
     """A row's snapshot."""
-    snapshot = jax.eval_shape(device.look, shapes.state, jax.ShapeDtypeStruct((), jnp.int32))
+    snapshot = jax.eval_shape(device.snapshot_row, shapes.state, jax.ShapeDtypeStruct((), jnp.int32))
     return jax.tree.map(lambda x: shapes.leaf(*x.shape, dtype=x.dtype), snapshot)
 
 
-def leave(shapes: Shapes) -> Any:
+def detach(shapes: Shapes) -> Any:
     """A row taken out of the batch."""
-    return device.leave.trace(shapes.state, shapes.leaf())
+    return device.detach.trace(shapes.state, shapes.leaf())
 
 
 def fork(shapes: Shapes, owns_all: bool = False) -> Any:
@@ -175,16 +175,16 @@ def fork(shapes: Shapes, owns_all: bool = False) -> Any:
     return device.fork.trace(shapes.state, snapshot_of(shapes), shapes.leaf(NUM_ROWS), owns_all)
 
 
-def sit(shapes: Shapes) -> Any:
-    """A row brought back to pages that are still to be written."""
+def attach(shapes: Shapes) -> Any:
+    """A row swapped in to pages that are still to be written."""
     snapshot = snapshot_of(shapes)
-    is_own = shapes.leaf(*snapshot.seat.page_table.shape, dtype=bool)
-    return device.sit.trace(shapes.state, snapshot, shapes.leaf(), is_own)
+    is_own = shapes.leaf(*snapshot.block_table.page_table.shape, dtype=bool)
+    return device.attach.trace(shapes.state, snapshot, shapes.leaf(), is_own)
 
 
-def drop(shapes: Shapes) -> Any:
+def free(shapes: Shapes) -> Any:
     """A snapshot's pages let go."""
-    return device.drop.trace(shapes.state, snapshot_of(shapes).seat)
+    return device.free.trace(shapes.state, snapshot_of(shapes).block_table)
 
 
 def write_pages(shapes: Shapes) -> Any:
@@ -215,7 +215,7 @@ PROGRAMS: dict[str, Program] = {
     "decode-seal": Program(functools.partial(decode, steers=True)),
     "decode-moving-sinks": Program(functools.partial(decode, moves_sinks=True)),
     "compact-r_kv": Program(functools.partial(compact, "r_kv"), QUERIES),
-    "decode-skip_kv": Program(functools.partial(decode, tells_hidden=True), QUERIES),
+    "decode-skip_kv": Program(functools.partial(decode, returns_hidden=True), QUERIES),
     "compact-skip_kv": Program(functools.partial(compact, "skip_kv"), QUERIES),
     "compact-streaming_llm": Program(functools.partial(compact, "streaming_llm")),
     "compact-random": Program(functools.partial(compact, "random")),
@@ -227,12 +227,12 @@ PROGRAMS: dict[str, Program] = {
     "compact-share": Program(functools.partial(compact, "r_kv"), SHARING),
     "take_pages": Program(take_pages, SHARING),
     "release": Program(release, QUERIES),
-    "leave": Program(leave, QUERIES),
+    "detach": Program(detach, QUERIES),
     "fork": Program(fork, QUERIES),
     "fork-h2o": Program(functools.partial(fork, owns_all=True), MASS),
     "fork-quest": Program(fork, BOUNDS),
-    "sit": Program(sit, QUERIES),
-    "drop": Program(drop, QUERIES),
+    "attach": Program(attach, QUERIES),
+    "free": Program(free, QUERIES),
     "write_pages": Program(write_pages, QUERIES),
     "write_pages-quest": Program(write_pages, BOUNDS),
 }

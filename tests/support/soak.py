@@ -1,6 +1,6 @@
 """Very many random operations on engines with NaN-poisoned pools: `python -m tests.support.soak --operations 100000`.
 
-Requests arrive, are cancelled, put aside, finished and taken away at random. Nothing may leak, no freed page may be read (its
+Requests arrive, are cancelled, swapped out, finished and taken away at random. Nothing may leak, no freed page may be read (its
 NaN would end a request), reference counts must be exact, and every request must give what it gives alone.
 """
 

@@ -11,7 +11,7 @@ from jkv.testing import TinyTokenizer, tiny_model
 
 KNOBS = {"stop_ids": (), "page_size": 4, "progress": False, "return_trace": True}
 PROMPTS = [[5, 6, 7, 8, 9], [9, 8, 7]]
-NEVER = 2**31 - 1
+OPEN_END = 2**31 - 1
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +37,7 @@ def sharing(evicting):
     own = np.arange(17)
     source = np.broadcast_to(np.concatenate([own, [6, 7, 6, 7]]), (1, 2, 2, 21)).astype(np.int32)
     begin = np.broadcast_to(np.concatenate([own, [11, 11, 15, 15]]), source.shape).astype(np.int32)
-    end = np.full(source.shape, NEVER, np.int32)
+    end = np.full(source.shape, OPEN_END, np.int32)
     end[..., [8, 9]], end[..., [12, 13]] = 11, 15
     end[0, 1, 0, [6, 17, 19]] = 16
     return dataclasses.replace(
