@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 import jkv
 from jkv.cache import pool as pages
 from jkv.engine.engine import Engine
+from jkv.engine.results import make_result
 from jkv.model import decoder
 from jkv.policies.evict import Evict
 from jkv.policies.scores import Recency
@@ -22,7 +24,7 @@ from tests.policies.test_r_kv import reference as r_kv_reference
 ENDS = (2, 3, 9, 17)  # tokens of the tiny tokenizer: two blank lines, and two letters
 TAU = 0.4
 SAMPLING = jkv.Sampling(temperature=2.0, seed=2)
-KNOBS = {"max_new_tokens": 90, "stop_ids": (), "page_size": 4, "progress": False, "return_trace": True}
+SIZES = {"max_running": 4, "max_slots": 160, "page_size": 4, "chunk": 8, "return_trace": True}  # so that programs compile once
 PROMPTS = [[5, 4, 9, 8, 7, 9, 5, 4, 9, 2, 2, 8, 8, 3, 5, 4, 9], [7, 8], [*range(4, 32), *range(4, 20), 5, 4, 9]]
 VECTOR = SteeringVector(np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32))
 
@@ -34,6 +36,18 @@ def model():
 
 def recipe(**settings):
     return jkv.skip_kv(**{"budget": 24, "interval": 16, "window": 4, "tau": TAU, "ends": ENDS} | settings)
+
+
+def run(model, prompts, *policies, n=1, new_tokens=90):
+    """A traced run of prompts, each with its policy, or all with the same one."""
+    policies = policies if len(policies) == len(prompts) else policies * len(prompts)
+    engine = Engine(model, policies=[recipe(), *(policy for policy in policies if policy.steer)], **SIZES)
+    tickets = [
+        engine.submit(prompt, policy, SAMPLING, new_tokens, n=n, stop_ids=())
+        for prompt, policy in zip(prompts, policies, strict=True)
+    ]
+    engine.run()
+    return make_result(model, engine.take(tickets), engine.stats, is_traced=True)
 
 
 def hidden_states(model, out, i):
@@ -82,7 +96,7 @@ def test_compaction_is_told_what_a_plain_reading_of_the_rule_flags(model, monkey
         return sentence, similarity
 
     monkeypatch.setattr(SentenceLog, "by_position", note)
-    out = jkv.generate(model, PROMPTS, policy=recipe(), sampling=SAMPLING, **KNOBS)
+    out = run(model, PROMPTS, recipe())
     flagged, unlike = 0, 0
     by_length = {len(calls[-1][0]): calls for calls in told.values()}
     for i, prompt in enumerate(PROMPTS):
@@ -185,7 +199,7 @@ def test_the_latest_of_several_counts_and_only_above_the_threshold():
 
 
 def test_flagged_sentences_go_first_and_the_rest_is_r_kvs(model):
-    out = jkv.generate(model, PROMPTS[2], policy=recipe(importance=0.0), sampling=SAMPLING, **KNOBS | {"max_new_tokens": 1})
+    out = run(model, PROMPTS[2:], recipe(importance=0.0), new_tokens=1)
     tokens, hidden = hidden_states(model, out, 0)
     size = len(PROMPTS[2])
     ((_, flags),) = flags_by_the_rule(tokens, hidden, [size])
@@ -200,12 +214,12 @@ def test_flagged_sentences_go_first_and_the_rest_is_r_kvs(model):
 
 
 def test_without_what_is_said_again_it_is_r_kv(model):
-    plain = jkv.generate(model, PROMPTS, policy=jkv.r_kv(24, 16, window=4), sampling=SAMPLING, **KNOBS)
+    plain = run(model, PROMPTS, jkv.r_kv(24, 16, window=4))
     for policy in (recipe(tau=1.0), recipe(sentences=False)):
-        same = jkv.generate(model, PROMPTS, policy=policy, sampling=SAMPLING, **KNOBS)
+        same = run(model, PROMPTS, policy)
         np.testing.assert_array_equal(plain.tokens, same.tokens)
         assert (same.stats.peak_sentence_bytes > 0) == (policy.sentences is not None)
-    other = jkv.generate(model, PROMPTS, policy=recipe(), sampling=SAMPLING, **KNOBS)
+    other = run(model, PROMPTS, recipe())
     assert (plain.tokens != other.tokens).any()
 
 
@@ -213,14 +227,14 @@ def test_steering_comes_with_it_and_replays(model):
     policy = recipe(steer=VECTOR)
     assert policy.steer == Steer(VECTOR, layer=1, strength=-1.0, growth=0.02, interval=16)
     own = recipe(steer=Steer(VECTOR, 0, -3.0, keywords=("E",), growth=0.5, interval=8))
-    out = jkv.generate(model, [[0, 5, 6], *PROMPTS[1:]], policy=own, sampling=SAMPLING, **KNOBS)
+    out = run(model, [[0, 5, 6], *PROMPTS[1:]], own)
     assert len(set(out.trace.steer.amount[0].tolist())) > 1
     replayed = np.asarray(jkv.score(model, out, trace=out.trace).logprobs)
     assert np.abs(replayed - out.logprobs).max() <= 1e-4
 
 
 def test_embeddings_are_counted_while_they_are_held_and_gone_with_the_sample(model):
-    engine = Engine(model, max_running=2, max_slots=160, page_size=4, policies=[recipe()])
+    engine = Engine(model, policies=[recipe()], **SIZES)
     tickets = [engine.submit(prompt, recipe(budget=100), SAMPLING, 60, stop_ids=()) for prompt in PROMPTS[:2]]
     most = 0
     while engine.scheduler.running or engine.scheduler.waiting:
@@ -244,12 +258,11 @@ def test_what_a_tokenizer_cannot_write_ends_nothing():
 
 def test_samples_of_a_prompt_share_it_and_then_remember_their_own_sentences(model):
     for prompt in (PROMPTS[0], PROMPTS[2]):  # kept whole, and compacted before the samples part
-        out = jkv.generate(model, prompt, policy=recipe(), sampling=SAMPLING, n=3, **KNOBS)
+        out = run(model, [prompt], recipe(), n=3)
         assert (out.stats.prefills, out.stats.forks) == (1, 3)
-        prompts = [[1], prompt, [3, 4]]
-        alone = jkv.generate(model, prompts, policy=recipe(), sampling=SAMPLING, **KNOBS)
+        alone = run(model, [[1], prompt, [3, 4]], recipe())
         np.testing.assert_array_equal(out.tokens[0], alone.tokens[1])
-        beside = jkv.generate(model, [prompt] * 3, policy=[jkv.full(), recipe(), recipe(ends=(9,))], sampling=SAMPLING, **KNOBS)
+        beside = run(model, [prompt] * 3, jkv.full(), recipe(), recipe(ends=(9,)))
         assert beside.stats.forks == 0  # what is known of the prompt's sentences differs
         assert np.abs(np.asarray(jkv.score(model, out, trace=out.trace).logprobs) - out.logprobs).max() <= 1e-4
 
@@ -265,14 +278,14 @@ def test_ragged_prompts_need_no_grouping_for_no_slot_ever_holds_padding(model):
             held = (min(held, budget) if g % interval == 0 else held) + 1
         return held
 
-    engine = Engine(model, max_running=4, max_slots=160, page_size=4, policies=[recipe()], chunk=8)
+    engine = Engine(model, policies=[recipe()], **SIZES)
     for prompt in prompts:
         engine.submit(prompt, recipe(), SAMPLING, 90, stop_ids=())
-    full_rows, row = 0, jnp.arange(4, dtype=jnp.int32)
+    full_rows, row, positions = 0, jnp.arange(4, dtype=jnp.int32), jax.jit(pages.positions)
     while engine.scheduler.waiting or engine.scheduler.running:
         engine.step()
         pool = engine.runner.state.cache.pool
-        position = np.stack([np.asarray(pages.positions(pool, layer, row)) for layer in range(2)])
+        position = np.stack([np.asarray(positions(pool, layer, row)) for layer in range(2)])
         for i, sample in engine.scheduler.running.items():
             expected = num_held(len(sample.request.prompt), sample.generated)
             for of_head in position[:, i].reshape(-1, position.shape[-1]):
