@@ -234,7 +234,7 @@ def test_unknown_tickets_and_unfinished_results_are_refused(model):
         ({"prompt": [1] * 40, "max_new_tokens": 20}, r"60 slots = 15 pages of 4 in each of 4 layer-heads = 60 pages of 272"),
         (
             {"prompt": [1], "policy": jkv.r_kv(budget=16, interval=8, window=5)},
-            "needs window=5 .*; this engine was built with window=4",
+            "needs window=5; this engine was built with window=4",
         ),
         ({"prompt": [1], "stop_ids": range(9)}, "at most 8 stop ids a request; got 9"),
         ({"prompt": [[1], [2]]}, "one prompt at a time; got 2"),
