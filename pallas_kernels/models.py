@@ -1,8 +1,10 @@
-"""The real models for whose shapes the kernels are compiled, checked and timed.
+"""The real models for whose shapes the kernels are compiled, checked and timed, one TOML file each in `real_models/`.
 
-This package does not import `jkv`, so `MODELS` repeats the heads of `jkv/assets/shapes`; a test compares the two.
+A file holds the fields of a `jkv.ModelConfig`: `jkv.plan` and the benchmarks read the same files. Kernels read the heads alone.
 """
 
+import tomllib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,17 +24,15 @@ class ModelShape(NamedTuple):
         """Query heads per KV head."""
         return self.num_query_heads // self.num_kv_heads
 
+    @classmethod
+    def read(cls, file: Path) -> "ModelShape":
+        """The sizes in a TOML file of a model's shape."""
+        fields = tomllib.loads(file.read_text(encoding="utf-8"))
+        return cls(*(fields[name] for name in cls._fields))
 
-MODELS = {
-    "r1-qwen-1.5b": ModelShape(28, 12, 2, 128),
-    "r1-qwen-7b": ModelShape(28, 28, 4, 128),
-    "r1-qwen-14b": ModelShape(48, 40, 8, 128),
-    "r1-qwen-32b": ModelShape(64, 40, 8, 128),
-    "r1-llama-8b": ModelShape(32, 32, 8, 128),
-    "qwq-32b": ModelShape(64, 40, 8, 128),
-    "phi-4": ModelShape(40, 40, 10, 128),
-    "tiny-reasoner": ModelShape(4, 4, 2, 64),
-}
+
+FILES = {file.stem: file for file in sorted((Path(__file__).parent / "real_models").glob("*.toml"))}
+MODELS = {name: ModelShape.read(file) for name, file in FILES.items()} | {"tiny-reasoner": ModelShape(4, 4, 2, 64)}
 
 
 class Workload(NamedTuple):

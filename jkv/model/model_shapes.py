@@ -1,17 +1,17 @@
 """The shape of a model without its weights: what `jkv.plan` and the benchmarks ask of a name, a TOML file or a checkpoint.
 
-The models of the papers are `jkv/assets/shapes/*.toml`: inside the package, so that an installed one plans for them offline.
+The models of the papers are `pallas_kernels/real_models/*.toml`, installed with the package, so that planning works offline.
 """
 
 import tomllib
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from jkv.model.checkpoint import fetch, find_folder, read_config
 from jkv.model.params import Model, ModelConfig, Params, RopeScaling
+from pallas_kernels import models
 
-SHAPES = {file.stem: file for file in sorted(Path(str(resources.files("jkv"))).glob("assets/shapes/*.toml"))}
+SHAPES = models.FILES
 
 
 def find_shape(model: Any) -> tuple[str, ModelConfig]:
