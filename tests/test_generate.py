@@ -118,7 +118,7 @@ def test_nothing_compiles_anew_for_other_prompts_lengths_budgets_or_weights(reci
     for temperature in (1.0, 0.0):  # drawing and not drawing are two programs
         sampling = jkv.Sampling(temperature, seed=0)
         jkv.generate(model, PROMPTS, policy=recipe(budget=24, interval=16), **knobs | {"sampling": sampling})
-    device = (programs.decode_chunk, programs.prefill_chunk, programs.compress, programs.release)
+    device = (programs.decode_chunk, programs.prefill_chunk, programs.compact, programs.release)
     before = [program._cache_size() for program in device]
     others = jkv.testing.tiny_model(seed=9)
     for budget, prompts, temperature in [(20, PROMPTS[::-1], 0.7), (22, [[1, 2, 3, 4], [9] * 13], 0.0)]:
@@ -249,11 +249,11 @@ def test_equal_prompts_compile_nothing_that_different_ones_did_not(model):
     for sampling in (None, jkv.Sampling(seed=0)):
         jkv.generate(model, [a, b, c, d], sampling=sampling, policy=POLICY, max_running=4, **KNOBS)
     jkv.generate(model, [a, a, a, b], policy=POLICY, max_running=4, **KNOBS)  # forks, once
-    before = [program._cache_size() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compress)]
+    before = [program._cache_size() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compact)]
     before += [programs.fork._cache_size()]
     for prompts in ([a, a, b, c], [a, a, a, a], [a, a, b, b], [d, c, b, a]):
         jkv.generate(model, prompts, policy=POLICY, max_running=4, **KNOBS)
-    after = [program._cache_size() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compress)]
+    after = [program._cache_size() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compact)]
     assert [*after, programs.fork._cache_size()] == before
 
 

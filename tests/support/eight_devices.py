@@ -248,7 +248,7 @@ def test_what_a_program_tells_of_all_heads_is_of_all_shards(params):
     def told(on):
         state, run = prefilled(params, on, [0, 1]), programs if on is None else mesh.programs_on(on)
         distance = run.measure_pages(state, *pair, None)
-        _, dropped, is_left = run.compress(state, row, budget, row, protected, evict=evict, is_traced=True, sentences=sentences)
+        _, dropped, is_left = run.compact(state, row, budget, row, protected, evict=evict, is_traced=True, sentences=sentences)
         return distance, dropped, is_left
 
     one, many = told(None), told(on)
