@@ -36,7 +36,7 @@ LARGE = [
 SLOW = {
     (target, name) for target in ("tpu-v5e", "tpu-v6e") for name in ("decode-full", "compact-streaming_llm", "compact-random")
 }
-SLOW |= {("tpu-v6e", name) for name in ("leave", "sit", "drop", "write_pages", "decode-h2o", "decode-quest")}
+SLOW |= {("tpu-v6e", name) for name in ("detach", "attach", "free", "write_pages", "decode-h2o", "decode-quest")}
 SLOW |= {
     (target, name)
     for target in ("tpu-v5e", "tpu-v6e")
