@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jkv.engine.engine import Engine
-from jkv.engine.memory import at_most_free, most_pages, num_row_pages, page_bytes, widest
+from jkv.engine.memory import cap_to_free, most_pages, most_slots, num_row_pages, page_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.requests import Request, RequestOptions, check_model, encode_prompts, make_requests
@@ -71,12 +71,12 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
     params, every, n = model.params, [request for group in requests for request in group], len(requests[0])
     policies, page_size = [group[0].policy for group in requests], options.page_size
     num_rows = options.max_running or min(1 << (len(every) - 1).bit_length(), DEFAULT_RUNNING)
-    max_slots = round_up(max(widest(params, request) for request in every))
+    max_slots = round_up(max(most_slots(params, request) for request in every))
     num_pages = options.num_pages
     if options.kv_memory is None and num_pages is None:
         num_pages = default_num_pages(params, every, n, num_rows, max_slots, page_size)
         has_bounds = any(policy.read is not None for policy in policies)
-        num_pages = at_most_free(params, num_pages, page_bytes(params, page_size, has_bounds))
+        num_pages = cap_to_free(params, num_pages, page_bytes(params, page_size, has_bounds))
     return Engine(
         model,
         options,

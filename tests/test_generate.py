@@ -240,7 +240,7 @@ def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
 def test_what_is_no_model_or_sampling_is_refused():
     with pytest.raises(ValueError, match=r"what jkv.load returns, or bare Params; got 'tiny-reasoner'. Load it first"):
         check_model("tiny-reasoner")
-    with pytest.raises(ValueError, match=r"sampling is a jkv.Sampling, such as .*; got 0.7"):
+    with pytest.raises(ValueError, match=r"sampling must be a jkv.Sampling, such as .*; got 0.7"):
         check_sampling(0.7)
 
 
@@ -270,7 +270,7 @@ def test_what_is_no_policy_count_or_list_of_ids_is_refused():
             check_counts(n=value)
     check_counts(n=np.int64(3), max_new_tokens=None)
     for ids in (5, "5", [[5]], [1.5]):
-        with pytest.raises(ValueError, match="stop_ids is a list of token ids"):
+        with pytest.raises(ValueError, match="stop_ids must be a list of token ids"):
             check_stop_ids(ids, 32)
 
 

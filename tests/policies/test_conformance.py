@@ -226,7 +226,7 @@ def compact_together(self, due):
         budget.astype(np.int32),
         np.asarray([*(len(sample.request.prompt) for sample in samples), *zeros], np.int32),
         np.tile(np.asarray([[evict.sinks], [evict.recent]], np.int32), len(due) + len(padding)),
-        evict=evict.as_program,
+        evict=evict.static,
         is_traced=self.is_traced,
     )
     for j, sample in enumerate(samples):
