@@ -116,9 +116,9 @@ def test_what_names_no_axes_is_an_error_when_the_program_is_built(program, messa
 @pytest.mark.parametrize(
     ("record", "name"),
     [
-        (programs.ChunkInputs, "decode_chunk: control.planted"),
-        (programs.SamplingRows, "decode_chunk: control.sampling.planted"),
-        (programs.SteerRules, "decode_chunk: control.steer.planted"),
+        (programs.ChunkInputs, "decode_chunk: inputs.planted"),
+        (programs.SamplingRows, "decode_chunk: inputs.sampling.planted"),
+        (programs.SteerRules, "decode_chunk: inputs.steer.planted"),
         (programs.ChunkOutputs, r"decode_chunk: its result\[1\].planted"),
         (programs.Cache, "decode_chunk: state.cache.planted"),
         (programs.pages.Pool, "decode_chunk: state.cache.pool.planted"),
