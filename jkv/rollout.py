@@ -251,8 +251,8 @@ class Rollout:
         the weights of each token, and no single set of weights replays their trace.
 
         Args:
-          max_steps: returns after so many decode steps, rounded up to whole chunks (of up to `chunk` steps).
-          until_done: returns after so many samples have finished.
+          max_steps: returns after this many decode steps, rounded up to whole chunks (of up to `chunk` steps).
+          until_done: returns after this many samples have finished.
           progress: whether to show a bar; None shows it in a terminal or notebook.
 
         Raises:

@@ -260,7 +260,7 @@ def is_batch_invariant(case: Case) -> str | None:
     """
     by_itself = [case.run(prompts=[prompt]) for prompt in case.prompts]
     several = [2] * NUM_ROWS  # all compacted in the same turns
-    staggered = [0, 1, 1, 2, 2]  # each compacted in a turn of its own
+    staggered = [0, 1, 1, 2, 2]  # each compacted in another turn
     batches = {
         "in a batch": (range(len(case.prompts)), case.compressed),
         f"as one of {NUM_ROWS} equal requests": (several, case.run(prompts=[case.prompts[i] for i in several])),

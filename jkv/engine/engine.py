@@ -61,7 +61,7 @@ class Engine:
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
       options: a `jkv.EngineOptions`.
-      settings: fields of `jkv.EngineOptions` by name, in place of those of `options`.
+      settings: fields of `jkv.EngineOptions` by name, which replace those of `options`.
 
     Attributes:
       scheduler: decides which samples run.

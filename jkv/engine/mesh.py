@@ -77,7 +77,7 @@ def check_policy(policy: Policy, num_shards: int) -> None:
     """Refuses a policy that compares the KV heads of different shards.
 
     Raises:
-      ValueError: its scope is not "head", and there is more than one shard.
+      ValueError: the policy's scope is not "head", and there are several shards.
     """
     if num_shards > 1 and policy.evict is not None and policy.evict.scope != "head":
         raise ValueError(

@@ -23,8 +23,8 @@ class EngineOptions:
         the longer of prompt and budget + interval. It sizes the page tables. None is the model's positions, at most 4,096;
         `generate` and `Rollout` compute it from their requests.
       page_size: slots of a page.
-      kv_memory: bytes of the pool; "auto" is what the device has free; None is what full rows need. With less, fewer rows run
-        at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
+      kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
+        run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.
       policies: the policies of later requests. The engine keeps the data that they need: last queries, the attention mass of
         slots (H2O, TOVA), bounds of pages (Quest), hidden states (SkipKV), vectors (SEAL). A request may have any policy that

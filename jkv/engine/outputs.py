@@ -74,7 +74,7 @@ class Outputs:
         return tokens, log_probs
 
     def _reason(self, sample: Sample, row: RowOutputs) -> str:
-        """Why a sample ends with this chunk, by its tokens alone; empty if it does not."""
+        """The finish reason that follows from a chunk's tokens; empty if the sample continues."""
         if not np.isfinite(row.log_probs[-1]):
             return "nan"
         if row.tokens[-1] in sample.request.stop_ids:

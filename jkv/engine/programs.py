@@ -72,7 +72,7 @@ class ChunkOutputs(NamedTuple):
     log_prob: Float[Array, "steps B"]
     is_real: Bool[Array, "steps B"]
     held_pages: Int[Array, ""]
-    is_running: Bool[Array, " B"]  # rows that go on
+    is_running: Bool[Array, " B"]  # rows that are not finished
     dropped: Int[Array, "steps L B K"] | None  # positions that steps evicted, EMPTY for none; None unless traced
     is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
     steered: Float[Array, "steps B"] | None  # multiple of the steering vector added to each token; None unless traced

@@ -93,7 +93,7 @@ class Runner:
         self._place = weights.place_of(model.params)
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
-        # A longer request doubles it, and compiles compaction anew.
+        # A longer request doubles it, and compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
         row_arrays = cache.query_ring, cache.pool.slot_data, cache.pool.vacant_slot
@@ -332,7 +332,7 @@ def source_of(sample: Sample) -> int | None:
 
 
 def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list[int]]]:
-    """Groups of rows by `owns_all`: those that evict in steps write into their prompt's pages, so they must own them."""
+    """Groups rows by `owns_all`: rows that evict in steps write into their prompt's pages, so they must own them."""
     for owns_all in (False, True):
         group = [row for row, sample in admitted.items() if sample.request.policy.evicts_in_steps == owns_all]
         if group:

@@ -48,7 +48,7 @@ class Capacity:
 
 
 class Turn(NamedTuple):
-    """What the runner does next, in this order; then it decodes a chunk."""
+    """The runner's next actions, in this order; then it decodes a chunk."""
 
     release: list[int]  # rows of finished samples, whose pages become free
     swap_out: dict[int, Sample]  # rows that go to host memory
@@ -172,7 +172,7 @@ class Scheduler:
         return False
 
     def _needed(self, sample: Sample, shares: bool) -> int:
-        """Pages that admission of a sample takes, including those of its prefix if that is not in the pool."""
+        """Pages that admission of a sample takes, including its prefix's if that is not in the pool."""
         prefix, request = sample.prefix, sample.request
         needed = self._reservation(sample, shares)
         if shares and not prefix.is_held:
@@ -208,7 +208,7 @@ class Scheduler:
         return sample
 
     def _reservation(self, sample: Sample, shares: bool) -> int:
-        """Pages that a sample in a row may hold after the next chunk, without those of its prefix that it shares."""
+        """Pages that a running sample may hold after the next chunk, without shared pages of its prefix."""
         policy, capacity = sample.request.policy, self.capacity
         if policy.is_bounded:
             return sample.most_pages

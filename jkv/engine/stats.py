@@ -61,13 +61,13 @@ class SampleStats:
 
 @dataclasses.dataclass
 class RunStats:
-    """What an engine held, in bytes counted on the pool itself, and how long it took, in seconds without compile time."""
+    """Statistics of an engine: bytes counted on the pool itself, and seconds without compile time."""
 
     kv_bytes: float = 0.0  # mean over decode chunks
     kv_bytes_per_sample: float = 0.0  # the same, divided by the running samples
     peak_kv_bytes: int = 0
     peak_sentence_bytes: int = 0  # of embeddings in host memory, for policies that compare sentences
-    dense_kv_bytes: int = 0  # what full caches of the same rows would have held at their peak
+    dense_kv_bytes: int = 0  # peak bytes of full caches of the same rows
     seconds: float = 0.0  # all of `Engine.step`, with or without rows
     decode_seconds: float = 0.0  # waiting for decode chunks, and for the compactions before them
     prefill_seconds: float = 0.0
@@ -110,22 +110,22 @@ class RunStats:
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a call held and took, counted on the pool itself. Bytes, and seconds without compile time."""
+    """Statistics of a call: bytes counted on the pool itself, and seconds without compile time."""
 
     prompt_tokens: int
     generated_tokens: int
     evicted: float  # tokens dropped from the cache, averaged over layers and KV heads, summed over samples
     shared: int  # tokens whose page was replaced by an earlier one, summed over samples
     amsr: float  # average memory saving ratio: mean over decode steps of the share of the rows' pages that are saved
-    final_amsr: float  # the same when each sample ended, mean over those that started
+    final_amsr: float  # the same when each sample ended, mean over started samples
     affected_ratio: float  # tokens evicted or shared, by all tokens, prompts included
-    sharing: SharingStats | None  # what sharing found; None where no policy shares
+    sharing: SharingStats | None  # statistics of page sharing; None if no policy shares
     compactions: int  # summed over samples
     kv_bytes: int  # held, mean over decode chunks
     kv_bytes_per_sample: float  # the same, divided by the running samples
     peak_kv_bytes: int
     peak_sentence_bytes: int  # of embeddings in host memory, for policies that compare sentences
-    dense_kv_bytes: int  # what full caches of the same rows would have held at their peak
+    dense_kv_bytes: int  # peak bytes of full caches of the same rows
     tokens_per_second: float  # generated tokens, by all seconds without compilation
     decode_tokens_per_second: float  # the same, by decode seconds only
     seconds: float
@@ -254,7 +254,7 @@ class Meter:
         self.peak(held)
 
     def peak(self, held: int) -> None:
-        """Counts the pages that the pool holds at this moment, and what full caches of the same rows would hold."""
+        """Records the pages in use now, and the bytes that full caches of the same rows would hold, if they are peaks."""
         config, stats = self.config, self.stats
         stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.row_bytes)
         seen = sum(sample.num_seen for sample in self.running.values())

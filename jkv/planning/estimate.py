@@ -99,7 +99,7 @@ def state_size(config: ModelConfig, needs: Needs, page_size: int, dtype: str) ->
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all estimates of one plan have in common."""
+    """The settings that all estimates of one plan share."""
 
     config: ModelConfig
     device: Device

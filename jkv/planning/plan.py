@@ -220,7 +220,7 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
     if policy.read is not None:
         notes.append(f"{policy.name} frees nothing: it reads fewer pages, and stores bounds for all.")
     if policy.share is not None:
-        notes.append(f"What {policy.name} saves depends on the text: rows are planned as if it shared nothing.")
+        notes.append(f"The savings of {policy.name} depend on the text: rows are planned without sharing.")
     if not policy.is_bounded and policy.schedule is not None:
         notes.append(f"{policy.name}'s cache grows with the text: rows have room to their end.")
     if policy.steer is not None:

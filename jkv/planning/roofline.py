@@ -88,7 +88,7 @@ class Cost:
 def step_cost(
     config: ModelConfig, policy: Policy, life: Lifetime, *, weights: int, logits: int, itemsize: int, page_size: int, rows: int
 ) -> Cost:
-    """One decode step of `rows` rows of a device's part of the model, `config`, with `weights` weights in matrix products.
+    """One decode step of `rows` rows on a device that has the part `config` of the model, with `weights` weights to multiply.
 
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
     and values of some. Logits are written once and read once.

@@ -15,7 +15,7 @@ from jkv.cache.pool import EMPTY
 
 
 class SteerTrace(NamedTuple):
-    """What steering added to the hidden states of each sample: `amount` times `vector` where they enter `layer`."""
+    """The steering of each sample: `amount` times `vector` was added to the hidden states that entered `layer`."""
 
     amount: Any  # [n, T]
     layer: Any  # [n]

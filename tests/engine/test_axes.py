@@ -67,7 +67,7 @@ def test_two_axes_that_would_both_be_split_are_refused():
 
 
 class Planted(NamedTuple):
-    """Inputs of a chunk, with a field that says nothing of its axes."""
+    """Inputs of a chunk, with a field that names no axes."""
 
     remaining: Int[Array, " B"]
     planted: Any
@@ -142,7 +142,7 @@ def test_a_new_field_of_any_record_needs_axes(record, name, one, monkeypatch):
 
 
 def assert_fits(hint, value, name, seen):
-    """Every array has the shape that its letters say, in the sizes of SIZES."""
+    """Every array has the shape of its letters, in the sizes of SIZES."""
     if value is None:
         return
     members = [member for member in typing.get_args(hint) if member is not type(None)]

@@ -145,12 +145,12 @@ def test_tokens_without_prompts_and_foreign_traces_are_refused(model, squeezed):
         ([1], -3, "tokens holds -3"),
     ],
 )
-def test_what_has_no_log_probability_is_refused(prompt, token, words, model):
+def test_tokens_that_cannot_be_scored_are_refused(prompt, token, words, model):
     with pytest.raises(ValueError, match=words):
         jkv.score(model, np.array([[token]]), prompts=[prompt])
 
 
-def test_a_result_without_a_trace_is_not_replayed_in_silence(model):
+def test_a_result_without_a_trace_is_not_replayed_silently(model):
     out = jkv.generate(model, [[5, 1, 9]], policy=jkv.r_kv(budget=12, interval=4, window=4), max_new_tokens=4, progress=False)
     with pytest.raises(ValueError, match=r"got None\. Generate with return_trace=True, or leave trace out"):
         jkv.score(model, out, trace=out.trace)
