@@ -29,7 +29,7 @@ class SampleStats:
       compactions: how often its row was compacted.
       evicted: tokens dropped, averaged over layers and KV heads.
       shared: tokens whose page was replaced by an earlier one.
-      saved: the share of its pages that was freed when it ended.
+      saved: the share of its pages that had been freed by its end.
       preemptions: how often it was swapped out to make room for others.
       is_forked: whether it started from a prompt that was prefilled for several samples.
       error: the exception of its callback or of its policy's encoder, if any.

@@ -1,4 +1,4 @@
-"""The engine: whatever the traffic, every request gives what it gives alone, and every page comes back."""
+"""The engine: whatever the traffic, every request gives the same as by itself, and every page is freed."""
 
 import signal
 

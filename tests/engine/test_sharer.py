@@ -141,7 +141,7 @@ def test_a_row_gives_the_same_by_itself_in_a_batch_and_after_preemption(model, p
         assert completion.shared == one.samples[0].shared
     if not policy.is_bounded:
         assert batch.stats.preemptions > 0
-    assert int(batch.state.cache.pool.free_top) == batch.num_pages
+    assert int(batch.runner.state.cache.pool.free_top) == batch.num_pages
 
 
 def test_pages_that_are_shared_are_free_for_others(model):
