@@ -1,4 +1,6 @@
-"""`jkv.Rollout`: an engine kept open between the updates of a trainer, which samples groups and says from what they came.
+"""`jkv.Rollout`: samples groups of completions for a trainer, with the exact log-probability of each token.
+
+The engine stays open between updates of the weights:
 
     rollout = jkv.Rollout(model, jkv.r_kv(budget=256), max_new_tokens=2048)
     for prompts in batches:
@@ -6,9 +8,9 @@
         params = train(params, out)
         rollout.update(params)                           # no recompile
 
-A group's prompt is prefilled once and its pages are shared by reference count, while every sample evicts on its own. Logarithms
-of probabilities are those of the exact distribution that each token was drawn from, the compressed cache's, end tokens
-included: they differ from a trainer's dense forward pass, which `jkv.rl` measures and corrects, or replays.
+A group's prompt is prefilled once and its pages are shared by reference count; every sample evicts by itself. Log-probabilities
+are those of the exact distribution that each token, end tokens included, was drawn from with the compressed cache. They differ
+from those of a trainer's dense forward pass; `jkv.rl` measures and corrects the difference, or replays the trace.
 """
 
 import contextlib
@@ -36,17 +38,17 @@ DEFAULT_PROMPT_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Rollouts(Result):
-    """Finished samples, prompt-major, as a trainer takes them; fields of `jkv.Result`, and:
+    """Finished samples for a trainer, prompt-major. Fields of `jkv.Result`, and:
 
     Attributes:
       tokens: `[N, T]` int32, end tokens included, right-padded with `pad_id`.
       mask: `[N, T]` bool, completion tokens; a trainer that compares tokens with `pad_id` instead loses end tokens equal to it.
-      policy_version: `[N, T]` int32, of the weights that drew each token (0 for those the rollout was built with, one more for
+      policy_version: `[N, T]` int32, version of the weights behind each token (0 for the rollout's first weights, one more for
         each `update`); -1 in padding.
-      prompt_index: `[N]` of each sample's prompt in the call, or among all handed in since nothing was pending.
-      sample_index: `[N]` of each sample among those of its prompt.
-      seeds: `[N]` of each sample's draws: given, or fresh entropy.
-      pad_id: the token that fills up rows.
+      prompt_index: `[N]` index of each sample's prompt in the call, or among all submitted since nothing was pending.
+      sample_index: `[N]` index of each sample among those of its prompt.
+      seeds: `[N]` seed of each sample's draws: given, or fresh entropy.
+      pad_id: the padding token.
     """
 
     mask: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), bool))
@@ -81,28 +83,28 @@ class Rollouts(Result):
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """A sample that was handed in, and where it belongs."""
+    """A submitted sample that was not returned yet."""
 
-    prompt: int
+    prompt: int  # index among the prompts
     index: int  # among the samples of its prompt
     ticket: int
     sample: Sample
 
 
 class Rollout:
-    """Samples groups of completions with the weights of the moment; programs compile once and the pool stays.
+    """Samples groups of completions with the current weights; programs compile once and the pool is kept.
 
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
       policy: how caches stay small; None keeps them whole.
-      max_prompt_tokens: of any prompt; None is 512, or half of the model's positions where these are fewer than 1,024.
-      max_new_tokens: of any completion; None is 1,024 or what the model's positions leave.
-      n: samples of a prompt, where a call does not say; the pool has room for the prompts of such groups.
-      pad_id: fills up rows; None is the tokenizer's own, or 0.
+      max_prompt_tokens: the most tokens of a prompt; None is 512, or half of the model's positions if they are below 1,024.
+      max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
+      n: default number of samples of a prompt; the pool has room for the prompts of such groups.
+      pad_id: the padding token; None is the tokenizer's, or 0.
       settings: of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `mesh`: see `jkv.EngineOptions`.
 
     Attributes:
-      engine: the `jkv.Engine` beneath.
+      engine: the `jkv.Engine` that runs the samples.
 
     Raises:
       ValueError: a setting out of its range, or lengths that the model's positions do not hold.
@@ -127,11 +129,11 @@ class Rollout:
         self.max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - self.max_prompt_tokens)
         self.policy = spread_policies(policy, 1)[0]
         self.pad_id = check_pad(model, pad_id)
-        asked = RequestOptions(policy=self.policy, n=max(n, 2), max_new_tokens=self.max_new_tokens, stop_ids=())
-        longest = make_requests(model, [np.zeros(self.max_prompt_tokens, np.int32)], asked)
+        request_options = RequestOptions(policy=self.policy, n=max(n, 2), max_new_tokens=self.max_new_tokens, stop_ids=())
+        longest = make_requests(model, [np.zeros(self.max_prompt_tokens, np.int32)], request_options)
         self.engine: Engine = engine_for(model, longest, options)
         self._pending: list[Pending] = []
-        self._num_prompts = 0  # handed in since nothing was pending
+        self._num_prompts = 0  # submitted since nothing was pending
         self._has_warned: set[str] = set()
 
     @property
@@ -141,12 +143,12 @@ class Rollout:
 
     @property
     def version(self) -> int:
-        """Of the weights in use: how often they were replaced."""
+        """The version of the weights in use: how often they were replaced."""
         return self.engine.version
 
     @property
     def pending(self) -> int:
-        """Samples that were handed in and not returned yet."""
+        """The number of submitted samples that were not returned yet."""
         return len(self._pending)
 
     @property
@@ -169,13 +171,15 @@ class Rollout:
     ) -> Rollouts:
         """All samples of some prompts: `submit`, then `run` to the end.
 
-        Ctrl-C returns those that are finished; the others are pending, for `run` to go on with or `cancel` to drop.
+        Ctrl-C returns the finished samples; the others stay pending, and `run` continues or `cancel` ends them.
 
         Raises:
-          ValueError: bad input, told before anything compiles; or samples of an earlier call are pending.
+          ValueError: bad input, refused before anything compiles; or samples of an earlier call are pending.
         """
         if self._pending:
-            raise ValueError(f"A call starts with nothing pending; {self.pending} samples are. Call run() or cancel() first.")
+            raise ValueError(
+                f"A call must start with no pending samples; {self.pending} samples are. Call run() or cancel() first."
+            )
         self.submit(prompts, n, sampling, seed, max_new_tokens, stop_ids, stop_strings, return_trace, first_sample)
         return self.run(progress=progress)
 
@@ -191,18 +195,18 @@ class Rollout:
         return_trace: bool = False,
         first_sample: int = 0,
     ) -> None:
-        """Hands in `n` samples of each prompt, for `run`.
+        """Queues `n` samples of each prompt for `run`.
 
         Args:
           prompts: a string or a sequence of token ids, or a list of either.
-          n, max_new_tokens, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`; None is the rollout's own.
-          sampling: None is temperature 1 with nothing cut, what a policy gradient needs.
-          seed: in place of the sampling's; None there too draws fresh entropy, which `stats.seed` reports. An equal seed gives
-            equal tokens, whatever runs beside them.
-          return_trace: whether to record what each query read, for exact replay. Every policy of this package has a trace.
+          n, max_new_tokens, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`; None is the rollout's setting.
+          sampling: None is temperature 1 without top-k and top-p, as a policy gradient needs it.
+          seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal
+            seed gives equal tokens, whatever else is in the batch.
+          return_trace: whether to record what each query read, for exact replay. All policies of this package can be traced.
 
         Raises:
-          ValueError: bad input, refused before anything compiles; nothing is handed in, and what is pending goes on.
+          ValueError: bad input, refused before anything compiles; nothing is queued, and pending samples are not affected.
         """
         n = self.n if n is None else n
         check_counts(n=n, max_new_tokens=max_new_tokens)
@@ -215,7 +219,7 @@ class Rollout:
             )
         settings = Sampling() if sampling is None else typed("sampling", sampling, Sampling)
         settings = settings if seed is None else dataclasses.replace(settings, seed=seed)
-        asked = RequestOptions(
+        request_options = RequestOptions(
             policy=self.policy,
             sampling=settings,
             max_new_tokens=max_new_tokens or self.max_new_tokens,
@@ -224,7 +228,7 @@ class Rollout:
             stop_strings=stop_strings,
             first_sample=first_sample,
         )
-        requests = make_requests(self.model, ids, asked)
+        requests = make_requests(self.model, ids, request_options)
         for request in (request for group in requests for request in group):
             self.engine.check(request)
         self._warn_of_cuts(settings)
@@ -240,43 +244,43 @@ class Rollout:
         self._num_prompts += len(requests)
 
     def run(self, max_steps: int | None = None, until_done: int | None = None, progress: bool | None = None) -> Rollouts:
-        """Goes on with what is pending and returns what is finished; the rest stays, pages and all, for the next `run`.
+        """Continues pending samples and returns the finished ones; the others keep their pages until the next `run`.
 
-        A part of a run may hold a part of a group: give `prompt_index` to `jkv.rl.group_advantages`, which refuses that.
-        Weights may be updated in between: what is pending goes on with the keys that it has, `policy_version` says which
-        tokens are whose, and its trace replays under no single weights.
+        The result may hold only a part of a group: pass `prompt_index` to `jkv.rl.group_advantages`, which refuses that.
+        Weights may be updated between two runs: pending samples keep their cached keys and values, `policy_version` records
+        the weights of each token, and no single set of weights replays their trace.
 
         Args:
-          max_steps: decode steps after which to return, rounded up to whole chunks (of up to `chunk` steps).
-          until_done: finished samples after which to return.
+          max_steps: returns after this many decode steps, rounded up to whole chunks (of up to `chunk` steps).
+          until_done: returns after this many samples have finished.
           progress: whether to show a bar; None shows it in a terminal or notebook.
 
         Raises:
-          ValueError: a count below one.
+          ValueError: a count below item.
         """
         check_counts(max_steps=max_steps, until_done=until_done)
         if self._pending:
             self.engine.wake()
         begun, wanted = self.engine.stats.steps, min(until_done or self.pending, self.pending)
-        total = sum(one.sample.remaining for one in self._pending)
+        total = sum(item.sample.remaining for item in self._pending)
         with progress_bar(total, progress, "rollout") as on_events, contextlib.suppress(KeyboardInterrupt):
-            while sum(one.sample.is_finished for one in self._pending) < wanted:
+            while sum(item.sample.is_finished for item in self._pending) < wanted:
                 if max_steps is not None and self.engine.stats.steps - begun >= max_steps:
                     break
                 on_events(self.engine.step())
-        return self._take([one for one in self._pending if one.sample.is_finished])
+        return self._take([item for item in self._pending if item.sample.is_finished])
 
     def cancel(self) -> Rollouts:
-        """Ends what is pending and returns it, with the tokens that there are and the reason "cancelled"."""
-        for one in self._pending:
-            self.engine.cancel(one.ticket)
+        """Cancels pending samples and returns them with their tokens so far and the reason "cancelled"."""
+        for item in self._pending:
+            self.engine.cancel(item.ticket)
         return self._take(list(self._pending))
 
     def update(self, params: Params) -> None:
-        """Samples with new weights from now on; no program compiles anew, and prompts that the old ones prefilled are dropped.
+        """Uses new weights from the next step on; nothing compiles, and prompts that the old weights prefilled are dropped.
 
-        The arrays are used as they are: they may be the trainer's own, as long as it does not donate them before the next
-        update. On a mesh they lie as `jkv.shard` places them.
+        The arrays are not copied: they may be the trainer's own, as long as it does not donate them before the next update. On
+        a mesh they must be sharded as by `jkv.shard`.
 
         Raises:
           ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; the old ones stay.
@@ -284,58 +288,58 @@ class Rollout:
         self.engine.update(params.params if isinstance(params, Model) else params)
 
     def sleep(self, forget_weights: bool = False) -> None:
-        """Frees the pool for the trainer; samples that are pending wait in host memory.
+        """Frees the pool for the trainer; pending samples are swapped out to host memory.
 
-        With `forget_weights` it lets go of the weights too, so that those a trainer replaces are not held twice; `update` must
-        bring some before the next call.
+        With `forget_weights` it drops its references to the weights too, so that a trainer's old weights are freed when it
+        replaces them; call `update` before the next run.
         """
         self.engine.sleep(forget_weights)
 
     def wake(self) -> None:
-        """Allocates the pool again; `run` does it too."""
+        """Allocates the pool again; `run` also does."""
         self.engine.wake()
 
     def _check_lengths(self, prompts: Sequence[np.ndarray], max_new_tokens: int | None) -> None:
-        """Refuses what the programs have no room for."""
+        """Refuses lengths above the limits of this rollout."""
         for i, prompt in enumerate(prompts):
             if len(prompt) > self.max_prompt_tokens:
                 raise ValueError(
-                    f"A prompt may have {self.max_prompt_tokens} tokens here, max_prompt_tokens; prompt {i} has {len(prompt)}. "
-                    "Shorten it, or build the rollout with a higher limit."
+                    f"A prompt may have {self.max_prompt_tokens} tokens, the rollout's max_prompt_tokens; prompt {i} has "
+                    f"{len(prompt)}. Shorten it, or build the rollout with a higher limit."
                 )
         if max_new_tokens is not None and max_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"A completion may have {self.max_new_tokens} tokens here, the rollout's max_new_tokens; got {max_new_tokens}. "
+                f"A completion may have {self.max_new_tokens} tokens, the rollout's max_new_tokens; got {max_new_tokens}. "
                 "Lower it, or build the rollout with a higher limit."
             )
 
     def _warn_of_cuts(self, sampling: Sampling) -> None:
-        """Says once that cut distributions bias what a trainer makes of the samples."""
+        """Warns once that a distribution cut by top-k or top-p biases a trainer's ratios."""
         if sampling.draws == "truncated":
             self._warn(
                 "cut",
-                f"top_k={sampling.top_k}, top_p={sampling.top_p} cut the distribution: `logprobs` are those of what is left, "
-                "`logprobs_full` those before, and a ratio of either with a trainer's log-probabilities is biased. Sample with "
-                "top_p=1 and top_k=0 to train on it.",
+                f"top_k={sampling.top_k}, top_p={sampling.top_p} cut the distribution: `logprobs` are those after the cut, "
+                "`logprobs_full` those before it, and a ratio of either with a trainer's log-probabilities is biased. Sample "
+                "with top_p=1 and top_k=0 to train on it.",
             )
 
-    def _warn(self, what: str, text: str) -> None:
-        """Warns once."""
-        if what not in self._has_warned:
-            self._has_warned.add(what)
+    def _warn(self, kind: str, text: str) -> None:
+        """Warns once of each kind."""
+        if kind not in self._has_warned:
+            self._has_warned.add(kind)
             warnings.warn(text, stacklevel=4)
 
     def _take(self, finished: list[Pending]) -> Rollouts:
-        """Finished samples out of the engine, in order; Ctrl-C waits, for it would lose them."""
+        """Takes finished samples from the engine, in order; Ctrl-C is deferred, because it would lose them."""
         with deferred_interrupt():
             out = self._gather(finished)
-            gone = set(self.engine.take([one.ticket for one in finished]))
-            self._pending = [one for one in self._pending if one.sample not in gone]
+            taken = set(self.engine.take([item.ticket for item in finished]))
+            self._pending = [item for item in self._pending if item.sample not in taken]
         return out
 
     def _gather(self, finished: list[Pending]) -> Rollouts:
         """Finished samples as arrays."""
-        samples = [one.sample for one in finished]
+        samples = [item.sample for item in finished]
         result = make_result(self.model, samples, self.engine.stats, self.engine.is_traced)
         mask = np.arange(result.tokens.shape[1], dtype=np.int32) < result.lengths[:, None]
         version = np.full(result.tokens.shape, -1, np.int32)
@@ -346,15 +350,15 @@ class Rollout:
             **fields | {"tokens": np.where(mask, result.tokens, np.int32(self.pad_id))},
             mask=mask,
             policy_version=version,
-            prompt_index=np.array([one.prompt for one in finished], np.int32),
-            sample_index=np.array([one.index for one in finished], np.int32),
+            prompt_index=np.array([item.prompt for item in finished], np.int32),
+            sample_index=np.array([item.index for item in finished], np.int32),
             seeds=np.array([sample.request.seed for sample in samples], np.int64),
             pad_id=self.pad_id,
         )
 
 
 def check_pad(model: Model, pad_id: int | None) -> int:
-    """The token that fills up rows; warns where it is an end token."""
+    """The padding token, checked; warns if it is an end token."""
     config = model.config
     if pad_id is None:
         own = getattr(model.tokenizer, "pad_token_id", None)
@@ -367,8 +371,8 @@ def check_pad(model: Model, pad_id: int | None) -> int:
 
 
 def pad_warning(pad_id: int) -> str:
-    """What padding with an end token does."""
+    """The warning about padding with an end token."""
     return (
         f"pad_id={pad_id} is also an end token: a trainer that masks with `tokens != pad_id` drops every end token from its "
-        "loss, so that the policy never learns to stop. Use `out.mask`, or pass another pad_id."
+        "loss, so the policy never learns to stop. Use `out.mask`, or pass another pad_id."
     )

@@ -1,7 +1,7 @@
-"""Whether a policy keeps the promises that the engine, replay and its users rely on: `jkv.verify(policy)` says in words.
+"""`jkv.verify(policy)`: a conformance suite of the guarantees that the engine, replay and users rely on.
 
-Each check is a function of a `Case` that returns what is wrong, or None. Runs are small: a random model of two layers, prompts
-and completions a little longer than the policy needs to act twice.
+Each check is a function of a `Case` that returns a message about what is wrong, or None. Runs are small: a random model of two
+layers, with prompts and completions a little longer than the policy needs to act twice.
 """
 
 import copy
@@ -33,12 +33,12 @@ NUM_ROWS, OTHER_ROWS = 5, 8  # of the engines that run a case
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `verify` found.
+    """The result of `verify`.
 
     Attributes:
-      policy: its name.
-      failures: check -> what is wrong.
-      passed: the checks that it passed.
+      policy: the policy's name.
+      failures: a message for each failed check, by its name.
+      passed: the names of the other checks.
     """
 
     policy: str
@@ -53,35 +53,35 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{self.policy}: {len(self.passed)} checks passed, {len(self.failures)} failed"]
         lines += [f"  ok      {describe(name)}" for name in self.passed]
-        lines += [f"  FAILED  {describe(name)}\n          {words}" for name, words in self.failures.items()]
+        lines += [f"  FAILED  {describe(name)}\n          {message}" for name, message in self.failures.items()]
         return "\n".join(lines)
 
 
 def describe(name: str) -> str:
-    """A check's promise, the first line of its docstring."""
+    """The guarantee of a check: the first line of its docstring."""
     return (CHECKS[name].__doc__ or name).splitlines()[0]
 
 
 class Case:
-    """A policy with what its checks share, each computed once."""
+    """A policy with the models, prompts and runs that its checks share."""
 
     def __init__(self, policy: Policy, group: int = 2, dtype: Any = jnp.float32) -> None:
         self.policy, self.group, self.dtype = policy, group, dtype
         config = dataclasses.replace(TINY, max_positions=1 << 20)
         self.model = tiny_model(config=config, tokenizer=TinyTokenizer())
-        if policy.steer:  # by a vector of this model
+        if policy.steer:  # with a vector of this model's shape
             values = np.random.default_rng(1).standard_normal((config.num_layers, config.width)).astype(np.float32)
             layer = min(policy.steer.layer, config.num_layers - 1)
             steer = dataclasses.replace(policy.steer, vector=SteeringVector(values), layer=layer)
             self.policy = dataclasses.replace(policy, steer=steer)
-        if policy.share:  # random text repeats itself little: whatever is a step is like any other
+        if policy.share:  # random text repeats little, so all thoughts count as similar
             alike = dataclasses.replace(policy.share.filter, strict=0.0, soft=0.0, structure=False)
             share = dataclasses.replace(policy.share, filter=alike, match=0.0, threshold=math.inf, cap=None)
             self.policy = dataclasses.replace(self.policy, share=share)
         schedule: Any = policy.schedule
         budget, due = policy.budget or 0, None if schedule is None else schedule.steps_until_due(0)
         self.new_tokens = max(64, budget // 2 + 2 * (due or 1) + 8)
-        if policy.share:  # until some steps have ended
+        if policy.share:  # until some thoughts have ended
             self.new_tokens += 128 + 2 * policy.share.interval
         rng, size = np.random.default_rng(0), self.model.config.vocab_size
         lengths = (3, max(20, budget // 2), max(33, budget + 9))
@@ -97,9 +97,9 @@ class Case:
         chunk: int = CHUNKS[0],
         is_staggered: bool = False,
     ) -> Result:
-        """A traced run of the policy, or of another, on an engine of always the same shape: its programs compile once.
+        """A traced run of this or another policy; engines always have the same shape, so programs compile once.
 
-        Staggered requests arrive a chunk after one another.
+        Staggered requests arrive one chunk apart.
         """
         prompts = self.prompts if prompts is None else prompts
         policy = self.policy if policy is None else policy
@@ -123,11 +123,11 @@ class Case:
     def most_slots(self, policy: Policy) -> int:
         """The most slots of any prompt in a layer and KV head."""
         config, lengths = self.model.config, [len(prompt) for prompt in self.prompts]
-        return max(policy.widest(one, self.new_tokens, config.num_layers, config.num_kv_heads) for one in lengths)
+        return max(policy.widest(length, self.new_tokens, config.num_layers, config.num_kv_heads) for length in lengths)
 
     @functools.cached_property
     def compressed(self) -> Result:
-        """The policy's run."""
+        """The result of the policy's run."""
         return self.run()
 
     def view(self, seed: int, batch: int = 2) -> CacheView:
@@ -140,7 +140,7 @@ class Case:
 
     @property
     def num_kept(self) -> int:
-        """Slots that `view` is to be cut to."""
+        """The budget of `view`."""
         protected = self.policy.protected + (3 if self.policy.evict and self.policy.evict.protect_prompt else 0)
         return self.policy.budget or max(24, protected + 4)
 
@@ -152,11 +152,11 @@ def is_hashable(case: Case) -> str | None:
         is_equal = hash(twin) == hash(case.policy) and twin == case.policy
     except TypeError as error:
         return f"{error}: make the score a frozen dataclass or a plain function, not a closure over arrays or lists."
-    return None if is_equal else "A copy of it is another policy, so programs compile anew for it: compare and hash by value."
+    return None if is_equal else "A copy of it is not equal, so programs compile again for it: compare and hash by value."
 
 
-def selects_what_is_there(case: Case) -> str | None:
-    """It keeps as many slots as the budget says or the row has, each once, none of them empty."""
+def selects_filled_slots(case: Case) -> str | None:
+    """It keeps as many slots as the budget allows or the row has, each once, none of them empty."""
     if case.policy.evict is None:
         return None
     view = case.view(1)
@@ -175,7 +175,7 @@ def selects_what_is_there(case: Case) -> str | None:
     return None
 
 
-def keeps_what_is_protected(case: Case) -> str | None:
+def keeps_protected_slots(case: Case) -> str | None:
     """Sinks and recent tokens survive."""
     if case.policy.evict is None:
         return None
@@ -204,22 +204,22 @@ def is_pure(case: Case) -> str | None:
     return None
 
 
-def treats_rows_apart(case: Case) -> str | None:
-    """A row's choice does not depend on the rows beside it."""
+def treats_rows_independently(case: Case) -> str | None:
+    """A row's choice does not depend on the other rows of the batch."""
     if case.policy.evict is None:
         return None
     view = case.view(4, batch=3)._replace(layer=None)
     select = jax.jit(case.policy.select)
     together = np.asarray(select(view))
     for b in range(3):
-        alone = np.asarray(select(jax.tree.map(lambda x, b=b: x[b : b + 1], view)))[0]
-        if (alone != together[b]).any():
-            return f"Row {b} keeps other slots alone than in a batch: the score mixes rows."
+        by_itself = np.asarray(select(jax.tree.map(lambda x, b=b: x[b : b + 1], view)))[0]
+        if (by_itself != together[b]).any():
+            return f"Row {b} keeps other slots by itself than in a batch: the score mixes rows."
     return None
 
 
 def equals_full_when_nothing_is_due(case: Case) -> str | None:
-    """A budget as long as the sequence, or a strength or distance of zero, gives what the full cache does."""
+    """A budget as long as the sequence, or a strength or distance of zero, gives the full cache's results."""
     policy, schedule = case.policy, case.policy.schedule
     if policy.share is not None:
         policy = dataclasses.replace(policy, share=dataclasses.replace(policy.share, threshold=0.0, percentile=1e-9))
@@ -232,7 +232,7 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
         policy = dataclasses.replace(policy, schedule=dataclasses.replace(wide, budget=enough), evict=evict, pyramid=1.0)
     elif policy.steer is not None:
         policy = dataclasses.replace(policy, steer=dataclasses.replace(policy.steer, strength=0.0, growth=0.0))
-    elif schedule is not None:  # it drops what its schedule says, whatever the budget: stop before
+    elif schedule is not None:  # it drops by its schedule, whatever the budget: stop before
         new_tokens = (schedule.steps_until_due(0) or 2) - 1
     uncut = case.run(full(), new_tokens=new_tokens)
     whole = case.run(policy, new_tokens=new_tokens)
@@ -240,17 +240,17 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
         return f"It drops {whole.stats.evicted:g} tokens though its budget holds them all."
     if not np.array_equal(whole.tokens, uncut.tokens):
         return "It gives other tokens than the full cache though nothing is dropped."
-    return far_apart(whole.logprobs, uncut.logprobs, "the full cache")
+    return mismatch(whole.logprobs, uncut.logprobs, "the full cache")
 
 
 def replays(case: Case) -> str | None:
-    """Replaying its trace gives the log-probabilities that it drew from."""
+    """Replaying its trace gives the log-probabilities that its tokens were drawn with."""
     out = case.compressed
     replayed = score(case.model, out, trace=out.trace).logprobs
-    return far_apart(out.logprobs, replayed, "the replay of its trace")
+    return mismatch(out.logprobs, replayed, "the replay of its trace")
 
 
-def does_not_depend_on_the_batch(case: Case) -> str | None:
+def is_batch_invariant(case: Case) -> str | None:
     """A request gives the same tokens by itself as in a batch, however many rows are compacted in the same turn.
 
     Log-probabilities must be equal bit for bit in engines of the same number of rows. In one of another number of rows, tokens
@@ -260,7 +260,7 @@ def does_not_depend_on_the_batch(case: Case) -> str | None:
     """
     by_itself = [case.run(prompts=[prompt]) for prompt in case.prompts]
     several = [2] * NUM_ROWS  # all compacted in the same turns
-    staggered = [0, 1, 1, 2, 2]  # each compacted in a turn of its own
+    staggered = [0, 1, 1, 2, 2]  # each compacted in another turn
     batches = {
         "in a batch": (range(len(case.prompts)), case.compressed),
         f"as one of {NUM_ROWS} equal requests": (several, case.run(prompts=[case.prompts[i] for i in several])),
@@ -271,8 +271,8 @@ def does_not_depend_on_the_batch(case: Case) -> str | None:
     }
     for where, (order, out) in batches.items():
         for row, i in enumerate(order):
-            if words := differs(by_itself[i], 0, out, row):
-                return f"Prompt {i} gives {words} by itself than {where}."
+            if difference := differs(by_itself[i], 0, out, row):
+                return f"Prompt {i} gives {difference} by itself than {where}."
     first = case.prompts[:1]
     few, many = (case.run(full(), first, num_rows=num_rows).logprobs for num_rows in (NUM_ROWS, OTHER_ROWS))
     other = case.run(prompts=first, num_rows=OTHER_ROWS) if np.array_equal(few, many) else by_itself[0]
@@ -281,10 +281,10 @@ def does_not_depend_on_the_batch(case: Case) -> str | None:
     return None
 
 
-def differs(one: Result, row: int, other: Result, other_row: int) -> str | None:
-    """In words, what is not the same in rows of two results; None if they are equal bit for bit."""
+def differs(first: Result, row: int, other: Result, other_row: int) -> str | None:
+    """A message about the first difference between rows of two results; None if they are equal bit for bit."""
     token, log_prob = (
-        np.flatnonzero(getattr(one, field)[row] != getattr(other, field)[other_row]) for field in ("tokens", "logprobs")
+        np.flatnonzero(getattr(first, field)[row] != getattr(other, field)[other_row]) for field in ("tokens", "logprobs")
     )
     if token.size:
         return f"other tokens, from token {token[0]} on,"
@@ -292,7 +292,7 @@ def differs(one: Result, row: int, other: Result, other_row: int) -> str | None:
 
 
 def never_compiles_again(case: Case) -> str | None:
-    """Other prompts, lengths and seeds compile nothing anew."""
+    """Other prompts, lengths and seeds compile nothing."""
     assert case.compressed.tokens.size
     before = num_compiled()
     rng = np.random.default_rng(9)
@@ -310,9 +310,11 @@ def num_compiled() -> int:
 
 
 def frees_memory(case: Case) -> str | None:
-    """A bounded policy holds fewer bytes than the full cache, and drops what its schedule says; one that shares does."""
+    """A bounded policy evicts and holds fewer bytes than the full cache; a policy with sharing shares pages."""
     if case.policy.share is not None and not case.compressed.stats.shared:
-        return f"It shared nothing in {case.new_tokens} tokens, though every step is like any other and no distance too large."
+        return (
+            f"It shared nothing in {case.new_tokens} tokens, though all thoughts count as similar and no distance is too large."
+        )
     if not case.policy.is_bounded:
         return None
     held, dense = case.compressed.stats.peak_kv_bytes, case.compressed.stats.dense_kv_bytes
@@ -323,8 +325,8 @@ def frees_memory(case: Case) -> str | None:
     return None
 
 
-def far_apart(ours: Any, theirs: Any, name: str) -> str | None:
-    """Words for log-probabilities that differ by more than 1e-4 anywhere, or 1e-5 in one place of a hundred."""
+def mismatch(ours: Any, theirs: Any, name: str) -> str | None:
+    """A message if log-probabilities differ by more than 1e-4 anywhere, or by more than 1e-5 in 1 % of places."""
     difference = np.abs(np.asarray(ours, np.float64) - np.asarray(theirs, np.float64))
     if not np.isfinite(difference).all():
         return f"Log-probabilities are not finite, or not those of {name}."
@@ -337,13 +339,13 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
     check.__name__: check
     for check in (
         is_hashable,
-        selects_what_is_there,
-        keeps_what_is_protected,
+        selects_filled_slots,
+        keeps_protected_slots,
         is_pure,
-        treats_rows_apart,
+        treats_rows_independently,
         equals_full_when_nothing_is_due,
         replays,
-        does_not_depend_on_the_batch,
+        is_batch_invariant,
         never_compiles_again,
         frees_memory,
     )
@@ -353,11 +355,11 @@ CHECKS: dict[str, Callable[[Case], str | None]] = {
 def verify(policy: Any) -> Report:
     """Runs the conformance suite on a policy; print the report.
 
-    A check that raises has failed with the error's words. Takes seconds at budgets of hundreds; lengths grow with the budget
-    and interval, so verify a method at a small one.
+    A check that raises has failed, with the error as its message. Takes seconds at budgets of hundreds; lengths grow with
+    budget and interval, so verify a method with small ones.
 
     Raises:
-      TypeError: something that is not a `Policy`.
+      TypeError: `policy` is not a `Policy`.
 
     >>> import jkv
     >>> print(jkv.verify(jkv.streaming_llm(budget=16, interval=8)))  # doctest: +ELLIPSIS
@@ -365,13 +367,15 @@ def verify(policy: Any) -> Report:
     ...
     """
     if not isinstance(policy, Policy):
-        raise TypeError(f"verify takes a policy, as jkv.r_kv(budget=128) or jkv.evict_by(score, budget=64); got {policy!r}.")
+        raise TypeError(
+            f"verify takes a policy, such as jkv.r_kv(budget=128) or jkv.evict_by(score, budget=64); got {policy!r}."
+        )
     case, failures = Case(policy), {}
     for name, check in CHECKS.items():
         try:
-            words = check(case)
+            message = check(case)
         except Exception as error:
-            words = f"{type(error).__name__}: {error}"
-        if words:
-            failures[name] = words
+            message = f"{type(error).__name__}: {error}"
+        if message:
+            failures[name] = message
     return Report(policy.name, failures, tuple(name for name in CHECKS if name not in failures))

@@ -83,7 +83,7 @@ print(f"{out.stats.evicted:.0f} tokens evicted; {out.text[0].splitlines()[-1]}")
 report = jkv.verify(first_try)
 print(report)
 assert not report.is_ok
-assert "treats_rows_apart" in report.failures
+assert "treats_rows_independently" in report.failures
 
 # %% [markdown]
 # The score mixes rows: the mean runs over axis 0, the batch, as well. What is kept of one prompt then depends on which prompts

@@ -46,13 +46,13 @@ def test_a_result_is_indexed_by_sample_prompt_major(model):
     assert out.trace is None
 
 
-def test_statistics_say_which_implementations_computed(model):
+def test_statistics_name_the_kernels_used(model):
     out = jkv.generate(model, PROMPTS[0], policy=jkv.r_kv(budget=12, interval=16), **KNOBS)
     assert {"native", "cpu"} & set(out.stats.kernels["paged_attention"].split(", "))
     assert {"attention_mass", "key_redundancy", "replay_attention", "take_slots"} <= set(out.stats.kernels)
 
 
-def test_the_peak_counts_a_prompt_before_it_is_compressed(model):
+def test_the_peak_counts_a_prompt_before_it_is_compacted(model):
     prompt = [1, 2, 3] * 40
     out = jkv.generate(model, prompt, policy=jkv.streaming_llm(budget=12, interval=16), **KNOBS)
     assert out.stats.peak_kv_bytes == 2 * 2 * 30 * memory.page_bytes(model.params, 4)
@@ -86,7 +86,7 @@ def test_a_rows_tokens_do_not_depend_on_the_other_rows(model, policy, temperatur
             np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], atol=1e-5)
 
 
-def test_a_batch_may_mix_policies_and_each_row_is_as_if_alone(model):
+def test_a_batch_may_mix_policies_and_each_row_is_as_by_itself(model):
     policies = [jkv.full(), POLICY, jkv.streaming_llm(budget=12, interval=16)]
     knobs = KNOBS | {"max_running": 4}
     mixed = jkv.generate(model, PROMPTS, policy=policies, **knobs)
@@ -113,7 +113,7 @@ def test_a_small_pool_makes_requests_wait_and_changes_nothing_else(model):
 
 
 @pytest.mark.parametrize("recipe", [functools.partial(jkv.r_kv, window=4), jkv.h2o], ids=["r_kv", "h2o"])
-def test_nothing_compiles_anew_for_other_prompts_lengths_budgets_or_weights(recipe, model):
+def test_nothing_compiles_again_for_other_prompts_lengths_budgets_or_weights(recipe, model):
     knobs = KNOBS | {"max_running": 4}
     for temperature in (1.0, 0.0):  # drawing and not drawing are two programs
         sampling = jkv.Sampling(temperature, seed=0)
@@ -138,7 +138,7 @@ def test_the_same_seed_gives_the_same_tokens_and_none_draws_a_fresh_one(model):
     np.testing.assert_array_equal(draw(first.stats.seed).tokens, first.tokens)
 
 
-def test_equal_prompts_go_on_with_the_sample_index(model):
+def test_equal_prompts_continue_the_sample_index(model):
     knobs = KNOBS | {"sampling": jkv.Sampling(seed=1), "max_running": 4}
     grouped = jkv.generate(model, [PROMPTS[0], PROMPTS[1]], n=2, **knobs)
     listed = jkv.generate(model, [PROMPTS[0], PROMPTS[0], PROMPTS[1], PROMPTS[1]], **knobs)
@@ -160,7 +160,7 @@ def test_a_stop_id_ends_a_row_and_is_kept(model):
         assert (out.logprobs[i, length:] == 0).all()
 
 
-def test_the_models_own_end_tokens_finish_as_eos(model):
+def test_the_models_own_end_tokens_finish_as_stop(model):
     full = jkv.generate(model, PROMPTS[0], **KNOBS)
     end = int(full.tokens[0, 10])
     config = dataclasses.replace(model.config, end_ids=(end,))
@@ -183,7 +183,7 @@ def test_a_stop_string_cuts_exactly_where_it_appears(lettered):
     assert out.finish_reason == ["stop"]
 
 
-def test_a_model_that_gives_nan_says_so_in_the_finish_reason(model):
+def test_a_model_that_gives_nan_finishes_with_nan(model):
     overflowing = model.params.replace(final_norm=model.params.final_norm * jnp.float32(3e38))
     out = jkv.generate(overflowing, PROMPTS[0], **KNOBS)
     assert out.finish_reason == ["nan"]
@@ -237,10 +237,10 @@ def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
     assert (programs.decode_chunk._cache_size(), programs.prefill_chunk._cache_size()) == before
 
 
-def test_what_is_no_model_or_sampling_is_refused():
+def test_other_types_than_a_model_or_sampling_are_refused():
     with pytest.raises(ValueError, match=r"what jkv.load returns, or bare Params; got 'tiny-reasoner'. Load it first"):
         check_model("tiny-reasoner")
-    with pytest.raises(ValueError, match=r"sampling is a jkv.Sampling, such as .*; got 0.7"):
+    with pytest.raises(ValueError, match=r"sampling must be a jkv.Sampling, such as .*; got 0.7"):
         check_sampling(0.7)
 
 
@@ -262,7 +262,7 @@ def test_a_policy_by_its_bare_name_is_refused_with_the_known_ones():
         spread_policies("r_kv", 1)
 
 
-def test_what_is_no_policy_count_or_list_of_ids_is_refused():
+def test_other_types_than_a_policy_count_or_list_of_ids_are_refused():
     with pytest.raises(ValueError, match=r"made by a recipe such as jkv.r_kv\(budget=256\).*got <function r_kv"):
         spread_policies(jkv.r_kv, 2)
     for value in (2.5, True, "3"):
@@ -270,7 +270,7 @@ def test_what_is_no_policy_count_or_list_of_ids_is_refused():
             check_counts(n=value)
     check_counts(n=np.int64(3), max_new_tokens=None)
     for ids in (5, "5", [[5]], [1.5]):
-        with pytest.raises(ValueError, match="stop_ids is a list of token ids"):
+        with pytest.raises(ValueError, match="stop_ids must be a list of token ids"):
             check_stop_ids(ids, 32)
 
 
@@ -302,14 +302,14 @@ def test_sampling_settings_out_of_range_are_refused(settings, words):
         jkv.Sampling(**settings)
 
 
-def test_the_pool_that_generate_sizes_holds_what_heads_that_compete_may_round_up_to(model):
+def test_the_pool_that_generate_sizes_holds_the_pages_that_competing_heads_may_round_up_to(model):
     policy = jkv.ada_kv(budget=112, interval=16, floor=1.0)
     out = jkv.generate(model, list(range(1, 11)), policy=policy, max_new_tokens=54, stop_ids=(), progress=False)
     assert out.lengths.tolist() == [54]
 
 
 def test_a_pool_larger_than_the_memory_is_cut_to_it(model, monkeypatch):
-    """Fewer rows run at a time; a request that fits alone is served."""
+    """Fewer rows run at a time; a request that fits by itself is served."""
     monkeypatch.setattr(memory, "free_bytes", lambda device, share=0.5: 40 * memory.page_bytes(model.params, 4))
     out = jkv.generate(model, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], **KNOBS | {"max_new_tokens": 20})
     assert out.stats.peak_kv_bytes <= 40 * memory.page_bytes(model.params, 4)

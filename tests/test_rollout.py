@@ -135,7 +135,7 @@ def test_samples_of_a_group_differ_and_are_those_of_calls_of_one(rollout):
 
 
 @pytest.mark.parametrize("options", [{"max_running": 2}, {"max_running": 3}, {"max_running": 16}, {"page_size": 8}], ids=str)
-def test_tokens_do_not_depend_on_order_rows_pages_or_company(model, rollout, options):
+def test_tokens_do_not_depend_on_order_rows_pages_or_batch(model, rollout, options):
     expected = by_sample(rollout(PROMPTS, n=3, seed=2, stop_ids=()))
     other = make_rollout(model, R_KV, **options)
     out = other([*reversed(PROMPTS), [9, 9, 9]], n=3, seed=2, stop_ids=())
@@ -220,7 +220,7 @@ def test_new_weights_compile_nothing_and_give_what_a_fresh_rollout_gives(model, 
     np.testing.assert_array_equal(rollout(PROMPTS, seed=4, stop_ids=()).tokens, before.tokens)
 
 
-def test_samples_that_wait_start_from_new_weights_and_those_that_run_go_on(model, other_params):
+def test_samples_that_wait_start_from_new_weights_and_running_ones_continue(model, other_params):
     rollout = make_rollout(model, R_KV, n=8)
     rollout.submit(PROMPTS[1:2], seed=6, stop_ids=(), return_trace=True)
     first = rollout.run(max_steps=8)
@@ -233,7 +233,7 @@ def test_samples_that_wait_start_from_new_weights_and_those_that_run_go_on(model
     assert (out.policy_version[waited] == 1).all()
     old = make_rollout(model, R_KV, n=8)(PROMPTS[1:2], seed=6, stop_ids=())
     new = make_rollout(dataclasses.replace(model, params=other_params), R_KV, n=8)(PROMPTS[1:2], seed=6, stop_ids=())
-    np.testing.assert_array_equal(out.tokens[ran, :9], old.tokens[ran, :9])  # the ninth from logits that were there
+    np.testing.assert_array_equal(out.tokens[ran, :9], old.tokens[ran, :9])  # the ninth from logits of the old weights
     np.testing.assert_array_equal(out.logprobs[ran, :9], old.logprobs[ran, :9])
     assert (out.tokens[ran, 9:] != old.tokens[ran, 9:]).any()
     np.testing.assert_array_equal(out.tokens[waited], new.tokens[waited])
@@ -268,7 +268,7 @@ def test_wrong_weights_are_refused_and_the_old_ones_stay(rollout, model):
     np.testing.assert_array_equal(rollout(PROMPTS[:1], seed=1).tokens, before.tokens)
 
 
-def test_weights_that_a_trainer_donated_are_told_of(model):
+def test_weights_that_a_trainer_donated_are_reported(model):
     rollout = make_rollout(dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params)), R_KV)
     trained = jax.jit(lambda params: jax.tree.map(lambda x: 2 * x, params), donate_argnums=0)(rollout.model.params)
     with pytest.raises(ValueError, match=r"donated or deleted\. Call update\(params\) first"):
@@ -277,7 +277,7 @@ def test_weights_that_a_trainer_donated_are_told_of(model):
     assert len(rollout.run().lengths) == 1
 
 
-def test_forgotten_weights_are_not_held_and_must_be_brought(model, other_params):
+def test_forgotten_weights_are_not_held_and_must_be_replaced(model, other_params):
     rollout = make_rollout(dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params)), R_KV)
     expected = rollout(PROMPTS[:1], seed=1)
     before = live_bytes()
@@ -296,7 +296,7 @@ def live_bytes():
     return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.live_arrays()}.values())
 
 
-def test_a_hundred_updates_leave_nothing_behind(model, other_params):
+def test_a_hundred_updates_leak_nothing(model, other_params):
     rollout = make_rollout(model, R_KV)
     held = []
     for i in range(100):
@@ -338,7 +338,7 @@ SLEEPERS["skip_kv"] = jkv.skip_kv(budget=14, interval=8, window=4, tau=0.2, ends
 
 
 @pytest.mark.parametrize("policy", SLEEPERS.values(), ids=SLEEPERS)
-def test_pausing_and_sleeping_under_way_change_no_token(model, policy):
+def test_pausing_and_sleeping_between_steps_change_no_token(model, policy):
     named = dataclasses.replace(model, tokenizer=BreakingTokenizer())
     rollout = make_rollout(named, policy)
     expected = rollout(PROMPTS, n=2, seed=8, stop_ids=(), return_trace=True)
@@ -356,7 +356,7 @@ def test_pausing_and_sleeping_under_way_change_no_token(model, policy):
             np.testing.assert_allclose(replayed, part.logprobs, atol=1e-5)
 
 
-def test_it_returns_once_enough_are_done_and_goes_on_later(rollout):
+def test_run_returns_once_enough_are_done_and_continues_later(rollout):
     expected = by_sample(rollout(PROMPTS, n=2, seed=3, stop_ids=(3, 7)))
     rollout.submit(PROMPTS, n=2, seed=3, stop_ids=(3, 7))
     some = rollout.run(until_done=3)
@@ -367,7 +367,7 @@ def test_it_returns_once_enough_are_done_and_goes_on_later(rollout):
     assert by_sample(some) | by_sample(rest) == expected
 
 
-def test_what_is_cancelled_keeps_its_tokens_and_leaves_the_engine_usable(rollout):
+def test_cancelled_samples_keep_their_tokens_and_leave_the_engine_usable(rollout):
     expected = by_sample(rollout(PROMPTS, n=2, seed=3, stop_ids=()))
     rollout.submit(PROMPTS, n=2, seed=3, stop_ids=())
     rollout.run(max_steps=8)
@@ -380,7 +380,7 @@ def test_what_is_cancelled_keeps_its_tokens_and_leaves_the_engine_usable(rollout
     assert by_sample(rollout(PROMPTS, n=2, seed=3, stop_ids=())) == expected
 
 
-def test_an_interrupt_returns_what_is_finished_and_the_rest_goes_on(rollout, monkeypatch):
+def test_an_interrupt_returns_finished_samples_and_the_rest_continues(rollout, monkeypatch):
     expected = by_sample(rollout(PROMPTS, n=2, seed=3, stop_ids=()))
     step, chunks = rollout.engine.step, []
 
@@ -423,7 +423,7 @@ def test_a_result_that_cannot_be_built_loses_nothing(rollout, monkeypatch):
     assert by_sample(rollout.run()) == expected
 
 
-def test_parts_of_several_submits_say_whose_they_are(rollout):
+def test_parts_of_several_submits_have_prompt_indices(rollout):
     rollout.submit(PROMPTS[:1], n=1, stop_ids=())
     rollout.submit(PROMPTS[1:3], n=1, stop_ids=(), max_new_tokens=2)
     first = rollout.run(until_done=2)
@@ -438,7 +438,7 @@ def test_parts_of_several_submits_say_whose_they_are(rollout):
 # Bad input.
 
 
-def test_impossible_rollouts_are_refused(model):
+def test_settings_out_of_range_are_refused(model):
     for match, options in {
         "max_new_tokens must be at least 1": {"max_new_tokens": 0},
         "n must be at least 1": {"n": 0},
@@ -449,7 +449,7 @@ def test_impossible_rollouts_are_refused(model):
             make_rollout(model, **options)
 
 
-def test_padding_with_an_end_token_is_loudly_warned_of(model):
+def test_padding_with_an_end_token_warns(model):
     ending = dataclasses.replace(
         model, params=model.params.replace(config=dataclasses.replace(model.config, end_ids=(6,))), tokenizer=None
     )
@@ -465,7 +465,7 @@ def test_padding_with_an_end_token_is_loudly_warned_of(model):
     assert (out.tokens[ended, out.lengths[ended] - 1] == 6).all()
 
 
-def test_bad_calls_are_refused_and_what_is_pending_goes_on(rollout):
+def test_bad_calls_are_refused_and_pending_samples_continue(rollout):
     expected = by_sample(rollout(PROMPTS, n=2, seed=3))
     rollout.submit(PROMPTS, n=2, seed=3)
     rollout.run(max_steps=4)

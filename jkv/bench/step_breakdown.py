@@ -42,7 +42,7 @@ def seconds_of_parts(params: Params, policy: Policy, batch: int, slots: int, int
     timed = {name: functools.partial(seconds_of, call) for name, call in calls.items()}
     timed["pool"] = functools.partial(seconds_on_fresh_state, bookkeeping, params, policy, batch, slots)
     if isinstance(policy.evict, Evict):
-        timed["scoring"] = functools.partial(seconds_of, functools.partial(scores, state, evict=policy.evict.as_program))
+        timed["scoring"] = functools.partial(seconds_of, functools.partial(scores, state, evict=policy.evict.static))
         compact_all = functools.partial(compact, policy=policy, batch=batch, num_layers=params.config.num_layers)
         timed["compaction"] = functools.partial(
             seconds_on_fresh_state, compact_all, params, policy, batch, slots + interval // 2
@@ -147,5 +147,5 @@ def compact(state: State, policy: Policy, batch: int, num_layers: int) -> State:
     protected = np.asarray([[evict.sinks], [evict.recent]], np.int32)
     for i in range(batch):
         row = np.full(1, i, np.int32)
-        state = programs.compact(state, row, budget, nothing, protected, evict=evict.as_program, is_traced=False)[0]
+        state = programs.compact(state, row, budget, nothing, protected, evict=evict.static, is_traced=False)[0]
     return state

@@ -1,1 +1,1 @@
-"""The only loop: requests in, completions out, over one pool."""
+"""The engine: requests in, completions out, over one paged pool."""

@@ -1,9 +1,8 @@
-"""How arrays are split over a mesh, read from the axes that they are annotated with.
+"""How arrays are split over a mesh: the `PartitionSpec` of each array follows from the axes in its annotation.
 
-The letters of `jkv.__init__` decide: KV heads, query heads and pages are split over the mesh axis "tensor", and of weights the
-MLP width and the vocabulary too (Megatron-LM, arXiv 1909.08053). Other axes are copied to every device. There is no table of
-arguments or fields: a new one without axes, or with an axis that is unknown here, is an error when `jkv.engine.mesh` builds
-the program.
+The dimension letters of `jkv.__init__` decide. KV heads, query heads and pages are split over the mesh axis "tensor", and so
+are the MLP width and the vocabulary of weights (Megatron-LM, arXiv 1909.08053). Other axes are replicated. There is no table
+of arguments or fields: one without axes, or with an unknown axis, is an error when `jkv.engine.mesh` builds the program.
 """
 
 import types
@@ -17,19 +16,19 @@ from jaxtyping import AbstractArray
 
 from jkv.model.params import LowRank, Params
 
-P: Any = PartitionSpec  # of any type: it takes the place of an array in a record
+P: Any = PartitionSpec  # typed as Any: records hold specs in place of their arrays
 HEADS = "tensor"  # the mesh axis
 SPLIT = frozenset("KNP")  # P: pages of all shards, one shard after the other
 SPLIT_WEIGHTS = frozenset("KNFV")
 WHOLE = frozenset([*"BDEFGHILMRSTVW", "MP", "half", "page", "steps"])  # E: stop tokens, I: entries of a list
-ANY: Any = object()  # stands for a value that is not known yet, with all of its parts
+ANY: Any = object()  # in place of a value that does not exist yet; all of its optional parts count as present
 
 
 def spec_of(letters: str, is_weight: bool = False) -> Any:
-    """The `PartitionSpec` of an array with these axes. Of an axis such as `N*H`, the first factor decides.
+    """The `PartitionSpec` of an array with these axes. The first factor decides for an axis such as `N*H`.
 
     Raises:
-      ValueError: an unknown axis, or two axes that would both be split.
+      ValueError: an unknown axis, or two axes that are both to be split.
 
     >>> spec_of("L B K MP") == P(None, None, "tensor")
     True
@@ -46,20 +45,20 @@ def spec_of(letters: str, is_weight: bool = False) -> Any:
             raise ValueError(f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.engine.axes.")
         axes.append(HEADS if first in split else None)
     if axes.count(HEADS) > 1:
-        raise ValueError(f"At most one axis may be split over {HEADS!r}; got two of {letters!r}. Change the layout.")
+        raise ValueError(f"At most one axis may be split over {HEADS!r}; got two in {letters!r}. Change the layout.")
     while axes and axes[-1] is None:
         axes.pop()
     return P(*axes)
 
 
 def specs_of(hint: Any, value: Any = ANY, name: str = "value", is_weight: bool = False) -> Any:
-    """How a value of an annotated type is split: a tree of `PartitionSpec`, each of which holds for all arrays below it.
+    """The specs of a value of an annotated type: a tree of `PartitionSpec`, each of which applies to all arrays below it.
 
     Args:
       hint: a jaxtyping array, `Annotated[Any, "L B K"]`, a record or tuple of these, or one of them or None.
-      value: decides which optional parts are there, how many layers there are, and what static fields hold. With `ANY`, every
-        part is there, and a record with static fields becomes a dict.
-      name: of the value, for errors.
+      value: gives the optional parts that are present, the number of layers and the static fields. With `ANY`, all parts are
+        present, and a record with static fields becomes a dict.
+      name: the name of the value in errors.
 
     Raises:
       ValueError: a part whose annotation names no axes.
@@ -92,18 +91,18 @@ def specs_of(hint: Any, value: Any = ANY, name: str = "value", is_weight: bool =
         return hint(*(specs_of(hints[field], part, f"{name}.{field}", is_weight) for field, part in fields))
     if isinstance(hint, type) and issubclass(hint, flax.struct.PyTreeNode):
         specs = {
-            field: specs_of(one, getattr(value, field, ANY), f"{name}.{field}", is_weight or hint is Params)
-            for field, one in leaf_hints(hint).items()
+            field: specs_of(leaf_hint, getattr(value, field, ANY), f"{name}.{field}", is_weight or hint is Params)
+            for field, leaf_hint in leaf_hints(hint).items()
         }
         return specs if value is ANY else value.replace(**specs)
     raise ValueError(
-        f"{name} must name its axes, so that a mesh knows how to split it; {hint} names none. Annotate it with a jaxtyping "
+        f"{name} must name its axes, so that a mesh can split it; {hint} names none. Annotate it with a jaxtyping "
         "shape, or list a static argument in jkv.engine.mesh.SETTINGS."
     )
 
 
 def letters_of(hint: Any) -> str | None:
-    """The axes that an annotation names, of one array; None where it names none."""
+    """The axes in the annotation of an array; None if it names none."""
     if typing.get_origin(hint) is typing.Annotated:
         return next((note for note in hint.__metadata__ if isinstance(note, str)), None)
     return hint.dim_str if isinstance(hint, type) and issubclass(hint, AbstractArray) else None
@@ -117,16 +116,16 @@ def leaf_hints(record: type) -> dict[str, Any]:
 
 
 def parts(value: Any, members: Sequence[Any]) -> Any:
-    """The parts of a tuple, as many `ANY` as there are members for `ANY`."""
+    """The parts of a tuple; for `ANY`, one `ANY` per member."""
     return [ANY] * len(members) if value is ANY else value
 
 
 def adapter_specs(spec: Any, weight: LowRank) -> LowRank:
-    """How a low-rank adapter is split: the side that faces the split side of its base."""
+    """The specs of a low-rank adapter, which is split on the same side as its base: `down` by rows or `up` by columns."""
     down, up = (P(HEADS), P()) if spec == P(HEADS) else (P(), P(None, HEADS))
     return weight.replace(base=spec, down=down, up=up)
 
 
 def is_spec(x: Any) -> bool:
-    """Whether something is a `PartitionSpec`."""
+    """Whether `x` is a `PartitionSpec`."""
     return isinstance(x, P)

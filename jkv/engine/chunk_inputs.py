@@ -1,6 +1,7 @@
-"""What the device is told about each row: arithmetic on the host, from the running samples.
+"""The inputs of a decode chunk, computed on the host from the running samples.
 
-A row's settings change when rows do; what steering adds changes from chunk to chunk.
+Most settings change only when the rows change (`row_settings`). Remaining tokens, steering strengths and the progress of
+thoughts change with every chunk (`for_chunk`).
 """
 
 import functools
@@ -35,7 +36,7 @@ def empty_state(
     dtype: Any = jnp.float32,
     poison: bool = False,
 ) -> State:
-    """The state of an engine in which nothing runs: a pool (`pool.create`), the last queries, the logits."""
+    """The state of an idle engine: an empty pool (`pool.create`), the last queries, the logits."""
     pool = pages.create(
         num_layers=config.num_layers,
         num_rows=num_rows,
@@ -65,7 +66,7 @@ def row_settings(
     page_size: int,
     sharding: jax.sharding.Sharding | None = None,
 ) -> ChunkInputs:
-    """What stays the same as long as the rows do, on the device or devices; nothing is running in it yet."""
+    """The inputs that stay the same while the rows do, on the device or mesh; `remaining` is 0 until `for_chunk` sets it."""
     stop_ids, top_k = np.full((num_rows, max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
     temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
     key = np.zeros((num_rows, 2), np.uint32)
@@ -89,7 +90,7 @@ def row_settings(
 
 
 def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model) -> ChunkInputs:
-    """The settings with what has changed since the last chunk: tokens that remain, strengths, who thinks."""
+    """The settings with what changes from chunk to chunk: remaining tokens, steering strengths, the progress of thoughts."""
     num_rows = settings.remaining.shape[0]
     remaining: Any = np.zeros(num_rows, np.int32)
     strength, is_thinking = np.zeros(num_rows, np.float32), np.zeros(num_rows, bool)
@@ -109,14 +110,14 @@ def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model
 
 
 def align_rules(num_rows: int, model: Model) -> Any:
-    """`AlignRules` but for where rows stand."""
+    """`AlignRules` without the rows' progress, which `align_now` adds."""
     facts = facts_of(model.tokenizer, model.config.vocab_size)
     arrays: Any = (np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32), facts.ends_step)
     return AlignRules(*arrays)
 
 
 def align_now(rules: Any, running: Mapping[int, Sample]) -> Any:
-    """The rules with where rows stand."""
+    """The rules with the current progress of each row."""
     if rules is None:
         return None
     num_rows = len(rules.since)
@@ -129,7 +130,7 @@ def align_now(rules: Any, running: Mapping[int, Sample]) -> Any:
 
 
 def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -> Any:
-    """`StepRules`: rows that evict between steps, or never, have no budget here."""
+    """`StepRules`; rows that evict between chunks, or never, have an unlimited budget here."""
     budget = np.full((num_layers, num_rows), UNLIMITED, np.int32)
     sinks, recent = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
     forgets, is_per_layer = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
@@ -144,7 +145,7 @@ def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -
 
 
 def read_rules(policies: Mapping[int, Policy], num_rows: int, page_size: int) -> Any:
-    """`ReadRules`: rows without a `Read` read all their pages."""
+    """`ReadRules`; rows without a `Read` read all their pages."""
     num_pages, dense_layers = np.full(num_rows, UNLIMITED, np.int32), np.zeros(num_rows, np.int32)
     averages = np.zeros(num_rows, bool)
     for i, policy in policies.items():
@@ -156,7 +157,7 @@ def read_rules(policies: Mapping[int, Policy], num_rows: int, page_size: int) ->
 
 
 def moving_sinks(policies: Mapping[int, Policy], num_rows: int) -> Any:
-    """Sinks of each row that are read at their place in the cache."""
+    """The number of sinks in each row that are read at their position in the cache."""
     sinks = np.zeros(num_rows, np.int32)
     for i, policy in policies.items():
         sinks[i] = policy.num_moving_sinks
@@ -164,7 +165,7 @@ def moving_sinks(policies: Mapping[int, Policy], num_rows: int) -> Any:
 
 
 def steer_rules(policies: Mapping[int, Policy], num_rows: int, model: Model) -> Any:
-    """`SteerRules` but for what changes from chunk to chunk."""
+    """`SteerRules` without what changes from chunk to chunk."""
     marks, layer = marks_of(model.tokenizer, model.config.vocab_size), np.zeros(num_rows, np.int32)
     vector = np.zeros((num_rows, model.config.width), np.float32)
     for i, policy in policies.items():
@@ -177,4 +178,6 @@ def steer_rules(policies: Mapping[int, Policy], num_rows: int, model: Model) -> 
 @functools.lru_cache(maxsize=4096)
 def sample_key_of(seed: int, identity: int, sample: int) -> np.ndarray:
     """`sampling.sample_key`, on the host."""
-    return np.array(sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample)))  # a view would hold on to the device
+    return np.array(
+        sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample))
+    )  # a view would keep the device buffer alive

@@ -1,10 +1,10 @@
-"""The only loop: schedule, run, collect.
+"""The engine's loop: schedule, run, collect.
 
-A turn (`Engine.step`) asks the scheduler what runs next, has the runner execute it on the device, and collects what the chunk
-computed. Rules of pages and rows are in `scheduler`, device programs in `runner`, text and events in `outputs`. Rules of time:
+In each turn (`Engine.step`), the scheduler decides what runs, the runner executes it on the device, and the engine collects
+the outputs. `scheduler` assigns rows and pages, `runner` dispatches device programs, `outputs` makes text and events.
 
-- A step draws a token from the logits at hand, appends it, and computes the next logits; `generated` counts these steps.
-- A row is due for compaction when its policy's schedule says so, by its own `generated`, and it holds more than it keeps.
+- A step draws a token from the current logits, appends it, and computes the next logits; `generated` counts these steps.
+- A row is due for compaction when its policy's schedule is due at its own `generated`, and it holds more than its budgets.
 - A prompt longer than its budget is compacted once, after prefill.
 """
 
@@ -61,7 +61,7 @@ class Engine:
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
       options: a `jkv.EngineOptions`.
-      settings: fields of `jkv.EngineOptions` by name, in place of those of `options`.
+      settings: fields of `jkv.EngineOptions` by name, which replace those of `options`.
 
     Attributes:
       scheduler: decides which samples run.
@@ -126,7 +126,7 @@ class Engine:
         self.is_traced = options.return_trace
         self.reset_stats()
 
-    # What a caller does.
+    # Requests.
 
     def submit(
         self,
@@ -147,12 +147,12 @@ class Engine:
           prompt: a string or a sequence of token ids.
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
-            the others go on.
+            the others continue.
           request: the prompt's number in the random keys, below 2**32; None is a hash of its tokens. Equal prompts of different
             calls draw equal tokens, unless `request` or `first_sample` differs.
 
         Raises:
-          ValueError: a request that this engine can never serve, with the arithmetic; nothing else is affected.
+          ValueError: a request that this engine can never serve, with the arithmetic; other requests are not affected.
         """
         options = RequestOptions(
             policy=policy,
@@ -192,8 +192,8 @@ class Engine:
 
         Raises:
           KeyboardInterrupt: Ctrl-C was pressed, or a callback raised it (or `SystemExit` and the like). The turn is finished
-            all the same, the engine usable, and its events come with the next one's. A second press interrupts at once, and
-            may lose the pool.
+            first, the engine stays usable, and the next call returns this turn's events too. A second press interrupts at
+            once, and may lose the pool.
         """
         if self.scheduler.running or self.scheduler.waiting:
             self._check_can_run()
@@ -221,7 +221,7 @@ class Engine:
         self._release()
 
     def _collect(self, rows: dict[int, RowOutputs], held: int, num_steps: int) -> None:
-        """Counts a chunk, adds its tokens to completions, shares pages that were found alike, and emits events."""
+        """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events."""
         samples, meter = {row: self.scheduler.running[row] for row in rows}, self.runner.meter
         for row, sample in samples.items():
             sample.completion.first_seconds = sample.completion.first_seconds or sample.seconds
@@ -229,23 +229,23 @@ class Engine:
             meter.row(sample)
         meter.sentences(self._sentence_logs())
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
-        news = [(sample, *self.outputs.collect(sample, rows[row], self.version)) for row, sample in samples.items()]
+        collected = [(sample, *self.outputs.collect(sample, rows[row], self.version)) for row, sample in samples.items()]
         for sample, error in self.runner.share():
             if not sample.is_finished:
                 sample.completion.error = error
                 self._finish(sample, "error")
-        for sample, tokens, log_probs in news:  # a callback may end other samples, which keep what they have
+        for sample, tokens, log_probs in collected:  # a callback may end other samples, which keep their tokens
             self.outputs.emit(sample, tokens, log_probs)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether no request is unfinished and no event pending."""
         return not self.scheduler.running and not self.scheduler.waiting and not self.outputs.events
 
     def stream(self) -> Iterator[Event]:
-        """Every event until all requests are finished; more may be submitted, and any cancelled, meanwhile.
+        """Yields events until all requests are finished; the caller may submit and cancel requests meanwhile.
 
-        Events of a stream that was left come with the next one.
+        If the caller stops early, the remaining events come from the next stream or step.
         """
         self.outputs.is_streaming = True
         while not self.is_idle:
@@ -257,18 +257,20 @@ class Engine:
                 self.outputs.events = [*events, *self.outputs.events]
 
     def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
-        """Finishes everything. Ctrl-C finishes what is there as "cancelled" and returns."""
+        """Runs until all requests are finished. Ctrl-C cancels them; they keep their tokens."""
         while not self.is_idle:
             try:
                 events = self.step()
                 if on_events:
                     on_events(events)
             except KeyboardInterrupt:
-                for ticket in list(self.tickets):  # a callback may take results
+                for ticket in list(self.tickets):  # a copy: a callback may take results
                     self.cancel(ticket)
 
     def result(self, ticket: int) -> Result:
-        """A finished request's result, which the engine then forgets; its `stats` but for the tokens are the engine's so far.
+        """Returns a finished request's result and drops the request.
+
+        In `stats`, bytes and seconds are those of the whole engine since the last reset.
 
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
@@ -276,7 +278,7 @@ class Engine:
         return make_result(self.model, self.take([ticket]), self.stats, self.is_traced)
 
     def take(self, tickets: Sequence[int]) -> list[Sample]:
-        """The samples of finished requests, one request after the other; the engine then forgets them.
+        """Returns the samples of finished requests, in order, and drops the requests.
 
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
@@ -290,13 +292,13 @@ class Engine:
         return [sample for group in samples.values() for sample in group]
 
     def reset_stats(self) -> None:
-        """Counts from zero; what sharing learnt of distances is forgotten with it."""
+        """Resets the statistics, and with them the distance thresholds that sharing has measured."""
         self.runner.meter.reset()
         self.runner.sharer.stats = self.stats.sharing
 
     @property
     def stats(self) -> RunStats:
-        """Of everything run since the last reset."""
+        """Statistics since the last reset."""
         return self.runner.meter.stats
 
     @property
@@ -306,7 +308,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Of the weights: how often they were replaced."""
+        """The version of the weights: how often they were replaced."""
         return self.runner.version
 
     @property
@@ -321,17 +323,17 @@ class Engine:
     # Weights and memory.
 
     def update(self, params: Params) -> None:
-        """Takes new weights from the next step on: a change of pointers, which compiles nothing.
+        """Uses new weights from the next step on. Only pointers change, so nothing compiles.
 
-        No sample starts any more from a prompt that the old weights prefilled. Running samples go on with the keys that
-        the old ones computed; `Completion.versions` has the weights of each token.
+        New samples do not start from prompts that the old weights prefilled. Running samples keep the keys and values that
+        the old weights computed; `Completion.versions` records the weights of each token.
 
         Raises:
-          ValueError: weights of another structure, configuration, shape, type or place, or not finite; nothing is changed.
+          ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; nothing is changed.
         """
         weights.check_same(self.model.params, params)
         check_weights(params)
-        self.runner.use(weights.committed(params, self.model.params))
+        self.runner.set_params(weights.committed(params, self.model.params))
         self.runner.version += 1
         self.runner.free(self.scheduler.renew(self.runner.version))
 
@@ -341,30 +343,31 @@ class Engine:
         return self.runner.state is None
 
     def sleep(self, forget_weights: bool = False) -> None:
-        """Frees the pool and everything beside it on the device; running rows are swapped out to host memory.
+        """Frees the pool and the rest of the device state; running rows are swapped out to host memory.
 
-        `wake` swaps them in again, bit for bit, but pages that they shared are not shared again. Weights stay where they
-        are, for they are the caller's; with `forget_weights` the engine drops its reference, and `update` must bring new ones.
+        After `wake`, rows are swapped in again, bit for bit, but pages that they shared become separate copies. The weights
+        belong to the caller and stay on the device; with `forget_weights` the engine drops its references, and `update` must
+        be called before it runs again.
         """
         if forget_weights:
-            self.runner.use(weights.shapes_of(self.model.params))
+            self.runner.set_params(weights.shapes_of(self.model.params))
         if self.is_asleep:
             return
         self.runner.execute(self.scheduler.sleep())
         self.runner.sleep()
 
     def wake(self) -> None:
-        """Makes an empty pool of the same size again; waiting samples are admitted to it."""
+        """Allocates an empty pool of the same size; waiting samples are admitted to it."""
         if self.is_asleep:
             self.runner.wake()
 
     # Samples.
 
     def check(self, request: Request) -> None:
-        """Refuses what this engine can never serve.
+        """Refuses a request that this engine can never serve.
 
         Raises:
-          ValueError: why, with the arithmetic.
+          ValueError: the reason, with the arithmetic.
         """
         page_size = self.capacity.page_size
         check_fits(self.model.params, request, max_slots=self.max_slots, num_pages=self.num_pages, page_size=page_size)
@@ -377,10 +380,12 @@ class Engine:
 
     def _check_can_run(self) -> None:
         if self.is_asleep:
-            raise ValueError("An engine that sleeps has no pool to run requests in; it has some to run. Call wake() first.")
+            raise ValueError("A sleeping engine has no pool, and this one has unfinished requests. Call wake() first.")
         embedding: Any = self.model.params.embedding
         if not isinstance(embedding, jax.Array) or embedding.is_deleted():
-            raise ValueError("The weights in use are gone: forgotten, donated or deleted. Call update(params) first.")
+            raise ValueError(
+                "The engine needs weights on the device; its own were forgotten, donated or deleted. Call update(params) first."
+            )
 
     def _samples_of(self, ticket: int) -> list[Sample]:
         if ticket not in self.tickets:
@@ -395,7 +400,7 @@ class Engine:
         return sample
 
     def _finish(self, sample: Sample, reason: str) -> None:
-        """Ends a sample wherever it is; its row, if any, is freed with the others at the end of the turn."""
+        """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the turn."""
         completion, config = sample.completion, self.model.config
         completion.finish_reason, completion.seconds = reason, sample.seconds
         if sample.filled is not None:
@@ -421,7 +426,7 @@ class Engine:
 
 
 def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None) -> None:
-    """Refuses a policy that needs more than an engine keeps, or whose heads a mesh keeps apart."""
+    """Refuses a policy that needs more than the engine keeps, or that compares KV heads of different shards."""
     needs.check(policy.name, policy.needs)
     check_parts(policy, model)
     if mesh is not None:

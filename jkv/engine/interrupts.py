@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a device program, which would take the pool with it."""
+"""Defers Ctrl-C to the end of a device program: an interrupt would lose the pool that was donated to it."""
 
 import contextlib
 import signal
@@ -9,23 +9,23 @@ from typing import Any
 
 @contextlib.contextmanager
 def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Gives a function that tells whether Ctrl-C was pressed inside the block; a second press interrupts as usual.
+    """Yields a function that returns whether Ctrl-C was pressed inside the block; a second press interrupts as usual.
 
-    An interrupt in the middle of a program would lose the pool, which was donated to it. Only the main thread hears signals.
+    Outside the main thread, which alone receives signals, nothing is deferred.
     """
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or previous is None:
         yield lambda: False
         return
     pressed: list[int] = []
 
-    def note(number: int, frame: Any) -> None:
-        if pressed and callable(before):
-            before(number, frame)
+    def handle(number: int, frame: Any) -> None:
+        if pressed and callable(previous):
+            previous(number, frame)
         pressed.append(number)
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, handle)
     try:
         yield lambda: bool(pressed)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)

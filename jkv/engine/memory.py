@@ -1,4 +1,4 @@
-"""How many pages: of a request, of a pool, of a device. Arithmetic on the host."""
+"""Pages and bytes: what a request needs, what a pool holds, what a device has free. Host arithmetic."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
 
-AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for the programs' temporaries
+AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for temporaries of programs
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
 
 
@@ -20,7 +20,7 @@ def page_bytes(params: Params, page_size: int, has_bounds: bool = False) -> int:
 
 
 def num_layer_heads(params: Params) -> int:
-    """Pairs of a layer and a KV head, each of which has pages of its own."""
+    """Number of (layer, KV head) pairs; each has its own pages."""
     return params.config.num_layers * params.config.num_kv_heads
 
 
@@ -30,17 +30,17 @@ def num_row_pages(params: Params, num_slots: int, page_size: int) -> int:
 
 
 def most_pages(params: Params, request: Request, page_size: int) -> int:
-    """The most pages of a request once its prompt is in and compacted."""
+    """The most pages that a request holds once its prompt is prefilled and compacted."""
     return most_pages_of(params.config, request.policy, len(request.prompt), request.max_new_tokens, page_size)
 
 
 def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, page_size: int) -> int:
-    """The most pages of a row with a prompt of that length and as many new tokens, its prompt in and compacted."""
+    """`most_pages` of a request with `prompt` prompt tokens and at most `new` new ones."""
     return policy.num_pages(policy.most_slots(prompt, new, config.num_layers), config.num_kv_heads, page_size)
 
 
-def widest(params: Params, request: Request) -> int:
-    """The most slots that a request ever fills in any layer and KV head."""
+def most_slots(params: Params, request: Request) -> int:
+    """The most slots that a request ever fills in a layer and KV head."""
     config = params.config
     return request.policy.widest(len(request.prompt), request.max_new_tokens, config.num_layers, config.num_kv_heads)
 
@@ -56,27 +56,27 @@ def num_pool_pages(
     num_pages: int | None = None,
     num_shards: int = 1,
 ) -> int:
-    """Pages of a pool given in pages, in bytes, by the device ("auto"), or (None) by what full rows hold, if that fits it.
+    """Pages of a pool whose size is given in pages, in bytes, as "auto" (the free memory), or as None (full rows, if they fit).
 
-    Bytes buy no more pages than can ever be in use: full rows, and as many again for the prompts that samples share. Each of
-    `num_shards` devices has as many pages as the others: a number that does not divide is rounded down.
+    A size in bytes is capped at the pages that can ever be in use: full rows, and as many again for prompts that samples
+    share. All `num_shards` devices have equally many pages, so the total is rounded down.
 
     Raises:
       ValueError: a setting out of its range, both settings, or more than the device has free.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
     if kv_memory is not None and num_pages is not None:
-        raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}.")
+        raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}. Pass one.")
     if kv_memory is None and num_pages is None:
-        num_pages = at_most_free(params, rows, bytes_per_page, num_shards)
+        num_pages = cap_to_free(params, rows, bytes_per_page, num_shards)
         return num_pages - num_pages % num_shards
     if kv_memory == "auto":
-        kv_memory = free_beside(params, num_shards)
+        kv_memory = free_pool_bytes(params, num_shards)
     if num_pages is None:
         num_bytes = typed('kv_memory, unless "auto",', kv_memory, int)
         check_counts(kv_memory=num_bytes)
         num_pages = min(2 * rows, num_bytes // bytes_per_page)
-    free = free_beside(params, num_shards, share=1.0)
+    free = free_pool_bytes(params, num_shards, share=1.0)
     if num_pages * bytes_per_page > free:
         raise ValueError(
             f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = {num_pages * bytes_per_page} bytes, "
@@ -85,33 +85,33 @@ def num_pool_pages(
     return num_pages - num_pages % num_shards
 
 
-def at_most_free(params: Params, num_pages: int, bytes_per_page: int, num_shards: int = 1) -> int:
-    """As many of the pages as the device has room for, at least one: where memory is short, fewer rows run at a time."""
-    return max(1, min(num_pages, free_beside(params, num_shards) // bytes_per_page))
+def cap_to_free(params: Params, num_pages: int, bytes_per_page: int, num_shards: int = 1) -> int:
+    """At most `num_pages`, as many as fit the device, at least one; with fewer pages, fewer rows run at a time."""
+    return max(1, min(num_pages, free_pool_bytes(params, num_shards) // bytes_per_page))
 
 
-def free_beside(params: Params, num_shards: int, share: float | None = None) -> int:
-    """Bytes that a pool may take on the devices that hold the weights, in equal parts; CPU devices have one memory."""
+def free_pool_bytes(params: Params, num_shards: int, share: float | None = None) -> int:
+    """Bytes that a pool may take, in equal parts, on the devices that hold the weights; CPU devices share one memory."""
     devices = params.embedding.devices()
-    is_one = all(device.platform == "cpu" for device in devices)
-    return min(free_bytes(device, share) for device in devices) * (1 if is_one else num_shards)
+    is_one_memory = all(device.platform == "cpu" for device in devices)
+    return min(free_bytes(device, share) for device in devices) * (1 if is_one_memory else num_shards)
 
 
 def free_bytes(device: Any, share: float | None = None) -> int:
-    """Bytes that a pool may take on a device, what is there already left alone; `share` of what is free, or a safe one."""
+    """Bytes that a pool may take on a device: `share` of the free memory, or a safe share if None."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
         return int((stats["bytes_limit"] - stats["bytes_in_use"]) * (share or AUTO_SHARE))
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS knows the total alone
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS reports only the total
     return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * (share or AUTO_HOST_SHARE))
 
 
 def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:
-    """Refuses a request that an engine of this size could not serve even alone."""
-    slots, size = widest(params, request), page_bytes(params, page_size, request.policy.read is not None)
+    """Refuses a request that an engine of this size could not serve even by itself."""
+    slots, size = most_slots(params, request), page_bytes(params, page_size, request.policy.read is not None)
     if slots > max_slots:
         raise ValueError(
-            f"A request may fill {max_slots} slots in a layer and KV head here, the engine's max_slots; this one fills {slots} "
+            f"A request may fill {max_slots} slots in a layer and KV head, the engine's max_slots; this one fills {slots} "
             f"({len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}). "
             "Raise max_slots, or lower the budget or max_new_tokens; align_steps may take twice the slots."
         )

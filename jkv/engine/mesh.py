@@ -1,12 +1,12 @@
-"""The programs of `jkv.engine.programs` over a mesh of devices, whose axis "tensor" splits the KV heads.
+"""The programs of `jkv.engine.programs` on a mesh of devices, whose axis "tensor" splits the KV heads.
 
-A shard is the device side of an engine in small: a pool with an allocator and page ids of its own, for its part of the KV
-heads, with their query heads, page tables and last queries. Each program runs whole inside one `jax.shard_map`, where it sees
-an ordinary `State`. Shards exchange data where the residual stream is summed, in the gathered logits, from which all draw the
-same tokens, and in the few numbers that a program returns for all heads together.
+Each shard has its own pool, allocator and page ids for its part of the KV heads, with their query heads, page tables and last
+queries. A whole program runs inside one `jax.shard_map`, where the state looks like that of a single device. Shards exchange
+data only to sum the residual stream, to gather the logits, from which all draw the same tokens, and to reduce the few numbers
+that a program returns for all heads.
 
-Outside, an array of pages holds those of all shards, one shard after the other; `free_top` has one entry a shard. How each
-array is split follows from its annotation (`jkv.engine.axes`).
+Outside a program, an array of pages holds the pages of all shards, one shard after the other; `free_top` has one entry per
+shard. How each array is split follows from its annotation (`jkv.engine.axes`).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ SETTINGS = ("num_steps", "draws", "is_traced", "returns_hidden", "evict", "owns_
 
 
 def arrange(mesh: Mesh) -> Mesh:
-    """The mesh with the axis "tensor" alone.
+    """The mesh, reduced to its axis "tensor".
 
     Raises:
       ValueError: no axis "tensor", or another axis of more than one device.
@@ -41,8 +41,8 @@ def arrange(mesh: Mesh) -> Mesh:
         raise ValueError(f'The mesh of an engine must split KV heads over an axis "{HEADS}"; got {shape}. Rename its axis.')
     if mesh.size > shape[HEADS]:
         raise ValueError(
-            f'The mesh of an engine must split KV heads alone, over an axis "{HEADS}"; got {shape}. For more rows, run one '
-            f"engine for each of the {mesh.size // shape[HEADS]} replicas, on a mesh of its own."
+            f'The mesh of an engine must split only KV heads, over an axis "{HEADS}"; got {shape}. For more rows, run one '
+            f"engine for each of the {mesh.size // shape[HEADS]} replicas, each on its own mesh."
         )
     return Mesh(mesh.devices.reshape(-1), (HEADS,))
 
@@ -51,7 +51,7 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
     """Refuses a mesh that an engine cannot run this model on.
 
     Raises:
-      ValueError: another split than of KV heads, devices of another process, or sizes that do not divide; with the arithmetic.
+      ValueError: another split than of KV heads, devices of another process, or sizes that do not divide, with the arithmetic.
     """
     mesh = arrange(mesh)
     if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
@@ -63,13 +63,13 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
 
 
 def check_divides(config: ModelConfig, num_shards: int) -> None:
-    """Refuses a number of shards that a model's heads, widths or tokens do not divide into; with the arithmetic."""
+    """Refuses a number of shards that does not divide a model's heads, MLP width and vocabulary."""
     for field in ("num_kv_heads", "num_query_heads", "mlp_width", "vocab_size"):
         size = getattr(config, field)
         if size % num_shards:
             raise ValueError(
                 f'{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"; '
-                f"{size} / {num_shards} = {size / num_shards:.2f}. Take a mesh of fewer devices."
+                f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices."
             )
 
 
@@ -77,26 +77,25 @@ def check_policy(policy: Policy, num_shards: int) -> None:
     """Refuses a policy that compares the KV heads of different shards.
 
     Raises:
-      ValueError: its scope is not "head", and there is more than one shard.
+      ValueError: the policy's scope is not "head", and there are several shards.
     """
     if num_shards > 1 and policy.evict is not None and policy.evict.scope != "head":
         raise ValueError(
-            f"{policy.name} chooses slots by the scores of all KV heads together (scope {policy.evict.scope!r}), and a mesh of "
-            f'{num_shards} shards keeps them apart. Take one whose heads choose for themselves (scope "head"), or an '
-            "engine without a mesh."
+            f"{policy.name} chooses slots by the scores of all KV heads together (scope {policy.evict.scope!r}), but a mesh of "
+            f'{num_shards} shards splits the heads. Use a policy of scope "head", or an engine without a mesh.'
         )
 
 
-# Where arrays are.
+# Placement.
 
 
 def state_specs(state: Any) -> Any:
-    """How the pool and what belongs to it is split; of `jax.ShapeDtypeStruct` too."""
+    """The specs of a state, whose leaves may be `jax.ShapeDtypeStruct`."""
     return with_free_top(specs_of(State, state, "state"), P(HEADS))
 
 
 def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
-    """The tree with, for each array, its `NamedSharding`."""
+    """The `NamedSharding` of each array in a tree."""
 
     def below(spec: Any, arrays: Any) -> Any:
         return jax.tree.map(lambda _: NamedSharding(mesh, spec), arrays)
@@ -114,20 +113,20 @@ def shardings(params: Params, mesh: Mesh) -> Params:
 
 
 def shard(params: Params, mesh: Mesh) -> Params:
-    """The weights, split over the axis "tensor" of a mesh; those that are there already are not copied."""
+    """The weights, split over the axis "tensor" of a mesh; weights that are already in place are not copied."""
     return jax.device_put(params, shardings(params, mesh))
 
 
-def everywhere(mesh: Mesh) -> NamedSharding:
-    """A copy on each device."""
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of an array that every device has a copy of."""
     return NamedSharding(arrange(mesh), P())
 
 
-# What a shard does.
+# On a shard.
 
 
 def local_bytes(params: Params, num_shards: int) -> int:
-    """Bytes of the weights (or shapes) on each of some shards: its part of what is split, and a copy of the rest."""
+    """Bytes of the weights (or their shapes) on each shard: its part of split arrays, and a copy of the others."""
 
     def of_shard(spec: Any, arrays: Any) -> int:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
@@ -138,13 +137,13 @@ def local_bytes(params: Params, num_shards: int) -> int:
 
 
 def local_config(config: ModelConfig, num_shards: int) -> ModelConfig:
-    """A model of a shard's heads and a shard's part of the feed-forward block."""
+    """The configuration of one shard, with its part of the heads and of the MLP width."""
     parts = {field: getattr(config, field) // num_shards for field in ("num_query_heads", "num_kv_heads", "mlp_width")}
     return dataclasses.replace(config, **parts)
 
 
-def entered(argument: Any) -> Any:
-    """An argument as a program knows it: a state with a pool of one allocator, weights whose partial sums are to be added."""
+def to_shard(argument: Any) -> Any:
+    """An argument as one shard's program takes it: a state with one allocator, or weights whose partial sums are reduced."""
     if isinstance(argument, State):
         return with_free_top(argument, argument.cache.pool.free_top[0])
     if isinstance(argument, Params):
@@ -152,50 +151,50 @@ def entered(argument: Any) -> Any:
     return argument
 
 
-def left(result: Any) -> Any:
-    """A result as it looks from outside."""
+def from_shard(result: Any) -> Any:
+    """A result of one shard's program, as `jax.shard_map` gathers it."""
     if isinstance(result, State):
         return with_free_top(result, result.cache.pool.free_top[None])
     return result
 
 
 def with_free_top(state: Any, free_top: Any) -> Any:
-    """The state with another form of the number of free pages."""
+    """The state with another `free_top`."""
     return state._replace(cache=state.cache._replace(pool=state.cache.pool.replace(free_top=free_top)))
 
 
 def decode_chunk(**arguments: Any) -> tuple[State, ChunkOutputs]:
-    """A shard's `programs.decode_chunk`, with the pages of all shards counted."""
+    """`programs.decode_chunk` on a shard; `held_pages` counts all shards."""
     state, outputs = programs.decode_chunk(**arguments)
     return state, outputs._replace(held_pages=jax.lax.psum(outputs.held_pages, HEADS))
 
 
 def compact(**arguments: Any) -> tuple[State, Any, Any]:
-    """A shard's `programs.compact`, with the positions that are left in any head of any shard."""
+    """`programs.compact` on a shard; a position is left if any head of any shard keeps it."""
     first = jax.lax.axis_index(HEADS) * arguments["state"].cache.pool.page_table.shape[2]
     state, dropped, is_left = programs.compact(**arguments | {"first_head": first})
     return state, dropped, None if is_left is None else jax.lax.psum(is_left.astype(jnp.int32), HEADS) > 0
 
 
 def measure_pages(**arguments: Any) -> Any:
-    """Sums over the heads of all shards (`programs.measure_pages`)."""
+    """`programs.measure_pages` on a shard, summed over all shards."""
     return jax.lax.psum(programs.measure_pages(**arguments), HEADS)
 
 
 ON_SHARD: dict[str, Any] = {"decode_chunk": decode_chunk, "compact": compact, "measure_pages": measure_pages}
 
 
-# What an engine calls.
+# Programs on the mesh.
 
 
 def program_on(mesh: Mesh, name: str) -> Any:
-    """One of `jkv.engine.programs` over a mesh, jitted, of the same signature.
+    """A program of `jkv.engine.programs` on a mesh, jitted, with the same signature.
 
     Raises:
-      ValueError: an argument, result or field that names no axes, and so does not say how it is split; or see `arrange`.
+      ValueError: an argument, result or field whose annotation names no axes; or a mesh that `arrange` refuses.
     """
     mesh, program = arrange(mesh), getattr(programs, name)
-    on_one = ON_SHARD.get(name, program)
+    shard_program = ON_SHARD.get(name, program)
     signature, hints = inspect.signature(program), typing.get_type_hints(inspect.unwrap(program), include_extras=True)
     arguments = {key: hints.get(key) for key in signature.parameters if key not in SETTINGS}
     for key, hint in arguments.items():
@@ -210,25 +209,25 @@ def program_on(mesh: Mesh, name: str) -> Any:
         arrays = {key: value for key, value in bound.items() if key not in SETTINGS}
 
         def on_shard(arrays: dict[str, Any]) -> Any:
-            result = on_one(**{key: entered(value) for key, value in arrays.items()}, **settings)
-            return jax.tree.map(left, result, is_leaf=lambda x: isinstance(x, State))
+            result = shard_program(**{key: to_shard(value) for key, value in arrays.items()}, **settings)
+            return jax.tree.map(from_shard, result, is_leaf=lambda x: isinstance(x, State))
 
         specs = {key: argument_specs(arguments[key], value, key) for key, value in arrays.items()}
         out = result_specs(results, specs.get("state"))
         return jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
 
     settings = [key for key in signature.parameters if key in SETTINGS]
-    donated = "state" if State in (results, *typing.get_args(results)) else ()  # a program that returns none only reads it
+    donated = "state" if State in (results, *typing.get_args(results)) else ()  # a program that returns no state only reads it
     return jax.jit(run, static_argnames=settings, donate_argnames=donated)
 
 
 def argument_specs(hint: Any, value: Any, name: str) -> Any:
-    """How an argument of a program is split."""
+    """The specs of a program's argument."""
     return state_specs(value) if hint is State else specs_of(hint, value, name)
 
 
 def result_specs(hint: Any, state: Any) -> Any:
-    """How the result of a program is split, whose state is split as it was given."""
+    """The specs of a program's result; a returned state is split like the argument."""
     if hint is State:
         return state
     if typing.get_origin(hint) is tuple:
@@ -241,22 +240,20 @@ PROGRAMS = tuple(name for name, value in vars(programs).items() if isinstance(va
 
 @functools.lru_cache(maxsize=8)
 def programs_on(mesh: Mesh) -> Any:
-    """All programs over a mesh, by their names in `jkv.engine.programs`; those of an equal mesh are the same, and compile
-    once.
-    """
+    """All programs on a mesh, by their names in `jkv.engine.programs`; cached, so that equal meshes compile once."""
     return types.SimpleNamespace(**{name: program_on(mesh, name) for name in PROGRAMS})
 
 
 def empty_state(mesh: Mesh, config: ModelConfig, needs: Needs, **settings: Any) -> State:
-    """`chunk_inputs.empty_state` on a mesh, of so many pages on all shards together."""
+    """`chunk_inputs.empty_state` on a mesh; `num_pages` counts all shards."""
     return state_maker(mesh, config, needs, **settings)()
 
 
 def state_maker(mesh: Mesh, config: ModelConfig, needs: Needs, *, num_pages: int, **settings: Any) -> Callable[[], State]:
-    """A function that makes `empty_state`; it compiles once, however often it is called."""
+    """A function that makes `empty_state`; it compiles only once."""
     mesh = arrange(mesh)
-    share = functools.partial(
+    make_shard = functools.partial(
         chunk_inputs.empty_state, local_config(config, mesh.size), needs, num_pages=num_pages // mesh.size, **settings
     )
-    specs = state_specs(jax.eval_shape(share))
-    return jax.jit(jax.shard_map(lambda: left(share()), mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))
+    specs = state_specs(jax.eval_shape(make_shard))
+    return jax.jit(jax.shard_map(lambda: from_shard(make_shard()), mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))

@@ -23,20 +23,20 @@ class EngineOptions:
         the longer of prompt and budget + interval. It sizes the page tables. None is the model's positions, at most 4,096;
         `generate` and `Rollout` compute it from their requests.
       page_size: slots of a page.
-      kv_memory: bytes of the pool; "auto" is what the device has free; None is what full rows need. With less, fewer rows run
-        at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
+      kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
+        run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.
-      policies: those that requests will have. The engine keeps what they need: last queries, the attention mass of slots (H2O,
-        TOVA), bounds of pages (Quest), hidden states (SkipKV), vectors (SEAL). A request may have any policy that needs
-        no more. None keeps 8 queries, the default of R-KV and SnapKV. `generate` and `Rollout` name their own.
-      chunk: decode steps between two reads of the device by the host, at most: 16, 8, 4, 2 or 1.
+      policies: the policies of later requests. The engine keeps the data that they need: last queries, the attention mass of
+        slots (H2O, TOVA), bounds of pages (Quest), hidden states (SkipKV), vectors (SEAL). A request may have any policy that
+        needs no other data. None keeps 8 queries, the default of R-KV and SnapKV. `generate` and `Rollout` set it.
+      chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.
       return_trace: whether results carry attention columns for exact replay with `jkv.score`.
       mesh: devices on which the engine runs tensor-parallel: `jax.sharding.Mesh(devices, ("tensor",))`. KV heads are split over
         them, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's KV heads, MLP
         width and vocabulary. Pages and bytes are those of all devices together; a number of pages that does not divide is
-        rounded down. Results are those of one device except for rounding: partial sums are added in another order. Policies
+        rounded down. Results equal those of one device except for rounding: partial sums are added in another order. Policies
         that compare KV heads (any scope but "head": RPC's and TOVA's own, Ada-KV's) are refused, and a score sees the heads
         of one device. For more rows, run one engine for each replica.
       poison: for tests: freed pages become NaN.
@@ -63,7 +63,9 @@ class EngineOptions:
         check_counts(**{name: getattr(self, name) for name in counts})
         typed("mesh", self.mesh, jax.sharding.Mesh | None)
         if self.policies is not None and not isinstance(self.policies, Sequence):
-            raise ValueError(f"policies is a list, of the policies to come; got {self.policies!r}. Write policies=[...].")
+            raise ValueError(
+                f"policies must be a list of the policies of later requests; got {self.policies!r}. Write policies=[...]."
+            )
         if self.chunk not in CHUNKS:
             raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {self.chunk}.")
         if self.order not in ORDERS:

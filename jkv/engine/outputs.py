@@ -13,15 +13,15 @@ from jkv.reasoning.token_text import TextStream, cut, num_certain
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """What a chunk brought for one sample.
+    """The new tokens of one sample after a chunk.
 
     Attributes:
-      ticket: of the request (`Engine.submit`); for `jkv.generate`, the index of the prompt.
+      ticket: the request's (`Engine.submit`); for `jkv.generate`, the index of the prompt.
       sample: index among the request's samples.
-      tokens: the new ones.
-      logprobs: theirs.
-      text: what they add to the text, where there is a tokenizer and the events are streamed. Characters that may turn out to
-        be part of a stop string wait for the next event.
+      tokens: the new tokens.
+      logprobs: their log-probabilities.
+      text: the new text, if there is a tokenizer and events are streamed. Characters that may be part of a stop string wait for
+        a later event.
       finish_reason: empty as long as the sample runs.
     """
 
@@ -37,13 +37,13 @@ class Outputs:
     """Collects every chunk's tokens into completions, and emits them as events.
 
     Args:
-      model: whose tokenizer decodes; `update` replaces it.
-      tickets: the samples of each request, the engine's own record.
+      model: gives the tokenizer and the end tokens.
+      tickets: the engine's record of the samples of each request.
       finish: ends a sample with a reason.
 
     Attributes:
       events: not yet returned by `Engine.step`.
-      raised: what a callback raised that concerns more than its request (KeyboardInterrupt, SystemExit, ...).
+      raised: an exception of a callback that is no `Exception` (KeyboardInterrupt, SystemExit), to be raised by `Engine.step`.
       is_streaming: whether events carry text for requests without a callback too.
     """
 
@@ -57,7 +57,7 @@ class Outputs:
     def collect(self, sample: Sample, row: RowOutputs, version: int) -> tuple[list[int], list[float]]:
         """Adds a chunk's tokens to the completion, ends the sample if it is finished, and returns the tokens that count.
 
-        `version` is of the weights that computed the chunk; the chunk's first token was drawn from logits that were there.
+        `version` is that of the weights that ran the chunk; the first token was drawn from logits computed before it.
         """
         completion, tokens, log_probs = sample.completion, row.tokens, row.log_probs
         reason = self._reason(sample, row)
@@ -74,7 +74,7 @@ class Outputs:
         return tokens, log_probs
 
     def _reason(self, sample: Sample, row: RowOutputs) -> str:
-        """Why a sample ends with this chunk, by its tokens alone; empty if it does not."""
+        """The finish reason that follows from a chunk's tokens; empty if the sample continues."""
         if not np.isfinite(row.log_probs[-1]):
             return "nan"
         if row.tokens[-1] in sample.request.stop_ids:
@@ -84,7 +84,7 @@ class Outputs:
     def emit(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
         """Makes an event of new tokens, for the caller of `Engine.step` and the request's callback.
 
-        A callback that raises ends its request with the reason "error"; the other requests go on.
+        A callback that raises ends its request with the reason "error"; the other requests continue.
         """
         text = None
         if self.tokenizer is not None and (self.is_streaming or sample.on_tokens):
@@ -97,7 +97,7 @@ class Outputs:
             sample.on_tokens(event)
         except BaseException as error:
             if not isinstance(error, Exception):
-                self.raised = error  # `Engine.step` raises it once nothing can be lost
+                self.raised = error  # `Engine.step` raises it at the end of the turn, when nothing can be lost
             sample.completion.error = error
             for other in self._tickets.get(sample.ticket, []):
                 other.on_tokens = None
@@ -107,7 +107,7 @@ class Outputs:
                     self.emit(other, [], [])
 
     def _new_text(self, sample: Sample) -> str:
-        """The text that no event has carried yet and that no stop string can take back."""
+        """The text that no event has had yet and that no stop string can cut."""
         if sample.text is None:
             sample.text = TextStream(functools.partial(self.tokenizer.decode, skip_special_tokens=True))
         sample.text.push(sample.completion.tokens[sample.num_emitted_tokens :])
@@ -118,6 +118,6 @@ class Outputs:
         return text[start:]
 
     def take(self) -> list[Event]:
-        """The events since the last time."""
+        """Returns and clears the events since the last call."""
         events, self.events = self.events, []
         return events

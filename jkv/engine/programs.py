@@ -1,7 +1,7 @@
-"""What runs on the device: every program that the engine dispatches, each of a fixed shape.
+"""The device programs that the engine dispatches, each of fixed shapes.
 
-Nothing compiles anew for another prompt, length, budget or weights. The pool is donated from each program to the next, and
-none copies it (`tests/engine/test_pool_copies.py`, `tests/aot`).
+Other prompts, lengths, budgets or weights compile nothing. The pool is donated from each program to the next, and no program
+copies it (`tests/engine/test_pool_copies.py`, `tests/aot`).
 """
 
 import functools
@@ -29,14 +29,14 @@ from jkv.reasoning.steering import SteerRules
 
 
 class State(NamedTuple):
-    """Everything that lives on the device between programs; donated to each of them."""
+    """All that stays on the device between programs, except weights and settings; donated to each program."""
 
     cache: Cache
     logits: Float[Array, "B V"]  # of each row's next token
 
 
 class Snapshot(NamedTuple):
-    """One row apart from the batch: its place in the pool, and what else its next step needs."""
+    """One row outside the batch: its block table, and the rest that its next step needs."""
 
     block_table: BlockTable
     logits: Float[Array, " V"]
@@ -44,25 +44,25 @@ class Snapshot(NamedTuple):
 
 
 class AlignRules(NamedTuple):
-    """Which rows start each reasoning step on a page of its own, and where they stand (`jkv.reasoning.sharing`)."""
+    """Which rows start each thought on a new page, and how far they are in a thought (`jkv.reasoning.sharing`)."""
 
     is_aligning: Bool[Array, " B"]
-    was_end: Bool[Array, " B"]  # whether the last token ended a step
-    since: Int[Array, " B"]  # tokens since the last step that started a page
-    is_end: Bool[Array, " V"]  # tokens that end one
+    was_end: Bool[Array, " B"]  # whether the last token ended a thought
+    since: Int[Array, " B"]  # tokens since the last thought that started a page
+    is_end: Bool[Array, " V"]  # whether a token ends a thought
 
 
 class ChunkInputs(NamedTuple):
-    """What the host tells a chunk about each row."""
+    """The host's inputs of a decode chunk, by row."""
 
     remaining: Int[Array, " B"]  # tokens until the row's limit; 0 for a row that is not running
     stop_ids: Int[Array, "B E"]  # padded with -1
     sampling: SamplingRows
     rules: StepRules | None  # None when the pool keeps no mass
     reads: ReadRules | None  # None when the pool keeps no bounds
-    sinks: Int[Array, " B"] | None  # of each row that moves them, 0 of the others; None when no policy does
+    sinks: Int[Array, " B"] | None  # number of each row that moves them, 0 for others; None when no policy does
     steer: SteerRules | None  # None when no policy steers
-    align: AlignRules | None = None  # None when no policy aligns steps
+    align: AlignRules | None = None  # None when no policy aligns thoughts
 
 
 class ChunkOutputs(NamedTuple):
@@ -72,12 +72,12 @@ class ChunkOutputs(NamedTuple):
     log_prob: Float[Array, "steps B"]
     is_real: Bool[Array, "steps B"]
     held_pages: Int[Array, ""]
-    is_running: Bool[Array, " B"]  # rows that go on
-    dropped: Int[Array, "steps L B K"] | None  # positions that steps gave up, EMPTY for none; None unless traced
+    is_running: Bool[Array, " B"]  # rows that are not finished
+    dropped: Int[Array, "steps L B K"] | None  # positions that steps evicted, EMPTY for none; None unless traced
     is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
-    steered: Float[Array, "steps B"] | None  # how much of its vector each token got; None unless traced
-    hidden: Float[Array, "steps B D"] | None  # of each token, after the final norm; None unless sentences are looked for
-    log_prob_full: Float[Array, "steps B"] | None  # before top-k and top-p; None where `log_prob` is that
+    steered: Float[Array, "steps B"] | None  # multiple of the steering vector added to each token; None unless traced
+    hidden: Float[Array, "steps B D"] | None  # of each token, after the final norm; None unless sentences are compared
+    log_prob_full: Float[Array, "steps B"] | None  # before top-k and top-p; None where it equals `log_prob`
 
 
 @functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "returns_hidden"), donate_argnames="state")
@@ -141,9 +141,9 @@ def decode_chunk(
 def start_page(
     align: AlignRules, pool: pages.Pool, token: Int[Array, " B"], is_active: Bool[Array, " B"]
 ) -> tuple[AlignRules, pages.Pool]:
-    """The pool with a page begun for each row whose next token starts a step; as `Sharing.append` has it on the host.
+    """The pool with a new page for each row whose next token starts a thought; `Sharing.append` does the same on the host.
 
-    A step that follows one of less than half a page goes on in its page, so that no row is more than half empty.
+    After less than half a page of text, a thought continues in the same page, so that no row is more than half empty.
     """
     is_end = align.is_end[token]
     starts = align.is_aligning & is_active & align.was_end & ~is_end & (2 * align.since >= pool.page_size)
@@ -156,7 +156,7 @@ def start_page(
 def prefill_chunk(
     params: Params, state: State, row: Int[Array, " 1"], token: Int[Array, "1 T"], num_new: Int[Array, " 1"]
 ) -> tuple[State, Float[Array, "1 T D"]]:
-    """Appends the first `num_new` of T prompt tokens to a row, and leaves the logits after the last; with the hidden states."""
+    """Appends the first `num_new` of T prompt tokens to a row, and sets its logits; also returns the hidden states."""
     cache = state.cache
     position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
@@ -179,15 +179,15 @@ def compact(
     sentences: SentenceMap | None = None,
     first_head: int | Int[Array, ""] | None = None,
 ) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
-    """Compacts rows to their budgets, and lists the positions dropped (EMPTY where a slot stays) when traced.
+    """Compacts rows to their budgets. When traced, also returns the dropped positions (EMPTY where a slot stays).
 
     With sentences, also returns which positions are left in any layer and head.
 
-    The engine passes one row at a time: for another number of rows XLA may round otherwise, and which of two nearly equal slots
-    stays would depend on the batch. Temporaries are the row's keys, and values where a score reads them, in all layers.
+    The engine passes one row at a time: for another number of rows XLA may round differently, and which of two nearly equal
+    slots stays would depend on the batch. Temporaries are the row's keys, and values if a score reads them, in all layers.
 
-    `protected` are each row's numbers of sinks and of recent tokens; `evict` is `Evict.as_program`; `first_head` is the index
-    of the pool's first KV head where it holds some of them.
+    `protected` holds each row's number of sinks and of recent tokens; `evict` is an `Evict.static`; `first_head` is the index
+    of the pool's first KV head if the pool holds only some of the heads.
     """
     cache = state.cache
     pool = cache.pool
@@ -212,7 +212,7 @@ def view_of_rows(
     prompt_length: Int[Array, " R"],
     first_head: int | Int[Array, ""] | None = None,
 ) -> CacheView:
-    """What a score sees of some rows, all layers at once: batch row `l * R + r` is row r in layer l."""
+    """The view that a score gets of some rows, in all layers at once: batch row `l * R + r` is row r in layer l."""
     pool, num_layers = cache.pool, cache.pool.page_table.shape[0]
     layer = jnp.repeat(jnp.arange(num_layers, dtype=jnp.int32), len(row))
     row = jnp.tile(row, num_layers)
@@ -235,7 +235,7 @@ def view_of_rows(
 
 
 def positions_left(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"], num_positions: int) -> Bool[Array, "R T"]:
-    """Which positions the `slots` of any layer and head hold."""
+    """Which positions `slots` holds in any layer and head."""
     row = jnp.arange(position.shape[1], dtype=jnp.int32)[:, None, None]
     held = jnp.where(slots == EMPTY, num_positions, jnp.take_along_axis(position, jnp.maximum(slots, 0), axis=-1))
     return jnp.zeros((position.shape[1], num_positions), bool).at[row, held].set(True, mode="drop")
@@ -258,15 +258,15 @@ def measure_pages(
     num_tokens: Int[Array, " I"],
     angle: Float[Array, "I half"] | None,
 ) -> Float[Array, "I L 2 3"]:
-    """How far apart two entries of each row's table are (`pallas_kernels.block_distance`)."""
+    """Distances between the pages at two entries of each row's table (`pallas_kernels.block_distance`)."""
     pool = state.cache.pool
-    one, other = (pool.page_table[:, row, :, entry] for entry in (first, second))  # [I, L, K]
-    return kernels.block_distance(pool.kv, one, other, num_tokens, angle)
+    first_page, second_page = (pool.page_table[:, row, :, entry] for entry in (first, second))  # [I, L, K]
+    return kernels.block_distance(pool.kv, first_page, second_page, num_tokens, angle)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def take_pages(state: State, row: Int[Array, " B"], entries: Int[Array, "B MP"], log_weight: Float[Array, "B MP"]) -> State:
-    """Rows keep some entries of their tables; see `pool.take_pages`."""
+    """Keeps some entries of rows' page tables (`pool.take_pages`)."""
     pool = pages.take_pages(state.cache.pool, row, entries, log_weight)
     return state._replace(cache=state.cache._replace(pool=pool))
 
@@ -279,14 +279,14 @@ def release(state: State, row: Int[Array, " B"]) -> State:
 
 @jax.jit
 def snapshot_row(state: State, row: Int[Array, ""]) -> Snapshot:
-    """A row as it stands; takes no reference."""
+    """A row's snapshot, which holds no page references."""
     ring = state.cache.query_ring
     return Snapshot(pages.block_table_of(state.cache.pool, row), state.logits[row], None if ring is None else ring[:, row])
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def detach(state: State, row: Int[Array, ""]) -> tuple[State, Snapshot]:
-    """A row leaves the batch and keeps its pages, until `free`."""
+    """Detaches a row from the batch; its snapshot holds the page references until `free`."""
     snapshot = snapshot_row(state, row)
     pool, _ = pages.detach(state.cache.pool, row)
     return state._replace(cache=state.cache._replace(pool=pool)), snapshot
@@ -294,19 +294,19 @@ def detach(state: State, row: Int[Array, ""]) -> tuple[State, Snapshot]:
 
 @functools.partial(jax.jit, static_argnames="owns_all", donate_argnames="state")
 def fork(state: State, snapshot: Snapshot, target: Int[Array, " B"], owns_all: bool = False) -> State:
-    """Empty rows `target` go on from a snapshot, whose full pages they share, or copy."""
+    """Starts empty rows `target` from a snapshot, whose full pages they share, or copy if `owns_all`."""
     return place(state, pages.fork(state.cache.pool, snapshot.block_table, target, owns_all), snapshot, target)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def attach(state: State, snapshot: Snapshot, row: Int[Array, ""], is_own: Bool[Array, "L K MP"]) -> State:
-    """An empty row goes on from a snapshot; the entries that `is_own` marks become pages that `write_pages` has to fill."""
+    """Starts an empty row from a snapshot; entries marked by `is_own` get new pages, which `write_pages` then fills."""
     pool = pages.attach(state.cache.pool, snapshot.block_table, row[None], is_own)
     return place(state, pool, snapshot, row[None])
 
 
 def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array, " R"]) -> State:
-    """The state with a new pool, and a snapshot's logits and queries in rows `target`."""
+    """The state with another pool, and with a snapshot's logits and queries in rows `target`."""
     ring = state.cache.query_ring
     if ring is not None:
         assert snapshot.query_ring is not None
@@ -316,17 +316,17 @@ def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array,
 
 @functools.partial(jax.jit, donate_argnames="state")
 def free(state: State, block_table: BlockTable) -> State:
-    """Lets go of the pages of a row that left."""
+    """Frees the pages of a detached row."""
     return state._replace(cache=state.cache._replace(pool=pages.free(state.cache.pool, block_table)))
 
 
 @jax.jit
 def read_pages(state: State, page: Int[Array, "K I"]) -> pages.Content:
-    """Pages of each KV head, to be swapped out."""
+    """The content of pages of each KV head, to be swapped out."""
     return pages.read_pages(state.cache.pool, page)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
 def write_pages(state: State, page: Int[Array, "K I"], content: pages.Content) -> State:
-    """Pages that were swapped out, back in the pool."""
+    """Writes swapped-out pages back to the pool."""
     return state._replace(cache=state.cache._replace(pool=pages.write_pages(state.cache.pool, page, content)))

@@ -1,4 +1,4 @@
-"""What is asked of the engine: one sample's request, made and checked before anything compiles."""
+"""Requests, one per sample, made and checked before anything compiles."""
 
 import collections
 import dataclasses
@@ -28,8 +28,8 @@ class Request:
       prompt: `[T]` int32.
       policy: how its cache stays small.
       sampling: how its tokens are drawn.
-      seed: of the draws: the sampling's, or a fresh one.
-      identity: what stands for the prompt in the random keys: the caller's number, or a hash of its tokens.
+      seed: the seed of its draws: the sampling's, or a fresh one.
+      identity: the prompt's number in the random keys: the caller's, or a hash of its tokens.
       sample: index among the samples of equal prompts.
       max_new_tokens: the most tokens of the completion.
       stop_ids: tokens that end it.
@@ -48,17 +48,17 @@ class Request:
 
     @property
     def most_tokens(self) -> int:
-        """Prompt and completion at their longest."""
+        """The most tokens of prompt and completion together."""
         return len(self.prompt) + self.max_new_tokens
 
     def first_slots(self, num_layers: int) -> np.ndarray:
-        """Slots of each layer's heads, on average, when the first token is drawn: [L]."""
+        """Mean slots of a KV head in each layer when the first token is drawn: [L]."""
         return compacted(self.policy, np.full(num_layers, len(self.prompt)), len(self.prompt), 0)
 
     @property
     def prefix(self) -> tuple[bytes, Policy | Sentences | None]:
-        """What requests share that can start from one prefill: the prompt, how its sentences are found if they are, and all of
-        the policy if it may compress the prompt.
+        """The key of the prefill that a request can start from: the prompt, how its sentences are found (if they are), and the
+        whole policy if it may compact the prompt.
         """
         target = self.policy.target(len(self.prompt), 0)
         stays_whole = target is None or (target >= len(self.prompt) and self.policy.pyramid == 1)
@@ -67,18 +67,18 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How prompts are continued: the arguments of `generate`, `Engine.submit` and `Rollout` that are about a request.
+    """How prompts are completed: the arguments for one request, as `generate`, `Engine.submit` and `Rollout` take them.
 
     Attributes:
-      policy: how the cache stays small, such as `jkv.r_kv(budget=256)`; None keeps the full cache. For several prompts one, or
-        one for each.
+      policy: how the cache stays small, such as `jkv.r_kv(budget=256)`; None keeps the full cache. For several prompts, one
+        policy or a list of one for each.
       sampling: temperature, top-p, top-k, seed; None is greedy (for `Rollout`, temperature 1).
       max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
       n: samples of each prompt.
       stop_ids: tokens that end a completion, instead of the model's own; `()` never stops.
-      stop_strings: texts that end a completion (looked for once a chunk, then cut exactly).
-      first_sample: the index of a prompt's first sample in the random keys: n calls of one sample each, counted up, draw what
-        one call of n samples draws.
+      stop_strings: texts that end a completion (checked after each chunk, then cut exactly).
+      first_sample: the index of a prompt's first sample in the random keys: n calls of one sample each, with ascending
+        indices, draw the same tokens as one call of n samples.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -101,26 +101,26 @@ class RequestOptions:
 def check_model(model_or_params: Any) -> Model:
     """A model whose weights are finite; bare `Params` have no tokenizer."""
     if not isinstance(model_or_params, Model | Params):
-        raise ValueError(f"The model is what jkv.load returns, or bare Params; got {model_or_params!r}. Load it first.")
+        raise ValueError(f"The model must be what jkv.load returns, or bare Params; got {model_or_params!r}. Load it first.")
     model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
     check_weights(model.params)
     return model
 
 
 def check_sampling(sampling: Any) -> Sampling:
-    """How to draw; None is greedy."""
+    """The sampling settings, checked; None is greedy."""
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling is a jkv.Sampling, such as jkv.Sampling(temperature=0.7); got {sampling!r}.")
+        raise ValueError(f"sampling must be a jkv.Sampling, such as jkv.Sampling(temperature=0.7); got {sampling!r}.")
     return Sampling(temperature=0.0) if sampling is None else sampling
 
 
 def make_requests(
     model: Model, prompts: Sequence[np.ndarray], options: RequestOptions, identity: int | None = None
 ) -> list[list[Request]]:
-    """The n requests of each prompt, checked: what `options` ask for, if the model can serve it.
+    """The n requests of each prompt by `options`, checked against the model.
 
-    The sample index counts on over equal prompts, and all requests have one seed. `identity` is the number of all prompts in
-    the random keys; None is a hash of each one's tokens.
+    Equal prompts continue one count of sample indices, and all requests have one seed. `identity` is the number of all prompts
+    in the random keys; None is a hash of each prompt's tokens.
 
     Raises:
       ValueError: a request that the model cannot serve, or sample indices or a number beyond 32 bits.
@@ -140,11 +140,11 @@ def make_requests(
     for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
         limit = new_token_limit(i, len(prompt), options.max_new_tokens, config.max_positions)
         check_prompt_fits(policy, i, len(prompt))
-        own = request_id(prompt) if identity is None else identity
-        samples = range(first + seen[own], first + seen[own] + n)
-        drawn = (prompt, policy, sampling, seed, own)
-        requests.append([Request(*drawn, sample, limit, ends, tuple(options.stop_strings)) for sample in samples])
-        seen[own] += n
+        prompt_id = request_id(prompt) if identity is None else identity
+        samples = range(first + seen[prompt_id], first + seen[prompt_id] + n)
+        common = (prompt, policy, sampling, seed, prompt_id)
+        requests.append([Request(*common, sample, limit, ends, tuple(options.stop_strings)) for sample in samples])
+        seen[prompt_id] += n
     return requests
 
 
@@ -153,7 +153,7 @@ def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
     try:
         prompts = [prompt_or_prompts] if isinstance(prompt_or_prompts, str) else list(prompt_or_prompts)
     except TypeError:
-        raise ValueError(f"A prompt is a string or a sequence of token ids; got {prompt_or_prompts!r}.") from None
+        raise ValueError(f"A prompt must be a string or a sequence of token ids; got {prompt_or_prompts!r}.") from None
     if not prompts:
         raise ValueError("There must be at least one prompt, and a prompt at least one token; got none.")
     if np.isscalar(prompts[0]) != isinstance(prompts[0], str) or getattr(prompts[0], "shape", None) == ():
@@ -170,12 +170,12 @@ def encode_prompt(model: Model, index: int, prompt: Any) -> np.ndarray:
     try:
         ids = np.asarray(prompt)
     except ValueError:
-        raise ValueError(f"A prompt is a string or a flat sequence of token ids; prompt {index} is ragged.") from None
+        raise ValueError(f"A prompt must be a string or a flat sequence of token ids; prompt {index} is ragged.") from None
     if ids.size == 0:
         raise ValueError(f"A prompt must hold at least one token; prompt {index} is empty.")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
-            f"A prompt is a string or a flat sequence of token ids; prompt {index} is {ids.dtype}{list(ids.shape)}."
+            f"A prompt must be a string or a flat sequence of token ids; prompt {index} is {ids.dtype}{list(ids.shape)}."
         )
     vocab_size = model.config.vocab_size
     if ids.min() < 0 or ids.max() >= vocab_size:
@@ -192,7 +192,9 @@ def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
         list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy] * num_prompts
     )
     if len(policies) != num_prompts:
-        raise ValueError(f"policy is one, or one for each prompt; got {len(policies)} for {num_prompts} prompts.")
+        raise ValueError(
+            f"policy must be one policy, or a list of one for each prompt; got {len(policies)} for {num_prompts} prompts."
+        )
     for each in policies:
         if not isinstance(each, Policy):
             raise ValueError(
@@ -202,9 +204,9 @@ def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
 
 
 def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Stop ids that the model can produce."""
+    """Stop ids, checked to be tokens of the model."""
     if np.ndim(stop_ids) != 1 or not all(isinstance(token, int | np.integer) for token in stop_ids):
-        raise ValueError(f"stop_ids is a list of token ids; got {stop_ids!r}.")
+        raise ValueError(f"stop_ids must be a list of token ids; got {stop_ids!r}.")
     for token in stop_ids:
         if not 0 <= token < vocab_size:
             raise ValueError(f"stop_ids must be token ids in [0, {vocab_size}); got {token}.")
@@ -212,7 +214,7 @@ def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def check_prompt_fits(policy: Policy, index: int, prompt_length: int) -> None:
-    """Refuses a protected prompt that its budget cannot hold."""
+    """Refuses a protected prompt that the budget cannot hold."""
     if policy.evict is None or not policy.evict.protect_prompt or policy.budget is None:
         return
     if prompt_length + policy.evict.recent > policy.budget:
@@ -240,7 +242,7 @@ def all_finite(params: Params) -> jax.Array:
 
 
 def check_weights(params: Params) -> None:
-    """Refuses weights with NaN or infinity, naming the first."""
+    """Refuses weights that hold NaN or infinity, and names the first."""
     if not bool(all_finite(params)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not bool(jnp.isfinite(leaf).all()):
@@ -249,9 +251,9 @@ def check_weights(params: Params) -> None:
 
 
 def check_stop_strings(model: Model, stop_strings: Sequence[str]) -> None:
-    """Refuses stop strings that cannot be found."""
+    """Refuses stop strings that are empty, or that no tokenizer can find."""
     is_list = isinstance(stop_strings, Sequence) and not isinstance(stop_strings, str)
     if not is_list or not all(isinstance(stop, str) and stop for stop in stop_strings):
-        raise ValueError(f"stop_strings is a sequence of texts that are not empty; got {stop_strings!r}.")
+        raise ValueError(f"stop_strings must be a sequence of texts that are not empty; got {stop_strings!r}.")
     if stop_strings and model.tokenizer is None:
         raise ValueError("stop_strings need a model with a tokenizer; this one has none. Use stop_ids.")

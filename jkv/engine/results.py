@@ -1,4 +1,4 @@
-"""What comes back: completions as padded arrays, texts, statistics and the trace."""
+"""Results: completions as padded arrays, texts, statistics and the trace."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -22,19 +22,19 @@ class Result:
       text: completions without end tokens or anything from a stop string on; None without a tokenizer.
       tokens: `[n, T]` int32, end tokens included, right-padded with 0.
       lengths: `[n]` tokens of each completion.
-      logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (temperature 0: temperature
-        1's); 0 in padding.
-      logprobs_full: the same, before top-k and top-p cut other tokens: of the whole vocabulary, temperature alone.
+      logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (for temperature 0, under that of
+        temperature 1); 0 in padding.
+      logprobs_full: the same before top-k and top-p: under the whole vocabulary's distribution, with temperature.
       finish_reason: of each sample: "stop" (an end token of the model, or a stop id or stop string), "length",
-        "cancelled" (by the caller, or Ctrl-C; what there was is kept), "error" (its callback or encoder raised), or "nan" (the
+        "cancelled" (by the caller, or Ctrl-C; its tokens are kept), "error" (its callback or encoder raised), or "nan" (the
         model gave no finite probabilities).
-      stats: one record for the call.
+      stats: statistics of the whole call.
       trace: attention columns for `jkv.score`, when asked for.
       prompts: the token ids before each completion.
       sampling: the settings of each sample.
-      samples: how each sample fared.
+      samples: statistics of each sample.
       tokenizer: the model's, None without one.
-      slot_bytes: of a token's key and value in one layer and KV head.
+      slot_bytes: bytes of a token's key and value in one layer and KV head.
     """
 
     text: list[str] | None
@@ -53,7 +53,7 @@ class Result:
 
 
 def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_traced: bool) -> Result:
-    """The result of finished samples; `run` are the statistics of the engine that ran them."""
+    """The result of finished samples; `run` holds the statistics of the engine that ran them."""
     requests, completions = [sample.request for sample in samples], [sample.completion for sample in samples]
     lengths = np.array([len(c.tokens) for c in completions], np.int32)
     tokens = np.zeros((len(completions), np.max(lengths, initial=0)), np.int32)

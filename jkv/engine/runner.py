@@ -39,22 +39,23 @@ class Runner:
     """The device side of an engine.
 
     Args:
-      model: with weights that lie where they are to be used (`jkv.model.weights.committed`).
+      model: its weights are committed to their devices (`jkv.model.weights.committed`).
       capacity: rows, pages and page size.
-      needs: what the device keeps for policies.
-      running: samples by row, the scheduler's record.
-      max_slots: slots of a row in a layer and KV head.
-      max_stop_ids: stop ids of a request, at most.
+      needs: the data that the device keeps for policies.
+      running: the scheduler's record of samples by row.
+      page_bytes: bytes of a page.
+      max_slots: the most slots of a row in a layer and KV head.
+      max_stop_ids: the most stop ids of a request.
       mesh: the devices of a tensor-parallel engine.
       poison: for tests: freed pages become NaN.
 
     Attributes:
       state: a `jkv.engine.programs.State`; None while the engine sleeps.
       programs: `jkv.engine.programs`, or those of the mesh.
-      version: of the weights: how often they were replaced.
+      version: the version of the weights: how often they were replaced.
       is_traced: whether new samples record a trace.
       sharer: finds pages to share.
-      meter: measures what is held and how long it takes.
+      meter: measures bytes and seconds.
     """
 
     state: Any = None
@@ -76,7 +77,7 @@ class Runner:
         self.programs: Any = programs if mesh is None else meshes.programs_on(mesh)
         self.version, self.is_traced = 0, False
         self.platform = platform_of(next(iter(model.params.embedding.devices())))
-        self.draws = DRAWS[0]  # the most demanding so far: going back would compile, and save nothing that was not paid
+        self.draws = DRAWS[0]  # the most general kind so far; a simpler one would have to compile again
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
             "num_rows": capacity.max_running,
@@ -91,18 +92,18 @@ class Runner:
             self._make_state = meshes.state_maker(mesh, config, needs, **sizes)
         self._place = weights.place_of(model.params)
         self.wake()
-        self._settings: ChunkInputs | None = None  # of the rows, on the device; None when the rows have changed
-        # A longer request doubles it, and compiles compaction anew.
+        self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
+        # A longer request doubles it, and compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
-        beside_pages = cache.query_ring, cache.pool.slot_data, cache.pool.vacant_slot
+        row_arrays = cache.query_ring, cache.pool.slot_data, cache.pool.vacant_slot
         self.meter = Meter(
             config,
             running,
             itemsize=model.params.embedding.dtype.itemsize,
             page_size=capacity.page_size,
             page_bytes=page_bytes,
-            row_bytes=sum(x.nbytes for x in jax.tree.leaves(beside_pages)),
+            row_bytes=sum(x.nbytes for x in jax.tree.leaves(row_arrays)),
             max_running=capacity.max_running,
             platform=self.platform,
         )
@@ -120,18 +121,18 @@ class Runner:
 
     # Weights and memory.
 
-    def use(self, params: Params) -> None:
-        """Takes other weights of the same shapes."""
+    def set_params(self, params: Params) -> None:
+        """Replaces the weights by others of the same shapes."""
         self.model = dataclasses.replace(self.model, params=params)
-        self.sharer.renew(self.model)
+        self.sharer.set_model(self.model)
 
     def wake(self) -> None:
-        """Makes an empty pool."""
+        """Allocates an empty pool."""
         state = self._make_state()
         self.state = state if self.mesh is not None else jax.device_put(state, self._place)
 
     def sleep(self) -> None:
-        """Frees the pool and everything beside it."""
+        """Frees the pool and the rest of the device state."""
         for leaf in jax.tree.leaves((self.state, self._settings)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
@@ -140,7 +141,7 @@ class Runner:
     # A turn.
 
     def execute(self, turn: Turn) -> None:
-        """Frees, swaps, prefills and forks what a turn says; then its rows are ready to decode."""
+        """Carries out a turn: frees, swaps, prefills and forks. Its rows are then ready to decode."""
         self.release(turn.release)
         if turn.swap_out:
             with self.meter.clock("swap_seconds"):
@@ -167,7 +168,7 @@ class Runner:
             self.state = self.programs.release(self.state, self._pad_rows(rows))
 
     def free(self, prefixes: Sequence[Prefix]) -> None:
-        """Frees prefixes; one that a swapped-out sample reads is kept in host memory."""
+        """Frees prefixes; one that a swapped-out sample needs is first copied to host memory."""
         for prefix in prefixes:
             assert prefix.start is not None
             table = prefix.start.page_table
@@ -189,7 +190,7 @@ class Runner:
         sample.swapped, sample.is_swapped = None, False
 
     def _prefill(self, row: int, sample: Sample) -> None:
-        """A prompt into its row, compacted if it is longer than the budget."""
+        """Prefills a prompt into its row, and compacts it if it is longer than the budget."""
         prompt, config = sample.request.prompt, self.model.config
         sample.filled, sample.version = np.full(config.num_layers, len(prompt)), self.version
         sample.sentences = new_log(self.model, sample.request.policy.sentences)
@@ -211,7 +212,7 @@ class Runner:
             self.compact({row: sample})
 
     def _fork(self, admitted: dict[int, Sample]) -> None:
-        """Rows that start from the same prompt: prefilled once, in the first of them, and copied to all."""
+        """Starts rows from the same prompt, which is prefilled once, in the first row, and forked to all."""
         first, sample = next(iter(admitted.items()))
         prefix = sample.prefix
         if prefix.start is None:
@@ -235,7 +236,7 @@ class Runner:
         self.meter.stats.forks += len(admitted)
 
     def decode(self, running: dict[int, Sample], num_steps: int) -> tuple[dict[int, RowOutputs], int]:
-        """One chunk of all rows: what each row computed, and the pages that the pool holds then."""
+        """Decodes one chunk; returns each row's outputs, and how many pages are then in use."""
         is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)
         with self.meter.clock("decode_seconds"):
@@ -243,7 +244,7 @@ class Runner:
                 self.params, self.state, inputs, num_steps, self.draws, is_traced, self.needs.similarity
             )
             if self.needs.sharing:
-                self.sharer.look(running, self.state, num_steps, outputs)
+                self.sharer.find_pairs(running, self.state, num_steps, outputs)
             outputs = jax.device_get(outputs)
         log_prob_full = outputs.log_prob if outputs.log_prob_full is None else outputs.log_prob_full
         counts = outputs.is_real.sum(axis=0)
@@ -258,7 +259,7 @@ class Runner:
         return {i: row(i) for i in running}, int(outputs.held_pages)
 
     def share(self) -> list[tuple[Sample, Exception]]:
-        """Shares the pages that were found alike during the chunk; samples whose encoder raised, with the error."""
+        """Shares similar pages found during the chunk; returns samples whose encoder raised, with the error."""
         self.state = self.sharer.decide(self.state)
         return self.sharer.failed
 
@@ -275,7 +276,7 @@ class Runner:
                 sample.compact(None if dropped is None else np.asarray(dropped)[:, 0])
 
     def _compact_row(self, row: int, sample: Sample) -> tuple[Any, Any]:
-        """Dispatches one row's compaction; the positions that it drops (when traced) and leaves, still on the device."""
+        """Dispatches one row's compaction; returns the positions dropped (when traced) and left, still on the device."""
         request, sentences = sample.request, None
         evict = request.policy.evict
         assert evict is not None
@@ -289,14 +290,14 @@ class Runner:
             np.asarray(sample.budgets, np.int32)[:, None],
             np.full(1, len(request.prompt), np.int32),
             np.asarray([[evict.sinks], [evict.recent]], np.int32),
-            evict=evict.as_program,
+            evict=evict.static,
             is_traced=self.is_traced,
             sentences=sentences,
         )
         return dropped, is_left
 
     def _chunk_inputs(self, running: dict[int, Sample]) -> ChunkInputs:
-        """What the next chunk has to know; settings change only with the rows, and stay on the device until then."""
+        """The inputs of the next chunk; settings stay on the device until the rows change."""
         if self._settings is None:
             demands = [sample.request.sampling.draws for sample in running.values()]
             self.draws = max([self.draws, *demands], key=DRAWS.index)
@@ -307,12 +308,12 @@ class Runner:
                 num_rows=self.capacity.max_running,
                 max_stop_ids=self.max_stop_ids,
                 page_size=self.capacity.page_size,
-                sharding=None if self.mesh is None else meshes.everywhere(self.mesh),
+                sharding=None if self.mesh is None else meshes.replicated(self.mesh),
             )
         return for_chunk(self._settings, running, self.model)
 
     def _new_trace(self, sample: Sample) -> TraceRecorder | None:
-        """A recorder for a sample, if samples are traced."""
+        """A trace recorder for a sample, if samples are traced."""
         config, policy = self.model.config, sample.request.policy
         if not self.is_traced:
             return None
@@ -320,18 +321,18 @@ class Runner:
         return TraceRecorder(*size, sinks=policy.num_moving_sinks, steer=policy.steer)
 
     def _pad_rows(self, rows: Sequence[int]) -> np.ndarray:
-        """Rows for a program that takes as many as there are; the rest are none."""
+        """Row indices padded to `max_running` entries with an index out of range, which programs ignore."""
         num_rows = self.capacity.max_running
         return np.pad(np.asarray(rows, np.int32), (0, num_rows - len(rows)), constant_values=num_rows)
 
 
 def source_of(sample: Sample) -> int | None:
-    """The prefix that an admitted sample starts from, as a key; None if it is prefilled or swapped in by itself."""
+    """The id of the prefix that an admitted sample forks from; None if it is prefilled or swapped in by itself."""
     return id(sample.prefix) if sample.is_forking else None
 
 
 def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list[int]]]:
-    """Rows that will write into their prompt's pages and must own them, and the others."""
+    """Groups rows by `owns_all`: rows that evict in steps write into their prompt's pages, so they must own them."""
     for owns_all in (False, True):
         group = [row for row, sample in admitted.items() if sample.request.policy.evicts_in_steps == owns_all]
         if group:
@@ -339,5 +340,5 @@ def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list
 
 
 def split_prompt(prompt: np.ndarray) -> list[np.ndarray]:
-    """The pieces that prefill takes one after the other."""
+    """The pieces of a prompt that are prefilled one after the other."""
     return [prompt[start : start + PREFILL_SIZES[-1]] for start in range(0, len(prompt), PREFILL_SIZES[-1])]

@@ -1,4 +1,4 @@
-"""What the engine remembers on the host about each sample, and about prompts that samples share."""
+"""The engine's host records of each sample, and of prompts that samples share."""
 
 import dataclasses
 import time
@@ -21,18 +21,18 @@ from jkv.replay.trace import Trace, TraceRecorder
 
 @dataclasses.dataclass
 class Completion:
-    """What the engine made of a request so far."""
+    """The tokens and counts of a sample so far."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
     log_probs_full: list[float] = dataclasses.field(default_factory=list)  # before top-k and top-p
-    versions: list[int] = dataclasses.field(default_factory=list)  # of the weights that drew each token
+    versions: list[int] = dataclasses.field(default_factory=list)  # of the weights behind each token
     finish_reason: str = ""
     trace: Trace | None = None  # of the finished sample, when traced
     compactions: int = 0
     evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
     shared: int = 0  # tokens whose page was replaced by an earlier one
-    saved: float = 0.0  # the share of its pages that sharing and eviction had freed in the end
+    saved: float = 0.0  # share of its pages that sharing and eviction had freed at its end
     preemptions: int = 0
     is_forked: bool = False
     peak_kv_bytes: int = 0
@@ -48,7 +48,7 @@ class Completion:
 
 
 class RowOutputs(NamedTuple):
-    """What one chunk computed for one row, on the host; only steps that made a token."""
+    """One row's outputs of a chunk, on the host; only steps that drew a token."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -56,7 +56,7 @@ class RowOutputs(NamedTuple):
     goes_on: bool  # whether the row still runs
     dropped: np.ndarray | None  # [steps, L, K] positions that steps evicted, EMPTY for none; None unless traced
     is_read: np.ndarray | None  # [steps, L, K, MP] entries of the page table that steps read; None unless traced
-    steered: np.ndarray | None  # [steps] how much of its vector each token got; None unless traced
+    steered: np.ndarray | None  # [steps] multiple of the steering vector added to each token; None unless traced
     hidden: np.ndarray | None  # [steps, D] after the final norm; None unless sentences are compared
 
 
@@ -64,17 +64,17 @@ class RowOutputs(NamedTuple):
 class Prefix:
     """A prompt that samples start from; when several do, it is prefilled once and its full pages are shared.
 
-    A prefix whose pages were freed is prefilled again for samples that start, and is in host memory for samples that were
-    swapped out.
+    If its pages were freed, it is prefilled again for new samples, and copied from host memory for samples that are swapped
+    in.
     """
 
-    key: Any  # by which it is found: what its requests share, and the version of the weights that prefill it
-    samples: "set[Sample]" = dataclasses.field(default_factory=set)  # those not finished
+    key: Any  # the version of the weights, and `Request.prefix`
+    samples: "set[Sample]" = dataclasses.field(default_factory=set)  # unfinished ones
     is_held: bool = False  # whether its pages are in the pool, or are about to be
-    filled: Any = None  # [L] slots of each layer's heads, on average
-    num_pages: int = 0  # at most
-    num_full_pages: int = 0  # at least: those that rows can share
-    start: "Start | None" = None  # once it is prefilled
+    filled: Any = None  # [L] mean slots of a KV head in each layer
+    num_pages: int = 0  # the most that it holds
+    num_full_pages: int = 0  # the fewest full pages, which rows can share
+    start: "Start | None" = None  # None until it is prefilled
     swapped: SwappedPages | None = None  # its pages in host memory
 
     @property
@@ -89,7 +89,7 @@ class Prefix:
 
     @property
     def is_needed(self) -> bool:
-        """Whether a sample will start from it, reads it, or will read it when it is swapped in."""
+        """Whether an unfinished sample reads it, or may read it when it starts or is swapped in."""
         return any(sample.is_fresh or sample.shares or sample.is_swapped for sample in self.samples)
 
 
@@ -99,7 +99,7 @@ class Start:
 
     snapshot: Snapshot
     page_table: np.ndarray  # the snapshot's, on the host
-    completion: Completion  # what compressing the prompt did
+    completion: Completion  # the counts of the prompt's compaction
     sentences: SentenceLog | None  # of the prompt, for policies that compare sentences
     trace: TraceRecorder | None
 
@@ -112,35 +112,35 @@ class Sample:
     index: int  # among the samples of its ticket
     request: Request
     completion: Completion
-    most_pages: int  # that it ever holds, once its prompt is prefilled and compacted
-    priority: tuple[int, int] = (0, 0)  # the smallest is admitted first; the scheduler's, like the next
+    most_pages: int  # that it holds once its prompt is prefilled and compacted
+    priority: tuple[int, int] = (0, 0)  # the smallest is admitted first; the scheduler sets it, and `prefix`
     prefix: Prefix = dataclasses.field(default_factory=lambda: Prefix(None))
     on_tokens: Callable[[Any], None] | None = None
     stops: StopFinder | None = None
-    submitted: float = 0.0  # when, on a clock that stands still while anything compiles
+    submitted: float = 0.0  # time of submission, on a clock that stops during compilation
     is_running: bool = False
-    is_swapped: bool = False  # whether it was preempted, or slept, and is in host memory
+    is_swapped: bool = False  # whether its row was swapped out, when preempted or put to sleep
     shares: bool = False  # whether its row reads the prefix's pages
     swapped: SwappedRow | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
     generated: int = 0
-    filled: Any = None  # [L] slots of each layer's heads, on average; None before it is first considered
-    thinking: Thinking = dataclasses.field(default_factory=Thinking)  # what the strength of steering depends on
+    filled: Any = None  # [L] mean slots of a KV head in each layer; None until admission is tried
+    thinking: Thinking = dataclasses.field(default_factory=Thinking)  # progress that sets the strength of steering
     sentences: SentenceLog | None = None  # of a row whose policy compares sentences
     sharing: Sharing | None = None  # of a row whose policy shares pages
     trace: TraceRecorder | None = None  # of a row that is traced
     text: TextStream | None = None
-    num_emitted: int = 0  # characters of the text that were in an event
+    num_emitted: int = 0  # characters of the text that events have had
     num_emitted_tokens: int = 0
 
     @property
     def seconds(self) -> float:
-        """Since it was submitted, compilation excluded."""
+        """Seconds since submission, compilation excluded."""
         return time.perf_counter() - COMPILING.seconds - self.submitted
 
     @property
     def is_finished(self) -> bool:
-        """Whether it is over, for whatever reason."""
+        """Whether it has ended, for any reason."""
         return bool(self.completion.finish_reason)
 
     @property
@@ -165,13 +165,13 @@ class Sample:
 
     @property
     def budgets(self) -> Any:
-        """Slots that the compaction that is due leaves in each layer, if the row has more: [L]."""
+        """The most slots that the next compaction leaves in each layer: [L]."""
         target: Any = self.request.policy.target(len(self.request.prompt), self.generated)
         return self.request.policy.budgets(target, len(self.filled))
 
     @property
     def compacted(self) -> Any:
-        """What `filled` is after the compaction that is due now, if any."""
+        """`filled` after the compaction that is due now, if any."""
         return compacted(self.request.policy, self.filled, len(self.request.prompt), self.generated)
 
     @property
@@ -180,12 +180,12 @@ class Sample:
         return not self.is_finished and bool((self.compacted < self.filled).any())
 
     def advance(self, row: RowOutputs) -> None:
-        """Counts a chunk's tokens: what the row holds now, and what its queries read."""
+        """Counts a chunk's tokens and slots, and records them in the trace."""
         count, policy = len(row.tokens), self.request.policy
         if self.trace is not None:
             self._record(row)
         self.filled = self.filled + count
-        if policy.evicts_in_steps:  # a last step evicts nothing
+        if policy.evicts_in_steps:  # the last step of a sample evicts nothing
             evicted = np.maximum(0, self.filled - (not row.goes_on) - policy.layer_budgets(len(self.filled)))
             self.filled = self.filled - evicted
             self.completion.compactions += int(evicted.max())
@@ -223,15 +223,17 @@ class Sample:
             self.trace.dropped(dropped, self.num_seen)
 
     def share(self, pairs: Sequence[Pair]) -> None:
-        """Counts pages that were replaced by earlier ones: queries read the earlier page once more for each, from now on."""
+        """Counts pages that were replaced by earlier ones, which later queries read once more for each page replaced."""
         assert self.sharing is not None
         layout = self.sharing.layout
         self.completion.shared += sum(layout.count[page] for page, _ in pairs)
         self.filled = np.full_like(self.filled, layout.num_slots)
         if self.trace is None:
             return
-        gone, again = [page for page, _ in pairs], [np.zeros(0, np.int32)]
+        removed, repeated = [page for page, _ in pairs], [np.zeros(0, np.int32)]
         if self.sharing.share.bias:
-            again += [np.tile(layout.positions(kept), layout.multiplicity[page]) for page, kept in pairs if kept not in gone]
-        dropped = np.concatenate([layout.positions(page) for page in gone])
-        self.trace.shared(dropped, np.concatenate(again), self.num_seen)
+            repeated += [
+                np.tile(layout.positions(kept), layout.multiplicity[page]) for page, kept in pairs if kept not in removed
+            ]
+        dropped = np.concatenate([layout.positions(page) for page in removed])
+        self.trace.shared(dropped, np.concatenate(repeated), self.num_seen)

@@ -1,4 +1,4 @@
-"""Which samples run, which wait, and how many decode steps the next chunk has: arithmetic on the host, no device, no model.
+"""Decides which samples run, which wait, and how many decode steps the next chunk has: host arithmetic, no device, no model.
 
 Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The pool never runs out of pages under a running row:
 
@@ -7,10 +7,10 @@ Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The poo
   unbounded sample is preempted: its row is swapped out to host memory, and swapped in again, bit for bit, when it fits.
 - Samples of one prompt share one prefill: a prefix, which reserves its own pages as long as a sample needs them. An idle prefix
   (no running row reads it) is freed before a sample is preempted.
-- Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool, or it was refused.
+- Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool; others were refused.
 
-A chunk never passes a moment at which one of its rows may be compacted, and rows are admitted between chunks alone, so a row's
-compactions never depend on the other rows.
+A chunk ends no later than the next step after which one of its rows may be compacted, and rows are admitted only between
+chunks. So a row's compactions never depend on the other rows.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ ORDERS = ("arrival", "longest")
 
 @dataclasses.dataclass(frozen=True)
 class Capacity:
-    """What an engine has room for.
+    """The sizes of an engine.
 
     Attributes:
       num_layers: L.
@@ -34,7 +34,7 @@ class Capacity:
       page_size: slots of a page.
       num_pages: pages of the pool.
       max_running: rows.
-      chunk: decode steps of a chunk, at most.
+      chunk: the most decode steps of a chunk.
       order: whom to admit first: "arrival", or "longest" (prompt and limit).
     """
 
@@ -48,7 +48,7 @@ class Capacity:
 
 
 class Turn(NamedTuple):
-    """What the runner does next, in this order; then it decodes a chunk."""
+    """The runner's next actions, in this order; then it decodes a chunk."""
 
     release: list[int]  # rows of finished samples, whose pages become free
     swap_out: dict[int, Sample]  # rows that go to host memory
@@ -58,13 +58,13 @@ class Turn(NamedTuple):
 
 
 class Scheduler:
-    """Decides about rows and pages from what samples hold.
+    """Assigns rows and pages to samples.
 
     Attributes:
       running: samples by batch row.
-      waiting: a heap of (priority, sample); finished samples leave it when they come to its top.
+      waiting: a heap of (priority, sample); finished samples are removed when they reach its top.
       prefixes: prompts that unfinished samples start from, by key.
-      version: of the weights in use; prefixes of other weights are not shared.
+      version: the version of the weights in use; prefixes of other weights are not shared.
     """
 
     def __init__(self, capacity: Capacity) -> None:
@@ -92,7 +92,7 @@ class Scheduler:
         return Turn(release, swap_out, freed, admit, self._num_steps())
 
     def release(self) -> tuple[list[int], list[Prefix]]:
-        """Rows of samples that finished, and prefixes to free, since the last call."""
+        """Releases the rows of finished samples; returns these rows, and the prefixes to free since the last call."""
         rows = [row for row, sample in self.running.items() if sample.is_finished]
         for row in rows:
             sample = self.running.pop(row)
@@ -101,7 +101,7 @@ class Scheduler:
         return rows, self._take_freed()
 
     def finish(self, sample: Sample) -> None:
-        """A sample has finished. If it runs, the next `release` frees its row."""
+        """Records that a sample has finished. If it runs, the next `release` frees its row."""
         sample.is_swapped = False
         if not sample.is_running:
             self._detach_prefix(sample)
@@ -117,7 +117,7 @@ class Scheduler:
         return Turn(release, swap_out, freed + self._take_freed(), {}, 0)
 
     def renew(self, version: int) -> list[Prefix]:
-        """New weights: samples that have not started leave the prefixes of the old ones. Prefixes to free."""
+        """Detaches samples that have not started from prefixes of older weights; returns the prefixes to free."""
         self.version = version
         for _, sample in self.waiting:
             if sample.is_fresh:
@@ -150,7 +150,7 @@ class Scheduler:
         return admitted
 
     def _can_admit(self, sample: Sample) -> bool:
-        """Whether a waiting sample fits now, once idle prefixes are freed; decides whether it shares its own prefix."""
+        """Whether a waiting sample fits, once idle prefixes are freed; decides whether it shares its own prefix."""
         prefix = sample.prefix
         if sample.filled is None:
             sample.filled = sample.request.first_slots(self.capacity.num_layers)
@@ -161,7 +161,7 @@ class Scheduler:
         for shares in (True, False) if may_share else (False,):
             needed = self._needed(sample, shares)
             while self.reserved + needed > self.capacity.num_pages:
-                idle = self._idle_prefix(besides=prefix if shares else None)
+                idle = self._idle_prefix(other_than=prefix if shares else None)
                 if idle is None:
                     break
                 self._free(idle)
@@ -172,7 +172,7 @@ class Scheduler:
         return False
 
     def _needed(self, sample: Sample, shares: bool) -> int:
-        """Pages that admitting a sample takes, those of a prefix that it starts included."""
+        """Pages that admission of a sample takes, including its prefix's if that is not in the pool."""
         prefix, request = sample.prefix, sample.request
         needed = self._reservation(sample, shares)
         if shares and not prefix.is_held:
@@ -201,14 +201,14 @@ class Scheduler:
         return preempted
 
     def _preempt(self, row: int) -> Sample:
-        """Takes a sample's row away; it waits to be swapped in again."""
+        """Takes a sample's row, and queues it to be swapped in again."""
         sample = self.running.pop(row)
         sample.is_running, sample.is_swapped, sample.shares = False, True, False
         heapq.heappush(self.waiting, (sample.priority, sample))
         return sample
 
     def _reservation(self, sample: Sample, shares: bool) -> int:
-        """Pages that a sample in a row may hold after the next chunk, without those of its prefix that it shares."""
+        """Pages that a running sample may hold after the next chunk, without shared pages of its prefix."""
         policy, capacity = sample.request.policy, self.capacity
         if policy.is_bounded:
             return sample.most_pages
@@ -227,13 +227,13 @@ class Scheduler:
     # Prefixes.
 
     def _attach_prefix(self, sample: Sample) -> None:
-        """Gives a sample that has not started the prefix of its prompt under the weights in use."""
+        """Attaches a sample that has not started to the prefix of its prompt under the weights in use."""
         key = self.version, sample.request.prefix
         sample.prefix = self.prefixes.setdefault(key, Prefix(key))
         sample.prefix.samples.add(sample)
 
     def _detach_prefix(self, sample: Sample) -> None:
-        """A sample no longer needs its prefix; the last one frees it."""
+        """Detaches a sample from its prefix, which is freed if no other sample needs it."""
         prefix = sample.prefix
         prefix.samples.discard(sample)
         sample.shares = False
@@ -242,9 +242,9 @@ class Scheduler:
         if not prefix.samples:
             self.prefixes.pop(prefix.key, None)
 
-    def _idle_prefix(self, besides: Prefix | None = None) -> Prefix | None:
+    def _idle_prefix(self, other_than: Prefix | None = None) -> Prefix | None:
         """A prefix in the pool that no row reads, if any."""
-        return next((prefix for prefix in self.prefixes.values() if prefix.is_idle and prefix is not besides), None)
+        return next((prefix for prefix in self.prefixes.values() if prefix.is_idle and prefix is not other_than), None)
 
     def _free(self, prefix: Prefix) -> None:
         prefix.is_held = False

@@ -1,7 +1,7 @@
-"""Sharing for all rows of an engine: looks for repeated steps while the device decodes, has pages measured, and decides.
+"""Page sharing for all rows of an engine: finds repeated thoughts while the device decodes, measures their pages, and decides.
 
-The measuring program is queued behind the chunk in progress, so the device goes on from one to the other, and the host has the
-distances when it has the chunk's tokens.
+The measuring program is queued behind the chunk in progress: the device runs one after the other without a gap, and the host
+gets the distances with the chunk's tokens.
 """
 
 import dataclasses
@@ -32,24 +32,24 @@ class Row:
 
 
 class Sharer:
-    """What sharing knows about an engine: thresholds, and what is being measured."""
+    """Finds, measures and shares similar pages of all rows."""
 
     def __init__(self, programs: Any, model: Model, page_size: int, num_rows: int, max_pages: int) -> None:
         self.programs = programs  # the engine's: `jkv.engine.programs`, or those of a mesh
         self.page_size, self.num_rows, self.max_pages = page_size, num_rows, max_pages
         self.stats = SharingStats()  # the engine's
-        self.failed: list[tuple[Sample, Exception]] = []  # whose stage 1 raised, in the chunk in progress
-        self.renew(model)
+        self.failed: list[tuple[Sample, Exception]] = []  # samples whose encoder raised during the chunk
+        self.set_model(model)
         self._rows: list[Row] = []
-        self._squares: list[tuple[int, Any]] = []  # programs that measure, and how many pairs are real
+        self._squares: list[tuple[int, Any]] = []  # number of pairs and squared distances of each measuring program
 
-    def renew(self, model: Model) -> None:
-        """Goes on with other weights."""
+    def set_model(self, model: Model) -> None:
+        """Replaces the weights."""
         self.model = model
         self._embedding = functools.cache(lambda: np.asarray(model.params.embedding, np.float32))
 
     def start(self, sample: Sample) -> None:
-        """Begins a row whose policy shares, its prompt in the pool and not yet compressed."""
+        """Starts to track a row whose policy shares pages, after prefill."""
         share, request = sample.request.policy.share, sample.request
         if share is None:
             return
@@ -57,10 +57,10 @@ class Sharer:
         sample.sharing = Sharing(share, self.model, request.prompt, self.page_size, self.stats, self._embedding, identity)
         sample.sharing.is_over = bool((sample.filled < len(request.prompt)).any())
 
-    def look(self, running: Mapping[int, Sample], state: State, num_steps: int, outputs: Any) -> None:
-        """While a chunk of `num_steps` runs: looks at the tokens before it, and has pages measured that are decided on after.
+    def find_pairs(self, running: Mapping[int, Sample], state: State, num_steps: int, outputs: Any) -> None:
+        """While a chunk of `num_steps` runs, finds candidates in the tokens before it, and queues their measurement.
 
-        `state` is the one that the chunk will leave, `emitted` what it will tell.
+        `state` and `outputs` are the results of the chunk, which is still running.
         """
         self._rows, self.failed = [], []
         with clock(self.stats, "filter_seconds"):
@@ -71,7 +71,7 @@ class Sharer:
                 now = sample.generated + num_steps
                 try:
                     sharing.look()
-                except Exception as error:  # an encoder of the caller's; the engine ends this sample when the chunk is in
+                except Exception as error:  # from a caller's encoder; the engine ends this sample after the chunk
                     self.failed.append((sample, error))
                     continue
                 pairs = [] if now % sharing.share.interval else sharing.candidates(now)
@@ -80,43 +80,43 @@ class Sharer:
         self.stats.filter_waits += bool(outputs.token.is_ready())
         self._squares = []
         rows = [row for row in self._rows if row.sharing.share.random is None]
-        for is_raw in (False, True):  # two programs: with and without a turn
+        for is_raw in (False, True):  # two programs: with and without rotation to a common position
             self._measure(state, [row for row in rows if (row.sharing.share.compare_on == "raw") == is_raw], is_raw)
 
     def _measure(self, state: State, rows: list[Row], is_raw: bool) -> None:
-        """Queues the programs that measure some rows' pairs."""
-        numbers = []
+        """Queues the programs that measure the pairs of `rows`."""
+        pair_inputs = []
         for row in rows:
             layout = row.sharing.layout
             place = {page: entry for entry, page in enumerate(layout.table)}
             for pair in row.pairs:
                 shift = layout.first[pair.page] - layout.first[pair.kept]
-                numbers.append((row.index, place[pair.page], place[pair.kept], layout.count[pair.page], shift))
-        for start in range(0, len(numbers), NUM_PAIRS):
-            some = np.asarray(numbers[start : start + NUM_PAIRS], np.int32)
-            index, first, second, count, shifts = np.pad(some, [(0, NUM_PAIRS - len(some)), (0, 0)]).T
+                pair_inputs.append((row.index, place[pair.page], place[pair.kept], layout.count[pair.page], shift))
+        for start in range(0, len(pair_inputs), NUM_PAIRS):
+            block = np.asarray(pair_inputs[start : start + NUM_PAIRS], np.int32)
+            index, first, second, count, shifts = np.pad(block, [(0, NUM_PAIRS - len(block)), (0, 0)]).T
             angle = shifts[:, None] * self._frequency if is_raw else None
-            self._squares.append((len(some), self.programs.measure_pages(state, index, first, second, count, angle)))
+            self._squares.append((len(block), self.programs.measure_pages(state, index, first, second, count, angle)))
 
     @functools.cached_property
     def _frequency(self) -> np.ndarray:
-        """Radians per position of each rotating pair of channels."""
+        """Radians per position of each rotated pair of channels."""
         return np.asarray(rotary_frequency(self.model.config))
 
     def decide(self, state: State) -> State:
-        """The state after what was measured, and is near enough, is shared; samples and their traces follow."""
+        """Shares the measured pages that are near enough; returns the new state and updates samples and traces."""
         if not self._rows:
             return state
         kept: list[tuple[int, np.ndarray, np.ndarray]] = []
         with clock(self.stats, "measure_seconds"):
             none = np.zeros((0, self.model.config.num_layers, 2, 3), np.float32)
             squares, start = np.concatenate([none, *(np.asarray(block)[:count] for count, block in self._squares)]), 0
-            # As they were measured: those at random not at all, those of raw keys last.
+            # In the order of measurement: rows that share at random have none, rows that compare raw keys come last.
             for row in sorted(self._rows, key=lambda row: row.sharing.share.compare_on == "raw"):
                 count = len(row.pairs) if row.sharing.share.random is None else 0
-                mine, start = squares[start : start + count], start + count
+                row_squares, start = squares[start : start + count], start + count
                 if not row.sample.is_finished:
-                    kept += self._decide_row(row, mine)
+                    kept += self._decide_row(row, row_squares)
         self._rows, self._squares = [], []
         if not kept:
             return state
@@ -127,7 +127,7 @@ class Sharer:
         return self.programs.take_pages(state, row_index, entries.astype(np.int32), log_weight.astype(np.float32))
 
     def _decide_row(self, row: Row, squares: np.ndarray) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """One row's decision: which entries of its table stay, and for how many each stands; nothing if all stay."""
+        """One row's decision: its index, the table entries that stay, and their log-multiplicities; empty if all stay."""
         stats, sharing, layout = self.stats, row.sharing, row.sharing.layout
         before = list(layout.table)
         if sharing.share.random is not None:

@@ -1,4 +1,4 @@
-"""What an engine held and how long it took: bytes counted on the pool itself, occupancy, latencies."""
+"""Statistics of an engine: bytes, counted on the pool itself, occupancy and latencies."""
 
 import contextlib
 import copy
@@ -18,21 +18,21 @@ from pallas_kernels.dispatch import taken
 
 @dataclasses.dataclass(frozen=True)
 class SampleStats:
-    """How one sample fared. Seconds count from its submission; compilation is included.
+    """Statistics of one sample. Seconds count from its submission, without compilation.
 
     Attributes:
-      num_tokens: of its completion.
-      peak_kv_bytes: of the pages that its row held, those shared with other rows counted in full.
+      num_tokens: tokens of its completion.
+      peak_kv_bytes: the most bytes of pages that its row held; pages shared with other rows count in full.
       queued_seconds: until it had a row.
-      first_seconds: until its first tokens were there.
+      first_seconds: until its first tokens were drawn.
       seconds: until it was finished.
-      compactions: of its row.
+      compactions: how often its row was compacted.
       evicted: tokens dropped, averaged over layers and KV heads.
       shared: tokens whose page was replaced by an earlier one.
-      saved: the share of its pages that was free again when it ended.
+      saved: the share of its pages that had been freed by its end.
       preemptions: how often it was swapped out to make room for others.
       is_forked: whether it started from a prompt that was prefilled for several samples.
-      error: what its callback, or an encoder of its policy, raised, if anything.
+      error: the exception of its callback or of its policy's encoder, if any.
     """
 
     num_tokens: int
@@ -55,19 +55,19 @@ class SampleStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of its completion, from when it had a row."""
+        """Tokens a second of its completion, from when it had a row."""
         return self.num_tokens / max(self.seconds - self.queued_seconds, 1e-9)
 
 
 @dataclasses.dataclass
 class RunStats:
-    """What an engine held and how long it took, counted on the pool itself; bytes and seconds, without compile time."""
+    """Statistics of an engine: bytes counted on the pool itself, and seconds without compile time."""
 
     kv_bytes: float = 0.0  # mean over decode chunks
-    kv_bytes_per_sample: float = 0.0  # the same, by the samples that were running
+    kv_bytes_per_sample: float = 0.0  # the same, divided by the running samples
     peak_kv_bytes: int = 0
     peak_sentence_bytes: int = 0  # of embeddings in host memory, for policies that compare sentences
-    dense_kv_bytes: int = 0  # what full caches of the same rows would have held at their peak
+    dense_kv_bytes: int = 0  # peak bytes of full caches of the same rows
     seconds: float = 0.0  # all of `Engine.step`, with or without rows
     decode_seconds: float = 0.0  # waiting for decode chunks, and for the compactions before them
     prefill_seconds: float = 0.0
@@ -76,95 +76,95 @@ class RunStats:
     chunks: int = 0
     sample_chunks: int = 0  # summed over the chunks' running samples
     row_steps: int = 0  # rows times decode steps
-    tokens: int = 0  # of them, those that made a token
+    tokens: int = 0  # of these, the ones that drew a token
     prefills: int = 0
     forks: int = 0  # samples that started from a prompt prefilled for several
     preemptions: int = 0
     started: int = 0  # samples that got a row
-    amsr: float = 0.0  # mean over decode steps of the share of pages that rows would hold and do not hold, or not read
-    steps: int = 0  # of decoding
+    amsr: float = 0.0  # mean over decode steps of the share of pages that rows do not hold or do not read
+    steps: int = 0  # decode steps
     platform: str = "cpu"  # of the device: cpu, tpu, cuda
     sharing: SharingStats = dataclasses.field(default_factory=SharingStats)
-    queued_seconds: float = 0.0  # they waited for it, together
+    queued_seconds: float = 0.0  # until samples had a row, summed
 
     @property
     def kernels(self) -> dict[str, str]:
-        """Which implementations of each kernel the programs of this process take on this platform."""
+        """The implementations of each kernel that programs of this process used on this platform."""
         return taken(self.platform)
 
     @property
     def occupancy(self) -> float:
-        """The share of decode steps of rows that made a token."""
+        """The share of row steps that drew a token."""
         return self.tokens / max(self.row_steps, 1)
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens by all seconds but those of compiling."""
+        """Generated tokens a second, compilation excluded."""
         return self.tokens / max(self.seconds, 1e-9)
 
     @property
     def host_seconds(self) -> float:
-        """What the loop itself took: everything but waiting for device programs, and compiling."""
+        """Seconds of the loop itself, without waiting for device programs and without compilation."""
         return self.seconds - self.decode_seconds - self.prefill_seconds - self.swap_seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a call held and took, counted on the pool itself. Bytes, and seconds without compile time."""
+    """Statistics of a call: bytes counted on the pool itself, and seconds without compile time."""
 
     prompt_tokens: int
     generated_tokens: int
     evicted: float  # tokens dropped from the cache, averaged over layers and KV heads, summed over samples
     shared: int  # tokens whose page was replaced by an earlier one, summed over samples
     amsr: float  # average memory saving ratio: mean over decode steps of the share of the rows' pages that are saved
-    final_amsr: float  # the same when each sample ended, mean over those that started
+    final_amsr: float  # the same when each sample ended, mean over started samples
     affected_ratio: float  # tokens evicted or shared, by all tokens, prompts included
-    sharing: SharingStats | None  # what sharing found; None where no policy shares
+    sharing: SharingStats | None  # statistics of page sharing; None if no policy shares
     compactions: int  # summed over samples
     kv_bytes: int  # held, mean over decode chunks
-    kv_bytes_per_sample: float  # the same, by the samples that were running
+    kv_bytes_per_sample: float  # the same, divided by the running samples
     peak_kv_bytes: int
     peak_sentence_bytes: int  # of embeddings in host memory, for policies that compare sentences
-    dense_kv_bytes: int  # what full caches of the same rows would have held at their peak
-    tokens_per_second: float  # generated tokens by all seconds but those of compiling
-    decode_tokens_per_second: float  # by decode seconds alone
+    dense_kv_bytes: int  # peak bytes of full caches of the same rows
+    tokens_per_second: float  # generated tokens, by all seconds without compilation
+    decode_tokens_per_second: float  # the same, by decode seconds only
     seconds: float
     decode_seconds: float  # compaction included
     prefill_seconds: float
     swap_seconds: float
     host_seconds: float  # of the loop itself
     compile_seconds: float
-    occupancy: float  # share of decode steps of rows that made a token
+    occupancy: float  # share of row steps that drew a token
     prefills: int
     forks: int  # samples that started from a prompt prefilled for several
     preemptions: int
     queued_seconds: float  # mean over samples, until they had a row
-    kernels: dict[str, str]  # implementations of each that programs took so far: "tpu", "gpu", "cpu", plain XLA's "reference"
-    seed: int  # of the random draws: given, or drawn
+    kernels: dict[str, str]  # implementations used so far: "tpu", "gpu", "cpu", or plain XLA's "reference"
+    seed: int  # of the random draws: given, or fresh
 
     @property
     def kv_bytes_saved(self) -> int:
-        """What full caches of the same rows would have held at their peak, less what was held; below 0 for a full cache, whose
-        last pages are partly empty.
+        """Bytes that full caches of the same rows would have held at their peak, minus those held; below 0 for a full cache,
+        whose last pages are partly empty.
         """
         return self.dense_kv_bytes - self.peak_kv_bytes
 
     @classmethod
     def of(cls, samples: Sequence[Sample], run: RunStats) -> "Stats":
-        """The statistics of a call: of its finished samples, and of the engine that ran them."""
-        each = [SampleStats.of(sample) for sample in samples]
-        prompt_tokens, num_tokens = sum(len(sample.request.prompt) for sample in samples), sum(one.num_tokens for one in each)
-        evicted, shared = sum((one.evicted for one in each), 0.0), sum(one.shared for one in each)
+        """The statistics of a call, from its finished samples and the engine that ran them."""
+        per_sample = [SampleStats.of(sample) for sample in samples]
+        prompt_tokens, num_tokens = sum(len(sample.request.prompt) for sample in samples), sum(s.num_tokens for s in per_sample)
+        evicted, shared = sum((s.evicted for s in per_sample), 0.0), sum(s.shared for s in per_sample)
         return cls(
             prompt_tokens=prompt_tokens,
             generated_tokens=num_tokens,
             evicted=evicted,
             shared=shared,
             amsr=run.amsr,
-            final_amsr=sum((one.saved for one in each), 0.0) / max(sum(one.num_tokens > 0 for one in each), 1),
+            final_amsr=sum((s.saved for s in per_sample), 0.0) / max(sum(s.num_tokens > 0 for s in per_sample), 1),
             affected_ratio=(evicted + shared) / max(1, prompt_tokens + num_tokens),
             sharing=copy.deepcopy(run.sharing) if any(sample.request.policy.share for sample in samples) else None,
-            compactions=sum(one.compactions for one in each),
+            compactions=sum(s.compactions for s in per_sample),
             kv_bytes=round(run.kv_bytes),
             kv_bytes_per_sample=run.kv_bytes_per_sample,
             peak_kv_bytes=run.peak_kv_bytes,
@@ -182,7 +182,7 @@ class Stats:
             prefills=run.prefills,
             forks=run.forks,
             preemptions=run.preemptions,
-            queued_seconds=sum((one.queued_seconds for one in each), 0.0) / max(len(each), 1),
+            queued_seconds=sum((s.queued_seconds for s in per_sample), 0.0) / max(len(per_sample), 1),
             kernels=run.kernels,
             seed=samples[0].request.seed if samples else 0,
         )
@@ -192,14 +192,14 @@ class Meter:
     """Measures an engine into `stats`.
 
     Args:
-      config: of the model.
-      running: samples by row, the scheduler's record.
-      itemsize: bytes of a key's or value's number.
+      config: the model's.
+      running: the scheduler's record of samples by row.
+      itemsize: bytes of one element of a key or value.
       page_size: slots of a page.
       page_bytes: bytes of a page.
-      row_bytes: bytes of what all rows keep besides pages.
+      row_bytes: bytes of the arrays that all rows have outside pages.
       max_running: rows.
-      platform: of the device.
+      platform: the device's.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class Meter:
         self.peak(held)
 
     def peak(self, held: int) -> None:
-        """Counts the pages that the pool holds at this moment, and what full caches of the same rows would hold."""
+        """Records the pages in use now, and the bytes that full caches of the same rows would hold, if they are peaks."""
         config, stats = self.config, self.stats
         stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.row_bytes)
         seen = sum(sample.num_seen for sample in self.running.values())
@@ -272,12 +272,12 @@ class Meter:
         self.stats.peak_sentence_bytes = max(self.stats.peak_sentence_bytes, held)
 
     def saved(self, sample: Sample) -> float:
-        """The share of its pages that a sample does not hold, or does not read."""
+        """The share of a sample's pages that it does not hold or does not read."""
         held, seen = self._held_and_seen(sample)
         return 1 - held / max(seen, 1)
 
     def _held_and_seen(self, sample: Sample) -> tuple[float, int]:
-        """Pages that a row holds, or reads where its policy chooses, and those that its tokens would fill.
+        """Pages that a row holds (or reads, if its policy selects pages), and pages that all of its tokens would fill.
 
         Heads that compete for a layer's slots may each hold a page more than is counted here.
         """

@@ -1,4 +1,4 @@
-"""Rows and pages in host memory: the engine swaps them out when the pool is short, and swaps them in again bit for bit.
+"""Rows and pages in host memory: swapped out when the pool is short of pages, and swapped in again bit for bit.
 
 `programs` are the engine's: `jkv.engine.programs`, or those of a mesh.
 """
@@ -12,28 +12,28 @@ import numpy as np
 from jkv.cache.pool import NULL_PAGE
 from jkv.engine.programs import State
 
-BLOCK = 512  # pages that one program moves, as many of each KV head; any number takes a number of such blocks
+BLOCK = 512  # pages that one program moves, equally many of each KV head
 
 
 @dataclasses.dataclass(frozen=True)
 class SwappedPages:
     """Pages in host memory."""
 
-    place: np.ndarray  # [L, K, MP] int32: which page of its head each entry of a row's table is, -1 for none
-    content: Any  # a `Content`, on the host
+    place: np.ndarray  # [L, K, MP] int32: index among its head's stored pages of each entry of a row's table, -1 for none
+    content: Any  # a `jkv.cache.pool.Content`, on the host
 
 
 @dataclasses.dataclass(frozen=True)
 class SwappedRow:
-    """A row that was swapped out: everything of it that is not in the pages of its prefix."""
+    """A row that was swapped out, without the pages of its prefix."""
 
-    snapshot: Any  # a `Snapshot` on the host
+    snapshot: Any  # a `jkv.engine.programs.Snapshot`, on the host
     own: SwappedPages
     is_shared: np.ndarray  # [L, K, MP] entries that hold the prefix's pages
 
 
 def swap_out(programs: Any, state: State, row: int, prefix_table: np.ndarray | None) -> SwappedRow:
-    """A copy of a row in host memory, without the pages at `prefix_table` ([L, K, MP]), which stay where they are."""
+    """A copy of a row in host memory, without the pages at `prefix_table` ([L, K, MP]), which stay in the pool."""
     snapshot = jax.device_get(programs.snapshot_row(state, np.int32(row)))
     table = snapshot.block_table.page_table
     is_shared = np.zeros(table.shape, bool) if prefix_table is None else (table == prefix_table) & (table != NULL_PAGE)
@@ -48,7 +48,7 @@ def swap_in(
     prefix_table: np.ndarray | None,
     swapped_prefix: SwappedPages | None,
 ) -> State:
-    """The state with the copy in an empty row; the prefix's pages are shared at `prefix_table`, or copied from host memory."""
+    """The state with the copy in an empty row; the prefix's pages are shared at `prefix_table`, or copied from the host too."""
     table, is_own = np.zeros_like(swapped.snapshot.block_table.page_table), swapped.own.place >= 0
     if prefix_table is None:
         is_own = is_own | swapped.is_shared
@@ -65,7 +65,7 @@ def swap_in(
 
 
 def read_pages(programs: Any, state: State, table: np.ndarray, is_read: np.ndarray) -> SwappedPages:
-    """Pages at some entries of a table."""
+    """Copies pages at the entries `is_read` of a table to host memory."""
     page, place = by_head(table, is_read), np.full(table.shape, -1, np.int32)
     for head in range(table.shape[1]):
         place[:, head][is_read[:, head]] = np.arange(is_read[:, head].sum(), dtype=np.int32)
@@ -75,7 +75,7 @@ def read_pages(programs: Any, state: State, table: np.ndarray, is_read: np.ndarr
 
 
 def write_pages(programs: Any, state: State, table: np.ndarray, stored: SwappedPages, is_written: np.ndarray) -> State:
-    """The state with stored pages at some entries of a table."""
+    """The state with stored pages at the entries `is_written` of a table."""
     page, place = by_head(table, is_written), by_head(stored.place, is_written)
     head = np.arange(len(page))[:, None]
     for start in range(0, page.shape[1], block_of(page)):
@@ -86,17 +86,17 @@ def write_pages(programs: Any, state: State, table: np.ndarray, stored: SwappedP
 
 
 def by_head(table: np.ndarray, is_listed: np.ndarray) -> np.ndarray:
-    """Some entries of a table ([L, K, MP]), listed for each KV head: [K, I], padded with 0.
+    """The entries `is_listed` of a table ([L, K, MP]), listed by KV head: [K, I], padded with 0.
 
-    Programs take pages by head, because a mesh splits the heads and each shard has page ids of its own.
+    Programs take pages by head, because a mesh splits the heads and each shard has its own page ids.
     """
     lists = [table[:, head][is_listed[:, head]] for head in range(table.shape[1])]
     longest = max(map(len, lists))
-    return np.stack([np.pad(one, (0, longest - len(one))) for one in lists])
+    return np.stack([np.pad(pages, (0, longest - len(pages))) for pages in lists])
 
 
 def block_of(x: np.ndarray) -> int:
-    """How many pages of each head one program moves."""
+    """The number of pages of each head that one program moves."""
     return max(1, BLOCK // len(x))
 
 

@@ -1,4 +1,4 @@
-"""Seconds spent compiling, as JAX reports them, so that no figure mixes them with the time that programs run."""
+"""Seconds spent compiling, as JAX reports them, so that timings of programs can exclude them."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ class CompileClock:
         self._spans: list[tuple[float, float]] = []  # disjoint and ascending; the newest may still be enclosed by another
 
     def listen(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Takes one of JAX's reports, which come as each span ends: the inner ones first."""
+        """Adds a duration reported by JAX; reports come as spans end, inner spans first."""
         if not event.startswith("/jax/core/compile/"):
             return
         end = time.perf_counter()
@@ -38,7 +38,7 @@ jax.monitoring.register_event_duration_secs_listener(COMPILING.listen)
 
 @contextlib.contextmanager
 def clock(stats: Any, field: str) -> Iterator[None]:
-    """Adds the seconds of a block to `stats.field`, but for those that it spent compiling."""
+    """Adds the seconds of a block to `stats.field`, compilation excluded."""
     began, compiled = time.perf_counter(), COMPILING.seconds
     try:
         yield

@@ -1,1 +1,1 @@
-"""What fits a device, computed before anything is loaded."""
+"""Memory and speed on a device, planned before anything is loaded."""

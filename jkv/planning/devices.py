@@ -1,9 +1,9 @@
-"""Devices that `jkv.plan` knows: memory, memory bandwidth and peak rates, as their vendors give them.
+"""Devices for `jkv.plan`: memory, memory bandwidth and peak rates, as their vendors publish them.
 
-Figures are of one JAX device, in bytes (a vendor's GB taken as 10**9, never more than there is), bytes a second and operations
-a second without sparsity. Products of float32 have the rate of JAX's default precision: TF32 on a GPU that has it, bfloat16
-passes on a TPU. Sources: NVIDIA's data sheets of H200, H100 SXM, A100 SXM, L4 and T4; docs.cloud.google.com/tpu/docs (the pages
-v4, v5e, v5p, v6e and tpu7x). A chip of TPU 7x is two devices to JAX, each with half of it.
+Figures are for one JAX device, in bytes, bytes a second, and operations a second without sparsity. A vendor's GB counts as
+10**9, which is never too many. Matrix products in float32 have the rate of JAX's default precision: TF32 on a GPU that has it,
+bfloat16 passes on a TPU. Sources: NVIDIA's data sheets of H200, H100 SXM, A100 SXM, L4 and T4; docs.cloud.google.com/tpu/docs
+(the pages v4, v5e, v5p, v6e and tpu7x). A chip of TPU 7x is two devices to JAX, each with half of it.
 """
 
 import dataclasses
@@ -12,15 +12,15 @@ import os
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One device as its vendor describes it, or as you do.
+    """One device, by its vendor's figures or your own.
 
     Attributes:
-      name: what reports call it.
+      name: its name in reports.
       platform: "tpu", "gpu" or "cpu".
       memory: bytes.
-      bandwidth: bytes a second between memory and cores; None where unknown, and then no speed is planned.
-      rate: operations a second of products in 16 bits; None likewise.
-      rate_float32: of products of float32, at JAX's default precision; None where `rate` holds.
+      bandwidth: bytes a second between memory and cores; None if unknown, and then no speed is planned.
+      rate: operations a second of matrix products in 16 bits; None if unknown.
+      rate_float32: the same in float32, at JAX's default precision; None if `rate` applies.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Device:
                 raise ValueError(f"{field} must be above 0; got {value}.")
 
     def rate_of(self, itemsize: int) -> float | None:
-        """Operations a second of products of numbers with so many bytes."""
+        """Operations a second of matrix products whose elements have `itemsize` bytes."""
         return self.rate_float32 if itemsize == 4 and self.rate_float32 else self.rate
 
 
@@ -63,7 +63,7 @@ DEVICES = {
 
 
 def find_device(name: str | Device) -> Device:
-    """The device of a name; "cpu" is this machine, whose speed is unknown.
+    """The device with this name; "cpu" is this machine, whose speed is unknown.
 
     Raises:
       ValueError: an unknown name; the known ones are listed.

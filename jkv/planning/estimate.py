@@ -1,6 +1,6 @@
-"""The memory of one policy on a device, and the speed that it could reach, from shapes alone: the arithmetic of `jkv.plan`.
+"""The arithmetic of `jkv.plan`: one policy's memory on a device and a bound on its speed, from shapes alone.
 
-Bytes of weights and state are those of the engine's own arrays: the shapes come from the functions that make them.
+Bytes of weights and state are those of the engine's own arrays: their shapes come from the functions that make them.
 """
 
 import bisect
@@ -26,21 +26,21 @@ MOST_ROWS = 1 << 16
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One policy on the device, as many rows as there are; bytes are of each device.
+    """One policy's memory and speed; bytes are those of each device.
 
     Attributes:
       policy: its name.
-      batch: rows that decode together; where none was asked for, as many as fit, 0 where not one does.
+      batch: rows that decode together: those given, or as many as fit, 0 if none fits.
       max_slots: the most slots of a row in any layer and KV head.
       num_pages: pages of the pool, of all devices together.
-      row_bytes: what one more row takes: pages that the engine reserves for it, its part of tables, last queries and logits.
-      state_bytes: everything that lives between programs beside the weights, at `batch` rows (one row where none fits).
-      scratch: what programs take while they run, at most.
+      row_bytes: bytes of one more row: the pages that the engine reserves for it, its page tables, last queries and logits.
+      state_bytes: bytes that stay allocated between programs, without weights, at `batch` rows (one row if none fits).
+      scratch: the most bytes that programs take while they run.
       total_bytes: weights, state and the largest scratch.
-      mean_slots: of a KV head while a row decodes, on average over time and layers.
-      tokens_per_second: of all rows; no measurement, but the most that the device's figures allow. None where it has none.
+      mean_slots: slots of a KV head while a row decodes, averaged over time and layers.
+      tokens_per_second: of all rows; a bound from the device's figures, not a measurement. None if it has no figures.
       limited_by: "memory bandwidth" or "arithmetic".
-      compaction_share: of the time, that compactions take.
+      compaction_share: share of the time that compactions take.
     """
 
     policy: str
@@ -58,48 +58,48 @@ class Estimate:
 
 
 class Layout(NamedTuple):
-    """The room of each row."""
+    """Slots and pages of each row."""
 
-    max_slots: int  # of any layer and KV head
-    max_pages: int  # likewise
-    row_pages: int  # of all of them, on all devices
-    first_pages: int  # likewise, of a row whose prompt is not compressed yet
+    max_slots: int  # in a layer and KV head
+    max_pages: int  # in a layer and KV head
+    row_pages: int  # in all layers and KV heads, on all devices
+    first_pages: int  # the same, for a row whose prompt is not compacted yet
 
     def pool_pages(self, rows: int) -> int:
-        """Pages of a pool in which so many rows reach their end, their prompts compressed one after the other."""
+        """Pages of a pool in which `rows` rows reach their end, and prompts are compacted one after the other."""
         return self.first_pages + (rows - 1) * self.row_pages
 
 
 class StateSize(NamedTuple):
-    """Bytes of an engine's state, every array of which is as long as its pages, its rows or the entries of their tables."""
+    """Bytes of an engine's state: a fixed part, and parts for each page, row, and entry of a row's page table."""
 
     fixed: int
     of_page: int
     of_row: int
-    of_entry: int  # of a row's table of pages
+    of_entry: int  # of a row's page table
 
     def of(self, rows: int, pages: int, max_pages: int) -> int:
-        """Bytes for so many rows and pages, and pages of a row at most."""
+        """Bytes for `rows` rows, `pages` pages and page tables of `max_pages` entries."""
         return self.fixed + pages * self.of_page + rows * (self.of_row + max_pages * self.of_entry)
 
 
 @functools.lru_cache(maxsize=64)
 def state_size(config: ModelConfig, needs: Needs, page_size: int, dtype: str) -> StateSize:
-    """How the arrays that `empty_state` makes grow, from their shapes for one and two of each; nothing is allocated."""
+    """How the arrays of `empty_state` grow, from their shapes for one and two of each; nothing is allocated."""
 
     def at(rows: int, pages: int, max_pages: int) -> int:
         sizes: dict[str, Any] = {"num_rows": rows, "num_pages": pages, "max_pages": max_pages, "page_size": page_size}
         shapes = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=jnp.dtype(dtype)))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
-    one = at(1, 1, 1)
-    of_page, row, of_entry = at(1, 2, 1) - one, at(2, 1, 1) - one, at(1, 1, 2) - one
-    return StateSize(one - of_page - row, of_page, row - of_entry, of_entry)
+    smallest = at(1, 1, 1)
+    of_page, row, of_entry = at(1, 2, 1) - smallest, at(2, 1, 1) - smallest, at(1, 1, 2) - smallest
+    return StateSize(smallest - of_page - row, of_page, row - of_entry, of_entry)
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Everything that estimates of one plan have in common."""
+    """The settings that all estimates of one plan share."""
 
     config: ModelConfig
     device: Device
@@ -112,31 +112,31 @@ class Setting:
 
     @functools.cached_property
     def shapes(self) -> Params:
-        """The model's weights, by shape."""
+        """The shapes of the model's weights."""
         return weight_shapes(self.config, self.dtype)
 
     @functools.cached_property
     def local(self) -> ModelConfig:
-        """A device's part of the model."""
+        """The configuration of one device's part of the model."""
         return meshes.local_config(self.config, self.num_devices)
 
     @functools.cached_property
     def weight_bytes(self) -> int:
-        """Of each device."""
+        """Bytes of weights on each device."""
         return meshes.local_bytes(self.shapes, self.num_devices)
 
     @property
     def usable_bytes(self) -> int:
-        """Of each device."""
+        """Bytes of each device that the plan may fill."""
         return int(self.device.memory * self.memory_share)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number."""
+        """Bytes of one element of weights and cache."""
         return jnp.dtype(self.dtype).itemsize
 
     def layout(self, policy: Policy, length: int) -> Layout:
-        """How much room the engine gives each row: all that it reserves, and one prompt that is not compressed yet."""
+        """The slots and pages that the engine reserves for each row, and those of a prompt that is not compacted yet."""
         config, new = self.config, length - self.prompt
         slots = policy.widest(self.prompt, new, config.num_layers, config.num_kv_heads)
         pages = most_pages_of(config, policy, self.prompt, new, self.page_size)
@@ -144,7 +144,7 @@ class Setting:
         return Layout(slots, num_pages_of(slots, self.page_size), pages, first)
 
     def scratch(self, policy: Policy, layout: Layout, rows: int) -> Scratch:
-        """Of each device."""
+        """Scratch of each device."""
         return scratch_of(
             self.local,
             policy,
@@ -157,7 +157,7 @@ class Setting:
         )
 
     def estimate(self, policy: Policy, length: int, batch: int | None = None) -> Estimate:
-        """One policy at one length, on so many rows or as many as fit."""
+        """The estimate of one policy at one length, for `batch` rows or as many as fit."""
         layout = self.layout(policy, length)
         size = state_size(self.local, Needs.of([policy]), self.page_size, jnp.dtype(self.dtype).name)
 
@@ -188,7 +188,7 @@ class Setting:
         )
 
     def speed(self, policy: Policy, life: Lifetime, new: int, batch: int) -> tuple[float | None, str | None, float | None]:
-        """Tokens a second of all rows at most, what limits them, and the share of the time that compactions take."""
+        """The most tokens a second of all rows, what limits them, and the share of the time that compactions take."""
         if self.device.bandwidth is None:
             return None, None, None
         if batch == 0:

@@ -1,7 +1,7 @@
 """`jkv.plan`: what fits a device, and how fast it could be, before anything is loaded or compiled.
 
-Bytes of weights and cache are those of the engine's own arrays (`jkv.planning.estimate`). Scratch is an estimate from above
-(`jkv.planning.scratch`), tokens a second a bound (`jkv.planning.roofline`).
+Bytes of weights and cache are those of the engine's own arrays (`jkv.planning.estimate`). Scratch is an upper estimate
+(`jkv.planning.scratch`), tokens a second are a bound (`jkv.planning.roofline`).
 """
 
 import bisect
@@ -21,25 +21,25 @@ from jkv.planning.devices import Device, find_device
 from jkv.planning.estimate import Estimate, Setting
 from jkv.policies import Policy, full
 
-MARGIN = 1.01  # of speeds: where arithmetic is the limit, they are the same but for rounding
+MARGIN = 1.01  # of speeds: where arithmetic is the limit, they differ only by rounding
 PAGE_SIZES = {"tpu": 128, "gpu": DEFAULT_PAGE_SIZE, "cpu": DEFAULT_PAGE_SIZE}  # that the kernels are tiled for
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What `jkv.plan` found; `print` it.
+    """The result of `jkv.plan`; print it.
 
     Attributes:
-      model, device, dtype, num_devices, page_size, prompt, length: what was planned.
-      num_weights: of the whole model.
-      weight_bytes: of each device.
-      bytes_per_token: keys and values of one token in all layers, positions included; of each device.
-      usable_bytes: of each device's memory that the plan may fill.
-      own: the policy.
-      full: the full cache, for comparison.
-      rows_pay_from: the shortest length, prompt included, from which more rows fit than of full caches; None for never.
-      speed_pays_from: likewise, from which the bound on tokens a second is higher by a percent or more.
-      notes: what the figures leave out.
+      model, device, dtype, num_devices, page_size, prompt, length: the setting that was planned.
+      num_weights: weights of the whole model.
+      weight_bytes: bytes of weights on each device.
+      bytes_per_token: bytes of one token's keys, values and positions in all layers, on each device.
+      usable_bytes: bytes of each device's memory that the plan may fill.
+      own: the estimate for the policy.
+      full: the estimate for the full cache, for comparison.
+      rows_pay_from: the shortest length, prompt included, at which more rows fit than with full caches; None if there is none.
+      speed_pays_from: the shortest length at which the bound on tokens a second is higher by a percent or more, or None.
+      notes: what the figures do not include.
     """
 
     model: str
@@ -87,25 +87,25 @@ def plan(
     truncates: bool = True,
     memory_share: float = 0.9,
 ) -> Plan:
-    """What fits a device, how fast it could be, and whether compression pays, from a model's shape alone.
+    """Computes what fits a device, how fast it could be, and whether compression pays, from a model's shape alone.
 
     Args:
-      model: what `jkv.load` returns, a `ModelConfig`, a name that `jkv plan --list` lists, a TOML file of a `ModelConfig`'s
-        fields, or a checkpoint (a folder or hub name), whose config.json alone is read.
+      model: what `jkv.load` returns, a `ModelConfig`, a name from `jkv plan --list`, a TOML file of a `ModelConfig`'s
+        fields, or a checkpoint (a folder or hub name), of which only config.json is read.
       device: one of `jkv.DEVICES`, "cpu" (this machine, no speed), or a `jkv.Device` of your own.
       policy: how the cache stays small; None is the full cache.
       length: tokens of a row at its end, prompt included; None takes 16,384, or the model's positions if fewer.
-      prompt: tokens of it that are the prompt.
+      prompt: tokens of its prompt.
       batch: rows that decode together; None takes as many as fit.
       page_size: slots of a page; None takes 128 on a TPU, 16 elsewhere.
       dtype: of weights and cache; None is the loaded model's, or float32 on a CPU and bfloat16 elsewhere.
-      num_devices: over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For more
-        rows than one such group holds, plan one engine for each replica.
+      num_devices: devices over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For
+        more rows than such a group holds, plan one engine for each replica.
       truncates: whether draws are cut by top-k or top-p, which sorts the logits.
-      memory_share: of a device's memory, what JAX may fill. The rest is for programs themselves, the runtime and gaps.
+      memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
-    Every row is planned to reach `length`, with a prompt of its own. Rows without a bound are planned with room to their end,
-    where the engine would admit more and swap some out.
+    Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine
+    would admit more rows and swap some out.
 
     Raises:
       ValueError: an unknown device, a setting out of its range, or a model or batch that does not fit; with the arithmetic.
@@ -142,14 +142,14 @@ def plan(
         usable_bytes=setting.usable_bytes,
         own=own,
         full=whole,
-        rows_pay_from=pays_from(setting, policy, lambda one, other: one.batch > other.batch),
+        rows_pay_from=pays_from(setting, policy, lambda own, other: own.batch > other.batch),
         speed_pays_from=pays_from(setting, policy, is_faster),
         notes=tuple(notes_of(setting, policy)),
     )
 
 
 def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
-    """The type of weights and cache."""
+    """The dtype of weights and cache."""
     if dtype is not None:
         try:
             dtype = jnp.dtype(dtype)
@@ -174,7 +174,7 @@ def check_lengths(policy: Policy, prompt: int, length: int, max_positions: int) 
 
 
 def check_fits(setting: Setting, policy: Policy, length: int, own: Estimate) -> None:
-    """Refuses what does not fit, and says how many bytes are missing."""
+    """Refuses a plan that does not fit, with the number of bytes missing."""
     if own.batch and own.total_bytes <= setting.usable_bytes:
         return
     rows, most = max(1, own.batch), setting.estimate(policy, length).batch
@@ -183,19 +183,19 @@ def check_fits(setting: Setting, policy: Policy, length: int, own: Estimate) -> 
         f"{rows} {'row' if rows == 1 else 'rows'} of {own.policy} must fit {setting.device.name}: weights "
         f"{setting.weight_bytes} + cache {own.state_bytes} + scratch {own.scratch.most} = {own.total_bytes} bytes a device, "
         f"{setting.usable_bytes} are usable ({setting.memory_share:.0%} of {setting.device.memory}), {missing} bytes short; "
-        f"{most or 'no'} rows fit. Take fewer rows, a shorter length, a smaller budget, more devices or a larger one."
+        f"{most or 'no'} rows fit. Use fewer rows, a shorter length, a smaller budget, more devices or a larger one."
     )
 
 
-def is_faster(one: Estimate, other: Estimate) -> bool:
-    """Whether one may make more tokens a second than another, by a percent or more."""
-    return (one.tokens_per_second or 0.0) > MARGIN * (other.tokens_per_second or 0.0)
+def is_faster(own: Estimate, other: Estimate) -> bool:
+    """Whether the bound on tokens a second of `own` is higher by a percent or more."""
+    return (own.tokens_per_second or 0.0) > MARGIN * (other.tokens_per_second or 0.0)
 
 
 def pays_from(setting: Setting, policy: Policy, is_better: Callable[[Estimate, Estimate], bool]) -> int | None:
-    """The shortest length at which a policy is better than the full cache, each with as many rows as fit; None for never.
+    """The shortest length at which a policy is better than the full cache, each with as many rows as fit; None if none is.
 
-    Lengths are doubled until it is better and halved between then; below a length that pays, another might.
+    The length is doubled until the policy is better, then bisected; a shorter length that also pays may be missed.
     """
 
     def pays(length: int) -> bool:
@@ -211,16 +211,16 @@ def pays_from(setting: Setting, policy: Policy, is_better: Callable[[Estimate, E
 
 
 def notes_of(setting: Setting, policy: Policy) -> list[str]:
-    """What the figures leave out."""
-    notes = ["Tokens a second are a bound from the device's figures (a roofline), no measurement; prefill is not in them."]
+    """What the figures do not include."""
+    notes = ["Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill."]
     if setting.device.bandwidth is None:
         notes[0] = f"No speed: {setting.device.name}'s bandwidth and rate are not known. Give a jkv.Device with both."
     if setting.device.platform == "gpu":
         notes.append(f"On a GPU, JAX takes 75 % by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={setting.memory_share:g}.")
     if policy.read is not None:
-        notes.append(f"{policy.name} frees nothing: it reads fewer pages, and keeps their bounds beside them.")
+        notes.append(f"{policy.name} frees nothing: it reads fewer pages, and stores bounds for all.")
     if policy.share is not None:
-        notes.append(f"What {policy.name} saves depends on the text: rows are planned as if it shared nothing.")
+        notes.append(f"The savings of {policy.name} depend on the text: rows are planned without sharing.")
     if not policy.is_bounded and policy.schedule is not None:
         notes.append(f"{policy.name}'s cache grows with the text: rows have room to their end.")
     if policy.steer is not None:
@@ -231,7 +231,7 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
 
 
 def report(plan: Plan) -> str:
-    """A plan for people to read."""
+    """The printed form of a plan."""
     own, whole, device = plan.own, plan.full, plan.device
     count = "one" if plan.num_devices == 1 else f"each of {plan.num_devices}"
     both = [own] if own.policy == whole.policy else [own, whole]
@@ -240,7 +240,7 @@ def report(plan: Plan) -> str:
         return f"  {label:<42}" + "".join(f"{cell:>18}" for cell in cells)
 
     def rows(label: str, cell: Callable[[Estimate], str]) -> str:
-        return line(label, *(cell(one) for one in both))
+        return line(label, *(cell(estimate) for estimate in both))
 
     lines = [
         f"{plan.model}, {plan.dtype}, on {count} {device.name} ({size(device.memory)}, {size(plan.usable_bytes)} usable)",
@@ -248,21 +248,24 @@ def report(plan: Plan) -> str:
         line(f"{plan.num_weights:,} weights", size(plan.weight_bytes)),
         line("keys, values, positions of a token", f"{plan.bytes_per_token:,} B"),
         "",
-        rows("", lambda one: one.policy),
-        rows("most slots of a row", lambda one: f"{one.max_slots:,}"),
-        rows("bytes of a row", lambda one: size(one.row_bytes)),
-        rows("scratch of prefill, at most", lambda one: size(one.scratch.prefill)),
-        rows("scratch of a decode chunk, at most", lambda one: size(one.scratch.decode)),
-        rows("scratch of compaction, at most", lambda one: size(one.scratch.compaction)),
-        rows("rows", lambda one: f"{one.batch:,}" if one.batch else "none fits"),
-        rows("cache of all rows", lambda one: size(one.state_bytes) if one.batch else "-"),
-        rows("all bytes", lambda one: size(one.total_bytes) if one.batch else "-"),
+        rows("", lambda estimate: estimate.policy),
+        rows("most slots of a row", lambda estimate: f"{estimate.max_slots:,}"),
+        rows("bytes of a row", lambda estimate: size(estimate.row_bytes)),
+        rows("scratch of prefill, at most", lambda estimate: size(estimate.scratch.prefill)),
+        rows("scratch of a decode chunk, at most", lambda estimate: size(estimate.scratch.decode)),
+        rows("scratch of compaction, at most", lambda estimate: size(estimate.scratch.compaction)),
+        rows("rows", lambda estimate: f"{estimate.batch:,}" if estimate.batch else "none fits"),
+        rows("cache of all rows", lambda estimate: size(estimate.state_bytes) if estimate.batch else "-"),
+        rows("all bytes", lambda estimate: size(estimate.total_bytes) if estimate.batch else "-"),
     ]
     if own.tokens_per_second is not None:
         lines += [
-            rows("tokens/s, at most", lambda one: f"{one.tokens_per_second:,.0f}"),
-            rows("limited by", lambda one: one.limited_by or "-"),
-            rows("time in compaction", lambda one: "-" if one.compaction_share is None else f"{one.compaction_share:.1%}"),
+            rows("tokens/s, at most", lambda estimate: f"{estimate.tokens_per_second:,.0f}"),
+            rows("limited by", lambda estimate: estimate.limited_by or "-"),
+            rows(
+                "time in compaction",
+                lambda estimate: "-" if estimate.compaction_share is None else f"{estimate.compaction_share:.1%}",
+            ),
         ]
     if len(both) == 2:
         lines += ["", f"  {own.policy} has more rows than the full cache {in_words(plan.rows_pay_from)}"]
@@ -272,12 +275,12 @@ def report(plan: Plan) -> str:
 
 
 def in_words(pays_from: int | None) -> str:
-    """From which length something pays, in words."""
+    """The length from which something pays, as text."""
     return "at no length that the model has" if pays_from is None else f"from {pays_from:,} tokens on, prompt included"
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people, in powers of ten.
+    """Bytes as text, in powers of ten.
 
     >>> size(1_230_000_000), size(999)
     ('1.23 GB', '999 B')

@@ -1,8 +1,8 @@
-"""The fastest that a device could decode: what a step reads and computes, over the device's bandwidth and peak rate.
+"""The fastest that a device could decode: the bytes and operations of a step, over the device's bandwidth and peak rate.
 
-A bound and no measurement: a step takes no less than its bytes or its operations take, whichever is longer. Weights are read
-once a step for all rows, keys and values once a row, so a small cache makes a step shorter and lets more rows share the
-weights. Prefill, launches, the host and traffic between devices are not in it.
+This is a bound, not a measurement: a step takes at least the time of its bytes or of its operations, whichever is longer.
+Weights are read once a step for all rows, keys and values once for each row, so a small cache shortens a step and lets more
+rows share the weights. Prefill, launches, the host and traffic between devices are not included.
 """
 
 import dataclasses
@@ -18,17 +18,17 @@ from jkv.policies.policy import compacted
 
 
 class Lifetime(NamedTuple):
-    """What a row's cache holds while it decodes; slots of a KV head, on average over the heads of a layer."""
+    """A row's cache while it decodes: slots of a KV head, averaged over the heads of a layer."""
 
-    mean_slots: np.ndarray  # [L] at a decode step
+    mean_slots: np.ndarray  # [L] mean over decode steps
     compactions: int
     slots_before: np.ndarray  # [L] summed over compactions
-    slots_squared: np.ndarray  # [L] likewise, of their squares
-    slots_after: np.ndarray  # [L] likewise, of what stays
+    slots_squared: np.ndarray  # [L] their squares, summed
+    slots_after: np.ndarray  # [L] slots that stay, summed
 
 
 def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime:
-    """A row's cache over `new` decode steps after its prompt, by the policy's own schedule; what is shared is not foreseen."""
+    """A row's cache over `new` decode steps after its prompt, by the policy's own schedule, without sharing."""
     filled = np.full(num_layers, prompt)
     held, sums = np.zeros(num_layers), np.zeros((3, num_layers))
     count = done = 0
@@ -42,15 +42,15 @@ def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime
             filled = after
 
     compact(1)
-    budgets, before_the_last = policy.layer_budgets(num_layers), None
+    budgets, slots_last_cycle = policy.layer_budgets(num_layers), None
     while done < new:
         due = None if policy.schedule is None else policy.schedule.steps_until_due(done)
         steps = min(due or new, new - done)
-        # A bounded row that stands where it stood a cycle ago goes on like that to its end.
+        # A bounded row with the slots that it had a cycle ago repeats that cycle to its end.
         repeats = 1
-        if policy.is_bounded and steps == due and before_the_last is not None and (filled == before_the_last).all():
+        if policy.is_bounded and steps == due and slots_last_cycle is not None and (filled == slots_last_cycle).all():
             repeats = max(1, (new - done - 1) // steps)
-        before_the_last = filled
+        slots_last_cycle = filled
         read = filled[:, None] + np.arange(1, steps + 1)
         if policy.evicts_in_steps:
             read = np.minimum(read, budgets[:, None] + 1)
@@ -64,23 +64,23 @@ def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What something reads and writes, and computes."""
+    """Bytes read and written, and floating-point operations."""
 
     num_bytes: float
     flops: float
 
     def times(self, device: Device, itemsize: int) -> dict[str, float]:
-        """The seconds that each limit sets on a device whose figures are known."""
+        """Seconds by each limit, on a device whose figures are known."""
         assert device.bandwidth is not None
         rate = device.rate_of(itemsize)
         return {"memory bandwidth": self.num_bytes / device.bandwidth, "arithmetic": self.flops / rate if rate else 0.0}
 
     def seconds(self, device: Device, itemsize: int) -> float:
-        """The least that it takes."""
+        """The least seconds that it takes."""
         return max(self.times(device, itemsize).values())
 
     def limit(self, device: Device, itemsize: int) -> str:
-        """What it waits for."""
+        """The limit that takes longest."""
         times = self.times(device, itemsize)
         return max(times, key=times.__getitem__)
 
@@ -88,26 +88,26 @@ class Cost:
 def step_cost(
     config: ModelConfig, policy: Policy, life: Lifetime, *, weights: int, logits: int, itemsize: int, page_size: int, rows: int
 ) -> Cost:
-    """One decode step of `rows` rows on a device whose part of the model is `config`, with `weights` numbers to multiply by.
+    """One decode step of `rows` rows on a device that has the part `config` of the model, with `weights` weights to multiply.
 
-    H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and keys and
-    values of some. Logits are written once and read once.
+    H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
+    and values of some. Logits are written once and read once.
     """
     slots, pair = life.mean_slots, 2 * config.head_size * itemsize
     read = slots
     if policy.read is not None:
         chosen = np.minimum(slots, page_size * pages_read(policy.read.budget, page_size))
         read = np.where(np.arange(len(slots)) < policy.read.dense_layers, slots, chosen)
-    beside = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
-    of_row = config.num_kv_heads * float((read * pair + slots * beside).sum()) + 8 * logits
+    extra = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
+    row_bytes = config.num_kv_heads * float((read * pair + slots * extra).sum()) + 8 * logits
     flops = 2 * weights + 4 * config.num_query_heads * config.head_size * float(read.sum())
-    return Cost(weights * itemsize + rows * of_row, rows * flops)
+    return Cost(weights * itemsize + rows * row_bytes, rows * flops)
 
 
 def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, itemsize: int) -> Cost:
-    """All compactions of one row: keys read by a score that looks at them, what stays read and written once more.
+    """All compactions of one row: a score may read all keys, and slots that stay are read and written once.
 
-    A score that compares keys with each other (R-KV's) takes a product of all of them with all.
+    A score that compares keys with each other (R-KV's) multiplies all pairs of keys.
     """
     if policy.evict is None:
         return Cost(0.0, 0.0)

@@ -1,7 +1,7 @@
-"""How much memory device programs need beside weights and cache: what XLA allocates while one of them runs.
+"""The memory of device programs in addition to weights and cache: what XLA allocates while one of them runs.
 
-A compiler decides this, so these are estimates from above, of the arrays that dominate. They were found by compiling for TPU
-v5e, v6e and the H200 ahead of time; `tests/aot/test_plan.py` holds them against the compiler's own memory analysis.
+The compiler decides this, so these are upper estimates of the arrays that dominate. They were found by compiling ahead of time
+for TPU v5e, v6e and the H200; `tests/aot/test_plan.py` compares them with the compiler's own memory analysis.
 """
 
 import dataclasses
@@ -10,15 +10,15 @@ from jkv.engine.runner import PREFILL_SIZES
 from jkv.model.params import ModelConfig
 from jkv.policies import Policy
 
-SORTED = 4  # copies of the logits in float32 that top-k and top-p sort and sum; draws that cut nothing are fused
-SPLITS = 32  # float32 partial sums, of the residual's width, of products that a GPU splits along their depth
-LISTED = 7  # numbers of 4 bytes for each slot: scores, positions and places of a compaction
+SORTED = 4  # copies of the logits in float32 that top-k and top-p sort and sum; draws without them are fused
+SPLITS = 32  # float32 partial sums, as wide as the residual stream, of products that a GPU splits along their depth
+LISTED = 7  # 4-byte values per slot in a compaction: scores, positions and indices
 CHUNK = PREFILL_SIZES[-1]  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """Bytes, at most, that each kind of program takes while it runs; one runs at a time."""
+    """The most bytes that each kind of program takes while it runs; one runs at a time."""
 
     prefill: int
     decode: int
@@ -26,7 +26,7 @@ class Scratch:
 
     @property
     def most(self) -> int:
-        """Bytes that have to be free at any time."""
+        """Bytes that must always be free."""
         return max(self.prefill, self.decode, self.compaction)
 
 
@@ -41,20 +41,20 @@ def scratch_of(
     logits: int,
     truncates: bool,
 ) -> Scratch:
-    """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` are those of one row.
+    """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` is the number of one row.
 
-    On a TPU a decode program may keep the projections of queries, keys and values in a second layout: all of them for Llama-8B,
-    half for Qwen-1.5B, those of one layer for Qwen-32B; all are counted. A compaction may gather the
-    keys and values of its one row in all layers.
+    On a TPU a decode program may keep the weights of the query, key and value projections in a second layout: all for Llama-8B,
+    half for Qwen-1.5B, one layer's for Qwen-32B; all are counted. A compaction may gather the keys and values of its one row
+    in all layers.
     """
     layouts = 0
     if platform == "tpu":
         columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
         layouts = config.num_layers * config.width * columns * itemsize
     sums = 4 * SPLITS * config.width + 2 * config.mlp_width * itemsize
-    weighed = 8 * policy.needs.mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
-    decode = layouts + num_rows * (sums + weighed + truncates * SORTED * 4 * logits)
-    key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of a layer and row
+    mass = 8 * policy.needs.mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
+    decode = layouts + num_rows * (sums + mass + truncates * SORTED * 4 * logits)
+    key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     prefill = 2 * key_bytes + CHUNK * sums // 2
     evict, compaction = policy.evict, 0
     if evict is not None:

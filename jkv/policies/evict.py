@@ -66,8 +66,8 @@ class Evict:
         return self.score.needs
 
     @property
-    def as_program(self) -> "Evict":
-        """What a compiled program depends on: `sinks` and `recent` are data (`Limits`), like budgets."""
+    def static(self) -> "Evict":
+        """The part that a program is compiled for: `sinks` and `recent` are zero here and passed as data (`Limits`)."""
         return dataclasses.replace(self, sinks=0, recent=0)
 
     def rate(self, view: CacheView, limits: Limits | None = None) -> Float[Array, "B K S"]:

@@ -1,1 +1,1 @@
-"""What each query read, and how probable tokens are under it."""
+"""Traces of what each query read, and log-probabilities of tokens that replay them."""

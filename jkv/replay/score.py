@@ -1,9 +1,9 @@
-"""Log-probabilities of tokens that are already there, in one parallel forward pass: dense, or replaying a compressed cache.
+"""Log-probabilities of given tokens in one parallel forward pass, with a full cache or replaying a compressed one.
 
 A trace is a set of attention columns `(source, begin, end)` for each layer and KV head: the query at position q reads the key
-of token `source` when `begin <= q < end`. Every token starts as the column (t, t, never); eviction sets its end. Replaying
-the trace gives the log-probabilities that the compressed engine drew from, differentiably, which is what training on
-compressed rollouts needs, and it tests pool, compaction, kernels and engine at once.
+of token `source` when `begin <= q < end`. Every token starts as the column (t, t, `OPEN_END`); eviction sets its end. A replay
+of the trace gives the log-probabilities that the engine drew from, and their gradients, which training on compressed rollouts
+needs. It also tests pool, compaction, kernels and engine at once.
 """
 
 import dataclasses
@@ -27,12 +27,12 @@ from jkv.replay.trace import SteerTrace, Trace
 
 UNEMBED_BLOCK = 64  # tokens whose logits exist at once
 MAX_ROWS = 8  # samples of a program
-DENSE = "dense"  # in place of a trace: the full cache
+DENSE = "dense"  # in place of a trace, for the full cache
 
 
 @runtime_checkable
 class Completed(Protocol):
-    """What scoring reads of a result (`jkv.Result` is one)."""
+    """The fields of a result that `score` reads; `jkv.Result` has them."""
 
     tokens: np.ndarray  # [n, T]
     lengths: np.ndarray  # [n]
@@ -67,7 +67,7 @@ class ReplayAttention(NamedTuple):
 
     position: Int[Array, "n T"]
     columns: Columns
-    turn: Float[Array, "n T half"] | None  # radians by which queries turn for the sinks
+    turn: Float[Array, "n T half"] | None  # radians by which queries are rotated for the sinks
 
     def __call__(
         self,
@@ -77,12 +77,12 @@ class ReplayAttention(NamedTuple):
         value: Float[Array, "n T K H"],
         cache: None,
     ) -> tuple[Float[Array, "n T N H"], None]:
-        """Attention as the trace has it."""
+        """Attention over the columns of a layer."""
         source, begin, end, sinks, *_ = self.columns
         columns = begin[:, layer], end[:, layer], None if source is None else source[:, layer]
         if sinks is None:
             return kernels.replay_attention(query, key, value, self.position, *columns), None
-        # One softmax over both groups: heads twice as wide, whose first half meets the other keys and whose second the sinks.
+        # One softmax over sinks and other keys: heads are twice as wide, the first half for other keys, the second for sinks.
         assert self.turn is not None
         turned = decoder.rotate(query, jnp.cos(self.turn), jnp.sin(self.turn))
         is_sink = (jnp.arange(key.shape[1], dtype=jnp.int32) < sinks[:, None])[..., None, None]
@@ -104,26 +104,26 @@ def score(
 ) -> Scores:
     """The log-probability of every completion token in nats: with a full cache, or (`trace=out.trace`) with the compressed one.
 
-    `out_or_tokens` is what `generate` returned, with its prompts and sampling settings; or completion tokens `[n, T]`, for
-    which `prompts` (token ids, one for each row), `lengths` (default: all T) and `sampling` (default: temperature 1) say the
-    rest. Differentiable with respect to the weights. One forward pass: no T x T mask and no `[n, T, V]` array ever exists.
+    `out_or_tokens` is what `generate` returned, with its prompts and sampling settings; or completion tokens `[n, T]`, with
+    `prompts` (token ids, one for each row), `lengths` (default: all T) and `sampling` (default: temperature 1). Differentiable
+    with respect to the weights. One forward pass: no T x T mask and no `[n, T, V]` array ever exists.
 
     With top-k or top-p, a token that the scored distribution cuts has `-inf`: compressed and dense distributions may cut
     different tokens.
 
     Raises:
-      ValueError: tokens without prompts, a trace of another shape, or None, which a result has that recorded none.
+      ValueError: tokens without prompts, a trace of another shape, or the trace None of a result that recorded none.
     """
     params = model.params if isinstance(model, Model) else model
     if not isinstance(trace, Trace) and trace != DENSE:
         raise ValueError(
-            f'trace is what generate(..., return_trace=True) recorded, or "{DENSE}", the default, for the full cache; got '
+            f'trace must be what generate(..., return_trace=True) recorded, or "{DENSE}", the default, for the full cache; got '
             f"{trace!r}. Generate with return_trace=True, or leave trace out."
         )
     columns = trace if isinstance(trace, Trace) else None
     if prompts is None:
         if not isinstance(out_or_tokens, Completed):
-            raise ValueError("Scoring bare tokens needs `prompts`, the token ids before each row; got none.")
+            raise ValueError("Scoring bare tokens needs `prompts`, the token ids before each row; got none. Pass prompts.")
         tokens, prompts, lengths = out_or_tokens.tokens, out_or_tokens.prompts, out_or_tokens.lengths.tolist()
         sampling = out_or_tokens.sampling if sampling is None else sampling
     else:
@@ -138,26 +138,26 @@ def score(
     check_trace(columns, params, num_samples)
     parts = []
     for start in range(0, num_samples, MAX_ROWS):
-        some = slice(start, min(start + MAX_ROWS, num_samples))
-        part: Any = None if columns is None else jax.tree.map(lambda field, some=some: field[some], columns)
-        parts.append(score_rows(params, tokens[some], prompts[some], counts[some], settings[some], part))
+        rows = slice(start, min(start + MAX_ROWS, num_samples))
+        part: Any = None if columns is None else jax.tree.map(lambda field, rows=rows: field[rows], columns)
+        parts.append(score_rows(params, tokens[rows], prompts[rows], counts[rows], settings[rows], part))
     return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
 
 
 def check_tokens(params: Params, tokens: np.ndarray, prompts: Sequence[Any]) -> None:
-    """Refuses what has no log-probability."""
+    """Refuses tokens and prompts that cannot be scored."""
     size = params.config.vocab_size
     for i, ids in enumerate([*prompts, tokens]):
-        what = f"prompt {i}" if i < len(prompts) else "tokens"
+        name = f"prompt {i}" if i < len(prompts) else "tokens"
         if isinstance(ids, str):
-            raise ValueError(f"Scoring takes token ids; {what} is text. Encode it with the model's tokenizer.")
+            raise ValueError(f"Scoring takes token ids; {name} is text. Encode it with the model's tokenizer.")
         ids = np.asarray(ids)
         if ids.size == 0 and i < len(prompts):
             raise ValueError(
-                f"A prompt must hold at least one token, which the first completion token follows; {what} is empty."
+                f"A prompt must hold at least one token, which the first completion token follows; {name} is empty."
             )
         if ids.size and (ids.min() < 0 or ids.max() >= size):
-            raise ValueError(f"Token ids must lie in [0, {size}); {what} holds {ids[(ids < 0) | (ids >= size)][0]}.")
+            raise ValueError(f"Token ids must lie in [0, {size}); {name} holds {ids[(ids < 0) | (ids >= size)][0]}.")
 
 
 def check_trace(trace: Trace | None, params: Params, num_samples: int) -> None:
@@ -166,8 +166,8 @@ def check_trace(trace: Trace | None, params: Params, num_samples: int) -> None:
     expected = (num_samples, config.num_layers, config.num_kv_heads)
     if trace is not None and trace.end.shape[:3] != expected:
         raise ValueError(
-            f"A trace has columns for each sample, layer and KV head, here {expected}; got {trace.end.shape[:3]}. "
-            "Pass the trace of the same call that made the tokens, `out.trace`."
+            f"A trace must have columns for each sample, layer and KV head, here {expected}; got {trace.end.shape[:3]}. "
+            "Pass the trace of the call that made the tokens, `out.trace`."
         )
 
 
@@ -197,7 +197,7 @@ def score_rows(
 
 
 def join(tokens: np.ndarray, prompts: Sequence[Any], lengths: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Each prompt with its completion behind it, `[n, T]`, right-padded to one of a few widths; and where completions start."""
+    """Each prompt followed by its completion, `[n, T]`, right-padded to one of a few widths; and where completions start."""
     starts = np.array([len(prompt) for prompt in prompts], np.int32)
     sequence = np.zeros((len(tokens), round_up(int(np.max(starts + np.array(lengths, np.int32), initial=1)))), np.int32)
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -223,19 +223,19 @@ def trace_columns(trace: Trace, total: int) -> Columns:
     """The columns of a trace, padded to sequences of `total` tokens."""
     shape = (*trace.end.shape[:3], total)
     own = np.broadcast_to(np.arange(total, dtype=np.int32), shape)
-    # The trace is as wide as its longest sample needs; these rows may be shorter, and read no token beyond their own.
+    # The trace is as wide as its longest sample; these rows may be shorter, and read only their own tokens.
     num_columns = min(trace.end.shape[-1], total)
     if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
         end = np.full(shape, OPEN_END, np.int32)
         end[..., :num_columns] = trace.end[..., :num_columns]
-        return Columns(None, jnp.asarray(own), jnp.asarray(end), *beyond_columns(trace, total))
+        return Columns(None, jnp.asarray(own), jnp.asarray(end), *sinks_and_steering(trace, total))
     end = np.where(trace.source < total, trace.end, trace.begin)
     source = np.minimum(trace.source, total - 1)
-    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *beyond_columns(trace, total))
+    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *sinks_and_steering(trace, total))
 
 
-def beyond_columns(trace: Trace, total: int) -> tuple[Any, Any, Any]:
-    """What a trace says besides its columns, padded or cut to the tokens of these rows."""
+def sinks_and_steering(trace: Trace, total: int) -> tuple[Any, Any, Any]:
+    """A trace's sinks, sink shifts and steering, padded or cut to sequences of `total` tokens."""
 
     def fit(x: np.ndarray) -> Array:
         return jnp.asarray(np.pad(x[:, :total], [(0, 0), (0, max(0, total - x.shape[1]))]))
@@ -256,7 +256,7 @@ def sequence_log_probs(
     top_k: Int[Array, " n"],
     truncates: bool,
 ) -> Float[Array, "n T"]:
-    """The log-probability of each token given those before it; 0 for the first. The logits exist a block at a time."""
+    """The log-probability of each token given those before it; 0 for the first. Logits are computed in blocks."""
     hidden_nTD = hidden_states(params, token, columns)
 
     @jax.checkpoint
@@ -269,7 +269,7 @@ def sequence_log_probs(
 
 
 def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) -> Float[Array, "n T D"]:
-    """What the model makes of each token when it attends over columns; the next token's distribution is its unembedding."""
+    """The final hidden state of each token when attention reads `columns`; unembedded, it gives the next token's logits."""
     position = jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
     turn = None if columns.sink_shift is None else decoder.rotary_angle(params.config, columns.sink_shift)
     enter, steer = None, columns.steer
@@ -286,22 +286,22 @@ def log_distributions(
     top_k: Int[Array, " n"],
     truncates: bool,
 ) -> Float[Array, "n I V"]:
-    """The log-probabilities of every next token, under each row's settings."""
+    """The log-probabilities of every vocabulary token as the next one, under each row's settings."""
     spread = functools.partial(jnp.broadcast_to, shape=hidden.shape[:2])
     settings = spread(temperature[:, None]), spread(top_p[:, None]), spread(top_k[:, None])
     return distributions.log_distribution(decoder.unembed(params, hidden), *settings, truncates)
 
 
 def over_blocks(f: Callable[..., Float[Array, "n I"]], *arrays: Array) -> Float[Array, "n T"]:
-    """`f` of arrays `[n, T, ...]`, a block of tokens at a time, so that the logits of no more exist at once."""
+    """`f` of arrays `[n, T, ...]`, one block of tokens at a time, so that only one block of logits exists at once."""
     num_samples, total = arrays[0].shape[:2]
 
     def blocks(x: Array) -> Array:
         padded = jnp.pad(x, [(0, 0), (0, -total % UNEMBED_BLOCK)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(padded.reshape(num_samples, -1, UNEMBED_BLOCK, *x.shape[2:]), 1, 0)
 
-    told = jax.lax.map(lambda block: f(*block), tuple(blocks(x) for x in arrays))
-    return jnp.moveaxis(told, 0, 1).reshape(num_samples, -1)[:, :total]
+    out = jax.lax.map(lambda block: f(*block), tuple(blocks(x) for x in arrays))
+    return jnp.moveaxis(out, 0, 1).reshape(num_samples, -1)[:, :total]
 
 
 def round_up(size: int) -> int:

@@ -1,4 +1,4 @@
-"""What each query of a sample read: attention columns, written while the engine decodes and replayed by `jkv.score`.
+"""Traces of what each query of a sample read: attention columns, recorded by the engine and replayed by `jkv.score`.
 
 A column is `(source, begin, end)` in one layer and KV head: the query at position q reads the key of token `source` when
 `begin <= q < end`. Every token starts as the column (t, t, `OPEN_END`). Eviction sets its end; sharing ends the newer page's
@@ -15,7 +15,7 @@ from jkv.cache.pool import EMPTY
 
 
 class SteerTrace(NamedTuple):
-    """What steering added to the hidden states of each sample: `amount` times `vector` where they enter `layer`."""
+    """The steering of each sample: `amount` times `vector` was added to the hidden states that entered `layer`."""
 
     amount: Any  # [n, T]
     layer: Any  # [n]
@@ -27,9 +27,9 @@ class Trace(NamedTuple):
 
     source: np.ndarray  # [n, L, K, C] token whose key and value the column holds
     begin: np.ndarray  # [n, L, K, C] first position that reads it
-    end: np.ndarray  # [n, L, K, C] first position that no longer reads it; OPEN_END (2**31 - 1) when it stays
+    end: np.ndarray  # [n, L, K, C] first position that no longer reads it; OPEN_END (2**31 - 1) if it stays
     sinks: np.ndarray | None = None  # [n] first tokens that queries read from another position (`jkv.cache.moved_sinks`)
-    sink_shift: np.ndarray | None = None  # [n, T] positions by which each query turns for them, at most 0
+    sink_shift: np.ndarray | None = None  # [n, T] positions by which each query is rotated for them, at most 0
     steer: SteerTrace | None = None
 
 
@@ -73,31 +73,31 @@ class TraceRecorder:
         step, layer, head = np.nonzero(position != EMPTY)
         self.end[layer, head, position[step, layer, head]] = now + step + 1
 
-    def shared(self, dropped: np.ndarray, again: np.ndarray, now: int) -> None:
-        """The tokens `dropped` left every layer and head; queries from `now` on read those of `again` once more."""
+    def shared(self, dropped: np.ndarray, repeated: np.ndarray, now: int) -> None:
+        """Sharing removed the tokens `dropped` from every layer and head; queries from `now` on read `repeated` once more."""
         is_dropped = np.zeros(self.end.shape[-1], bool)
         is_dropped[dropped] = True
         self.end[..., is_dropped] = now
         self._end_extra(is_dropped, now)
-        new_end = np.full((*self._extra_end.shape[:2], len(again)), OPEN_END, np.int32)
-        self._extra_source = np.concatenate([self._extra_source, again.astype(np.int32)])
-        self._extra_begin = np.concatenate([self._extra_begin, np.full(len(again), now, np.int32)])
+        new_end = np.full((*self._extra_end.shape[:2], len(repeated)), OPEN_END, np.int32)
+        self._extra_source = np.concatenate([self._extra_source, repeated.astype(np.int32)])
+        self._extra_begin = np.concatenate([self._extra_begin, np.full(len(repeated), now, np.int32)])
         self._extra_end = np.concatenate([self._extra_end, new_end], axis=-1)
 
     def read(self, is_read: np.ndarray) -> None:
-        """The next steps read these entries of their page tables alone: [steps, L, K, MP]."""
+        """The next steps read only these entries of their page tables: [steps, L, K, MP]."""
         self._reads.append(is_read)
 
     def shifted(self, now: int, count: int, shift: int) -> None:
-        """The next `count` queries turn by `shift` positions for the sinks."""
+        """The next `count` queries are rotated by `shift` positions for the sinks."""
         self._sink_shift[now : now + count] = shift
 
     def steered(self, now: int, amount: np.ndarray) -> None:
-        """The next tokens got so much of the steering vector: [steps]."""
+        """The next steps added these multiples of the steering vector: [steps]."""
         self._amount[now : now + len(amount)] = amount
 
     def finish(self, num_seen: int, prompt: int, page_size: int) -> Trace:
-        """The trace of the one sample (n = 1), which saw `num_seen` tokens, `prompt` of them its prompt's."""
+        """The trace of this one sample (n = 1), which has `num_seen` tokens, `prompt` of them in its prompt."""
         end = self.end[..., :num_seen]
         own = np.broadcast_to(np.arange(num_seen, dtype=np.int32), end.shape)  # a view: costs no memory
         source = begin = own
@@ -128,7 +128,7 @@ class TraceRecorder:
 def join_traces(traces: Sequence[Trace]) -> Trace:
     """One trace of several samples, padded to the widest with columns that no query reads."""
     end = stack_padded([trace.end[0] for trace in traces])
-    if all(trace.source is trace.begin for trace in traces):  # every token's own columns, and no others
+    if all(trace.source is trace.begin for trace in traces):  # only every token's own column
         source = begin = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)
     else:
         source, begin = (stack_padded([getattr(trace, field)[0] for trace in traces]) for field in ("source", "begin"))
@@ -141,7 +141,7 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
 
 
 def join_steering(steers: Sequence[SteerTrace | None]) -> SteerTrace | None:
-    """What was added to each sample's hidden states: zeros for samples that no policy steers, None where none is steered."""
+    """The steering of several samples: zeros for samples without steering, None if none is steered."""
     width = next((steer.vector.shape[1] for steer in steers if steer is not None), None)
     if width is None:
         return None
@@ -152,7 +152,7 @@ def join_steering(steers: Sequence[SteerTrace | None]) -> SteerTrace | None:
 
 
 def stack_padded(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Arrays of different width as one, padded with zeros: columns that no query reads."""
+    """Arrays of different widths, stacked and padded with zeros: columns that no query reads."""
     width = max(array.shape[-1] for array in arrays)
     return np.stack([np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, width - array.shape[-1])]) for array in arrays])
 
@@ -174,7 +174,7 @@ def columns_of(reads: np.ndarray, prompt: int, page_size: int) -> tuple[np.ndarr
 
 
 def spans_of(is_read: np.ndarray, total: int, page_size: int) -> np.ndarray:
-    """Columns of one layer and head, from which pages each query reads ([total + 1, MP]; none after the last): [3, C]."""
+    """Columns of one layer and head, from the pages that each query reads ([total + 1, MP], the last row False): [3, C]."""
     change = np.diff(is_read.astype(np.int8), axis=0, prepend=0)
     page, begin = np.nonzero(change.T == 1)
     end = np.nonzero(change.T == -1)[1]

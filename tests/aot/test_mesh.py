@@ -80,7 +80,7 @@ def compiled(name: str, num_layers: int) -> Compiled:
     make = functools.partial(mesh.empty_state, on, config, Needs(window=8), **sizes, dtype=jnp.bfloat16)
 
     def leaf(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype, sharding=mesh.everywhere(on))
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=mesh.replicated(on))
 
     def on_devices(tree: Any, shardings: Any) -> Any:
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), tree, shardings)

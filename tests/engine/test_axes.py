@@ -67,7 +67,7 @@ def test_two_axes_that_would_both_be_split_are_refused():
 
 
 class Planted(NamedTuple):
-    """Inputs of a chunk, with a field that says nothing of its axes."""
+    """Inputs of a chunk, with a field that names no axes."""
 
     remaining: Int[Array, " B"]
     planted: Any
@@ -116,9 +116,9 @@ def test_what_names_no_axes_is_an_error_when_the_program_is_built(program, messa
 @pytest.mark.parametrize(
     ("record", "name"),
     [
-        (programs.ChunkInputs, "decode_chunk: control.planted"),
-        (programs.SamplingRows, "decode_chunk: control.sampling.planted"),
-        (programs.SteerRules, "decode_chunk: control.steer.planted"),
+        (programs.ChunkInputs, "decode_chunk: inputs.planted"),
+        (programs.SamplingRows, "decode_chunk: inputs.sampling.planted"),
+        (programs.SteerRules, "decode_chunk: inputs.steer.planted"),
         (programs.ChunkOutputs, r"decode_chunk: its result\[1\].planted"),
         (programs.Cache, "decode_chunk: state.cache.planted"),
         (programs.pages.Pool, "decode_chunk: state.cache.pool.planted"),
@@ -142,7 +142,7 @@ def test_a_new_field_of_any_record_needs_axes(record, name, one, monkeypatch):
 
 
 def assert_fits(hint, value, name, seen):
-    """Every array has the shape that its letters say, in the sizes of SIZES."""
+    """Every array has the shape of its letters, in the sizes of SIZES."""
     if value is None:
         return
     members = [member for member in typing.get_args(hint) if member is not type(None)]

@@ -1,4 +1,4 @@
-"""The engine: whatever the traffic, every request gives what it gives alone, and every page comes back."""
+"""The engine: whatever the traffic, every request gives the same as by itself, and every page is freed."""
 
 import signal
 
@@ -103,8 +103,8 @@ def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expecte
     assert not any(engine.scheduler.prefixes for engine in engines.values())
 
 
-def test_what_is_put_aside_comes_back_bit_for_bit(model, engines):
-    """The same engine, once with the pool to itself and once in a crowd that is too large for it."""
+def test_swapped_rows_come_back_bit_for_bit(model, engines):
+    """The same engine, once with the pool to itself and once in a batch that is too large for it."""
     engine = engines[8]
     arguments = Spec(prompt=1, policy=FULL, sampling=SAMPLED, length=3).arguments | {"stop_ids": ()}
 
@@ -142,7 +142,7 @@ def test_samples_of_a_prompt_share_one_prefill_and_its_pages(model):
     assert len({tuple(row) for row in out.tokens.tolist()}) == 8
 
 
-def test_a_long_prompt_is_compressed_once_for_all_its_samples(model, expected):
+def test_a_long_prompt_is_compacted_once_for_all_its_samples(model, expected):
     engine = make_engine(model, 4, 4 * ROW, return_trace=True)
     spec = Spec(prompt=4, policy=2, sampling=SAMPLED, length=3)
     ticket = engine.submit(**spec.arguments, n=4)
@@ -159,7 +159,7 @@ def test_a_long_prompt_is_compressed_once_for_all_its_samples(model, expected):
 
 
 def test_siblings_that_compact_together_never_run_out_of_pages(model, expected):
-    """Both copy the pages that they share before either lets go: more than two rows' own pages."""
+    """Both copy the pages that they share before either frees them: more than two rows' own pages."""
     spec = Spec(prompt=3, policy=R_KV, sampling=SAMPLED, length=3)
     for num_pages in (2 * 24, 2 * 24 + 8, 3 * 24):
         engine = make_engine(model, 2, max(num_pages, ROW))
@@ -175,7 +175,7 @@ def test_siblings_that_compact_together_never_run_out_of_pages(model, expected):
 def test_rows_refill_so_that_a_full_queue_keeps_them_busy(model):
     engine = make_engine(model, 8, 8 * ROW)
     rng = np.random.default_rng(0)
-    for i in range(64):  # skewed: most end early, some go on for eight times as long
+    for i in range(64):  # skewed: most end early, some are eight times as long
         engine.submit([i % 30, 2], max_new_tokens=int(np.clip(rng.geometric(1 / 20), 4, 60)), stop_ids=())
     while engine.scheduler.waiting:
         engine.step()
@@ -189,7 +189,7 @@ def test_the_longest_are_admitted_first_on_request(model):
     assert ended == [tickets[1], tickets[2], tickets[0]]
 
 
-def test_cancelling_frees_a_sample_wherever_it_is(model, expected):
+def test_cancelling_frees_waiting_swapped_and_running_samples(model, expected):
     engine = make_engine(model, 2, ROW)
     spec = Spec(prompt=1, policy=FULL, sampling=GREEDY, length=3)
     first, second, third = (engine.submit(**spec.arguments | {"max_new_tokens": 40, "stop_ids": ()}) for _ in range(3))
@@ -246,7 +246,7 @@ def test_unknown_tickets_and_unfinished_results_are_refused(model):
     ],
     ids=["slots", "pool", "window", "stop ids", "prompts", "no prompt", "no sample", "request", "first", "last"],
 )
-def test_a_request_that_can_never_be_served_is_refused_and_the_others_go_on(model, expected, arguments, words):
+def test_a_request_that_can_never_be_served_is_refused_and_the_others_continue(model, expected, arguments, words):
     engine = make_engine(model, 2, ROW - 8)
     spec = Spec(prompt=0, policy=R_KV, sampling=GREEDY, length=3)
     ticket = engine.submit(**spec.arguments)
@@ -301,7 +301,7 @@ def test_a_callback_that_raises_ends_its_own_request_only(model, expected):
 
 
 @pytest.mark.parametrize("error", [SystemExit, GeneratorExit, KeyboardInterrupt])
-def test_a_callback_that_means_to_stop_everything_loses_nothing_in_flight(model, expected, error):
+def test_a_callback_that_stops_everything_loses_nothing_in_flight(model, expected, error):
     engine = make_engine(model, 4, 4 * ROW)
     spec = Spec(prompt=0, policy=R_KV, sampling=SAMPLED, length=3)
 
@@ -324,7 +324,7 @@ def test_weights_that_are_not_finite_are_refused_before_anything_compiles(model)
         Engine(broken)
 
 
-def test_speeds_leave_compiling_out_and_those_of_a_result_are_the_engines(model):
+def test_speeds_exclude_compilation_and_a_result_has_the_engines(model):
     engine = make_engine(model, 3, 3 * ROW)  # of a row count that nothing compiled for
     tickets = [engine.submit([1, 2, 3 + i], max_new_tokens=20, stop_ids=()) for i in range(3)]
     engine.run()
@@ -346,7 +346,7 @@ def test_generate_warns_of_a_callback_that_raised(model):
     assert out.lengths.tolist() == [20, 16]
 
 
-def test_ctrl_c_returns_what_is_there(model):
+def test_ctrl_c_returns_the_tokens_so_far(model):
     def interrupt(event):
         if event.finish_reason == "length":
             signal.raise_signal(signal.SIGINT)
@@ -359,7 +359,7 @@ def test_ctrl_c_returns_what_is_there(model):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_a_callback_that_raises_at_the_last_event_is_told(model):
+def test_a_callback_that_raises_at_the_last_event_is_reported(model):
     def fail(event):
         if event.finish_reason:
             raise RuntimeError("the disk is full")
@@ -386,7 +386,7 @@ def test_events_count_samples_within_their_request(model):
     assert len(out.lengths) == 4
 
 
-def test_ctrl_c_in_a_stream_leaves_an_engine_that_goes_on(model):
+def test_ctrl_c_in_a_stream_leaves_a_usable_engine(model):
     """The turn in progress is finished first, and no token of it is lost."""
     engine, quiet = (make_engine(model, 2, 2 * ROW) for _ in range(2))
 
@@ -399,24 +399,24 @@ def test_ctrl_c_in_a_stream_leaves_an_engine_that_goes_on(model):
     tickets = [engine.submit(prompt, max_new_tokens=20, stop_ids=(), on_tokens=interrupt) for prompt in PROMPTS[:2]]
     with pytest.raises(KeyboardInterrupt):
         list(engine.stream())
-    told = {ticket: [] for ticket in tickets}
+    streamed = {ticket: [] for ticket in tickets}
     for event in engine.stream():
-        told[event.ticket] += event.tokens
+        streamed[event.ticket] += event.tokens
     expected = [quiet.submit(prompt, max_new_tokens=20, stop_ids=()) for prompt in PROMPTS[:2]]
     quiet.run()
     for ticket, alone in zip(tickets, expected, strict=True):
-        assert told[ticket] == engine.result(ticket).tokens[0].tolist() == quiet.result(alone).tokens[0].tolist()
+        assert streamed[ticket] == engine.result(ticket).tokens[0].tolist() == quiet.result(alone).tokens[0].tolist()
 
 
-def test_a_stream_that_is_left_loses_no_event(model):
+def test_a_stream_that_stops_early_loses_no_event(model):
     engine = make_engine(model, 2, 2 * ROW)
     tickets = [engine.submit(prompt, max_new_tokens=20, stop_ids=()) for prompt in PROMPTS[:2]]
-    told = {ticket: [] for ticket in tickets}
+    streamed = {ticket: [] for ticket in tickets}
     while not engine.is_idle:
         for event in engine.stream():
-            told[event.ticket] += event.tokens
+            streamed[event.ticket] += event.tokens
             break
-    assert [len(tokens) for tokens in told.values()] == [20, 20]
+    assert [len(tokens) for tokens in streamed.values()] == [20, 20]
 
 
 def test_a_stream_may_take_new_requests_and_cancel_old_ones(model):
@@ -432,7 +432,7 @@ def test_a_stream_may_take_new_requests_and_cancel_old_ones(model):
     assert engine.result(later[0]).lengths.tolist() == [4]
 
 
-def test_statistics_tell_each_sample_s_story(model):
+def test_statistics_cover_each_sample(model):
     engine = make_engine(model, 1, ROW)
     tickets = [engine.submit(PROMPTS[0], max_new_tokens=8, stop_ids=()) for _ in range(2)]
     engine.run()

@@ -1,4 +1,4 @@
-"""Sharing at work: what the engine shares is what the pool holds and the trace says, whatever the traffic."""
+"""Page sharing in the engine: pool and trace agree with the layout of each row, whatever the traffic."""
 
 import math
 import time
@@ -62,7 +62,7 @@ def rows_of(engine):
 
 
 def assert_layouts_are_the_pools(engine):
-    """Every page of a row's table, in every layer and head, holds the tokens that its layout says, weighed as it says."""
+    """Every page of a row's table, in every layer and head, holds the tokens of its layout, with its multiplicity."""
     count = 0
     for sample, table, length, position, log_weight in rows_of(engine):
         sharing = sample.sharing
@@ -83,7 +83,7 @@ def assert_layouts_are_the_pools(engine):
 
 
 @pytest.mark.parametrize("policy", SHARING.values(), ids=SHARING)
-def test_what_the_host_knows_is_what_the_pool_holds_and_the_trace_replays(model, policy):
+def test_host_layout_pool_and_trace_agree(model, policy):
     engine = make_engine(model, [policy])
     tickets, seen = submit_all(engine, policy), 0
     while not engine.is_idle:
@@ -103,7 +103,7 @@ def test_what_the_host_knows_is_what_the_pool_holds_and_the_trace_replays(model,
         assert difference.max() <= 1e-4
 
 
-def test_a_replay_that_forgets_what_stands_for_two_is_noticed(model):
+def test_a_replay_without_the_multiplicity_of_pages_is_noticed(model):
     """Without the columns of pages read again, and with pages that end one query early, the log-probabilities are others."""
     engine = make_engine(model, [PLAIN])
     ticket = submit_all(engine, PLAIN)[0]
@@ -119,8 +119,8 @@ def test_a_replay_that_forgets_what_stands_for_two_is_noticed(model):
 
 
 @pytest.mark.parametrize("policy", SHARING.values(), ids=SHARING)
-def test_a_row_gives_the_same_alone_in_a_crowd_and_after_preemption(model, policy):
-    """With a known threshold, nothing depends on the neighbours: other chunks, forks, and a pool too small for all."""
+def test_a_row_gives_the_same_by_itself_in_a_batch_and_after_preemption(model, policy):
+    """With a known threshold, nothing depends on other rows: other chunks, forks, and a pool too small for all."""
     alone = []
     for prompt in PROMPTS:
         engine = make_engine(model, [policy], rows=1)
@@ -129,23 +129,23 @@ def test_a_row_gives_the_same_alone_in_a_crowd_and_after_preemption(model, polic
         ]
         engine.run()
         alone += [engine.result(ticket) for ticket in tickets]
-    crowd = make_engine(model, [policy, jkv.full()], rows=6, num_pages=2 * 2 * 160 // PAGE, max_slots=160)  # one full row's
-    crowd.submit([8, 8, 8], jkv.full(), max_new_tokens=33, stop_ids=())  # a neighbour that ends at odd places
-    tickets = submit_all(crowd, policy)
-    crowd.run()
-    together = [(crowd.tickets[t][i].completion) for t in tickets for i in range(2)]
+    batch = make_engine(model, [policy, jkv.full()], rows=6, num_pages=2 * 2 * 160 // PAGE, max_slots=160)  # one full row's
+    batch.submit([8, 8, 8], jkv.full(), max_new_tokens=33, stop_ids=())  # another row that ends at odd places
+    tickets = submit_all(batch, policy)
+    batch.run()
+    together = [(batch.tickets[t][i].completion) for t in tickets for i in range(2)]
     assert sum(one.shared for one in together) > 0
     for one, completion in zip(alone, together, strict=True):
         assert completion.tokens == one.tokens[0].tolist()
         np.testing.assert_allclose(completion.log_probs, one.logprobs[0], atol=1e-5)
         assert completion.shared == one.samples[0].shared
     if not policy.is_bounded:
-        assert crowd.stats.preemptions > 0
-    assert int(crowd.state.cache.pool.free_top) == crowd.num_pages
+        assert batch.stats.preemptions > 0
+    assert int(batch.runner.state.cache.pool.free_top) == batch.num_pages
 
 
 def test_pages_that_are_shared_are_free_for_others(model):
-    """The pool holds fewer pages at the end of a row that shared than the full cache's, and never more than it claimed."""
+    """The pool holds fewer pages at the end of a row that shared than the full cache's, and never more than it reserved."""
     held = {}
     for policy in (jkv.full(), PLAIN):
         engine = make_engine(model, [PLAIN], rows=1)
@@ -174,8 +174,8 @@ def test_nothing_compiles_for_other_texts_or_thresholds(model):
     assert [getattr(programs, name)._cache_size() for name in names] == before
 
 
-def test_an_encoder_that_fails_ends_its_own_request_alone(model):
-    """The other row goes on, and gives what it gives without the neighbour; what there was of the first is kept, and exact."""
+def test_an_encoder_that_fails_ends_only_its_own_request(model):
+    """The other row continues, with the tokens that it has by itself; the tokens of the first are kept, and exact."""
     calls = []
 
     def encode(text):
@@ -240,7 +240,7 @@ def test_the_engine_measures_what_the_pool_holds(model):
                 state = jax.device_get(engine.runner.state.cache.pool)
         sharing_stats = engine.stats.sharing
         assert sharing_stats.candidates > 3
-        # Nothing was shared at distance 0, so page p of the row is entry p: every distance can be had from the last state.
+        # Nothing was shared at distance 0, so page p of the row is entry p: the last state gives every distance.
         twin = Sharing(policy.share, model, np.asarray(PROMPTS[0], np.int32), PAGE, SharingStats(), lambda: np.eye(32))
         for token in sample.completion.tokens:
             twin.append([token])

@@ -1,4 +1,4 @@
-"""What `jkv.plan` says against engines that are built, rows that are decoded, and arithmetic by hand."""
+"""The figures of `jkv.plan` against engines that are built, rows that are decoded, and arithmetic by hand."""
 
 import dataclasses
 import json
@@ -90,7 +90,7 @@ def test_as_many_rows_run_as_were_planned_and_not_one_page_is_to_spare(name):
 
     most, preemptions = play(plan.own.num_pages)
     assert (most, preemptions) == (3, 0)
-    if POLICIES[name].is_bounded:  # what is bounded claims all of its pages at once
+    if POLICIES[name].is_bounded:  # a bounded row reserves all of its pages at once
         assert play(plan.own.num_pages - 1)[0] == 2
 
 
@@ -103,7 +103,7 @@ def test_no_further_row_would_fit():
 
 
 @pytest.mark.parametrize("name", ["pyramid_kv", "rpc"])
-def test_a_rows_life_is_the_one_that_the_engine_leads(name):
+def test_the_planned_lifetime_of_a_row_is_the_engines(name):
     policy, model = POLICIES[name], tiny_model(tokenizer=BreakingTokenizer())
     out = jkv.generate(model, list(range(20)), policy, max_new_tokens=61, stop_ids=(), page_size=4, progress=False)
     life, sample = lifetime(policy, 20, 61, TINY.num_layers), out.samples[0]
@@ -111,7 +111,7 @@ def test_a_rows_life_is_the_one_that_the_engine_leads(name):
     assert float((life.slots_before - life.slots_after).mean()) == sample.evicted
 
 
-def test_a_long_life_is_that_of_its_cycles():
+def test_a_long_lifetime_repeats_its_cycles():
     policy = jkv.r_kv(16, 8, window=4)
     slots, compactions = [], 0
     filled = 12
@@ -182,7 +182,7 @@ def test_compression_pays_from_its_length_on_and_not_before(policy):
     assert before.own.tokens_per_second <= 1.01 * before.full.tokens_per_second
 
 
-def test_what_is_as_large_as_the_full_cache_never_pays():
+def test_a_policy_as_large_as_the_full_cache_never_pays():
     plan = jkv.plan("r1-qwen-1.5b", "v5e", jkv.r_kv(budget=131_072))
     assert (plan.rows_pay_from, plan.speed_pays_from) == (None, None)
     assert "at no length that the model has" in str(plan)
@@ -193,12 +193,12 @@ def test_what_is_as_large_as_the_full_cache_never_pays():
     [
         (jkv.quest(budget=512), "quest frees nothing"),
         (jkv.rpc(), "rpc's cache grows with the text"),
-        (jkv.reason_cache(), "saves depends on the text"),
+        (jkv.reason_cache(), "depend on the text"),
         (jkv.seal(SteeringVector(np.ones((28, 1536), np.float32))), "seal steers"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_the_report_says_what_the_figures_leave_out(policy, words):
+def test_the_report_lists_what_the_figures_leave_out(policy, words):
     assert words in str(jkv.plan("r1-qwen-1.5b", "h200", policy, batch=4))
 
 
@@ -249,7 +249,7 @@ def test_the_cpu_is_this_machine_and_has_no_speed():
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_float32_has_a_rate_of_its_own(itemsize):
+def test_float32_has_its_own_rate(itemsize):
     assert jkv.DEVICES["h200"].rate_of(itemsize) == {2: 989e12, 4: 495e12}[itemsize]
 
 
@@ -272,7 +272,7 @@ def test_float32_has_a_rate_of_its_own(itemsize):
     ],
     ids=str,
 )
-def test_bad_input_is_told_with_the_way_out(arguments, words):
+def test_bad_input_is_refused_with_a_way_out(arguments, words):
     with pytest.raises(ValueError, match=words):
         jkv.plan(**{"model": "r1-llama-8b", "device": "h200"} | arguments)
 
@@ -343,7 +343,7 @@ def test_the_command_takes_a_device_s_figures(capsys):
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else "",
 )
-def test_the_command_says_what_is_wrong_in_a_line(capsys, arguments, words):
+def test_the_command_reports_an_error_in_one_line(capsys, arguments, words):
     status, out, err = run(capsys, *arguments)
     assert (status, out) == (2, "")
     assert err.startswith("jkv: error: ")

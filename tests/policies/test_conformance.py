@@ -13,7 +13,7 @@ from jkv.cache.pool import EMPTY
 from jkv.engine.runner import Runner
 from jkv.policies import POLICIES, make
 from jkv.testing import random_view
-from jkv.verify import CHECKS, Case, is_hashable, keeps_what_is_protected, selects_what_is_there
+from jkv.verify import CHECKS, Case, is_hashable, keeps_protected_slots, selects_filled_slots
 
 SMALL = {"budget": 24, "interval": 16, "window": 4, "growth": 0.1, "tau": 0.3}
 VECTOR = jkv.SteeringVector(np.ones((2, 32), np.float32))
@@ -44,8 +44,8 @@ def test_promise_is_kept(case, check):
 @pytest.mark.parametrize("name", EVICTING)
 def test_select_keeps_the_budget_and_what_is_protected_in_order(name, group, dtype):
     case = Case(build(name), group, dtype)
-    assert selects_what_is_there(case) is None
-    assert keeps_what_is_protected(case) is None
+    assert selects_filled_slots(case) is None
+    assert keeps_protected_slots(case) is None
     slots, position = np.asarray(case.policy.select(case.view(1))), np.asarray(case.view(1).position)
     for b, k in np.ndindex(slots.shape[:2]):
         assert (np.diff(position[b, k, slots[b, k][slots[b, k] != EMPTY]]) > 0).all()
@@ -163,8 +163,8 @@ def unprotected(self, view):
 @pytest.mark.parametrize(
     ("wrong", "check", "words"),
     [
-        ("mixes rows", "treats_rows_apart", "the score mixes rows"),
-        ("nan", "selects_what_is_there", "NaN"),
+        ("mixes rows", "treats_rows_independently", "the score mixes rows"),
+        ("nan", "selects_filled_slots", "NaN"),
         ("hidden state", "is_pure", "besides the view"),
         ("hash", "is_hashable", "hash by value"),
         ("nothing", None, None),
@@ -188,7 +188,7 @@ def test_verify_notices_a_protected_token_dropped_and_a_score_without_a_hash(mon
     view, rate = case.view(2), jkv.Evict.rate
     monkeypatch.setattr(jkv.Evict, "rate", lambda self, view: jnp.where(view.position < 4, -9.0, rate(self, view)))
     monkeypatch.setattr(Case, "view", lambda self, seed: view)
-    assert "drops the protected positions" in (keeps_what_is_protected(case) or "")
+    assert "drops the protected positions" in (keeps_protected_slots(case) or "")
     assert "frozen dataclass" in (is_hashable(Case(jkv.evict_by(Unhashable(), budget=24))) or "")
 
 
@@ -226,7 +226,7 @@ def compact_together(self, due):
         budget.astype(np.int32),
         np.asarray([*(len(sample.request.prompt) for sample in samples), *zeros], np.int32),
         np.tile(np.asarray([[evict.sinks], [evict.recent]], np.int32), len(due) + len(padding)),
-        evict=evict.as_program,
+        evict=evict.static,
         is_traced=self.is_traced,
     )
     for j, sample in enumerate(samples):
@@ -241,7 +241,7 @@ def rounded_by_shape(view):
 
 def test_verify_notices_rounding_that_differs_with_the_number_of_rows_that_are_due(monkeypatch):
     policy = jkv.evict_by(rounded_by_shape, budget=48, interval=16, sinks=4, recent=8)
-    check = CHECKS["does_not_depend_on_the_batch"]
+    check = CHECKS["is_batch_invariant"]
     assert check(Case(policy)) is None
     monkeypatch.setattr(Runner, "compact", compact_together)
     assert "by itself than in a batch" in (check(Case(policy)) or "")
@@ -278,11 +278,11 @@ def window_case():
         ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, evicted=0.0)), "dropped nothing"),
         ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, peak_kv_bytes=1 << 40)), "It held"),
         (
-            "does_not_depend_on_the_batch",
+            "is_batch_invariant",
             lambda out: other(out, tokens=out.tokens[:, ::-1]),
             "other tokens, from token 0 on, by",
         ),
-        ("does_not_depend_on_the_batch", lambda out: other(out, logprobs=out.logprobs - 1e-6), "other log-probabilities, from"),
+        ("is_batch_invariant", lambda out: other(out, logprobs=out.logprobs - 1e-6), "other log-probabilities, from"),
     ],
 )
 def test_verify_notices_what_a_run_does_wrong(check, plant, words, window_case):

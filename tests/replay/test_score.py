@@ -62,7 +62,7 @@ def test_bare_tokens_are_scored_with_prompts_and_lengths(model, squeezed):
 
 def test_more_samples_than_a_program_holds_are_scored_alike(model, monkeypatch, squeezed):
     whole = jkv.score(model, squeezed, trace=squeezed.trace)
-    monkeypatch.setattr(importlib.import_module("jkv.score"), "MAX_ROWS", 1)
+    monkeypatch.setattr(importlib.import_module("jkv.replay.score"), "MAX_ROWS", 1)
     apart = jkv.score(model, squeezed, trace=squeezed.trace)
     np.testing.assert_allclose(apart.logprobs, whole.logprobs, atol=1e-5)
 
@@ -79,7 +79,7 @@ def test_general_columns_with_sources_equal_the_short_form(model, squeezed):
 
 @pytest.mark.parametrize("is_shuffled", [False, True], ids=["short_form", "general"])
 def test_a_short_sample_s_trace_may_be_as_wide_as_a_long_one_s(model, monkeypatch, is_shuffled):
-    monkeypatch.setattr(importlib.import_module("jkv.score"), "MAX_ROWS", 1)
+    monkeypatch.setattr(importlib.import_module("jkv.replay.score"), "MAX_ROWS", 1)
     out = jkv.generate(model, [[1, 2], [3] * 60], max_new_tokens=8, page_size=4, stop_ids=(), return_trace=True, progress=False)
     trace = out.trace
     if is_shuffled:
@@ -145,12 +145,12 @@ def test_tokens_without_prompts_and_foreign_traces_are_refused(model, squeezed):
         ([1], -3, "tokens holds -3"),
     ],
 )
-def test_what_has_no_log_probability_is_refused(prompt, token, words, model):
+def test_tokens_that_cannot_be_scored_are_refused(prompt, token, words, model):
     with pytest.raises(ValueError, match=words):
         jkv.score(model, np.array([[token]]), prompts=[prompt])
 
 
-def test_a_result_without_a_trace_is_not_replayed_in_silence(model):
+def test_a_result_without_a_trace_is_not_replayed_silently(model):
     out = jkv.generate(model, [[5, 1, 9]], policy=jkv.r_kv(budget=12, interval=4, window=4), max_new_tokens=4, progress=False)
     with pytest.raises(ValueError, match=r"got None\. Generate with return_trace=True, or leave trace out"):
         jkv.score(model, out, trace=out.trace)

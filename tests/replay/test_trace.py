@@ -66,7 +66,7 @@ def test_any_sequence_of_events_gives_the_columns_that_its_queries_read(seed):
         assert reads_of(trace, query, layer, head) == tokens
 
 
-def test_a_fork_starts_with_the_columns_of_its_prompt_alone():
+def test_a_fork_starts_with_only_the_columns_of_its_prompt():
     first = TraceRecorder(1, 1, 10)
     first.dropped(np.array([[[2]]], np.int32), 4)
     second = TraceRecorder(1, 1, 10)

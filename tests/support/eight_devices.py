@@ -243,7 +243,7 @@ def test_what_a_program_tells_of_all_heads_is_of_all_shards(params):
     pair = [np.asarray([x], np.int32) for x in (1, 0, 2, PAGE_SIZE)]  # row, first and second page, tokens
     row, budget, protected = np.asarray([1], np.int32), np.full((2, 1), 1, np.int32), np.zeros((2, 1), np.int32)
     sentences = SentenceMap(np.zeros((1, 16), np.int32), np.zeros((1, 16), np.float32))
-    evict = jkv.random(1, recent=0).evict.as_program
+    evict = jkv.random(1, recent=0).evict.static
 
     def told(on):
         state, run = prefilled(params, on, [0, 1]), programs if on is None else mesh.programs_on(on)
@@ -270,7 +270,7 @@ def test_more_rows_are_those_of_replicas(params):
     def decoded(rows, on):
         mine = jax.tree.map(lambda x: x[rows], told._replace(rules=None))
         mine = mine._replace(rules=jax.tree.map(lambda x: x[..., rows], rules))
-        mine = jax.device_put(mine, None if on is None else mesh.everywhere(on))
+        mine = jax.device_put(mine, None if on is None else mesh.replicated(on))
         decode = programs.decode_chunk if on is None else mesh.program_on(on, "decode_chunk")
         state = prefilled(params, on, rows)
         _, outputs = decode(params if on is None else jkv.shard(params, on), state, mine, 16, "greedy", True)

@@ -132,7 +132,7 @@ def prefill(shapes: Shapes) -> Any:
 def compact(policy: str, shapes: Shapes) -> Any:
     """A row compacted."""
     row, budget = shapes.leaf(1), shapes.leaf(shapes.params.config.num_layers, 1)
-    protected, evict = shapes.leaf(2, 1), POLICIES[policy].evict.as_program
+    protected, evict = shapes.leaf(2, 1), POLICIES[policy].evict.static
     sentences = None
     if evict.needs.similarity:
         sentences = SentenceMap(shapes.leaf(1, NUM_POSITIONS), shapes.leaf(1, NUM_POSITIONS, dtype=jnp.float32))
