@@ -70,7 +70,7 @@ class Sharer:
                     continue
                 now = sample.generated + num_steps
                 try:
-                    sharing.look()
+                    sharing.find_similar()
                 except Exception as error:  # an encoder of the caller's; the engine ends this sample when the chunk is in
                     self.failed.append((sample, error))
                     continue

@@ -3,7 +3,7 @@
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.reasoning.sharing import Share
-from jkv.reasoning.steps import Filter
+from jkv.reasoning.thoughts import Filter
 
 
 @recipe("MemShare, ReasonCache's first form", keeps="what `reason_cache` does, by fixed thresholds")
