@@ -177,7 +177,7 @@ def test_new_weights_that_lie_elsewhere_are_refused_and_those_in_place_compile_n
     rollout = jkv.Rollout(model.params, policy, **options)
     expected = rollout([[5, 1, 9]], seed=0, stop_ids=())
     for elsewhere in (jax.devices()[1], jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())):
-        with pytest.raises(ValueError, match="must lie where the old ones do; params"):
+        with pytest.raises(ValueError, match="must have the shardings of the old ones; params"):
             rollout.update(jax.device_put(model.params, elsewhere))
     rollout.update(jkv.shard(model.params, devices))
     rollout.sleep()
