@@ -296,7 +296,7 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     is_used = index < num_pages_of(pool.length[:, row], page_size)[..., None]
     is_kept = index < num_pages_of(count, page_size)[..., None]
 
-    # A page whose slots do not move is not rewritten. In: page_size 2, slots [0 1 3 4 6 -] -> Out: [kept, rewritten, rewritten].
+    # A page whose slots do not move is not rewritten. In: page_size 2, slots [0 1 3 4 6 -] -> Out: [same, rewritten, rewritten]
     slot = jnp.arange(pool.max_slots, dtype=jnp.int32)
     is_same = ((slots == slot) | (slots == EMPTY)).reshape(*table.shape, page_size).all(axis=-1)
     is_full = (index + 1) * page_size <= count[..., None]

@@ -9,7 +9,11 @@ from jkv.reasoning.sharing import Share
 from jkv.reasoning.thoughts import Filter
 
 
-@recipe("ReasonCache", keeps="everything once: a page that repeats an earlier one is shared with it", arxiv="2507.21433")
+@recipe(
+    "ReasonCache",
+    idea="shares pages: a page of a repeated thought leaves the cache, and the earlier page counts for both",
+    arxiv="2507.21433",
+)
 def reason_cache(
     strict: float = 0.9,
     soft: float = 0.7,

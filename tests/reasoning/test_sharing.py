@@ -235,7 +235,7 @@ def test_a_sentence_encoder_without_its_library_is_refused(monkeypatch):
         (lambda: jkv.chain(jkv.reason_cache(), jkv.mem_share()), "one policy for each part"),
         (lambda: jkv.chain(), "takes policies"),
         (lambda: jkv.chain("r_kv"), "takes policies"),
-        (lambda: jkv.random_share(jkv.full()), "like a policy that shares"),
+        (lambda: jkv.random_share(jkv.full()), "like= must be a policy that shares"),
     ],
 )
 def test_parts_that_exclude_each_other_are_refused_by_name(build, words):

@@ -208,11 +208,11 @@ def merged(leaves: Mapping[str, Any], new: Mapping[str, Any]) -> Leaves:
         old = leaves[path]
         if (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
             raise ValueError(
-                f"{path} must be {old.dtype}{list(old.shape)}, as before; got {leaf.dtype}{list(leaf.shape)}. Build a new rollout."
+                f"{path} must be {old.dtype}{list(old.shape)}, as before; got {leaf.dtype}{list(leaf.shape)}. Build a new one."
             )
     if not new:
         raise ValueError(
-            "New weights must have at least one array; got none. Pass nnx.state(model, nnx.Param or nnx.LoRAParam)."
+            "New weights must have at least one array; got none. Pass nnx.state(model, nnx.Param), or nnx.LoRAParam."
         )
     return {**leaves, **new}
 
