@@ -1,7 +1,7 @@
 """Makes `notebooks/*.ipynb` from the scripts in that folder: `python -m tests.support.make_notebooks [name ...]`.
 
-Without names it makes all. A notebook has the cells of its script, and of their outputs only the pictures. The cells run in this
-process, in order. A picture is the value of the last line of a cell, if it has a PNG representation.
+Without names it makes all. A notebook has the cells of its script, and of their outputs only the pictures. The cells run in
+this process, in order. A picture is the value of the last line of a cell, if it has a PNG representation.
 """
 
 import ast
