@@ -11,7 +11,7 @@
 # %% [markdown]
 # # A first generation
 #
-# A reasoning model whose KV cache stays small while it thinks.
+# Run a reasoning model with a small KV cache.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jkv-project/jkv/blob/main/notebooks/1_first_generation.ipynb)
 
@@ -34,11 +34,11 @@ except ImportError:
     importlib.invalidate_caches()
 
 # %% [markdown]
-# A language model keeps a key and a value of every token that it has read or written: the *KV cache*. A reasoning model writes
-# thousands of tokens before it answers, so this cache, and not the weights, is what fills the memory.
+# A language model stores a key and a value of every token that it has read or written: the *KV cache*. A reasoning model writes
+# thousands of tokens before it answers, so the cache, not the weights, fills the memory.
 #
-# `tiny-reasoner` is a small model that ships inside the package. It solves chains of arithmetic modulo 10, one step a paragraph,
-# and then checks itself.
+# `tiny-reasoner` is a small model in the package. It solves chains of arithmetic modulo 10, with one thought per paragraph, and
+# then checks its answer.
 
 # %%
 import numpy as np
@@ -53,7 +53,7 @@ print(full.text[0][:300], "...", full.text[0].splitlines()[-1], sep="\n")
 # %% [markdown]
 # ## What the numbers mean
 #
-# `stats` is counted on the pool in which the cache really lies. With the full cache, nothing is evicted.
+# `stats` is counted on the real pool. With the full cache, nothing is evicted.
 
 # %%
 stats = full.stats
@@ -63,8 +63,8 @@ print(f"{stats.tokens_per_second:.0f} tokens a second, after {stats.compile_seco
 assert stats.evicted == 0
 
 # %% [markdown]
-# These bytes can be worked out by hand. A token has a key and a value in each layer and KV head, and its position, a number of 4
-# bytes. The pool hands out pages of 16 tokens, so the last page is mostly not quite full.
+# You can compute these bytes by hand. A token has a key, a value and a position (4 bytes) in each layer and KV head. A page has
+# 16 slots, and the last page is usually not full.
 
 # %%
 config = model.params.config
@@ -78,8 +78,8 @@ assert abs(stats.peak_kv_bytes - pages * 16 * token_bytes) <= 16 * token_bytes
 # %% [markdown]
 # ## A smaller cache
 #
-# R-KV looks at the cache every 16 tokens and keeps the 160 slots, in each layer and head, that the last queries attend to and
-# that repeat no other. The pages of the others are free again at once.
+# Every 16 tokens, R-KV compacts the cache to 160 slots in each layer and KV head: those with high attention from the last queries
+# whose keys are not similar to others. The pages of the evicted slots are free at once.
 
 # %%
 policy = jkv.r_kv(budget=160, interval=16)
@@ -90,12 +90,12 @@ print("the full cache answers", full.text[0].splitlines()[-1], "and the small on
 assert small.stats.peak_kv_bytes < full.stats.peak_kv_bytes
 
 # %% [markdown]
-# What is given up may be what the answer needs: a small cache can cost accuracy, and how much depends on the policy and the task
+# The answer may need an evicted token, so a small cache can cost accuracy. How much depends on the policy and the task
 # (`2_compare_policies`).
 #
 # ## Several prompts, several policies
 #
-# Prompts decode together, each with a policy of its own. A row gives the tokens that it would give alone.
+# Prompts decode in one batch, and each may have its own policy. The tokens of a row do not depend on the other rows.
 
 # %%
 prompts = [problem, "x=4;y=9;z=x-y;w=z*x;v=w+y;u=v-z;?u"]
@@ -108,8 +108,8 @@ assert np.array_equal(out.tokens[0, : out.lengths[0]], full.tokens[0, : full.len
 # %% [markdown]
 # ## Replay
 #
-# The trace says which keys each query could read. One parallel forward pass over the same keys gives the log-probabilities
-# of the tokens again: the compressed cache is not an approximation that nobody can check. The full cache would have given others.
+# A trace records which keys each query could read. One parallel forward pass over the same keys reproduces the log-probabilities
+# of the tokens, so a compressed generation can be checked exactly. The full cache has other log-probabilities.
 
 # %%
 replayed = jkv.score(model, small, trace=small.trace).logprobs
@@ -121,8 +121,8 @@ assert np.abs(replayed - small.logprobs).max() < 1e-3 < np.abs(dense - small.log
 # %% [markdown]
 # ## A large model
 #
-# What would this bring for a model of 32 billion weights on one GPU? `jkv.plan` works it out from shapes alone; nothing is
-# downloaded or compiled.
+# How much memory would this save for a model of 32 billion weights on one GPU? `jkv.plan` computes it from shapes alone. Nothing
+# is downloaded or compiled.
 
 # %%
 plan = jkv.plan("qwq-32b", "h200", jkv.r_kv(budget=1024))
@@ -130,4 +130,4 @@ print(plan)
 assert plan.own.batch > plan.full.batch
 
 # %% [markdown]
-# Next: `2_compare_policies` puts several policies beside each other, `4_what_is_kept` shows what they keep.
+# Next: `2_compare_policies` compares several policies, and `4_what_is_kept` shows which tokens they keep.

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Compare policies
 #
-# The same problems through several policies: what they answer, and what they hold.
+# Run the same problems with several policies, and compare accuracy and memory.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jkv-project/jkv/blob/main/notebooks/2_compare_policies.ipynb)
 
@@ -34,8 +34,8 @@ except ImportError:
     importlib.invalidate_caches()
 
 # %% [markdown]
-# A policy says which tokens stay in the cache. Which is best? The only fair answer: the same problems for all, and the memory
-# that was *really* held, not the budget that was asked for.
+# A policy decides which tokens stay in the cache. A fair comparison uses the same problems for all policies, and the memory that
+# was *really* held instead of the nominal budget.
 
 # %%
 import jkv
@@ -49,14 +49,14 @@ print(len(problems), "problems, the first:", problems[0].prompt)
 # %% [markdown]
 # | policy | keeps |
 # |---|---|
-# | `full` | everything |
-# | `streaming_llm` | the first four tokens and the last ones |
-# | `snap_kv` | what the last queries attend to |
-# | `r_kv` | the same, and of keys that are alike only some |
-# | `h2o` | what drew the most attention so far, and the recent half; one out for each token in |
+# | `full` | every token |
+# | `streaming_llm` | the first four tokens and the most recent ones |
+# | `snap_kv` | tokens with high attention from the last queries |
+# | `r_kv` | the same, but only some of several similar keys |
+# | `h2o` | the recent half, and the tokens with the largest accumulated attention; evicts one token for each new token |
 #
-# A budget is a number of slots for each layer and KV head. The model's traces have hundreds of tokens, not thousands, so policies
-# look at the cache every 16 tokens and not every 128 as in the papers.
+# A budget is a number of slots for each layer and KV head. The traces of this model have hundreds of tokens, not thousands, so the
+# policies compact every 16 tokens instead of every 128 as in the papers.
 
 # %%
 often = {"interval": 16}
@@ -74,8 +74,8 @@ print(table(outcomes))
 print(f"\nWith the full cache a completion has {outcomes[0].mean_tokens:.0f} tokens on average.")
 
 # %% [markdown]
-# `KV kB` is the mean over time, a sample; `of full` compares it with the full cache. `change` is in points, on the same
-# problems, with its 95 % interval.
+# `KV kB` is the mean over time for each sample, and `of full` is its share of the full cache. `change` is the difference in points
+# on the same problems, with its 95 % interval.
 
 # %%
 full, *others = outcomes
@@ -85,11 +85,11 @@ assert all(one.kv_bytes < full.kv_bytes for one in others)
 jkv.viz.frontier(outcomes)
 
 # %% [markdown]
-# ## How much does this say?
+# ## How reliable is this?
 #
-# Up and to the left is better. But look at the bars: with so few problems an interval spans half of the picture. One problem more
-# or less moves a point by several percent, enough to put a larger budget below a smaller one. Where the bars of
-# two policies overlap, this picture does not tell which is better.
+# Up and to the left is better. But with so few problems, an interval spans half of the picture. One problem changes the accuracy by
+# several percent, which is enough to place a larger budget below a smaller one. If the bars of two policies overlap, the picture does
+# not show which one is better.
 
 # %%
 widest = max(outcomes, key=lambda one: one.high - one.low)
@@ -97,7 +97,7 @@ print(f"{widest.policy}: between {widest.low:.0%} and {widest.high:.0%}; one pro
 assert widest.high - widest.low > 0.3
 
 # %% [markdown]
-# An interval shrinks with the square root of the number of problems: for half of this width, four times as many. The tables
-# in `docs/results.md` take hundreds of problems. The same from the command line, with the settings that they were made with:
+# An interval shrinks with the square root of the number of problems: half the width takes four times as many. The tables in
+# `docs/results.md` use hundreds of problems. This command repeats them with the same settings:
 #
 #     jkv eval --config configs/experiments/tiny.toml --out results

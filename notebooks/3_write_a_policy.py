@@ -11,7 +11,7 @@
 # %% [markdown]
 # # Write a policy
 #
-# A method of one's own is one function: a score for each slot of the cache.
+# A policy of your own is one function: a score for each slot of the cache.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jkv-project/jkv/blob/main/notebooks/3_write_a_policy.ipynb)
 
@@ -34,17 +34,17 @@ except ImportError:
     importlib.invalidate_caches()
 
 # %% [markdown]
-# The engine decodes, frees pages and records the trace. All that a policy has to say is how much each slot is worth: higher is
-# kept. The function gets a `CacheView`, one layer's cache, and returns one number for each slot.
+# The engine decodes, frees pages and records the trace. A policy only computes a score for each slot, and slots with a higher score
+# stay. The function takes a `CacheView`, the cache of one layer, and returns one number for each slot.
 #
-# | field | shape | |
+# | field | shape | content |
 # |---|---|---|
-# | `key`, `value` | `[B, K, S, H]` | of each row, KV head and slot; anything at all in empty slots |
-# | `position` | `[B, K, S]` | of the slot's token in its sequence; -1 if the slot is empty |
-# | `query` | `[B, N, W, H]` | the last queries, if asked for |
+# | `key`, `value` | `[B, K, S, H]` | for each row, KV head and slot; undefined in empty slots |
+# | `position` | `[B, K, S]` | position of the slot's token in its sequence; -1 if the slot is empty |
+# | `query` | `[B, N, W, H]` | the last queries, with `needs=jkv.Needs(window=W)` |
 #
-# Our idea: a key that looks like all others can go, a key that stands out should stay. So the score is how far a key points away
-# from the mean key (this is KeyDiff, [2504.15364](https://arxiv.org/abs/2504.15364)).
+# The idea: a key that is similar to all others can be evicted, and a distinct key should stay. So the score is the distance in
+# direction between a key and the mean key (KeyDiff, [2504.15364](https://arxiv.org/abs/2504.15364)).
 #
 # ## A first try
 
@@ -55,19 +55,19 @@ import numpy as np
 import jkv
 
 
-def standing_out(view: jkv.CacheView):
-    """How far each key points away from the mean key."""
-    is_filled = view.is_filled[..., None]  # empty slots may hold anything, NaN too
+def distinctness(view: jkv.CacheView):
+    """The distance in direction between each key and the mean key."""
+    is_filled = view.is_filled[..., None]  # empty slots may hold anything, NaN included
     key = jnp.where(is_filled, view.key, 0.0)
     key = key / jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), 1e-6)
     mean = key.sum(axis=(0, 2), keepdims=True) / is_filled.sum(axis=(0, 2), keepdims=True).astype(key.dtype)
     return -(key * mean).sum(axis=-1)
 
 
-first_try = jkv.evict_by(standing_out, budget=48, interval=16, sinks=4, recent=8)
+first_try = jkv.evict_by(distinctness, budget=48, interval=16, sinks=4, recent=8)
 
 # %% [markdown]
-# `evict_by` makes a policy of it: every 16 tokens, at most 48 slots stay; the first 4 and the last 8 always do. It runs:
+# `evict_by` makes a policy from the score. Every 16 tokens, at most 48 slots stay, and the first 4 and the last 8 tokens always stay.
 
 # %%
 model = jkv.load("tiny-reasoner")
@@ -76,8 +76,8 @@ out = jkv.generate(model, problem, policy=first_try)
 print(f"{out.stats.evicted:.0f} tokens evicted; {out.text[0].splitlines()[-1]}")
 
 # %% [markdown]
-# That it runs does not mean that it is right. `jkv.verify` puts it through the suite that every policy of the library passes, and
-# says in words what is wrong.
+# It runs, but it may still be wrong. `jkv.verify` runs the suite that every policy of the package passes, and reports each failure in
+# a sentence.
 
 # %%
 report = jkv.verify(first_try)
@@ -86,18 +86,18 @@ assert not report.is_ok
 assert "treats_rows_independently" in report.failures
 
 # %% [markdown]
-# The score mixes rows: the mean runs over axis 0, the batch, as well. What is kept of one prompt then depends on which prompts
-# happen to run beside it. No single run would have shown it.
+# The score mixes rows: the mean is also over axis 0, the batch. What is kept of one prompt then depends on the other prompts in the
+# batch. No single run would have shown this.
 #
-# ## Mended
+# ## The fix
 #
-# One axis less:
+# The mean must leave out axis 0:
 
 
 # %%
 def key_diff(view: jkv.CacheView):
-    """How far each key points away from the mean key of its row and head."""
-    is_filled = view.is_filled[..., None]  # empty slots may hold anything, NaN too
+    """The distance in direction between each key and the mean key of its row and head."""
+    is_filled = view.is_filled[..., None]  # empty slots may hold anything, NaN included
     key = jnp.where(is_filled, view.key, 0.0)
     key = key / jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), 1e-6)
     mean = key.sum(axis=2, keepdims=True) / is_filled.sum(axis=2, keepdims=True).astype(key.dtype)
@@ -107,7 +107,7 @@ def key_diff(view: jkv.CacheView):
 mine = jkv.evict_by(key_diff, budget=48, interval=16, sinks=4, recent=8)
 
 # %% [markdown]
-# A policy can be tried without any model. `select` gives the slots that stay. Of 40 keys that are nearly the same, two stand out:
+# You can try a policy without a model. `select` returns the slots that stay. Here 38 of 40 keys are nearly equal, and two are not:
 
 # %%
 rng = np.random.default_rng(0)
@@ -120,7 +120,7 @@ print("slots that stay:", slots)
 assert slots == [0, 1, 2, 3, 15, 22, *range(32, 40)]
 
 # %% [markdown]
-# And with the model, beside a policy that draws at random:
+# With the model, next to the random baseline:
 
 # %%
 for policy in (mine, jkv.random(budget=48, interval=16)):
@@ -131,7 +131,7 @@ for policy in (mine, jkv.random(budget=48, interval=16)):
     assert out.stats.evicted > 0
 
 # %% [markdown]
-# Whether it is any good is a question for many problems (`2_compare_policies`). Whether it is correct, for `verify`:
+# Accuracy is measured on many problems (`2_compare_policies`). Correctness is checked by `verify`:
 
 # %%
 report = jkv.verify(mine)

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # What is kept
 #
-# Pictures of a cache while a model thinks: what stays, how much it is, and what repeats.
+# Pictures of the cache during a generation: which tokens stay, how many, and which text repeats.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jkv-project/jkv/blob/main/notebooks/4_what_is_kept.ipynb)
 
@@ -34,7 +34,7 @@ except ImportError:
     importlib.invalidate_caches()
 
 # %% [markdown]
-# One problem, four policies, each with its trace: which token could be read by which query.
+# One problem and four policies, each with its trace, which records the tokens that each query could read.
 
 # %%
 import numpy as np
@@ -59,8 +59,8 @@ for name, policy in policies.items():
 # %% [markdown]
 # ## Token by token
 #
-# The text, each token shaded by the share of layers and heads that still hold it. Move the slider to go back in time, or choose one
-# layer and head. It is a page of HTML: run the cell to see it, and `.save("kept.html")` keeps it.
+# The text, with each token shaded by the share of layers and heads that still hold it. Move the slider to go back in time, or choose
+# one layer and head. This is a page of HTML: run the cell to see it, or write it with `.save("kept.html")`.
 
 # %%
 jkv.viz.kept(outs["r_kv"])
@@ -68,9 +68,9 @@ jkv.viz.kept(outs["r_kv"])
 # %% [markdown]
 # ## All of time at once
 #
-# The same as a plain picture: a column for each query, a row for each token of the past, dark where all heads can read it. What
-# StreamingLLM keeps is a band, and the first four tokens. R-KV keeps single tokens from anywhere, which show as lines. H2O gives up
-# one token for each new one, so it has no steps.
+# The same as a static picture: a column for each query, a row for each earlier token, dark where all heads can read it. StreamingLLM
+# keeps a band and the first four tokens. R-KV keeps single tokens from the whole text, which appear as lines. H2O evicts one token for
+# each new token, so it has no stairs.
 
 # %%
 compressed = ("streaming_llm", "r_kv", "h2o")
@@ -88,10 +88,10 @@ every[0].set(ylabel="position of the token")
 figure
 
 # %% [markdown]
-# ## How much it is
+# ## How much is kept
 #
-# Slots held while the completion grows. R-KV lets the cache grow for 16 tokens, then cuts it back to 64; H2O holds 64 all along.
-# Without them it would follow the dashed line.
+# The number of slots while the completion grows. With R-KV the cache grows for 16 tokens and is then compacted to 64 slots. H2O always
+# holds 64 slots. The dashed line is the full cache.
 
 # %%
 jkv.viz.cache_size({name: outs[name] for name in ("r_kv", "h2o")})
@@ -99,9 +99,9 @@ jkv.viz.cache_size({name: outs[name] for name in ("r_kv", "h2o")})
 # %% [markdown]
 # ## What repeats
 #
-# A reasoning model says many things twice, and this one checks itself word for word. Cut the full cache into pages of four tokens: how
-# far apart are their keys and values? Dark is near, and a circle marks two pages of the same tokens. This is what policies that *share*
-# pages look at (`jkv.reason_cache`, `jkv.mem_share`).
+# A reasoning model repeats itself, and this one checks its answer word for word. The picture shows the distances between the keys and
+# values of all pages of four tokens in the full cache. Dark means near, and a circle marks two pages with equal tokens. Policies that
+# *share* pages use these distances (`jkv.reason_cache`, `jkv.mem_share`).
 
 # %%
 full = outs["full"]
@@ -112,8 +112,8 @@ found = {name: all_distances(model, tokens, 4, name) for name in ("rotated", "ra
 jkv.viz.distances(found, is_same)
 
 # %% [markdown]
-# Text that is said again shows as dark diagonals in the raw keys. In the cache, keys are rotated by their position, and the same text
-# at another place looks less alike; that is part of what makes sharing hard.
+# Repeated text appears as dark diagonals in the raw keys. Cached keys are rotated by their position, so equal text at another position
+# is less similar. This is one reason why sharing is hard.
 
 # %%
 for name, distance in found.items():

@@ -11,7 +11,7 @@
 # %% [markdown]
 # # The kernel ladder
 #
-# Attention over the pages of a cache, from a loop in Python to the library's kernels, each rung checked against the one before.
+# Attention over a paged cache, from a Python loop to the kernels of the package. Each version is checked against the one before.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jkv-project/jkv/blob/main/notebooks/5_the_kernel_ladder.ipynb)
 
@@ -34,17 +34,17 @@ except ImportError:
     importlib.invalidate_caches()
 
 # %% [markdown]
-# When a model writes one token, each query head reads the whole cache of its KV head once. There is next to no arithmetic
-# in it: what takes the time is to fetch the keys and values from memory. So each rung of this ladder asks one question: *how
-# many bytes move, and who waits for them?*
+# For each new token, each query head reads the whole cache of its KV head once. There is little arithmetic: the time is spent on
+# reading keys and values from memory. So for each rung of this ladder the question is: *how many bytes move, and does the computation
+# wait for them?*
 #
-# Everything here runs on a CPU, the Pallas kernels in interpret mode. That shows whether a kernel is right, never how fast it is; so
-# nothing is timed, and bytes are counted.
+# Everything here runs on a CPU, the Pallas kernels in interpret mode. Interpret mode shows whether a kernel is correct, but not how
+# fast it is. So this notebook counts bytes and times nothing.
 #
 # ## The cache
 #
-# A pool of pages, each with 16 keys and 16 values. A row's table says which pages are its own. Whatever lies in pages that belong to
-# nobody, or behind a row's last token, must not matter: here it is NaN.
+# A pool of pages, each with 16 keys and 16 values. The page table of a row lists its pages. Free pages, and slots after the last token
+# of a row, must never be read: here they are NaN.
 
 # %%
 import functools
@@ -72,7 +72,7 @@ results, moved = {}, {}
 
 
 def check(name, out, num_bytes):
-    """The rung gives what the one before gave; its bytes go into the table."""
+    """Compares a rung with the one before, and adds its bytes to the table."""
     for before in list(results.values())[-1:]:
         np.testing.assert_allclose(out, before, rtol=1e-4, atol=1e-5)
     assert np.isfinite(out).all()
@@ -83,8 +83,7 @@ def check(name, out, num_bytes):
 # %% [markdown]
 # ## Rung 1: a loop over slots
 #
-# The definition, word for word. Each of the eight query heads goes through all keys and values by itself, so everything is
-# fetched eight times.
+# The definition of attention. Each of the eight query heads reads all keys and values separately, so everything is fetched eight times.
 
 
 # %%
@@ -107,8 +106,8 @@ check("1 loop over slots", loop(query, kv, page_table, length), GROUP * length.s
 # %% [markdown]
 # ## Rung 2: gather, then two matrix products
 #
-# All query heads of a group share one fetch. But the pages are first gathered side by side: read, written, and read again. And
-# *all* pages of the table are, also those that a short row does not fill.
+# All query heads of a group share one fetch. But the pages are first gathered into one array: they are read, written and read again.
+# And *all* entries of the table are gathered, also those that a short row does not use.
 
 
 # %%
@@ -127,15 +126,15 @@ check("2 gather", gather(query, kv, page_table, length), 3 * ROWS * MAX_PAGES * 
 # %% [markdown]
 # ## Rung 3: page by page
 #
-# A softmax needs the largest logit and the sum of all, so it seems that everything must be seen first. It need not (the *online
-# softmax*, [1805.02867](https://arxiv.org/abs/1805.02867)): carry the largest logit so far, the sum and the weighted values so far, and when a
-# larger one comes, scale both down by $e^{\text{old} - \text{new}}$. One page at a time is enough, nothing is written back, and
-# nobody goes further than the longest row.
+# A softmax needs the largest logit and the sum, so it seems to need two passes. The *online softmax*
+# ([1805.02867](https://arxiv.org/abs/1805.02867)) needs one: it carries the largest logit, the sum and the weighted values so far. If a
+# larger logit appears, it scales both by $e^{\text{old} - \text{new}}$. It reads one page at a time, writes nothing back, and stops at
+# the length of the longest row.
 
 
 # %%
 def absorb(carry, query, page, is_filled):
-    """One more page `[2, page, H]` for the queries `[G, H]` of a row."""
+    """Adds one page `[2, page, H]` to the attention of a row's queries `[G, H]`."""
     peak, total, out = carry
     logits = jnp.dot(query, page[0].T, precision="highest") * HEAD_SIZE**-0.5
     logits = jnp.where(is_filled[None], logits, -jnp.inf)
@@ -146,8 +145,8 @@ def absorb(carry, query, page, is_filled):
     return new_peak, total * scale + weight.sum(axis=1, keepdims=True), out * scale + added
 
 
-def nothing_yet():
-    """No page so far: a very low peak, no sum, no values."""
+def empty_carry():
+    """The carry before the first page: a very low peak, no sum, no values."""
     return jnp.full((GROUP, 1), -1e30), jnp.zeros((GROUP, 1)), jnp.zeros((GROUP, HEAD_SIZE))
 
 
@@ -157,7 +156,7 @@ def online(query, kv, page_table, length):
         is_filled = i * PAGE + jnp.arange(PAGE) < length[:, None]
         return jax.vmap(absorb)(carry, query, kv[page_table[:, i]], is_filled)
 
-    start = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROWS, *x.shape)), nothing_yet())
+    start = jax.tree.map(lambda x: jnp.broadcast_to(x, (ROWS, *x.shape)), empty_carry())
     _, total, out = lax.fori_loop(0, (length.max() + PAGE - 1) // PAGE, step, start)
     return out / total
 
@@ -167,19 +166,18 @@ check("3 online softmax", online(query, kv, page_table, length), ROWS * pages_he
 # %% [markdown]
 # ## Rung 4: a first kernel
 #
-# In XLA all rows walk in step, and short rows fetch pages that they do not have. In a Pallas kernel each row is a program of
-# its own, and stops where it ends. The pool stays in the large, slow memory (`pl.ANY`); a page is copied into the small, fast one
-# (`VMEM`) before it is used.
+# In XLA all rows run the same number of iterations, so short rows fetch pages that they do not have. In a Pallas kernel each row is a
+# separate program, which stops at its own length. The pool stays in the large, slow memory (`pl.ANY`), and each page is copied into the
+# small, fast memory (`VMEM`) before it is used.
 #
-# (Interpret mode is lenient: the compiler of a TPU also wants every iota to have two dimensions, and what it copies to be whole tiles.)
+# (Interpret mode is lenient: a TPU compiler also requires iotas with two dimensions, and copies of whole tiles.)
 #
-# The copy is started, waited for, used; then the next. While it is under way nobody computes, and while somebody computes nothing is
-# under way.
+# The kernel starts a copy, waits for it and uses the page, one page after the other. Copies and computation never overlap.
 
 
 # %%
 def finish(out_ref, carry):
-    """The weighted values by the sum of weights."""
+    """Divides the weighted values by the sum of weights."""
     _, total, out = carry
     out_ref[0] = out / total
 
@@ -194,12 +192,12 @@ def one_by_one(length_ref, table_ref, query_ref, kv_ref, out_ref, buffer_ref, se
         is_filled = i * PAGE + lax.iota(jnp.int32, PAGE) < length_ref[row]
         return absorb(carry, query_ref[0], buffer_ref[0], is_filled)
 
-    finish(out_ref, lax.fori_loop(0, pl.cdiv(length_ref[row], PAGE), step, nothing_yet()))
+    finish(out_ref, lax.fori_loop(0, pl.cdiv(length_ref[row], PAGE), step, empty_carry()))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def launch(kernel, query, kv, page_table, length):
-    """Runs a kernel, one program a row; lengths and tables come before everything else, into scalar memory."""
+    """Runs a kernel with one program per row; lengths and tables are prefetched into scalar memory."""
     a_row = pl.BlockSpec((1, GROUP, HEAD_SIZE), lambda row, *_: (row, 0, 0))
     grid = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
@@ -217,8 +215,8 @@ check("4 a first kernel", launch(one_by_one, query, kv, page_table, length), pag
 # %% [markdown]
 # ## Rung 5: fetch the next page while this one is used
 #
-# Two buffers. Before a page is waited for, the copy of the one after it is started, into the other buffer. The same bytes move, but
-# most of them while something is computed.
+# Two buffers: before the kernel waits for a page, it starts the copy of the next page into the other buffer. The same number of bytes
+# moves, but most copies overlap with computation.
 
 
 # %%
@@ -237,25 +235,25 @@ def two_buffers(length_ref, table_ref, query_ref, kv_ref, out_ref, buffer_ref, s
         return absorb(carry, query_ref[0], buffer_ref[lax.rem(i, 2)], is_filled)
 
     copy(0).start()
-    finish(out_ref, lax.fori_loop(0, num_pages, step, nothing_yet()))
+    finish(out_ref, lax.fori_loop(0, num_pages, step, empty_carry()))
 
 
 check("5 two buffers", launch(two_buffers, query, kv, page_table, length), pages_held.sum() * PAGE * SLOT_BYTES)
 
 # %% [markdown]
-# Copies that nothing hides behind, where compute is as long as a copy or longer:
+# The number of copies that the computation waits for, if computing takes at least as long as a copy:
 
 # %%
 for name, pages in {"4 a first kernel": pages_held.sum(), "5 two buffers": ROWS}.items():
     print(f"{name}: {pages} of {pages_held.sum()} pages are waited for")
 
 # %% [markdown]
-# ## Rung 6: the library's own
+# ## Rung 6: the kernels of the package
 #
-# After compression rows are short, and a kernel that drains at the end of each would mostly wait. The library's TPU kernel goes
-# on across rows: the last page of a row already asks for the first of the next, so one wait is left in all. It also takes 256
-# slots a turn, for the matrix unit. On a GPU there are more processors than rows; there each row is cut into parts, whose softmaxes
-# are combined at the end, and of its last page only the slots that are filled are fetched.
+# Compressed rows are short, and a kernel that waits at the start of each row would mostly wait. The TPU kernel of the package overlaps
+# rows too: with the last page of a row it already fetches the first page of the next, so only one wait remains. It also processes 256
+# slots at a time, for the matrix unit. A GPU has more processors than there are rows. There each row is split into parts, whose
+# softmaxes are combined at the end, and only the filled slots of the last page are fetched.
 
 # %%
 import pallas_kernels as kernels
@@ -268,8 +266,8 @@ for name, module, slots in (("6 tpu", tpu, pages_held.sum() * PAGE), ("6 gpu", g
     check(name, out, slots * SLOT_BYTES)
 
 # %% [markdown]
-# Who chooses? `implementation=None` takes the best for the device; a name takes that one, or says why it cannot. All that run here
-# agree.
+# `implementation=None` chooses the best implementation for the device. A name chooses that one, or raises an error with the reason why
+# it cannot run. All implementations that run here agree.
 
 # %%
 refused = refusals(IMPLEMENTATIONS, own_platform(), *arguments, None, with_logits=False)
@@ -296,4 +294,4 @@ assert (
 )
 
 # %% [markdown]
-# And the last rung of all is not in the kernel: with a policy that keeps a tenth of the slots, a tenth of these bytes is left.
+# The last rung is not in the kernel: a policy that keeps a tenth of the slots leaves a tenth of these bytes.

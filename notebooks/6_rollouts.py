@@ -11,9 +11,9 @@
 # %% [markdown]
 # # Rollouts
 #
-# Reinforcement learning samples many long chains of thought, and their caches are what fills the memory. Here a small model learns
-# to count from rollouts of a compressed cache: groups that share a prompt, log-probabilities of what was really sampled, and a loss
-# that replays the very same evictions.
+# Reinforcement learning samples many long chains of thought, and their caches fill the memory. Here a small model learns to count from
+# rollouts with a compressed cache: groups that share a prompt, log-probabilities of the distribution that was sampled, and a loss that
+# replays the same evictions.
 #
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/jkv-project/jkv/blob/main/notebooks/6_rollouts.ipynb)
 
@@ -38,8 +38,8 @@ except ImportError:
 # %% [markdown]
 # ## A group of samples
 #
-# A `Rollout` is an engine that stays open. Sixteen samples of one prompt: it is prefilled once, its pages are shared, and yet every
-# sample evicts on its own.
+# A `Rollout` is an engine that stays open between calls. Here it draws sixteen samples of one prompt. The prompt is prefilled once and
+# its pages are shared, but each sample evicts independently.
 
 # %%
 import warnings
@@ -55,7 +55,7 @@ from jkv.viz.look import style, subplots
 
 reasoner = jkv.load("tiny-reasoner")
 options = {"max_prompt_tokens": 32, "max_new_tokens": 160, "max_running": 16}
-pad_id = reasoner.tokenizer.unk_token_id  # padding of its own: this tokenizer's is also the end token, and jkv would warn
+pad_id = reasoner.tokenizer.unk_token_id  # the pad token of this tokenizer is also its end token, and jkv would warn
 rollout = jkv.Rollout(reasoner, jkv.r_kv(budget=96, interval=16), pad_id=pad_id, **options)
 out = rollout(["b=3;c=7;d=b*c;e=d+b;?e"], n=16, seed=0, return_trace=True, progress=False)
 print(f"{len(out.lengths)} samples of {out.lengths.min()} to {out.lengths.max()} tokens, {out.stats.prefills} prefill")
@@ -65,9 +65,9 @@ print(out.tokens.shape, out.logprobs.dtype, sorted(set(out.finish_reason)))
 # %% [markdown]
 # ## What was sampled is not what is trained
 #
-# `out.logprobs` are those of the distribution that each token was drawn from: the compressed cache's. A trainer's forward pass has
-# the full cache, and gives others. `jkv.rl.mismatch` says how far they are apart; where it is too far, it warns. Replaying the
-# trace gives what was sampled, to rounding.
+# `out.logprobs` are under the distribution that each token was drawn from, that of the compressed cache. The forward pass of a trainer
+# has the full cache and other log-probabilities. `jkv.rl.mismatch` measures the difference and warns if it is too large. A replay of the
+# trace reproduces the sampled log-probabilities up to rounding.
 
 # %%
 dense = jkv.score(reasoner, out).logprobs
@@ -79,9 +79,9 @@ print(f"dense: overlap {apart.overlap:.3f}, 1st percentile {apart.p01:.3f}, up t
 print(f"replayed: up to {np.abs(np.asarray(replayed) - out.logprobs).max():.1e} nats apart")
 
 # %% [markdown]
-# A trainer of the dense policy weighs each token by `dense / sampled`, cut at 2 (`tis`), and may leave out whole sequences with a
-# token that the dense policy would all but never say (`veto`). With a budget as small as this one each of these long samples has
-# such a token, so the veto leaves none: a larger budget, `tis` alone, or replay, which corrects nothing because nothing is off.
+# A trainer of the dense policy can weight each token by `dense / sampled`, capped at 2 (`tis`). It can also drop whole sequences that
+# contain a token with almost no probability under the dense policy (`veto`). With a budget as small as this, each of these long samples
+# contains such a token, so the veto drops all of them. The remedies are a larger budget, `tis` alone, or replay, which needs no correction.
 
 # %%
 for mode in ("tis", "tis+veto"):
@@ -91,9 +91,9 @@ for mode in ("tis", "tis+veto"):
 # %% [markdown]
 # ## Learning
 #
-# The task: five digits are given, and each that follows should be one more than the one before. Random weights, and a cache of 12
-# slots for 45 tokens. One step: sample, reward, compare within each group, replay and differentiate, swap the weights. Nothing
-# compiles after the first step: weights, prompts and evictions are data.
+# The task: five digits are given, and each following digit should be one more than the digit before. The model starts with random
+# weights, and the cache has 12 slots for 45 tokens. Each update samples, computes rewards and group advantages, differentiates the
+# replayed loss, and replaces the weights. Nothing compiles after the first update, because weights, prompts and evictions are data.
 
 # %%
 start, n = counting.start(seed=0), 8
@@ -146,8 +146,8 @@ figure
 # %% [markdown]
 # ## Weights, pauses, memory
 #
-# A trainer may pause rollouts half-way, swap the weights, and go on: `policy_version` says which weights drew each token. `sleep`
-# frees the pool for the update; samples that are under way wait in host memory.
+# A trainer may pause rollouts, replace the weights and continue: `policy_version` has the version of the weights that drew each token.
+# `sleep` frees the pool for the update, and pending samples wait in host memory.
 
 # %%
 rollout.submit(prompts, n=2, seed=0, stop_ids=())
@@ -161,5 +161,5 @@ print(
 )
 
 # %% [markdown]
-# `python -m jkv.grpo configs/experiments/grpo-counting.toml` is a whole run, with several arms, checkpoints and a report;
-# `jkv.integrations.tunix` makes `jkv` the rollout engine of tunix.
+# `python -m jkv.grpo configs/experiments/grpo-counting.toml` is a complete run with several arms, checkpoints and a report.
+# `jkv.integrations.tunix` makes jkv the rollout engine of tunix.

@@ -1,7 +1,9 @@
 """How much of a trace repeats itself, by the measures of the papers whose methods are here; `jkv.analyze` counts them.
 
-Each function returns one completion's figures by the names in `MEASURES`, None where a trace has none (a share
-of no steps). Steps, sentences and thoughts are those that the methods themselves find while a model decodes.
+Each function returns the figures of one completion, by the names in `MEASURES`; None if there is nothing to measure. Sentences
+and thoughts are those that the methods find while a model decodes. The figures called "steps" are of all thoughts of a
+completion, as stage 1 of ReasonCache finds them; those called "thoughts" are of SEAL's thoughts, finished and inside the
+thinking.
 """
 
 import dataclasses
@@ -14,7 +16,7 @@ import numpy as np
 from jkv.analysis.steering_vectors import thoughts
 from jkv.reasoning.sentences import ENDS, ends_of
 from jkv.reasoning.steering import is_check, label
-from jkv.reasoning.steps import SENTENCE, Filter, FilterStats, StepFinder, make_library, sentence_encoder
+from jkv.reasoning.thoughts import SENTENCE, Filter, FilterStats, ThoughtFinder, make_index, sentence_encoder
 from jkv.reasoning.token_text import END_OF_THINKING, THINK, TokenFacts, facts_of
 from jkv.reasoning.word_tokenizer import Words
 
@@ -35,7 +37,7 @@ class Measure(NamedTuple):
     source: str
 
 
-ALIKE = (0.8, 0.9)  # cosines of steps
+ALIKE = (0.8, 0.9)  # cosines of thoughts in stage 1
 SAID_AGAIN, HIGHLY_ALIKE = 0.75, 0.95  # cosines of sentences: RPC's, SkipKV's
 COUNTERPARTS = (1, 2, 4)  # RPC's N
 PREFIXES = tuple(128 << i for i in range(7))  # tokens; RPC has those from 1,024 to 8,192
@@ -71,7 +73,7 @@ class Reader:
     Attributes:
       tokenizer: whose tokens are counted: a model's, or `Words`.
       facts: of its tokens.
-      encoder: what steps and sentences are compared as (`jkv.reasoning.steps.Filter`).
+      encoder: how thoughts and sentences are embedded (`jkv.reasoning.thoughts.Filter`).
     """
 
     tokenizer: Any
@@ -81,7 +83,7 @@ class Reader:
     def read(self, text: str) -> Figures:
         """All figures of one completion."""
         tokens = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), np.int64)
-        counted = tokens[self.facts.says_something[tokens]] if isinstance(self.tokenizer, Words) else tokens
+        counted = tokens[self.facts.has_content[tokens]] if isinstance(self.tokenizer, Words) else tokens
         return (
             {"tokens": float(len(counted))}
             | of_n_grams(counted)
@@ -116,7 +118,7 @@ def make_reader(texts: Sequence[str], tokenizer: Any, encoder: Any) -> Reader:
 
 
 def check_encoder(encoder: Any) -> None:
-    """Refuses what neither steps nor sentences of texts can be compared as."""
+    """Refuses an encoder that needs a model."""
     Filter(encoder=encoder)
     if encoder == "embedding":
         raise ValueError(
@@ -163,19 +165,18 @@ def entropy_of(tokens: np.ndarray, n: int) -> float | None:
 
 
 def of_steps(reader: Reader, tokens: np.ndarray) -> Figures:
-    """The share of steps that are like an earlier one.
+    """The share of thoughts that are similar to an earlier one; the answer and an unfinished last thought are included.
 
-    MemShare and ReasonCache (arXiv 2507.21433), Fig. 2: the cosine of two bags of tokens exceeds 0.8 (MemShare also 0.9); no
-    penalty on lengths, no look at formulas. And what stage 1 of ReasonCache lets pass: cosine by length, a threshold that falls
-    as the trace repeats itself, equal formulas. Steps are those of `jkv.reasoning.steps`, the answer and an unfinished last one
-    included.
+    MemShare and ReasonCache (arXiv 2507.21433), Fig. 2: the cosine of two bags of tokens exceeds 0.8 (MemShare also 0.9),
+    without a penalty on lengths and without formulas. `shareable_steps` is stage 1 of ReasonCache: the cosine is multiplied by
+    the ratio of lengths, the threshold falls as the trace repeats itself, and formulas must be equal.
     """
     rules = [Filter(cosine, cosine, structure=False, penalises_length=False) for cosine in ALIKE]
     out: Figures = {}
     for name, plain in zip(STEPS, [*rules, STAGE_1], strict=True):
         rule, stats = dataclasses.replace(plain, encoder=reader.encoder), FilterStats()
-        library = make_library(rule, len(reader.facts.is_break), lambda: np.zeros((0, 0)))
-        finder = StepFinder(rule, reader.facts, reader.tokenizer.decode, library, stats)
+        index = make_index(rule, len(reader.facts.is_break), lambda: np.zeros((0, 0)))
+        finder = ThoughtFinder(rule, reader.facts, reader.tokenizer.decode, index, stats)
         found = [finder.take(token, 0) for token in tokens.tolist()] + [finder.close(0)]
         out |= {"steps": float(stats.steps), name: share_of([bool(event[1]) for event in found if event])}
     return out
@@ -190,13 +191,13 @@ def of_sentences(reader: Reader, tokens: np.ndarray) -> Figures:
     how it splits sentences; these end as SkipKV's method has it, with a token of `jkv.reasoning.sentences.ENDS`.
     """
     is_end = ends_of(reader.tokenizer, len(reader.facts.is_break), ENDS)
-    library = make_library(Filter(encoder=reader.encoder), len(is_end), lambda: np.zeros((0, 0)))
+    index = make_index(Filter(encoder=reader.encoder), len(is_end), lambda: np.zeros((0, 0)))
     pieces = np.split(tokens, np.flatnonzero(is_end[tokens]) + 1)
-    sentences = [piece for piece in pieces if reader.facts.says_something[piece].any()]
+    sentences = [piece for piece in pieces if reader.facts.has_content[piece].any()]
     counterparts, is_similar = np.zeros(len(sentences), int), np.zeros(len(sentences), bool)
     for i, piece in enumerate(sentences):
         text = functools.partial(reader.tokenizer.decode, piece.tolist())
-        cosine = library.compare(piece[reader.facts.says_something[piece]].tolist(), text)
+        cosine = index.compare(piece[reader.facts.has_content[piece]].tolist(), text)
         counterparts[:i] += cosine > SAID_AGAIN
         counterparts[i] = (cosine > SAID_AGAIN).sum()
         is_similar[:i] |= cosine >= HIGHLY_ALIKE

@@ -1,3 +1,3 @@
 """The paged pool, and how a decode step reads, extends and trims it."""
 
-DEFAULT_PAGE_SIZE = 16  # slots, for every caller that names no other
+DEFAULT_PAGE_SIZE = 16  # slots

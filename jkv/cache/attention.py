@@ -1,6 +1,6 @@
-"""How the decoder attends when its cache is the pool: one `Attend` for decoding, one for a chunk of a prompt.
+"""Attention over the pool: one `Attend` for decode steps, one for chunks of a prompt.
 
-Both append the new keys and values first and then read the pool; both remember the last queries when a policy scores by them.
+Both append the new keys and values and then read the pool. Both store the last queries if a policy scores by them.
 """
 
 from typing import NamedTuple
@@ -16,27 +16,27 @@ from jkv.cache.page_selection import Choice, ReadRules, bound, choose_pages
 from jkv.cache.pool import EMPTY, Pool
 from jkv.model import decoder
 
-OPEN_END = jnp.iinfo(jnp.int32).max  # the end of a column that is never dropped
+OPEN_END = jnp.iinfo(jnp.int32).max  # the end of a column that is never evicted
 
 
 class Cache(NamedTuple):
-    """What attention carries through the layers."""
+    """The state that attention carries through the layers."""
 
     pool: Pool
-    query_ring: Float[Array, "L B W N H"] | None  # the query of position p lies at p % W; None when no policy needs it
-    victim: Int[Array, "L B K"] | None = None  # slots that the step in progress gives up; None when it gives up none
-    is_read: Bool[Array, "L B K MP"] | None = None  # pages that the step in progress reads; None when it reads all
+    query_ring: Float[Array, "L B W N H"] | None  # the query of position p is at p % W; None if no policy needs it
+    victim: Int[Array, "L B K"] | None = None  # slots that the current step evicts; None if it evicts none
+    is_read: Bool[Array, "L B K MP"] | None = None  # pages that the current step reads; None if it reads all
 
 
 class DecodeAttention(NamedTuple):
-    """Every row's next token (T = 1) reads the row's pages."""
+    """Attention of each row's next token (T = 1) to the row's pages."""
 
     address: Int[Array, "L B K T"]
     length: Int[Array, "L B K"]  # filled slots, the new ones included
     position: Int[Array, " B"]
-    rules: StepRules | None  # None when no policy goes by the accumulated mass or evicts in steps
-    reads: ReadRules | None  # None when every policy reads everything
-    sinks: SinkRules | None  # None when sinks stay where they are
+    rules: StepRules | None  # None if no policy needs the accumulated mass or evicts inside steps
+    reads: ReadRules | None  # None if every policy reads all pages
+    sinks: SinkRules | None  # None if no policy moves its sinks
     goes_on: Bool[Array, " B"]  # whether a row has a next step
 
     def __call__(
@@ -74,8 +74,8 @@ class DecodeAttention(NamedTuple):
             turned = decoder.rotate(query, self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
             first_pages = page_table[:, : pages.num_pages_of(MOST_SINKS, pool.page_size)]
             num_sinks = jnp.minimum(length, jnp.repeat(self.sinks.num_sinks, key.shape[2]))
-            of_sinks, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
-            out = merge((out, of_sinks), (log_total, sinks_total))
+            sinks_out, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
+            out = merge((out, sinks_out), (log_total, sinks_total))
         victim = cache.victim
         if self.rules is not None:
             assert logits is not None
@@ -85,7 +85,7 @@ class DecodeAttention(NamedTuple):
                 pool.slot_data["mass"][layer],
                 logits.reshape(*shape, *logits.shape[1:]),
                 log_total.reshape(*shape, -1),
-                self.rules.forgets,
+                self.rules.last_only,
             )
             position = pages.positions(pool.replace(length=self.length), layer, jnp.arange(batch, dtype=jnp.int32))
             slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on)
@@ -109,7 +109,7 @@ class DecodeAttention(NamedTuple):
 
 
 class PrefillAttention(NamedTuple):
-    """A chunk of one row's prompt reads what the row holds already and itself, causally."""
+    """Causal attention of a chunk of one row's prompt to the row's slots and to itself."""
 
     address: Int[Array, "L 1 K T"]
     row: Int[Array, " 1"]
@@ -151,10 +151,10 @@ class PrefillAttention(NamedTuple):
     def mass(
         self, query: Float[Array, "1 T N H"], key: Float[Array, "1 K S H"], position: Int[Array, "1 K S"]
     ) -> Float[Array, "1 K S"]:
-        """What the chunk's queries attend to, summed over them and over the query heads of each KV head."""
+        """The attention mass of each slot, summed over the chunk's queries and over the query heads of each KV head."""
         num_heads, head_size = key.shape[1], key.shape[3]
         num_queries = query.shape[1]
-        last = jnp.arange(num_queries, dtype=jnp.int32) >= num_queries - self.num_new  # the real ones, moved to the end
+        last = jnp.arange(num_queries, dtype=jnp.int32) >= num_queries - self.num_new  # the real queries, rolled to the end
         query_KGTH = jnp.moveaxis(jnp.roll(query[0], num_queries - self.num_new[0], axis=0), 0, 1)
         mean = kernels.attention_mass(
             query_KGTH.reshape(num_heads, -1, num_queries, head_size),
@@ -174,7 +174,7 @@ def last_queries(
     num_seen: Int[Array, " R"],
     window: int,
 ) -> Float[Array, "R N W H"]:
-    """The last `window` queries of some rows, each in a layer, oldest first."""
+    """The last `window` queries of rows, each in its layer, oldest first."""
     when = num_seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
     query_RWNH = ring[layer[:, None], row[:, None], when % ring.shape[2]]
     return jnp.moveaxis(query_RWNH, 1, 2)

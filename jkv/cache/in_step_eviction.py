@@ -1,6 +1,6 @@
-"""Eviction inside a decode step: one slot out for one token in, by the attention that the step computes anyway (H2O, TOVA).
+"""Eviction inside a decode step: each new token evicts one slot, chosen by the attention of the step (H2O, TOVA).
 
-The slot that is given up becomes a vacant slot (`jkv.cache.pool`), which the row's next token fills: no key ever moves.
+The evicted slot becomes the vacant slot (`jkv.cache.pool`), which the row's next token fills. No key is ever moved.
 """
 
 from typing import NamedTuple
@@ -11,25 +11,25 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
 
-UNLIMITED = np.iinfo(np.int32).max  # the budget of a row that evicts nothing in its steps
+UNLIMITED = np.iinfo(np.int32).max  # the budget of a row that evicts nothing inside steps
 
 
 class StepRules(NamedTuple):
-    """What each batch row does in its steps."""
+    """The eviction settings of each batch row."""
 
-    budget: Int[Array, "L B"]  # slots that a step leaves
-    sinks: Int[Array, " B"]  # first positions, never dropped
-    recent: Int[Array, " B"]  # last positions, never dropped
-    forgets: Bool[Array, " B"]  # whether the mass is the last query's (TOVA) or the sum of all (H2O)
-    is_per_layer: Bool[Array, " B"]  # whether all KV heads of a layer drop the same
+    budget: Int[Array, "L B"]  # slots after a step
+    sinks: Int[Array, " B"]  # first positions, never evicted
+    recent: Int[Array, " B"]  # last positions, never evicted
+    last_only: Bool[Array, " B"]  # whether the mass is of the last query (TOVA) or the sum over all (H2O)
+    is_per_layer: Bool[Array, " B"]  # whether all KV heads of a layer evict the same slot
 
 
 def add_mass(
-    mass: Float[Array, "B K S"], logits: Float[Array, "B K G S"], log_total: Float[Array, "B K G"], forgets: Bool[Array, " B"]
+    mass: Float[Array, "B K S"], logits: Float[Array, "B K G S"], log_total: Float[Array, "B K G"], last_only: Bool[Array, " B"]
 ) -> Float[Array, "B K S"]:
-    """The mass of each slot after one more query: what its group's softmaxes gave the slot, on top of what it had."""
+    """The mass of each slot after one more query: its mass so far plus the probabilities of the query group."""
     probability = jnp.where(logits > -jnp.inf, jnp.exp(logits - log_total[..., None]), 0.0)
-    return jnp.where(forgets[:, None, None], 0.0, mass) + probability.sum(axis=2)
+    return jnp.where(last_only[:, None, None], 0.0, mass) + probability.sum(axis=2)
 
 
 def choose_victim(
@@ -40,9 +40,9 @@ def choose_victim(
     newest: Int[Array, " B"],
     goes_on: Bool[Array, " B"],
 ) -> Int[Array, "B K"]:
-    """The slot of the least mass that is not protected, in rows that go on with more slots than their budget; EMPTY elsewhere.
+    """The unprotected slot with the least mass, in rows that have a next step and more slots than their budget; else EMPTY.
 
-    `position` is EMPTY in empty slots; `newest` is the position of the step's own token.
+    `position` is EMPTY in empty slots. `newest` is the position of the step's token.
     """
     worth = jnp.where(rules.is_per_layer[:, None, None], mass.mean(axis=1, keepdims=True), mass)
     is_recent = newest[:, None, None] - position < rules.recent[:, None, None]

@@ -1,8 +1,8 @@
-"""Sinks read at their place in the cache (StreamingLLM's own positions) while every key keeps its true rotation.
+"""Sinks at their index in the cache (the positions of StreamingLLM's code), while cached keys keep their true rotation.
 
-The authors rotate each key anew by its place in the cache. A window without gaps keeps its distances either way; only the
-first tokens, the sinks, come closer. Attention is a function of distances, so it is enough to turn the query, for the sinks
-alone, back by as many positions as were dropped between them and the window: two groups of slots, merged exactly.
+StreamingLLM's code rotates each key by its index in the cache. In a window without gaps the distances are the same either way;
+only the sinks come closer. RoPE depends only on distances, so it is enough to rotate the query back for the sinks, by the
+number of evicted positions between sinks and window. The two groups of slots are attended separately and merged exactly.
 """
 
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-MOST_SINKS = 64  # that a policy may move: how far the second look at a row's pages goes
+MOST_SINKS = 64  # the most sinks that a policy may move: the second attention call reads no more slots
 
 
 class SinkRules(NamedTuple):
-    """Sinks of each row that are read from another position, and how far the step's queries turn for them."""
+    """The number of moved sinks of each row, and the rotation of the step's queries for them."""
 
     num_sinks: Int[Array, " B"]
     cos: Float[Array, "B T half"]
@@ -24,7 +24,7 @@ class SinkRules(NamedTuple):
 def merge(
     out: tuple[Float[Array, "R G H"], Float[Array, "R G H"]], log_total: tuple[Float[Array, "R G"], Float[Array, "R G"]]
 ) -> Float[Array, "R G H"]:
-    """Attention over two groups of slots together, from each group's own output and the log of its softmax's denominator."""
+    """Attention over two groups of slots, from the output of each and the log of its softmax denominator."""
     peak = jnp.maximum(*log_total)
     peak = jnp.where(peak == -jnp.inf, 0.0, peak)
     first, second = (jnp.exp(total - peak) for total in log_total)

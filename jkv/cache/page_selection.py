@@ -1,4 +1,7 @@
-"""Which pages a decode step reads (Quest): a bound on each page's logits from the smallest and largest of its keys."""
+"""The pages that a decode step reads (Quest), by an upper bound on the logits of each page.
+
+The bound follows from the elementwise minimum and maximum of the keys of a page.
+"""
 
 from typing import NamedTuple
 
@@ -9,24 +12,24 @@ from jkv.cache.pool import num_pages_of
 
 
 class ReadRules(NamedTuple):
-    """What each batch row reads."""
+    """The read settings of each batch row."""
 
-    num_pages: Int[Array, " B"]  # pages of a layer and KV head, the current one included; UNLIMITED for all of them
-    dense_layers: Int[Array, " B"]  # first layers that read everything
-    averages: Bool[Array, " B"]  # whether a group's query heads go by the mean of their bounds, not the largest
+    num_pages: Int[Array, " B"]  # pages per layer and KV head, the current one included; UNLIMITED for all
+    dense_layers: Int[Array, " B"]  # the first layers, which read all pages
+    averages: Bool[Array, " B"]  # whether a query group uses the mean of its bounds, or the largest
 
 
 class Choice(NamedTuple):
-    """A table of the chosen pages, in order, the current one last."""
+    """A table of the chosen pages, in the order of the row's table; the current page is last."""
 
     page_table: Int[Array, "R MP"]
     length: Int[Array, " R"]  # slots to read
-    entry: Int[Array, "R MP"]  # which entry of the row's table each is
+    entry: Int[Array, "R MP"]  # index of each chosen page in the row's table
     is_read: Bool[Array, "R MP"]  # by entry of the row's table
 
 
 def pages_read(budget: int, page_size: int) -> int:
-    """Pages of a layer and KV head that a step reads for a budget of slots, the current one included; dense layers read all.
+    """Pages per layer and KV head that a step reads with a budget of slots, the current page included.
 
     >>> pages_read(100, 16), pages_read(8, 16)
     (6, 1)
@@ -35,11 +38,11 @@ def pages_read(budget: int, page_size: int) -> int:
 
 
 def bound(query: Float[Array, "R G H"], bounds: Float[Array, "R MP 2 H"], averages: Bool[Array, " R"]) -> Float[Array, "R MP"]:
-    """The largest logit, before scaling, that a key between a page's bounds could have; of a group, the largest or the mean.
+    """An upper bound on the unscaled logits of each page; for a query group, the largest of its bounds or their mean.
 
     A channel adds `max(q * low, q * high)`: `q * high` where q is positive, `q * low` where it is negative.
     """
-    bounds = jnp.where(jnp.isfinite(bounds), bounds, 0)  # a page that holds nothing
+    bounds = jnp.where(jnp.isfinite(bounds), bounds, 0)  # an empty page
     low, high = bounds[:, :, 0], bounds[:, :, 1]
     up, down = jnp.maximum(query, 0), jnp.minimum(query, 0)
     total = jnp.einsum("rgh,rph->rgp", up, high, preferred_element_type=jnp.float32)
@@ -54,7 +57,7 @@ def choose_pages(
     page_size: int,
     num_pages: Int[Array, " R"],
 ) -> Choice:
-    """The current page and the `num_pages - 1` others of the largest `worth`; ties go to the earlier page."""
+    """The current page and the `num_pages - 1` others with the largest `worth`; of equal pages the earlier one."""
     index = jnp.arange(page_table.shape[1], dtype=jnp.int32)
     current = (length - 1) // page_size
     worth = jnp.where(index < current[:, None], worth, -jnp.inf)

@@ -1,18 +1,19 @@
 """The cache: one flat pool of pages on the device, its page tables, and the pure functions that change them.
 
-A head-page holds `page_size` tokens of one layer, row and KV head, so every head may keep different tokens and a different
-number of them, and what it drops is free memory at once. The engine is the caller; nothing here knows a policy.
+A page holds `page_size` tokens of one layer, row and KV head. Each head may therefore keep different tokens, and a different
+number of them, and the pages of evicted tokens are free at once. The engine calls these functions; they do not depend on a
+policy.
 
 Invariants, which the property tests check:
-- page 0 is the null page: it is never owned, never free, and takes the writes that belong nowhere;
-- `refcount[p]` counts the table entries that hold p; the free stack holds exactly the other pages, once each;
+- page 0 is the null page: it has no owner, is never free, and receives the writes of masked-out tokens;
+- `refcount[p]` is the number of table entries with page p; the free stack holds each page without a reference once;
 - a page with more than one reference is never written (copy on write), and only full pages have more than one;
-- slots at or beyond `length` are empty: their position, keys and values may be anything, their slot data are zero;
-- below it, at most one is empty, the vacant slot, whose position is EMPTY: the row's next token goes there; and those that were
-  skipped to start a page, whose log-weight is `-inf` and which nothing ever fills or reads.
+- slots at or beyond `length` are empty: their position, key and value are undefined, and their slot data are zero;
+- below `length`, a layer and KV head may have one vacant slot with position EMPTY, which the row's next token fills;
+- below `length`, slots that were skipped to start a new page have log-weight `-inf` and are never filled or read.
 
-No function copies the pool as long as the caller donates it: `kv` is only an operand of gather and of scatter with full
-advanced indices.
+No function copies the pool if the caller donates it: `kv` is only an operand of gather and of scatter with full advanced
+indices.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -24,36 +25,34 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
 
-EMPTY = -1  # the position of an empty slot, and the slot that `take_slots` ignores
-NULL_PAGE = 0  # the page that takes what belongs nowhere
-LOG_WEIGHT = "log_weight"  # the slot data that attention adds to a slot's logits: `ln m` for multiplicity m, `-inf` if vacant
+EMPTY = -1  # the position of an empty slot, and an entry that `take_slots` ignores
+NULL_PAGE = 0  # the page that receives masked-out writes
+LOG_WEIGHT = "log_weight"  # slot data that attention adds to the logits: `ln m` for multiplicity m, `-inf` for a skipped slot
 
 
 class Pool(flax.struct.PyTreeNode):
-    """Keys, values and the allocator; all on the device, all of fixed shape.
+    """Keys, values and the allocator, on the device and of fixed shape.
 
-    The axes of the fields are notes, not checked types: JAX rebuilds a pytree with leaves that are no arrays. A mesh splits
-    the arrays by them (`jkv.engine.axes`).
+    The axes of the fields are not checked as types, because JAX also builds pytrees whose leaves are not arrays. A mesh splits
+    the arrays by these axes (`jkv.engine.axes`).
     """
 
     kv: Annotated[Any, "P 2 page H"]  # keys (rotated at their true position) and values
-    position: Annotated[Any, "P page"]  # each slot's index in its sequence
+    position: Annotated[Any, "P page"]  # position of each slot's token in its sequence
     page_table: Annotated[Any, "L B K MP"]  # pages of each layer, row and KV head; NULL_PAGE beyond the last
     length: Annotated[Any, "L B K"]  # filled slots
-    logical_length: Annotated[Any, "B"]  # tokens seen, the position of the next one
-    refcount: Annotated[Any, "P"]  # table entries that hold a page, those of block tables without a row included
+    logical_length: Annotated[Any, "B"]  # tokens seen: the position of the next one
+    refcount: Annotated[Any, "P"]  # table entries with each page, those of detached block tables included
     free_stack: Annotated[Any, "P"]  # the first `free_top` entries are the free pages
-    free_top: Annotated[Any, ""]  # negative after an allocation that the caller had not made sure of
-    slot_data: dict[str, Annotated[Any, "L B K MP*page"]]  # by name; of a row's slot and not of its page (LOG_WEIGHT)
-    vacant_slot: Annotated[Any, "L B K"] = None  # the slot of the vacant slot, EMPTY for none; None where rows never have one
-    bounds: Annotated[Any, "P 2 H"] = (
-        None  # smallest and largest of each page's keys, while rows only append; None if none asks
-    )
+    free_top: Annotated[Any, ""]  # negative after an allocation beyond the free pages; callers check before they allocate
+    slot_data: dict[str, Annotated[Any, "L B K MP*page"]]  # by name; per slot of a row, so pages can be shared (LOG_WEIGHT)
+    vacant_slot: Annotated[Any, "L B K"] = None  # index of the vacant slot, EMPTY for none; None if rows never have one
+    bounds: Annotated[Any, "P 2 H"] = None  # elementwise minimum and maximum of each page's keys; None if no policy needs them
     poison: bool = flax.struct.field(pytree_node=False, default=False)  # tests: freed pages become NaN
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
+        """Slots per page."""
         return self.kv.shape[2]
 
     @property
@@ -63,12 +62,12 @@ class Pool(flax.struct.PyTreeNode):
 
     @property
     def max_slots(self) -> int:
-        """Slots that one row can have in a layer and KV head (S = MP * page)."""
+        """The most slots of a row per layer and KV head (S = MP * page)."""
         return self.page_table.shape[3] * self.page_size
 
 
 class BlockTable(NamedTuple):
-    """The place of one row in the pool, apart from any row."""
+    """The pages of one sequence, detached from a row of the pool."""
 
     page_table: Int[Array, "L K MP"]
     length: Int[Array, "L K"]
@@ -78,7 +77,7 @@ class BlockTable(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What some pages hold, by KV head."""
+    """The content of pages, by KV head."""
 
     kv: Float[Array, "K I 2 page H"]
     position: Int[Array, "K I page"]
@@ -100,7 +99,7 @@ def create(
     has_bounds: bool = False,
     poison: bool = False,
 ) -> Pool:
-    """An empty pool of `num_pages` pages (the null page comes on top), with room for `max_pages` in each row."""
+    """An empty pool of `num_pages` pages, not counting the null page, and of rows with up to `max_pages` pages each."""
     table = (num_layers, num_rows, num_kv_heads, max_pages)
     total = num_pages + 1
     return Pool(
@@ -120,17 +119,15 @@ def create(
 
 
 def held_pages(pool: Pool) -> Int[Array, ""]:
-    """Pages in use."""
+    """The number of pages in use."""
     return pool.refcount.shape[0] - 1 - pool.free_top
 
 
 def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_new: int) -> tuple[Pool, Int[Array, "L R K T"]]:
-    """Gives `row`s the pages for their next `num_new` (at most T = `max_new`) tokens, and says where each token goes.
+    """Allocates pages for the next `num_new` (at most T = `max_new`) tokens of each `row`. Returns the address of each token.
 
-    The result's addresses (`page * page_size + offset`) are for `append`, the same for every token of a layer and KV head;
-    tokens at or beyond `num_new` go to the null page. Positions are written here, once for all layers. A row with a vacant slot
-    takes
-    one token at a time.
+    Addresses (`page * page_size + offset`) are arguments of `append`. Tokens at or beyond `num_new` go to the null page.
+    Positions are written here, once for all layers. A row with a vacant slot takes one token at a time.
     """
     page_size, max_pages = pool.page_size, pool.page_table.shape[3]
     length = pool.length[:, row]
@@ -159,13 +156,13 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
 
 
 def num_growing(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Int[Array, "L R K"]:
-    """How much longer `num_new` tokens make each layer and KV head: those that fill a vacant slot do not."""
+    """The slots that `num_new` tokens add to each layer and KV head. A token that fills a vacant slot adds none."""
     growing = jnp.broadcast_to(num_new[None, :, None], (pool.length.shape[0], *row.shape, pool.length.shape[2]))
     return growing if pool.vacant_slot is None else jnp.where(pool.vacant_slot[:, row] == EMPTY, growing, 0)
 
 
 def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"], value: Float[Array, "R T K H"]) -> Pool:
-    """The pool with one layer's new keys and values at the addresses that `reserve` gave for that layer."""
+    """Writes one layer's new keys and values at the addresses that `reserve` returned for that layer."""
     key_or_value = jnp.arange(2, dtype=jnp.int32)
     kv_RKT2H = jnp.stack([jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)], axis=3).astype(pool.kv.dtype)
     page, offset = address // pool.page_size, address % pool.page_size
@@ -177,7 +174,7 @@ def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"
 
 
 def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Pool:
-    """The pool after the reserved tokens have been appended in every layer."""
+    """Advances the lengths after the reserved tokens are appended in every layer."""
     length = pool.length.at[:, row].add(num_growing(pool, row, num_new), mode="drop")
     vacant_slot = pool.vacant_slot
     if vacant_slot is not None:
@@ -188,9 +185,9 @@ def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Poo
 
 
 def vacate(pool: Pool, slot: Int[Array, "L B K"]) -> tuple[Pool, Int[Array, "L B K"]]:
-    """The pool without these slots, one of each layer, row and KV head, and their positions; EMPTY stands for none.
+    """Empties one slot of each layer, row and KV head (EMPTY: none), which becomes the vacant slot. Also returns its position.
 
-    Their rows must have no vacant slot, and their pages one reference.
+    The rows must have no vacant slot, and the pages one reference.
     """
     is_real = slot != EMPTY
     layer, row, head = jnp.indices(slot.shape, dtype=jnp.int32, sparse=True)
@@ -204,22 +201,21 @@ def vacate(pool: Pool, slot: Int[Array, "L B K"]) -> tuple[Pool, Int[Array, "L B
 
 
 def block_table_of(pool: Pool, row: Int[Array, ""]) -> BlockTable:
-    """Where a row sits; a look, which takes no reference."""
+    """The block table of a row; takes no reference."""
     data = {name: data[:, row] for name, data in pool.slot_data.items()}
     vacant_slot = None if pool.vacant_slot is None else pool.vacant_slot[:, row]
     return BlockTable(pool.page_table[:, row], pool.length[:, row], pool.logical_length[row], data, vacant_slot)
 
 
 def detach(pool: Pool, row: Int[Array, ""]) -> tuple[Pool, BlockTable]:
-    """Row `row` becomes empty, and its references belong to the block table from now on, until `free` lets go of them."""
+    """Empties row `row` and returns its block table, which owns the references until `free`."""
     return clear_rows(pool, row[None]), block_table_of(pool, row)
 
 
 def attach(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], is_own: Bool[Array, "L K MP"]) -> Pool:
-    """Empty rows `target` take a block table: entries that `is_own` marks become fresh pages, to be written, the others are
-    shared.
+    """Attaches a block table to the empty rows `target`: entries in `is_own` become new pages, the others are shared.
 
-    Shared pages must be full. A target equal to the number of rows stands for none.
+    Shared pages must be full. The caller writes the new pages. A target equal to the number of rows is ignored.
     """
     is_real = (target < pool.num_rows)[None, :, None, None]
     index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
@@ -242,10 +238,10 @@ def attach(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], is_own
 
 
 def fork(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], owns_all: bool = False) -> Pool:
-    """Empty rows `target` become copies of a block table: they share its full pages and own a copy of its partial last page.
+    """Forks a block table into the empty rows `target`: they share its full pages and copy its partial last page.
 
-    With `owns_all` (rows that will write into their pages again) they own copies of all. A target equal to the number of rows
-    stands for none.
+    With `owns_all` (for rows that write into existing pages) all pages are copied. A target equal to the number of rows is
+    ignored.
     """
     page_size, present = pool.page_size, jnp.minimum(target, pool.num_rows - 1)
     index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
@@ -256,7 +252,7 @@ def fork(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], owns_all
     is_copied = is_own[:, None] & (target < pool.num_rows)[None, :, None, None]
     old = jnp.where(is_copied, block_table.page_table[:, None], NULL_PAGE)  # NULL_PAGE onto NULL_PAGE where nothing is copied
     new = jnp.where(is_copied, pool.page_table[:, present], NULL_PAGE)
-    if not owns_all:  # at most one a row
+    if not owns_all:  # at most one page per row
         old, new = old.sum(axis=-1), new.sum(axis=-1)
 
     def copy(of_pages: Any, layer: tuple[Array, Array]) -> tuple[Any, None]:
@@ -269,18 +265,18 @@ def fork(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], owns_all
 
 
 def free(pool: Pool, block_table: BlockTable) -> Pool:
-    """The pool after a block table that `detach` made let go of its pages."""
+    """Drops the references of a detached block table."""
     index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
     return drop_references(pool, block_table.page_table, index < num_pages_of(block_table.length, pool.page_size)[..., None])
 
 
 def read_pages(pool: Pool, page: Int[Array, "K I"]) -> Content:
-    """What some pages of each KV head hold, to be swapped out."""
+    """The content of some pages of each KV head, to be swapped out."""
     return Content(pool.kv[page], pool.position[page], None if pool.bounds is None else pool.bounds[page])
 
 
 def write_pages(pool: Pool, page: Int[Array, "K I"], content: Content) -> Pool:
-    """What `read_pages` gave, in other pages; NULL_PAGE stands for nowhere."""
+    """Writes the result of `read_pages` into other pages; content for NULL_PAGE is discarded."""
     whole = Content(pool.kv, pool.position, pool.bounds)
     return pool.replace(**jax.tree.map(lambda x, new: x.at[page].set(new), whole, content)._asdict())
 
@@ -288,9 +284,9 @@ def write_pages(pool: Pool, page: Int[Array, "K I"], content: Content) -> Pool:
 def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) -> Pool:
     """Compaction: every `row` keeps `slots`, in that order, and frees the rest; EMPTY entries, all at the end, are ignored.
 
-    Leading pages kept whole stay where they are, and stay shared. Other pages are rewritten, in place when the row is their
-    only owner and else in fresh pages (copy on write). Each layer and KV head may keep a different number. Fresh pages are
-    taken before the old ones are freed.
+    Leading pages that are kept whole are not moved and stay shared. Other pages are rewritten: in place if the row is their
+    only owner, else in new pages (copy on write). Each layer and KV head may keep a different number of slots. New pages are
+    allocated before the old ones are freed.
     """
     page_size, max_pages = pool.page_size, pool.page_table.shape[3]
     slots = jnp.pad(slots, [(0, 0)] * 3 + [(0, pool.max_slots - slots.shape[-1])], constant_values=EMPTY)
@@ -300,7 +296,7 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     is_used = index < num_pages_of(pool.length[:, row], page_size)[..., None]
     is_kept = index < num_pages_of(count, page_size)[..., None]
 
-    # A page stays as it is when its slots do: In: page_size 2, slots [0 1 3 4 6 -] -> Out: pages [stays, rewritten, rewritten].
+    # A page whose slots do not move is not rewritten. In: page_size 2, slots [0 1 3 4 6 -] -> Out: [same, rewritten, rewritten]
     slot = jnp.arange(pool.max_slots, dtype=jnp.int32)
     is_same = ((slots == slot) | (slots == EMPTY)).reshape(*table.shape, page_size).all(axis=-1)
     is_full = (index + 1) * page_size <= count[..., None]
@@ -318,7 +314,7 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     target = jnp.where(is_moved, address(new_table, jnp.broadcast_to(slot, slots.shape)), NULL_PAGE)
 
     rows = (x.reshape(-1, x.shape[-1]) for x in (slots, table, jnp.where(is_written, new_table, NULL_PAGE)))
-    kv = kernels.take_slots(pool.kv, *rows)  # those of all layers and KV heads: no page belongs to two of them
+    kv = kernels.take_slots(pool.kv, *rows)  # all layers and KV heads at once, because no page belongs to two of them
     moved = pool.position[source // page_size, source % page_size]
     position = pool.position.at[target // page_size, target % page_size].set(moved)
 
@@ -338,12 +334,11 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
 
 
 def take_pages(pool: Pool, row: Int[Array, " R"], entries: Int[Array, "R MP"], log_weight: Float[Array, "R MP"]) -> Pool:
-    """Every `row` keeps whole pages, the `entries` of its table in that order, in every layer and KV head, and frees others.
+    """Every `row` keeps the `entries` of its table, in that order, in every layer and KV head, and frees the other pages.
 
-    EMPTY entries, all at the end, are ignored. Nothing is moved: tables change, and slot data with them. A page's slots get its
-    `log_weight`, vacant slots keep theirs. Only the last page of a row may be partial, and it must stay the last. A row equal
-    to the
-    number of rows stands for none.
+    EMPTY entries, all at the end, are ignored. No key is moved: only tables and slot data change. The slots of a page get its
+    `log_weight`; skipped slots keep theirs. Only the last page of a row may be partial, and it must stay the last. A row equal
+    to the number of rows is ignored.
     """
     is_real, present = row < pool.num_rows, jnp.minimum(row, pool.num_rows - 1)
     is_kept, at = (entries != EMPTY) & is_real[:, None], jnp.maximum(entries, 0)
@@ -374,7 +369,7 @@ def take_pages(pool: Pool, row: Int[Array, " R"], entries: Int[Array, "R MP"], l
 
 
 def fill_page(pool: Pool, is_filled: Bool[Array, " B"]) -> Pool:
-    """The pool with the last page of some rows full: what is left of it becomes vacant slots, of log-weight `-inf`."""
+    """Closes the last page of some rows: its empty slots are skipped, with log-weight `-inf`."""
     length = pool.length
     end = jnp.where(is_filled[None, :, None], num_pages_of(length, pool.page_size) * pool.page_size, length)
     layer, row, head = jnp.indices(length.shape, dtype=jnp.int32, sparse=True)
@@ -386,10 +381,7 @@ def fill_page(pool: Pool, is_filled: Bool[Array, " B"]) -> Pool:
 
 
 def release(pool: Pool, row: Int[Array, " R"]) -> Pool:
-    """The pool with `row`s empty and their pages free, but for those that others share.
-
-    A row equal to the number of rows stands for none.
-    """
+    """Empties each `row` and frees its pages, except those that others share. A row equal to the number of rows is ignored."""
     is_real, present = (row < pool.num_rows)[None, :, None, None], jnp.minimum(row, pool.num_rows - 1)
     table = pool.page_table[:, present]
     index = jnp.arange(table.shape[-1], dtype=jnp.int32)
@@ -398,7 +390,7 @@ def release(pool: Pool, row: Int[Array, " R"]) -> Pool:
 
 
 def clear_rows(pool: Pool, row: Int[Array, " R"]) -> Pool:
-    """The pool with `row`s empty; their references are the caller's business."""
+    """Empties each `row` without dropping its references; the caller keeps them."""
     return pool.replace(
         page_table=pool.page_table.at[:, row].set(NULL_PAGE, mode="drop"),
         length=pool.length.at[:, row].set(0, mode="drop"),
@@ -411,7 +403,7 @@ def clear_rows(pool: Pool, row: Int[Array, " R"]) -> Pool:
 def gather(
     pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: Int[Array, " R"]
 ) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S H"], Int[Array, "R K S"]]:
-    """Keys, values and positions (EMPTY beyond the length) of some rows, slot by slot, in one layer or each in its own."""
+    """Keys, values and positions (EMPTY in empty slots) of rows, slot by slot; in one layer, or a layer for each row."""
     table = pool.page_table[layer, row]
     shape = (*table.shape[:2], pool.max_slots)
     key = pool.kv.at[table, 0].get(mode="promise_in_bounds").reshape(*shape, -1)
@@ -420,7 +412,7 @@ def gather(
 
 
 def positions(pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: Int[Array, " R"]) -> Int[Array, "R K S"]:
-    """Positions of some rows, slot by slot, EMPTY in empty slots; in one layer or each in its own."""
+    """Positions of rows, slot by slot, EMPTY in empty slots; in one layer, or a layer for each row."""
     table, slot = pool.page_table[layer, row], jnp.arange(pool.max_slots, dtype=jnp.int32)
     position = pool.position[table].reshape(*table.shape[:2], pool.max_slots)
     is_filled = slot < pool.length[layer, row][..., None]
@@ -430,7 +422,7 @@ def positions(pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: I
 
 
 def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array, "..."]]:
-    """A page with one reference wherever `is_needed`, NULL_PAGE elsewhere."""
+    """A new page with one reference where `is_needed`, NULL_PAGE elsewhere."""
     rank = jnp.cumsum(is_needed.reshape(-1), dtype=jnp.int32).reshape(is_needed.shape)  # 1 for the first
     is_given = is_needed & (rank <= pool.free_top)
     page = jnp.where(is_given, pool.free_stack[jnp.maximum(pool.free_top - rank, 0)], NULL_PAGE)
@@ -439,7 +431,7 @@ def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array
 
 
 def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array, "..."]) -> Pool:
-    """The pool after each marked table entry let go of its page; pages without references go back to the free stack."""
+    """Drops the reference of each marked table entry; pages without references return to the free stack."""
     total = pool.refcount.shape[0]
     refcount = pool.refcount.at[jnp.where(is_dropped, page, total)].add(-1, mode="drop")
     is_freed = (refcount == 0) & (pool.refcount > 0)

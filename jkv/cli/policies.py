@@ -1,23 +1,35 @@
 """`jkv policies` lists the policies and their settings."""
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 
 def add(commands: Any) -> None:
-    """The command's options."""
+    """Adds the command and its options."""
     command = commands.add_parser("policies", help="list the policies and their settings")
-    command.add_argument("--markdown", action="store_true", help="print the table of the documentation: name, paper, file")
+    command.add_argument(
+        "--markdown", action="store_true", help="print the table of the documentation: name, idea, paper, file"
+    )
+    command.add_argument(
+        "--page", type=Path, metavar="FILE", help="write the table between the marks of a page, such as docs/methods.md"
+    )
     command.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints each policy with its settings, paper and what it keeps; or the table in Markdown."""
+    """Prints each policy with its settings, paper and idea; or prints or writes the table in Markdown."""
     import inspect
 
     from jkv.policies import POLICIES
-    from jkv.policies.recipe import entry_of, markdown
+    from jkv.policies.recipe import entry_of, markdown, page_with_table
 
+    if options.page:
+        folder = os.path.relpath(Path.cwd(), options.page.parent)
+        page = options.page.read_text(encoding="utf-8")
+        options.page.write_text(page_with_table(page, POLICIES, "" if folder == "." else f"{folder}/"), encoding="utf-8")
+        return 0
     if options.markdown:
         print(markdown(POLICIES))
         return 0
@@ -25,5 +37,5 @@ def run(options: argparse.Namespace) -> int:
         entry = entry_of(recipe)
         paper = f"{entry.title}, arXiv {entry.arxiv}" if entry.arxiv else entry.title
         print(f"{name}{inspect.signature(recipe).replace(return_annotation=inspect.Signature.empty)}")
-        print(f"    {paper}: keeps {entry.keeps}")
+        print(f"    {paper}: {entry.idea}")
     return 0

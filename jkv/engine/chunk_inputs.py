@@ -112,7 +112,7 @@ def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model
 def align_rules(num_rows: int, model: Model) -> Any:
     """`AlignRules` without the rows' progress, which `align_now` adds."""
     facts = facts_of(model.tokenizer, model.config.vocab_size)
-    arrays: Any = (np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32), facts.ends_step)
+    arrays: Any = (np.zeros(num_rows, bool), np.zeros(num_rows, bool), np.zeros(num_rows, np.int32), facts.ends_thought)
     return AlignRules(*arrays)
 
 
@@ -125,7 +125,7 @@ def align_now(rules: Any, running: Mapping[int, Sample]) -> Any:
     for i, sample in running.items():
         sharing = sample.sharing
         if sharing is not None and sharing.share.align_steps:
-            is_aligning[i], was_end[i], since[i] = True, sharing.was_end, sharing.since
+            is_aligning[i], was_end[i], since[i] = True, sharing.ended_thought, sharing.since_aligned
     return rules._replace(is_aligning=is_aligning, was_end=was_end, since=since)
 
 
@@ -133,14 +133,14 @@ def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -
     """`StepRules`; rows that evict between chunks, or never, have an unlimited budget here."""
     budget = np.full((num_layers, num_rows), UNLIMITED, np.int32)
     sinks, recent = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
-    forgets, is_per_layer = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
+    last_only, is_per_layer = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
     for i, policy in policies.items():
         if policy.evicts_in_steps:
             evict: Any = policy.evict
             budget[:, i] = policy.layer_budgets(num_layers)
             sinks[i], recent[i] = evict.sinks, evict.recent
-            forgets[i], is_per_layer[i] = evict.needs.in_step == "last", evict.scope == "layer"
-    arrays: Any = (budget, sinks, recent, forgets, is_per_layer)
+            last_only[i], is_per_layer[i] = evict.needs.in_step == "last", evict.scope == "layer"
+    arrays: Any = (budget, sinks, recent, last_only, is_per_layer)
     return StepRules(*arrays)
 
 

@@ -70,7 +70,7 @@ class Sharer:
                     continue
                 now = sample.generated + num_steps
                 try:
-                    sharing.look()
+                    sharing.find_similar()
                 except Exception as error:  # from a caller's encoder; the engine ends this sample after the chunk
                     self.failed.append((sample, error))
                     continue

@@ -1,1 +1,1 @@
-"""Other libraries, run on `jkv`."""
+"""Adapters for other libraries: lm-evaluation-harness and tunix."""

@@ -1,11 +1,11 @@
-r"""`jkv` as a model of lm-evaluation-harness: its tasks, prompts and metrics, on a compressed cache.
+r"""jkv as a model of lm-evaluation-harness: the harness's tasks, prompts and metrics, with a compressed cache.
 
     python -m jkv.integrations.lm_eval run --model jkv --tasks gsm8k --batch_size 32 \
         --model_args pretrained=<folder>,policy=r_kv,budget=1024 --apply_chat_template
 
-This is the harness's own command line, with one model more; importing this module registers it. What a task scores by
-likelihood is scored with the full cache (`jkv.score`), for a policy acts on what is generated. Tasks that run what a model
-wrote (HumanEval, LiveCodeBench) do so in the harness, by its own `--confirm_run_unsafe_code`; jkv never does.
+This is the command line of the harness; importing this module registers the model `jkv`. Likelihoods are those of the full
+cache (`jkv.score`), because a policy acts only on generated tokens. Tasks that run generated programs (HumanEval,
+LiveCodeBench) run them in the harness, with its option `--confirm_run_unsafe_code`; jkv never runs them.
 """
 
 import logging
@@ -27,29 +27,28 @@ from jkv.policies import make
 from jkv.replay.score import score
 
 LOG = logging.getLogger(__name__)
-SCORED_TOGETHER = 64  # sequences of similar length
+SCORE_BATCH = 64  # sequences of similar length
 GENERATION = ("until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k")
 
 
 @register_model("jkv")
 class JKV(TemplateLM):
-    """A model with a policy, as the harness calls it.
+    """A model and a policy, with the interface of the harness.
 
     Args:
-      pretrained: what `jkv.load` takes.
-      policy: the name of a policy; `budget` and every other argument not named here are its settings.
-      batch_size: rows decoded together, which the harness sets to 1 by default; "auto" or None takes up to 32.
-      max_gen_toks: the most new tokens of tasks that set no limit.
-      max_length: the most tokens of prompt and completion; None takes the model's positions. Longer prompts lose their
-        beginning.
-      seed: of the draws of tasks that sample; fixed, so that policies are compared with the same noise.
-      think_end_token: the text that ends thinking. With it, a task's stop strings apply to what follows alone, and that is
-        all its metrics see.
-      page_size, kv_memory: of the cache, as in `jkv.generate`.
-      device, max_batch_size: taken from the harness, and of no use here: JAX chooses the device.
+      pretrained: an argument of `jkv.load`.
+      policy: the name of a policy. `budget` and all arguments that are not listed here are its settings.
+      batch_size: rows that decode together. The default of the harness is 1; "auto" or None means up to 32.
+      max_gen_toks: the limit of new tokens for tasks that set none.
+      max_length: the limit of prompt and completion in tokens; None means the model's maximum. Longer prompts are cut at
+        their beginning.
+      seed: the seed of tasks that sample; it is fixed, so that policies are compared with the same noise.
+      think_end_token: the text that ends thinking. With it, stop strings and metrics apply only to the text after it.
+      page_size, kv_memory: as in `jkv.generate`.
+      device, max_batch_size: arguments of the harness, which are ignored; JAX chooses the device.
 
     Raises:
-      ValueError: an unknown policy or setting.
+      ValueError: the policy or a setting is unknown, or the model has no tokenizer.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class JKV(TemplateLM):
         self.policy = make(policy, settings)
         self.model = checkpoint.load(str(pretrained))
         if self.model.tokenizer is None:
-            raise ValueError(f"The harness passes text, and {pretrained} has no tokenizer. Take a model that has one.")
+            raise ValueError(f"The harness passes text, and {pretrained} has no tokenizer. Choose a model that has one.")
         self.tokenizer = self.model.tokenizer
         self.max_length = min(max_length or self.model.config.max_positions, self.model.config.max_positions)
         self.max_running = None if batch_size in (None, "auto") else int(batch_size)
@@ -85,17 +84,17 @@ class JKV(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context is scored after: the first token of a text, or else the one that ends it."""
+        """The token before a text that is scored without context: the BOS token, or else the end token."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
-        """The key of tokenizer and chat template in the harness's caches."""
+        """The key of the tokenizer and its chat template in the caches of the harness."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Token ids; special tokens are added unless the text begins with the first of them, as one of a chat does."""
+        """Token ids. Special tokens are added unless the text already begins with the BOS token, as a chat does."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
@@ -109,7 +108,7 @@ class JKV(TemplateLM):
         """
         if not self.tokenizer.chat_template:
             raise ValueError(
-                "--apply_chat_template needs a tokenizer with a chat template; this model's has none. Leave it out."
+                "--apply_chat_template needs a tokenizer with a chat template; this one has none. Leave the option out."
             )
         return self.tokenizer.apply_chat_template(
             chat_history,
@@ -119,7 +118,7 @@ class JKV(TemplateLM):
         )
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The completions, each cut before the first of its stop strings; equal prompts are further samples of one."""
+        """The completions, each cut before its first stop string. Equal prompts become samples of one prompt."""
         groups: dict[tuple[Any, ...], list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(self.read_settings(request.args[1]), []).append(index)
@@ -140,21 +139,21 @@ class JKV(TemplateLM):
             if "cancelled" in out.finish_reason:
                 raise KeyboardInterrupt
             assert out.text is not None
-            held = out.stats.kv_bytes_per_sample
-            LOG.info("%s: %.0f bytes of cache a sample, %.0f tokens evicted", self.policy.name, held, out.stats.evicted)
+            num_bytes = out.stats.kv_bytes_per_sample
+            LOG.info("%s: %.0f bytes of cache per sample, %.0f tokens evicted", self.policy.name, num_bytes, out.stats.evicted)
             for i, text in zip(members, out.text, strict=True):
                 texts[i] = postprocess_generated_text(text, list(stops), self.think_end_token)
                 self.cache_hook.add_partial("generate_until", requests[i].args, texts[i])
         return texts
 
     def read_settings(self, asked: dict[str, Any]) -> tuple[tuple[str, ...], int, Sampling]:
-        """Stop strings, the most new tokens, and how to draw, from the settings of a task; greedy unless it samples.
+        """Stop strings, the limit of new tokens, and the sampling of a task; greedy unless the task samples.
 
         Raises:
-          ValueError: a setting that jkv has not.
+          ValueError: a setting is unknown.
         """
         if unknown := sorted(set(asked) - set(GENERATION)):
-            raise ValueError(f"A task may set {', '.join(GENERATION)} of a generation; got {', '.join(unknown)}.")
+            raise ValueError(f"The generation settings of a task may be {', '.join(GENERATION)}; got {', '.join(unknown)}.")
         until = asked.get("until") or []
         stops = tuple(stop for stop in ([until] if isinstance(until, str) else until) if stop)
         limits = [asked[name] for name in GENERATION[1:4] if asked.get(name) is not None]
@@ -165,7 +164,7 @@ class JKV(TemplateLM):
         return stops, int(limits[0] if limits else self.max_gen_toks), sampling
 
     def shorten(self, prompt: list[int], new_tokens: int) -> list[int]:
-        """The end of a prompt, so that the completion fits after it."""
+        """The prompt, cut at its beginning so that the completion fits."""
         room = self.max_length - new_tokens
         if room < 1:
             raise ValueError(f"max_gen_toks must leave room for a prompt in {self.max_length} tokens; got {new_tokens}.")
@@ -174,7 +173,7 @@ class JKV(TemplateLM):
         return prompt[-room:]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text in nats, the full cache's, in windows as long as the model takes."""
+        """The log-probability of each text in nats, with the full cache, in windows of the maximum length."""
         sums = []
         for request in requests:
             tokens = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -187,11 +186,11 @@ class JKV(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **options: Any
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each continuation in nats, the full cache's; whether each of its tokens is the likeliest."""
+        """The log-probability of each continuation in nats, with the full cache, and whether it is the greedy one."""
         order = sorted(range(len(requests)), key=lambda i: len(requests[i][1]) + len(requests[i][2]))
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
-        for start in range(0, len(order), SCORED_TOGETHER):
-            chosen = order[start : start + SCORED_TOGETHER]
+        for start in range(0, len(order), SCORE_BATCH):
+            chosen = order[start : start + SCORE_BATCH]
             pairs = [self.fit(*requests[i][1:]) for i in chosen]
             lengths = [len(continuation) for _, continuation in pairs]
             tokens = np.zeros((len(pairs), max(1, *lengths)), np.int32)
@@ -207,15 +206,17 @@ class JKV(TemplateLM):
         return answers
 
     def fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
-        """A context that has lost its beginning where the whole would be too long."""
+        """The context and the continuation; a context that is too long is cut at its beginning."""
         room = self.max_length - len(continuation)
         if room < 1:
-            raise ValueError(f"A continuation must fit {self.max_length} tokens with one of context; got {len(continuation)}.")
+            raise ValueError(
+                f"A continuation must fit into {self.max_length} tokens with one token of context; got {len(continuation)}."
+            )
         return context[-room:], continuation
 
 
 def main() -> None:
-    """The harness's command line."""
+    """The command line of the harness."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

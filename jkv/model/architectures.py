@@ -1,7 +1,6 @@
-"""A checkpoint's config.json as a `ModelConfig` and back: which architectures and features the decoder runs.
+"""Converts config.json to a `ModelConfig` and back, and refuses by name every feature that the decoder does not support.
 
-What a family has of its own is in `jkv.model.families`. Everything that the decoder does not do is refused by name.
-`jkv.model.checkpoint` reads and writes the files.
+The differences between families are in `jkv.model.families`. `jkv.model.checkpoint` reads and writes the files.
 """
 
 from collections.abc import Mapping
@@ -24,13 +23,13 @@ ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint
 
 
 def advice() -> str:
-    """What the decoder runs, for errors."""
+    """The supported checkpoints, for error messages."""
     known = ", ".join(family.architecture for family in FAMILIES.values())
-    return f"jkv runs {known}, unquantised, with full attention: choose such a checkpoint."
+    return f"jkv runs {known}, unquantised, with full attention. Choose such a checkpoint."
 
 
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
-    """The `ModelConfig` that the fields of a config.json describe; errors begin with `where` they are from."""
+    """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
@@ -69,7 +68,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
 
 
 def check_family(fields: Mapping[str, Any], where: str) -> Family:
-    """The family of a configuration, whose architecture must be supported and whose weights must not be quantised."""
+    """The family of a configuration. Refuses unsupported architectures and quantised weights."""
     name, architectures = fields.get("model_type"), fields.get("architectures") or []
     family = FAMILIES.get(str(name))
     if family is None or any(architecture != family.architecture for architecture in architectures):
@@ -82,12 +81,12 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
 
 
 def check_features(config: Any, family: Family, where: str) -> None:
-    """Refuses, by name, what a supported family may ask for and the decoder does not do."""
+    """Refuses by name the features of a supported family that the decoder lacks."""
     queries, keys = config.num_attention_heads, config.num_key_value_heads
     window, limit = getattr(config, "sliding_window", None), config.max_position_embeddings
     others = set(family.attention_kinds(config))
     others -= {"full_attention"}
-    if window is None or window >= limit:  # as wide as the longest sequence, so full after all
+    if window is None or window >= limit:  # a window of the maximum length is full attention
         others -= {"sliding_attention"}
     biases = [name for name in family.bias_switches if getattr(config, name, False)]
     rules = (
@@ -110,7 +109,7 @@ def parse_rope(rope: Mapping[str, Any], where: str) -> RopeScaling:
 
 
 def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The fields of config.json, RoPE in the older form that transformers 4 and 5 both read."""
+    """The fields of config.json, with RoPE in the form that both transformers 4 and 5 read."""
     scaling = config.rope_scaling
     numbers = {name: getattr(scaling, field) for field, name in ROPE_FIELDS[scaling.kind].items()}
     fields = {

@@ -1,8 +1,8 @@
-"""The decoder: one functional forward pass for Llama 3.x, Qwen2/2.5, Qwen3 and Phi-3/Phi-4, switched by the config.
+"""The decoder: one functional forward pass for Llama 3.x, Qwen2/2.5, Qwen3 and Phi-3/Phi-4, switched by `ModelConfig`.
 
-Where keys and values live, and who attends to what, is the caller's: `forward` takes an `attend` function and hands it each
-layer's query, key and value. Decoding from the pool, chunked prefill, training and replay are four such functions over the
-same weights. The model reports what it saw; it knows no policy.
+The caller decides where keys and values are stored and which of them each query reads: `forward` passes each layer's query,
+key and value to an `attend` function. Decoding from the pool, chunked prefill, training and replay are four such functions.
+The decoder does not depend on a policy.
 """
 
 import math
@@ -18,7 +18,7 @@ from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
 
 @runtime_checkable
 class Attend(Protocol):
-    """Attention of one layer: stores or ignores key and value as it likes, and returns what the queries read."""
+    """Attention of one layer: may store key and value in the cache, and returns the output and the cache."""
 
     def __call__(
         self,
@@ -38,10 +38,10 @@ def forward(
     cache: Any,
     enter: Callable[[int, Array], Array] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """The hidden state of every token after the final norm, and what `attend` made of the cache.
+    """The hidden state of every token after the final norm, and the new cache.
 
-    `position` is each token's index in its sequence, the only thing that RoPE looks at; keys handed to `attend` are rotated.
-    `enter` may look at, and change, the hidden states that enter each layer.
+    RoPE uses `position` alone, the index of each token in its sequence. The keys passed to `attend` are rotated. `enter` may
+    change the hidden states at the input of each layer.
     """
     config = params.config
     angle_BTH = rotary_angle(config, position)
@@ -57,7 +57,7 @@ def forward(
 
 
 def embed(params: Params, token: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The hidden states of tokens; a shard holds those of some tokens only."""
+    """The embeddings of tokens. Each shard of a mesh holds a part of the vocabulary."""
     if params.axis is None:
         return params.embedding[token]
     num_own = params.embedding.shape[0]
@@ -76,7 +76,7 @@ def unembed(params: Params, hidden: Float[Array, "*B D"]) -> Float[Array, "*B V"
 
 
 def add_shards(params: Params, partial: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-    """The sum over the shards of a mesh, each of which computed with its part of the weights; without a mesh, the same."""
+    """The sum of the partial results of all shards of a mesh; without a mesh, the argument."""
     return partial if params.axis is None else jax.lax.psum(partial, params.axis)
 
 
@@ -105,15 +105,15 @@ def project(
 
 
 def mlp(config: ModelConfig, weights: LayerParams, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The gated feed-forward block (SwiGLU), its norm included."""
+    """The gated feed-forward block (SwiGLU) with its norm."""
     normed = rms_norm(hidden, weights.mlp_norm, config.norm_epsilon)
     return times(jax.nn.silu(times(normed, weights.gate)) * times(normed, weights.up), weights.down)
 
 
 def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float[Array, "*B fan_out"]:
-    """`x` times a matrix, whose sides may be unfolded, or times the sum of a `LowRank`.
+    """`x` times a matrix, which may be unfolded or a `LowRank`.
 
-    `dtype` is that of the product; None takes the operands'. Inside a program the reshape moves nothing.
+    `dtype` is the dtype of the product; None means that of the operands. Inside a program the reshape copies nothing.
     """
     if isinstance(weight, LowRank):
         added = times(times(x, weight.down), weight.up, dtype)
@@ -129,12 +129,12 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], epsilon: float
 
 
 def rotary_angle(config: ModelConfig, position: Int[Array, "B T"]) -> Float[Array, "B T half"]:
-    """Rotation angles in radians, float32 (bf16 would round position 257 to 256)."""
+    """Rotation angles in radians, float32 because bf16 rounds position 257 to 256."""
     return position[..., None].astype(jnp.float32) * rotary_frequency(config)
 
 
 def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
-    """Radians per position of each rotating pair of channels, RoPE scaling applied."""
+    """Radians per position of each rotated pair of channels, with RoPE scaling."""
     size = config.rotary_size or config.head_size
     scaling = config.rope_scaling
     frequency = config.rope_theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
@@ -146,7 +146,7 @@ def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
 
 
 def llama3_frequency(frequency: Float[Array, " half"], scaling: Any) -> Float[Array, " half"]:
-    """Llama 3.1's frequencies: slow ones divided by the factor, fast ones kept, a linear ramp between."""
+    """Frequencies of Llama 3.1: low ones are divided by the factor, high ones are kept, with a linear ramp between."""
     turns = scaling.original_max_position * frequency / (2 * math.pi)  # over the original context
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(ramp, 0.0, 1.0)
@@ -156,7 +156,7 @@ def llama3_frequency(frequency: Float[Array, " half"], scaling: Any) -> Float[Ar
 def rotate(
     x: Float[Array, "B T heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
 ) -> Float[Array, "B T heads H"]:
-    """Rotary embedding in the half-split convention of Hugging Face; channels beyond the rotary size pass through."""
+    """Rotary embedding in the half-split convention of Hugging Face; channels beyond the rotary size are unchanged."""
     half = cos.shape[-1]
     cos, sin = cos[:, :, None], sin[:, :, None]
     wide = x[..., : 2 * half].astype(jnp.float32)

@@ -1,19 +1,19 @@
-"""What distinguishes one model family from another: a frozen record, of which `jkv.model.families` holds one a file.
+"""The record that describes a model family; `jkv.model.families` has one file per family.
 
-The decoder is the same for all families, and `ModelConfig` holds the switches that it reads. A family says which switches its
-config.json means, and how its checkpoints name and stack the weights. How a weight is split over a mesh follows from the axes
-of `jkv.model.params.LayerParams`, whatever the checkpoint calls it.
+All families run on one decoder, which reads the switches of `ModelConfig`. A `Family` defines which switches its config.json
+sets, and how its checkpoints name and stack the weights. How a weight is split over a mesh follows from the axes of
+`jkv.model.params.LayerParams`.
 """
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-TENSORS = {  # field of Params or LayerParams -> tensor of a Llama checkpoint, where a matrix is transposed
+TENSORS = {  # field of Params or LayerParams -> tensor of a Llama checkpoint, in which matrices are transposed
     "embedding": "model.embed_tokens.weight",
     "final_norm": "model.norm.weight",
     "unembedding": "lm_head.weight",
-    "attention_norm": "input_layernorm.weight",  # from here on below the layer's own name
+    "attention_norm": "input_layernorm.weight",  # this and the following have the prefix of the layer
     "query": "self_attn.q_proj.weight",
     "key": "self_attn.k_proj.weight",
     "value": "self_attn.v_proj.weight",
@@ -31,7 +31,7 @@ TENSORS = {  # field of Params or LayerParams -> tensor of a Llama checkpoint, w
 
 
 def layer_types(config: Any) -> set[str]:
-    """The kinds of attention that a transformers configuration asks for, layer by layer; none where it lists none."""
+    """The kinds of attention in the `layer_types` of a transformers configuration; none without that field."""
     return set(getattr(config, "layer_types", None) or [])
 
 
@@ -42,15 +42,15 @@ class Family:
     Attributes:
       name: `model_type` in config.json.
       architecture: the class in `architectures` of config.json.
-      config_type: the `model_type` whose transformers configuration reads config.json; None for the family's own.
+      config_type: the `model_type` of the transformers configuration that reads config.json; None means `name`.
       qkv_bias: whether query, key and value projections add a bias.
-      qk_norm: whether queries and keys are normalised, head by head.
-      has_partial_rotary: whether `partial_rotary_factor` counts; transformers ignores it in other families.
-      bias_switches: fields of config.json that would add biases which the decoder does not have.
-      attention_kinds: which kinds of attention a transformers configuration asks for.
-      tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Two fields of one tensor are stacked in it by
-        rows, in the order of the fields.
-      layer_prefix: of the tensors of layer `{}`.
+      qk_norm: whether queries and keys are normalised per head.
+      has_partial_rotary: whether `partial_rotary_factor` is used; in other families transformers ignores it.
+      bias_switches: fields of config.json that add biases which the decoder lacks.
+      attention_kinds: the kinds of attention that a transformers configuration uses.
+      tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Fields of one tensor are stacked in it by rows,
+        in the order of the fields.
+      layer_prefix: the prefix of the tensors of layer `{}`.
     """
 
     name: str
@@ -65,6 +65,6 @@ class Family:
     layer_prefix: str = "model.layers.{}."
 
     def tensor_of(self, leaf: str) -> str:
-        """The tensor of a leaf of `Params`, which is named as in `layers.0.query`."""
+        """The tensor of a leaf of `Params` with a name such as `layers.0.query`."""
         *layer, field = leaf.split(".")
         return (self.layer_prefix.format(layer[-1]) if layer else "") + self.tensors[field]

@@ -1,4 +1,4 @@
-"""The shape of a model without its weights: what `jkv.plan` and the benchmarks ask of a name, a TOML file or a checkpoint.
+"""The shape of a model without its weights, for `jkv.plan` and the benchmarks: from a name, a TOML file or a checkpoint.
 
 The models of the papers are `pallas_kernels/real_models/*.toml`, installed with the package, so that planning works offline.
 """
@@ -15,8 +15,10 @@ SHAPES = models.FILES
 
 
 def find_shape(model: Any) -> tuple[str, ModelConfig]:
-    """A name and the configuration of what `jkv.load` gave, a `ModelConfig`, a known name, a TOML file, a checkpoint's folder
-    or a hub name, of which config.json alone is read.
+    """The name and the configuration of a model.
+
+    A model is a `Model`, `Params`, a `ModelConfig`, a known name, a TOML file, a checkpoint folder or a hub name. Of a
+    checkpoint only config.json is read.
 
     Raises:
       FileNotFoundError: there is no such model.
@@ -30,7 +32,7 @@ def find_shape(model: Any) -> tuple[str, ModelConfig]:
     if isinstance(model, ModelConfig):
         return model.family, model
     if not isinstance(model, str | Path):
-        raise ValueError(f"A model is what jkv.load returns, a jkv.ModelConfig, a name or a path; got {model!r}.")
+        raise ValueError(f"A model must be a jkv.Model, jkv.Params, a jkv.ModelConfig, a name or a path; got {model!r}.")
     if str(model) in SHAPES:
         return str(model), read_shape(SHAPES[str(model)])
     if Path(model).suffix == ".toml":
@@ -38,18 +40,18 @@ def find_shape(model: Any) -> tuple[str, ModelConfig]:
     try:
         folder = find_folder(model) or fetch(str(model), ["config.json"])
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error} Known without weights: {', '.join(SHAPES)}; or a TOML file of a shape.") from None
+        raise FileNotFoundError(f"{error} Shapes without weights: {', '.join(SHAPES)}, or a TOML file.") from None
     return Path(model).name, read_config(folder)
 
 
 def read_shape(file: Path) -> ModelConfig:
-    """The `ModelConfig` whose fields a TOML file holds.
+    """The `ModelConfig` in a TOML file.
 
     Raises:
-      ValueError: a file that is no TOML, or does not hold the fields of a `ModelConfig`.
+      ValueError: the file is not TOML, or has other fields than `ModelConfig`.
     """
     try:
         fields = tomllib.loads(file.read_text(encoding="utf-8"))
         return ModelConfig(**fields | {"rope_scaling": RopeScaling(**fields.get("rope_scaling", {}))})
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise ValueError(f"{file} must hold the fields of a jkv.ModelConfig as TOML: {error}. Correct the file.") from error
+        raise ValueError(f"{file} must have the fields of a jkv.ModelConfig as TOML: {error}. Correct the file.") from error

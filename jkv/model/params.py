@@ -1,7 +1,7 @@
-"""What a model is: a static configuration, a pytree of weights, and (when loaded from a folder) a tokenizer.
+"""A model: a static configuration, a pytree of weights, and a tokenizer if it was loaded from a folder.
 
-`ModelConfig` is hashable and travels as a static field inside `Params`, so a bare `Params` is all that `generate` needs
-and new weights of the same shapes never compile anything again.
+`ModelConfig` is hashable and a static field of `Params`. So `generate` needs nothing but `Params`, and new weights of the same
+shapes do not compile anything again.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies differ from the plain ones; the fields are those of the checkpoint's `rope_parameters`."""
+    """The scaling of rotary frequencies; the fields are those of a checkpoint's `rope_parameters`."""
 
     kind: str = "default"  # default | linear | llama3
     factor: float = 1.0
@@ -27,7 +27,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The static shape of a decoder, in the letters of `jkv.__init__`; one record for every supported family."""
+    """The static shape of a decoder of any supported family, with the letters of `jkv/__init__.py`."""
 
     family: str  # a key of `jkv.model.families.FAMILIES`
     vocab_size: int  # V
@@ -40,7 +40,7 @@ class ModelConfig:
     max_positions: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
-    rotary_size: int = 0  # leading channels of a head that rotate; 0 means all of them
+    rotary_size: int = 0  # leading channels of a head that are rotated; 0 means all
     norm_epsilon: float = 1e-6
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -53,13 +53,13 @@ class ModelConfig:
         return self.num_query_heads // self.num_kv_heads
 
 
-# The axes of the fields are notes, not checked types: JAX rebuilds these pytrees with leaves that are no arrays. A mesh splits
-# the weights by them (`jkv.engine.axes`).
+# The axes of the fields are not checked as types, because JAX also builds these pytrees with leaves that are not arrays. A mesh
+# splits the weights by these axes (`jkv.engine.axes`).
 class LowRank(flax.struct.PyTreeNode):
-    """A matrix and its low-rank adapter (LoRA, 2106.09685): the matrix `base + down @ up * scale`, which is never made.
+    """A matrix and its low-rank adapter (LoRA, arXiv 2106.09685). The sum `base + down @ up * scale` is never materialised.
 
-    It may stand in place of any matrix of `LayerParams`, or of `Params.unembedding`. Base and adapter are leaves, so they
-    are arguments of their own to every program, and new adapters do not touch the base.
+    It may replace any matrix of `LayerParams`, and `Params.unembedding`. Base and adapter are separate leaves, so an update of
+    the adapter does not copy the base.
     """
 
     base: Any  # [in, out]
@@ -71,8 +71,8 @@ class LowRank(flax.struct.PyTreeNode):
 class LayerParams(flax.struct.PyTreeNode):
     """The weights of one decoder layer; absent parts are None.
 
-    The sides of a matrix may also be given unfolded, as other libraries hold them (`query` as [D, N, H], `out` as [N, H, D]):
-    they are read without a copy.
+    Matrices may also have the unfolded shapes of other libraries (`query` as [D, N, H], `out` as [N, H, D]); they are used
+    without a copy.
     """
 
     attention_norm: Annotated[Any, "D"]
@@ -92,19 +92,19 @@ class LayerParams(flax.struct.PyTreeNode):
 
 
 class Params(flax.struct.PyTreeNode):
-    """All weights of a decoder, layer by layer (unstacked: a scan over stacked weights copies them on CPU and GPU)."""
+    """All weights of a decoder. Layers are not stacked, because a scan over stacked weights copies them on CPU and GPU."""
 
     embedding: Annotated[Any, "V D"]
     layers: tuple[LayerParams, ...]
     final_norm: Annotated[Any, "D"]
-    unembedding: Annotated[Any, "D V"]  # None when tied to the embedding
+    unembedding: Annotated[Any, "D V"]  # None if tied to the embedding
     config: ModelConfig = flax.struct.field(pytree_node=False)
-    axis: str | None = flax.struct.field(pytree_node=False, default=None)  # of a mesh, whose shards hold the other parts
+    axis: str | None = flax.struct.field(pytree_node=False, default=None)  # mesh axis over which the weights are split
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What `jkv.load` returns: weights, static configuration and tokenizer (None where the folder has none)."""
+    """A loaded model: weights, static configuration, and tokenizer (None if the folder has none)."""
 
     params: Params
     tokenizer: Any = None
@@ -112,7 +112,7 @@ class Model:
 
     @property
     def config(self) -> ModelConfig:
-        """The static configuration, which lives inside the weights."""
+        """The static configuration, a field of `params`."""
         return self.params.config
 
     def __repr__(self) -> str:
@@ -121,14 +121,14 @@ class Model:
 
 
 def count_weights(params: Params) -> int:
-    """The number of weights, tied ones counted once."""
+    """The number of weights; tied weights count once."""
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def fold(weight: Any, shape: tuple[int, ...]) -> Any:
-    """A weight in the shape that `weight_shapes` gives it, sides folded, an adapter added (in float32, rounded once).
+    """A weight in the shape of `weight_shapes`: unfolded sides are folded, and an adapter is added (in float32, rounded once).
 
-    What has that shape already, or does not fit it, comes back as it is.
+    A weight that has the shape already, or has another size, is returned unchanged.
     """
     if isinstance(weight, LowRank):
         base, down, up = (jnp.asarray(x, jnp.float32) for x in (weight.base, weight.down, weight.up))
@@ -139,7 +139,7 @@ def fold(weight: Any, shape: tuple[int, ...]) -> Any:
 
 
 def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
-    """The `Params` of a configuration as `jax.ShapeDtypeStruct` leaves: what a checkpoint must hold."""
+    """The `Params` of a configuration with `jax.ShapeDtypeStruct` leaves."""
     c = config
     queries, keys = c.num_query_heads * c.head_size, c.num_kv_heads * c.head_size
 
@@ -172,12 +172,12 @@ def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
 
 
 def leaf_name(path: Any) -> str:
-    """The name of a leaf of `Params`, as in `layers.0.query`."""
+    """The name of a leaf of `Params`, such as `layers.0.query`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def named_leaves(params: Params) -> dict[str, Any]:
-    """The weights by name, in the order of the tree, folded; refuses those that are not what their configuration says."""
+    """The folded weights by name, in the order of the tree. Refuses weights that do not fit their configuration."""
     wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(weight_shapes(params.config))[0]}
     leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, LowRank))
     named = {leaf_name(path): leaf for path, leaf in leaves}
@@ -185,12 +185,12 @@ def named_leaves(params: Params) -> dict[str, Any]:
     for name in wanted | named:
         got, rule = (getattr(leaves.get(name), "shape", None) for leaves in (named, wanted))
         if got != rule:
-            raise ValueError(f"{name} must have shape {rule}, as the configuration of params says; got {got}. Correct either.")
+            raise ValueError(f"{name} must have shape {rule}, as params.config defines it; got {got}. Correct either.")
     return named
 
 
 def init_params(config: ModelConfig, key: PRNGKeyArray, scale: float = 0.02, dtype: Any = jnp.float32) -> Params:
-    """Fresh weights: normal with standard deviation `scale`, outputs shrunk by depth; norms one, biases zero."""
+    """Random weights: normal with standard deviation `scale`, smaller for outputs by depth; norms are one, biases zero."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(weight_shapes(config, dtype))
     shrink = (2.0 * config.num_layers) ** -0.5
 

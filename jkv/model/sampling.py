@@ -1,7 +1,7 @@
-"""Which token comes next: temperature, top-k and top-p as data of each row, and keys that depend on nothing but the request.
+"""Sampling of the next token, with temperature, top-k and top-p as data of each row, and a random key for each request.
 
-A token's log-probability is that of the exact distribution it was drawn from; at temperature 0 it is greedy and the
-log-probability is temperature 1's.
+The log-probability of a token is under the exact distribution that it was drawn from. At temperature 0 decoding is greedy, and
+the log-probability is that of temperature 1.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
 from jkv.checks import typed
 
-LEAST_TEMPERATURE = 1e-6  # logits divided by less overflow
-DRAWS = ("greedy", "sampled", "truncated")  # the largest token; noise on all; noise on those that top-k and top-p leave
+LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller number overflow
+DRAWS = ("greedy", "sampled", "truncated")  # the most likely token; a draw from all; a draw after top-k and top-p
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +25,12 @@ class Sampling:
 
     Attributes:
       temperature: divides the logits; 0 is greedy.
-      top_p: keeps the fewest most likely tokens whose probabilities reach this sum, at least one; 1 keeps all.
-      top_k: keeps this many most likely tokens (ties with the last one too); 0 keeps all.
-      seed: of the random draws; None takes fresh entropy, reported in the result's `stats.seed`.
+      top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
+      top_k: keeps this many most likely tokens, and ties with the last one; 0 keeps all.
+      seed: the seed of the draws; None takes fresh entropy, which the result reports in `stats.seed`.
 
     Raises:
-      ValueError: a field out of its range.
+      ValueError: a field is out of range.
     """
 
     temperature: float = 1.0
@@ -53,7 +53,7 @@ class Sampling:
 
     @property
     def draws(self) -> str:
-        """What drawing needs, one of DRAWS."""
+        """The kind of draw, one of DRAWS."""
         if self.temperature == 0:
             return "greedy"
         return "truncated" if self.top_p < 1 or self.top_k > 0 else "sampled"
@@ -65,11 +65,11 @@ class SamplingRows(NamedTuple):
     temperature: Float[Array, " B"]
     top_p: Float[Array, " B"]
     top_k: Int[Array, " B"]
-    key: UInt32[Array, "B 2"]  # of the request's sample, before the position is folded in
+    key: UInt32[Array, "B 2"]  # of the sample, before the position is folded in
 
 
 def request_id(prompt: np.ndarray) -> int:
-    """The identity of a prompt in the random keys: a 32-bit hash of its token ids."""
+    """A 32-bit hash of the prompt's token ids, which enters the random keys."""
     return int.from_bytes(hashlib.blake2s(np.asarray(prompt, np.int32).tobytes(), digest_size=4).digest(), "little")
 
 
@@ -83,11 +83,10 @@ def sample_key(seed: UInt32[Array, ""], request: UInt32[Array, ""], sample: UInt
 def draw(
     logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, " B"], draws: str
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"] | None]:
-    """Each row's next token and its log-probability in nats; the key depends on seed, request, sample and position only.
+    """Each row's next token, its log-probability in nats, and its log-probability before top-k and top-p.
 
-    Last comes the log-probability that the token had before top-k and top-p cut others; None where no row may cut.
-
-    `draws`, one of DRAWS, is what the most demanding row needs: noise costs a hash of every logit, truncation a sort.
+    The last is None unless `draws` is "truncated". The random key depends only on seed, request, sample and position.
+    `draws`, one of DRAWS, must cover every row: "sampled" hashes every logit, and "truncated" also sorts them.
     """
     log_probs_BV = log_distribution(logits, rows.temperature, rows.top_p, rows.top_k, draws == "truncated")
 
@@ -113,10 +112,10 @@ def log_distribution(
     top_k: Int[Array, "*B"],
     truncates: bool,
 ) -> Float[Array, "*B V"]:
-    """The log-probabilities that tokens are drawn from, float32; `-inf` for those cut by top-k or top-p.
+    """The log-probabilities that tokens are drawn from, float32; `-inf` for tokens outside top-k or top-p.
 
-    Top-k comes first, top-p applies to what it leaves. A temperature of 0 gives temperature 1's, uncut. `truncates=False`
-    means that no row cuts anything, which saves a sort.
+    Top-k is applied first, and top-p to the rest. At temperature 0 they are those of temperature 1, without top-k and top-p.
+    `truncates=False` skips top-k and top-p, which saves a sort.
     """
     is_greedy = temperature == 0
     scaled = logits.astype(jnp.float32) / jnp.where(is_greedy, 1.0, temperature)[..., None]
@@ -127,7 +126,7 @@ def log_distribution(
         kth = jnp.take_along_axis(sorted_logits, rank[..., None], axis=-1)
         kept = jnp.where(sorted_logits >= kth, sorted_logits, -jnp.inf)
         before = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1) - jax.nn.softmax(kept, axis=-1)
-        share = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]  # a sum of probabilities may round to 1 before its end
+        share = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]  # a cumulative sum may round to 1 before its end
         is_nucleus = (before < share) & (kept > -jnp.inf)
         floor = jnp.min(jnp.where(is_nucleus, sorted_logits, jnp.inf), axis=-1, keepdims=True)
         floor = jnp.where(is_greedy[..., None], -jnp.inf, floor)

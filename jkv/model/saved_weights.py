@@ -1,4 +1,4 @@
-"""Weights in a folder of our own, written and read with orbax, each weight straight to or from its devices.
+"""Saves and restores weights with orbax. Each weight is transferred directly from or to its devices.
 
 `jkv.model.checkpoint` reads and writes Hugging Face folders.
 """
@@ -18,34 +18,34 @@ Placement: TypeAlias = Sharding | Params | Callable[[str, Any], Sharding] | None
 
 
 def save(params: Params, folder: Folder) -> None:
-    """Writes weights, sharded or not, with orbax, and their configuration beside them; `jkv.restore` reads them.
+    """Writes weights, sharded or not, and their configuration to a folder; `jkv.restore` reads it.
 
-    The tokenizer is not kept.
+    The tokenizer is not saved.
 
     Raises:
-      ValueError: a folder that has weights already, or weights that their configuration does not describe.
+      ValueError: the folder already has weights, or the weights do not fit their configuration.
     """
     import orbax.checkpoint as ocp
 
     folder, named = Path(folder).absolute(), named_leaves(params)
     if (folder / "weights").exists():
-        raise ValueError(f"{folder} must not hold weights yet; it does. Give another folder, or remove this one first.")
+        raise ValueError(f"{folder} must not contain weights yet; it does. Pass another folder, or remove this one first.")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / "weights", named)
         checkpointer.wait_until_finished()
-    if jax.process_index() == 0:  # written last: a folder with it is complete
+    if jax.process_index() == 0:  # written last, so that a folder with jkv.json is complete
         dtypes = {name: leaf.dtype.name for name, leaf in named.items()}
         write_json(folder / "jkv.json", {"config": dataclasses.asdict(params.config), "dtypes": dtypes})
 
 
 def restore(folder: Folder, shardings: Placement = None) -> Params:
-    """The weights that `jkv.save` wrote, each placed as it is read.
+    """Reads the weights of a folder that `jkv.save` wrote, each directly to its devices.
 
     `shardings` is a `Params` of shardings (`jkv.shardings`), one `jax.sharding.Sharding` for all weights, or a function of a
-    weight's name (`layers.0.query`) and `jax.ShapeDtypeStruct`; None puts everything on the default device.
+    weight's name (such as `layers.0.query`) and its `jax.ShapeDtypeStruct`. None means the default device.
 
     Raises:
-      ValueError: a folder that `jkv.save` did not write, or whose files are damaged.
+      ValueError: `jkv.save` did not write the folder, or its files are damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -60,21 +60,21 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
         with ocp.StandardCheckpointer() as checkpointer:
             named = checkpointer.restore(folder / "weights", placed)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder / 'weights'} must be whole and fit the shardings: {error}. Save it again.") from error
+        raise ValueError(f"{folder / 'weights'} must be complete and fit the shardings: {error}. Save it again.") from error
     return jax.tree.unflatten(structure, [named[name] for name in placed])
 
 
 def read_saved(file: Path) -> tuple[ModelConfig, dict[str, str]]:
-    """The configuration that `save` kept, and the dtype of each weight."""
+    """The saved configuration, and the dtype of each weight."""
     if not file.is_file():
-        raise ValueError(f"{file.parent} must be what jkv.save wrote; it has no {file.name}. Use jkv.load for others.")
+        raise ValueError(f"{file.parent} must be a folder of jkv.save; it has no {file.name}. For others use jkv.load.")
     try:
         fields = read_json(file)
         config = fields["config"]
         parts = {"rope_scaling": RopeScaling(**config["rope_scaling"]), "end_ids": tuple(config["end_ids"])}
         return ModelConfig(**{**config, **parts}), fields["dtypes"]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} must hold what this version of jkv saves, got {error!r}. Save it again.") from error
+        raise ValueError(f"{file} must be written by this version of jkv; got {error!r}. Save it again.") from error
 
 
 def placements(shardings: Placement, shapes: Mapping[str, Any]) -> list[Sharding]:

@@ -6,7 +6,7 @@ from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 
-@recipe("Ada-KV", keeps="what `snap_kv` does; the heads of a layer compete for its slots", arxiv="2407.11550")
+@recipe("Ada-KV", idea="as `snap_kv`; the KV heads of a layer compete for the slots of the layer", arxiv="2407.11550")
 def ada_kv(
     budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7, floor: float = 0.2
 ) -> Policy:

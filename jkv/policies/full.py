@@ -4,7 +4,7 @@ from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 
 
-@recipe("the full cache", keeps="everything")
+@recipe("full cache", idea="keeps every token")
 def full() -> Policy:
     """Every token stays. All other policies are compared with it.
 

@@ -7,7 +7,11 @@ from jkv.policies.schedules import EachStep, Every
 from jkv.policies.scores import AccumulatedMass
 
 
-@recipe("H2O", keeps="what drew the most attention so far, and recent tokens; evicts at each step", arxiv="2306.14048")
+@recipe(
+    "H2O",
+    idea="keeps recent tokens and those with the largest accumulated attention; evicts one token for each new token",
+    arxiv="2306.14048",
+)
 def h2o(budget: int, recent: int | None = None, interval: int = 1) -> Policy:
     """H2O with `budget` slots for each layer and KV head: the last `recent` (default: half) and the heaviest of the others.
 

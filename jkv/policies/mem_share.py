@@ -3,10 +3,10 @@
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.reasoning.sharing import Share
-from jkv.reasoning.steps import Filter
+from jkv.reasoning.thoughts import Filter
 
 
-@recipe("MemShare, ReasonCache's first form", keeps="what `reason_cache` does, by fixed thresholds")
+@recipe("MemShare, the first version of ReasonCache", idea="shares pages by fixed similarity thresholds")
 def mem_share(
     similarity: float = 0.8,
     percentile: float = 80.0,

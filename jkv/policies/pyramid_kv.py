@@ -6,7 +6,7 @@ from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 
-@recipe("PyramidKV", keeps="what `snap_kv` does, more in the first layers than in the last", arxiv="2406.02069")
+@recipe("PyramidKV", idea="as `snap_kv`, with larger budgets in the first layers than in the last", arxiv="2406.02069")
 def pyramid_kv(
     budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7, beta: float = 20.0
 ) -> Policy:

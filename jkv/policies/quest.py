@@ -4,7 +4,11 @@ from jkv.policies.policy import Policy, Read
 from jkv.policies.recipe import recipe
 
 
-@recipe("Quest", keeps="everything; each step reads only the pages that may matter, so no memory is freed", arxiv="2406.10774")
+@recipe(
+    "Quest",
+    idea="keeps every token; each step reads only the pages with the highest bounds on attention, so no memory is freed",
+    arxiv="2406.10774",
+)
 def quest(budget: int, dense_layers: int = 2, over_group: str = "max") -> Policy:
     """Quest: each query reads about `budget` slots of each layer and KV head, in whole pages, always with the current page.
 

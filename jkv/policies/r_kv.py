@@ -53,7 +53,11 @@ class ImportanceMinusRedundancy:
         return self.importance * self.mass(view) - (1 - self.importance) * redundancy
 
 
-@recipe("R-KV", keeps="what the last queries attend to and what repeats no other key", arxiv="2505.24133")
+@recipe(
+    "R-KV",
+    idea="keeps tokens with high attention from the last queries, and evicts keys that are similar to another key",
+    arxiv="2505.24133",
+)
 def r_kv(
     budget: int,
     interval: int = 128,

@@ -7,7 +7,7 @@ from jkv.policies.schedules import Every
 from jkv.policies.scores import Uniform
 
 
-@recipe("a baseline", keeps="a random set, drawn anew at every compaction")
+@recipe("baseline", idea="keeps a new random set at every compaction")
 def random(budget: int, interval: int = 128, seed: int = 0, recent: int = 1) -> Policy:
     """Keeps the last `recent` tokens and a random set, `budget` slots in total, drawn anew for each compaction and KV head.
 

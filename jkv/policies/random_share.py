@@ -8,7 +8,7 @@ from jkv.policies.reason_cache import reason_cache
 from jkv.policies.recipe import recipe
 
 
-@recipe("a baseline", keeps="what `reason_cache` does, but any page is shared with any")
+@recipe("baseline", idea="shares as many pages as `reason_cache`, in random pairs")
 def random_share(like: Policy | None = None, seed: int = 0, percentile: float = 80.0, interval: int = 16) -> Policy:
     """Shares as many pages as another policy (`like`, by default ReasonCache with these settings), but any page with any other.
 

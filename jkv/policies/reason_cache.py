@@ -6,10 +6,14 @@ from typing import Any
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.reasoning.sharing import Share
-from jkv.reasoning.steps import Filter
+from jkv.reasoning.thoughts import Filter
 
 
-@recipe("ReasonCache", keeps="everything once: a page that repeats an earlier one is shared with it", arxiv="2507.21433")
+@recipe(
+    "ReasonCache",
+    idea="shares pages: a page of a repeated thought leaves the cache, and the earlier page counts for both",
+    arxiv="2507.21433",
+)
 def reason_cache(
     strict: float = 0.9,
     soft: float = 0.7,
@@ -30,7 +34,7 @@ def reason_cache(
 ) -> Policy:
     """ReasonCache: a page of a thought that repeats an earlier thought leaves the cache, and the earlier page counts for both.
 
-    Stage 1 (`jkv.reasoning.steps`, Eqs. 1 and 2 of the paper) finds thoughts with similar tokens, between the thresholds
+    Stage 1 (`jkv.reasoning.thoughts`, Eqs. 1 and 2 of the paper) finds thoughts with similar tokens, between the thresholds
     `strict` and `soft`, and drops pairs whose formulas or code differ. Stage 2 (Eqs. 4 to 6) measures the distances of their
     pages, ordinal by ordinal, and shares those below the `percentile` of the first `warm_up` distances. `Share` in
     `jkv.reasoning.sharing` describes the settings.

@@ -1,8 +1,9 @@
-"""Recipes: functions that build a method's policy from its settings, with what the table of policies says of the method."""
+"""Recipes: functions that build the policy of a method from its settings, each with its entry in the table of policies."""
 
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec
 
@@ -10,6 +11,7 @@ from jkv.checks import typed
 from jkv.policies.policy import Policy
 
 P = ParamSpec("P")
+MARKED = re.compile(r"(?<=<!-- policies -->\n).*?(?=<!-- /policies -->)", flags=re.DOTALL)  # where a page has the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,22 +19,22 @@ class Entry:
     """A line of the table of policies.
 
     Attributes:
-      title: the method's name, as its paper writes it.
-      keeps: in a few words, what it keeps.
-      arxiv: its paper's identifier at arXiv, if it has one.
-      module: the module that the recipe is in.
+      title: the name of the method in its paper.
+      idea: what the method keeps, shares or changes, in a line of Markdown that starts with a verb.
+      arxiv: the arXiv id of the paper, if there is one.
+      module: the module of the recipe.
     """
 
     title: str
-    keeps: str
+    idea: str
     arxiv: str | None
     module: str
 
 
-def recipe(title: str, *, keeps: str, arxiv: str | None = None) -> Callable[[Callable[P, Policy]], Callable[P, Policy]]:
-    """Makes a function a recipe: settings of the wrong type are refused by name, and NumPy's numbers become Python's.
+def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Callable[P, Policy]], Callable[P, Policy]]:
+    """Makes a function a recipe: settings of the wrong type are refused by name, and NumPy numbers become Python numbers.
 
-    >>> @recipe("Mine", keeps="everything")
+    >>> @recipe("Mine", idea="keeps every token")
     ... def mine(budget: int) -> Policy:
     ...     return Policy("mine")
     >>> mine(budget=2.5)
@@ -50,38 +52,49 @@ def recipe(title: str, *, keeps: str, arxiv: str | None = None) -> Callable[[Cal
                 given.arguments[field] = typed(f"{build.__name__}'s {field}", value, signature.parameters[field].annotation)
             return build(*given.args, **given.kwargs)
 
-        vars(checked)["entry"] = Entry(title, keeps, arxiv, build.__module__)
+        vars(checked)["entry"] = Entry(title, idea, arxiv, build.__module__)
         return checked
 
     return decorate
 
 
 def entry_of(build: Callable[..., Policy]) -> Entry:
-    """What the table says of a recipe."""
+    """The entry of a recipe in the table."""
     return vars(build)["entry"]
 
 
 def recipes_in(names: Mapping[str, Any]) -> dict[str, Callable[..., Policy]]:
-    """The recipes among a module's names.
+    """The recipes among the names of a module.
 
     Raises:
-      ValueError: a public name that is no recipe.
+      ValueError: a public name is not a recipe.
     """
     found = {name: value for name, value in names.items() if not name.startswith("_")}
     for name, value in found.items():
         if not inspect.isfunction(value) or not isinstance(vars(value).get("entry"), Entry):
             raise ValueError(
-                f"The table of policies holds recipes only; {name} is none. Write @recipe(...) above its function."
+                f"The table of policies must have recipes only; {name} is not one. Write @recipe(...) above its function."
             )
     return found
 
 
 def markdown(recipes: Mapping[str, Callable[..., Policy]], folder: str = "") -> str:
-    """The table of policies as Markdown: name, what it keeps, paper and file; `folder` comes before the paths of files."""
-    lines = ["| name | keeps | paper | file |", "|---|---|---|---|"]
+    """The table of policies in Markdown: name, idea, paper and file. `folder` is a prefix of the paths."""
+    lines = ["| name | idea | paper | file |", "|---|---|---|---|"]
     for name, build in recipes.items():
         entry = entry_of(build)
         paper = f"{entry.title}, [{entry.arxiv}](https://arxiv.org/abs/{entry.arxiv})" if entry.arxiv else entry.title
         file = entry.module.replace(".", "/") + ".py"
-        lines.append(f"| `{name}` | {entry.keeps} | {paper} | [{file.rpartition('/')[2]}]({folder}{file}) |")
+        lines.append(f"| `{name}` | {entry.idea} | {paper} | [{file.rpartition('/')[2]}]({folder}{file}) |")
     return "\n".join(lines)
+
+
+def page_with_table(page: str, recipes: Mapping[str, Callable[..., Policy]], folder: str = "") -> str:
+    """A Markdown page with the table of policies between its marks `<!-- policies -->` and `<!-- /policies -->`.
+
+    Raises:
+      ValueError: the page does not have the marks once.
+    """
+    if len(MARKED.findall(page)) != 1:
+        raise ValueError("The page must have the marks <!-- policies --> and <!-- /policies --> once. Add them.")
+    return MARKED.sub(lambda _: markdown(recipes, folder) + "\n", page)

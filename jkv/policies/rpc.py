@@ -9,7 +9,7 @@ from jkv.policies.scores import AttentionMass
 SCOPES = ("layer", "head")
 
 
-@recipe("RPC", keeps="the prompt, and a fixed share of the thoughts", arxiv="2505.13866")
+@recipe("RPC", idea="keeps the prompt and a fixed share of the generated tokens", arxiv="2505.13866")
 def rpc(
     interval: int = 4096, ratio: int = 4, window: int = 32, scope: str = "layer", pool: int = 7, released: bool = False
 ) -> Policy:

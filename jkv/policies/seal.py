@@ -7,7 +7,11 @@ from jkv.policies.recipe import recipe
 from jkv.reasoning.steering import CHECK_WORDS, Steer, SteeringVector, load_vector
 
 
-@recipe("SEAL", keeps="everything; steers the model away from checking itself, so that it thinks less", arxiv="2504.07986")
+@recipe(
+    "SEAL",
+    idea="keeps every token; steers hidden states so that the model checks itself less and writes less",
+    arxiv="2504.07986",
+)
 def seal(
     vector: SteeringVector | Path | str,
     layer: int | None = None,

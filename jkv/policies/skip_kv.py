@@ -35,7 +35,11 @@ class LessRepeated:
         return self.score(view) - view.similarity
 
 
-@recipe("SkipKV", keeps="what `r_kv` does, but repeated sentences go first; steers, given a vector", arxiv="2512.07993")
+@recipe(
+    "SkipKV",
+    idea="as `r_kv`, but first evicts sentences that a later sentence repeats; also steers if given a vector",
+    arxiv="2512.07993",
+)
 def skip_kv(
     budget: int,
     interval: int = 128,

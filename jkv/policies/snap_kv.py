@@ -11,7 +11,7 @@ WHEN = ("decode", "prefill")
 
 @recipe(
     "SnapKV",
-    keeps='what the last queries attend to, throughout decoding or once after the prompt (`when="prefill"`)',
+    idea='keeps tokens with high attention from the last queries; repeatedly, or once after the prompt (`when="prefill"`)',
     arxiv="2404.14469",
 )
 def snap_kv(budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7) -> Policy:

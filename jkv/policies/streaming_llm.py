@@ -7,7 +7,7 @@ from jkv.policies.schedules import Every
 from jkv.policies.scores import Recency
 
 
-@recipe("StreamingLLM", keeps="the first tokens and the last ones", arxiv="2309.17453")
+@recipe("StreamingLLM", idea="keeps the first tokens and the most recent tokens", arxiv="2309.17453")
 def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: str = "true") -> Policy:
     """The first `sinks` tokens and the newest ones, `budget` slots in total, compacted every `interval` generated tokens.
 

@@ -7,7 +7,7 @@ from jkv.policies.schedules import EachStep, Every
 from jkv.policies.scores import AttentionMass
 
 
-@recipe("TOVA", keeps="after each token, what it attends to most", arxiv="2401.06104")
+@recipe("TOVA", idea="after each token, evicts the token with the lowest attention from the newest query", arxiv="2401.06104")
 def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
     """TOVA with `budget` slots for each layer and KV head: after each token, the slots that its query attends to most.
 

@@ -1,1 +1,1 @@
-"""What a row's text contains (steps, sentences, formulas), found on the host while the device decodes."""
+"""Analysis of a row's text (thoughts, sentences, formulas), on the host while the device decodes."""

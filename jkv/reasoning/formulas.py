@@ -1,9 +1,9 @@
-r"""Formulas and code in a text, in a form that is equal when their syntax trees are.
+r"""Formulas and code in a text, as syntax trees that can be compared.
 
-A tree edit distance above zero only says that two labelled trees differ, so trees are compared as they are: as nested tuples.
-Three kinds of spans are formal: fenced code (Python, by `ast`), LaTeX between dollars or in `\(...\)` and `\[...\]` (by
-pylatexenc), and bare equations such as `d=b*c` (by `ast`, `=` meaning equality). What no parser takes is compared by its
-tokens, white space left out, and counted. A fence that holds a blank line is cut there, as steps are: the rest is text.
+ReasonCache asks whether the edit distance of two trees is zero. That is equality, so trees are nested tuples here. Three kinds
+of spans are parsed: fenced code (Python, with `ast`), LaTeX between dollars or in `\(...\)` and `\[...\]` (with pylatexenc),
+and bare equations such as `d=b*c` (with `ast`, where `=` means equality). A span that does not parse is compared by its tokens,
+without white space, and counted. A thought ends at a blank line, so a fence with a blank line in it is cut there.
 """
 
 import ast
@@ -13,18 +13,18 @@ import warnings
 from typing import Any
 
 FENCE = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-LATEX = re.compile(  # a span is bounded, so that openings without an end cost little
+LATEX = re.compile(  # spans have a maximum length, so that an opening without an end costs little
     r"\$\$(.{1,2000}?)\$\$|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)|\$([^$\n]{1,2000})\$", re.DOTALL
 )
 OPERAND = r"[-+]?[\w.()]+"
 EQUATION = re.compile(rf"(?<![\w.()]){OPERAND}(?:[ \t]*[-+*/^=]+[ \t]*{OPERAND})+")
 TOKEN = re.compile(r"\\?[A-Za-z_]+|\d+(?:\.\d+)?|\S")
-NAMES = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?|\S")  # of mathematics: a letter is a variable
-MOST_CHARACTERS = 8_000  # of a step's text: longer ones are compared by tokens
+NAMES = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?|\S")  # in mathematics each letter is a variable
+MOST_CHARACTERS = 8_000  # longer texts are compared by tokens
 
 
 def form_of(text: str) -> tuple[tuple[Any, ...], int]:
-    """The formal spans of a text, in order, as trees; and how many no parser took. No spans, no trees.
+    """The trees of the formulas and code in a text, in order, and the number of spans that did not parse.
 
     >>> form_of("Thus d=b*c.") == form_of("Wait, d = b * c")
     True
@@ -38,7 +38,7 @@ def form_of(text: str) -> tuple[tuple[Any, ...], int]:
     def take(kind: str, match: re.Match[str]) -> str:
         body = next(group for group in reversed(match.groups()) if group is not None)
         spans.append((match.start(), kind, body))
-        return " " * len(match[0])  # what is taken is not looked at again
+        return " " * len(match[0])  # so that no later pattern matches it
 
     text = FENCE.sub(functools.partial(take, "code"), text)
     text = LATEX.sub(functools.partial(take, "latex"), text)
@@ -49,13 +49,13 @@ def form_of(text: str) -> tuple[tuple[Any, ...], int]:
 
 @functools.lru_cache(maxsize=4096)
 def tree_of(kind: str, body: str) -> tuple[Any, ...]:
-    """One span's tree; ("tokens", ...) where its parser gave up."""
+    """The tree of one span; ("tokens", ...) if it does not parse."""
     parse = {"code": tree_of_code, "latex": tree_of_latex, "equation": tree_of_equation}[kind]
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `1 is 1` in somebody's code is no business of ours
+            warnings.simplefilter("ignore")  # such as the SyntaxWarning for `1 is 1`
             return parse(body)
-    except Exception:  # a parser of any text may raise anything, RecursionError included; the text decides nothing then
+    except Exception:  # on arbitrary text a parser may raise anything, RecursionError included
         return "tokens", *TOKEN.findall(body)
 
 
@@ -71,7 +71,7 @@ def tree_of_equation(body: str) -> tuple[Any, ...]:
 
 
 def canonical(node: Any) -> Any:
-    """A syntax tree as nested tuples; where things stand in the text is left out."""
+    """A syntax tree as nested tuples, without line and column numbers."""
     if isinstance(node, ast.AST):
         return type(node).__name__, *(canonical(value) for _, value in ast.iter_fields(node))
     if isinstance(node, list):
@@ -80,7 +80,7 @@ def canonical(node: Any) -> Any:
 
 
 def tree_of_latex(body: str) -> tuple[Any, ...]:
-    """The tree of macros, groups and environments, their characters split into variables, numbers and signs."""
+    """The tree of macros, groups and environments. Characters are split into variables, numbers and signs."""
     from pylatexenc.latexwalker import LatexWalker
 
     nodes, *_ = LatexWalker(body, tolerant_parsing=False).get_latex_nodes()
@@ -88,12 +88,12 @@ def tree_of_latex(body: str) -> tuple[Any, ...]:
 
 
 def branches(nodes: Any) -> tuple[Any, ...]:
-    """Several LaTeX nodes."""
+    """The trees of several LaTeX nodes."""
     return tuple(branch for node in nodes or () if node is not None for branch in branches_of(node))
 
 
 def branches_of(node: Any) -> tuple[Any, ...]:
-    """One LaTeX node: its characters, or a tree under its name."""
+    """The tree of one LaTeX node: its characters, or its name with the trees inside."""
     if hasattr(node, "chars"):
         return tuple(NAMES.findall(node.chars))
     if hasattr(node, "comment"):

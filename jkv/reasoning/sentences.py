@@ -1,8 +1,8 @@
-"""Sentences, and which of them a later one says again (SkipKV): found on the host, one row at a time, when it is compacted.
+"""Finds sentences that a later sentence repeats (SkipKV), on the host, for each row before its compaction.
 
-A sentence ends with a token that ends a line. Its embedding is the mean of its tokens' hidden states after the final norm, at
-unit length; the earlier of two that are alike is flagged, prompt and completion being one text. Compaction learns by position
-which sentence each token is of, and how alike a later one is.
+A sentence ends with a token that ends a line. Its embedding is the mean of its tokens' hidden states after the final norm,
+normalised. Of two similar sentences the earlier is flagged. Prompt and completion are one text. Compaction receives, for each
+position, the sentence of the token and the similarity of the latest sentence that repeats it.
 """
 
 import copy
@@ -18,19 +18,19 @@ from jaxtyping import Array, Float, Int
 from jkv.cache.pool import EMPTY
 from jkv.model.params import Model
 
-ENDS = ("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", "?\n\n")  # as in SkipKV's code; its paper has all but the last
+ENDS = ("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", "?\n\n")  # as in SkipKV's code; the paper lists all but the last
 
 
 @dataclasses.dataclass(frozen=True)
 class Sentences:
-    """How a policy finds sentences that are said again.
+    """How a policy finds repeated sentences.
 
     Attributes:
-      threshold: the cosine above which a later sentence says an earlier one again.
-      ends: what ends a sentence: token ids, or texts, which stand for their last token.
+      threshold: the cosine above which a later sentence repeats an earlier one.
+      ends: what ends a sentence: token ids, or texts. A text means its last token.
 
     Raises:
-      ValueError: a field out of its range.
+      ValueError: a field is out of range.
     """
 
     threshold: float
@@ -39,14 +39,14 @@ class Sentences:
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise ValueError(
-                f"tau is the cosine above which two sentences are alike and must lie in (0, 1]; got {self.threshold}."
+                f"tau is the cosine above which two sentences are similar and must lie in (0, 1]; got {self.threshold}."
             )
         if not self.ends or not all(is_token(end) or (isinstance(end, str) and end) for end in self.ends):
-            raise ValueError(f"ends are texts or token ids after which a sentence is over, at least one; got {self.ends!r}.")
+            raise ValueError(f"ends must be one or more texts or token ids that end a sentence; got {self.ends!r}.")
 
 
 def is_token(end: Any) -> bool:
-    """Whether something is a number that may be a token's."""
+    """Whether an end is a token id."""
     return isinstance(end, int | np.integer) and not isinstance(end, bool)
 
 
@@ -55,10 +55,10 @@ def ends_of(tokenizer: Any, vocab_size: int, ends: tuple[Any, ...]) -> np.ndarra
     """Which tokens end a sentence: [V].
 
     Raises:
-      ValueError: texts without a tokenizer, or tokens that the model does not have.
+      ValueError: texts without a tokenizer, or tokens outside the vocabulary.
     """
     if tokenizer is None and not all(map(is_token, ends)):
-        raise ValueError("Sentences end with texts, and this model has no tokenizer. Pass ends= as token ids.")
+        raise ValueError("Texts in ends need a tokenizer, and this model has none. Pass ends= as token ids.")
     ids = [end if is_token(end) else last_token(tokenizer, str(end)) for end in ends]
     known = [i for i in ids if i is not None]
     if not known or not 0 <= min(known) <= max(known) < vocab_size:
@@ -69,24 +69,24 @@ def ends_of(tokenizer: Any, vocab_size: int, ends: tuple[Any, ...]) -> np.ndarra
 
 
 def last_token(tokenizer: Any, end: str) -> int | None:
-    """The last token of a text; None for one that the tokenizer cannot write, which ends nothing."""
+    """The last token of a text; None if the tokenizer cannot encode the text."""
     ids = tokenizer.encode(end, add_special_tokens=False)
     text = tokenizer.decode(ids[-1:]) if ids else ""
     return ids[-1] if text and end.endswith(text) else None
 
 
 class SentenceMap(NamedTuple):
-    """What compaction is told about each row's tokens, by position."""
+    """The sentences of each row, by position: an input of compaction."""
 
-    sentence: Int[Array, "R T"]  # that the token is of
-    similarity: Float[Array, "R T"]  # of the latest sentence that says the token's again, 0 if none does
+    sentence: Int[Array, "R T"]  # index of the token's sentence
+    similarity: Float[Array, "R T"]  # to the latest sentence that repeats it; 0 if none does
 
 
 def similarity_of_slots(sentences: SentenceMap, position: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """How alike a later sentence is to each slot's, if the head holds at least two of its tokens; else 0.
+    """The similarity of a later sentence to that of each slot, if the head keeps at least two of its tokens; else 0.
 
-    Batch row b shows sequence b modulo R, in any layer. Slots are in the order of their positions, the empty ones last, so
-    tokens of a sentence are neighbours.
+    Batch row b is sequence b modulo R, in any layer. Slots are in the order of positions, with empty slots last, so the tokens
+    of a sentence are adjacent.
     """
     row = jnp.arange(position.shape[0], dtype=jnp.int32)[:, None, None] % len(sentences.sentence)
     sentence = jnp.where(position == EMPTY, EMPTY, sentences.sentence[row, position])
@@ -97,39 +97,39 @@ def similarity_of_slots(sentences: SentenceMap, position: Int[Array, "B K S"]) -
 
 
 class SentenceLog:
-    """The sentences of one row so far. Only those that end are embedded; those of which no token is left are forgotten."""
+    """The sentences of one row so far. Finished sentences are embedded; evicted ones are forgotten."""
 
     def __init__(self, is_end: np.ndarray, threshold: float, width: int) -> None:
         self.is_end, self.threshold = is_end, threshold
-        self.sentence: list[int] = []  # that each token is of
-        self.similarity = np.zeros(0, np.float32)  # of each finished sentence to the latest one that says it again
-        self.known = np.zeros(0, np.int64)  # finished sentences that were compared with those before them ...
-        self.embedding = np.zeros((0, width), np.float32)  # ... and how they are embedded
-        self._fresh: list[np.ndarray] = []  # embeddings of sentences that were not compared yet
-        self._sum = np.zeros(width)  # over the unfinished sentence
+        self.sentence: list[int] = []  # index of each token's sentence
+        self.similarity = np.zeros(0, np.float32)  # of each finished sentence to the latest one that repeats it
+        self.known = np.zeros(0, np.int64)  # sentences that are compared already ...
+        self.embedding = np.zeros((0, width), np.float32)  # ... and their embeddings
+        self._fresh: list[np.ndarray] = []  # embeddings of finished sentences that are not compared yet
+        self._sum = np.zeros(width)  # of the hidden states of the unfinished sentence
 
     @property
     def nbytes(self) -> int:
-        """Bytes of embeddings, that of the unfinished sentence included."""
+        """Bytes of all embeddings, the unfinished sentence included."""
         return self.embedding.nbytes + sum(one.nbytes for one in self._fresh) + self._sum.nbytes
 
     @property
     def num_finished(self) -> int:
-        """Sentences that ended."""
+        """The number of finished sentences."""
         return len(self.similarity) + len(self._fresh)
 
     def take(self, tokens: Sequence[int] | np.ndarray, hidden: np.ndarray) -> None:
-        """Takes the next tokens with their hidden states [T, D]; however they are cut into pieces, the sums are the same."""
+        """Adds the next tokens with their hidden states [T, D]. How tokens are split into calls changes nothing."""
         for token, state in zip(tokens, np.asarray(hidden, np.float64), strict=True):
             self.sentence.append(self.num_finished)
             self._sum += state
             if self.is_end[token]:
-                length = max(float(np.linalg.norm(self._sum)), 1e-12)  # scaling makes the mean of the sum
+                length = max(float(np.linalg.norm(self._sum)), 1e-12)  # of sum and mean, the unit vector is the same
                 self._fresh.append((self._sum / length).astype(np.float32))
                 self._sum = np.zeros_like(self._sum)
 
     def compare(self) -> None:
-        """Flags what the sentences that ended since the last time say again; the latest of several counts."""
+        """Flags sentences that a new one repeats; the latest repetition counts."""
         if not self._fresh:
             return
         first, new = len(self.similarity), np.stack(self._fresh)
@@ -139,17 +139,17 @@ class SentenceLog:
         self._fresh = []
         cosine = self.embedding @ new.T
         for j in range(len(new)):
-            is_said_again = (self.known < first + j) & (cosine[:, j] > self.threshold)
-            self.similarity[self.known[is_said_again]] = cosine[is_said_again, j]
+            is_repeated = (self.known < first + j) & (cosine[:, j] > self.threshold)
+            self.similarity[self.known[is_repeated]] = cosine[is_repeated, j]
 
     def forget(self, is_left: np.ndarray) -> None:
-        """Drops the embeddings of sentences of which no head holds a token; `is_left` by position [T]."""
+        """Drops the embeddings of fully evicted sentences. `is_left` [T]: whether any head keeps the position."""
         left = np.unique(np.asarray(self.sentence)[is_left[: len(self.sentence)]])
         stays = np.isin(self.known, left)
         self.known, self.embedding = self.known[stays], self.embedding[stays]
 
     def by_position(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Each token's sentence and that one's similarity, as `SentenceMap` has them: [width] each."""
+        """The fields of `SentenceMap`, padded to [width] each."""
         count, others = len(self.sentence), self.num_finished + 1 - len(self.similarity)
         sentence, similarity = np.zeros(width, np.int32), np.zeros(width, np.float32)
         sentence[:count] = self.sentence
@@ -157,7 +157,7 @@ class SentenceLog:
         return sentence, similarity
 
     def copy(self) -> "SentenceLog":
-        """A log that goes its own way."""
+        """An independent copy."""
         twin = copy.copy(self)
         twin.sentence, twin._fresh = list(self.sentence), list(self._fresh)
         twin.similarity, twin._sum = self.similarity.copy(), self._sum.copy()
@@ -165,7 +165,7 @@ class SentenceLog:
 
 
 def new_log(model: Model, sentences: Sentences | None) -> SentenceLog | None:
-    """An empty log for a policy that goes by sentences; None for others."""
+    """An empty log for a policy that compares sentences; None for others."""
     if sentences is None:
         return None
     is_end = ends_of(model.tokenizer, model.config.vocab_size, sentences.ends)
@@ -173,7 +173,7 @@ def new_log(model: Model, sentences: Sentences | None) -> SentenceLog | None:
 
 
 def map_sentences(log: SentenceLog, width: int) -> SentenceMap:
-    """Which sentences of a row are said again, for as many positions as `width`."""
+    """The sentences of a row and which of them are repeated, padded to `width` positions."""
     log.compare()
     arrays: Any = (of_row[None] for of_row in log.by_position(width))
     return SentenceMap(*arrays)

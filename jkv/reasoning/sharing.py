@@ -1,14 +1,13 @@
-"""Which pages of a sequence stand in for others (ReasonCache, MemShare): arithmetic on the host about one row.
+"""Chooses the pages of a sequence that are shared (ReasonCache, MemShare): host arithmetic for one row.
 
-A reasoning step that is like an earlier one (`jkv.reasoning.steps`) makes its pages candidates; the device says how far apart
-they are;
-what is below a percentile of all distances seen is shared: the newer page leaves the row's table, and the older counts for
-both, which is exactly what reading it twice would be. Pages are the same in every layer and KV head, and only those are shared
-that are full (or ended where a step did) and were never compacted.
+If a thought is similar to an earlier one (`jkv.reasoning.thoughts`), its pages are candidates. The device measures their
+distance to the earlier pages. A page below a percentile of the distances so far is shared: it leaves the row's table, and the
+earlier page is weighted as if it were read twice. A page covers the same tokens in every layer and KV head. Only pages that
+are full (or closed at the end of a thought), and never compacted, are shared.
 
-Time is counted in the row's own generated tokens: at every multiple of `interval`, what was found `interval` tokens before is
-shared. So the host has a chunk's time to look, and a row's result does not depend on its neighbours once the threshold is
-known.
+Time is counted in the row's generated tokens. The decision at a multiple of `interval` uses what the row held `interval` tokens
+earlier. The host therefore has the time of a chunk, and once the threshold is set the result of a row does not depend on other
+rows.
 """
 
 import bisect
@@ -23,42 +22,43 @@ import numpy as np
 
 from jkv.cache.pool import EMPTY
 from jkv.model.params import Model
-from jkv.reasoning.steps import Filter, FilterStats, StepFinder, make_library
+from jkv.reasoning.thoughts import Filter, FilterStats, ThoughtFinder, make_index
 from jkv.reasoning.token_text import facts_of
 
 COMPARED = ("rotated", "raw", "values")
 METRICS = ("euclid", "cosine")
 PAIRINGS = ("ordinal", "all")
 DEFAULT_FILTER = Filter()
-MOST_DISTANCES = 1 << 16  # that statistics keep
+MOST_DISTANCES = 1 << 16  # kept in the statistics
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Which pages are the same.
+    """Which pages are shared.
 
     Attributes:
-      filter: which steps are alike.
-      percentile: the share of candidate distances, in percent, that are small enough; 100 takes all.
-      warm_up: candidates whose distances settle the threshold; until then nothing is shared.
-      threshold: a distance in place of the percentile, such as an earlier run's
+      filter: which thoughts are similar.
+      percentile: the percentage of candidate distances below the threshold; 100 accepts all.
+      warm_up: the number of candidates that set the threshold. Nothing is shared before.
+      threshold: a fixed distance in place of the percentile, for example that of an earlier run
         (`stats.sharing.thresholds[policy.share].value`).
-      cap: the largest relative distance, `|a - b|` by the norm of either, that is shared in any case; None for no limit.
-      compare_on: "rotated" keys, as they are cached, and values; "raw" keys, as if both stood at the same place; or "values"
-        alone.
+      cap: the largest relative distance that may be shared, `|a - b|` over the root mean square of the two norms; None for no
+        limit.
+      compare_on: "rotated" for cached keys and values; "raw" for keys as if both pages were at the same position, and values;
+        or "values" alone.
       metric: "euclid" or "cosine".
-      bias: whether a page that stands for m counts m times.
-      align_steps: whether steps start on pages of their own, the rest of the last one left empty; but for those that follow
-        less than half a page of text since the last that did, so that no row is more than half empty.
-      match: the share of token ids that two pages must have in common, place by place.
-      pairing: "ordinal", the i-th page of a step with the i-th of the other; or "all" of them with each other.
-      include_prompt: whether pages of the prompt may stand in for others.
+      bias: whether a page of multiplicity m has m times the weight in attention.
+      align_steps: whether each thought starts a new page, with vacant slots at the end of the page before. A thought does not
+        start a new page within half a page of tokens after the last one that did, so no row is more than half vacant.
+      match: the share of token ids that two pages must have in common, slot by slot.
+      pairing: "ordinal" for the i-th page of one thought with the i-th of the other; "all" for all pairs.
+      include_prompt: whether pages of the prompt may replace others.
       interval: generated tokens between two decisions.
-      random: a seed: as many pages are shared as would be, `percentile` of the candidates being near enough, but any with any
-        (the baseline), and none is measured; None shares those found.
+      random: None, or the seed of the random baseline. It shares as many pages as if `percentile` of the candidates were
+        accepted, but the pages are drawn at random and nothing is measured.
 
     Raises:
-      ValueError: a field out of its range.
+      ValueError: a field is out of range.
     """
 
     filter: Filter = DEFAULT_FILTER
@@ -78,38 +78,40 @@ class Share:
 
     def __post_init__(self) -> None:
         if not 0 < self.percentile <= 100:
-            raise ValueError(f"percentile is the share of distances that are small enough, in (0, 100]; got {self.percentile}.")
+            raise ValueError(
+                f"percentile is the percentage of distances that are accepted, in (0, 100]; got {self.percentile}."
+            )
         if self.warm_up < 1 or self.interval < 1:
             raise ValueError(f"warm_up and interval must be at least 1; got {self.warm_up=}, {self.interval=}.")
         if not 0 <= self.match <= 1:
             raise ValueError(f"match is a share of a page's tokens and must lie in [0, 1]; got {self.match}.")
         if self.random is not None and self.random < 0:
-            raise ValueError(f"random is a seed >= 0, or None; got {self.random}.")
+            raise ValueError(f"random must be a seed >= 0 or None; got {self.random}.")
         for name, value in (("threshold", self.threshold), ("cap", self.cap)):
             if value is not None and not value >= 0:
-                raise ValueError(f"{name} is a distance >= 0, or None; got {value}.")
+                raise ValueError(f"{name} must be a distance >= 0 or None; got {value}.")
         for name, known in (("compare_on", COMPARED), ("metric", METRICS), ("pairing", PAIRINGS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}; got {getattr(self, name)!r}.")
 
     def steps_until_due(self, generated: int) -> int:
-        """Steps to the next decision."""
+        """Decode steps to the next decision."""
         return self.interval - generated % self.interval
 
     def most_slots(self, tokens: int) -> int:
-        """The most slots that so many tokens fill: at most half of each page's end is left empty where steps are aligned."""
+        """The largest number of slots that so many tokens take; with aligned thoughts at most half of the slots are vacant."""
         return 2 * tokens if self.align_steps else tokens
 
 
 @dataclasses.dataclass
 class Threshold:
-    """The distance below which pages are shared; settled once for all sequences of an engine.
+    """The distance below which pages are shared. All sequences of an engine use one threshold.
 
     Attributes:
-      share: whose.
-      value: the distance; None as long as the warm-up lasts.
-      distances: of the first `MOST_DISTANCES` candidates, in the order in which they were measured.
-      relative: the same, by the norms of the pages themselves.
+      share: the settings that it belongs to.
+      value: the distance; None during the warm-up.
+      distances: those of the first `MOST_DISTANCES` candidates, in the order of measurement.
+      relative: the same distances relative to the norms of the pages.
     """
 
     share: Share
@@ -124,7 +126,7 @@ class Threshold:
             self.value = math.inf
 
     def observe(self, distances: Sequence[float], relative: Sequence[float]) -> None:
-        """Takes the distances of more candidates."""
+        """Adds the distances of more candidates."""
         room = max(MOST_DISTANCES, self.share.warm_up) - len(self.distances)
         self.distances += distances[:room]
         self.relative += relative[:room]
@@ -134,21 +136,21 @@ class Threshold:
 
 @dataclasses.dataclass
 class SharingStats:
-    """What sharing found and did in an engine so far. Seconds are of the host.
+    """Counts and host seconds of sharing in an engine so far.
 
     Attributes:
-      filter: stage 1, counted.
-      shifted: pairs of pages of alike steps that had too few tokens in common, place by place: what alignment costs.
-      empty_slots: slots of a layer and KV head left empty so that steps start pages.
+      filter: counts of stage 1.
+      shifted: pairs of pages, from similar thoughts, with too few tokens in common slot by slot: the cost of missing alignment.
+      empty_slots: slots per layer and KV head that are vacant because a thought starts a page.
       candidates: pairs of pages that were measured.
-      judged: of them, those after the warm-up.
-      near: of those, the ones near enough.
-      shared: pages given up; of several candidates for one page the nearest counts.
-      deferred: those whose older page had just been given up itself; measured, and counted, once more.
-      filter_seconds: of stage 1, while the device decoded.
-      filter_waits: chunks that the device had finished before stage 1 was.
-      measure_seconds: of stage 2, waiting for distances and deciding.
-      thresholds: by `Policy.share`, the distance below which pages are shared, and all distances seen.
+      judged: candidates after the warm-up.
+      near: judged candidates below the threshold.
+      shared: pages that were replaced by an earlier one, the nearest of several.
+      deferred: near candidates whose earlier page was itself replaced in the same decision; measured and counted once more.
+      filter_seconds: stage 1, while the device decodes.
+      filter_waits: chunks that finished on the device before stage 1 did on the host.
+      measure_seconds: stage 2, waiting for distances and deciding.
+      thresholds: the threshold of each `Policy.share`, with the distances.
     """
 
     filter: FilterStats = dataclasses.field(default_factory=FilterStats)
@@ -166,35 +168,36 @@ class SharingStats:
 
     @property
     def accept_rate(self) -> float:
-        """The share of candidates, after the warm-up, that were near enough."""
+        """The share of judged candidates that were below the threshold."""
         return self.near / max(self.judged, 1)
 
 
 class Layout:
-    """The pages of one row: what each holds, which are in the table, in order, and which stand for how many."""
+    """The pages of one row: their tokens, their order in the block table, and their multiplicity."""
 
     def __init__(self, page_size: int, prompt: int) -> None:
         self.page_size = page_size
-        self.first: list[int] = []  # position of each page's first token; pages are numbered as they begin
-        self.count: list[int] = []  # its tokens
-        self.sealed: list[int | None] = []  # after how many generated tokens it took no more; None if it still does
+        # By page, numbered in the order of their first tokens.
+        self.first: list[int] = []  # position of the first token
+        self.count: list[int] = []  # tokens
+        self.sealed: list[int | None] = []  # the number of generated tokens when it was closed; None while it is open
         self.multiplicity: list[int] = []
-        self.root: list[int] = []  # the page that stands for it, or itself
-        self.table: list[int] = []
+        self.root: list[int] = []  # the page that replaces it, or itself
+        self.table: list[int] = []  # the pages of the block table, in order
         self.num_tokens = 0
         for _ in range(prompt):
             self.append(0)
 
     @property
     def num_slots(self) -> int:
-        """Slots of the row, empty ones included, in each layer and KV head."""
+        """Slots of the row in each layer and KV head, vacant ones included."""
         if not self.table:
             return 0
         last = self.table[-1]
         return (len(self.table) - 1) * self.page_size + (self.count[last] if self.sealed[last] is None else self.page_size)
 
     def append(self, generated: int) -> None:
-        """One more token."""
+        """Adds one token."""
         if not self.table or self.sealed[self.table[-1]] is not None:
             self.table.append(len(self.first))
             self.root.append(len(self.first))
@@ -209,12 +212,12 @@ class Layout:
             self.sealed[last] = generated
 
     def fill(self, generated: int) -> None:
-        """The last page takes no more."""
+        """Closes the last page."""
         if self.table and self.sealed[self.table[-1]] is None:
             self.sealed[self.table[-1]] = generated
 
-    def inside(self, begin: int, end: int) -> range:
-        """The pages that hold nothing but tokens in [begin, end)."""
+    def pages_within(self, begin: int, end: int) -> range:
+        """The pages whose tokens all lie in [begin, end)."""
         start = bisect.bisect_left(self.first, begin)
         stop = bisect.bisect_left(self.first, end)
         if stop > start and self.first[stop - 1] + self.count[stop - 1] > end:
@@ -222,7 +225,7 @@ class Layout:
         return range(start, stop)
 
     def is_sealed(self, page: int, horizon: int) -> bool:
-        """Whether it took its last token within so many generated ones."""
+        """Whether the page was closed when `horizon` tokens were generated."""
         sealed = self.sealed[page]
         return sealed is not None and sealed <= horizon
 
@@ -231,25 +234,25 @@ class Layout:
         return self.count[page] == self.page_size
 
     def positions(self, page: int) -> np.ndarray:
-        """Those of its tokens."""
+        """The positions of the page's tokens."""
         return np.arange(self.first[page], self.first[page] + self.count[page])
 
-    def give_up(self, page: int, kept: int) -> None:
-        """`kept` stands for `page`, and for what that one stood for."""
+    def replace(self, page: int, kept: int) -> None:
+        """Removes `page` from the table; `kept` replaces it and takes over its multiplicity."""
         self.table.remove(page)
         self.multiplicity[kept] += self.multiplicity[page]
         self.root = [kept if root == page else root for root in self.root]
 
 
 class Pair(NamedTuple):
-    """A page that may leave, and the one that would stand for it."""
+    """A page, and the earlier page that may replace it."""
 
     page: int
     kept: int
 
 
 class Sharing:
-    """What sharing knows about one row."""
+    """The state of sharing for one row."""
 
     def __init__(
         self,
@@ -266,65 +269,67 @@ class Sharing:
         self.tokens: list[int] = prompt.tolist()
         self.num_prompt, self.generated = len(prompt), 0
         self.layout = Layout(page_size, len(prompt))
-        self.judged = self.layout if share.random is None else Layout(page_size, len(prompt))  # as it would be, not at random
-        self.is_over = False  # once the row was compacted
-        self.was_end, self.since = True, len(prompt)  # whether the last token ended a step; tokens since the last aligned one
-        library = make_library(share.filter, model.config.vocab_size, embedding)
+        self.judged = self.layout if share.random is None else Layout(page_size, len(prompt))  # as without the random baseline
+        self.is_over = False  # true as soon as the row is compacted
+        self.ended_thought = True  # whether the last token ended a thought
+        self.since_aligned = len(prompt)  # tokens since a thought last started a page
+        index = make_index(share.filter, model.config.vocab_size, embedding)
         begin = 0 if share.include_prompt else len(prompt)
-        self._finder = StepFinder(share.filter, facts, model.tokenizer.decode, library, stats.filter, begin)
-        self._waiting: collections.deque[tuple[int, list[int]]] = collections.deque()  # a step, and those that it is like
-        self._pages: dict[int, range] = {}  # of steps
-        self._again: list[Pair] = []
-        self._num_looked = begin
+        self._finder = ThoughtFinder(share.filter, facts, model.tokenizer.decode, index, stats.filter, begin)
+        self._matched: collections.deque[tuple[int, list[int]]] = collections.deque()  # a thought, and similar earlier ones
+        self._pages: dict[int, range] = {}  # by thought
+        self._deferred: list[Pair] = []  # to measure again
+        self._num_read = begin
         self._rng = None if share.random is None else np.random.default_rng([share.random, *identity])
 
     def append(self, tokens: Sequence[int]) -> None:
-        """The row's next tokens: where they lie. Cheap, and no look at what they say."""
+        """Adds the row's next tokens to the layout. Cheap: their text is not read."""
         layouts = (self.layout,) if self.judged is self.layout else (self.layout, self.judged)
         size = self.layout.page_size
         for token in tokens:
             self.generated += 1
-            is_end = bool(self.facts.ends_step[token])
-            if self.share.align_steps and self.was_end and not is_end and 2 * self.since >= size:
+            is_end = bool(self.facts.ends_thought[token])
+            if self.share.align_steps and self.ended_thought and not is_end and 2 * self.since_aligned >= size:
                 self.stats.empty_slots += -self.layout.num_slots % size
                 for layout in layouts:
                     layout.fill(self.generated)
-                self.since = 0
-            self.was_end, self.since = is_end, self.since + 1
+                self.since_aligned = 0
+            self.ended_thought, self.since_aligned = is_end, self.since_aligned + 1
             for layout in layouts:
                 layout.append(self.generated)
             self.tokens.append(token)
 
-    def look(self) -> None:
-        """Finds steps in the tokens that it has not looked at, and the earlier ones that they are like."""
-        while self._num_looked < len(self.tokens) and not self.is_over:
-            token, self._num_looked = self.tokens[self._num_looked], self._num_looked + 1
-            found = self._finder.take(token, max(0, self._num_looked - self.num_prompt))
+    def find_similar(self) -> None:
+        """Finds the thoughts in the tokens since the last call, and similar earlier ones."""
+        while self._num_read < len(self.tokens) and not self.is_over:
+            token, self._num_read = self.tokens[self._num_read], self._num_read + 1
+            found = self._finder.take(token, max(0, self._num_read - self.num_prompt))
             if found is not None and found[1]:
-                self._waiting.append(found)
+                self._matched.append(found)
 
     def candidates(self, now: int) -> list[Pair]:
-        """The pairs of pages to be measured for the decision after `now` generated tokens, each told once.
+        """The pairs of pages to measure for the decision after `now` generated tokens; each pair is returned once.
 
-        Steps are taken when the token after them is there, too: then it is settled which page they end in.
+        A thought is used once the token after it exists, because that token decides whether the last page is closed.
         """
-        steps, horizon, root = self._finder.steps, now - self.share.interval, self.judged.root
+        thoughts, horizon, root = self._finder.thoughts, now - self.share.interval, self.judged.root
         couple: Any = itertools.product if self.share.pairing == "all" else zip
-        pairs = dict.fromkeys((page, root[kept]) for page, kept in self._again)
-        self._again = []
-        while self._waiting and steps[self._waiting[0][0]].closed < horizon:
-            newer, earlier = self._waiting.popleft()
+        pairs = dict.fromkeys((page, root[kept]) for page, kept in self._deferred)
+        self._deferred = []
+        while self._matched and thoughts[self._matched[0][0]].closed < horizon:
+            newer, earlier = self._matched.popleft()
             of_new = self._pages_of(newer)
             for older in earlier:
                 of_old = self._pages_of(older)
                 pairs |= dict.fromkeys((page, root[other]) for page, other in couple(of_new, of_old))
         return [Pair(page, kept) for page, kept in pairs if self._is_candidate(page, kept, horizon)]
 
-    def _pages_of(self, step: int) -> range:
-        """The pages that hold nothing but a step's tokens."""
-        if step not in self._pages:
-            self._pages[step] = self.judged.inside(self._finder.steps[step].begin, self._finder.steps[step].end)
-        return self._pages[step]
+    def _pages_of(self, index: int) -> range:
+        """The pages whose tokens all belong to one thought."""
+        if index not in self._pages:
+            thought = self._finder.thoughts[index]
+            self._pages[index] = self.judged.pages_within(thought.begin, thought.end)
+        return self._pages[index]
 
     def _is_candidate(self, page: int, kept: int, horizon: int) -> bool:
         layout = self.judged
@@ -338,41 +343,41 @@ class Sharing:
         return same >= self.share.match * len(ours)
 
     def decide(self, pairs: Sequence[Pair], distance: np.ndarray, relative: np.ndarray, threshold: float) -> list[Pair]:
-        """Shares what is near enough, nearest first for each page in its order, and returns it; the layout follows."""
+        """Shares each page with its nearest candidate below the threshold, in the order of pages. Returns the shared pairs."""
         nearest: dict[int, Pair] = {}
         for i in sorted(range(len(pairs)), key=lambda i: (pairs[i].page, distance[i], pairs[i].kept)):
             if distance[i] <= threshold and (self.share.cap is None or relative[i] <= self.share.cap):
                 self.stats.near += 1
                 nearest.setdefault(pairs[i].page, pairs[i])
-        return [pair for pair in nearest.values() if self._give_up(self.layout, pair)]
+        return [pair for pair in nearest.values() if self._replace(self.layout, pair)]
 
     def decide_at_random(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """As many pages given up as would be if `percentile` of the candidates were near enough, but any for any."""
+        """Shares as many pages as if `percentile` of the candidates were accepted, but with random pairs."""
         assert self._rng is not None
         done = []
         for pair in {pair.page: pair for pair in reversed(pairs)}.values():
-            if 100 * self._rng.random() < self.share.percentile and self._give_up(self.judged, pair):
+            if 100 * self._rng.random() < self.share.percentile and self._replace(self.judged, pair):
                 table, layout = self.layout.table, self.layout
                 own = [page for page in table if layout.first[page] >= self.num_prompt and layout.is_full(page)]
                 if len(own) >= 2:
                     kept, page = sorted(self._rng.choice(own, 2, replace=False).tolist())
-                    layout.give_up(page, kept)
+                    layout.replace(page, kept)
                     done.append(Pair(page, kept))
         return done
 
-    def _give_up(self, layout: Layout, pair: Pair) -> bool:
-        """Lets a page go, unless the one that would stand for it went a moment ago: what stands for that is measured next."""
+    def _replace(self, layout: Layout, pair: Pair) -> bool:
+        """Replaces a page. If the other page was itself replaced just before, the pair is deferred and measured again."""
         if layout.root[pair.page] != pair.page:
             return False
         if layout.root[pair.kept] != pair.kept:
-            self._again.append(pair)
+            self._deferred.append(pair)
             self.stats.deferred += 1
             return False
-        layout.give_up(pair.page, pair.kept)
+        layout.replace(pair.page, pair.kept)
         return True
 
     def entries(self, before: Sequence[int], max_pages: int) -> tuple[np.ndarray, np.ndarray]:
-        """How the table follows from the one `before`, and the log-weight of each page left: [MP], for `pool.take_pages`."""
+        """The kept entries of the table `before`, and the log-weight of each: [MP], the arguments of `pool.take_pages`."""
         place, layout = {page: i for i, page in enumerate(before)}, self.layout
         entries, log_weight = np.full(max_pages, EMPTY, np.int32), np.zeros(max_pages, np.float32)
         entries[: len(layout.table)] = [place[page] for page in layout.table]
@@ -382,10 +387,10 @@ class Sharing:
 
 
 def distances(share: Share, squares: np.ndarray, num_tokens: np.ndarray, num_kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
-    """What `block_distance` gave ([I, L, 2, 3]) as one distance for each pair, and as one relative to the pages' own norms.
+    """The distance of each pair of pages, and the same relative to the norms of the pages; `squares` is of `block_distance`.
 
-    Euclid is ReasonCache's: the mean over layers of the norms of the keys' and the values' difference, by twice the tokens and
-    KV heads of a page. Cosine is one less the cosine, the mean over layers of that of keys and that of values.
+    "euclid" is ReasonCache's distance: the norm of the difference, of keys and of values, averaged over layers and over both,
+    divided by the tokens and KV heads of a page. "cosine" is `1 - cosine`, averaged over layers, keys and values.
     """
     squares = np.asarray(squares, np.float64)
     apart, size = np.sqrt(squares[..., 2]), np.sqrt(squares[..., :2].mean(axis=-1))  # [I, L, 2]
@@ -400,17 +405,17 @@ def distances(share: Share, squares: np.ndarray, num_tokens: np.ndarray, num_kv_
 
 
 def check_tokenizer(model: Model, name: str) -> None:
-    """Refuses a model whose text cannot be divided into steps.
+    """Refuses a model whose text cannot be split into thoughts.
 
     Raises:
-      ValueError: no tokenizer, or one without a blank line.
+      ValueError: the model has no tokenizer, or no token of it contains a blank line.
     """
     if model.tokenizer is None:
         raise ValueError(
-            f"{name} finds reasoning steps by the text of tokens, and this model has no tokenizer. Load one with it."
+            f"{name} needs the text of tokens to find thoughts, and this model has no tokenizer. Load one that has a tokenizer."
         )
     if not facts_of(model.tokenizer, model.config.vocab_size).is_break.any():
         raise ValueError(
-            f"{name} divides text into steps at blank lines, and no token of this model's tokenizer holds one. Use a policy "
-            "that evicts."
+            f"{name} splits text into thoughts at blank lines, and no token of this tokenizer contains one. Use a policy that "
+            "evicts."
         )

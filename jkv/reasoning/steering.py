@@ -1,8 +1,8 @@
-"""Steering (SEAL, arXiv 2504.07986; SkipKV): a vector added to the hidden state wherever a new thought begins.
+"""Steering (SEAL, arXiv 2504.07986; SkipKV): adds a vector to the hidden state at the end of each thought.
 
-A thought begins after a token whose text holds a blank line. While the model thinks, that token's hidden state, where it
-enters one layer, is pushed away from checking and changing course, towards carrying on: `strength * vector`, the vector being
-the mean of checking and switching thoughts minus the mean of the others (`extract`).
+A thought ends with a token whose text contains a blank line. While the model thinks, `strength * vector` is added to that
+token's hidden state at the input of one layer. The vector is the mean of checking and switching thoughts minus the mean of the
+others (`jkv.analysis.steering_vectors`), so a negative strength makes the model check less and go on more.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.reasoning.token_text import BREAK, END_OF_THINKING, THINK, TokenFacts, facts_of
 
-CHECKS = (  # SEAL's: a thought that holds one of these, or starts with "wait", checks what was done
+CHECKS = (  # SEAL: a thought that contains one of these, or starts with "wait", is a check
     "verify",
     "make sure",
     "hold on",
@@ -28,7 +28,7 @@ CHECKS = (  # SEAL's: a thought that holds one of these, or starts with "wait", 
     "let me check",
     "seems right",
 )
-SWITCHES = (  # and one that holds one of these, or starts with "alternatively", changes course
+SWITCHES = (  # SEAL: a thought that contains one of these, or starts with "alternatively", is a switch
     "think differently",
     "another way",
     "another approach",
@@ -37,16 +37,16 @@ SWITCHES = (  # and one that holds one of these, or starts with "alternatively",
     "another strategy",
     "another technique",
 )
-CHECK_WORDS = ("Wait", "Alternatively", "again")  # SkipKV's: a thought that holds one checks what was done
+CHECK_WORDS = ("Wait", "Alternatively", "again")  # SkipKV: a thought that contains one is a check
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SteeringVector:
-    """Directions of a model, one for each layer's input, and how they were made.
+    """The steering vectors of a model, one for each layer's input.
 
     Attributes:
-      values: `[L, D]` float32, 0 for layers without one.
-      about: anything worth knowing, as strings.
+      values: `[L, D]` float32, 0 for layers without a vector.
+      about: how they were made, as strings.
     """
 
     values: np.ndarray
@@ -69,10 +69,10 @@ class SteeringVector:
 
 
 def load_vector(path: Path | str) -> SteeringVector:
-    """What `SteeringVector.save` wrote.
+    """Reads a file of `SteeringVector.save`.
 
     Raises:
-      ValueError: no such file, or one without a vector.
+      ValueError: there is no such file, or it has no vector.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -80,21 +80,20 @@ def load_vector(path: Path | str) -> SteeringVector:
         with safe_open(str(path), framework="numpy") as file:
             return SteeringVector(file.get_tensor("vector"), dict(file.metadata() or {}))
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"A steering vector is a safetensors file that `jkv steer` wrote; {path}: {error}.") from error
+        raise ValueError(f"A steering vector must be a safetensors file made by `jkv steer`; {path}: {error}.") from error
 
 
 @dataclasses.dataclass(frozen=True)
 class Steer:
-    """What is added, where, and how much.
+    """Which vector is added, at which layer, and how strongly.
 
     Attributes:
-      vector: the directions.
-      layer: whose input is changed.
-      strength: how many times the vector is added; negative pushes away from checking.
-      growth: how much the strength falls with each checking thought so far, brought up to date every `interval` tokens
-        (SkipKV's 0.02; SEAL has none).
-      interval: generated tokens between two such looks.
-      keywords: words that make a thought a checking one there.
+      vector: the steering vectors of the model.
+      layer: the layer whose input is changed.
+      strength: the factor of the vector; negative values reduce checking.
+      growth: how much the strength falls with each check so far (SkipKV: 0.02; SEAL: 0).
+      interval: generated tokens between two counts of the checks.
+      keywords: a thought that contains one of these counts as a check.
     """
 
     vector: SteeringVector
@@ -107,37 +106,37 @@ class Steer:
     def __post_init__(self) -> None:
         num_layers = self.vector.values.shape[0]
         if not 0 <= self.layer < num_layers:
-            raise ValueError(f"layer must be one of the vector's {num_layers}, from 0; got {self.layer}.")
+            raise ValueError(f"layer must lie in [0, {num_layers}), the layers of the vector; got {self.layer}.")
         if self.interval < 1:
             raise ValueError(f"interval must be at least 1 generated token; got {self.interval}.")
         if not np.isfinite(self.values).all() or not self.values.any():
-            raise ValueError(f"The vector of layer {self.layer} must be finite and not zero; extract one for that layer.")
+            raise ValueError(f"The vector of layer {self.layer} must be finite and not zero. Extract one for that layer.")
         if not all(isinstance(word, str) and word for word in self.keywords):
-            raise ValueError(f"keywords are words that make a thought a checking one; got {self.keywords!r}.")
+            raise ValueError(f"keywords must be non-empty strings; got {self.keywords!r}.")
 
     @property
     def values(self) -> np.ndarray:
-        """The layer's direction: [D]."""
+        """The vector of the layer: [D]."""
         return self.vector.values[self.layer]
 
     def steps_until_due(self, generated: int) -> int | None:
-        """Steps to the next moment at which the strength may change; None if it never does."""
+        """Decode steps to the next possible change of the strength; None if it is constant."""
         return None if self.growth == 0 else self.interval - generated % self.interval
 
 
 class SteerRules(NamedTuple):
-    """What each batch row adds in a chunk; the tokens' part is the same for all."""
+    """Steering of each batch row in a chunk. `is_break` and `think` are the same for all rows."""
 
     strength: Float[Array, " B"]  # 0 for a row that is not steered
     layer: Int[Array, " B"]
     vector: Float[Array, "B D"]
     is_thinking: Bool[Array, " B"]  # at the start of the chunk
-    is_break: Bool[Array, " V"]  # tokens after which a thought begins
-    think: Int[Array, " 2"]  # the tokens that begin and end thinking, -1 for none
+    is_break: Bool[Array, " V"]  # tokens that end a thought
+    think: Int[Array, " 2"]  # the tokens <think> and </think>, -1 for none
 
 
 def amounts(rules: SteerRules, token: Int[Array, " B"], is_thinking: Bool[Array, " B"]) -> tuple[Array, Array]:
-    """How much each row's token is steered, and whether the row thinks after it."""
+    """The strength for each row's token, and whether the row is thinking after it."""
     is_thinking = jnp.where(token == rules.think[0], True, jnp.where(token == rules.think[1], False, is_thinking))
     return jnp.where(is_thinking & rules.is_break[token], rules.strength, 0.0), is_thinking
 
@@ -149,19 +148,19 @@ def push(
     layer: int,
     hidden: Float[Array, "B T D"],
 ) -> Float[Array, "B T D"]:
-    """The hidden states with the rows' vectors added where this is their layer."""
+    """The hidden states, with the vectors of the rows that are steered at this layer added."""
     amount = jnp.where((of_layer == layer)[:, None], amount, 0.0)
     return hidden + (amount[..., None] * vector[:, None]).astype(hidden.dtype)
 
 
 def marks_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
-    """Which tokens hold a blank line, and which begin and end thinking.
+    """Which tokens contain a blank line, and which begin and end thinking.
 
     Raises:
-      ValueError: a model without a tokenizer, or whose thinking marks are not single tokens.
+      ValueError: the model has no tokenizer, or its thinking marks are not single tokens.
     """
     if tokenizer is None:
-        raise ValueError("Steering goes by the text of tokens; this model has no tokenizer.")
+        raise ValueError("Steering needs the text of tokens, and this model has no tokenizer. Load one that has a tokenizer.")
     facts = facts_of(tokenizer, vocab_size)
     if (facts.think < 0).any():
         raise ValueError(f"Steering needs {THINK} and {END_OF_THINKING} to be one token each; got {facts.think.tolist()}.")
@@ -170,11 +169,11 @@ def marks_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
 
 @dataclasses.dataclass
 class Thinking:
-    """How far the thinking of a sample has come; each of its tokens is looked at once, and decoded once.
+    """The progress of a sample's thinking. Each token is read once and decoded once.
 
     Attributes:
-      is_thinking: whether it has begun and not ended.
-      num_checks: checking thoughts of the completion that were finished when they were last counted.
+      is_thinking: whether thinking has begun and not ended.
+      num_checks: the finished checks of the completion, at the last count.
     """
 
     is_thinking: bool = False
@@ -183,7 +182,7 @@ class Thinking:
     _num_counted: int = 0
 
     def follow(self, prompt: Sequence[int] | np.ndarray, tokens: Sequence[int], marks: TokenFacts) -> None:
-        """Takes the completion's new tokens, and the prompt's before the first of them."""
+        """Reads the new tokens of the completion; the first call also reads the prompt."""
         if self._num_followed == 0:
             self._read(prompt, marks)
         self._read(tokens[self._num_followed :], marks)
@@ -197,7 +196,7 @@ class Thinking:
     def count(
         self, tokens: Sequence[int], marks: TokenFacts, decode: Callable[[Sequence[int]], str], keywords: Sequence[str]
     ) -> None:
-        """Counts the checks among the thoughts that were finished since the last count."""
+        """Counts the checks among the thoughts that finished since the last count."""
         ends = np.flatnonzero(marks.is_break[tokens[self._num_counted :]])
         if len(ends):
             finished = self._num_counted + int(ends[-1]) + 1
@@ -206,7 +205,7 @@ class Thinking:
 
 
 def label(thought: str) -> str:
-    """SEAL's kind of a thought: "check", "switch" or "go on", by its first word and the phrases it holds.
+    """SEAL's label of a thought: "check", "switch" or "go on", from its first word and the phrases in it.
 
     >>> label("Wait, 3*7=1"), label("Let me try another way."), label("d=b*c")
     ('check', 'switch', 'go on')
@@ -220,7 +219,7 @@ def label(thought: str) -> str:
 
 
 def num_checks(text: str, keywords: Sequence[str] = CHECK_WORDS) -> int:
-    r"""SkipKV's count of checking thoughts: finished ones that hold a keyword as a word (or anywhere, if it is not ASCII).
+    r"""SkipKV's count of checks: finished thoughts that contain a keyword as a word (or anywhere, if it is not ASCII).
 
     >>> num_checks("d=1\n\nWait\n\nb=3\n\nWait aga")
     1
@@ -229,11 +228,11 @@ def num_checks(text: str, keywords: Sequence[str] = CHECK_WORDS) -> int:
 
 
 def is_check(thought: str, keywords: tuple[str, ...] = CHECK_WORDS) -> bool:
-    """Whether a thought holds a keyword, as a word (or anywhere, if it is not ASCII)."""
+    """Whether a thought contains a keyword as a word (or anywhere, if it is not ASCII)."""
     return any(pattern.search(thought) for pattern in patterns_of(keywords))
 
 
 @functools.lru_cache
 def patterns_of(keywords: tuple[str, ...]) -> list[re.Pattern[str]]:
-    """What finds each keyword."""
+    """A regular expression for each keyword."""
     return [re.compile(rf"(?<!\w){re.escape(word)}(?!\w)" if word.isascii() else re.escape(word)) for word in keywords]

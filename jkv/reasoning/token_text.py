@@ -1,4 +1,4 @@
-"""Text of tokens: what each says, and that of a completion that still grows, cut where a stop string appears."""
+"""Text of tokens: facts about each token of a tokenizer, incremental decoding, and stop strings."""
 
 import dataclasses
 import functools
@@ -9,35 +9,35 @@ import numpy as np
 
 BREAK = "\n\n"
 THINK, END_OF_THINKING = "<think>", "</think>"
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for a character whose bytes are not all there
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete UTF-8 character
 
 
 class TextStream:
-    """Decodes tokens as they come; the work for each does not grow with those before it.
+    """Decodes tokens incrementally: the work per token does not grow with the text.
 
     Attributes:
-      text: what the tokens so far say, but for characters whose bytes are not all there.
+      text: the text of the tokens so far, without an incomplete UTF-8 character at its end.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
         self.text = ""
-        self._tokens: list[int] = []  # those still looked at: a tokenizer may space a token by the ones before it
-        self._num_told = 0  # how many of them the text has already
+        self._tokens: list[int] = []  # the last tokens: the space before a token may depend on its predecessor
+        self._num_decoded = 0  # how many of them are in the text
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Takes the next tokens."""
+        """Adds the next tokens."""
         self._tokens += tokens
-        before, now = self.decode(self._tokens[: self._num_told]), self.decode(self._tokens)
+        before, now = self.decode(self._tokens[: self._num_decoded]), self.decode(self._tokens)
         if now.endswith(UNFINISHED) or len(now) <= len(before):
             return
         self.text += now[len(before) :]
-        self._tokens = self._tokens[self._num_told :]
-        self._num_told = len(self._tokens)
+        self._tokens = self._tokens[self._num_decoded :]
+        self._num_decoded = len(self._tokens)
 
 
 class StopFinder:
-    """Finds the token with which a stop string is complete."""
+    """Finds the token that completes a stop string."""
 
     def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str]) -> None:
         self.stream = TextStream(decode)
@@ -45,7 +45,7 @@ class StopFinder:
         self._longest = max(map(len, stop_strings))
 
     def find(self, tokens: Sequence[int]) -> int | None:
-        """How many of the next tokens to keep, the one that completes a stop string included; None when all go on."""
+        """The number of tokens up to and including the one that completes a stop string; None if none does."""
         for count, token in enumerate(tokens, 1):
             start = max(0, len(self.stream.text) - self._longest + 1)
             self.stream.push([token])
@@ -64,7 +64,7 @@ def cut(text: str, stop_strings: Sequence[str]) -> str:
 
 
 def num_certain(text: str, stop_strings: Sequence[str]) -> int:
-    """How many characters of a growing text can no longer become part of a stop string.
+    """The number of leading characters of a growing text that cannot become part of a stop string.
 
     >>> num_certain("x = 3<", ["</think>"])
     5
@@ -80,27 +80,27 @@ def num_certain(text: str, stop_strings: Sequence[str]) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenFacts:
-    """What each token of a tokenizer says."""
+    """Facts about the text of each token of a tokenizer."""
 
-    is_break: np.ndarray  # [V] whether its text holds a blank line
-    is_blank: np.ndarray  # [V] whether it is nothing but white space
-    num_bytes: np.ndarray  # [V] of its text, three for each part of a character
-    think: np.ndarray  # [2] the tokens that begin and end thinking, -1 for none or for several
+    is_break: np.ndarray  # [V] whether its text contains a blank line
+    is_blank: np.ndarray  # [V] whether its text is white space or empty
+    num_bytes: np.ndarray  # [V] bytes of its text in UTF-8; 3 for each incomplete character
+    think: np.ndarray  # [2] the tokens <think> and </think>; -1 for a mark that is not a single token
 
     @functools.cached_property
-    def ends_step(self) -> np.ndarray:
-        """[V] whether a reasoning step ends with it: at a blank line, or where thinking begins or ends."""
+    def ends_thought(self) -> np.ndarray:
+        """[V] whether a thought ends with it: at a blank line, or where thinking begins or ends."""
         return self.is_break | np.isin(np.arange(len(self.is_break)), self.think)
 
     @functools.cached_property
-    def says_something(self) -> np.ndarray:
-        """[V] whether it is neither white space nor a mark of thinking."""
+    def has_content(self) -> np.ndarray:
+        """[V] whether it is neither white space nor <think> or </think>."""
         return ~self.is_blank & ~np.isin(np.arange(len(self.is_blank)), self.think)
 
 
 @functools.lru_cache(maxsize=8)
 def facts_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
-    """The texts of all tokens, looked at once."""
+    """The facts about all tokens of a tokenizer; tokens without text pad the vocabulary."""
     texts = [tokenizer.decode([i]) for i in range(min(vocab_size, len(tokenizer)))]
     texts += [""] * (vocab_size - len(texts))
     marks = [tokenizer.encode(mark, add_special_tokens=False) for mark in (THINK, END_OF_THINKING)]

@@ -1,4 +1,4 @@
-"""Words in place of a model's tokens, for texts of which no tokenizer is known (`jkv.analyze`)."""
+"""A tokenizer that splits text into words, for texts without a known tokenizer (`jkv.analyze`)."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ PIECE = re.compile(rf"{THINK}|{END_OF_THINKING}|{BREAK}|\n|[^\S\n]+|\w+|[^\w\s]"
 
 
 class Words:
-    r"""A tokenizer whose tokens are the words, signs and white space of the texts that it is made of.
+    r"""A tokenizer whose vocabulary is the words, signs and white space of the given texts.
 
     >>> words = Words(["so x = 3.\n\nWait"])
     >>> [words.decode([token]) for token in words.encode("x = 3.\n\n")]
@@ -27,9 +27,9 @@ class Words:
         return len(self.pieces)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """A text's tokens; what none of the texts held is left out."""
+        """The tokens of a text. Pieces outside the vocabulary are left out."""
         return [self._ids[piece] for piece in PIECE.findall(text) if piece in self._ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The pieces, one after the other."""
+        """The pieces, joined."""
         return "".join(self.pieces[token] for token in tokens)

@@ -185,7 +185,7 @@ def test_an_encoder_of_ones_own_compares_steps_and_sentences_and_is_asked_once_f
     assert len(asked) == len(set(asked))
 
 
-@pytest.mark.parametrize(("encoder", "words"), [("embedding", "a table of a model"), ("words", "encoder is 'tokens'")])
+@pytest.mark.parametrize(("encoder", "words"), [("embedding", "a table of a model"), ("words", "encoder must be 'tokens'")])
 def test_other_encoders_are_refused(encoder, words):
     with pytest.raises(ValueError, match=words):
         make_reader(["a"], None, encoder)

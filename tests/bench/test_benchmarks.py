@@ -248,7 +248,7 @@ def test_the_score_of_key_diff_is_a_policy():
         (("throughput", "--requests", 4), "Ask for at least 8 requests"),
         (("throughput", "--quick", "--policies", "foo"), "policy must be one of full"),
         (("cost", "--quick", "--lengths", "4000"), "must fit the model's 2048 positions"),
-        (("cost", "--quick", "--model", "pyproject.toml"), "must hold the fields of a jkv.ModelConfig"),
+        (("cost", "--quick", "--model", "pyproject.toml"), "must have the fields of a jkv.ModelConfig"),
         (("eviction", "--quick", "--model", "no-such-model"), "tiny-reasoner"),
         (("peers", "--contenders", "vllm"), "contenders are jkv, transformers, kvpress; got vllm"),
         (("tables", "--results", "tests"), "tests holds none"),

@@ -38,7 +38,7 @@ def softmax(x):
     return x / x.sum()
 
 
-ROWS = [  # budget, sinks, recent, forgets, per layer: H2O, TOVA, TOVA that keeps the newest and two sinks, a full cache
+ROWS = [  # budget, sinks, recent, last_only, per layer: H2O, TOVA, TOVA that keeps the newest and two sinks, a full cache
     (9, 0, 4, False, False),
     (7, 0, 0, True, True),
     (8, 2, 1, True, True),
@@ -56,7 +56,7 @@ class Lists:
 
     def step(self, layer, row, position, query, key, goes_on):
         """One token of a row in one layer: `query` [K, G, H], `key` [K, H]."""
-        budget, sinks, recent, forgets, is_per_layer = ROWS[row]
+        budget, sinks, recent, last_only, is_per_layer = ROWS[row]
         worth = {}
         for head in range(K):
             kept = self.kept[layer, row, head]
@@ -64,7 +64,7 @@ class Lists:
             keys = np.array([k for k, _ in kept.values()])
             mass = sum(softmax(keys @ q / np.sqrt(H)) for q in query[head])
             for p, new in zip(kept, mass, strict=True):
-                kept[p] = (kept[p][0], new + (0.0 if forgets else kept[p][1]))
+                kept[p] = (kept[p][0], new + (0.0 if last_only else kept[p][1]))
         for head in range(K):
             sharers = range(K) if is_per_layer else [head]
             worth[head] = {p: sum(self.kept[layer, row, h][p][1] for h in sharers) for p in self.kept[layer, row, head]}

@@ -127,7 +127,7 @@ def test_bad_files_are_refused_in_one_line(capsys, tmp_path, content, words):
         (("--policies", "r_kv"), "r_kv needs budget="),
         (("--policies", "r_kv", "--budgets", "25%"), "analyze takes budgets in slots"),
         (("--budgets", "x"), "A budget is a number of slots"),
-        (("--encoder", "bert"), "encoder is 'tokens'"),
+        (("--encoder", "bert"), "encoder must be 'tokens'"),
         (("--encoder", "embedding"), "a table of a model"),
         (("--model", "no-such-model"), "tiny-reasoner"),
     ],

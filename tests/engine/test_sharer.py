@@ -244,7 +244,7 @@ def test_the_engine_measures_what_the_pool_holds(model):
         twin = Sharing(policy.share, model, np.asarray(PROMPTS[0], np.int32), PAGE, SharingStats(), lambda: np.eye(32))
         for token in sample.completion.tokens:
             twin.append([token])
-            twin.look()
+            twin.find_similar()
             if twin.generated % 4 == 0:
                 seen += twin.candidates(twin.generated)
         table, kv = state.page_table[:, 0], np.asarray(state.kv, np.float64)

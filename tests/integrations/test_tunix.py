@@ -150,25 +150,25 @@ def test_weights_are_the_arrays_of_the_model_themselves():
 
 
 def test_a_base_that_the_model_does_not_rotate_by_is_warned_of_and_not_used():
-    with pytest.warns(UserWarning, match="base of 1,000,000, though its configuration says 10,000"):
+    with pytest.warns(UserWarning, match="base of 1,000,000, but its configuration has 10,000"):
         params = params_of(KINDS["llama3"](rope_theta=10_000))
     assert params.config.rope_theta == 1_000_000
 
 
 def test_models_that_jkv_cannot_run_are_refused():
-    with pytest.raises(ValueError, match="dense Qwen2, Qwen3 and Llama3 models; got Linear"):
+    with pytest.raises(ValueError, match="dense Qwen2, Qwen3 or Llama3 of tunix; got Linear"):
         params_of(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     model = make_model("qwen2")
     provider = qwix.LoraProvider(module_path=".*embedder", rank=3, alpha=4.5)
     model = qwix.apply_lora_to_model(model, provider, **model.get_model_input(), rngs=nnx.Rngs(1))
-    with pytest.raises(ValueError, match=re.escape("got embedder.input_embedding_lora_a")):
+    with pytest.raises(ValueError, match=re.escape("got also embedder.input_embedding_lora_a")):
         params_of(model)
     quantised = qwix.quantize_model(
         make_model("qwen3"),
         qwix.PtqProvider([qwix.QuantizationRule(module_path=".*q_proj", weight_qtype=jnp.int8)]),
         **model.get_model_input(),
     )
-    with pytest.raises(ValueError, match=r"holds layers.0.attn.q_proj.w of 1024 numbers; got none"):
+    with pytest.raises(ValueError, match=r"must have layers.0.attn.q_proj.w of 1024 numbers; got none"):
         params_of(quantised)
 
 
@@ -252,7 +252,7 @@ def test_settings_mean_what_tunix_means_by_them():
 def test_a_larger_configuration_is_served_and_a_wide_prompt_refused():
     rollout = make_rollout(make_model())
     with pytest.raises(
-        ValueError, match=r"1 to 12 tokens, RolloutConfig.max_prompt_length; got one of 13, which begins \[2, 3"
+        ValueError, match=r"1 to 12 tokens, RolloutConfig.max_prompt_length; got 13 tokens, beginning with \[2, 3"
     ):
         rollout.generate(["abc", "abcdefghijklm"], rollout_config())
     assert len(rollout.generate(["abc"], rollout_config()).tokens) == 1  # usable afterwards
@@ -263,7 +263,7 @@ def test_a_larger_configuration_is_served_and_a_wide_prompt_refused():
 
 
 def test_padding_that_ends_texts_is_warned_of():
-    with pytest.warns(UserWarning, match=r"padding token 1 also ends texts.*the policy never learns to stop"):
+    with pytest.warns(UserWarning, match=r"padding token 1 is also an end token.*the policy never learns to stop"):
         rollout = make_rollout(make_model(), EndPads())
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -446,7 +446,7 @@ def test_weights_of_another_kind_are_refused_and_the_old_ones_stay():
     before = rollout.generate(["abc"], rollout_config(seed=3))
     for state, match in (
         (nnx.state(make_model("qwen3"), nnx.Param), r"it holds no layers.0.attn.k_norm.w"),
-        (nnx.state(nnx.Dropout(0.5)), "must hold at least one; got none"),
+        (nnx.state(nnx.Dropout(0.5)), "must have at least one array; got none"),
         (
             jax.tree.map(lambda x: x[..., :1], nnx.state(model, nnx.LoRAParam)),
             r"must be float32\[4, 8, 3\], as before; got float32\[4, 8, 1\]",
@@ -465,7 +465,7 @@ def test_synchronised_weights_may_be_of_another_dtype_and_live_ones_not():
     assert {leaf.dtype for leaf in jax.tree.leaves(rollout._rollout.model.params)} == {jnp.dtype(jnp.bfloat16)}
     rollout.update_params(nnx.state(make_model(seed=50), nnx.Param))
     assert rollout.generate(["abc"], config).logprobs[0].dtype == np.float32
-    with pytest.raises(ValueError, match="Live weights are used as they are, float32; data_type is bfloat16"):
+    with pytest.raises(ValueError, match="Live weights must be used in their dtype, float32; got data_type bfloat16"):
         make_rollout(make_model(), config=config)
 
 
@@ -643,7 +643,7 @@ def test_later_iterations_go_by_the_dense_log_probabilities_of_before():
 
 
 def test_an_end_token_that_pads_is_trained_all_the_same():
-    with pytest.warns(UserWarning, match="also ends texts"):
+    with pytest.warns(UserWarning, match="also an end token"):
         learned = learn(make_model(), tokenizer=EndPads(), steps=1, correction="none", config=rollout_config(seed=2))
     example, output = learned.examples[0], learned.outputs[0]
     lengths = [len(row) for row in output.tokens]

@@ -68,7 +68,7 @@ def test_weights_of_an_actor_elsewhere_are_synchronised_across():
     rollout.update_params(nnx.state(make_model(seed=70), nnx.Param))
     after = rollout.generate(["abc"], CONFIG)
     assert before.logprobs[0].tolist() != after.logprobs[0].tolist()
-    with pytest.raises(ValueError, match="the actor's are on others than the mesh of the role ROLLOUT"):
+    with pytest.raises(ValueError, match="must be on the devices of the role ROLLOUT; the actor's are on others"):
         make(actor, mesh_of(2), live=True)
 
 

@@ -370,11 +370,11 @@ def test_a_weight_too_large_for_the_dtype_is_refused(tmp_path):
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 DAMAGE = {
-    "missing": (lambda tensors: tensors.pop(DOWN), f"model.safetensors: {DOWN} must be there"),
-    "no-unembedding": (lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight must be there.*tie_word_embeddings"),
+    "missing": (lambda tensors: tensors.pop(DOWN), f"model.safetensors must contain {DOWN}"),
+    "no-unembedding": (lambda tensors: tensors.pop("lm_head.weight"), "must contain lm_head.weight.*tie_word_embeddings"),
     "shape": (lambda tensors: tensors.update({DOWN: np.zeros((48, 32), np.float32)}), rf"{DOWN} .*\(32, 48\), got \(48, 32\)"),
     "dtype": (lambda tensors: tensors.update({DOWN: tensors[DOWN].astype(np.int8)}), f"{DOWN} must be one of F32.*got I8"),
-    "surplus": (lambda tensors: tensors.update({"model.extra": np.zeros(1)}), "model.extra must not be there"),
+    "surplus": (lambda tensors: tensors.update({"model.extra": np.zeros(1)}), "must not contain model.extra"),
     "nan": (lambda tensors: tensors[DOWN].__setitem__((0, 0), np.nan), f"model.safetensors: {DOWN} must be finite.*NaN"),
     "infinity": (lambda tensors: tensors[DOWN].__setitem__((0, 0), -np.inf), f"model.safetensors: {DOWN} must be finite"),
 }
@@ -425,7 +425,7 @@ def test_an_index_without_shards_is_refused(tmp_path):
 
 
 def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must hold model\.safetensors or"):
+    with pytest.raises(ValueError, match=r"must contain model\.safetensors or"):
         checkpoint.load(config_folder(tmp_path))
 
 
@@ -579,7 +579,7 @@ def test_sharded_weights_are_saved_and_restored_onto_any_sharding(tmp_path):
 
 def test_saved_weights_are_not_overwritten(tmp_path):
     saved_weights.save(random_params(SMALL), tmp_path)
-    with pytest.raises(ValueError, match=r"must not hold weights yet.*another folder"):
+    with pytest.raises(ValueError, match=r"must not contain weights yet.*another folder"):
         saved_weights.save(random_params(SMALL, seed=1), tmp_path)
     assert_equal(saved_weights.restore(tmp_path), random_params(SMALL))
 
@@ -593,8 +593,8 @@ def test_only_a_saved_folder_is_restored(folder):
 def test_a_saved_folder_that_lost_a_file_is_named(tmp_path):
     saved_weights.save(random_params(SMALL), tmp_path)
     (tmp_path / "weights").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match=r"weights must be whole.*again"):
+    with pytest.raises(ValueError, match=r"weights must be complete.*again"):
         saved_weights.restore(tmp_path)
     (tmp_path / "jkv.json").write_text('{"config": {"family": "llama", "colour": 1}}')
-    with pytest.raises(ValueError, match=r"jkv\.json must hold what this version"):
+    with pytest.raises(ValueError, match=r"jkv\.json must be written by this version"):
         saved_weights.restore(tmp_path)

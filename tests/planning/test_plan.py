@@ -235,7 +235,7 @@ def test_a_model_may_be_a_name_a_file_a_folder_or_loaded(tmp_path):
 
 def test_a_shape_without_its_fields_is_refused(tmp_path):
     (tmp_path / "bad.toml").write_text('family = "llama"\n')
-    with pytest.raises(ValueError, match="must hold the fields"):
+    with pytest.raises(ValueError, match="must have the fields"):
         find_shape(tmp_path / "bad.toml")
 
 
@@ -268,7 +268,7 @@ def test_float32_has_its_own_rate(itemsize):
         ({"num_devices": 2, "policy": jkv.rpc()}, "rpc chooses slots by the scores of all KV heads"),
         ({"memory_share": 1.5}, "must lie in"),
         ({"device": "t4"}, "1 row of full must fit t4: weights 16060522496 "),
-        ({"model": 3}, "A model is what jkv.load returns"),
+        ({"model": 3}, "A model must be a jkv.Model"),
     ],
     ids=str,
 )
@@ -334,7 +334,7 @@ def test_the_command_takes_a_device_s_figures(capsys):
         (("r1-qwen-7b",), "jkv plan --list"),
         (("--device", "h200"), "jkv plan --list"),
         (("r1-qwen-7b", "--device", "h201"), "device must be one of"),
-        (("nobody", "--device", "h200"), "Known without weights"),
+        (("nobody", "--device", "h200"), "Shapes without weights"),
         (("r1-qwen-7b", "--device", "t4"), "bytes short; no rows fit"),
         (("r1-qwen-7b", "--device", "h200", "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
         (("r1-qwen-7b", "--device", "h200", "--length", 10), "length counts prompt and completion"),

@@ -311,7 +311,7 @@ def test_ragged_prompts_need_no_grouping_for_no_slot_ever_holds_padding(model):
         (lambda: recipe(ends=(2.5,)), "texts or token ids"),
         (lambda: recipe(budget=3), "must hold its sinks and recent"),
         (lambda: recipe(interval=0), "interval must be at least 1"),
-        (lambda: recipe(steer=VECTOR, keywords=("",)), "keywords are words"),
+        (lambda: recipe(steer=VECTOR, keywords=("",)), "keywords must be"),
         (lambda: jkv.evict_by(LessRepeated(Recency()), budget=24), "needs both sentences and a score"),
         (lambda: dataclasses.replace(jkv.r_kv(24), sentences=Sentences(0.9)), "needs both sentences and a score"),
         (lambda: dataclasses.replace(recipe(), evict=Evict(LessRepeated(Recency()), order="score")), "stored by position"),

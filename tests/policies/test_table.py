@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import jkv
-from jkv import policies
-from jkv.policies.recipe import entry_of, markdown, recipes_in
+from jkv import cli, policies
+from jkv.policies.recipe import entry_of, markdown, page_with_table, recipes_in
 
 ROOT = Path(__file__).parents[2]
 FILE = '''"""Newest (arXiv 0000.00000): keeps the newest tokens."""
@@ -24,7 +24,7 @@ from jkv.policies.schedules import Every
 from jkv.policies.scores import Recency
 
 
-@recipe("Newest", keeps="the newest tokens", arxiv="0000.00000")
+@recipe("Newest", idea="keeps the newest tokens", arxiv="0000.00000")
 def newest(budget: int, interval: int = 128) -> Policy:
     """The newest tokens."""
     return Policy("newest", Evict(Recency()), Every(budget, interval))
@@ -77,7 +77,7 @@ def test_a_new_policy_touches_its_own_file_and_one_line(tmp_path):
     found = json.loads(run.stdout)
     assert found["package"] == [found["make"], True, str(tmp_path / "jkv/__init__.py")]
     assert "newest(budget: int, interval: int = 128)\n    Newest, arXiv 0000.00000: keeps the newest tokens" in found["list"]
-    row = "| `newest` | the newest tokens | Newest, [0000.00000](https://arxiv.org/abs/0000.00000) | [newest.py]"
+    row = "| `newest` | keeps the newest tokens | Newest, [0000.00000](https://arxiv.org/abs/0000.00000) | [newest.py]"
     assert row + "(jkv/policies/newest.py) |" in found["docs"]
     assert found["suite"] == [True, True]
     assert found["generates"]
@@ -94,17 +94,33 @@ def test_each_recipe_of_the_table_is_a_name_of_the_package(package):
     assert all(hasattr(package, name) for name in package.__all__)
 
 
-def test_each_recipe_has_a_file_of_its_name_and_is_told_of_in_the_table():
+def test_each_recipe_has_a_file_of_its_name_and_a_line_of_the_table():
     lines = markdown(policies.POLICIES, folder="../").splitlines()
     assert len(lines) == 2 + len(policies.POLICIES)
     for line, (name, recipe) in zip(lines[2:], policies.POLICIES.items(), strict=True):
         entry = entry_of(recipe)
         assert entry.module == f"jkv.policies.{name}"
-        assert line.startswith(f"| `{name}` | {entry.keeps} | ")
+        assert line.startswith(f"| `{name}` | {entry.idea} | ")
         assert line.endswith(f"| [{name}.py](../jkv/policies/{name}.py) |")
         assert line.count("|") == 5
         head = (inspect.getdoc(inspect.getmodule(recipe)) or "").splitlines()[0]
         assert entry.arxiv is None or f"arXiv {entry.arxiv}" in head  # the file names the same paper
+
+
+def test_the_command_writes_the_table_between_the_marks_of_a_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = tmp_path / "docs" / "page.md"
+    page.parent.mkdir()
+    page.write_text("# Before\n<!-- policies -->\nold\n<!-- /policies -->\nafter\n")
+    assert cli.main(["policies", "--page", "docs/page.md"]) == 0
+    table = markdown(policies.POLICIES, folder="../")
+    assert page.read_text() == f"# Before\n<!-- policies -->\n{table}\n<!-- /policies -->\nafter\n"
+
+
+@pytest.mark.parametrize("page", ["no marks", "<!-- policies -->\n<!-- /policies -->\n" * 2], ids=["none", "two"])
+def test_a_page_without_one_pair_of_marks_is_refused(page):
+    with pytest.raises(ValueError, match="marks <!-- policies --> and"):
+        page_with_table(page, policies.POLICIES)
 
 
 def test_the_full_cache_comes_first_and_the_others_by_name():
@@ -114,5 +130,5 @@ def test_the_full_cache_comes_first_and_the_others_by_name():
 
 
 def test_a_line_of_the_table_that_enters_no_recipe_is_refused():
-    with pytest.raises(ValueError, match="holds recipes only; chain is none"):
+    with pytest.raises(ValueError, match="must have recipes only; chain is not one"):
         recipes_in({"r_kv": jkv.r_kv, "chain": jkv.chain, "__name__": "table"})

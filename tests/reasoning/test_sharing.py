@@ -1,4 +1,4 @@
-"""Which pages may stand in for which: the host's arithmetic, and what is refused."""
+"""Which pages are shared: the arithmetic on the host, and refused settings."""
 
 import dataclasses
 import importlib.util
@@ -12,7 +12,7 @@ import jkv
 from jkv.cache.pool import EMPTY
 from jkv.engine.engine import Engine
 from jkv.reasoning.sharing import Layout, Share, Sharing, SharingStats, Threshold, distances
-from jkv.reasoning.steps import Filter
+from jkv.reasoning.thoughts import Filter
 from jkv.testing import TinyTokenizer, tiny_model
 
 
@@ -20,54 +20,54 @@ def sharing_of(share, prompt, tokens, page_size=4, tokenizer=None):
     model = dataclasses.replace(tiny_model(), tokenizer=tokenizer or TinyTokenizer())
     one = Sharing(share, model, np.asarray(prompt, np.int32), page_size, SharingStats(), lambda: np.eye(32))
     one.append(tokens)
-    one.look()
+    one.find_similar()
     return one
 
 
-STEP = [4, 5, 6, 7, 8, 9, 10, 2]  # two pages of four
+THOUGHT = [4, 5, 6, 7, 8, 9, 10, 2]  # two pages of four
 EVERYTHING = Share(Filter(0.0, 0.0, structure=False), threshold=1e9, match=1.0, interval=1)
 
 
-def test_pairs_are_the_pages_of_alike_steps_ordinal_by_ordinal():
-    one = sharing_of(EVERYTHING, [1, 1, 1, 1], STEP * 3)
+def test_pairs_are_the_pages_of_similar_thoughts_ordinal_by_ordinal():
+    one = sharing_of(EVERYTHING, [1, 1, 1, 1], THOUGHT * 3)
     pairs = [(pair.page, pair.kept) for pair in one.candidates(100)]
     assert pairs == [(3, 1), (4, 2), (5, 1), (6, 2), (5, 3), (6, 4)]
-    assert one.candidates(100) == []  # each is told once
+    assert one.candidates(100) == []  # each is returned once
 
 
-def test_shifted_steps_have_no_tokens_in_common_place_by_place():
-    shifted = sharing_of(EVERYTHING, [1, 1, 1], [*STEP, 11, *STEP])
+def test_shifted_thoughts_have_no_tokens_in_common_slot_by_slot():
+    shifted = sharing_of(EVERYTHING, [1, 1, 1], [*THOUGHT, 11, *THOUGHT])
     assert shifted.candidates(100) == []
-    loose = sharing_of(dataclasses.replace(EVERYTHING, match=0.0), [1, 1, 1], [*STEP, 11, *STEP])
+    loose = sharing_of(dataclasses.replace(EVERYTHING, match=0.0), [1, 1, 1], [*THOUGHT, 11, *THOUGHT])
     assert loose.candidates(100)
 
 
-def test_every_pairing_finds_what_stands_at_another_ordinal():
-    """The second step begins one page later than the first's text."""
+def test_pairing_all_finds_pages_at_another_ordinal():
+    """The second thought starts with one page that the first does not have."""
     tokens = [4, 5, 6, 7, 8, 9, 10, 2, *[11, 11, 11, 12], 4, 5, 6, 7, 8, 9, 10, 2]
     assert not sharing_of(EVERYTHING, [1] * 4, tokens).candidates(100)
     every = sharing_of(dataclasses.replace(EVERYTHING, pairing="all"), [1] * 4, tokens)
     assert [(pair.page, pair.kept) for pair in every.candidates(100)] == [(4, 1), (5, 2)]
 
 
-def test_only_what_was_there_an_interval_ago_is_decided_on():
-    one = sharing_of(dataclasses.replace(EVERYTHING, interval=4), [1] * 4, STEP * 2)
-    assert one.candidates(20) == []  # the second step ended at 16, and the token after it is not an interval old
+def test_a_decision_uses_only_thoughts_that_are_an_interval_old():
+    one = sharing_of(dataclasses.replace(EVERYTHING, interval=4), [1] * 4, THOUGHT * 2)
+    assert one.candidates(20) == []  # the second thought ended at 16, and the token after it is not an interval old
     assert [(pair.page, pair.kept) for pair in one.candidates(21)] == [(3, 1), (4, 2)]
 
 
-def test_pages_of_the_prompt_stand_in_only_when_asked_and_never_leave():
-    assert sharing_of(EVERYTHING, STEP, STEP).candidates(100) == []
-    asked = sharing_of(dataclasses.replace(EVERYTHING, include_prompt=True), STEP * 2, STEP)
+def test_prompt_pages_replace_others_only_when_asked_and_are_never_replaced():
+    assert sharing_of(EVERYTHING, THOUGHT, THOUGHT).candidates(100) == []
+    asked = sharing_of(dataclasses.replace(EVERYTHING, include_prompt=True), THOUGHT * 2, THOUGHT)
     assert [(pair.page, pair.kept) for pair in asked.candidates(100)] == [(4, 0), (5, 1), (4, 2), (5, 3)]
 
 
-def test_the_nearest_is_shared_chains_lead_to_the_root_and_what_went_is_measured_again():
-    one = sharing_of(EVERYTHING, [1] * 4, STEP * 3)
+def test_the_nearest_is_shared_chains_lead_to_the_root_and_deferred_pairs_are_measured_again():
+    one = sharing_of(EVERYTHING, [1] * 4, THOUGHT * 3)
     pairs = one.candidates(100)  # (3, 1) (4, 2) (5, 1) (6, 2) (5, 3) (6, 4)
     distance = np.array([0.5, 9.0, 0.4, 9.0, 0.3, 0.2])
     shared = one.decide(pairs, distance, distance, threshold=1.0)
-    assert [(pair.page, pair.kept) for pair in shared] == [(3, 1), (6, 4)]  # 5 is nearest to 3, which has just left
+    assert [(pair.page, pair.kept) for pair in shared] == [(3, 1), (6, 4)]  # 5 is nearest to 3, which was just replaced
     assert one.stats.deferred == 1
     assert one.layout.multiplicity[1] == one.layout.multiplicity[4] == 2
     again = one.candidates(101)
@@ -81,8 +81,8 @@ def test_the_nearest_is_shared_chains_lead_to_the_root_and_what_went_is_measured
     np.testing.assert_allclose(weight, np.log([1, 3, 1, 2, 1, 1]), rtol=1e-6)
 
 
-def test_at_random_as_many_pages_leave_as_would():
-    """Every candidate near enough: what leaves at random is as much as what leaves by likeness, though it is other pages."""
+def test_random_sharing_replaces_as_many_pages():
+    """With every candidate accepted, random sharing replaces as many pages as sharing by distance."""
     rng = np.random.default_rng(0)
     texts = [[*rng.integers(4, 32, 15).tolist(), 2] for _ in range(6)]
     tokens = [token for i in rng.integers(0, 6, 60) for token in texts[i]]
@@ -92,32 +92,32 @@ def test_at_random_as_many_pages_leave_as_would():
         shared = 0
         for start in range(0, len(tokens), 16):
             one.append(tokens[start : start + 16])
-            one.look()
-            pairs, none = one.candidates(start + 16), np.zeros(0)
-            none = np.zeros(len(pairs))
-            shared += len(one.decide(pairs, none, none, 1.0) if random is None else one.decide_at_random(pairs))
+            one.find_similar()
+            pairs = one.candidates(start + 16)
+            zeros = np.zeros(len(pairs))
+            shared += len(one.decide(pairs, zeros, zeros, 1.0) if random is None else one.decide_at_random(pairs))
         counts[random] = shared
     assert counts[None] > 100
     assert counts[0] == counts[1] == counts[None]
 
 
-def test_a_steps_last_page_is_shared_wherever_the_decision_falls():
-    """Aligned steps of ten tokens: two pages and a half, all of which are candidates once, whatever the moment of deciding."""
+def test_the_last_page_of_a_thought_is_shared_at_any_offset_of_the_decision():
+    """Aligned thoughts of ten tokens take two and a half pages, each a candidate once, at any offset of the decisions."""
     share = dataclasses.replace(EVERYTHING, align_steps=True, interval=4)
-    step = [*range(4, 13), 2]
+    thought = [*range(4, 13), 2]
     for offset in range(12):
         one, pairs = sharing_of(share, [1] * 4, []), []
-        tokens = [*[20] * offset, 2, *step * 4, 4, 5]
+        tokens = [*[20] * offset, 2, *thought * 4, 4, 5]
         for start in range(0, len(tokens) + 12, 4):
             one.append(tokens[start : start + 4])
-            one.look()
+            one.find_similar()
             pairs += one.candidates(start + 4)
         halves = [pair for pair in pairs if one.layout.count[pair.page] == 2]
-        assert len(halves) == 6, offset  # of four equal steps
+        assert len(halves) == 6, offset  # of four equal thoughts
 
 
-def test_a_cap_refuses_what_the_percentile_takes():
-    one = sharing_of(dataclasses.replace(EVERYTHING, cap=0.5), [1] * 4, STEP * 2)
+def test_a_cap_refuses_pages_that_the_percentile_accepts():
+    one = sharing_of(dataclasses.replace(EVERYTHING, cap=0.5), [1] * 4, THOUGHT * 2)
     pairs = one.candidates(100)
     assert one.decide(pairs, np.array([0.1, 0.1]), np.array([0.6, 0.4]), 1.0) == [pairs[1]]
 
@@ -165,7 +165,7 @@ def test_distances_are_the_papers_formula(compare_on, metric):
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 5])
-def test_aligned_steps_start_pages_and_no_row_is_more_than_half_empty(page_size):
+def test_aligned_thoughts_start_pages_and_no_row_is_more_than_half_vacant(page_size):
     rng = np.random.default_rng(page_size)
     share = dataclasses.replace(EVERYTHING, align_steps=True)
     for _ in range(50):
@@ -178,15 +178,15 @@ def test_aligned_steps_start_pages_and_no_row_is_more_than_half_empty(page_size)
         is_break = [False] * (len(prompt) - 1) + [True] + [token < 4 for token in tokens]
         for page, first in enumerate(layout.first):
             if page and layout.count[page - 1] < page_size:
-                assert is_break[first - 1]  # a page is left early only where a step ended
+                assert is_break[first - 1]  # a page is closed early only where a thought ended
 
 
-def test_layout_inside():
+def test_pages_within_a_span():
     layout = Layout(4, 10)
-    assert list(layout.inside(0, 10)) == [0, 1, 2]
-    assert list(layout.inside(1, 9)) == [1]
-    assert list(layout.inside(4, 8)) == [1]
-    assert list(layout.inside(5, 7)) == []
+    assert list(layout.pages_within(0, 10)) == [0, 1, 2]
+    assert list(layout.pages_within(1, 9)) == [1]
+    assert list(layout.pages_within(4, 8)) == [1]
+    assert list(layout.pages_within(5, 7)) == []
 
 
 # Bad input.
@@ -209,7 +209,7 @@ def test_layout_inside():
         ({"pairing": "none"}, "pairing"),
         ({"encoder": "bert"}, "encoder"),
         ({"random": -1}, "seed >= 0"),
-        ({"encoder": "sentence:"}, "encoder is"),
+        ({"encoder": "sentence:"}, "encoder must be"),
         ({"warm_up": "many"}, "reason_cache's warm_up must be a whole number"),
     ],
 )
@@ -229,16 +229,16 @@ def test_a_sentence_encoder_without_its_library_is_refused(monkeypatch):
     [
         (lambda: jkv.chain(jkv.reason_cache(), jkv.h2o(budget=64)), r"reason_cache\+h2o cannot share pages"),
         (lambda: jkv.chain(jkv.tova(budget=64), jkv.mem_share()), r"tova\+mem_share cannot share pages"),
-        (lambda: jkv.chain(jkv.reason_cache(), jkv.quest(budget=64)), "choose what to read"),
+        (lambda: jkv.chain(jkv.reason_cache(), jkv.quest(budget=64)), "choose pages to read"),
         (lambda: jkv.chain(jkv.reason_cache(), jkv.streaming_llm(64, positions="cache")), "move its sinks"),
         (lambda: jkv.chain(jkv.reason_cache(align_steps=True), jkv.r_kv(64)), "align_steps"),
         (lambda: jkv.chain(jkv.reason_cache(), jkv.mem_share()), "one policy for each part"),
         (lambda: jkv.chain(), "takes policies"),
         (lambda: jkv.chain("r_kv"), "takes policies"),
-        (lambda: jkv.random_share(jkv.full()), "like a policy that shares"),
+        (lambda: jkv.random_share(jkv.full()), "like= must be a policy that shares"),
     ],
 )
-def test_what_cannot_go_together_is_refused_by_name(build, words):
+def test_parts_that_exclude_each_other_are_refused_by_name(build, words):
     with pytest.raises(ValueError, match=words):
         build()
 
@@ -252,14 +252,14 @@ def test_a_model_without_text_or_without_blank_lines_is_refused():
 
     with pytest.raises(ValueError, match="blank lines"):
         jkv.generate(tiny_model(tokenizer=Unbroken()), [[1, 2]], policy=jkv.reason_cache())
-    with pytest.raises(ValueError, match="no tokenizer"):  # told when the engine is built, not by the first request
+    with pytest.raises(ValueError, match="no tokenizer"):  # raised when the engine is built, not by the first request
         Engine(tiny_model(), policies=[jkv.full(), jkv.reason_cache(align_steps=True)])
     with pytest.raises(ValueError, match="sharing=True"):
         Engine(tiny_model(tokenizer=TinyTokenizer())).submit([1, 2], jkv.reason_cache())
 
 
-def test_scores_see_how_many_a_slot_stands_for():
-    """A key that stands for two draws the mass of two equal keys."""
+def test_scores_count_the_multiplicity_of_a_slot():
+    """A key of multiplicity two receives the mass of two equal keys."""
     rng = np.random.default_rng(0)
     key, query = rng.standard_normal((1, 1, 7, 8)).astype(np.float32), rng.standard_normal((1, 2, 2, 8)).astype(np.float32)
     twice = np.concatenate([key[:, :, :1], key], axis=2)  # the first key, once more in front

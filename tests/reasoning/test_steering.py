@@ -170,12 +170,12 @@ def test_the_command_extracts_a_vector_that_steers(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: jkv.seal(VECTOR, layer=2), "layer must be one of"),
+        (lambda: jkv.seal(VECTOR, layer=2), "layer must lie in"),
         (lambda: jkv.seal(VECTOR, interval=0), "interval must be at least 1"),
         (lambda: jkv.seal(SteeringVector(np.zeros((2, 32), np.float32))), "finite and not zero"),
         (lambda: jkv.seal(SteeringVector(np.full((2, 32), np.nan, np.float32))), "finite and not zero"),
-        (lambda: jkv.seal("no-such-file.safetensors"), "`jkv steer` wrote"),
-        (lambda: jkv.seal(__file__), "`jkv steer` wrote"),
+        (lambda: jkv.seal("no-such-file.safetensors"), "made by `jkv steer`"),
+        (lambda: jkv.seal(__file__), "made by `jkv steer`"),
         (lambda: generate(tiny_model(), jkv.seal(VECTOR)), "has no tokenizer"),
         (
             lambda: generate(new_talker(), jkv.seal(SteeringVector(np.ones((3, 16), np.float32)))),

@@ -1,5 +1,6 @@
-"""Engines and programs on meshes of eight simulated devices give what they give on one; `tests/engine/test_mesh.py` runs this
-file.
+"""Engines and programs on meshes of eight simulated devices produce the results of one device.
+
+`tests/engine/test_mesh.py` runs this file.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ ROW = CONFIG.num_layers * CONFIG.num_kv_heads * MAX_SLOTS // PAGE_SIZE  # pages 
 PROMPT, LONG = [5, 1, 9], list(range(20))
 GREEDY, SAMPLED = jkv.Sampling(temperature=0.0), jkv.Sampling(seed=7)
 VECTOR = SteeringVector(np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32))
-# Name -> arguments of `submit`; what each tells the host, or asks of all heads, is its own.
+# Name -> arguments of `submit`. The requests cover the outputs and the cross-head operations of all policies.
 REQUESTS = {
     "full": {"prompt": PROMPT, "policy": jkv.full(), "sampling": GREEDY},
     "forked": {"prompt": LONG, "policy": jkv.full(), "sampling": SAMPLED, "n": 3},
@@ -44,7 +45,7 @@ REQUESTS = {
     "reason_cache": {"prompt": LONG, "policy": jkv.reason_cache(include_prompt=True, **LOOSE), "sampling": GREEDY},
     "aligned": {"prompt": PROMPT, "policy": jkv.reason_cache(align_steps=True, **LOOSE), "sampling": SAMPLED},
 }
-# Devices -> requests. On four, a shard has two of the eight KV heads; one or four heads a shard are another run of the same.
+# Devices -> requests. On four devices a shard has two of the eight KV heads, on eight one, and on two four.
 MESHES = {4: tuple(REQUESTS), 8: tuple(REQUESTS), 2: ("forked", "r_kv", "skip_kv", "random", "reason_cache")}
 
 
@@ -67,10 +68,10 @@ def model():
 def shards_of(pool, num_shards):
     """The pool of each shard, on the host."""
     pool = jax.device_get(pool)
-    of_heads = {"page_table": 2, "length": 2, "vacant_slot": 2, "slot_data": 2}  # field -> the axis that is split
+    head_axis = {"page_table": 2, "length": 2, "vacant_slot": 2, "slot_data": 2}  # other fields are split by pages, axis 0
 
     def part(name, index):
-        axis = of_heads.get(name, 0)
+        axis = head_axis.get(name, 0)
         value = jax.tree.map(lambda x: np.split(np.atleast_1d(x), num_shards, axis)[index], getattr(pool, name))
         return value.reshape(()) if name == "free_top" else value
 
@@ -84,7 +85,7 @@ def cache_sizes(engine):
 
 
 def play(model, on, names):
-    """Requests in one engine whose pool is too small for them: results by name, the engine, and how often it compiled."""
+    """Runs requests in one engine with too small a pool: results by name, the engine, and the number of compilations."""
     engine = jkv.Engine(
         model,
         max_running=NUM_ROWS,
@@ -116,24 +117,24 @@ def part_of(block_table, num_shards, index):
 
 
 @pytest.fixture(scope="module")
-def alone(model):
+def on_one_device(model):
     return play(model, None, tuple(REQUESTS))
 
 
 @pytest.fixture(scope="module")
-def together(model):
-    """Devices -> what `play` gives on them."""
+def on_devices(model):
+    """Number of devices -> the result of `play` on them."""
     return functools.cache(lambda count: play(model, devices_of(count), MESHES[count]))
 
 
 @pytest.mark.parametrize(
     ("count", "name"), [pytest.param(count, name, marks=marks_of(count)) for count, names in MESHES.items() for name in names]
 )
-def test_a_mesh_changes_no_token(alone, together, count, name):
-    one, many = alone[0][name], together(count)[0][name]
+def test_a_mesh_changes_no_token(on_one_device, on_devices, count, name):
+    one, many = on_one_device[0][name], on_devices(count)[0][name]
     np.testing.assert_array_equal(many.tokens, one.tokens)
     np.testing.assert_allclose(many.logprobs, one.logprobs, atol=1e-4)
-    for field in ("source", "begin", "end"):  # what each head read, and gave up
+    for field in ("source", "begin", "end"):  # which tokens each head read and evicted
         np.testing.assert_array_equal(getattr(many.trace, field), getattr(one.trace, field))
     assert len(set(map(tuple, one.tokens.tolist()))) == REQUESTS[name].get("n", 1)
     if name in ("r_kv", "rpc", "h2o", "skip_kv", "random", "moving-sinks"):
@@ -141,8 +142,8 @@ def test_a_mesh_changes_no_token(alone, together, count, name):
 
 
 @meshes
-def test_the_pages_of_all_shards_come_back(alone, together, count):
-    (_, one, _), (_, many, _) = alone, together(count)
+def test_the_pages_of_all_shards_are_freed(on_one_device, on_devices, count):
+    (_, one, _), (_, many, _) = on_one_device, on_devices(count)
     assert one.num_pages % count > 0
     assert many.num_pages == one.num_pages // count * count
     assert np.asarray(many.state.cache.pool.free_top).tolist() == [many.num_pages // count] * count
@@ -150,43 +151,43 @@ def test_the_pages_of_all_shards_come_back(alone, together, count):
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_all_shards_count_as_one_pool(alone, together, count):
-    (_, one, _), (_, many, _) = alone, together(count)
+def test_all_shards_count_as_one_pool(on_one_device, on_devices, count):
+    (_, one, _), (_, many, _) = on_one_device, on_devices(count)
     for field in ("preemptions", "forks", "prefills", "steps", "peak_kv_bytes", "kv_bytes", "dense_kv_bytes"):
         assert getattr(many.stats, field) == getattr(one.stats, field) > 0, field
     assert many.stats.sharing.shared == one.stats.sharing.shared > 0
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_mesh_compiles_no_program_more_often(alone, together, count):
-    assert together(count)[2] == alone[2]
+def test_a_mesh_compiles_programs_no_more_often(on_one_device, on_devices, count):
+    assert on_devices(count)[2] == on_one_device[2]
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_weights_and_pages_are_split_evenly(together, count):
-    _, engine, _ = together(count)
+def test_weights_and_pages_are_split_evenly(on_devices, count):
+    _, engine, _ = on_devices(count)
     num_shards, layer, pool = engine.mesh.size, engine.model.params.layers[0], engine.runner.state.cache.pool
     for whole, axis in ((layer.query, 1), (layer.out, 0), (layer.down, 0), (engine.model.params.embedding, 0), (pool.kv, 0)):
         assert whole.addressable_shards[0].data.shape[axis] * num_shards == whole.shape[axis]
     assert jkv.shard(engine.model.params, engine.mesh).embedding is engine.model.params.embedding
 
 
-def test_new_weights_that_lie_elsewhere_are_refused_and_those_in_place_compile_nothing(model):
+def test_new_weights_with_other_shardings_are_refused_and_equal_ones_compile_nothing(model):
     devices, policy = devices_of(2), jkv.r_kv(budget=16, interval=8, window=4)
     options = {"max_prompt_tokens": 8, "max_new_tokens": 16, "page_size": 4, "n": 2, "mesh": devices}
     rollout = jkv.Rollout(model.params, policy, **options)
     expected = rollout([[5, 1, 9]], seed=0, stop_ids=())
     for elsewhere in (jax.devices()[1], jax.sharding.NamedSharding(devices, jax.sharding.PartitionSpec())):
-        with pytest.raises(ValueError, match="must lie where the old ones do; params"):
+        with pytest.raises(ValueError, match="must have the shardings of the old ones; params"):
             rollout.update(jax.device_put(model.params, elsewhere))
     rollout.update(jkv.shard(model.params, devices))
     rollout.sleep()
     compiled = COMPILING.seconds
     np.testing.assert_array_equal(rollout([[5, 1, 9]], seed=0, stop_ids=()).tokens, expected.tokens)
-    assert COMPILING.seconds == compiled  # neither the weights nor the pool that woke
+    assert COMPILING.seconds == compiled  # neither new weights nor a new pool compile anything
 
 
-def test_weights_with_adapters_and_in_another_layout_are_split_likewise(model):
+def test_weights_with_adapters_or_unfolded_shapes_are_split_too(model):
     params = adapted(unfolded(init_params(UNTIED, jax.random.key(2), scale=0.3)))
 
     def tokens_on(on):
@@ -216,7 +217,7 @@ def params():
 
 
 def prefilled(params, on, rows):
-    """The state of some rows with their prompts, on a mesh or (None) on one device."""
+    """The state after the prefill of some rows, on a mesh or (None) on one device."""
     pages_of_row, needs = 8, Needs(window=4, mass=True)
     sizes = {
         "num_rows": len(rows),
@@ -237,38 +238,38 @@ def prefilled(params, on, rows):
     return state
 
 
-def test_what_a_program_tells_of_all_heads_is_of_all_shards(params):
-    """Distances of pages, and positions that any head keeps."""
+def test_outputs_over_all_heads_cover_all_shards(params):
+    """Distances of pages, dropped positions, and positions that any head keeps."""
     on = Mesh(jax.devices()[:4], ("tensor",))
     pair = [np.asarray([x], np.int32) for x in (1, 0, 2, PAGE_SIZE)]  # row, first and second page, tokens
     row, budget, protected = np.asarray([1], np.int32), np.full((2, 1), 1, np.int32), np.zeros((2, 1), np.int32)
     sentences = SentenceMap(np.zeros((1, 16), np.int32), np.zeros((1, 16), np.float32))
     evict = jkv.random(1, recent=0).evict.static
 
-    def told(on):
+    def outputs_on(on):
         state, run = prefilled(params, on, [0, 1]), programs if on is None else mesh.programs_on(on)
         distance = run.measure_pages(state, *pair, None)
         _, dropped, is_left = run.compact(state, row, budget, row, protected, evict=evict, is_traced=True, sentences=sentences)
         return distance, dropped, is_left
 
-    one, many = told(None), told(on)
+    one, many = outputs_on(None), outputs_on(on)
     np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
     np.testing.assert_array_equal(many[1], one[1])
     np.testing.assert_array_equal(many[2], one[2])
     assert 2 < np.asarray(one[2]).sum() < 13
 
 
-def test_more_rows_are_those_of_replicas(params):
-    """Four rows on one device, and two rows each on two meshes of four devices."""
+def test_rows_on_two_replicas_equal_rows_on_one_device(params):
+    """Four rows on one device, and two rows on each of two meshes of four devices."""
     zeros, row = np.zeros(NUM_ROWS, np.float32), np.arange(NUM_ROWS)
     settings = SamplingRows(zeros, zeros + 1, np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 2), np.uint32))
     policies = dict(enumerate([jkv.full(), jkv.h2o(10), jkv.full(), jkv.h2o(8)]))
     rules = chunk_inputs.step_rules(policies, NUM_ROWS, UNTIED.num_layers)
     remaining = np.asarray([16, 16, 5, 16], np.int32)
-    told = programs.ChunkInputs(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, rules, None, None, None)
+    inputs = programs.ChunkInputs(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, rules, None, None, None)
 
     def decoded(rows, on):
-        mine = jax.tree.map(lambda x: x[rows], told._replace(rules=None))
+        mine = jax.tree.map(lambda x: x[rows], inputs._replace(rules=None))
         mine = mine._replace(rules=jax.tree.map(lambda x: x[..., rows], rules))
         mine = jax.device_put(mine, None if on is None else mesh.replicated(on))
         decode = programs.decode_chunk if on is None else mesh.program_on(on, "decode_chunk")
@@ -303,7 +304,7 @@ def test_more_rows_are_those_of_replicas(params):
     ],
     ids=["heads", "width", "tokens", "replicas", "no-axis", "other-axis"],
 )
-def test_a_mesh_that_cannot_be_is_refused(config, shape, axes, message):
+def test_a_mesh_that_does_not_fit_is_refused(config, shape, axes, message):
     config = dataclasses.replace(CONFIG, **config)
     on = Mesh(np.reshape(jax.devices()[: np.prod(shape)], shape), axes)
     with pytest.raises(ValueError, match=message):
@@ -322,7 +323,7 @@ def test_an_axis_of_one_device_is_left_out():
     assert mesh.arrange(thin) == devices_of(4)
 
 
-def test_weights_are_restored_to_their_places(tmp_path):
+def test_weights_are_restored_with_their_shardings(tmp_path):
     params, on = init_params(CONFIG, jax.random.key(0)), devices_of(8)
     jkv.save(params, tmp_path)
     restored = jkv.restore(tmp_path, jkv.shardings(jkv.weight_shapes(CONFIG), on))
@@ -344,7 +345,7 @@ def test_a_policy_that_compares_heads_of_different_shards_is_refused(model, poli
 
 
 @pytest.mark.parametrize("count", MESHES)
-def test_a_plan_counts_what_each_device_holds(model, count):
+def test_a_plan_counts_the_bytes_of_each_device(model, count):
     policy = REQUESTS["r_kv"]["policy"]
     device = jkv.Device("small", "cpu", 10**9)
     plan = jkv.plan(model, device, policy, length=MAX_SLOTS, prompt=20, batch=3, page_size=PAGE_SIZE, num_devices=count)

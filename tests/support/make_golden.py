@@ -1,8 +1,8 @@
-"""Makes `tests/support/golden`: tiny random Hugging Face checkpoints of every family, and what transformers computes with them.
+"""Makes `tests/support/golden`: tiny random Hugging Face checkpoints of every family, with the logits of transformers.
 
-Run by hand where torch is installed: `python tests/support/make_golden.py`. Each case gets a checkpoint folder with a
-`reference.npz` beside its weights: `prompt` `[24]`, `prompt_logits` `[24, V]`, `greedy` `[64]` (the tokens that follow) and
-`decode_logits` `[64, V]` (from which each was drawn), all float32, eager attention, one token at a time over the cache.
+Run it by hand with torch installed: `python tests/support/make_golden.py`. Each case is a checkpoint folder with a
+`reference.npz`: `prompt` `[24]`, `prompt_logits` `[24, V]`, `greedy` `[64]` (the tokens of greedy decoding) and `decode_logits`
+`[64, V]` (the logits of each of them). All are float32, with eager attention, one token at a time with a cache.
 """
 
 import itertools
@@ -29,7 +29,7 @@ TINY: dict[str, Any] = {
     "attn_implementation": "eager",
     "rope_parameters": PLAIN,
 }
-LLAMA3 = {  # of the four frequencies one is kept, one lies on the ramp, and two are slowed, which 88 positions show
+LLAMA3 = {  # of the four frequencies one is kept, one is on the ramp and two are divided; 88 positions show the difference
     "rope_type": "llama3",
     "rope_theta": 100.0,
     "factor": 8.0,
@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> fami
 
 
 def make_model(family: str, fields: dict[str, Any], seed: int, dtype: str) -> Any:
-    """A torch model whose weights are all random, norms and biases included, and exact in `dtype`."""
+    """A torch model with random weights, norms and biases included, all exactly representable in `dtype`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,7 +67,7 @@ def make_model(family: str, fields: dict[str, Any], seed: int, dtype: str) -> An
 
 
 def run(model: Any, prompt: np.ndarray) -> dict[str, np.ndarray]:
-    """The reference of a model: the prompt's logits, then a greedy continuation step by step."""
+    """The reference of a model: the logits of the prompt, then greedy decoding."""
     import torch
 
     out = model(torch.tensor(prompt[None].astype(np.int64)), use_cache=True)
@@ -84,15 +84,15 @@ def run(model: Any, prompt: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def is_telling(reference: dict[str, np.ndarray]) -> bool:
-    """Whether a wrong model would show: varied tokens, none of them an end, each well above the runner-up."""
+def is_sensitive(reference: dict[str, np.ndarray]) -> bool:
+    """Whether the reference exposes a wrong model: varied tokens, no end token, each well ahead of the second choice."""
     second, first = np.sort(reference["decode_logits"], axis=-1)[:, -2:].T
     varied = len(set(reference["greedy"][-32:].tolist())) >= 12
     return varied and reference["greedy"].max() < 94 and (first - second).min() > 0.01 and reference["decode_logits"].std() > 1
 
 
 def main() -> None:
-    """Writes every case, with the first seed whose continuation is telling."""
+    """Writes every case, with the first seed whose reference is sensitive."""
     import torch
 
     for name, (family, fields, saving) in CASES.items():
@@ -100,13 +100,13 @@ def main() -> None:
         for seed in itertools.count():
             model = make_model(family, fields, seed, dtype)
             reference = run(model, np.random.default_rng(seed).integers(0, 94, PROMPT))
-            if is_telling(reference):
+            if is_sensitive(reference):
                 break
         folder = GOLDEN / name
         shutil.rmtree(folder, ignore_errors=True)
         model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=saving.get("max_shard_size", "1GB"))
         for file in folder.glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors leaves them to their owner alone
+            file.chmod(0o644)  # safetensors makes files readable by their owner alone
         np.savez_compressed(folder / "reference.npz", **reference)
         print(name, f"seed {seed}", f"{len(set(reference['greedy'].tolist()))} distinct tokens", sorted(folder.iterdir()))
 

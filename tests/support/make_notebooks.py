@@ -1,7 +1,7 @@
-"""Makes `notebooks/*.ipynb` of the scripts beside them: `python -m tests.support.make_notebooks [name ...]`, all unless named.
+"""Makes `notebooks/*.ipynb` from the scripts in that folder: `python -m tests.support.make_notebooks [name ...]`.
 
-A notebook holds its script's cells and, of their outputs, the pictures alone. Cells run in this process, one after the other,
-as they would in a notebook; a picture is what the last line of a cell gives, if it shows itself as a PNG.
+Without names it makes all. A notebook has the cells of its script, and of their outputs only the pictures. The cells run in
+this process, in order. A picture is the value of the last line of a cell, if it has a PNG representation.
 """
 
 import ast
@@ -25,14 +25,14 @@ METADATA = {
 
 
 class Cell(NamedTuple):
-    """A cell: its text, marks of comments removed from prose."""
+    """A cell: its text, without comment marks if it is Markdown."""
 
     is_prose: bool
     source: str
 
 
 def repository() -> str:
-    """The address of the project, from the one place that has it."""
+    """The address of the project, from pyproject.toml."""
     return str(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"])
 
 
@@ -45,13 +45,13 @@ def cells_of(script: str) -> Iterator[Cell]:
 
 
 def run(cells: Sequence[Cell], file: str) -> list[bytes | None]:
-    """Runs the cells in a namespace of their own; the picture of each, or None."""
+    """Runs the cells in a new namespace. Returns the picture of each, or None."""
     names: dict[str, Any] = {"__name__": "__main__"}
     return [None if cell.is_prose else show(run_cell(cell.source, names, f"{file}, cell {i}")) for i, cell in enumerate(cells)]
 
 
 def run_cell(source: str, names: dict[str, Any], where: str) -> Any:
-    """What the last line of a cell gives; None if it is no expression, or ends in a semicolon."""
+    """The value of the last line of a cell; None if it is not an expression or ends in a semicolon."""
     tree = ast.parse(source)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) and not source.endswith(";") else None
     exec(compile(tree, where, "exec"), names)
@@ -59,7 +59,7 @@ def run_cell(source: str, names: dict[str, Any], where: str) -> Any:
 
 
 def show(value: Any) -> bytes | None:
-    """The PNG of what is shown as one; what is shown as something else is asked for it too, so that it must not fail."""
+    """The PNG of a value, or None. Other representations are computed too, so that an error in them is found."""
     for name in ("_repr_png_", "_repr_html_", "__repr__"):
         if value is not None and hasattr(value, name):
             shown = getattr(value, name)()
@@ -68,7 +68,7 @@ def show(value: Any) -> bytes | None:
 
 
 def shrink(picture: bytes) -> bytes:
-    """The same picture in 256 colours, a third of the bytes."""
+    """The picture in 256 colours, which takes a third of the bytes."""
     from PIL import Image  # comes with matplotlib
 
     stream = io.BytesIO()
@@ -83,7 +83,7 @@ def notebook(cells: Sequence[Cell], pictures: Sequence[bytes | None]) -> dict[st
 
 
 def make_cell(cell: Cell, picture: bytes | None, index: int) -> dict[str, Any]:
-    """One cell; its id follows from its place and text."""
+    """One cell; its id is a hash of its index and text."""
     name = hashlib.sha256(f"{index} {cell.source}".encode()).hexdigest()[:8]
     common = {"id": name, "metadata": {}, "source": cell.source.splitlines(keepends=True)}
     if cell.is_prose:
@@ -99,7 +99,7 @@ def main(names: Sequence[str]) -> None:
     """Makes the notebooks of these names, or all."""
     known = {script.stem: script for script in SCRIPTS}
     if unknown := sorted(set(names) - set(known)):
-        raise SystemExit(f"Notebooks are {', '.join(known)}; got {', '.join(unknown)}.")
+        raise SystemExit(f"A name must be one of {', '.join(known)}; got {', '.join(unknown)}.")
     for script in [known[name] for name in names] or SCRIPTS:
         cells = list(cells_of(script.read_text()))
         made = notebook(cells, run(cells, script.name))

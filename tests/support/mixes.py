@@ -1,4 +1,4 @@
-"""Random engine traffic, and what each request must give whatever the traffic: shared by the tests and `tests.support.soak`."""
+"""Random engine traffic and the expected result of each request, for the tests and `tests.support.soak`."""
 
 import dataclasses
 from typing import Any
@@ -38,18 +38,18 @@ POLICIES = [
 
 
 class BreakingTokenizer(TinyTokenizer):
-    """Six of the tokens end a step, so that short texts have several."""
+    """Six of the tokens end a thought, so that short texts have several."""
 
     pieces = tuple(piece + "\n\n" if i in (7, 13, 19, 25) else piece for i, piece in enumerate(TinyTokenizer.pieces))
 
 
 SAMPLINGS = [jkv.Sampling(temperature=0.0), jkv.Sampling(temperature=1.0, seed=7)]
-LENGTHS = [1, 7, 16, 23]  # most new tokens
+LENGTHS = [1, 7, 16, 23]  # limits of new tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A request by its indices."""
+    """A request, by the indices of its parts."""
 
     prompt: int
     policy: int
@@ -58,7 +58,7 @@ class Spec:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of `Engine.submit`."""
+        """The arguments of `Engine.submit`."""
         return {
             "prompt": PROMPTS[self.prompt],
             "policy": POLICIES[self.policy],
@@ -69,12 +69,12 @@ class Spec:
 
 
 def draw_spec(rng: np.random.Generator) -> Spec:
-    """Any request."""
+    """A random request."""
     return Spec(*(int(rng.integers(len(choices))) for choices in (PROMPTS, POLICIES, SAMPLINGS, LENGTHS)))
 
 
 def make_engine(model: Any, max_running: int, num_pages: int, **options: Any) -> Engine:
-    """An engine that can serve any spec; its smallest pool, one row's pages, is 2 * 2 * 16."""
+    """An engine that can serve any spec. Its pool needs at least the pages of one row, 2 * 2 * 16."""
     return Engine(
         dataclasses.replace(model, tokenizer=BreakingTokenizer()),
         max_running=max_running,
@@ -89,17 +89,17 @@ def make_engine(model: Any, max_running: int, num_pages: int, **options: Any) ->
 
 
 class Expected:
-    """What a sample gives alone: computed once each, on an engine of one row."""
+    """The result of each sample by itself, computed once, on an engine with one row."""
 
     def __init__(self, model: Any) -> None:
         self.engine = make_engine(model, 1, 2 * 2 * MAX_SLOTS // PAGE_SIZE)
         self.known: dict[tuple[Spec, int], tuple[list[int], np.ndarray, str]] = {}
 
     def __call__(self, spec: Spec, sample: int) -> tuple[list[int], np.ndarray, str]:
-        """Tokens, their log-probabilities, and why it ended."""
+        """Tokens, their log-probabilities, and the finish reason."""
         longest = dataclasses.replace(spec, length=len(LENGTHS) - 1)
         if (longest, sample) not in self.known:
-            # Later samples of a prompt are drawn alone too: as a request of its own that starts at that sample index.
+            # Later samples of a prompt run by themselves too: as a separate request that starts at that sample index.
             ticket = self.engine.submit(**longest.arguments, first_sample=sample)
             self.engine.run()
             out = self.engine.result(ticket)
@@ -111,9 +111,9 @@ class Expected:
 
 
 def assert_engine_is_consistent(engine: Engine) -> None:
-    """Tables, prefixes, reference counts and the free stack agree, and the engine holds no more than it claims.
+    """Tables, prefixes, reference counts and the free stack agree, and no more pages are in use than are reserved.
 
-    Between steps the claims, which look a chunk ahead, may exceed the pool; the next step makes room before it decodes.
+    Between steps the reservations, which include the next chunk, may exceed the pool; the next step preempts before it decodes.
     """
     pool = jax.device_get(engine.runner.state.cache.pool)
     block_tables = [prefix.start.snapshot.block_table for prefix in engine.scheduler.prefixes.values() if prefix.start]

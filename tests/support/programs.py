@@ -1,4 +1,4 @@
-"""The device programs traced for shapes alone, so that any target can compile them; nothing is allocated, nothing runs."""
+"""The device programs, traced with shapes only, so that any target can compile them. Nothing is allocated or run."""
 
 import functools
 from collections.abc import Callable
@@ -22,10 +22,10 @@ from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteerRules
 
-DEEP = 28  # layers whose pages the pool holds, however few are compiled
+DEEP = 28  # layers of the pool, even if fewer layers of the model are compiled
 NUM_ROWS = 32
-NUM_POSITIONS = 32_768  # that a compaction is told sentences for
-BUDGET, INTERVAL = 1024, 128  # R-KV's
+NUM_POSITIONS = 32_768  # positions of the sentence map of a compaction
+BUDGET, INTERVAL = 1024, 128  # of R-KV
 POLICIES = {
     "r_kv": jkv.r_kv(BUDGET, INTERVAL),
     "streaming_llm": jkv.streaming_llm(BUDGET),
@@ -66,7 +66,7 @@ R1_LLAMA = ModelConfig(
 
 
 class Shapes(NamedTuple):
-    """What the programs are traced for; every leaf a `jax.ShapeDtypeStruct` on one device of the target."""
+    """The arguments of the programs; every leaf is a `jax.ShapeDtypeStruct` on one device of the target."""
 
     params: Params
     state: State
@@ -82,7 +82,7 @@ def shapes_of(
     needs: Needs = NOTHING,
     layout: Callable[[Params], Params] = lambda params: params,
 ) -> Shapes:
-    """A full engine of 32 rows, each with room for R-KV's budget and buffer in all of 28 layers; weights in a `layout`."""
+    """A full engine of 32 rows, each with the slots of R-KV's budget and interval in 28 layers; weights in a `layout`."""
 
     def leaf(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
@@ -130,7 +130,7 @@ def prefill(shapes: Shapes) -> Any:
 
 
 def compact(policy: str, shapes: Shapes) -> Any:
-    """A row compacted."""
+    """Compaction of a row."""
     row, budget = shapes.leaf(1), shapes.leaf(shapes.params.config.num_layers, 1)
     protected, evict = shapes.leaf(2, 1), POLICIES[policy].evict.static
     sentences = None
@@ -141,54 +141,54 @@ def compact(policy: str, shapes: Shapes) -> Any:
 
 
 def take_pages(shapes: Shapes) -> Any:
-    """Pages of any rows let go, others standing for them."""
+    """Pages of any rows freed, and the weights of others changed."""
     entries = shapes.leaf(NUM_ROWS, shapes.state.cache.pool.page_table.shape[-1])
     log_weight = shapes.leaf(*entries.shape, dtype=jnp.float32)
     return device.take_pages.trace(shapes.state, shapes.leaf(NUM_ROWS), entries, log_weight)
 
 
 def measure_pages(shapes: Shapes) -> Any:
-    """The largest block of pairs, keys turned; it only reads."""
+    """Distances of the largest block of pairs, with rotated keys; it only reads the pool."""
     pairs = shapes.leaf(sharer.NUM_PAIRS)
     angle = shapes.leaf(*pairs.shape, shapes.params.config.head_size // 2, dtype=jnp.float32)
     return device.measure_pages.trace(shapes.state, pairs, pairs, pairs, pairs, angle)
 
 
 def release(shapes: Shapes) -> Any:
-    """Any rows freed."""
+    """Release of any rows."""
     return device.release.trace(shapes.state, shapes.leaf(NUM_ROWS))
 
 
 def snapshot_of(shapes: Shapes) -> Snapshot:
-    """A row's snapshot."""
+    """The snapshot of a row."""
     snapshot = jax.eval_shape(device.snapshot_row, shapes.state, jax.ShapeDtypeStruct((), jnp.int32))
     return jax.tree.map(lambda x: shapes.leaf(*x.shape, dtype=x.dtype), snapshot)
 
 
 def detach(shapes: Shapes) -> Any:
-    """A row taken out of the batch."""
+    """A row detached from the batch."""
     return device.detach.trace(shapes.state, shapes.leaf())
 
 
 def fork(shapes: Shapes, owns_all: bool = False) -> Any:
-    """A snapshot copied to any rows."""
+    """A snapshot forked into any rows."""
     return device.fork.trace(shapes.state, snapshot_of(shapes), shapes.leaf(NUM_ROWS), owns_all)
 
 
 def attach(shapes: Shapes) -> Any:
-    """A row swapped in to pages that are still to be written."""
+    """A row swapped in, before its pages are written."""
     snapshot = snapshot_of(shapes)
     is_own = shapes.leaf(*snapshot.block_table.page_table.shape, dtype=bool)
     return device.attach.trace(shapes.state, snapshot, shapes.leaf(), is_own)
 
 
 def free(shapes: Shapes) -> Any:
-    """A snapshot's pages let go."""
+    """The pages of a snapshot freed."""
     return device.free.trace(shapes.state, snapshot_of(shapes).block_table)
 
 
 def write_pages(shapes: Shapes) -> Any:
-    """A block of pages from host memory."""
+    """A block of pages written from host memory."""
     kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
     num_heads = shapes.params.config.num_kv_heads
     page = num_heads, swap.BLOCK // num_heads
@@ -200,13 +200,13 @@ def write_pages(shapes: Shapes) -> Any:
 
 
 class Program(NamedTuple):
-    """How to trace a program, and what its engine keeps."""
+    """How to trace a program, and the needs of its engine."""
 
     trace: Callable[[Shapes], Any]
     needs: Needs = NOTHING
 
 
-# Only `full` and the like remember no query; it never compacts.
+# An engine stores no queries for `full` and similar policies, which never compact.
 PROGRAMS: dict[str, Program] = {
     "decode-full": Program(decode),
     "decode-r_kv": Program(decode, QUERIES),
@@ -239,12 +239,12 @@ PROGRAMS: dict[str, Program] = {
 
 
 def undonated_release(shapes: Shapes) -> Any:
-    """Planted: a program to which the pool is not donated."""
+    """A planted bug: the pool is not donated."""
     return jax.jit(pool.release).trace(shapes.state.cache.pool, shapes.leaf(NUM_ROWS))
 
 
 def sliced_keys(shapes: Shapes) -> Any:
-    """Planted: the keys of all pages cut out of the pool before a loop reads some, as for a kernel that takes only keys."""
+    """A planted bug: the keys of all pages are sliced out of the pool before a loop reads some of them."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def read(pages: Any, page: Any) -> Any:
@@ -255,7 +255,7 @@ def sliced_keys(shapes: Shapes) -> Any:
 
 
 def sliced_index_append(shapes: Shapes) -> Any:
-    """Planted: steps that write with a slice among the indices, for which XLA transposes the pool on a TPU."""
+    """A planted bug: steps write with a slice among the indices, for which XLA transposes the pool on a TPU."""
 
     @functools.partial(jax.jit, donate_argnums=0)
     def write(pages: Any, page: Any, offset: Any, kv: Any) -> Any:

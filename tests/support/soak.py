@@ -1,7 +1,7 @@
-"""Very many random operations on engines with NaN-poisoned pools: `python -m tests.support.soak --operations 100000`.
+"""Many random operations on engines with NaN-poisoned pools: `python -m tests.support.soak --operations 100000`.
 
-Requests arrive, are cancelled, swapped out, finished and taken away at random. Nothing may leak, no freed page may be read (its
-NaN would end a request), reference counts must be exact, and every request must give what it gives alone.
+Requests are submitted, cancelled, swapped out and finished at random. Nothing may leak, no freed page may be read (its NaN
+would end a request), reference counts must be exact, and every request must have the result that it has by itself.
 """
 
 import argparse
@@ -18,9 +18,9 @@ SHAPES = {1: ROW, 3: ROW, 8: ROW + ROW // 4}  # rows -> pages
 
 
 def soak(engine: Engine, expected: Expected, rng: np.random.Generator, operations: int, check_every: int) -> dict[str, int]:
-    """Random operations on one engine, which is empty at the end; raises at the first thing that is wrong."""
+    """Runs random operations on one engine until it is empty; raises at the first error."""
     counts = {"submit": 0, "cancel": 0, "step": 0, "result": 0, "check": 0}
-    open_requests: dict[int, tuple[Spec, set[int]]] = {}  # ticket -> what was asked, samples that ended
+    open_requests: dict[int, tuple[Spec, set[int]]] = {}  # ticket -> the request, and its finished samples
     for i in range(operations):
         choice = rng.random()
         if choice < 0.25 and len(open_requests) < 3 * engine.capacity.max_running + 4:
@@ -50,7 +50,7 @@ def soak(engine: Engine, expected: Expected, rng: np.random.Generator, operation
 
 
 def take_results(engine: Engine, expected: Expected, open_requests: dict[int, tuple[Spec, set[int]]]) -> int:
-    """Checks and forgets the requests whose samples all ended."""
+    """Checks and removes the requests whose samples are all finished."""
     done = [ticket for ticket, (_, ended) in open_requests.items() if len(ended) == len(engine.tickets[ticket])]
     for ticket in done:
         check_result(engine, expected, ticket, open_requests.pop(ticket)[0])
@@ -58,7 +58,7 @@ def take_results(engine: Engine, expected: Expected, open_requests: dict[int, tu
 
 
 def check_result(engine: Engine, expected: Expected, ticket: int, spec: Spec) -> None:
-    """A finished request gave what it gives alone, a cancelled one the beginning of it."""
+    """A finished request has the result that it has by itself, a cancelled one the beginning of that."""
     out = engine.result(ticket)
     for sample, (length, reason) in enumerate(zip(out.lengths, out.finish_reason, strict=True)):
         tokens, _, ended = expected(spec, sample)
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operations", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--check-every", type=int, default=20, help="operations between looks at the whole pool")
+    parser.add_argument("--check-every", type=int, default=20, help="operations between checks of the whole pool")
     options = parser.parse_args()
     model = jkv.testing.tiny_model()
     expected, rng = Expected(model), np.random.default_rng(options.seed)
@@ -79,9 +79,9 @@ def main() -> None:
         engine, began = make_engine(model, rows, num_pages), time.perf_counter()
         counts = soak(engine, expected, rng, options.operations // len(SHAPES), options.check_every)
         stats = engine.stats
-        told = ", ".join(f"{count} {name}" for name, count in counts.items())
+        summary = ", ".join(f"{count} {name}" for name, count in counts.items())
         print(
-            f"{rows} rows, {num_pages} pages: {told}; {stats.tokens} tokens, {stats.forks} forks, "
+            f"{rows} rows, {num_pages} pages: {summary}; {stats.tokens} tokens, {stats.forks} forks, "
             f"{stats.preemptions} preemptions in {time.perf_counter() - began:.0f} s: nothing leaked, nothing freed was read",
             flush=True,
         )

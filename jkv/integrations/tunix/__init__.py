@@ -1,4 +1,4 @@
-"""tunix (extra `tunix`, google-tunix 0.1.7): `jkv` as its rollout engine, and a GRPO learner that corrects for compression.
+"""jkv as a rollout engine of tunix (extra `tunix`, google-tunix 0.1.7), and a GRPO learner that corrects for compression.
 
     cluster_config = rl_cluster.ClusterConfig(
         rollout_engine=functools.partial(JkvRollout, policy=jkv.r_kv(budget=512)),
@@ -6,7 +6,7 @@
     )
     learner = JkvGRPOLearner(cluster, GRPOConfig(num_generations=8), reward_fns, correction="tis+veto")
 
-`params_of` gives the weights of a tunix model to everything else here: `jkv.generate`, `jkv.score`, `jkv.save`,
+`params_of` converts the weights of a tunix model to `jkv.Params`, for `jkv.generate`, `jkv.score`, `jkv.save` and
 `jkv.model.checkpoint.export`.
 """
 

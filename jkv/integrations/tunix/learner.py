@@ -1,8 +1,8 @@
-"""`JkvGRPOLearner`: tunix's GRPO on rollouts whose distribution is not the trainer's, corrected.
+"""`JkvGRPOLearner`: tunix's GRPO with off-policy correction for rollouts with a compressed cache.
 
-tunix 0.1.7 never looks at the sampler's log-probabilities. This one scores each batch with the full cache, by the very forward
-pass of its loss, and gives the loss importance weights and a mask (`jkv.rl.correct`); how far the two distributions are from
-each other goes to tunix's metrics (`jkv.rl.mismatch`), with a warning where it is too far.
+tunix 0.1.7 ignores the log-probabilities of a sampler. This learner scores each batch with the full cache, with the forward
+pass of the loss, and passes importance weights and a mask (`jkv.rl.correct`) to the loss. The difference between the two
+distributions (`jkv.rl.mismatch`) is logged as metrics, with a warning if it is too large.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ from tunix.rl.grpo import grpo_learner
 
 from jkv.rl import correct, mismatch
 
-HELD = ("kv_bytes", "peak_kv_bytes", "dense_kv_bytes", "evicted", "tokens_per_second", "occupancy")  # of a rollout's statistics
+LOGGED_STATS = ("kv_bytes", "peak_kv_bytes", "dense_kv_bytes", "evicted", "tokens_per_second", "occupancy")
 
 
 class JkvGRPOLearner(grpo_learner.GRPOLearner):
-    """GRPO that multiplies each token's loss by its importance weight, and leaves out what the correction drops.
+    """GRPO with importance weights: each token's loss is multiplied by its weight, or masked by the correction.
 
-    Takes the arguments of tunix's `GRPOLearner`, and by name:
-      correction: a mode of `jkv.rl.correct`, such as "tis", "tis+veto", "mask"; "none" only measures.
-      cap, band, veto: its bounds.
+    Takes the arguments of tunix's `GRPOLearner`, and these keyword arguments:
+      correction: a mode of `jkv.rl.correct`, such as "tis", "tis+veto" or "mask"; "none" only measures.
+      cap, band, veto: the bounds of the mode.
 
-    The completion's mask counts its own tokens, not those that differ from the padding token: an end token that is also the
-    padding token is trained. Works with any rollout engine that returns log-probabilities.
+    The completion mask is computed from lengths, not by comparison with the padding token, so an end token that equals the
+    padding token is trained. Any rollout engine that returns log-probabilities works.
 
     Raises:
-      ValueError: an unknown mode, bounds that bound nothing, or a cluster whose settings would lose the weights.
+      ValueError: the mode is unknown, its bounds have no effect, or settings of the cluster would lose the weights.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         **kwargs: Any,
     ) -> None:
         self._correction: dict[str, Any] = {"mode": correction, "cap": cap, "band": band, "veto": veto}
-        correct(np.zeros((1, 1)), np.zeros((1, 1)), np.ones((1, 1), bool), **self._correction)  # refuses bad settings now
+        correct(np.zeros((1, 1)), np.zeros((1, 1)), np.ones((1, 1), bool), **self._correction)  # refuses bad settings early
         super().__init__(*args, **kwargs)
         config = self.rl_cluster.cluster_config
         for name, is_set in (
@@ -55,21 +55,21 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         ):
             if is_set:
                 raise ValueError(
-                    f"{name} must not be set: tunix 0.1.7 loses importance weights when it packs sequences, and weights on the "
-                    "host cannot score. Leave it out."
+                    f"{name} must not be set: tunix 0.1.7 loses importance weights if it packs sequences, and offloaded "
+                    "weights cannot score. Leave it out."
                 )
-        self._rolled_out = threading.local()  # tunix rolls out in a thread, and evaluates in another
+        self._rolled_out = threading.local()  # tunix rolls out and evaluates in different threads
         self._generate, self.rl_cluster.generate = self.rl_cluster.generate, self._generate_and_keep
 
     def _generate_and_keep(self, *args: Any, **kwargs: Any) -> Any:
-        """The cluster's `generate`, whose log-probabilities tunix would drop."""
+        """Calls the cluster's `generate` and keeps its output, because tunix drops the log-probabilities."""
         self._rolled_out.output = self._generate(*args, **kwargs)
         return self._rolled_out.output
 
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster.Mode = rl_cluster.Mode.TRAIN
     ) -> grpo_learner.TrainExample:
-        """Tunix's example with importance weights, and the mask of the tokens that stay."""
+        """The example of tunix with importance weights and the corrected mask."""
         example = super()._generate_and_compute_advantage(training_input, mode)
         output = self._rolled_out.output
         if output.logprobs is None:
@@ -92,7 +92,7 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         )
 
     def _score(self, example: grpo_learner.TrainExample) -> jax.Array:
-        """The trainer's log-probabilities [B, T] with the weights that rolled out: the actor's, or those last synchronised."""
+        """The trainer's log-probabilities [B, T] with the weights of the rollout (the actor's, or the last synchronised)."""
         cluster = self.rl_cluster
         ids = {"pad_id": cluster.rollout.pad_id(), "eos_id": cluster.rollout.eos_id()}
         tokens, size = (example.prompt_ids, example.completion_ids), len(example.prompt_ids)
@@ -111,9 +111,9 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         return jnp.concatenate(parts)
 
     def _log(self, figures: dict[str, Any], mode: rl_cluster.Mode) -> None:
-        """Logs figures with tunix, and what the cache held where the rollout has statistics."""
+        """Logs metrics with tunix, and the statistics of the rollout if it has any."""
         logged = {f"sampler/{name}": float(value) for name, value in figures.items() if np.ndim(value) == 0}
         last = getattr(self.rl_cluster.rollout, "last", None)
         if last is not None:
-            logged |= {f"rollout/{name}": float(getattr(last.stats, name)) for name in HELD}
+            logged |= {f"rollout/{name}": float(getattr(last.stats, name)) for name in LOGGED_STATS}
         self.rl_cluster.buffer_metrics({name: (value, np.mean) for name, value in logged.items()}, mode=mode)

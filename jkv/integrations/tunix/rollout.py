@@ -1,7 +1,7 @@
-"""`JkvRollout`: `jkv.Rollout` as a rollout engine of tunix, over live weights of the actor or over synchronised ones.
+"""`JkvRollout`: `jkv.Rollout` as a rollout engine of tunix, with live weights of the actor or synchronised ones.
 
-tunix repeats each prompt for its group; equal neighbours are one group here, prefilled once. Differences to tunix's own
-sampler, on purpose: end tokens stay in the completion, so that stopping is trained; log-probabilities are those of the exact
+tunix repeats each prompt for its group; adjacent equal prompts become one group, which is prefilled once. Intended differences
+from tunix's own sampler: end tokens stay in the completion, so that stopping is trained; log-probabilities are under the exact
 distribution that was drawn from; a call without a seed draws fresh entropy.
 """
 
@@ -27,34 +27,34 @@ from jkv.policies import Policy
 from jkv.replay.score import score
 from jkv.rollout import Rollout, Rollouts
 
-ROOM = ("max_prompt_tokens", "max_new_tokens", "max_stop_ids")  # what a configuration asks of the engine
+LIMITS = ("max_prompt_tokens", "max_new_tokens", "max_stop_ids")  # limits of the engine that a configuration may raise
 
 
 class JkvRollout(base_rollout.BaseRollout):
     """A rollout engine for `ClusterConfig(rollout_engine=functools.partial(JkvRollout, policy=...))`.
 
     Args:
-      rollout_actor: tunix's actor; it, the tokenizer, the mesh and the configuration are given by tunix.
-      tokenizer: what `tunix.generate.tokenizer_adapter` makes.
-      mesh: devices of the role ROLLOUT. On several, KV heads are split over all of them, so their number must divide.
-      rollout_config: of training; a call may bring another, and a larger one builds the engine anew.
-      policy: how caches stay small; None keeps them whole.
-      live: whether to read the actor's own weights at each call, which then are never synchronised; False keeps those that
-        `update_params` brings. None takes live ones where the actor is on the mesh's devices.
-      lora_alpha: of the actor's adapters; None asks the rules that qwix gave it.
-      sleeps: whether the pool is freed between calls, for the trainer; references to live weights are dropped then too, so that
-        arrays which training replaces are freed.
+      rollout_actor: tunix's actor. tunix passes it, the tokenizer, the mesh and the configuration.
+      tokenizer: a tokenizer of `tunix.generate.tokenizer_adapter`.
+      mesh: the devices of the role ROLLOUT. KV heads are split over all of them, so the number of devices must divide them.
+      rollout_config: the configuration of training. A call may pass another; a larger one rebuilds the engine.
+      policy: the eviction policy; None means the full cache.
+      live: whether each call reads the actor's weights directly. With False, the weights are those of `update_params`. None
+        means live if the actor is on the devices of the mesh.
+      lora_alpha: the alpha of the actor's adapters; None reads it from the rules of qwix.
+      sleeps: whether the pool is freed between calls to make room for the trainer. References to live weights are dropped too,
+        so that arrays which training replaces are freed.
       engine: further arguments of `jkv.Rollout` (`max_running`, `page_size`, `kv_memory`, ...).
 
     Attributes:
-      last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights (0 for those that
-        it was built with, one more each time they are others).
+      last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights. The version is 0
+        for the first weights and increases with each change.
 
-    Weights are used in place; only a mesh whose split differs from the actor's makes a copy. Rollouts run in the dtype of
-    the weights, or, synchronised, in the configuration's `data_type`.
+    Weights are used in place; only a mesh that splits them differently makes a copy. Rollouts run in the dtype of the weights,
+    or, if they are synchronised, in the `data_type` of the configuration.
 
     Raises:
-      ValueError: a model that `jkv` cannot run, a mesh that it cannot be split over, or live weights on other devices.
+      ValueError: jkv cannot run the model or split it over the mesh, or live weights are on other devices.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class JkvRollout(base_rollout.BaseRollout):
         **engine: Any,
     ) -> None:
         self._tokenizer, self._policy, self._sleeps, self._engine = tokenizer, policy, sleeps, engine
-        self._config = rollout_config or base_rollout.RolloutConfig()  # of the last call
-        self._room: tuple[int, ...] = (1, 1, engine.pop("max_stop_ids", 8))
+        self._config = rollout_config or base_rollout.RolloutConfig()  # that of the last call
+        self._limits: tuple[int, ...] = (1, 1, engine.pop("max_stop_ids", 8))
         self._shape = config_of(rollout_actor)
         leaves = leaves_of(rollout_actor)
         self._scales = scales_of(rollout_actor, leaves, lora_alpha)
@@ -83,12 +83,12 @@ class JkvRollout(base_rollout.BaseRollout):
         is_there = set(next(iter(leaves.values())).devices()) == set(self._devices.devices.flat)
         if live and not is_there:
             raise ValueError(
-                "Live weights must be on the devices that roll out; the actor's are on others than the mesh of the role "
-                "ROLLOUT. Give both roles one mesh, or pass live=False."
+                "Live weights must be on the devices of the role ROLLOUT; the actor's are on others. Use one mesh for both "
+                "roles, or pass live=False."
             )
         self._actor = rollout_actor if (is_there if live is None else live) else None
-        self._leaves = leaves if self._actor is None else None  # the last ones synchronised
-        self._known = references(leaves)  # those of the engine's version
+        self._leaves = leaves if self._actor is None else None  # the last synchronised weights
+        self._known = references(leaves)  # the weights of the engine's version
         self._dtype = self._check_dtype(next(iter(leaves.values())).dtype)
         self._rollout: Rollout | None = None
         self._has_warned = False
@@ -96,16 +96,16 @@ class JkvRollout(base_rollout.BaseRollout):
         rollout = self._ready(self._config, self._stop_ids(self._config))
         self._rest(rollout)
 
-    # What tunix calls.
+    # The interface of tunix.
 
     def generate(
         self, prompts: Sequence[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
     ) -> base_rollout.RolloutOutput:
-        """A completion of each prompt; equal neighbours are samples of one group.
+        """A completion of each prompt. Adjacent equal prompts are samples of one group.
 
         Raises:
-          ValueError: a prompt wider than `max_prompt_length`, or settings out of their range; before anything compiles.
-          KeyboardInterrupt: Ctrl-C was pressed; nothing is kept.
+          ValueError: a prompt is longer than `max_prompt_length`, or a setting is out of range. Raised before compilation.
+          KeyboardInterrupt: Ctrl-C was pressed; the samples are discarded.
         """
         groups = [(self._encode(text), len(list(same))) for text, same in itertools.groupby(prompts)]
         check_widths(groups, rollout_config.max_prompt_length)
@@ -141,10 +141,10 @@ class JkvRollout(base_rollout.BaseRollout):
         )
 
     def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> jax.Array:
-        """Log-probabilities [B, T] of completions with the full cache, at the last call's temperature; 0 in padding.
+        """Log-probabilities [B, T] of completions with the full cache, at the temperature of the last call; 0 in padding.
 
-        Before any call, at that of the configuration it was built with. (tunix's own sampler leaves the temperature out here,
-        and its loss does not.)
+        Before the first call, the temperature is that of the constructor's configuration. (tunix's own sampler ignores the
+        temperature here, but its loss does not.)
         """
         pad = self.pad_id()
         prompts, tokens = np.asarray(prompt_tokens), np.asarray(completion_tokens)
@@ -154,10 +154,10 @@ class JkvRollout(base_rollout.BaseRollout):
         return score(self._params(), tokens, prompts=whole, lengths=lengths, sampling=sampling).logprobs
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Takes new weights, or of a LoRA model its adapters alone; on the same devices nothing is copied.
+        """Replaces the weights, or the adapters of a LoRA model. Nothing is copied on the same devices.
 
         Raises:
-          ValueError: weights of another model, shape or dtype, or not finite; the old ones stay, a live actor's too.
+          ValueError: the weights have another structure, shape or dtype, or are not finite. The old weights stay in use.
         """
         leaves = merged(self._current(), leaves_of(params))
         assert self._rollout is not None
@@ -169,30 +169,30 @@ class JkvRollout(base_rollout.BaseRollout):
             self._rest(self._rollout)
 
     def pad_id(self) -> int:
-        """The token that tunix pads with."""
+        """The padding token of tunix."""
         return self._tokenizer.pad_id()
 
     def eos_id(self) -> int:
-        """The token that ends a completion."""
+        """The end token."""
         return self._tokenizer.eos_id()
 
     def model(self) -> nnx.Module | None:
-        """The actor, whose weights are read at each call; None where they are synchronised."""
+        """The actor with the live weights; None if weights are synchronised."""
         return self._actor
 
     # Weights.
 
     def _current(self) -> Leaves:
-        """The weights of this moment: the actor's, or the last ones synchronised."""
+        """The current weights: the actor's, or the last synchronised ones."""
         return leaves_of(self._actor) if self._leaves is None else self._leaves
 
     def _params(self) -> Params:
-        """The weights of this moment where rollouts run: the engine's, if it holds them."""
+        """The current weights on the devices of the rollouts: those of the engine, if it holds them."""
         leaves, rollout = self._current(), self._rollout
         return rollout.model.params if rollout is not None and self._holds(rollout, leaves) else self._place(leaves)
 
     def _place(self, leaves: Leaves) -> Params:
-        """Weights as rollouts read them; copied only to another dtype or place."""
+        """Weights on the devices of the rollouts; copied only for another dtype or sharding."""
         params = make_params(self._shape, leaves, self._scales)
         if self._dtype is not None:
             params = jax.tree.map(lambda leaf: leaf.astype(self._dtype), params)
@@ -201,14 +201,14 @@ class JkvRollout(base_rollout.BaseRollout):
         return jax.device_put(params, jax.sharding.SingleDeviceSharding(self._devices.devices.item()))
 
     def _is_known(self, leaves: Leaves) -> bool:
-        """Whether these very arrays are those of the engine's version."""
+        """Whether these are the same array objects as those of the engine's version."""
         return all(leaf is self._known[path]() for path, leaf in leaves.items())
 
     def _holds(self, rollout: Rollout, leaves: Leaves) -> bool:
         return isinstance(rollout.model.params.embedding, jax.Array) and self._is_known(leaves)
 
     def _use(self, rollout: Rollout, leaves: Leaves) -> None:
-        """Gives the engine weights that it does not hold; ones that it had before keep their version."""
+        """Updates the engine to these weights. Weights that it had before keep their version."""
         if self._holds(rollout, leaves):
             return
         version = rollout.version
@@ -218,50 +218,50 @@ class JkvRollout(base_rollout.BaseRollout):
         self._known = references(leaves)
 
     def _rest(self, rollout: Rollout) -> None:
-        """Makes room for the trainer: frees the pool, and drops references to live weights, which training replaces."""
+        """Makes room for the trainer: frees the pool and drops references to live weights."""
         if self._sleeps:
             rollout.sleep(forget_weights=self._actor is not None)
 
     def _check_dtype(self, own: Any) -> Any:
-        """What synchronised weights are cast to; None leaves them."""
+        """The dtype to which synchronised weights are cast; None if they are not cast."""
         wanted = self._config.data_type
         if wanted is None or jnp.dtype(wanted) == own:
             return None
         if self._actor is not None:
             raise ValueError(
-                f"Live weights are used as they are, {own}; data_type is {jnp.dtype(wanted)}. Leave it out, or pass live=False "
-                "for a copy of that dtype."
+                f"Live weights must be used in their dtype, {own}; got data_type {jnp.dtype(wanted)}. Leave it out, or pass "
+                "live=False for a copy of that dtype."
             )
         return jnp.dtype(wanted)
 
     # Requests.
 
     def _ready(self, config: base_rollout.RolloutConfig, stop_ids: Sequence[int]) -> Rollout:
-        """The engine with the weights of this moment, built anew for a configuration that asks for more room."""
+        """The rollout with the current weights. It is rebuilt if the configuration needs higher limits."""
         asked = (config.max_prompt_length, config.max_tokens_to_generate, len(stop_ids))
-        room = tuple(max(pair) for pair in zip(self._room, asked, strict=True))
+        sizes = tuple(max(pair) for pair in zip(self._limits, asked, strict=True))
         if self._rollout is not None:
             self._use(self._rollout, self._current())
-        if self._rollout is None or room != self._room:
-            self._rollout, self._room = self._build(room), room
+        if self._rollout is None or sizes != self._limits:
+            self._rollout, self._limits = self._build(sizes), sizes
         return self._rollout
 
-    def _build(self, room: tuple[int, ...]) -> Rollout:
-        """An engine with this room, which continues the old one's version; there are never two pools."""
+    def _build(self, sizes: tuple[int, ...]) -> Rollout:
+        """A new rollout with these limits and the version of the old one, whose pool is freed first."""
         params, old = self._params(), self._rollout
         if old is not None:
             old.sleep(forget_weights=True)
         on = self._devices if self._devices.size > 1 else None
-        limits: dict[str, Any] = dict(zip(ROOM, room, strict=True))
+        limits: dict[str, Any] = dict(zip(LIMITS, sizes, strict=True))
         stops = self._stop_ids(self._config)
-        unused = next(token for token in range(self._shape.vocab_size) if token not in stops)  # tunix pads for itself
+        unused = next(token for token in range(self._shape.vocab_size) if token not in stops)  # tunix does the padding
         new = Rollout(params, self._policy, mesh=on, pad_id=unused, **limits, **self._engine)
         if old is not None:
             new.engine.version = old.version
         return new
 
     def _encode(self, text: str) -> np.ndarray:
-        """Token ids as tunix's own sampler makes them: a text begins with the beginning token, once."""
+        """Token ids as in tunix's own sampler: a text begins with exactly one BOS token."""
         begin = self._tokenizer.bos_id()
         ids = ([begin] if begin else []) + list(self._tokenizer.encode(text))
         return np.asarray(self._tokenizer.dedup_bos_ids(ids), np.int32)
@@ -272,20 +272,20 @@ class JkvRollout(base_rollout.BaseRollout):
         return self._tokenizer.decode(ids[:-1] if ids and ids[-1] in stop_ids else ids)
 
     def _stop_ids(self, config: base_rollout.RolloutConfig) -> tuple[int, ...]:
-        """Tokens that end a completion: padding too, which tunix never takes for a token; warns once where it ends texts."""
+        """The stop tokens. They include the padding token, which tunix masks; warns once if it is also an end token."""
         ends = tuple(config.eos_tokens or [self.eos_id()])
         if self.pad_id() in ends and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"the padding token {self.pad_id()} also ends texts: tunix masks by `tokens != pad_id`, so its loss leaves out "
-                "every end token, the policy never learns to stop, and inside prompts the token is not attended to. Give the "
-                "tokenizer another pad token; JkvGRPOLearner at least counts end tokens in its loss.",
+                f"the padding token {self.pad_id()} is also an end token. tunix masks with `tokens != pad_id`, so its loss "
+                "leaves out every end token, the policy never learns to stop, and inside prompts the token is not attended to. "
+                "Give the tokenizer another pad token. The loss of JkvGRPOLearner includes end tokens.",
                 stacklevel=3,
             )
         return tuple(dict.fromkeys([*ends, self.pad_id()]))
 
     def _pad_left(self, prompts: Sequence[np.ndarray], width: int) -> np.ndarray:
-        """[B, width]: the same width in every call, for tunix joins them."""
+        """Prompts padded on the left: [B, width]. The width is the same in every call, because tunix joins the results."""
         padded = np.full((len(prompts), width), self.pad_id(), np.int32)
         for row, prompt in zip(padded, prompts, strict=True):
             row[width - len(prompt) :] = prompt
@@ -293,12 +293,12 @@ class JkvRollout(base_rollout.BaseRollout):
 
 
 def references(leaves: Leaves) -> dict[str, weakref.ref[jax.Array]]:
-    """Weak references, to recognise these very arrays later without keeping them."""
+    """Weak references to the arrays, to recognise them later without keeping them alive."""
     return {path: weakref.ref(leaf) for path, leaf in leaves.items()}
 
 
 def devices_of(mesh: jax.sharding.Mesh | None, leaves: Leaves) -> jax.sharding.Mesh:
-    """The devices to run on, as a mesh that splits heads over all of them; without one, those of the weights."""
+    """A mesh that splits heads over all devices of `mesh`; without one, over the devices of the weights."""
     if mesh is None or mesh.empty:
         devices = sorted(next(iter(leaves.values())).devices(), key=lambda device: device.id)
     else:
@@ -307,17 +307,17 @@ def devices_of(mesh: jax.sharding.Mesh | None, leaves: Leaves) -> jax.sharding.M
 
 
 def check_widths(groups: Sequence[tuple[np.ndarray, int]], limit: int) -> None:
-    """Refuses prompts that do not fit tunix's arrays."""
+    """Refuses prompts that are empty or longer than the arrays of tunix."""
     for ids, _ in groups:
         if not 0 < len(ids) <= limit:
             raise ValueError(
-                f"A prompt must have 1 to {limit} tokens, RolloutConfig.max_prompt_length; got one of {len(ids)}, which begins "
-                f"{ids[:8].tolist()}. Raise max_prompt_length, or drop such prompts: cut ones would be other problems."
+                f"A prompt must have 1 to {limit} tokens, RolloutConfig.max_prompt_length; got {len(ids)} tokens, beginning "
+                f"with {ids[:8].tolist()}. Raise max_prompt_length, or drop such prompts; a cut prompt is another problem."
             )
 
 
 def sampling_of(config: base_rollout.RolloutConfig) -> Sampling:
-    """The draws that tunix asks for: no top_p or no temperature is greedy, top_k below 1 keeps all, a key is a seed."""
+    """The sampling of a tunix configuration: greedy without top_p or at temperature 0; top_k below 1 keeps all."""
     seed = secrets.randbits(32) if config.seed is None else seed_of(config.seed)
     if config.top_p is None or config.temperature == 0:
         return Sampling(temperature=0.0, seed=seed)
@@ -325,7 +325,7 @@ def sampling_of(config: base_rollout.RolloutConfig) -> Sampling:
 
 
 def seed_of(seed: Any) -> int:
-    """A number below 2**32 from a number or a JAX key, `PRNGKey(5)` being 5."""
+    """A seed below 2**32 from an int or a JAX key; `PRNGKey(5)` becomes 5."""
     if isinstance(seed, int):
         return seed % 2**32
     words = jax.random.key_data(seed) if jnp.issubdtype(seed.dtype, jax.dtypes.prng_key) else seed

@@ -1,7 +1,7 @@
-"""The weights of tunix's models as `jkv` reads them: the arrays themselves, in tunix's own layout, LoRA beside its base.
+"""Weights of tunix models as `jkv.Params`: the same arrays in the layout of tunix, with LoRA adapters separate.
 
-tunix holds a query projection as [D, N, H] and jkv's own is [D, N*H]; `jkv.model.decoder` reads both without a copy, so a
-`Params` made here costs no memory. No weight of Qwen2, Qwen3 or Llama 3 in tunix is a transpose of jkv's.
+The shape of a query projection is [D, N, H] in tunix and [D, N*H] in jkv. `jkv.model.decoder` takes both without a copy, so
+these `Params` use no memory. No weight of Qwen2, Qwen3 or Llama 3 in tunix is a transpose of that of jkv.
 """
 
 import dataclasses
@@ -21,12 +21,12 @@ from flax import nnx
 from jkv.model.families import FAMILIES
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params, weight_shapes
 
-MODULES = {  # of tunix -> the family's name, and the field of its configuration that ties the embeddings
+MODULES = {  # module of tunix -> name of the family, and the configuration field that ties the embeddings
     "tunix.models.qwen2.model": ("qwen2", "use_tied_embedding"),
     "tunix.models.qwen3.model": ("qwen3", "use_tied_embedding"),
     "tunix.models.llama3.model": ("llama", "weight_tying"),
 }
-PATHS = {  # field of Params or LayerParams -> path of the nnx module, below the layer
+PATHS = {  # field of Params or LayerParams -> path in the nnx module, relative to the layer
     "embedding": "embedder.input_embedding",
     "final_norm": "final_norm.w",
     "unembedding": "lm_head.w",
@@ -46,20 +46,20 @@ PATHS = {  # field of Params or LayerParams -> path of the nnx module, below the
     "key_norm": "attn.k_norm.w",
 }
 ADAPTED = ("query", "key", "value", "out", "gate", "up", "down", "unembedding")  # fields that may carry LoRA
-ADAPTERS = ("_lora_a", "_lora_b")  # what qwix adds to the name of a weight
-MOST_POSITIONS = 131_072  # of a model that sets no limit
+ADAPTERS = ("_lora_a", "_lora_b")  # suffixes that qwix adds to the name of a weight
+MOST_POSITIONS = 131_072  # tunix models have no limit
 
 Leaves = dict[str, Any]  # path -> array
 
 
 def params_of(model: nnx.Module, *, lora_alpha: float | None = None, end_ids: tuple[int, ...] = ()) -> Params:
-    """The weights of a tunix Qwen2, Qwen3 or Llama 3 model, none copied; what `jkv.generate` and `jkv.score` take.
+    """The weights of a Qwen2, Qwen3 or Llama 3 model of tunix, without a copy, for `jkv.generate` and `jkv.score`.
 
-    LoRA adapters of qwix stay apart from what they adapt. `lora_alpha` is their alpha; None asks the model's own rules.
-    tunix's training replaces a model's arrays, so call it again after an update.
+    LoRA adapters of qwix stay separate. `lora_alpha` is their alpha; None reads it from the rules of the model. Training in
+    tunix replaces the arrays of a model, so call this again after an update.
 
     Raises:
-      ValueError: another architecture, quantised weights, or adapters where jkv reads none.
+      ValueError: the architecture is not supported, weights are quantised, or an adapter is at an unsupported weight.
     """
     leaves = leaves_of(model)
     config = dataclasses.replace(config_of(model), end_ids=end_ids)
@@ -68,7 +68,7 @@ def params_of(model: nnx.Module, *, lora_alpha: float | None = None, end_ids: tu
 
 
 def leaves_of(state: Any) -> Leaves:
-    """The weights of an nnx module, or of a state of one, by path, as in `layers.0.attn.q_proj.w`."""
+    """The weights of an nnx module or state by path, such as `layers.0.attn.q_proj.w`."""
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
     flat = nnx.to_flat_state(state if isinstance(state, nnx.State) else nnx.State(state))
@@ -77,17 +77,17 @@ def leaves_of(state: Any) -> Leaves:
 
 
 def config_of(model: nnx.Module) -> ModelConfig:
-    """The shape of a tunix model.
+    """The `ModelConfig` of a tunix model.
 
     Raises:
-      ValueError: an architecture that jkv cannot run.
+      ValueError: jkv cannot run the architecture.
     """
     kind = next((kind for kind in type(model).__mro__ if kind.__module__ in MODULES), None)
     config: Any = getattr(model, "config", None)
     if kind is None or getattr(config, "num_experts", None):
         got = type(model).__name__ + (f" with {config.num_experts} experts" if kind else "")
         raise ValueError(
-            f"jkv runs tunix's dense Qwen2, Qwen3 and Llama3 models; got {got}. Take one of these, or another rollout engine."
+            f"The model must be a dense Qwen2, Qwen3 or Llama3 of tunix; got {got}. Use such a model or another rollout engine."
         )
     name, tie_field = MODULES[kind.__module__]
     return ModelConfig(
@@ -109,9 +109,9 @@ def config_of(model: nnx.Module) -> ModelConfig:
 
 
 def rope_theta(module: Any, configured: float) -> float:
-    """The base that a tunix model rotates by: Qwen3 and Llama 3 in tunix 0.1.7 never pass their configuration's on.
+    """The RoPE base that a tunix model computes with. Qwen3 and Llama 3 of tunix 0.1.7 ignore their configuration.
 
-    Rollouts must be of the model that is trained, so what tunix computes counts; it warns where the two differ.
+    Rollouts must come from the model that is trained, so the base in use is returned, with a warning if the two differ.
     """
     rotate = getattr(module, "apply_rope", None)
     if rotate is None or "rope_theta" in module.Attention.block.__code__.co_names:
@@ -119,18 +119,18 @@ def rope_theta(module: Any, configured: float) -> float:
     used = float(inspect.signature(rotate).parameters["rope_theta"].default)
     if used != configured:
         warnings.warn(
-            f"{module.__name__} rotates by a base of {used:,.0f}, though its configuration says {configured:,.0f}; jkv uses "
-            "the base of the model that is trained. Positions of a pretrained checkpoint are then not as it learned them.",
+            f"{module.__name__} computes RoPE with a base of {used:,.0f}, but its configuration has {configured:,.0f}; jkv "
+            "uses the same base as tunix. A pretrained checkpoint was trained with the other base.",
             stacklevel=4,
         )
     return used
 
 
 def scales_of(model: nnx.Module, leaves: Leaves, lora_alpha: float | None = None) -> dict[str, float]:
-    """The factor of each adapter, alpha / rank, by the path of its weight.
+    """The scale of each adapter, alpha / rank, by the path of its weight.
 
     Raises:
-      ValueError: an adapter whose alpha is unknown.
+      ValueError: the alpha of an adapter is unknown.
     """
     scales, rules = {}, lora_rules(model)
     for path in leaves:
@@ -141,13 +141,13 @@ def scales_of(model: nnx.Module, leaves: Leaves, lora_alpha: float | None = None
         rule = next((rule for rule in rules if re.fullmatch(rule.module_path, module)), None)
         alpha = getattr(rule, "alpha", None) if lora_alpha is None else lora_alpha
         if alpha is None:
-            raise ValueError(f"The adapter of {weight} needs its alpha, which the model's rules do not give. Pass lora_alpha=.")
+            raise ValueError(f"The adapter of {weight} needs an alpha; the rules of the model have none. Pass lora_alpha=.")
         scales[weight] = alpha / rank
     return scales
 
 
 def lora_rules(model: nnx.Module) -> list[Any]:
-    """The rules that `qwix.apply_lora_to_model` gave a model; it keeps them in the closure of the model's own call."""
+    """The rules of `qwix.apply_lora_to_model`, which stores them in the closure of the model's `__call__`."""
     closure = getattr(type(model).__call__, "__closure__", None) or ()
     bound = [cell.cell_contents for cell in closure if isinstance(cell.cell_contents, functools.partial)]
     providers = {id(arg): arg for one in bound for arg in one.args if isinstance(arg, qwix.LoraProvider)}
@@ -155,10 +155,10 @@ def lora_rules(model: nnx.Module) -> list[Any]:
 
 
 def make_params(config: ModelConfig, leaves: Mapping[str, Any], scales: Mapping[str, float]) -> Params:
-    """A `Params` of these very arrays.
+    """`Params` of the same array objects.
 
     Raises:
-      ValueError: weights that are missing, of another size, or unknown.
+      ValueError: weights are missing, unknown, or of another size.
     """
     shapes, left = weight_shapes(config), dict(leaves)
 
@@ -169,7 +169,7 @@ def make_params(config: ModelConfig, leaves: Mapping[str, Any], scales: Mapping[
         weight = left.pop(path, None)
         if weight is None or weight.size != shape.size:
             got = "none" if weight is None else f"one of shape {weight.shape}"
-            raise ValueError(f"A {config.family} model holds {path} of {shape.size} numbers; got {got}. Pass all its weights.")
+            raise ValueError(f"A {config.family} model must have {path} of {shape.size} numbers; got {got}. Pass all weights.")
         if field not in ADAPTED or path + ADAPTERS[0] not in left:
             return weight
         down, up = (left.pop(path + adapter) for adapter in ADAPTERS)
@@ -187,41 +187,43 @@ def make_params(config: ModelConfig, leaves: Mapping[str, Any], scales: Mapping[
     )
     if left:
         raise ValueError(
-            f"jkv reads plain weights, and LoRA of {', '.join(ADAPTED)}; got {', '.join(sorted(left)[:3])} too "
-            f"({len(left)} in all). Adapt these alone, and quantise nothing."
+            f"Weights must be plain, or have LoRA adapters at {', '.join(ADAPTED)}; got also {', '.join(sorted(left)[:3])} "
+            f"({len(left)} in all). Adapt only these weights, and do not quantise."
         )
     if len({leaf.dtype for leaf in jax.tree.leaves(params)}) > 1:
         found = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
-        raise ValueError(f"All weights must be of one dtype; got {', '.join(found)}. Cast the model before it is trained.")
+        raise ValueError(f"All weights must have one dtype; got {', '.join(found)}. Cast the model before training.")
     return params
 
 
 def merged(leaves: Mapping[str, Any], new: Mapping[str, Any]) -> Leaves:
-    """Weights, some of them replaced; those may be adapters alone.
+    """The weights with the new ones in place of the old; the new ones may be adapters alone.
 
     Raises:
-      ValueError: weights that are not there, or of another shape or dtype.
+      ValueError: a new weight is unknown, or has another shape or dtype.
     """
     for path, leaf in new.items():
         if path not in leaves:
-            raise ValueError(f"New weights must be those of the model; it holds no {path}. Pass nnx.state of the same model.")
+            raise ValueError(f"New weights must be weights of the model; it has no {path}. Pass nnx.state of the same model.")
         old = leaves[path]
         if (leaf.shape, leaf.dtype) != (old.shape, old.dtype):
             raise ValueError(
-                f"{path} must be {old.dtype}{list(old.shape)}, as before; got {leaf.dtype}{list(leaf.shape)}. Build anew."
+                f"{path} must be {old.dtype}{list(old.shape)}, as before; got {leaf.dtype}{list(leaf.shape)}. Build a new one."
             )
     if not new:
-        raise ValueError("New weights must hold at least one; got none. Pass nnx.state(model, nnx.Param), or nnx.LoRAParam.")
+        raise ValueError(
+            "New weights must have at least one array; got none. Pass nnx.state(model, nnx.Param), or nnx.LoRAParam."
+        )
     return {**leaves, **new}
 
 
 def warn_of_dtype(model: nnx.Module) -> None:
-    """Warns where tunix computes in another dtype than that of its weights, which jkv does not."""
+    """Warns if tunix computes in another dtype than that of the weights; jkv uses that of the weights."""
     config: Any = getattr(model, "config", None)
     computes, holds = getattr(config, "dtype", None), getattr(config, "param_dtype", None)
     if computes is not None and jnp.dtype(computes) != jnp.dtype(holds):
         warnings.warn(
-            f"the model computes in {jnp.dtype(computes)} with weights of {jnp.dtype(holds)}; jkv computes, and caches, in the "
-            "weights' dtype, so log-probabilities differ by rounding. Give both one dtype to save memory.",
+            f"the model computes in {jnp.dtype(computes)} with weights of {jnp.dtype(holds)}; jkv computes and caches in the "
+            "dtype of the weights, so log-probabilities differ by rounding. Use one dtype for both to save memory.",
             stacklevel=3,
         )

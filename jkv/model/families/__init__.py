@@ -1,6 +1,6 @@
-"""The model families that the decoder runs: one file each, and one line of the table.
+"""The supported model families: one file and one line of `FAMILIES` each.
 
-To add a family whose layers are those of `jkv.model.decoder`, write its `Family` in a file here and add it to `FAMILIES`.
+To add a family whose layers `jkv.model.decoder` can compute, write its `Family` in a file here and add it to `FAMILIES`.
 """
 
 from jkv.model.families import llama, phi3, qwen2, qwen3
@@ -15,10 +15,10 @@ FAMILIES: dict[str, Family] = {  # by `model_type` of config.json
 
 
 def find_family(name: str) -> Family:
-    """The family of this name.
+    """The family with this name.
 
     Raises:
-      ValueError: an unknown name; the known ones are listed.
+      ValueError: the name is unknown; the message lists the known ones.
 
     >>> find_family("phi3").tensor_of("layers.1.key")
     'model.layers.1.self_attn.qkv_proj.weight'

@@ -1,4 +1,4 @@
-"""Llama 3.x (arXiv 2407.21783), and what else is saved as it: the plain decoder."""
+"""Llama 3.x (arXiv 2407.21783), and other models saved in its format: the plain decoder."""
 
 from jkv.model.family import Family
 

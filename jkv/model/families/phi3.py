@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4 (arXiv 2404.14219): stacked projections, and heads that may rotate in part."""
+"""Phi-3 and Phi-4 (arXiv 2404.14219): stacked projections, and an optional partial rotary embedding."""
 
 from jkv.model.family import TENSORS, Family
 
@@ -11,6 +11,6 @@ FAMILY = Family(
     "phi3",
     "Phi3ForCausalLM",
     has_partial_rotary=True,
-    attention_kinds=lambda _: {"sliding_attention"},  # of every layer, as soon as config.json has a sliding_window
+    attention_kinds=lambda _: {"sliding_attention"},  # in every layer, if config.json has a sliding_window
     tensors=TENSORS | STACKED,
 )

@@ -2,5 +2,5 @@
 
 from jkv.model.family import Family
 
-# transformers always adds these three biases and no other, whatever the switches of config.json say.
+# transformers always adds these three biases and no others; it ignores the switches of config.json.
 FAMILY = Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, bias_switches=())

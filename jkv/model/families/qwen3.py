@@ -1,4 +1,4 @@
-"""Qwen3 (arXiv 2505.09388): each head's query and key are normalised before they are rotated."""
+"""Qwen3 (arXiv 2505.09388): the queries and keys of each head are normalised before RoPE."""
 
 from jkv.model.family import Family
 

@@ -1,7 +1,7 @@
-"""What stage 1 of sharing costs on one core: `python -m jkv.bench.step_filter` prints milliseconds for each new thought.
+"""Cost of stage 1 of sharing on one core: `python -m jkv.bench.thought_filter` prints milliseconds per new thought.
 
-Synthetic thoughts as a large model writes them: 60 tokens of a vocabulary of 151,936, few of them common, three formulas in
-the text; every third thought repeats an earlier one, so that its formulas are parsed and compared.
+The thoughts are synthetic, of the size that a large model writes: 60 tokens of a vocabulary of 151,936, few of them common, and
+three formulas in the text. Every third thought repeats an earlier one, so that its formulas are parsed and compared.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jkv.bench.rounds import timer
-from jkv.reasoning.steps import Filter, FilterStats, StepFinder, TokenBags
+from jkv.reasoning.thoughts import Filter, FilterStats, ThoughtFinder, TokenBags
 from jkv.reasoning.token_text import TokenFacts
 
 VOCABULARY, LENGTH, END = 151_936, 60, 0
@@ -26,30 +26,30 @@ def main() -> None:
     options = parser.parse_args()
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {0})
-    print(json.dumps(cost_of_a_step(options.earlier, options.rounds)))
+    print(json.dumps(cost_of_a_thought(options.earlier, options.rounds)))
 
 
-def cost_of_a_step(earlier: int, rounds: int) -> dict[str, float]:
-    """Milliseconds for each thought after so many others: the median, the 99th percentile, and the share of similar ones."""
+def cost_of_a_thought(earlier: int, rounds: int) -> dict[str, float]:
+    """Milliseconds per thought after `earlier` others: the median, the 99th percentile, and the share of similar pairs."""
     rng, ones, stats = np.random.default_rng(0), np.ones(VOCABULARY, np.int64), FilterStats()
     is_end = np.arange(VOCABULARY) == END
     facts = TokenFacts(is_break=is_end, is_blank=is_end, num_bytes=4 * ones, think=np.array([-1, -1], np.int32))
     weight = 1 / (np.arange(1, VOCABULARY) + 20.0)
     weight /= weight.sum()
-    finder = StepFinder(Filter(), facts, text_of, TokenBags(VOCABULARY), stats)
-    steps: list[list[int]] = []
+    finder = ThoughtFinder(Filter(), facts, text_of, TokenBags(VOCABULARY), stats)
+    thoughts: list[list[int]] = []
     taken = []
     for count in range(earlier + rounds):
-        again = count % 3 == 2
-        step = steps[rng.integers(count)] if again else rng.choice(np.arange(1, VOCABULARY), LENGTH, p=weight).tolist()
-        steps.append(step)
+        repeats = count % 3 == 2
+        thought = thoughts[rng.integers(count)] if repeats else rng.choice(VOCABULARY - 1, LENGTH, p=weight) + 1
+        thoughts.append(np.asarray(thought).tolist())
         with timer() as seconds:
-            for token in (*step, END):
+            for token in (*thoughts[-1], END):
                 finder.take(token, 0)
         taken.append(1e3 * seconds.running)
     timed = taken[earlier:]
     return {
-        "earlier_steps": earlier,
+        "earlier_thoughts": earlier,
         "median_ms": round(float(np.median(timed)), 3),
         "p99_ms": round(float(np.percentile(timed, 99)), 3),
         "similar_share": round(stats.similar / max(stats.compared, 1), 5),
@@ -58,7 +58,7 @@ def cost_of_a_step(earlier: int, rounds: int) -> dict[str, float]:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """Words, and formulas that depend on the tokens."""
+    """A text of words, with formulas that depend on the tokens."""
     a, b, c = (int(token) % 97 for token in tokens[:3])
     words = " ".join(f"w{token}" for token in tokens)
     return f"{words} \\(x_{{{a}}} = \\frac{{{b}}}{{{c} + y}}\\) so $z^2 + {a}z - {b} = 0$ and {a}*{b}={c}"

@@ -1,46 +1,46 @@
-"""Stage 1: steps, their likeness, and the syntax trees of what they hold."""
+"""Stage 1: thoughts, their similarity, and the syntax trees of their formulas."""
 
 import numpy as np
 import pytest
 
 from jkv.reasoning.formulas import form_of
-from jkv.reasoning.steps import Embeddings, Filter, FilterStats, StepFinder, TokenBags, make_library
+from jkv.reasoning.thoughts import Embeddings, Filter, FilterStats, ThoughtFinder, TokenBags, make_index
 from jkv.reasoning.token_text import facts_of
 from jkv.testing import TinyTokenizer
 
 FACTS = facts_of(TinyTokenizer(), 32)
 
 
-def finder(rule=None, stats=None, library=None):
+def finder(rule=None, stats=None, index=None):
     rule = rule or Filter(structure=False)
-    return StepFinder(rule, FACTS, TinyTokenizer().decode, library or TokenBags(32), stats or FilterStats())
+    return ThoughtFinder(rule, FACTS, TinyTokenizer().decode, index or TokenBags(32), stats or FilterStats())
 
 
 def found(tokens, **settings):
-    """Step ends: (index of the step, its span, earlier steps that are like it)."""
+    """For each thought: its index, its span, and the similar earlier thoughts."""
     one = finder(**settings)
     events = [one.take(token, i + 1) for i, token in enumerate(tokens)]
-    return [(i, (one.steps[i].begin, one.steps[i].end), alike) for i, alike in filter(None, events)]
+    return [(i, (one.thoughts[i].begin, one.thoughts[i].end), similar) for i, similar in filter(None, events)]
 
 
-def test_steps_end_at_blank_lines_and_where_thinking_begins_or_ends():
+def test_thoughts_end_at_blank_lines_and_where_thinking_begins_or_ends():
     tokens = TinyTokenizer().encode("<think>\n\nAB.\n\nCD\n\n\n\nEF</think>GH")
     assert found(tokens) == [(0, (2, 5), []), (1, (5, 8), []), (2, (9, 12), [])]
 
 
-def test_an_unfinished_step_is_none_and_ends_where_it_ends_later():
+def test_an_unfinished_thought_is_not_found():
     assert found(TinyTokenizer().encode("AB")) == []
 
 
-def by_hand(steps, rule):
-    """Earlier steps that each is like, from dense vectors and Eqs. 1 and 2 of ReasonCache."""
+def by_hand(thoughts, rule):
+    """The similar earlier thoughts of each, from dense vectors and Eqs. 1 and 2 of ReasonCache."""
     out = []
-    for i, new in enumerate(steps):
+    for i, new in enumerate(thoughts):
         v = np.bincount(new, minlength=32)
         similar = []
-        for old in steps[:i]:
+        for old in thoughts[:i]:
             w = np.bincount(old, minlength=32)
-            sizes = [FACTS.num_bytes[step].sum() for step in (new, old)]
+            sizes = [FACTS.num_bytes[thought].sum() for thought in (new, old)]
             similar.append(v @ w / np.linalg.norm(v) / np.linalg.norm(w) * min(sizes) / max(sizes))
         threshold = rule.strict - (rule.strict - rule.soft) * (np.mean(similar) if similar else 0)
         out.append([j for j, x in enumerate(similar) if x > threshold])
@@ -50,32 +50,32 @@ def by_hand(steps, rule):
 @pytest.mark.parametrize(
     "rule", [Filter(0.9, 0.7, structure=False), Filter(0.6, 0.6, structure=False), Filter(1.0, 0.0, False)]
 )
-def test_likeness_is_the_papers_formula(rule):
+def test_similarity_is_the_papers_formula(rule):
     rng = np.random.default_rng(0)
-    steps = [rng.choice([3, *range(4, 12)], size=rng.integers(1, 9), p=[0.04] + [0.12] * 8).tolist() for _ in range(300)]
-    steps = [[token for token in step if token != 3] or [5] for step in steps]
-    got = found([token for step in steps for token in (*step, 2)], rule=rule)
-    expected = by_hand([np.array(step) for step in steps], rule)
-    assert [alike for _, _, alike in got] == expected
+    thoughts = [rng.choice([3, *range(4, 12)], size=rng.integers(1, 9), p=[0.04] + [0.12] * 8).tolist() for _ in range(300)]
+    thoughts = [[token for token in thought if token != 3] or [5] for thought in thoughts]
+    got = found([token for thought in thoughts for token in (*thought, 2)], rule=rule)
+    expected = by_hand([np.array(thought) for thought in thoughts], rule)
+    assert [similar for _, _, similar in got] == expected
     assert sum(map(len, expected)) > 50
 
 
-def test_a_mean_embedding_or_an_encoder_may_take_the_place_of_token_bags():
+def test_a_mean_embedding_or_an_encoder_may_replace_token_bags():
     rng = np.random.default_rng(1)
     table = rng.standard_normal((32, 6)).astype(np.float32)
-    steps = [rng.integers(4, 32, 5) for _ in range(200)]
-    for library, vectors in (
-        (make_library(Filter(encoder="embedding"), 32, lambda: table), [table[step].mean(axis=0) for step in steps]),
+    thoughts = [rng.integers(4, 32, 5) for _ in range(200)]
+    for index, vectors in (
+        (make_index(Filter(encoder="embedding"), 32, lambda: table), [table[thought].mean(axis=0) for thought in thoughts]),
         (Embeddings(lambda tokens, text: [len(text()), 1.0]), [np.array([5.0, 1.0])] * 200),
     ):
-        for i, step in enumerate(steps):
-            got = library.compare(step.tolist(), lambda step=step: TinyTokenizer().decode(step))
+        for i, thought in enumerate(thoughts):
+            got = index.compare(thought.tolist(), lambda thought=thought: TinyTokenizer().decode(thought))
             unit = np.array([v / np.linalg.norm(v) for v in vectors[: i + 1]])
             np.testing.assert_allclose(got, unit[:i] @ unit[i], atol=1e-5)
 
 
 class CodeTokenizer(TinyTokenizer):
-    """White space in tokens of its own, as in large vocabularies."""
+    """White space is in separate tokens, as in large vocabularies."""
 
     pieces = (
         *TinyTokenizer.pieces[:4],
@@ -91,31 +91,31 @@ class CodeTokenizer(TinyTokenizer):
     )
 
 
-def test_formulas_are_read_with_the_white_space_that_tokens_hold():
-    """Two programs that differ by an indentation alone have the same bag of words, and are not the same."""
+def test_formulas_are_parsed_with_their_white_space():
+    """Two programs that differ only in indentation have equal bags of tokens and different trees."""
     tokenizer = CodeTokenizer()
     programs = [f"```python\na:\n    b()\n{indent}c()\n```" for indent in ("    ", "")]
     texts = [text.replace("a:", "if a:") for text in programs]
     assert form_of(texts[0])[0] != form_of(texts[1])[0]
     tokens = [token for text in (*texts, texts[0]) for token in tokenizer.encode(f"{text}\n\n".replace(" a", "    a"))]
     facts, stats = facts_of(tokenizer, len(tokenizer)), FilterStats()
-    one = StepFinder(Filter(0.5, 0.5), facts, tokenizer.decode, TokenBags(len(tokenizer)), stats)
-    alike = [event[1] for event in (one.take(token, 0) for token in tokens) if event]
-    assert alike == [[], [], [0]]
+    one = ThoughtFinder(Filter(0.5, 0.5), facts, tokenizer.decode, TokenBags(len(tokenizer)), stats)
+    similar = [event[1] for event in (one.take(token, 0) for token in tokens) if event]
+    assert similar == [[], [], [0]]
     assert stats.similar == 3
     assert stats.unparsed == 0
 
 
 def test_a_vector_that_is_not_finite_or_of_another_length_is_refused():
     vectors = iter([[1.0, 2.0], [1.0, 2.0, 3.0], [np.nan, 1.0]])
-    library = Embeddings(lambda tokens, text: next(vectors))
-    library.compare([4], str)
+    index = Embeddings(lambda tokens, text: next(vectors))
+    index.compare([4], str)
     for _ in range(2):
-        with pytest.raises(ValueError, match="finite vectors, all of one length"):
-            library.compare([4], str)
+        with pytest.raises(ValueError, match="finite vectors of one length"):
+            index.compare([4], str)
 
 
-def test_what_was_counted():
+def test_stage_1_counts_thoughts_pairs_and_similar_pairs():
     stats = FilterStats()
     found(TinyTokenizer().encode("ABC\n\nABC\n\nXYZ\n\n"), stats=stats)
     assert (stats.steps, stats.compared, stats.similar, stats.kept) == (3, 3, 1, 1)
@@ -169,7 +169,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("text", BROKEN)
-def test_what_cannot_be_parsed_is_compared_by_its_tokens_and_counted(text):
+def test_a_span_that_does_not_parse_is_compared_by_its_tokens_and_counted(text):
     form, unparsed = form_of(text)
     assert form == form_of(text.replace(" ", "  "))[0]
     if form:
