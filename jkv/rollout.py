@@ -144,7 +144,7 @@ class Rollout:
     @property
     def version(self) -> int:
         """The version of the weights in use: how often they were replaced."""
-        return self.engine.version
+        return self.engine.runner.version
 
     @property
     def pending(self) -> int:
@@ -212,10 +212,10 @@ class Rollout:
         check_counts(n=n, max_new_tokens=max_new_tokens)
         ids = encode_prompts(self.model, prompts)
         self._check_lengths(ids, max_new_tokens)
-        if self._pending and return_trace != self.engine.is_traced:
+        if self._pending and return_trace != self.engine.runner.is_traced:
             raise ValueError(
                 f"All pending samples are traced, or none; {self.pending} are pending with return_trace="
-                f"{self.engine.is_traced}. Call run() or cancel() first."
+                f"{self.engine.runner.is_traced}. Call run() or cancel() first."
             )
         settings = Sampling() if sampling is None else typed("sampling", sampling, Sampling)
         settings = settings if seed is None else dataclasses.replace(settings, seed=seed)
@@ -236,7 +236,7 @@ class Rollout:
             self._warn("pad", pad_warning(self.pad_id))
         if not self._pending:
             self.engine.reset_stats()
-            self.engine.is_traced, self._num_prompts = typed("return_trace", return_trace, bool), 0
+            self.engine.runner.is_traced, self._num_prompts = typed("return_trace", return_trace, bool), 0
         for prompt, group in enumerate(requests, self._num_prompts):
             for index, request in enumerate(group):
                 ticket = self.engine.submit_requests([request])
@@ -340,7 +340,7 @@ class Rollout:
     def _gather(self, finished: list[Pending]) -> Rollouts:
         """Finished samples as arrays."""
         samples = [item.sample for item in finished]
-        result = make_result(self.model, samples, self.engine.stats, self.engine.is_traced)
+        result = make_result(self.model, samples, self.engine.stats, self.engine.runner.is_traced)
         mask = np.arange(result.tokens.shape[1], dtype=np.int32) < result.lengths[:, None]
         version = np.full(result.tokens.shape, -1, np.int32)
         for row, sample in zip(version, samples, strict=True):

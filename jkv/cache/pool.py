@@ -76,14 +76,6 @@ class BlockTable(NamedTuple):
     vacant_slot: Int[Array, "L K"] | None = None
 
 
-class Content(NamedTuple):
-    """The content of pages, by KV head."""
-
-    kv: Float[Array, "K I 2 page H"]
-    position: Int[Array, "K I page"]
-    bounds: Float[Array, "K I 2 H"] | None
-
-
 def create(
     *,
     num_layers: int,
@@ -218,8 +210,7 @@ def attach(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], is_own
     Shared pages must be full. The caller writes the new pages. A target equal to the number of rows is ignored.
     """
     is_real = (target < pool.num_rows)[None, :, None, None]
-    index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
-    is_used = index < num_pages_of(block_table.length, pool.page_size)[..., None]
+    is_used = is_entry_used(pool, block_table.length)
     is_shared = (is_used & ~is_own)[:, None] & is_real
     table = jnp.broadcast_to(block_table.page_table[:, None], is_shared.shape)
     refcount = pool.refcount.at[jnp.where(is_shared, table, pool.refcount.shape[0])].add(1, mode="drop")
@@ -247,7 +238,7 @@ def fork(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], owns_all
     index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
     is_own = (index == (block_table.length // page_size)[..., None]) & (block_table.length % page_size > 0)[..., None]
     if owns_all:
-        is_own = index < num_pages_of(block_table.length, page_size)[..., None]
+        is_own = is_entry_used(pool, block_table.length)
     pool = attach(pool, block_table, target, is_own)
     is_copied = is_own[:, None] & (target < pool.num_rows)[None, :, None, None]
     old = jnp.where(is_copied, block_table.page_table[:, None], NULL_PAGE)  # NULL_PAGE onto NULL_PAGE where nothing is copied
@@ -266,19 +257,7 @@ def fork(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], owns_all
 
 def free(pool: Pool, block_table: BlockTable) -> Pool:
     """Drops the references of a detached block table."""
-    index = jnp.arange(block_table.page_table.shape[-1], dtype=jnp.int32)
-    return drop_references(pool, block_table.page_table, index < num_pages_of(block_table.length, pool.page_size)[..., None])
-
-
-def read_pages(pool: Pool, page: Int[Array, "K I"]) -> Content:
-    """The content of some pages of each KV head, to be swapped out."""
-    return Content(pool.kv[page], pool.position[page], None if pool.bounds is None else pool.bounds[page])
-
-
-def write_pages(pool: Pool, page: Int[Array, "K I"], content: Content) -> Pool:
-    """Writes the result of `read_pages` into other pages; content for NULL_PAGE is discarded."""
-    whole = Content(pool.kv, pool.position, pool.bounds)
-    return pool.replace(**jax.tree.map(lambda x, new: x.at[page].set(new), whole, content)._asdict())
+    return drop_references(pool, block_table.page_table, is_entry_used(pool, block_table.length))
 
 
 def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) -> Pool:
@@ -293,7 +272,7 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     table = pool.page_table[:, row]
     count = jnp.sum(slots != EMPTY, axis=-1, dtype=jnp.int32)
     index = jnp.arange(max_pages, dtype=jnp.int32)
-    is_used = index < num_pages_of(pool.length[:, row], page_size)[..., None]
+    is_used = is_entry_used(pool, pool.length[:, row])
     is_kept = index < num_pages_of(count, page_size)[..., None]
 
     # A page whose slots do not move is not rewritten. In: page_size 2, slots [0 1 3 4 6 -] -> Out: [same, rewritten, rewritten]
@@ -343,8 +322,7 @@ def take_pages(pool: Pool, row: Int[Array, " R"], entries: Int[Array, "R MP"], l
     is_real, present = row < pool.num_rows, jnp.minimum(row, pool.num_rows - 1)
     is_kept, at = (entries != EMPTY) & is_real[:, None], jnp.maximum(entries, 0)
     table, length = pool.page_table[:, present], pool.length[:, present]
-    index = jnp.arange(table.shape[-1], dtype=jnp.int32)
-    is_used = (index < num_pages_of(length, pool.page_size)[..., None]) & is_real[:, None, None]
+    is_used = is_entry_used(pool, length) & is_real[:, None, None]
     where = jnp.where(is_kept, at, table.shape[-1])
     is_left = jnp.zeros(entries.shape, bool).at[jnp.arange(len(row))[:, None], where].set(True, mode="drop")[:, None]
     num_dropped = (is_used & ~is_left).sum(axis=-1, dtype=jnp.int32)
@@ -384,8 +362,7 @@ def release(pool: Pool, row: Int[Array, " R"]) -> Pool:
     """Empties each `row` and frees its pages, except those that others share. A row equal to the number of rows is ignored."""
     is_real, present = (row < pool.num_rows)[None, :, None, None], jnp.minimum(row, pool.num_rows - 1)
     table = pool.page_table[:, present]
-    index = jnp.arange(table.shape[-1], dtype=jnp.int32)
-    is_used = (index < num_pages_of(pool.length[:, present], pool.page_size)[..., None]) & is_real
+    is_used = is_entry_used(pool, pool.length[:, present]) & is_real
     return drop_references(clear_rows(pool, row), table, is_used)
 
 
@@ -443,6 +420,12 @@ def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array,
         kv = kv.at[jnp.where(is_dropped & is_freed[page], page, total)].set(jnp.nan, mode="drop")
     free_top = pool.free_top + jnp.sum(is_freed, dtype=jnp.int32)
     return pool.replace(kv=kv, refcount=refcount, free_stack=free_stack, free_top=free_top)
+
+
+def is_entry_used(pool: Pool, length: Int[Array, "..."]) -> Bool[Array, "... MP"]:
+    """Which entries of page tables hold a page, for rows of `length` slots."""
+    index = jnp.arange(pool.page_table.shape[-1], dtype=jnp.int32)
+    return index < num_pages_of(length, pool.page_size)[..., None]
 
 
 def num_pages_of(num_slots: Any, page_size: int) -> Any:

@@ -123,7 +123,7 @@ class Engine:
             mesh=mesh,
             poison=options.poison,
         )
-        self.is_traced = options.return_trace
+        self.runner.is_traced = options.return_trace
         self.reset_stats()
 
     # Requests.
@@ -196,7 +196,7 @@ class Engine:
             once, and may lose the pool.
         """
         if self.scheduler.running or self.scheduler.waiting:
-            self._check_can_run()
+            self.runner.check_ready()
         compiled = COMPILING.seconds
         with deferred_interrupt() as is_interrupted:
             with self.runner.meter.clock("seconds"):
@@ -227,9 +227,9 @@ class Engine:
             sample.completion.first_seconds = sample.completion.first_seconds or sample.seconds
             sample.advance(rows[row])
             meter.row(sample)
-        meter.sentences(self._sentence_logs())
+        meter.sentences(sentence_logs(self.scheduler))
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
-        collected = [(sample, *self.outputs.collect(sample, rows[row], self.version)) for row, sample in samples.items()]
+        collected = [(sample, *self.outputs.collect(sample, rows[row], self.runner.version)) for row, sample in samples.items()]
         for sample, error in self.runner.share():
             if not sample.is_finished:
                 sample.completion.error = error
@@ -275,7 +275,7 @@ class Engine:
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
         """
-        return make_result(self.model, self.take([ticket]), self.stats, self.is_traced)
+        return make_result(self.model, self.take([ticket]), self.stats, self.runner.is_traced)
 
     def take(self, tickets: Sequence[int]) -> list[Sample]:
         """Returns the samples of finished requests, in order, and drops the requests.
@@ -305,20 +305,6 @@ class Engine:
     def model(self) -> Model:
         """The model with the weights in use."""
         return self.runner.model
-
-    @property
-    def version(self) -> int:
-        """The version of the weights: how often they were replaced."""
-        return self.runner.version
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether new samples record a trace."""
-        return self.runner.is_traced
-
-    @is_traced.setter
-    def is_traced(self, value: bool) -> None:
-        self.runner.is_traced = value
 
     # Weights and memory.
 
@@ -378,15 +364,6 @@ class Engine:
                 f"Build it with max_stop_ids={len(request.stop_ids)}."
             )
 
-    def _check_can_run(self) -> None:
-        if self.is_asleep:
-            raise ValueError("A sleeping engine has no pool, and this one has unfinished requests. Call wake() first.")
-        embedding: Any = self.model.params.embedding
-        if not isinstance(embedding, jax.Array) or embedding.is_deleted():
-            raise ValueError(
-                "The engine needs weights on the device; its own were forgotten, donated or deleted. Call update(params) first."
-            )
-
     def _samples_of(self, ticket: int) -> list[Sample]:
         if ticket not in self.tickets:
             raise ValueError(f"No request has the ticket {ticket}: it was never given, or its result was already taken.")
@@ -405,7 +382,7 @@ class Engine:
         completion.finish_reason, completion.seconds = reason, sample.seconds
         if sample.filled is not None:
             completion.saved = self.runner.meter.saved(sample)
-        if self.is_traced:
+        if self.runner.is_traced:
             trace = sample.trace or TraceRecorder(config.num_layers, config.num_kv_heads, sample.num_seen)
             completion.trace = trace.finish(sample.num_seen, len(sample.request.prompt), self.capacity.page_size)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None
@@ -417,13 +394,6 @@ class Engine:
         self.runner.release(rows)
         self.runner.free(prefixes)
 
-    def _sentence_logs(self) -> list[SentenceLog]:
-        """The sentences of every sample and prefix, in host memory."""
-        samples = (*self.scheduler.running.values(), *(sample for _, sample in self.scheduler.waiting))
-        logs = [sample.sentences for sample in samples]
-        logs += [prefix.start.sentences for prefix in self.scheduler.prefixes.values() if prefix.start]
-        return [log for log in logs if log is not None]
-
 
 def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None) -> None:
     """Refuses a policy that needs more than the engine keeps, or that compares KV heads of different shards."""
@@ -431,3 +401,11 @@ def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.
     check_parts(policy, model)
     if mesh is not None:
         meshes.check_policy(policy, mesh.size)
+
+
+def sentence_logs(scheduler: Scheduler) -> list[SentenceLog]:
+    """The sentences of every sample and prefix, in host memory."""
+    samples = (*scheduler.running.values(), *(sample for _, sample in scheduler.waiting))
+    logs = [sample.sentences for sample in samples]
+    logs += [prefix.start.sentences for prefix in scheduler.prefixes.values() if prefix.start]
+    return [log for log in logs if log is not None]

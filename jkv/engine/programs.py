@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
+from jkv.cache import page_content
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention, last_queries
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.moved_sinks import SinkRules
+from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import EMPTY, BlockTable
 from jkv.model import decoder, sampling
@@ -321,12 +323,12 @@ def free(state: State, block_table: BlockTable) -> State:
 
 
 @jax.jit
-def read_pages(state: State, page: Int[Array, "K I"]) -> pages.Content:
+def read_pages(state: State, page: Int[Array, "K I"]) -> PageContent:
     """The content of pages of each KV head, to be swapped out."""
-    return pages.read_pages(state.cache.pool, page)
+    return page_content.read_pages(state.cache.pool, page)
 
 
 @functools.partial(jax.jit, donate_argnames="state")
-def write_pages(state: State, page: Int[Array, "K I"], content: pages.Content) -> State:
+def write_pages(state: State, page: Int[Array, "K I"], content: PageContent) -> State:
     """Writes swapped-out pages back to the pool."""
-    return state._replace(cache=state.cache._replace(pool=pages.write_pages(state.cache.pool, page, content)))
+    return state._replace(cache=state.cache._replace(pool=page_content.write_pages(state.cache.pool, page, content)))

@@ -138,6 +138,15 @@ class Runner:
                 leaf.delete()
         self.state, self._settings = None, None
 
+    def check_ready(self) -> None:
+        if self.state is None:
+            raise ValueError("A sleeping engine has no pool, and this one has unfinished requests. Call wake() first.")
+        embedding: Any = self.params.embedding
+        if not isinstance(embedding, jax.Array) or embedding.is_deleted():
+            raise ValueError(
+                "The engine needs weights on the device; its own were forgotten, donated or deleted. Call update(params) first."
+            )
+
     # A turn.
 
     def execute(self, turn: Turn) -> None:

@@ -20,7 +20,7 @@ class SwappedPages:
     """Pages in host memory."""
 
     place: np.ndarray  # [L, K, MP] int32: index among its head's stored pages of each entry of a row's table, -1 for none
-    content: Any  # a `jkv.cache.pool.Content`, on the host
+    content: Any  # a `jkv.cache.page_content.PageContent`, on the host
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import pallas_kernels as kernels
+from jkv.cache import page_content
 from jkv.cache import pool as pages
 from jkv.cache.pool import EMPTY, NULL_PAGE
 
@@ -50,8 +51,8 @@ detach = jax.jit(pages.detach, donate_argnames="pool")
 attach = jax.jit(pages.attach, donate_argnames="pool")
 free = jax.jit(pages.free, donate_argnames="pool")
 block_table_of = jax.jit(pages.block_table_of)
-read_pages = jax.jit(pages.read_pages)
-write_pages = jax.jit(pages.write_pages, donate_argnames="pool")
+read_pages = jax.jit(page_content.read_pages)
+write_pages = jax.jit(page_content.write_pages, donate_argnames="pool")
 take_slots = jax.jit(pages.take_slots, donate_argnames="pool")
 take_pages = jax.jit(pages.take_pages, donate_argnames="pool")
 fill_page = jax.jit(pages.fill_page, donate_argnames="pool")

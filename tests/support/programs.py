@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import jkv
-from jkv.cache import pool
+from jkv.cache import page_content, pool
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import LOG_WEIGHT
@@ -195,7 +195,7 @@ def write_pages(shapes: Shapes) -> Any:
     block = leaf(*page, *kv.shape[1:], dtype=kv.dtype)
     bounds = shapes.state.cache.pool.bounds
     bounds = None if bounds is None else leaf(*page, *bounds.shape[1:], dtype=bounds.dtype)
-    content = pool.Content(block, leaf(*page, kv.shape[2]), bounds)
+    content = page_content.PageContent(block, leaf(*page, kv.shape[2]), bounds)
     return device.write_pages.trace(shapes.state, leaf(*page), content)
 
 

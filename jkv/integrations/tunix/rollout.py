@@ -214,7 +214,7 @@ class JkvRollout(base_rollout.BaseRollout):
         version = rollout.version
         rollout.update(self._place(leaves))
         if self._is_known(leaves):
-            rollout.engine.version = version
+            rollout.engine.runner.version = version
         self._known = references(leaves)
 
     def _rest(self, rollout: Rollout) -> None:
@@ -257,7 +257,7 @@ class JkvRollout(base_rollout.BaseRollout):
         unused = next(token for token in range(self._shape.vocab_size) if token not in stops)  # tunix does the padding
         new = Rollout(params, self._policy, mesh=on, pad_id=unused, **limits, **self._engine)
         if old is not None:
-            new.engine.version = old.version
+            new.engine.runner.version = old.version
         return new
 
     def _encode(self, text: str) -> np.ndarray:

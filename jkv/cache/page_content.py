@@ -1,0 +1,27 @@
+"""The content of pages, moved between the pool and host memory when rows are swapped out and in."""
+
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from jkv.cache.pool import Pool
+
+
+class PageContent(NamedTuple):
+    """The content of pages, by KV head."""
+
+    kv: Float[Array, "K I 2 page H"]
+    position: Int[Array, "K I page"]
+    bounds: Float[Array, "K I 2 H"] | None
+
+
+def read_pages(pool: Pool, page: Int[Array, "K I"]) -> PageContent:
+    """The content of some pages of each KV head, to be swapped out."""
+    return PageContent(pool.kv[page], pool.position[page], None if pool.bounds is None else pool.bounds[page])
+
+
+def write_pages(pool: Pool, page: Int[Array, "K I"], content: PageContent) -> Pool:
+    """Writes the result of `read_pages` into other pages; content for NULL_PAGE is discarded."""
+    whole = PageContent(pool.kv, pool.position, pool.bounds)
+    return pool.replace(**jax.tree.map(lambda x, new: x.at[page].set(new), whole, content)._asdict())
