@@ -586,7 +586,7 @@ def test_saved_weights_are_not_overwritten(tmp_path):
 
 @pytest.mark.parametrize("folder", ["missing", "golden/phi3"])
 def test_only_a_saved_folder_is_restored(folder):
-    with pytest.raises(ValueError, match=r"jkv\.save wrote.*no jkv\.json.*jkv\.load"):
+    with pytest.raises(ValueError, match=r"folder of jkv\.save.*no jkv\.json.*jkv\.load"):
         saved_weights.restore(GOLDEN.parent / folder)
 
 
