@@ -484,7 +484,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_says_what_to_do(monkeypat
         raise OSError("no route")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(FileNotFoundError, match=r"'org/name' is no local folder.*no route.*download it first"):
+    with pytest.raises(FileNotFoundError, match=r"'org/name' is not a local folder.*no route.*download it first"):
         checkpoint.load("org/name")
 
 
