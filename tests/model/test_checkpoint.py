@@ -484,7 +484,7 @@ def test_a_hub_that_cannot_be_reached_is_an_error_that_says_what_to_do(monkeypat
         raise OSError("no route")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(FileNotFoundError, match=r"'org/name' is no local folder.*no route.*download it first"):
+    with pytest.raises(FileNotFoundError, match=r"'org/name' is not a local folder.*no route.*download it first"):
         checkpoint.load("org/name")
 
 
@@ -586,7 +586,7 @@ def test_saved_weights_are_not_overwritten(tmp_path):
 
 @pytest.mark.parametrize("folder", ["missing", "golden/phi3"])
 def test_only_a_saved_folder_is_restored(folder):
-    with pytest.raises(ValueError, match=r"jkv\.save wrote.*no jkv\.json.*jkv\.load"):
+    with pytest.raises(ValueError, match=r"folder of jkv\.save.*no jkv\.json.*jkv\.load"):
         saved_weights.restore(GOLDEN.parent / folder)
 
 

@@ -130,8 +130,8 @@ def test_a_dotted_name_resolves_as_python_would(dotted, exists):
         ("`jkv bench nothing`", ["nothing"]),
         ("```sh\n.venv/bin/jkv plan a \\\n  --devices b  # --not-an-option\n```\n", ["--devices"]),
         ("`jkv bench NAME --anything`", []),
-        ("`python -m tests.soak --operation 3`", ["--operation"]),
-        ("`python -m tests.soak --operations 3 --seed=1`", []),
+        ("`python -m tests.support.soak --operation 3`", ["--operation"]),
+        ("`python -m tests.support.soak --operations 3 --seed=1`", []),
     ],
 )
 def test_a_planted_wrong_option_is_found(text, wrong):

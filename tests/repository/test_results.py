@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from jkv.evaluation.compare import paired_change
+from jkv.statistics import paired_change
 from tests.repository.pages import ROOT
 
 PAGE = ROOT / "docs" / "results.md"
@@ -12,8 +12,9 @@ PAGE = ROOT / "docs" / "results.md"
 
 def change_of(outcomes, policy, other, share):
     """One policy's accuracy less another's on the same problems, and half its interval."""
-    right = (np.array([mark == "1" for mark in outcomes[name, share]["right"]]) for name in (policy, other))
-    return paired_change(*right)
+    right = (np.array([[mark == "1"] for mark in outcomes[name, share]["right"]]) for name in (policy, other))
+    change, low, _ = paired_change(*right)
+    return change, change - low
 
 
 def accuracies(name):
