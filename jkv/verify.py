@@ -233,6 +233,7 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
         policy = dataclasses.replace(policy, steer=dataclasses.replace(policy.steer, strength=0.0, growth=0.0))
     elif schedule is not None:  # it drops what its schedule says, whatever the budget: stop before
         new_tokens = (schedule.steps_until_due(0) or 2) - 1
+        new_tokens = new_tokens // CHUNK * CHUNK or new_tokens  # whole chunks: a shorter one is a program more
     uncut = case.run(full(), new_tokens=new_tokens)
     whole = case.run(policy, new_tokens=new_tokens)
     if whole.stats.evicted:
