@@ -19,7 +19,6 @@ from jkv.cache.pool import EMPTY
 from jkv.engine import programs
 from jkv.engine.engine import Engine
 from jkv.engine.results import Result, make_result
-from jkv.engine.scheduler import CHUNKS
 from jkv.model.sampling import Sampling
 from jkv.policies import CacheView, Policy, full
 from jkv.reasoning.steering import SteeringVector
@@ -29,6 +28,7 @@ from jkv.testing import TINY, TinyTokenizer, random_view, tiny_model
 SAMPLING = Sampling(temperature=1.0, seed=3)
 PAGE_SIZE = 4
 NUM_ROWS, OTHER_ROWS = 5, 8  # of the engines that run a case
+CHUNK = 4  # one length of a chunk is one program; short, so that staggered requests are due at different times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +94,6 @@ class Case:
         new_tokens: int | None = None,
         sampling: Sampling = SAMPLING,
         num_rows: int = NUM_ROWS,
-        chunk: int = CHUNKS[0],
         is_staggered: bool = False,
     ) -> Result:
         """A traced run of this or another policy; engines always have the same shape, so programs compile once.
@@ -109,7 +108,7 @@ class Case:
             max_slots=round_up(max(self.most_slots(full()), self.most_slots(self.policy))),
             page_size=PAGE_SIZE,
             policies=[self.policy],
-            chunk=chunk,
+            chunk=CHUNK,
             return_trace=True,
         )
         limit, tickets = self.new_tokens if new_tokens is None else new_tokens, []
@@ -130,7 +129,7 @@ class Case:
         """The result of the policy's run."""
         return self.run()
 
-    def view(self, seed: int, batch: int = 2) -> CacheView:
+    def view(self, seed: int, batch: int = 3) -> CacheView:
         """A random view with room for more slots than the budget, of rows of different lengths; NaN in empty slots."""
         window = self.policy.needs.window
         slots = max(40, 2 * self.num_kept)
@@ -208,7 +207,7 @@ def treats_rows_independently(case: Case) -> str | None:
     """A row's choice does not depend on the other rows of the batch."""
     if case.policy.evict is None:
         return None
-    view = case.view(4, batch=3)._replace(layer=None)
+    view = case.view(4)._replace(layer=None)
     select = jax.jit(case.policy.select)
     together = np.asarray(select(view))
     for b in range(3):
@@ -234,6 +233,7 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
         policy = dataclasses.replace(policy, steer=dataclasses.replace(policy.steer, strength=0.0, growth=0.0))
     elif schedule is not None:  # it drops by its schedule, whatever the budget: stop before
         new_tokens = (schedule.steps_until_due(0) or 2) - 1
+        new_tokens = new_tokens // CHUNK * CHUNK or new_tokens  # whole chunks: a shorter one is a program more
     uncut = case.run(full(), new_tokens=new_tokens)
     whole = case.run(policy, new_tokens=new_tokens)
     if whole.stats.evicted:
@@ -266,7 +266,7 @@ def is_batch_invariant(case: Case) -> str | None:
         f"as one of {NUM_ROWS} equal requests": (several, case.run(prompts=[case.prompts[i] for i in several])),
         "when the others arrive at other times": (
             staggered,
-            case.run(prompts=[case.prompts[i] for i in staggered], chunk=4, is_staggered=True),
+            case.run(prompts=[case.prompts[i] for i in staggered], is_staggered=True),
         ),
     }
     for where, (order, out) in batches.items():

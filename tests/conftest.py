@@ -18,11 +18,46 @@ SHAPED = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FIL
 HOOK = install_import_hook([name.removesuffix(".__init__") for name in SHAPED], "beartype.beartype")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 CACHE = ROOT / ".cache" / f"jax-{jax.__version__}"
-jax.config.update("jax_compilation_cache_dir", str(CACHE))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # of what the tests start, too
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, which tests press
+
+
+# Files that take longest, those first: no worker is left with a long one when the other has nothing to do.
+LONGEST = (
+    "policies/test_conformance.py",
+    "engine/test_engine.py",
+    "repository/test_docs.py",
+    "repository/test_notebooks.py",
+    "test_rollout.py",
+    "pallas_kernels/test_replay_attention.py",
+    "test_generate.py",
+    "pallas_kernels/test_key_redundancy.py",
+    "grpo/test_grpo.py",
+    "pallas_kernels/test_paged_attention.py",
+    "engine/test_mesh.py",
+    "repository/test_format.py",
+    "policies/test_mass_policies.py",
+    "planning/test_plan.py",
+    "pallas_kernels/test_take_slots.py",
+    "evaluation/test_compare.py",
+    "policies/test_r_kv.py",
+)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Two workers; none for a single file, which starts sooner by itself."""
+    return 0 if len(config.args) == 1 and config.args[0].partition("::")[0].endswith(".py") else 2
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, the others as they are."""
+    rank = {ROOT / "tests" / name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
 
 @pytest.fixture(autouse=True, scope="module")

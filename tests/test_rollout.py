@@ -31,6 +31,14 @@ EVICTING = {
 }
 
 
+ALIKE = ("snap_kv", "random", "tova", "rpc", "pyramid_kv", "random_share")  # they take the code path of another policy
+
+
+def marked(policies):
+    """The policies as parameters of a test; `python -m pytest tests/test_rollout.py -m slow` runs those that are alike."""
+    return {name: pytest.param(one, marks=[pytest.mark.slow] * (name in ALIKE)) for name, one in policies.items()}
+
+
 def make_rollout(model, policy=None, **options):
     settings = {"max_prompt_tokens": 32, "max_new_tokens": 24, "n": 4, "max_running": 4, "page_size": PAGE, "chunk": 8}
     return jkv.Rollout(model, policy, **settings | options)
@@ -87,7 +95,7 @@ def test_greedy_tokens_have_the_log_probabilities_of_temperature_one(model):
     np.testing.assert_allclose(jkv.score(model, out, sampling=jkv.Sampling()).logprobs, out.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", EVICTING.values(), ids=EVICTING)
+@pytest.mark.parametrize("policy", marked(EVICTING).values(), ids=EVICTING)
 def test_replay_gives_the_log_probabilities_of_a_group_that_shares_its_prompt(model, policy):
     out = make_rollout(model, policy)(PROMPTS, n=3, seed=5, stop_ids=(), return_trace=True)
     assert out.stats.forks == len(PROMPTS) * 3
@@ -335,6 +343,7 @@ SLEEPERS["reason_cache"] = jkv.reason_cache(**LOOSE)
 SLEEPERS["random_share"] = jkv.random_share(jkv.reason_cache(**LOOSE))
 SLEEPERS["chain"] = jkv.chain(jkv.reason_cache(**LOOSE), jkv.r_kv(budget=30, interval=8, window=4))
 SLEEPERS["skip_kv"] = jkv.skip_kv(budget=14, interval=8, window=4, tau=0.2, ends=(1, 5, 9, 17))
+SLEEPERS = marked(SLEEPERS)
 
 
 @pytest.mark.parametrize("policy", SLEEPERS.values(), ids=SLEEPERS)

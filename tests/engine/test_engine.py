@@ -1,6 +1,7 @@
 """The engine: whatever the traffic, every request gives the same as by itself, and every page is freed."""
 
 import signal
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +21,6 @@ from tests.support.mixes import (
 from tests.support.soak import soak
 
 ROW = 2 * 2 * MAX_SLOTS // 4  # pages of a full row
-NUM_MIXES = 200
 FULL, R_KV, STREAMING = 0, 1, 3
 GREEDY, SAMPLED = 0, 1
 
@@ -83,9 +83,11 @@ def replay(model, outs):
     return np.abs(np.asarray(scored.logprobs) - joined([out.logprobs for out in outs]))
 
 
-def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expected):
+@pytest.mark.parametrize("num_mixes", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expected, num_mixes):
+    """`python -m pytest tests/engine -m slow` plays all of them, once before a change of the engine lands."""
     rng, outs = np.random.default_rng(0), []
-    for i in range(NUM_MIXES):
+    for i in range(num_mixes):
         engine = engines[list(engines)[i % len(engines)]]
         outs += play(engine, rng, expected)
         assert_engine_is_consistent(engine)
@@ -94,12 +96,12 @@ def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expecte
     assert np.percentile(difference, 99) <= 1e-5
     assert difference.max() <= 1e-4
     reasons = [reason for out in outs for reason in out.finish_reason]
-    assert len(reasons) - reasons.count("cancelled") > 5 * NUM_MIXES
+    assert len(reasons) - reasons.count("cancelled") > 5 * num_mixes
     assert "nan" not in reasons
     stats = [engine.stats for engine in engines.values()]
-    assert sum(one.preemptions for one in stats) > NUM_MIXES / 10
-    assert sum(one.forks for one in stats) > NUM_MIXES
-    assert sum(one.sharing.shared for one in stats) > NUM_MIXES / 10
+    assert sum(one.preemptions for one in stats) > num_mixes / 10
+    assert sum(one.forks for one in stats) > num_mixes
+    assert sum(one.sharing.shared for one in stats) > num_mixes / 10
     assert not any(engine.scheduler.prefixes for engine in engines.values())
 
 
@@ -326,13 +328,16 @@ def test_weights_that_are_not_finite_are_refused_before_anything_compiles(model)
 
 def test_speeds_exclude_compilation_and_a_result_has_the_engines(model):
     engine = make_engine(model, 3, 3 * ROW)  # of a row count that nothing compiled for
+    began = time.perf_counter()
     tickets = [engine.submit([1, 2, 3 + i], max_new_tokens=20, stop_ids=()) for i in range(3)]
     engine.run()
+    elapsed = time.perf_counter() - began
     results = [engine.result(ticket) for ticket in tickets]
-    assert engine.stats.compile_seconds > 0.1
+    assert engine.stats.compile_seconds > 0
+    assert engine.stats.seconds <= elapsed - engine.stats.compile_seconds
     assert {result.stats.tokens_per_second for result in results} == {engine.stats.tokens_per_second}
     for result in results:
-        assert 0 < result.samples[0].seconds < engine.stats.seconds + 0.1
+        assert 0 < result.samples[0].seconds <= elapsed - engine.stats.compile_seconds
 
 
 def test_generate_warns_of_a_callback_that_raised(model):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -192,26 +191,40 @@ def test_an_encoder_that_raises_ends_the_run_and_is_not_graded(reasoner, problem
         run(reasoner, problems, POLICY, **KNOBS)
 
 
+KILLED = """
+import os, signal, sys
+from jkv import cli
+from jkv.evaluation import generations
+
+json_lines, written = generations.json_lines, []
+
+def write(records):
+    written.extend(records)
+    if len(written) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return json_lines(records)
+
+generations.json_lines = write
+cli.main(sys.argv[1:])
+"""
+
+
 def test_a_process_that_is_killed_goes_on_to_the_same_table(tmp_path, capsys):
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out(4, seed=4)))
     few = ["--dataset", file, "--samples", "2", "--temperature", "1", "--policies", "full"]
     few = ["eval", *map(str, few), "--max-new-tokens", "200", "--max-running", "1", "--page-size", "4"]
     broken, steady = tmp_path / "broken", tmp_path / "steady"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jkv", *few, "--out", str(broken)],
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *few, "--out", str(broken)],
         cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
         env=os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir},
     )
     lines = broken / "tiny-reasoner-generations" / "full.jsonl"
-    while process.poll() is None and not (lines.exists() and lines.read_text().count("\n") >= 2):
-        time.sleep(0.02)
-    process.kill()
-    process.wait()
-    finished = lines.read_text().count("\n")
-    assert 2 <= finished < 8
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert lines.read_text().count("\n") == 2
     assert cli.main([*few, "--out", str(broken)]) == 2  # nothing is overwritten by forgetting --resume
     assert "holds completions. Go on with --resume" in capsys.readouterr().err
     assert cli.main([*few, "--out", str(broken), "--resume"]) == 0

@@ -33,7 +33,7 @@ SIZES = {
 
 
 # On a TPU the program takes long to compile: sizes whose code path is that of another one are slow.
-ON_A_TPU = {("pages_of_16", "float32"), ("pages_of_16", "bfloat16"), ("pages_of_128", "bfloat16")}
+ON_A_TPU = {("pages_of_16", "float32"), ("pages_of_128", "bfloat16")}
 MOVES = [
     pytest.param(run, size, getattr(jnp, dtype), id=f"{run}-{name}-{dtype}", marks=[pytest.mark.slow] * is_slow)
     for run in RUNS

@@ -39,8 +39,15 @@ def test_promise_is_kept(case, check):
     assert check(case) is None
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("group", [1, 4], ids=["group1", "group4"])
+@pytest.mark.parametrize(
+    ("group", "dtype"),
+    [
+        pytest.param(1, jnp.float32, id="group1-float32"),
+        pytest.param(4, jnp.bfloat16, id="group4-bfloat16"),
+        pytest.param(1, jnp.bfloat16, id="group1-bfloat16", marks=pytest.mark.slow),
+        pytest.param(4, jnp.float32, id="group4-float32", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", EVICTING)
 def test_select_keeps_the_budget_and_what_is_protected_in_order(name, group, dtype):
     case = Case(build(name), group, dtype)

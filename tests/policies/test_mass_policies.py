@@ -9,7 +9,7 @@ from jkv.policies.schedules import AfterPrompt, Every, Growing
 from jkv.policies.scores import Recency
 from jkv.testing import random_view
 
-GROUPS = pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
+GROUPS = pytest.mark.parametrize("group", [1, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 4, 6)), 7])
 BUDGET, WINDOW, POOL = 20, 4, 5
 
 

@@ -92,7 +92,8 @@ class Expected:
     """The result of each sample by itself, computed once, on an engine with one row."""
 
     def __init__(self, model: Any) -> None:
-        self.engine = make_engine(model, 1, 2 * 2 * MAX_SLOTS // PAGE_SIZE)
+        # Traced, as the engines of random mixes are: that of one row has the same programs.
+        self.engine = make_engine(model, 1, 2 * 2 * MAX_SLOTS // PAGE_SIZE, return_trace=True)
         self.known: dict[tuple[Spec, int], tuple[list[int], np.ndarray, str]] = {}
 
     def __call__(self, spec: Spec, sample: int) -> tuple[list[int], np.ndarray, str]:
