@@ -3,7 +3,7 @@
 In each turn (`Engine.step`), the scheduler decides what runs, the runner executes it on the device, and the engine collects
 the outputs. `scheduler` assigns rows and pages, `runner` dispatches device programs, `outputs` makes text and events.
 
-- A step draws a token from the current logits, appends it, and computes the next logits; `generated` counts these steps.
+- A decode step draws a token from the current logits, appends it, and computes the next logits; `generated` counts these steps.
 - A row is due for compaction when its policy's schedule is due at its own `generated`, and it holds more than its budgets.
 - A prompt longer than its budget is compacted once, after prefill.
 """
@@ -148,8 +148,8 @@ class Engine:
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
-          request: the prompt's number in the random keys, below 2**32; None is a hash of its tokens. Equal prompts of different
-            calls draw equal tokens, unless `request` or `first_sample` differs.
+          request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
+            fixed seed, equal prompts of different calls draw equal tokens, unless `request` or `first_sample` differs.
 
         Raises:
           ValueError: a request that this engine can never serve, with the arithmetic; other requests are not affected.
@@ -185,17 +185,18 @@ class Engine:
         for sample in self._samples_of(ticket):
             if not sample.is_finished:
                 self._finish(sample, "cancelled")
-                self.outputs.emit(sample, [], [])
+                self.outputs.emit(sample)
 
     def step(self) -> list[Event]:
         """One turn: schedule, run, collect. Returns the events since the last turn, by sample.
 
         Raises:
+          ValueError: the engine sleeps or its weights are gone, and a request is unfinished.
           KeyboardInterrupt: Ctrl-C was pressed, or a callback raised it (or `SystemExit` and the like). The turn is finished
             first, the engine stays usable, and the next call returns this turn's events too. A second press interrupts at
             once, and may lose the pool.
         """
-        if self.scheduler.running or self.scheduler.waiting:
+        if self.scheduler.has_unfinished:
             self.runner.check_ready()
         compiled = COMPILING.seconds
         with deferred_interrupt() as is_interrupted:
@@ -229,13 +230,13 @@ class Engine:
             meter.row(sample)
         meter.sentences(sentence_logs(self.scheduler))
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
-        collected = [(sample, *self.outputs.collect(sample, rows[row], self.runner.version)) for row, sample in samples.items()]
+        for row, sample in samples.items():
+            self.outputs.collect(sample, rows[row], self.runner.version)
         for sample, error in self.runner.share():
             if not sample.is_finished:
                 sample.completion.error = error
                 self._finish(sample, "error")
-        for sample, tokens, log_probs in collected:  # a callback may end other samples, which keep their tokens
-            self.outputs.emit(sample, tokens, log_probs)
+        self.outputs.emit_collected()
 
     @property
     def is_idle(self) -> bool:
@@ -339,7 +340,8 @@ class Engine:
             self.runner.set_params(weights.shapes_of(self.model.params))
         if self.is_asleep:
             return
-        self.runner.execute(self.scheduler.sleep())
+        with self.runner.meter.clock("seconds"):
+            self.runner.execute(self.scheduler.sleep())
         self.runner.sleep()
 
     def wake(self) -> None:
@@ -380,7 +382,7 @@ class Engine:
         """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the turn."""
         completion, config = sample.completion, self.model.config
         completion.finish_reason, completion.seconds = reason, sample.seconds
-        if sample.filled is not None:
+        if sample.generated:
             completion.saved = self.runner.meter.saved(sample)
         if self.runner.is_traced:
             trace = sample.trace or TraceRecorder(config.num_layers, config.num_kv_heads, sample.num_seen)

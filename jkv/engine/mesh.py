@@ -6,7 +6,7 @@ data only to sum the residual stream, to gather the logits, from which all draw 
 that a program returns for all heads.
 
 Outside a program, an array of pages holds the pages of all shards, one shard after the other; `free_top` has one entry per
-shard. How each array is split follows from its annotation (`jkv.engine.axes`).
+shard. How each array is split follows from its annotation (`jkv.engine.sharding`).
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jkv.engine import chunk_inputs, programs
-from jkv.engine.axes import HEADS, P, is_spec, specs_of
 from jkv.engine.programs import ChunkOutputs, State
+from jkv.engine.sharding import HEADS, P, is_spec, specs_of
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Needs, Policy
 

@@ -43,21 +43,22 @@ class Outputs:
 
     Attributes:
       events: not yet returned by `Engine.step`.
-      raised: an exception of a callback that is no `Exception` (KeyboardInterrupt, SystemExit), to be raised by `Engine.step`.
+      raised: a callback's KeyboardInterrupt or SystemExit, which `Engine.step` raises at the end of the turn.
       is_streaming: whether events carry text for requests without a callback too.
     """
 
     def __init__(self, model: Model, tickets: Mapping[int, Sequence[Sample]], finish: Callable[[Sample, str], None]) -> None:
-        self.tokenizer, self.end_ids = model.tokenizer, model.config.end_ids
+        self.tokenizer = model.tokenizer
         self.events: list[Event] = []
         self.raised: BaseException | None = None
         self.is_streaming = False
         self._tickets, self._finish = tickets, finish
+        self._collected: dict[Sample, tuple[list[int], list[float]]] = {}  # tokens that no event has carried yet
 
-    def collect(self, sample: Sample, row: RowOutputs, version: int) -> tuple[list[int], list[float]]:
-        """Adds a chunk's tokens to the completion, ends the sample if it is finished, and returns the tokens that count.
+    def collect(self, sample: Sample, row: RowOutputs, version: int) -> None:
+        """Adds a chunk's tokens to the completion, for the sample's next event, and ends the sample if it is finished.
 
-        `version` is that of the weights that ran the chunk; the first token was drawn from logits computed before it.
+        `version` is of the weights that ran the chunk; the logits of the first token came from `sample.version`.
         """
         completion, tokens, log_probs = sample.completion, row.tokens, row.log_probs
         reason = self._reason(sample, row)
@@ -69,9 +70,9 @@ class Outputs:
         completion.log_probs_full += row.log_probs_full[: len(tokens)]
         completion.versions += [sample.version, *[version] * len(tokens)][: len(tokens)]
         sample.version = version
+        self._collected[sample] = tokens, log_probs
         if reason:
             self._finish(sample, reason)
-        return tokens, log_probs
 
     def _reason(self, sample: Sample, row: RowOutputs) -> str:
         """The finish reason that follows from a chunk's tokens; empty if the sample continues."""
@@ -81,11 +82,17 @@ class Outputs:
             return "stop"
         return "length" if sample.remaining <= 0 else ""
 
-    def emit(self, sample: Sample, tokens: list[int], log_probs: list[float]) -> None:
-        """Makes an event of new tokens, for the caller of `Engine.step` and the request's callback.
+    def emit_collected(self) -> None:
+        """Emits an event for every sample with new tokens; a callback may end others, whose events then come first."""
+        while self._collected:
+            self.emit(next(iter(self._collected)))
+
+    def emit(self, sample: Sample) -> None:
+        """Makes an event of a sample's new tokens, for the caller of `Engine.step` and the request's callback.
 
         A callback that raises ends its request with the reason "error"; the other requests continue.
         """
+        tokens, log_probs = self._collected.pop(sample, ([], []))
         text = None
         if self.tokenizer is not None and (self.is_streaming or sample.on_tokens):
             text = self._new_text(sample)
@@ -104,7 +111,7 @@ class Outputs:
                 if not other.is_finished:
                     other.completion.error = error
                     self._finish(other, "error")
-                    self.emit(other, [], [])
+                    self.emit(other)
 
     def _new_text(self, sample: Sample) -> str:
         """The text that no event has had yet and that no stop string can cut."""

@@ -91,6 +91,11 @@ class Scheduler:
         freed += self._take_freed()
         return Turn(release, swap_out, freed, admit, self._num_steps())
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any sample runs or waits; cancelled ones may still be queued."""
+        return bool(self.running) or any(not sample.is_finished for _, sample in self.waiting)
+
     def release(self) -> tuple[list[int], list[Prefix]]:
         """Releases the rows of finished samples; returns these rows, and the prefixes to free since the last call."""
         rows = [row for row, sample in self.running.items() if sample.is_finished]

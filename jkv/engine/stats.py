@@ -117,7 +117,7 @@ class Stats:
     evicted: float  # tokens dropped from the cache, averaged over layers and KV heads, summed over samples
     shared: int  # tokens whose page was replaced by an earlier one, summed over samples
     amsr: float  # average memory saving ratio: mean over decode steps of the share of the rows' pages that are saved
-    final_amsr: float  # the same when each sample ended, mean over started samples
+    final_amsr: float  # the same when each sample ended, mean over samples that generated
     affected_ratio: float  # tokens evicted or shared, by all tokens, prompts included
     sharing: SharingStats | None  # statistics of page sharing; None if no policy shares
     compactions: int  # summed over samples
@@ -161,7 +161,7 @@ class Stats:
             evicted=evicted,
             shared=shared,
             amsr=run.amsr,
-            final_amsr=sum((s.saved for s in per_sample), 0.0) / max(sum(s.num_tokens > 0 for s in per_sample), 1),
+            final_amsr=sum((s.saved for s in per_sample), 0.0) / max(sum(sample.generated > 0 for sample in samples), 1),
             affected_ratio=(evicted + shared) / max(1, prompt_tokens + num_tokens),
             sharing=copy.deepcopy(run.sharing) if any(sample.request.policy.share for sample in samples) else None,
             compactions=sum(s.compactions for s in per_sample),

@@ -461,3 +461,48 @@ def test_random_operations_leak_nothing_and_read_nothing_freed(model, engines, e
     """A short run of `python -m tests.support.soak`."""
     counts = soak(engines[3], expected, np.random.default_rng(1), operations=600, check_every=10)
     assert min(counts.values()) > 10
+
+
+def test_a_callback_that_ends_other_samples_splits_no_event_of_theirs(model):
+    """The tokens of the chunk in which a sample is ended come with its final event, and nothing comes after it."""
+    engine, events = make_engine(model, 4, 4 * ROW), []
+
+    def stop_all(event):
+        events.append(event)
+        for ticket in tickets:
+            engine.cancel(ticket)
+
+    tickets = [engine.submit(PROMPTS[i], max_new_tokens=20, stop_ids=(), on_tokens=stop_all) for i in range(3)]
+    engine.run()
+    for ticket in tickets:
+        own = [event for event in events if event.ticket == ticket]
+        assert [event.finish_reason for event in own][:-1] == [""] * (len(own) - 1)
+        assert own[-1].finish_reason == "cancelled"
+        out = engine.result(ticket)
+        assert [token for event in own for token in event.tokens] == out.tokens[0, : out.lengths[0]].tolist()
+
+
+def test_requests_cancelled_while_the_engine_sleeps_end_without_a_pool(model):
+    engine = make_engine(model, 2, 2 * ROW)
+    tickets = [engine.submit(prompt, max_new_tokens=20, stop_ids=()) for prompt in PROMPTS[:3]]
+    engine.step()
+    engine.sleep()
+    with pytest.raises(ValueError, match="Call wake"):
+        engine.step()
+    for ticket in tickets:
+        engine.cancel(ticket)
+    assert {event.finish_reason for event in engine.step()} == {"cancelled"}
+    assert engine.is_idle
+    assert [int(engine.result(ticket).lengths[0]) for ticket in tickets] == [8, 8, 0]
+    assert engine.stats.host_seconds > 0
+
+
+def test_a_sample_that_never_started_saves_no_pages(model):
+    engine = make_engine(model, 1, ROW)
+    first = engine.submit(PROMPTS[0], max_new_tokens=20, stop_ids=())
+    never = engine.submit(PROMPTS[2], policy=jkv.streaming_llm(budget=12, interval=8), max_new_tokens=20, stop_ids=())
+    engine.step()
+    engine.cancel(never)
+    engine.run()
+    assert engine.result(never).stats.final_amsr == 0
+    assert engine.result(first).stats.final_amsr == 0

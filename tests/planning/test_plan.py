@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+from importlib import resources
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -227,7 +229,7 @@ def test_a_model_may_be_a_name_a_file_a_folder_or_loaded(tmp_path):
     assert find_shape(str(file))[1].rope_scaling.kind == "llama3"
     folder = tmp_path / "no-weights"
     folder.mkdir()
-    fields = SHAPES["phi-4"].parent.parent / "tiny-reasoner" / "config.json"
+    fields = Path(str(resources.files("jkv"))) / "assets" / "tiny-reasoner" / "config.json"
     (folder / "config.json").write_text(fields.read_text())
     assert find_shape(folder) == ("no-weights", by_name)
     assert find_shape(model.params)[1] == model.config

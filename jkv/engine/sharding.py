@@ -42,7 +42,9 @@ def spec_of(letters: str, is_weight: bool = False) -> Any:
         unknown = [name for name in (first, *others) if not (name.isdigit() or name in split | WHOLE)]
         if unknown or split & set(others):
             known = ", ".join(sorted(split | WHOLE))
-            raise ValueError(f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.engine.axes.")
+            raise ValueError(
+                f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.engine.sharding."
+            )
         axes.append(HEADS if first in split else None)
     if axes.count(HEADS) > 1:
         raise ValueError(f"At most one axis may be split over {HEADS!r}; got two in {letters!r}. Change the layout.")
