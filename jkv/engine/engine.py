@@ -4,7 +4,7 @@ In each turn (`Engine.step`), the scheduler decides what runs, the runner execut
 the outputs. `scheduler` assigns rows and pages, `runner` dispatches device programs, `outputs` makes text and events.
 
 - A decode step draws a token from the current logits, appends it, and computes the next logits; `generated` counts these steps.
-- A row is due for compaction when its policy's schedule is due at its own `generated`, and it holds more than its budgets.
+- A row is due for compaction when its policy's schedule names a target at its own `generated`, and a layer holds more than that.
 - A prompt longer than its budget is compacted once, after prefill.
 """
 
@@ -287,7 +287,7 @@ class Engine:
         samples = {ticket: self._samples_of(ticket) for ticket in tickets}
         for ticket, group in samples.items():
             if not all(sample.is_finished for sample in group):
-                raise ValueError(f"result takes a finished request; {ticket} still runs. Call run() or stream() first.")
+                raise ValueError(f"Request {ticket} is not finished. Call run() or stream() first.")
         for ticket in samples:
             del self.tickets[ticket]
         return [sample for group in samples.values() for sample in group]

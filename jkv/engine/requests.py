@@ -57,8 +57,8 @@ class Request:
 
     @property
     def prefix(self) -> tuple[bytes, Policy | Sentences | None]:
-        """The key of the prefill that a request can start from: the prompt, how its sentences are found (if they are), and the
-        whole policy if it may compact the prompt.
+        """A key; requests with equal keys can share a prefill. It holds the prompt, the rule that finds sentences (if any), and
+        the whole policy if it may compact the prompt.
         """
         target = self.policy.target(len(self.prompt), 0)
         stays_whole = target is None or (target >= len(self.prompt) and self.policy.pyramid == 1)

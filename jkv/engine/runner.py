@@ -77,7 +77,7 @@ class Runner:
         self.programs: Any = programs if mesh is None else meshes.programs_on(mesh)
         self.version, self.is_traced = 0, False
         self.platform = platform_of(next(iter(model.params.embedding.devices())))
-        self.draws = DRAWS[0]  # the most general kind so far; a simpler one would have to compile again
+        self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
             "num_rows": capacity.max_running,
@@ -93,7 +93,7 @@ class Runner:
         self._place = weights.place_of(model.params)
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
-        # A longer request doubles it, and compaction compiles again.
+        # A longer request widens it to a power of two; then compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
         row_arrays = cache.query_ring, cache.pool.slot_data, cache.pool.vacant_slot

@@ -223,7 +223,7 @@ class Sample:
             self.trace.dropped(dropped, self.num_seen)
 
     def share(self, pairs: Sequence[Pair]) -> None:
-        """Counts pages that were replaced by earlier ones, which later queries read once more for each page replaced."""
+        """Counts replaced pages. Later queries read the kept page once more for each of them."""
         assert self.sharing is not None
         layout = self.sharing.layout
         self.completion.shared += sum(layout.count[page] for page, _ in pairs)

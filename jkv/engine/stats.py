@@ -76,7 +76,7 @@ class RunStats:
     chunks: int = 0
     sample_chunks: int = 0  # summed over the chunks' running samples
     row_steps: int = 0  # rows times decode steps
-    tokens: int = 0  # of these, the ones that drew a token
+    tokens: int = 0  # row steps that drew a token
     prefills: int = 0
     forks: int = 0  # samples that started from a prompt prefilled for several
     preemptions: int = 0

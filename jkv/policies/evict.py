@@ -41,7 +41,7 @@ class Evict:
       ValueError: a field out of its range, or a score that declares no needs.
     """
 
-    score: Score | Any  # so that `check_score` refuses by name, and no type checker before it
+    score: Score | Any  # Any: a wrong type must reach `check_score`, which names it
     sinks: int = 0
     recent: int = 0
     protect_prompt: bool = False

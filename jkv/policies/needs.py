@@ -66,7 +66,7 @@ class Needs:
             raise ValueError(f"Needs.in_step must be one of {IN_STEP}; got {self.in_step!r}.")
 
     def __or__(self, other: "Needs") -> "Needs":
-        """The needs of both. `in_step` and `keeps_window` hold for one score by itself, so they are left out."""
+        """The needs of both. `in_step` and `keeps_window` describe one score, so a union drops them."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in OF_ONE_SCORE]
         return Needs(**{name: max(getattr(self, name), getattr(other, name)) for name in names})
 

@@ -57,14 +57,15 @@ class Policy:
       name: the method's name.
       evict: which slots stay.
       schedule: when slots are evicted, and how many stay.
-      pyramid: the first layer's share of the mean budget; the shares fall in even steps to the last layer. 1 makes all layers
-        equal. Protected slots are not shared out.
+      pyramid: the first layer's budget divided by the mean budget; later layers get evenly less. 1 makes all layers equal.
+        Protected slots are excluded.
       read: which pages a decode step reads; None reads all.
       moves_sinks: whether sinks are read at their place in the cache, right before the slots that are left, instead of at
         their true positions (`jkv.cache.moved_sinks`). The slots that are left must be a window.
       steer: what is added to hidden states (`jkv.reasoning.steering`).
       sentences: how repeated sentences are found, for a score that reads their similarity (`jkv.reasoning.sentences`).
-      share: which pages are the same (`jkv.reasoning.sharing`); if the policy evicts too, until a row is compacted.
+      share: how pages to share are found (`jkv.reasoning.sharing`). If the policy also evicts, sharing stops at a row's first
+        compaction.
 
     Raises:
       ValueError: a budget too small for the protected slots, one part without another that it needs, or parts that exclude
@@ -73,7 +74,7 @@ class Policy:
 
     name: str
     evict: Evict | None = None
-    schedule: Schedule | Any | None = None  # so that `check_schedule` refuses by name, and no type checker before it
+    schedule: Schedule | Any | None = None  # Any: a wrong type must reach `check_schedule`, which names it
     pyramid: float = 1.0
     read: Read | None = None
     moves_sinks: bool = False

@@ -11,7 +11,7 @@ from jkv.policies.needs import Needs
 
 
 class CacheView(NamedTuple):
-    """What a score may read: caches, each batch row one sequence in one layer. An empty slot has the position EMPTY (-1).
+    """What a score may read. Each batch row is one layer of one sequence. An empty slot has the position EMPTY (-1).
 
     Batch rows are independent. They may be of different layers: the engine shows all layers of a sequence at once.
 
@@ -29,7 +29,7 @@ class CacheView(NamedTuple):
         (`jkv.reasoning.sentences`). None unless `Needs.similarity`.
       layer: index of the layer, one for all batch rows or one for each.
       budget: slots that the row keeps in this layer for each KV head, protected ones included. A row may have fewer slots.
-        The heads of scope "compete" keep as many together.
+        With scope "compete", the heads together keep K times this.
       prompt_length: tokens of the prompt.
       log_weight: `ln m` for a slot with multiplicity m (`jkv.reasoning.sharing`). None when nothing is shared.
       first_head: index of the view's first KV head, if a mesh splits the heads of a layer (`jkv.engine.mesh`).

@@ -69,7 +69,7 @@ class TraceRecorder:
         self._end_extra(is_dropped, now)
 
     def dropped_in_steps(self, position: np.ndarray, now: int) -> None:
-        """Each of the next steps dropped these positions ([steps, L, K], EMPTY for none) after its own attention."""
+        """Step i of the next steps dropped `position[i]` ([L, K], EMPTY for none) after its attention."""
         step, layer, head = np.nonzero(position != EMPTY)
         self.end[layer, head, position[step, layer, head]] = now + step + 1
 

@@ -221,7 +221,7 @@ def test_unknown_tickets_and_unfinished_results_are_refused(model):
     with pytest.raises(ValueError, match="No request has the ticket 5"):
         engine.cancel(5)
     ticket = engine.submit(PROMPTS[0], max_new_tokens=4)
-    with pytest.raises(ValueError, match=f"takes a finished request; {ticket} still runs"):
+    with pytest.raises(ValueError, match=f"Request {ticket} is not finished"):
         engine.result(ticket)
     engine.run()
     engine.result(ticket)
