@@ -4,7 +4,7 @@ In each turn (`Engine.step`), the scheduler decides what runs, the runner execut
 the outputs. `scheduler` assigns rows and pages, `runner` dispatches device programs, `outputs` makes text and events.
 
 - A decode step draws a token from the current logits, appends it, and computes the next logits; `generated` counts these steps.
-- A row is due for compaction when its policy's schedule names a target at its own `generated`, and a layer holds more than that.
+- A row is due for compaction when its policy's schedule has a target at its own `generated`, and a layer holds more than that.
 - A prompt longer than its budget is compacted once, after prefill.
 """
 
