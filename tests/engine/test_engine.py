@@ -84,11 +84,11 @@ def replay(model, outs):
 
 
 @pytest.mark.parametrize(
-    ("num_mixes", "rows", "least_shared"), [(40, (1, 3, 8), 2), pytest.param(200, (1, 3, 8, 32), 20, marks=pytest.mark.slow)]
+    ("seed", "num_mixes", "rows"), [(1, 40, (1, 3, 8)), pytest.param(0, 200, (1, 3, 8, 32), marks=pytest.mark.slow)]
 )
-def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expected, num_mixes, rows, least_shared):
+def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expected, seed, num_mixes, rows):
     """`python -m pytest tests/engine -m slow` plays all of them, once before a change of the engine lands."""
-    rng, outs = np.random.default_rng(0), []
+    rng, outs = np.random.default_rng(seed), []
     for i in range(num_mixes):
         engine = engines[rows[i % len(rows)]]
         outs += play(engine, rng, expected)
@@ -103,7 +103,7 @@ def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expecte
     stats = [engine.stats for engine in engines.values()]
     assert sum(one.preemptions for one in stats) > num_mixes / 10
     assert sum(one.forks for one in stats) > num_mixes
-    assert sum(one.sharing.shared for one in stats) > least_shared
+    assert sum(one.sharing.shared for one in stats) > num_mixes / 10
     assert not any(engine.scheduler.prefixes for engine in engines.values())
 
 
