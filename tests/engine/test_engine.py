@@ -83,12 +83,14 @@ def replay(model, outs):
     return np.abs(np.asarray(scored.logprobs) - joined([out.logprobs for out in outs]))
 
 
-@pytest.mark.parametrize("num_mixes", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expected, num_mixes):
+@pytest.mark.parametrize(
+    ("seed", "num_mixes", "rows"), [(1, 40, (1, 3, 8)), pytest.param(0, 200, (1, 3, 8, 32), marks=pytest.mark.slow)]
+)
+def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expected, seed, num_mixes, rows):
     """`python -m pytest tests/engine -m slow` plays all of them, once before a change of the engine lands."""
-    rng, outs = np.random.default_rng(0), []
+    rng, outs = np.random.default_rng(seed), []
     for i in range(num_mixes):
-        engine = engines[list(engines)[i % len(engines)]]
+        engine = engines[rows[i % len(rows)]]
         outs += play(engine, rng, expected)
         assert_engine_is_consistent(engine)
         assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages
