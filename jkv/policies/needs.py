@@ -76,7 +76,7 @@ class Needs:
 
     @classmethod
     def of(cls, policies: Iterable[Needing] | None) -> "Needs":
-        """The union of the needs of policies; None stands for policies with a short window and no other needs."""
+        """The union of the needs of policies; None is taken as policies with a short window and no other needs."""
         if policies is None:
             return cls(window=DEFAULT_WINDOW)
         union = cls()

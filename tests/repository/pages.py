@@ -85,7 +85,7 @@ def prose_of(path: Path) -> str:
 
 
 def strings_of(tree: ast.AST) -> Iterator[str]:
-    """The strings of a program; {} stands for what an f-string fills in."""
+    """The strings of a program; an f-string has {} in place of its expressions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.JoinedStr):
             yield "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
