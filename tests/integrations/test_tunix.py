@@ -445,7 +445,7 @@ def test_weights_of_another_kind_are_refused_and_the_old_ones_stay():
     rollout = make_rollout(model, live=False)
     before = rollout.generate(["abc"], rollout_config(seed=3))
     for state, match in (
-        (nnx.state(make_model("qwen3"), nnx.Param), r"it holds no layers.0.attn.k_norm.w"),
+        (nnx.state(make_model("qwen3"), nnx.Param), r"it has no layers.0.attn.k_norm.w"),
         (nnx.state(nnx.Dropout(0.5)), "must have at least one array; got none"),
         (
             jax.tree.map(lambda x: x[..., :1], nnx.state(model, nnx.LoRAParam)),
