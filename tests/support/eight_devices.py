@@ -146,7 +146,7 @@ def test_the_pages_of_all_shards_are_freed(on_one_device, on_devices, count):
     (_, one, _), (_, many, _) = on_one_device, on_devices(count)
     assert one.num_pages % count > 0
     assert many.num_pages == one.num_pages // count * count
-    assert np.asarray(many.state.cache.pool.free_top).tolist() == [many.num_pages // count] * count
+    assert np.asarray(many.runner.state.cache.pool.free_top).tolist() == [many.num_pages // count] * count
     assert many.stats.preemptions > 0
 
 
