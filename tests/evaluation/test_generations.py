@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jkv import cli, full, generate, r_kv, reason_cache
+from jkv.engine.runner import Runner
 from jkv.evaluation import generations
 from jkv.evaluation.generations import read_records, run
 from jkv.evaluation.problems import Problem
@@ -156,10 +157,10 @@ def test_a_run_that_shares_pages_starts_anew(reasoner, problems, tmp_path):
     assert again.stats.sharing["candidates"] == judged.stats.sharing["candidates"]
 
 
-@pytest.mark.parametrize("place", ["Engine._decode", "record_of"], ids=["while it decodes", "while it grades"])
+@pytest.mark.parametrize("place", ["Runner.decode", "record_of"], ids=["while it decodes", "while it grades"])
 def test_ctrl_c_keeps_what_is_finished(place, reasoner, problems, whole, tmp_path, monkeypatch):
     path, calls = tmp_path / "r_kv-40.jsonl", []
-    owner = generations.Engine if place.startswith("Engine") else generations
+    owner = Runner if place.startswith("Runner") else generations
     name = place.rpartition(".")[2]
     real = getattr(owner, name)
 
