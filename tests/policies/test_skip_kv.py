@@ -302,7 +302,7 @@ def test_ragged_prompts_need_no_grouping_for_no_slot_ever_holds_padding(model):
     [
         (lambda: recipe(tau=0.0), r"must lie in \(0, 1\]"),
         (lambda: recipe(tau=1.01), r"must lie in \(0, 1\]"),
-        (lambda: recipe(ends=()), "at least one"),
+        (lambda: recipe(ends=()), "one or more texts"),
         (lambda: jkv.generate(tiny_model(), [1], policy=recipe(ends=[np.int64(2), 99])), "must be tokens of the model"),
         (lambda: recipe(steer=VECTOR, keywords="Wait"), "keywords is a list of texts, not one"),
         (lambda: recipe(ends=("",)), "texts or token ids"),
@@ -316,7 +316,7 @@ def test_ragged_prompts_need_no_grouping_for_no_slot_ever_holds_padding(model):
         (lambda: dataclasses.replace(jkv.r_kv(24), sentences=Sentences(0.9)), "needs both sentences and a score"),
         (lambda: dataclasses.replace(recipe(), evict=Evict(LessRepeated(Recency()), order="score")), "stored by position"),
         (lambda: recipe().select(random_view(np.random.default_rng(0))._replace(similarity=None)), "the view has none"),
-        (lambda: jkv.generate(tiny_model(), [1, 2], policy=jkv.skip_kv(24)), "has no tokenizer"),
+        (lambda: jkv.generate(tiny_model(), [1, 2], policy=jkv.skip_kv(24)), "need a tokenizer, and this model has none"),
         (lambda: jkv.generate(tiny_model(), [1, 2], policy=recipe(ends=(32,))), "must be tokens of the model"),
         (lambda: jkv.Engine(tiny_model(), max_slots=64).submit([1], recipe()), "needs similarity=True"),
     ],
