@@ -37,7 +37,7 @@ class Outputs:
     """Collects every chunk's tokens into completions, and emits them as events.
 
     Args:
-      model: gives the tokenizer and the end tokens.
+      model: gives the tokenizer.
       tickets: the engine's record of the samples of each request.
       finish: ends a sample with a reason.
 
