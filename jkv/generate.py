@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jkv.engine.engine import Engine
+from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.memory import cap_to_free, most_pages, most_slots, num_row_pages, page_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
@@ -47,6 +48,9 @@ def generate(
       settings: settings of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `return_trace`: see
         `jkv.EngineOptions`.
 
+    Ctrl-C, pressed any number of times, ends the call after the turn in progress. The result then has all tokens so far, and
+    unfinished samples have the reason "cancelled".
+
     Raises:
       ValueError: bad input, refused before anything compiles.
       TypeError: an unknown argument; the known ones are listed.
@@ -57,13 +61,19 @@ def generate(
     )
     requests = make_requests(model, encode_prompts(model, prompt_or_prompts), request_options)
     engine = engine_for(model, requests, options)
-    tickets = [engine.submit_requests(group, on_tokens) for group in requests]
-    with progress_bar(sum(request.max_new_tokens for group in requests for request in group), progress) as on_events:
-        engine.run(on_events)
+    with deferred_interrupts(ends_here=True):
+        tickets = [engine.submit_requests(group, on_tokens) for group in requests]
+        with progress_bar(sum(request.max_new_tokens for group in requests for request in group), progress) as on_events:
+            engine.run(on_events)
+        return result_of(engine, tickets, options.return_trace)
+
+
+def result_of(engine: Engine, tickets: Sequence[int], is_traced: bool) -> Result:
+    """The result of finished requests; warns of callbacks that raised."""
     samples = engine.take(tickets)
     for error in {id(s.completion.error): s.completion.error for s in samples if s.completion.error}.values():
-        warnings.warn(f"on_tokens or an encoder raised {error!r}; the samples of its prompt were ended", stacklevel=2)
-    return make_result(model, samples, engine.stats, options.return_trace)
+        warnings.warn(f"on_tokens or an encoder raised {error!r}; the samples of its prompt were ended", stacklevel=3)
+    return make_result(engine.model, samples, engine.stats, is_traced)
 
 
 def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> Engine:

@@ -13,7 +13,6 @@ are those of the exact distribution that each token, end tokens included, was dr
 from those of a trainer's dense forward pass; `jkv.rl` measures and corrects the difference, or replays the trace.
 """
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ import numpy as np
 
 from jkv.checks import check_counts, typed
 from jkv.engine.engine import Engine
-from jkv.engine.interrupts import deferred_interrupt
+from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import DEFAULT_NEW_TOKENS, RequestOptions, check_model, encode_prompts, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
@@ -180,8 +179,9 @@ class Rollout:
             raise ValueError(
                 f"A call must start with no pending samples; {self.pending} samples are. Call run() or cancel() first."
             )
-        self.submit(prompts, n, sampling, seed, max_new_tokens, stop_ids, stop_strings, return_trace, first_sample)
-        return self.run(progress=progress)
+        with deferred_interrupts(ends_here=True):
+            self.submit(prompts, n, sampling, seed, max_new_tokens, stop_ids, stop_strings, return_trace, first_sample)
+            return self.run(progress=progress)
 
     def submit(
         self,
@@ -234,14 +234,16 @@ class Rollout:
         self._warn_of_cuts(settings)
         if self.pad_id in requests[0][0].stop_ids and self.pad_id not in self.model.config.end_ids:
             self._warn("pad", pad_warning(self.pad_id))
-        if not self._pending:
-            self.engine.reset_stats()
-            self.engine.runner.is_traced, self._num_prompts = typed("return_trace", return_trace, bool), 0
-        for prompt, group in enumerate(requests, self._num_prompts):
-            for index, request in enumerate(group):
-                ticket = self.engine.submit_requests([request])
-                self._pending.append(Pending(prompt, index, ticket, self.engine.tickets[ticket][0]))
-        self._num_prompts += len(requests)
+        typed("return_trace", return_trace, bool)
+        with deferred_interrupts():
+            if not self._pending:
+                self.engine.reset_stats()
+                self.engine.runner.is_traced, self._num_prompts = return_trace, 0
+            for prompt, group in enumerate(requests, self._num_prompts):
+                for index, request in enumerate(group):
+                    ticket = self.engine.submit_requests([request])
+                    self._pending.append(Pending(prompt, index, ticket, self.engine.tickets[ticket][0]))
+            self._num_prompts += len(requests)
 
     def run(self, max_steps: int | None = None, until_done: int | None = None, progress: bool | None = None) -> Rollouts:
         """Continues pending samples and returns the finished ones; the others keep their pages until the next `run`.
@@ -257,24 +259,31 @@ class Rollout:
 
         Raises:
           ValueError: a count below item.
+          RuntimeError: an earlier turn ended in the middle, because a device program failed; `reset` repairs it.
         """
         check_counts(max_steps=max_steps, until_done=until_done)
-        if self._pending:
-            self.engine.wake()
-        begun, wanted = self.engine.stats.steps, min(until_done or self.pending, self.pending)
-        total = sum(item.sample.remaining for item in self._pending)
-        with progress_bar(total, progress, "rollout") as on_events, contextlib.suppress(KeyboardInterrupt):
-            while sum(item.sample.is_finished for item in self._pending) < wanted:
-                if max_steps is not None and self.engine.stats.steps - begun >= max_steps:
-                    break
-                on_events(self.engine.step())
-        return self._take([item for item in self._pending if item.sample.is_finished])
+        with deferred_interrupts(ends_here=True) as presses:
+            if self._pending:
+                self.engine.wake()
+            begun, wanted = self.engine.stats.steps, min(until_done or self.pending, self.pending)
+            total = sum(item.sample.remaining for item in self._pending)
+            with progress_bar(total, progress, "rollout") as on_events:
+                while sum(item.sample.is_finished for item in self._pending) < wanted and not presses:
+                    if max_steps is not None and self.engine.stats.steps - begun >= max_steps:
+                        break
+                    on_events(self.engine.step())
+            return self._take([item for item in self._pending if item.sample.is_finished])
 
     def cancel(self) -> Rollouts:
         """Cancels pending samples and returns them with their tokens so far and the reason "cancelled"."""
-        for item in self._pending:
-            self.engine.cancel(item.ticket)
-        return self._take(list(self._pending))
+        with deferred_interrupts():
+            for item in self._pending:
+                self.engine.cancel(item.ticket)
+            return self._take(list(self._pending))
+
+    def reset(self) -> None:
+        """Makes an empty pool, and starts pending samples again: see `jkv.Engine.reset`. `run` then continues them."""
+        self.engine.reset()
 
     def update(self, params: Params) -> None:
         """Uses new weights from the next step on; nothing compiles, and prompts that the old weights prefilled are dropped.
@@ -330,11 +339,10 @@ class Rollout:
             warnings.warn(text, stacklevel=4)
 
     def _take(self, finished: list[Pending]) -> Rollouts:
-        """Takes finished samples from the engine, in order; Ctrl-C is deferred, because it would lose them."""
-        with deferred_interrupt():
-            out = self._gather(finished)
-            taken = set(self.engine.take([item.ticket for item in finished]))
-            self._pending = [item for item in self._pending if item.sample not in taken]
+        """Takes finished samples from the engine, in order."""
+        out = self._gather(finished)
+        taken = set(self.engine.take([item.ticket for item in finished]))
+        self._pending = [item for item in self._pending if item.sample not in taken]
         return out
 
     def _gather(self, finished: list[Pending]) -> Rollouts:

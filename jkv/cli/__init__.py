@@ -4,6 +4,7 @@ Bad input ends with one line (the rule, the value, what to do) and exit status 2
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import sys
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from jkv.cli import analyze, bench, evaluate, generate, plan, policies, steer
 from jkv.cli.inputs import LOOKS, examples_of
+from jkv.engine.interrupts import ending_at_interrupt
 
 COMMANDS = (generate, evaluate, analyze, plan, bench, steer, policies)
 
@@ -26,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return options.run(options)
+        with contextlib.nullcontext() if options.run is generate.run else ending_at_interrupt():
+            return options.run(options)
     except BrokenPipeError:  # `jkv generate ... | head`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- for the interpreter's last flush
         return 0
@@ -34,7 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("jkv: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever a library raises
         return 2
     except KeyboardInterrupt:
-        print("jkv: interrupted", file=sys.stderr)
+        resumes = "resume" in options and options.out
+        print("jkv: interrupted" + (f"; --resume --out {options.out} goes on" if resumes else ""), file=sys.stderr)
         return 130
 
 

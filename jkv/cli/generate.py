@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
                 print(f"--- {prompts[i // options.n]}")
             print(out.text[i] if out.text else out.tokens[i, : out.lengths[i]].tolist())
     print(summarise(policy, out), file=sys.stderr)
-    return 0
+    return 130 if "cancelled" in out.finish_reason else 0
 
 
 def make_records(prompts: Sequence[Any], n: int, out: Any, tokenizer: Any) -> Iterable[dict[str, Any]]:

@@ -18,7 +18,9 @@ from typing import Any
 import jax
 
 from jkv.engine import mesh as meshes
-from jkv.engine.interrupts import deferred_interrupt
+from jkv.engine.guard import Guard
+from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
+from jkv.engine.mappings import let_programs_go
 from jkv.engine.memory import check_fits, most_pages, num_pool_pages, page_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
@@ -109,7 +111,7 @@ class Engine:
             options.order,
         )
         self.tickets: dict[int, list[Sample]] = {}
-        self._ticket = itertools.count()
+        self._ticket, self._guard = itertools.count(), Guard()
         self.scheduler = Scheduler(self.capacity)
         self.outputs = Outputs(model, self.tickets, self._finish)
         self.runner = Runner(
@@ -172,8 +174,9 @@ class Engine:
         """Queues checked requests under one ticket; tickets count from 0."""
         for request in requests:
             self.check(request)
-        ticket = next(self._ticket)
-        self.tickets[ticket] = [self._add(ticket, i, request, on_tokens) for i, request in enumerate(requests)]
+        with self._guard.changing("submit"):
+            ticket = next(self._ticket)
+            self.tickets[ticket] = [self._add(ticket, i, request, on_tokens) for i, request in enumerate(requests)]
         return ticket
 
     def cancel(self, ticket: int) -> None:
@@ -182,32 +185,36 @@ class Engine:
         Raises:
           ValueError: an unknown ticket.
         """
-        for sample in self._samples_of(ticket):
-            if not sample.is_finished:
-                self._finish(sample, "cancelled")
-                self.outputs.emit(sample)
+        samples = self._samples_of(ticket)
+        with self._guard.changing("cancel"):
+            for sample in samples:
+                if not sample.is_finished:
+                    self._finish(sample, "cancelled")
+                    self.outputs.emit(sample)
 
     def step(self) -> list[Event]:
         """One turn: schedule, run, collect. Returns the events since the last turn, by sample.
 
         Raises:
           ValueError: the engine sleeps or its weights are gone, and a request is unfinished.
-          KeyboardInterrupt: Ctrl-C was pressed, or a callback raised it (or `SystemExit` and the like). The turn is finished
-            first, the engine stays usable, and the next call returns this turn's events too. A second press interrupts at
-            once, and may lose the pool.
+          KeyboardInterrupt: Ctrl-C was pressed, any number of times, or a callback raised it (or `SystemExit` and the like).
+            The turn is finished first, the engine stays usable, and the next call returns this turn's events too.
+          RuntimeError: an earlier turn ended in the middle, because a device program failed; `reset` repairs it. Or another
+            thread, or a callback of the turn in progress, uses the engine.
         """
+        self._guard.check()
+        raise_lost_interrupt()
         if self.scheduler.has_unfinished:
             self.runner.check_ready()
+        let_programs_go()
         compiled = COMPILING.seconds
-        with deferred_interrupt() as is_interrupted:
+        with self._guard.turn("step"):
             with self.runner.meter.clock("seconds"):
                 self._turn()
             self.stats.compile_seconds += COMPILING.seconds - compiled
-        raised, self.outputs.raised = self.outputs.raised, None
+            raised, self.outputs.raised = self.outputs.raised, None
         if raised is not None:
             raise raised
-        if is_interrupted():
-            raise KeyboardInterrupt
         return self.outputs.take()
 
     def _turn(self) -> None:
@@ -258,15 +265,19 @@ class Engine:
                 self.outputs.events = [*events, *self.outputs.events]
 
     def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
-        """Runs until all requests are finished. Ctrl-C cancels them; they keep their tokens."""
-        while not self.is_idle:
-            try:
-                events = self.step()
-                if on_events:
-                    on_events(events)
-            except KeyboardInterrupt:
-                for ticket in list(self.tickets):  # a copy: a callback may take results
-                    self.cancel(ticket)
+        """Runs until all requests are finished. Ctrl-C cancels them, after the turn in progress; they keep their tokens."""
+        with self._guard.owned("run"), deferred_interrupts(ends_here=True) as presses:
+            while not self.is_idle:
+                is_over = False
+                try:
+                    events = self.step()
+                    if on_events and (raised := call(on_events, events)):
+                        raise raised
+                except KeyboardInterrupt:
+                    is_over = True
+                if presses or is_over:
+                    for ticket in list(self.tickets):  # a copy: a callback may take results
+                        self.cancel(ticket)
 
     def result(self, ticket: int) -> Result:
         """Returns a finished request's result and drops the request.
@@ -288,8 +299,9 @@ class Engine:
         for ticket, group in samples.items():
             if not all(sample.is_finished for sample in group):
                 raise ValueError(f"Request {ticket} is not finished. Call run() or stream() first.")
-        for ticket in samples:
-            del self.tickets[ticket]
+        with self._guard.owned("take"):
+            for ticket in samples:
+                del self.tickets[ticket]
         return [sample for group in samples.values() for sample in group]
 
     def reset_stats(self) -> None:
@@ -320,9 +332,11 @@ class Engine:
         """
         weights.check_same(self.model.params, params)
         check_weights(params)
-        self.runner.set_params(weights.committed(params, self.model.params))
-        self.runner.version += 1
-        self.runner.free(self.scheduler.renew(self.runner.version))
+        params = weights.committed(params, self.model.params)
+        with self._guard.turn("update"):
+            self.runner.set_params(params)
+            self.runner.version += 1
+            self.runner.free(self.scheduler.renew(self.runner.version))
 
     @property
     def is_asleep(self) -> bool:
@@ -336,18 +350,37 @@ class Engine:
         belong to the caller and stay on the device; with `forget_weights` the engine drops its references, and `update` must
         be called before it runs again.
         """
-        if forget_weights:
-            self.runner.set_params(weights.shapes_of(self.model.params))
-        if self.is_asleep:
-            return
-        with self.runner.meter.clock("seconds"):
-            self.runner.execute(self.scheduler.sleep())
-        self.runner.sleep()
+        with self._guard.turn("sleep"):
+            if forget_weights:
+                self.runner.set_params(weights.shapes_of(self.model.params))
+            if not self.is_asleep:
+                with self.runner.meter.clock("seconds"):
+                    self.runner.execute(self.scheduler.sleep())
+                self.runner.sleep()
 
     def wake(self) -> None:
         """Allocates an empty pool of the same size; waiting samples are admitted to it."""
-        if self.is_asleep:
-            self.runner.wake()
+        with self._guard.turn("wake"):
+            if self.is_asleep:
+                self.runner.wake()
+
+    def reset(self) -> None:
+        """Makes an empty pool and starts every unfinished sample again, also after a turn that ended in the middle.
+
+        The random keys depend on seed, prompt, sample and position alone, so a sample draws the same tokens again, unless the
+        weights were replaced since it started. Its events go on where they stopped; after other weights they start again at the
+        first token. Finished samples, weights, statistics and sharing's thresholds stay.
+
+        Raises:
+          RuntimeError: another thread, or a callback of the turn in progress, uses the engine.
+        """
+        with self._guard.turn("reset", is_reset=True):
+            samples = [sample for group in self.tickets.values() for sample in group if not sample.is_finished]
+            for sample in samples:
+                sample.restart(self._stop_finder(sample.request), self.runner.version)
+            self.scheduler.restart(samples)
+            self.outputs.forget()
+            self.runner.reset()
 
     # Samples.
 
@@ -372,11 +405,14 @@ class Engine:
         return self.tickets[ticket]
 
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
-        stops = StopFinder(self.model.tokenizer.decode, request.stop_strings) if request.stop_strings else None
-        pages, now = most_pages(self.model.params, request, self.capacity.page_size), time.perf_counter() - COMPILING.seconds
+        stops, pages = self._stop_finder(request), most_pages(self.model.params, request, self.capacity.page_size)
+        now = time.perf_counter() - COMPILING.seconds
         sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, stops=stops, submitted=now)
         self.scheduler.add(sample)
         return sample
+
+    def _stop_finder(self, request: Request) -> StopFinder | None:
+        return StopFinder(self.model.tokenizer.decode, request.stop_strings) if request.stop_strings else None
 
     def _finish(self, sample: Sample, reason: str) -> None:
         """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the turn."""

@@ -1,4 +1,4 @@
-"""Defers Ctrl-C to the end of a device program: an interrupt would lose the pool that was donated to it."""
+"""Defers Ctrl-C, because a turn that ends in the middle loses what the host and the device know of each other."""
 
 import contextlib
 import signal
@@ -7,25 +7,98 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-@contextlib.contextmanager
-def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """Yields a function that returns whether Ctrl-C was pressed inside the block; a second press interrupts as usual.
+class Presses:
+    """The presses of Ctrl-C that the outermost block has deferred."""
 
-    Outside the main thread, which alone receives signals, nothing is deferred.
+    def __init__(self) -> None:
+        self.count = 0
+        self.in_callback = False
+
+    def handle(self, number: int, frame: Any) -> None:
+        """Counts a press; the second one interrupts a caller's function, which may never return."""
+        self.count += 1
+        if self.count > 1 and self.in_callback:
+            self.in_callback = False
+            raise KeyboardInterrupt
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+
+DEFERRED: list[Presses] = []  # of the outermost block, if any
+ENDING: list[int] = []  # the presses inside `ending_at_interrupt`, after a 0 for the block
+
+
+@contextlib.contextmanager
+def deferred_interrupts(*, ends_here: bool = False) -> Iterator[Presses]:
+    """Yields the presses of Ctrl-C inside the block, which may be any number; none of them interrupts it.
+
+    Blocks nest, and the outermost one counts for all. When it ends, it passes a press on to the handler that was there before,
+    unless the press `ends_here`: then the caller has acted on it, and only `ending_at_interrupt` hears of it. Outside the
+    main thread, which alone receives signals, nothing is deferred.
     """
     previous = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or previous is None:
-        yield lambda: False
+    if not is_main_thread() or previous is None:
+        yield Presses()
         return
-    pressed: list[int] = []
+    if DEFERRED:
+        yield DEFERRED[0]
+        return
+    presses = Presses()
+    signal.signal(signal.SIGINT, presses.handle)
+    DEFERRED.append(presses)
+    try:
+        yield presses
+    finally:
+        DEFERRED.clear()
+        signal.signal(signal.SIGINT, previous)
+        if presses and (ENDING or not ends_here):
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def ending_at_interrupt() -> Iterator[None]:
+    """A press of Ctrl-C ends the block by a KeyboardInterrupt, also where `generate` would return what is finished.
+
+    For programs that call the engine many times, such as a benchmark. Where Ctrl-C is not Python's own, nothing changes.
+    """
+    if not is_main_thread() or signal.getsignal(signal.SIGINT) is not signal.default_int_handler or ENDING:
+        yield
+        return
 
     def handle(number: int, frame: Any) -> None:
-        if pressed and callable(previous):
-            previous(number, frame)
-        pressed.append(number)
+        ENDING.append(number)
+        raise KeyboardInterrupt
 
+    ENDING.append(0)
     signal.signal(signal.SIGINT, handle)
     try:
-        yield lambda: bool(pressed)
+        yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ENDING.clear()
+
+
+def raise_lost_interrupt() -> None:
+    """Raises a KeyboardInterrupt that Python dropped, because it came in a callback of the garbage collector."""
+    if len(ENDING) > 1 and is_main_thread():
+        raise KeyboardInterrupt
+
+
+def call(function: Callable[..., Any], *arguments: Any) -> BaseException | None:
+    """Calls a caller's function and returns what it raised; a second press of Ctrl-C inside it is a KeyboardInterrupt."""
+    presses = DEFERRED[0] if DEFERRED and is_main_thread() else Presses()
+    try:
+        try:
+            presses.in_callback = True
+            function(*arguments)
+        finally:
+            presses.in_callback = False
+    except BaseException as error:
+        return error
+    return None
+
+
+def is_main_thread() -> bool:
+    """Whether this thread receives signals."""
+    return threading.current_thread() is threading.main_thread()

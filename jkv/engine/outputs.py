@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jkv.engine.interrupts import call
 from jkv.engine.samples import RowOutputs, Sample
 from jkv.model.params import Model
 from jkv.reasoning.token_text import TextStream, cut, num_certain
@@ -53,7 +54,7 @@ class Outputs:
         self.raised: BaseException | None = None
         self.is_streaming = False
         self._tickets, self._finish = tickets, finish
-        self._collected: dict[Sample, tuple[list[int], list[float]]] = {}  # tokens that no event has carried yet
+        self._collected: dict[Sample, None] = {}  # samples with tokens that no event has carried yet, in order
 
     def collect(self, sample: Sample, row: RowOutputs, version: int) -> None:
         """Adds a chunk's tokens to the completion, for the sample's next event, and ends the sample if it is finished.
@@ -70,7 +71,7 @@ class Outputs:
         completion.log_probs_full += row.log_probs_full[: len(tokens)]
         completion.versions += [sample.version, *[version] * len(tokens)][: len(tokens)]
         sample.version = version
-        self._collected[sample] = tokens, log_probs
+        self._collected[sample] = None
         if reason:
             self._finish(sample, reason)
 
@@ -92,17 +93,17 @@ class Outputs:
 
         A callback that raises ends its request with the reason "error"; the other requests continue.
         """
-        tokens, log_probs = self._collected.pop(sample, ([], []))
-        text = None
+        self._collected.pop(sample, None)
+        completion, start, text = sample.completion, sample.num_emitted_tokens, None
+        tokens, log_probs = completion.tokens[start:], completion.log_probs[start:]
+        if not tokens and not sample.is_finished:  # it was restarted, and has not come to the end of its earlier events
+            return
         if self.tokenizer is not None and (self.is_streaming or sample.on_tokens):
             text = self._new_text(sample)
-        event = Event(sample.ticket, sample.index, tokens, log_probs, text, sample.completion.finish_reason)
+        sample.num_emitted_tokens = max(start, completion.num_tokens)
+        event = Event(sample.ticket, sample.index, tokens, log_probs, text, completion.finish_reason)
         self.events.append(event)
-        if sample.on_tokens is None:
-            return
-        try:
-            sample.on_tokens(event)
-        except BaseException as error:
+        if sample.on_tokens is not None and (error := call(sample.on_tokens, event)):
             if not isinstance(error, Exception):
                 self.raised = error  # `Engine.step` raises it at the end of the turn, when nothing can be lost
             sample.completion.error = error
@@ -117,12 +118,16 @@ class Outputs:
         """The text that no event has had yet and that no stop string can cut."""
         if sample.text is None:
             sample.text = TextStream(functools.partial(self.tokenizer.decode, skip_special_tokens=True))
-        sample.text.push(sample.completion.tokens[sample.num_emitted_tokens :])
-        sample.num_emitted_tokens = len(sample.completion.tokens)
+        sample.text.push(sample.completion.tokens[sample.text.num_tokens :])
         text, stops = sample.text.text, sample.request.stop_strings
         text = cut(text, stops) if sample.is_finished else text[: num_certain(text, stops)]
         start, sample.num_emitted = sample.num_emitted, max(sample.num_emitted, len(text))
         return text[start:]
+
+    def forget(self) -> None:
+        """Forgets the chunk in progress; events of earlier ones stay."""
+        self._collected.clear()
+        self.raised = None
 
     def take(self) -> list[Event]:
         """Returns and clears the events since the last call."""

@@ -132,11 +132,17 @@ class Runner:
         self.state = state if self.mesh is not None else jax.device_put(state, self._place)
 
     def sleep(self) -> None:
-        """Frees the pool and the rest of the device state."""
+        """Frees the pool and the rest of the device state, whatever of it is left."""
         for leaf in jax.tree.leaves((self.state, self._settings)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
         self.state, self._settings = None, None
+
+    def reset(self) -> None:
+        """Replaces the device state, which may be lost, by that of an empty pool."""
+        self.sharer.forget()
+        self.sleep()
+        self.wake()
 
     def check_ready(self) -> None:
         if self.state is None:

@@ -179,6 +179,20 @@ class Sample:
         """Whether its row is to be compacted now."""
         return not self.is_finished and bool((self.compacted < self.filled).any())
 
+    def restart(self, stops: StopFinder | None, version: int) -> None:
+        """Makes it fresh; `version` is of the weights that it will start with. Events go on where they stopped.
+
+        A sample whose tokens came from other weights may draw other tokens, so its events start again at the first.
+        """
+        completion = Completion(queued_seconds=self.completion.queued_seconds, preemptions=self.completion.preemptions)
+        fresh = Sample(
+            self.ticket, self.index, self.request, completion, self.most_pages, on_tokens=self.on_tokens, stops=stops
+        )
+        fresh.submitted = self.submitted
+        if all(each == version for each in self.completion.versions):
+            fresh.text, fresh.num_emitted, fresh.num_emitted_tokens = self.text, self.num_emitted, self.num_emitted_tokens
+        vars(self).update(vars(fresh))
+
     def advance(self, row: RowOutputs) -> None:
         """Counts a chunk's tokens and slots, and records them in the trace."""
         count, policy = len(row.tokens), self.request.policy

@@ -15,6 +15,7 @@ chunks. So a row's compactions never depend on the other rows.
 
 import dataclasses
 import heapq
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jkv.cache.pool import num_pages_of
@@ -120,6 +121,15 @@ class Scheduler:
             if prefix.is_held:
                 self._free(prefix)
         return Turn(release, swap_out, freed + self._take_freed(), {}, 0)
+
+    def restart(self, samples: Iterable[Sample]) -> None:
+        """Forgets rows, prefixes and the queue, and queues fresh samples; for an empty pool."""
+        self.running.clear()
+        self.waiting.clear()
+        self.prefixes.clear()
+        self._freed.clear()
+        for sample in samples:
+            self.add(sample)
 
     def renew(self, version: int) -> list[Prefix]:
         """Detaches samples that have not started from prefixes of older weights; returns the prefixes to free."""

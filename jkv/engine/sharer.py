@@ -38,8 +38,12 @@ class Sharer:
         self.programs = programs  # the engine's: `jkv.engine.programs`, or those of a mesh
         self.page_size, self.num_rows, self.max_pages = page_size, num_rows, max_pages
         self.stats = SharingStats()  # the engine's
-        self.failed: list[tuple[Sample, Exception]] = []  # samples whose encoder raised during the chunk
         self.set_model(model)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the chunk in progress."""
+        self.failed: list[tuple[Sample, Exception]] = []  # samples whose encoder raised during the chunk
         self._rows: list[Row] = []
         self._squares: list[tuple[int, Any]] = []  # number of pairs and squared distances of each measuring program
 
@@ -62,7 +66,7 @@ class Sharer:
 
         `state` and `outputs` are the results of the chunk, which is still running.
         """
-        self._rows, self.failed = [], []
+        self.forget()
         with clock(self.stats, "filter_seconds"):
             for i, sample in running.items():
                 sharing = sample.sharing
@@ -78,7 +82,6 @@ class Sharer:
                 if pairs:
                     self._rows.append(Row(i, sample, sharing, pairs))
         self.stats.filter_waits += bool(outputs.token.is_ready())
-        self._squares = []
         rows = [row for row in self._rows if row.sharing.share.random is None]
         for is_raw in (False, True):  # two programs: with and without rotation to a common position
             self._measure(state, [row for row in rows if (row.sharing.share.compare_on == "raw") == is_raw], is_raw)

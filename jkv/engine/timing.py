@@ -9,16 +9,22 @@ import jax
 
 
 class CompileClock:
-    """Seconds spent tracing and compiling in this process since the package was imported, nested spans counted once."""
+    """Seconds spent tracing and compiling in this process since the package was imported, nested spans counted once.
+
+    Attributes:
+      seconds: the sum.
+      count: programs compiled, or read from JAX's persistent cache.
+    """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds, self.count = 0.0, 0
         self._spans: list[tuple[float, float]] = []  # disjoint and ascending; the newest may still be enclosed by another
 
     def listen(self, event: str, duration_secs: float, **_: Any) -> None:
         """Adds a duration reported by JAX; reports come as spans end, inner spans first."""
         if not event.startswith("/jax/core/compile/"):
             return
+        self.count += event.endswith("backend_compile_duration")
         end = time.perf_counter()
         begin = end - duration_secs
         while self._spans and self._spans[-1][0] >= begin:

@@ -16,8 +16,8 @@ import numpy as np
 
 from jkv.checks import check_counts
 from jkv.engine.engine import Engine
+from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
-from jkv.engine.outputs import Event
 from jkv.engine.requests import Request, RequestOptions, check_sampling, encode_prompts, make_requests
 from jkv.engine.results import Result
 from jkv.engine.stats import RunStats
@@ -121,8 +121,6 @@ def run(
                     file.write(json_lines([record]))
 
         finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
-    if len(records) < len(problems) * samples:
-        raise KeyboardInterrupt
     return sum_up(policy, records, samples)
 
 
@@ -132,21 +130,25 @@ def finish(
     keep: Callable[[int, int, Result], None],
     progress: bool | None,
 ) -> None:
-    """Runs the samples that are left, and passes each to `keep` when it is finished."""
+    """Runs the samples that are left, and passes each to `keep` when it is finished.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C was pressed, any number of times; `keep` has had every finished sample.
+    """
     waiting = {engine.submit_requests([request]): (i, j) for i, j, request in left}
-
-    with progress_bar(sum(request.max_new_tokens for *_, request in left), progress) as show:
-
-        def collect(events: list[Event]) -> None:
+    total = sum(request.max_new_tokens for *_, request in left)
+    with deferred_interrupts(ends_here=True) as presses, progress_bar(total, progress) as show:
+        while not engine.is_idle:
+            events = engine.step()
             show(events)
             for event in events:
-                if event.finish_reason and event.finish_reason != "cancelled":
+                if event.finish_reason:
                     out = engine.result(event.ticket)
                     if (error := out.samples[0].error) is not None:
                         raise error
                     keep(*waiting.pop(event.ticket), out)
-
-        engine.run(collect)
+            if presses:
+                raise KeyboardInterrupt
 
 
 def record_of(policy: Policy, problem: Problem, index: int, sample: int, out: Result, judge: Grader) -> Record:

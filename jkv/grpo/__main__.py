@@ -16,6 +16,7 @@ from typing import Any
 
 from jkv import reports as record
 from jkv import viz
+from jkv.engine.interrupts import ending_at_interrupt
 from jkv.grpo.course import Course, read_course
 from jkv.grpo.learner import learn
 from jkv.grpo.outcome import COLUMNS, by_arm, describe, record_of, remarks, row_of
@@ -110,12 +111,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = record.about(f"python -m jkv.grpo {shlex.join(words)}")
     runs: list[dict[str, Any]] = []
     try:
-        course = narrow(read_course(options.config), options.arms, options.seeds, options.steps)
-        if options.out:
-            viz.look.figure_class()  # fails before hours of work where matplotlib is missing
-        for runs in run_course(course, checkpoints, options.progress):
+        with ending_at_interrupt():
+            course = narrow(read_course(options.config), options.arms, options.seeds, options.steps)
             if options.out:
-                write(course, runs, about, options.out, options.config.stem)
+                viz.look.figure_class()  # fails before hours of work where matplotlib is missing
+            for runs in run_course(course, checkpoints, options.progress):
+                if options.out:
+                    write(course, runs, about, options.out, options.config.stem)
     except (ValueError, ImportError) as error:
         print(f"grpo: {error}", file=sys.stderr)
         return 2

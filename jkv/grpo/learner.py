@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from jkv import rl
+from jkv.engine.interrupts import deferred_interrupts
 from jkv.generate import generate
 from jkv.grpo.checkpoints import Checkpoints, History, Progress
 from jkv.grpo.course import TASKS, Arm, Course
@@ -191,5 +192,6 @@ def learn(
                 rollout.update(now.params)
                 on_step(now.history.steps[-1])
         except KeyboardInterrupt:
-            checkpoints.save(now)
+            with deferred_interrupts():
+                checkpoints.save(now)
             raise

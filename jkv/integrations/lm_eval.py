@@ -19,6 +19,7 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.engine.interrupts import ending_at_interrupt
 from jkv.engine.requests import DEFAULT_NEW_TOKENS
 from jkv.generate import generate
 from jkv.model import checkpoint
@@ -125,17 +126,18 @@ class JKV(TemplateLM):
         texts = [""] * len(requests)
         for (stops, limit, sampling), members in groups.items():
             prompts = [self.shorten(self.tok_encode(requests[i].args[0]), limit) for i in members]
-            out = generate(
-                self.model,
-                prompts,
-                policy=self.policy,
-                sampling=sampling,
-                max_new_tokens=limit,
-                stop_strings=() if self.think_end_token else stops,
-                max_running=self.max_running,
-                progress=not disable_tqdm,
-                **self.cache,
-            )
+            with ending_at_interrupt():
+                out = generate(
+                    self.model,
+                    prompts,
+                    policy=self.policy,
+                    sampling=sampling,
+                    max_new_tokens=limit,
+                    stop_strings=() if self.think_end_token else stops,
+                    max_running=self.max_running,
+                    progress=not disable_tqdm,
+                    **self.cache,
+                )
             if "cancelled" in out.finish_reason:
                 raise KeyboardInterrupt
             assert out.text is not None

@@ -17,17 +17,19 @@ class TextStream:
 
     Attributes:
       text: the text of the tokens so far, without an incomplete UTF-8 character at its end.
+      num_tokens: the number of tokens so far.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
-        self.text = ""
+        self.text, self.num_tokens = "", 0
         self._tokens: list[int] = []  # the last tokens: the space before a token may depend on its predecessor
         self._num_decoded = 0  # how many of them are in the text
 
     def push(self, tokens: Sequence[int]) -> None:
         """Adds the next tokens."""
         self._tokens += tokens
+        self.num_tokens += len(tokens)
         before, now = self.decode(self._tokens[: self._num_decoded]), self.decode(self._tokens)
         if now.endswith(UNFINISHED) or len(now) <= len(before):
             return

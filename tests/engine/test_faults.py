@@ -1,0 +1,310 @@
+"""Nothing that happens in the middle of a turn gives a wrong token, and what cannot go on says so."""
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv.engine import mappings
+from jkv.engine.interrupts import deferred_interrupts
+from jkv.engine.timing import COMPILING
+from tests.support.faults import DeviceError, ctrl_c, num_calls, with_failing_programs
+from tests.support.mixes import Expected
+from tests.support.simulator import ROW, Schedule, make_engine, simulate
+
+PROMPTS = [[5, 1, 9], [3, 7] * 13 + [1]]
+R_KV = jkv.r_kv(budget=16, interval=8, window=4)
+SETTINGS = {"policy": R_KV, "max_new_tokens": 20, "stop_ids": ()}
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    return Expected(model)
+
+
+@pytest.mark.parametrize("start", range(0, 200, 50))
+def test_random_schedules_give_right_tokens_and_leave_nothing(model, expected, start):
+    counts = simulate(model, expected, range(start, start + 50))
+    assert min(counts[name] for name in ("results", "interrupted", "failed", "callback", "sleep", "update")) > 0
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_schedules(model, expected):
+    simulate(model, expected, range(10_000, 20_000))
+
+
+def generate(model):
+    return jkv.generate(
+        model, PROMPTS, n=2, sampling=jkv.Sampling(seed=5), page_size=4, max_running=3, progress=False, **SETTINGS
+    )
+
+
+@pytest.mark.parametrize("presses", [1, 2, 5])
+def test_generate_returns_what_there_is_wherever_ctrl_c_is_pressed(model, presses):
+    """At every 29th call of its host loop; a press before the first turn is a KeyboardInterrupt, of which nothing is lost."""
+    whole = generate(model)
+    calls, partial = num_calls(lambda: generate(model)), 0
+    for at in range(presses, calls - presses, 29):
+        with ctrl_c(at, presses) as where:
+            try:
+                out = generate(model)
+            except KeyboardInterrupt:
+                assert not {"Engine.step", "Engine.run", "Engine.take", "make_result"} & {*where}, where
+                continue
+        assert where
+        partial += "cancelled" in out.finish_reason
+        for i, reason in enumerate(out.finish_reason):
+            length = out.lengths[i]
+            assert out.tokens[i, :length].tolist() == whole.tokens[i, :length].tolist()
+            assert reason == "cancelled" or (reason, length) == (whole.finish_reason[i], whole.lengths[i])
+    assert partial > 3
+
+
+@pytest.mark.parametrize("presses", [1, 3])
+def test_a_rollout_continues_wherever_ctrl_c_is_pressed(model, presses):
+    rollout = jkv.Rollout(model, R_KV, max_prompt_tokens=32, max_new_tokens=20, n=2, max_running=3, page_size=4)
+    settings = {"n": 2, "seed": 5, "stop_ids": ()}
+    whole = rollout(PROMPTS, **settings)
+    calls = num_calls(lambda: rollout(PROMPTS, **settings))
+    for at in range(0, calls - presses, 61):
+        parts = []
+        with ctrl_c(at, presses), contextlib.suppress(KeyboardInterrupt):  # raised before anything is queued, or afterwards
+            parts.append(rollout(PROMPTS, **settings))
+        parts.append(rollout.run() if rollout.pending or parts else rollout(PROMPTS, **settings))
+        got = {
+            (prompt, sample): part.tokens[i, : part.lengths[i]].tolist()
+            for part in parts
+            for i, (prompt, sample) in enumerate(zip(part.prompt_index.tolist(), part.sample_index.tolist(), strict=True))
+        }
+        assert got == {(i // 2, i % 2): whole.tokens[i, : whole.lengths[i]].tolist() for i in range(4)}
+        assert not rollout.pending
+
+
+def test_a_second_press_interrupts_a_callback_that_never_returns(model):
+    engine = make_engine(model, 2, 2 * ROW)
+
+    def hang(event):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        while True:
+            pass
+
+    hanging = engine.submit(PROMPTS[0], on_tokens=hang, **SETTINGS)
+    other = engine.submit(PROMPTS[1], **SETTINGS)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.run()
+    assert engine.result(hanging).finish_reason == ["error"]
+    assert engine.result(other).finish_reason == ["length"]
+
+
+def test_the_handler_that_was_there_receives_the_press(model):
+    """As asyncio's own does; and where Ctrl-C is ignored, it is ignored here too."""
+    heard, before = [], signal.getsignal(signal.SIGINT)
+    try:
+        signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            assert not heard
+        assert heard == [signal.SIGINT]
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with deferred_interrupts():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("is_before", [True, False], ids=["before_it_ran", "after_it_ran"])
+@pytest.mark.parametrize("failing", range(8))
+def test_a_reset_gives_the_same_tokens_and_keeps_what_is_finished(model, failing, is_before):
+    engine, quiet = (make_engine(model, 2, 2 * ROW) for _ in range(2))
+    short, *rest = (engine.submit(PROMPTS[0], max_new_tokens=3), engine.submit(PROMPTS[1], n=3, **SETTINGS))
+    quiet.submit(PROMPTS[0], max_new_tokens=3)
+    ticket = quiet.submit(PROMPTS[1], n=3, **SETTINGS)
+    quiet.run()
+    programs, told = with_failing_programs(engine), []
+    engine.tickets[rest[0]][0].on_tokens = lambda event: told.extend(event.tokens)
+    engine.step()
+    programs.fail(failing, is_before)
+    with pytest.raises(DeviceError):
+        engine.run()
+    for call in (
+        engine.step,
+        engine.run,
+        engine.sleep,
+        engine.wake,
+        lambda: engine.cancel(rest[0]),
+        lambda: engine.submit([1], max_new_tokens=3),
+    ):
+        with pytest.raises(RuntimeError, match=r"ended in the middle \(DeviceError: .*Call reset\(\)"):
+            call()
+    engine.result(short)
+    engine.reset()
+    engine.run()
+    out, whole = engine.result(rest[0]), quiet.result(ticket)
+    np.testing.assert_array_equal(out.tokens, whole.tokens)
+    np.testing.assert_array_equal(out.logprobs, whole.logprobs)
+    assert told == whole.tokens[0].tolist()  # each once
+    engine.step()
+    assert engine.runner.num_held_pages == 0
+
+
+def test_a_rollout_is_reset_after_a_program_failed(model):
+    rollout = jkv.Rollout(model, R_KV, max_prompt_tokens=32, max_new_tokens=20, max_running=3, page_size=4, return_trace=True)
+    settings = {"n": 3, "seed": 1, "stop_ids": (), "return_trace": True}
+    whole = rollout(PROMPTS, **settings)
+    with_failing_programs(rollout.engine).fail(7, False)
+    with pytest.raises(DeviceError):
+        rollout(PROMPTS, **settings)
+    with pytest.raises(RuntimeError, match="reset"):
+        rollout.run()
+    rollout.reset()
+    out = rollout.run()
+    np.testing.assert_array_equal(out.tokens, whole.tokens)
+    np.testing.assert_allclose(jkv.score(model, out, trace=out.trace).logprobs, out.logprobs, atol=2e-5)
+
+
+def test_events_start_again_after_other_weights(model):
+    engine = make_engine(model, 2, 2 * ROW)
+    ticket, events = engine.submit(PROMPTS[0], **SETTINGS), []
+    first = engine.step()
+    engine.update(dataclasses.replace(model.params, embedding=model.params.embedding[::-1]))
+    engine.reset()
+    engine.run(events.extend)
+    told = [token for event in events for token in event.tokens]
+    assert first[0].tokens != told[: len(first[0].tokens)]
+    assert told == engine.result(ticket).tokens[0].tolist()
+
+
+def test_one_thread_at_a_time(model):
+    """Two threads step one engine until all is finished: a call works, or is refused; no token is wrong or lost."""
+    engine, quiet = (make_engine(model, 3, 3 * ROW) for _ in range(2))
+    tickets = [engine.submit(PROMPTS[i % 2], first_sample=i, **SETTINGS) for i in range(6)]
+    others = [quiet.submit(PROMPTS[i % 2], first_sample=i, **SETTINGS) for i in range(6)]
+    quiet.run()
+    refused, problems = [], []
+
+    def drive():
+        while not engine.is_idle:
+            try:
+                engine.step()
+            except RuntimeError as error:
+                refused.append(str(error))
+            except BaseException as error:
+                problems.append(error)
+                return
+
+    threads = [threading.Thread(target=drive, name=f"driver {i}") for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems
+    assert all("one thread at a time; step() was called by driver" in message for message in refused)
+    for ticket, other in zip(tickets, others, strict=True):
+        assert engine.result(ticket).tokens.tolist() == quiet.result(other).tokens.tolist()
+
+
+def test_a_second_thread_is_refused_by_name(model):
+    engine, messages = make_engine(model, 2, 2 * ROW), []
+
+    def on_tokens(event):
+        def call():
+            for method in (engine.step, engine.run, engine.sleep, engine.reset, lambda: engine.cancel(ticket)):
+                with pytest.raises(RuntimeError) as caught:
+                    method()
+                messages.append(str(caught.value))
+
+        thread = threading.Thread(target=call, name="the web server")
+        thread.start()
+        thread.join()
+
+    ticket = engine.submit(PROMPTS[0], on_tokens=on_tokens, **SETTINGS)
+    engine.run()
+    assert engine.result(ticket).finish_reason == ["length"]
+    assert len(messages) >= 5
+    assert "was called by the web server while MainThread runs it" in messages[0]
+
+
+def test_a_fork_is_refused(model, monkeypatch):
+    engine = make_engine(model, 2, 2 * ROW)
+    ticket = engine.submit(PROMPTS[0], **SETTINGS)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    for call in (engine.step, engine.run, lambda: engine.result(ticket), engine.reset):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            call()
+        assert "fork" in str(caught.value) or "not finished" in str(caught.value)
+
+
+def test_an_event_loop_serves_requests_through_one_lock(model):
+    engine, lock = make_engine(model, 3, 3 * ROW), asyncio.Lock()
+
+    async def ask(i):
+        async with lock:
+            ticket = engine.submit(PROMPTS[i % 2], first_sample=i, **SETTINGS)
+        while not all(sample.is_finished for sample in engine.tickets[ticket]):
+            async with lock:
+                await asyncio.to_thread(engine.step)
+        async with lock:
+            return engine.result(ticket).tokens[0].tolist()
+
+    async def serve():
+        return await asyncio.gather(*(ask(i) for i in range(6)))
+
+    got = asyncio.run(serve())
+    quiet = make_engine(model, 3, 3 * ROW)
+    tickets = [quiet.submit(PROMPTS[i % 2], first_sample=i, **SETTINGS) for i in range(6)]
+    quiet.run()
+    assert got == [quiet.result(ticket).tokens[0].tolist() for ticket in tickets]
+
+
+LONG_LIFE = """
+import jkv
+from jkv.engine import mappings
+mappings.MOST = 0.03
+model = jkv.testing.tiny_model()
+most, cleared = 0, 0
+for i in range(24):
+    out = jkv.generate(model, [1, 2, 3], max_new_tokens=6, page_size=4, num_pages=64 + 2 * i, stop_ids=(), progress=False)
+    first = out.tokens.tolist() if i == 0 else first
+    assert out.tokens.tolist() == first
+    most = max(most, mappings.num_mappings())
+print(most)
+"""
+
+
+@pytest.mark.skipif(not mappings.limit(), reason="no limit of mappings here")
+def test_programs_of_many_engines_do_not_pile_up():
+    """Without letting go, 24 engines of different pools hold thousands of mappings more than one."""
+    out = subprocess.run([sys.executable, "-c", LONG_LIFE], capture_output=True, text=True, check=True, env=os.environ)
+    assert int(out.stdout) < 0.03 * mappings.limit() + 16 * 130 + 500
+
+
+def test_programs_stay_as_long_as_there_is_room(monkeypatch):
+    monkeypatch.setattr(mappings, "_checked", COMPILING.count - mappings.CHECK_EVERY)
+    monkeypatch.setattr(mappings, "num_mappings", lambda: mappings.limit() // 2)
+    assert not mappings.let_programs_go()
+
+
+@pytest.mark.parametrize("kind", ["one_engine", "schedules"])
+def test_planted_bugs_are_found(model, expected, monkeypatch, kind):
+    """A reset that keeps the pool, and one that forgets a sample's count, are seen by the simulator."""
+    if kind == "one_engine":
+        monkeypatch.setattr("jkv.engine.scheduler.Scheduler.restart", lambda self, samples: [self.add(s) for s in samples])
+    else:
+        monkeypatch.setattr("jkv.engine.guard.Guard.check", lambda self: None)
+    with pytest.raises(BaseException) as caught:  # noqa: PT011 -- whatever it breaks first
+        simulate(model, expected, range(200, 230))
+    assert any("schedule" in note for note in caught.value.__notes__)
+
+
+def test_a_schedule_repeats(model, expected):
+    assert Schedule(model, expected, 3).run() == Schedule(model, expected, 3).run()
