@@ -27,6 +27,7 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 CACHE = ROOT / ".cache" / f"jax-{jax.__version__}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # of what the tests start, too
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
