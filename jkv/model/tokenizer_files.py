@@ -131,7 +131,7 @@ def family_defaults(folder: Path) -> Any:
     file = find_file(folder / "config.json")
     fields = {} if file is None else read_json(file)
     check_fields(fields, {name: NAMES[name] for name in ("model_type", "tokenizer_class")}, str(file))
-    name = fields.get("model_type")
+    name = fields.get("model_type") or ""
     config = CONFIG_MAPPING[name]() if name in CONFIG_MAPPING else PreTrainedConfig()
     config.tokenizer_class = fields.get("tokenizer_class")
     return config
