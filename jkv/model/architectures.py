@@ -10,7 +10,7 @@ from typing import Any
 from jkv.model.config_rules import NAMES, REQUIRED, ROPE, RULES
 from jkv.model.families import FAMILIES, find_family
 from jkv.model.family import Family
-from jkv.model.json_files import CORRECT, check_fields, shown
+from jkv.model.json_files import CORRECT, check_fields, printable, shown
 from jkv.model.params import ModelConfig, RopeScaling
 
 ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint)
@@ -35,19 +35,22 @@ def advice() -> str:
 
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
     family = check_family(fields, where)
     check_fields(fields, RULES, where, REQUIRED)
     check_rope(fields, where)
+    kinds, layers = fields.get("layer_types") or [], fields["num_hidden_layers"]
+    if len(kinds) not in (0, layers):
+        raise ValueError(f"{where}: layer_types must name the {layers} layers, got {len(kinds)} names. {CORRECT}")
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig  # slow to import, and not needed to refuse a file
+
     # Only known fields are passed on: transformers builds lists and objects of others, of any size.
     known = {name: fields[name] for name in RULES.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
     try:
         config = AutoConfig.for_model(family.config_type or family.name, **known)
     except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{where}: must be a valid {family.name} configuration: {error}. Correct it or download it again."
+            f"{where}: must be a valid {family.name} configuration: {printable(error)}. Correct it or download it again."
         ) from error
     if "num_key_value_heads" not in fields and config.num_key_value_heads != config.num_attention_heads:
         raise ValueError(f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}")
@@ -101,10 +104,8 @@ def check_features(config: Any, family: Family, where: str) -> None:
     if window is None or window >= limit:  # a window of the maximum length is full attention
         others -= {"sliding_attention"}
     biases = [name for name in family.bias_switches if getattr(config, name, False)]
-    kinds, layers = getattr(config, "layer_types", None) or [], config.num_hidden_layers
     has_head_size = getattr(config, "head_dim", None) is not None
     rules = (
-        (len(kinds) in (0, layers), f"layer_types must name the {layers} layers, got {len(kinds)} names"),
         (
             has_head_size or config.hidden_size % queries == 0,
             f"hidden_size must be a multiple of num_attention_heads={queries}, got {config.hidden_size}",
@@ -144,7 +145,7 @@ def check_rope(fields: Mapping[str, Any], where: str) -> None:
                 rope.get("type", kind) == kind,
                 f"type and rope_type must be the same, got {shown(rope.get('type'))} and {kind!r}",
             ),
-            (not nested, f"must be the same for all layers, got an object of {', '.join(nested)}"),
+            (not nested, f"must be the same for all layers, got objects of {shown(nested)}"),
             (not unused, f"{', '.join(unused)} must not be set, because RoPE of type {kind!r} has no such factor"),
             (not unequal, f"{', '.join(unequal)} must be what config.json has outside of {name}, got another value"),
             (kind != "llama3" or low < high, f"low_freq_factor must be below high_freq_factor={high}, got {low}"),

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from jkv.model.json_files import printable
+
 SECONDS = 5.0  # for one conversation; real templates take less than a millisecond
 START = 120.0  # seconds for the imports of the process on a busy machine
 GRACE = 2.0  # seconds after which a process that did not end itself is killed
@@ -133,8 +135,8 @@ class ChatRenderer:
         """The error of a template."""
         place = f"line {line}" if line else f"lines 1 to {self.template.count(chr(10)) + 1}, while it was compiled"
         return ValueError(
-            f"The chat template of {self.name} must render a conversation; {place}: {error}. Correct chat_template in "
-            "tokenizer_config.json (or chat_template.jinja), or leave the template out."
+            f"The chat template of {self.name} must render a conversation; {place}: {printable(error)}. Correct "
+            "chat_template in tokenizer_config.json (or chat_template.jinja), or leave the template out."
         )
 
     def close(self) -> None:

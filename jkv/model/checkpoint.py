@@ -21,7 +21,7 @@ import numpy as np
 from jkv.model.architectures import config_fields, parse_config
 from jkv.model.config_rules import GENERATION
 from jkv.model.families import find_family
-from jkv.model.json_files import AGAIN, CORRECT, check_fields, find_file, read_json, shown
+from jkv.model.json_files import AGAIN, CORRECT, check_fields, find_file, printable, read_json, shown
 from jkv.model.params import Model, ModelConfig, Params, leaf_name, named_leaves, weight_shapes
 from jkv.model.tokenizer_files import read_tokenizer
 from jkv.model.weight_files import Stored, list_files, list_tensors
@@ -185,7 +185,7 @@ def list_some(names: list[str]) -> str:
 
 def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params:
     """The weights of a checkpoint folder, in the layout of `Params`, on the default device."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     files, names = list_files(folder), find_family(config.family).tensors
     wanted, stored = tensor_parts(config), list_tensors(files)
@@ -194,9 +194,12 @@ def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params
     dtype = weight_dtype(default if dtype is None else dtype)
     leaves: dict[int, jax.Array] = {}
     for file in files:
-        with safe_open(file, "numpy") as tensors:
-            for name in [name for name in wanted if stored[name].file == file]:
-                leaves |= read_parts(tensors.get_tensor(name), wanted[name], dtype, f"{file}: {name}")
+        try:
+            with safe_open(file, "numpy") as tensors:
+                for name in [name for name in wanted if stored[name].file == file]:
+                    leaves |= read_parts(tensors.get_tensor(name), wanted[name], dtype, f"{file}: {name}")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}") from error
     if config.tie_embeddings and names["unembedding"] in stored:
         check_tied(stored, names["embedding"], names["unembedding"])
     return jax.tree.unflatten(jax.tree.structure(weight_shapes(config)), [leaves[index] for index in sorted(leaves)])

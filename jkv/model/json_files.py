@@ -155,6 +155,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
+def printable(error: object) -> str:
+    """The text of a library's error on one line, without control characters from the file."""
+    text = " ".join(str(error).split())
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)[:500]
+
+
 def check_fields(fields: Mapping[str, Any], rules: Mapping[str, Rule], where: str, required: Iterable[str] = ()) -> None:
     """Refuses fields that break their rule, and missing ones. Fields without a rule are ignored."""
     for name in required:

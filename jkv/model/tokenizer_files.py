@@ -27,6 +27,7 @@ from jkv.model.json_files import (
     integer,
     list_of,
     nullable,
+    printable,
     read_json,
     shown,
 )
@@ -114,7 +115,7 @@ def read_tokenizer(folder: Path, config: ModelConfig | None = None) -> Any:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(
-            f"The tokenizer in {folder} must load without custom code: {error}. Correct it, or remove "
+            f"The tokenizer in {folder} must load without custom code: {printable(error)}. Correct it, or remove "
             f"{', '.join(TOKENIZER_FILES)} and use token ids."
         ) from error
     check_size(size, folder, config)

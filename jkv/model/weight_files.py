@@ -43,7 +43,7 @@ def sizes(most: int) -> Rule:
 
 
 TENSOR = {
-    "dtype": Rule("a dtype of safetensors", lambda value: isinstance(value, str)),
+    "dtype": Rule("a dtype of safetensors", lambda value: isinstance(value, str) and bool(re.fullmatch(r"\w{2,16}", value))),
     "shape": sizes(8),
     "data_offsets": sizes(2),
 }
@@ -124,7 +124,9 @@ def read_header(file: Path) -> dict[str, Stored]:
             header = parse_object(stream.read(length), f"{file}: the header")
     except OSError as error:
         raise ValueError(f"{rule}: {error}. {AGAIN}") from error
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"{rule}, whose __metadata__ has strings alone; got {shown(metadata)}. {AGAIN}")
     if odd := [name for name in header if len(name) > MAX_NAME or not name.isprintable()]:
         raise ValueError(
             f"{rule}, whose names are printable and have at most {MAX_NAME} characters; got {shown(odd[0])}. {AGAIN}"
