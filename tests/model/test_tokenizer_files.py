@@ -1,12 +1,12 @@
 """Tokenizers that would abort the process, take gigabytes or read other files: refused before a library sees them."""
 
+import json
 import os
 
 import pytest
 
 from jkv.model import checkpoint
 from jkv.model.json_files import MAX_BYTES
-from jkv.tasks import vocabulary
 from tests.support.hostile_folders import refused, with_text, with_tokenizer
 
 
@@ -147,11 +147,18 @@ def test_a_large_file_of_a_tokenizer_is_refused(tmp_path):
     refused(tmp_path, f"merges.txt must have at most {MAX_BYTES:,} bytes")
 
 
-def test_the_tokenizer_alone_of_any_architecture_is_checked_as_well(tmp_path):
+def test_the_tokenizer_alone_is_checked_as_well(tmp_path):
     with_tokenizer(tmp_path, added_tokens=added(2**31))
-    with_text(tmp_path, "config.json", '{"model_type": "gemma2", "num_labels": 1000000000000}')
+    with_text(tmp_path, "config.json", '{"model_type": "gemma2"}')
     with pytest.raises(ValueError, match="must have an id in"):
         checkpoint.load_tokenizer(tmp_path)
-    with_tokenizer(tmp_path)
-    with_text(tmp_path, "config.json", '{"model_type": "gemma2", "num_labels": 1000000000000}')
-    assert checkpoint.load_tokenizer(tmp_path).encode("a=3") == vocabulary.make_tokenizer().encode("a=3")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "no-such-family"])
+def test_fields_of_the_model_are_not_expanded_to_choose_a_tokenizer(family, tmp_path):
+    with_tokenizer(tmp_path, "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    with_text(tmp_path, "config.json", json.dumps({"model_type": family}))
+    expected = checkpoint.load_tokenizer(tmp_path)
+    with_text(tmp_path, "config.json", json.dumps({"model_type": family, "id2label": ["x"], "num_labels": -(10**12)}))
+    found = checkpoint.load_tokenizer(tmp_path)  # a positive number of labels would have no end without the rule
+    assert (type(found), found.encode("a=3")) == (type(expected), expected.encode("a=3"))
