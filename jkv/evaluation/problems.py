@@ -13,6 +13,7 @@ import numpy as np
 
 from jkv.evaluation.datasets import Row, check_fields, read_rows
 from jkv.evaluation.graders import read_box
+from jkv.model.chat_template import render_chats
 from jkv.model.params import Model
 
 QUESTION, CHOICES = "{question}", "ABCDEFGHIJ"
@@ -132,7 +133,8 @@ def put(
     """The problems as the model reads them: each question in the template and, if asked for, as a user's turn of a chat.
 
     Raises:
-      ValueError: a template without its place for the question, or a chat with a tokenizer that has no template.
+      ValueError: a template without its place for the question, or a chat with a tokenizer that has no template, or one that
+        fails.
     """
     if QUESTION not in template:
         raise ValueError(f"template must say where the question goes, as {QUESTION}; got {template!r}.")
@@ -142,7 +144,7 @@ def put(
     if not has_chat_template(tokenizer):
         raise ValueError("chat_template needs a tokenizer that has one; this model's has none. Leave it out.")
     turns = [[{"role": "user", "content": prompt}] for prompt, _ in asked]
-    rendered = [tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    rendered = render_chats(tokenizer, turns, add_generation_prompt=True)
     return [Problem(prompt, answer, is_chat=True) for prompt, (_, answer) in zip(rendered, asked, strict=True)]
 
 

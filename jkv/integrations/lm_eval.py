@@ -23,6 +23,7 @@ from jkv.engine.interrupts import ending_at_interrupt
 from jkv.engine.requests import DEFAULT_NEW_TOKENS
 from jkv.generate import generate
 from jkv.model import checkpoint
+from jkv.model.chat_template import ChatRenderer
 from jkv.model.sampling import Sampling
 from jkv.policies import make
 from jkv.replay.score import score
@@ -73,6 +74,7 @@ class JKV(TemplateLM):
         if self.model.tokenizer is None:
             raise ValueError(f"The harness passes text, and {pretrained} has no tokenizer. Choose a model that has one.")
         self.tokenizer = self.model.tokenizer
+        self.renderer: ChatRenderer | None = None
         self.max_length = min(max_length or self.model.config.max_positions, self.model.config.max_positions)
         self.max_running = None if batch_size in (None, "auto") else int(batch_size)
         self.max_gen_toks, self.seed, self.think_end_token = int(max_gen_toks), int(seed), think_end_token
@@ -105,17 +107,16 @@ class JKV(TemplateLM):
         """The text of a chat.
 
         Raises:
-          ValueError: the model's tokenizer has no chat template.
+          ValueError: the model's tokenizer has no chat template, or it fails (`jkv.model.chat_template`).
         """
         if not self.tokenizer.chat_template:
             raise ValueError(
                 "--apply_chat_template needs a tokenizer with a chat template; this one has none. Leave the option out."
             )
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
+        if self.renderer is None:
+            self.renderer = ChatRenderer(self.tokenizer)
+        return self.renderer.render(
+            chat_history, add_generation_prompt=add_generation_prompt, continue_final_message=not add_generation_prompt
         )
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:

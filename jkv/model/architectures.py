@@ -3,11 +3,14 @@
 The differences between families are in `jkv.model.families`. `jkv.model.checkpoint` reads and writes the files.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+from jkv.model.config_rules import NAMES, REQUIRED, ROPE, RULES
 from jkv.model.families import FAMILIES, find_family
 from jkv.model.family import Family
+from jkv.model.json_files import CORRECT, check_fields, printable, shown
 from jkv.model.params import ModelConfig, RopeScaling
 
 ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint)
@@ -20,6 +23,8 @@ ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint
         "original_max_position": "original_max_position_embeddings",
     },
 }
+SCALES = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor", "mscale")
+UNSET = ("partial_rotary_factor", "original_max_position_embeddings")  # null is as good as absent
 
 
 def advice() -> str:
@@ -30,23 +35,32 @@ def advice() -> str:
 
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
     family = check_family(fields, where)
+    check_fields(fields, RULES, where, REQUIRED)
+    check_rope(fields, where)
+    kinds, layers = fields.get("layer_types") or [], fields["num_hidden_layers"]
+    if len(kinds) not in (0, layers):
+        raise ValueError(f"{where}: layer_types must name the {layers} layers, got {len(kinds)} names. {CORRECT}")
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig  # slow to import, and not needed to refuse a file
+
+    # Only known fields are passed on: transformers builds lists and objects of others, of any size.
+    known = {name: fields[name] for name in RULES.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
     try:
-        config = AutoConfig.for_model(**{**fields, "model_type": family.config_type or family.name})
-    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+        config = AutoConfig.for_model(family.config_type or family.name, **known)
+    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{where}: must be a valid {family.name} configuration: {error}. Correct it or download it again."
+            f"{where}: must be a valid {family.name} configuration: {printable(error)}. Correct it or download it again."
         ) from error
+    if "num_key_value_heads" not in fields and config.num_key_value_heads != config.num_attention_heads:
+        raise ValueError(f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}")
     check_features(config, family, where)
     rope = config.rope_parameters
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    share = rope.get("partial_rotary_factor", 1.0) if family.has_partial_rotary else 1.0
+    share = (rope.get("partial_rotary_factor") or 1.0) if family.has_partial_rotary else 1.0
     rotary_size = int(head_size * share)
-    if rotary_size % 2:
-        raise ValueError(f"{where}: the rotary size must be even, got {rotary_size} of {head_size=}. {advice()}")
+    if rotary_size % 2 or not rotary_size:
+        raise ValueError(f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}")
     return ModelConfig(
         family=family.name,
         vocab_size=config.vocab_size,
@@ -69,8 +83,9 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
 
 def check_family(fields: Mapping[str, Any], where: str) -> Family:
     """The family of a configuration. Refuses unsupported architectures and quantised weights."""
+    check_fields(fields, NAMES, where)
     name, architectures = fields.get("model_type"), fields.get("architectures") or []
-    family = FAMILIES.get(str(name))
+    family = FAMILIES.get(name or "")
     if family is None or any(architecture != family.architecture for architecture in architectures):
         raise ValueError(f"{where}: the architecture must be supported, got {architectures} of model_type {name!r}. {advice()}")
     quantised = fields.get("quantization_config") or fields.get("compression_config")
@@ -89,7 +104,12 @@ def check_features(config: Any, family: Family, where: str) -> None:
     if window is None or window >= limit:  # a window of the maximum length is full attention
         others -= {"sliding_attention"}
     biases = [name for name in family.bias_switches if getattr(config, name, False)]
+    has_head_size = getattr(config, "head_dim", None) is not None
     rules = (
+        (
+            has_head_size or config.hidden_size % queries == 0,
+            f"hidden_size must be a multiple of num_attention_heads={queries}, got {config.hidden_size}",
+        ),
         (not others, f"attention must be full, got {sorted(others)} with sliding_window={window} below {limit} positions"),
         (not biases, f"{' and '.join(biases)} must be false in {family.architecture}, got true"),
         (config.hidden_act in ("silu", "swish"), f"hidden_act must be 'silu', got {config.hidden_act!r}"),
@@ -98,6 +118,41 @@ def check_features(config: Any, family: Family, where: str) -> None:
     for holds, rule in rules:
         if not holds:
             raise ValueError(f"{where}: {rule}. {advice()}")
+
+
+def check_rope(fields: Mapping[str, Any], where: str) -> None:
+    """Refuses RoPE settings out of their range, and those that contradict each other."""
+    given = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)}
+    if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
+        raise ValueError(f"{where}: rope_parameters and rope_scaling must be the same, got two that differ. {CORRECT}")
+    for name, rope in given.items():
+        inside = f"{where}: {name}"
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in tuple(ROPE_FIELDS):  # which may be no string
+            raise ValueError(f"{inside}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {shown(kind)}. {advice()}")
+        used = ROPE_FIELDS[kind].values()
+        needed = [field for field in used if field != "original_max_position_embeddings"]
+        check_fields(
+            {field: value for field, value in rope.items() if field in used or field not in SCALES}, ROPE, inside, needed
+        )
+        nested = [field for field, value in rope.items() if isinstance(value, dict)]
+        unused = [field for field in SCALES if field not in used and rope.get(field) not in (None, 1)]
+        twice = [field for field in ("rope_theta", "partial_rotary_factor") if None not in (rope.get(field), fields.get(field))]
+        unequal = [field for field in twice if rope[field] != fields[field]]
+        low, high = (rope.get(field, bound) for field, bound in (("low_freq_factor", 0), ("high_freq_factor", math.inf)))
+        rules = (
+            (
+                rope.get("type", kind) == kind,
+                f"type and rope_type must be the same, got {shown(rope.get('type'))} and {kind!r}",
+            ),
+            (not nested, f"must be the same for all layers, got objects of {shown(nested)}"),
+            (not unused, f"{', '.join(unused)} must not be set, because RoPE of type {kind!r} has no such factor"),
+            (not unequal, f"{', '.join(unequal)} must be what config.json has outside of {name}, got another value"),
+            (kind != "llama3" or low < high, f"low_freq_factor must be below high_freq_factor={high}, got {low}"),
+        )
+        for holds, rule in rules:
+            if not holds:
+                raise ValueError(f"{inside}: {rule}. {CORRECT}")
 
 
 def parse_rope(rope: Mapping[str, Any], where: str) -> RopeScaling:

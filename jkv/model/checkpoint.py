@@ -19,14 +19,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.model.architectures import config_fields, parse_config
+from jkv.model.config_rules import GENERATION
 from jkv.model.families import find_family
+from jkv.model.json_files import AGAIN, CORRECT, check_fields, find_file, printable, read_json, shown
 from jkv.model.params import Model, ModelConfig, Params, leaf_name, named_leaves, weight_shapes
+from jkv.model.tokenizer_files import read_tokenizer
+from jkv.model.weight_files import Stored, list_files, list_tensors
 
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}  # by their names in safetensors headers
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # fully defined by tokenizer.json
+MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
 SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
-AGAIN = "The file is damaged, incomplete or a git-lfs pointer. Download or copy it again."
 
 Folder: TypeAlias = str | os.PathLike[str]
 
@@ -37,14 +39,6 @@ class Part(NamedTuple):
     leaf: int  # index among the leaves
     shape: tuple[int, ...]  # in the file, rows first
     is_transposed: bool
-
-
-class Stored(NamedTuple):
-    """The header of a tensor in a file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
 
 
 def load(name_or_folder: Folder, dtype: Any = None) -> Model:
@@ -61,8 +55,9 @@ def load(name_or_folder: Folder, dtype: Any = None) -> Model:
     is_hub = folder is None
     folder = folder or fetch(str(name_or_folder), SMALL_FILES)
     config = read_config(folder)
+    end_ids = read_end_ids(folder, None, config)
     tokenizer = read_tokenizer(folder, config)
-    config = dataclasses.replace(config, end_ids=read_end_ids(folder, tokenizer))
+    config = dataclasses.replace(config, end_ids=end_ids or read_end_ids(folder, tokenizer, config))
     if is_hub:
         folder = fetch(str(name_or_folder), ["*.safetensors"])
     return Model(read_weights(folder, config, dtype), tokenizer, str(name_or_folder))
@@ -112,62 +107,29 @@ def fetch(name: str, patterns: list[str]) -> Path:
 # Configuration and tokenizer
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint."""
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ValueError(
-            f"{file.parent} must contain {file.name}; it has none. Pass a Hugging Face folder. For a folder of jkv.save use "
-            "jkv.restore."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{file} must be JSON: {error}. {AGAIN}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} must contain a JSON object, got a {type(fields).__name__}. {AGAIN}")
-    return fields
-
-
 def read_config(folder: Path) -> ModelConfig:
     """The `ModelConfig` of a folder's config.json, without end tokens. Refuses unsupported features."""
     file = folder / "config.json"
-    return parse_config(read_json(file), str(file))
+    return parse_config(read_json(file, MAX_SMALL), str(file))
 
 
-def read_tokenizer(folder: Path, config: ModelConfig | None = None) -> Any:
-    """The tokenizer of a folder, checked against the model's vocabulary if a config is given; None if there is none."""
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    settings = folder / "tokenizer_config.json"
-    named = read_json(settings).get("tokenizer_class") if settings.is_file() else None
-    # AutoTokenizer would replace the pre-tokenizer of a generic tokenizer.json by that of the model family.
-    loader = PreTrainedTokenizerFast if named in GENERIC_TOKENIZERS else AutoTokenizer
-    try:
-        tokenizer = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ValueError(
-            f"The tokenizer in {folder} must load without custom code: {error}. Correct it, or remove "
-            f"{', '.join(TOKENIZER_FILES)} and use token ids."
-        ) from error
-    size = max([len(tokenizer), *(index + 1 for index in tokenizer.get_vocab().values())])
-    if config is not None and size > config.vocab_size:
-        raise ValueError(
-            f"The tokenizer in {folder} must have at most vocab_size={config.vocab_size} tokens, got {size}: it belongs to "
-            "another model. Copy the right tokenizer files there."
-        )
-    return tokenizer
-
-
-def read_end_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+def read_end_ids(folder: Path, tokenizer: Any, config: ModelConfig | None = None) -> tuple[int, ...]:
     """The end tokens: those of generation_config.json, else of config.json, else of the tokenizer."""
     # Read from the files, because AutoConfig fills in the default of the family, which may belong to another tokenizer.
-    files = [folder / "generation_config.json", folder / "config.json"]
-    found = [read_json(file).get("eos_token_id") for file in files if file.is_file()]
-    found.append(getattr(tokenizer, "eos_token_id", None))
-    ids = next((ids for ids in found if ids is not None), ())
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    for name in ("generation_config.json", "config.json"):
+        file = find_file(folder / name)
+        fields = {} if file is None else read_json(file, MAX_SMALL)
+        check_fields(fields, GENERATION, str(file))
+        found = fields.get("eos_token_id")
+        if found is not None:
+            ids = (found,) if isinstance(found, int) else tuple(found)
+            if config is not None and max(ids) >= config.vocab_size:
+                raise ValueError(
+                    f"{file}: eos_token_id must be below vocab_size={config.vocab_size}, got {shown(found)}. {CORRECT}"
+                )
+            return ids
+    own = getattr(tokenizer, "eos_token_id", None)
+    return () if own is None else (own,)
 
 
 # Tensors of a checkpoint
@@ -188,42 +150,6 @@ def tensor_parts(config: ModelConfig) -> dict[str, list[Part]]:
 def stacked_shape(parts: list[Part]) -> tuple[int, ...]:
     """The shape of a tensor of the checkpoint."""
     return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-
-
-def list_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or the shards of its index."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise ValueError(
-            f"{folder} must contain model.safetensors or model.safetensors.index.json; it has neither. Download the weights, "
-            "or convert older ones with save_pretrained of transformers."
-        )
-    shards = read_json(index).get("weight_map")
-    if not isinstance(shards, dict) or not shards:
-        raise ValueError(f"{index} must name the shard of each tensor in 'weight_map', got {shards!r}. {AGAIN}")
-    files = [folder / name for name in sorted(set(shards.values()))]
-    missing = [file.name for file in files if not file.is_file()]
-    if missing:
-        raise ValueError(f"{folder} must contain every shard of {index.name}; missing: {', '.join(missing)}. Download them.")
-    return files
-
-
-def list_tensors(files: list[Path]) -> dict[str, Stored]:
-    """All tensors in these files, read from the headers."""
-    from safetensors import SafetensorError, safe_open
-
-    stored = {}
-    for file in files:
-        try:
-            with safe_open(file, "numpy") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 -- not a mapping
-                    header = tensors.get_slice(name)
-                    stored[name] = Stored(file, tuple(header.get_shape()), header.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} must be a safetensors file: {error}. {AGAIN}") from error
-    return stored
 
 
 def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored], config: ModelConfig) -> None:
@@ -259,7 +185,7 @@ def list_some(names: list[str]) -> str:
 
 def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params:
     """The weights of a checkpoint folder, in the layout of `Params`, on the default device."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     files, names = list_files(folder), find_family(config.family).tensors
     wanted, stored = tensor_parts(config), list_tensors(files)
@@ -268,9 +194,12 @@ def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params
     dtype = weight_dtype(default if dtype is None else dtype)
     leaves: dict[int, jax.Array] = {}
     for file in files:
-        with safe_open(file, "numpy") as tensors:
-            for name in [name for name in wanted if stored[name].file == file]:
-                leaves |= read_parts(tensors.get_tensor(name), wanted[name], dtype, f"{file}: {name}")
+        try:
+            with safe_open(file, "numpy") as tensors:
+                for name in [name for name in wanted if stored[name].file == file]:
+                    leaves |= read_parts(tensors.get_tensor(name), wanted[name], dtype, f"{file}: {name}")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}") from error
     if config.tie_embeddings and names["unembedding"] in stored:
         check_tied(stored, names["embedding"], names["unembedding"])
     return jax.tree.unflatten(jax.tree.structure(weight_shapes(config)), [leaves[index] for index in sorted(leaves)])

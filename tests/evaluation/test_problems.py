@@ -2,6 +2,7 @@
 
 import csv
 import json
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -202,11 +203,14 @@ def test_parquet_says_what_to_install(tmp_path, monkeypatch):
 
 
 class Chat:  # a tokenizer, as far as prompts go
-    chat_template = "yes"
+    chat_template = (
+        "{% for turn in messages %}<|{{ turn.role }}|>{{ turn.content }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ start }}{% endif %}"
+    )
+    special_tokens_map: ClassVar = {"start": "<|assistant|>"}
 
-    def apply_chat_template(self, turns, tokenize, add_generation_prompt):
-        assert not tokenize
-        return "".join(f"<|{turn['role']}|>{turn['content']}" for turn in turns) + "<|assistant|>" * add_generation_prompt
+    def get_chat_template(self):
+        return self.chat_template
 
 
 def test_a_question_is_put_into_the_template_and_the_chat():

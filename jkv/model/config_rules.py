@@ -1,0 +1,73 @@
+"""The rules of the fields of config.json and generation_config.json, checked before anything is built from them.
+
+Bounds are far above real models and low enough that nothing sized by a field is large. `jkv.model.architectures` has the rules
+that depend on the family.
+"""
+
+from jkv.model.json_files import OBJECT, SWITCH, TEXT, Rule, at_least, either, integer, list_of, nullable, number
+
+MAX_VOCAB = 1 << 21  # XLM-V has 901,629 tokens
+MAX_POSITIONS = 1 << 24  # Llama 4 has 10,485,760
+MAX_LAYERS = 1 << 10
+MAX_FREQUENCY_FACTOR = 1 << 20
+
+TOKEN = integer(0, MAX_VOCAB - 1)
+TOKENS = nullable(either(TOKEN, list_of(TOKEN, 1024, least=1)))
+EVEN = Rule("an even integer in [2, 4096]", lambda value: type(value) is int and 2 <= value <= 4096 and value % 2 == 0)
+POSITIONS = integer(1, MAX_POSITIONS)
+THETA = number(1, 1e12)
+SHARE = number(0, 1)
+
+RULES = {  # the fields that `jkv.model.architectures` uses; it ignores all others
+    "vocab_size": integer(1, MAX_VOCAB),
+    "hidden_size": integer(1, 1 << 18),
+    "intermediate_size": integer(1, 1 << 20),
+    "num_hidden_layers": integer(1, MAX_LAYERS),
+    "num_attention_heads": integer(1, 1 << 12),
+    "num_key_value_heads": nullable(integer(1, 1 << 12)),
+    "head_dim": nullable(EVEN),
+    "hidden_act": TEXT,
+    "max_position_embeddings": POSITIONS,
+    "rms_norm_eps": number(0, 0.1),
+    "tie_word_embeddings": SWITCH,
+    "attention_bias": SWITCH,
+    "mlp_bias": SWITCH,
+    "rope_theta": THETA,
+    "rope_scaling": nullable(OBJECT),
+    "rope_parameters": nullable(OBJECT),
+    "partial_rotary_factor": nullable(SHARE),
+    "original_max_position_embeddings": nullable(POSITIONS),
+    "use_sliding_window": SWITCH,
+    "sliding_window": nullable(POSITIONS),
+    "max_window_layers": integer(0, MAX_LAYERS),
+    "layer_types": nullable(list_of(TEXT, MAX_LAYERS)),
+}
+NAMES = {  # what is read beside them
+    "model_type": nullable(TEXT),
+    "architectures": nullable(list_of(TEXT, 16)),
+    "quantization_config": nullable(OBJECT),
+    "compression_config": nullable(OBJECT),
+    "tokenizer_class": nullable(TEXT),
+    "torch_dtype": nullable(TEXT),
+    "dtype": nullable(TEXT),
+    "eos_token_id": TOKENS,
+}
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+GENERATION = {"eos_token_id": TOKENS}  # other settings of generation_config.json are not used
+ROPE = {
+    "rope_type": TEXT,
+    "type": TEXT,
+    "rope_theta": THETA,
+    "partial_rotary_factor": nullable(SHARE),
+    "factor": at_least(1, MAX_FREQUENCY_FACTOR),
+    "low_freq_factor": number(0, MAX_FREQUENCY_FACTOR),
+    "high_freq_factor": number(0, MAX_FREQUENCY_FACTOR),
+    "original_max_position_embeddings": POSITIONS,
+}

@@ -1,0 +1,35 @@
+"""Checkpoint folders to damage, and how a bad one must be refused."""
+
+import json
+import time
+
+import pytest
+
+from jkv.model import checkpoint
+from jkv.tasks import vocabulary
+from tests.model.test_checkpoint import golden_copy
+
+AT_ONCE = 5.0  # seconds; what is refused here took gigabytes or had no end
+
+
+def refused(folder, message):
+    """Asserts that a folder is refused at once with a message."""
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(folder)
+    assert time.monotonic() - begin < AT_ONCE
+
+
+def with_text(folder, name, text):
+    """The folder with a file of this text."""
+    (folder / name).write_text(text)
+    return folder
+
+
+def with_tokenizer(folder, file="tokenizer.json", **fields):
+    """A golden checkpoint with a tokenizer, some fields of a file of it changed."""
+    golden_copy(folder)
+    vocabulary.make_tokenizer().save_pretrained(folder)
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return folder
