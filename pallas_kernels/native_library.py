@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jaxlib
@@ -31,6 +32,13 @@ WAIT_SECONDS = 150.0  # for another process that compiles
 
 class UnavailableError(Exception):
     """Why a library can be neither found nor made."""
+
+
+class Library(NamedTuple):
+    """A library's file, and its content when it was checked."""
+
+    path: Path
+    content: bytes
 
 
 def load(source: Path, symbols: Sequence[str]) -> ctypes.CDLL:
@@ -54,7 +62,7 @@ def load(source: Path, symbols: Sequence[str]) -> ctypes.CDLL:
             stacklevel=2,
         )
         try:
-            with tempfile.TemporaryDirectory(prefix="jkv-") as alone:  # Linux keeps a file that is open
+            with tempfile.TemporaryDirectory(prefix="jkv-") as alone:
                 compile_into(Path(alone), stem, source, compiler)
                 return loaded(find(Path(alone), stem), symbols)
         except OSError as error:
@@ -110,35 +118,23 @@ def why_not_own(status: os.stat_result) -> str | None:
     return None
 
 
-class OpenLibrary:
-    """A library's file, open and checked; it is loaded through its descriptor, so that no other file can take its place."""
+def content_of(path: Path) -> bytes:
+    """The content of a library's file, checked.
 
-    def __init__(self, path: Path) -> None:
-        """Opens the file.
-
-        Raises:
-          OSError: it is a link or no file, others may have written it, or its content is not what its name says.
-        """
-        self.path = path
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            status = os.fstat(self.descriptor)
-            if reason := why_not_own(status):
-                raise OSError(f"{path} {reason}")
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_size > LARGEST:
-                raise OSError(f"{path} must be a file of at most {LARGEST} bytes with one name")
-            with open(self.descriptor, "rb", closefd=False) as file:
-                digest = digest_of(file.read())
-            if digest != path.stem.rpartition("-")[2]:
-                raise OSError(f"{path} must have the digest in its name; it is damaged")
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-
-    def load(self) -> ctypes.CDLL:
-        """The library in this process. The descriptor stays open: the loader knows a library again by its name."""
-        held = Path(f"/proc/self/fd/{self.descriptor}")
-        return ctypes.CDLL(str(held if held.exists() else self.path))
+    Raises:
+      OSError: it is a link or no file, others may have written it, or its content is not what its name says.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if reason := why_not_own(status):
+            raise OSError(f"{path} {reason}")
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or status.st_size > LARGEST:
+            raise OSError(f"{path} must be a file of at most {LARGEST} bytes with one name")
+        content = file.read()
+    if digest_of(content) != path.stem.rpartition("-")[2]:
+        raise OSError(f"{path} must have the digest in its name; it is damaged")
+    return content
 
 
 def digest_of(content: bytes) -> str:
@@ -146,18 +142,18 @@ def digest_of(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:32]
 
 
-def find(folder: Path, stem: str, removes_damaged: bool = False) -> OpenLibrary | None:
+def find(folder: Path, stem: str, removes_damaged: bool = False) -> Library | None:
     """A whole library of this stem in a folder."""
     for path in sorted(folder.glob(f"{stem}-*.so")):
         try:
-            return OpenLibrary(path)
+            return Library(path, content_of(path))
         except OSError:
             if removes_damaged:
                 path.unlink(missing_ok=True)
     return None
 
 
-def kept_or_compiled(folder: Path, stem: str, source: Path, compiler: str) -> OpenLibrary | None:
+def kept_or_compiled(folder: Path, stem: str, source: Path, compiler: str) -> Library | None:
     """The library that the cache folder holds; compiled if it holds none that is whole."""
     if library := find(folder, stem):
         return library
@@ -236,14 +232,22 @@ def run_compiler(command: Sequence[str], folder: str) -> None:
         raise UnavailableError(f"{command[0]} failed to build the library: {reason}")
 
 
-def loaded(library: OpenLibrary | None, symbols: Sequence[str]) -> ctypes.CDLL:
+def loaded(library: Library | None, symbols: Sequence[str]) -> ctypes.CDLL:
     """A checked library in this process, with all of its symbols."""
     if library is None:
         raise UnavailableError("the library could not be read as it was written")
     try:
-        found = library.load()
+        found = load_content(library) if hasattr(os, "memfd_create") else ctypes.CDLL(str(library.path))
     except OSError as error:
         raise UnavailableError(f"the system does not load {library.path}: {error}") from error
     if missing := [symbol for symbol in symbols if not hasattr(found, symbol)]:
         raise UnavailableError(f"{library.path} must have the symbols {', '.join(symbols)}; it lacks {', '.join(missing)}")
     return found
+
+
+def load_content(library: Library) -> ctypes.CDLL:
+    """The very bytes that were checked, from memory: what becomes of the file later does not matter."""
+    descriptor = os.memfd_create(library.path.name)  # stays open, since the loader knows a library by its name
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(library.content)
+    return ctypes.CDLL(f"/proc/self/fd/{descriptor}")

@@ -305,11 +305,10 @@ def test_other_dtypes_are_no_arguments_of_the_compiled_kernel():
 
 @pytest.fixture
 def no_library(monkeypatch, tmp_path):
-    """As in a process in which nothing was compiled yet; what was loaded before is known again afterwards."""
+    """As in a process in which nothing was compiled yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.load_once.cache_clear()
-    yield tmp_path
-    native.load_once.cache_clear()
+    monkeypatch.setattr(native, "load_once", functools.cache(native.load_once.__wrapped__))
+    return tmp_path
 
 
 def test_without_a_compiler_plain_xla_computes_and_warns_once_of_the_reason(no_library, monkeypatch):
