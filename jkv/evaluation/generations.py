@@ -28,7 +28,7 @@ from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from jkv.reasoning.sharing import SharingStats
-from jkv.reports import json_lines, read_json_lines
+from jkv.reports import append_text, json_lines, read_json_lines, write_text
 
 Record = dict[str, Any]
 FIELDS = ("problem", "sample", "prompt", "settings", "run")  # that a record is resumed by
@@ -108,17 +108,14 @@ def run(
     if left:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            whole = path.with_suffix(".new")  # what is known stays there until all of it is written again
-            whole.write_text(json_lines(records))
-            whole.replace(path)
+            write_text(path, json_lines(records))
         engine = engine_for(model, requests, EngineOptions().changed(options))
 
         def keep(i: int, j: int, out: Result) -> None:
             record = record_of(policy, problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}
             records.append(record)
             if path is not None:
-                with path.open("a") as file:
-                    file.write(json_lines([record]))
+                append_text(path, json_lines([record]))
 
         finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
     if len(records) < len(problems) * samples:

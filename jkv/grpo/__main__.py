@@ -69,7 +69,7 @@ def write(course: Course, runs: Sequence[dict[str, Any]], about: dict[str, Any],
         ]
         for arm, own in by_arm(runs).items()
     }
-    viz.learning(curves, f"{course.task}: reward with the full cache").savefig(folder / f"{name}.png")
+    record.write_figure(folder / f"{name}.png", viz.learning(curves, f"{course.task}: reward with the full cache"))
 
 
 def narrow(course: Course, arms: str | None, seeds: str | None, steps: int | None) -> Course:

@@ -206,7 +206,7 @@ def compiler_of(text, folder, monkeypatch):
 
 def test_a_compiler_that_takes_too_long_is_ended_with_its_children(source, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(native_library, "COMPILE_SECONDS", 0.5)
-    compiler_of(f"sleep 60 & echo $! > {tmp_path / 'child'}; wait\n", tmp_path / "bin", monkeypatch)
+    compiler_of(f"sleep 60 2> /dev/null & echo $! > {tmp_path / 'child'}; wait\n", tmp_path / "bin", monkeypatch)
     with pytest.raises(UnavailableError, match=r"took more than 0\.5 seconds"):
         load(source, SYMBOLS)
     child = int((tmp_path / "child").read_text())
