@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for runs in run_course(course, checkpoints, options.progress):
             if options.out:
                 write(course, runs, about, options.out, options.config.stem)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"grpo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
