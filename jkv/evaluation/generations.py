@@ -31,7 +31,7 @@ from jkv.reasoning.sharing import SharingStats
 from jkv.reports import append_text, json_lines, read_json_lines, write_text
 
 Record = dict[str, Any]
-FIELDS = ("problem", "sample", "prompt", "settings", "run")  # that a record is resumed by
+FIELDS = ("problem", "sample", "prompt", "gold", "settings", "run")  # that a record is resumed by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,19 +178,23 @@ def budget_of(policy: Policy) -> int | None:
 
 
 def take_up(path: Path, problems: Sequence[Problem], policy: Policy) -> list[Record]:
-    """The finished samples of an interrupted run; a last line that was cut off is dropped.
+    """The finished samples of an interrupted run; a last line that was cut off is dropped, with a line on stderr.
 
     Raises:
-      ValueError: a line that is no record, or one of another policy or problem.
+      ValueError: a line that is no record, or one of another policy or problem, or one that is there twice.
     """
-    records = read_records(path)
+    records, seen = read_records(path), set()
     for number, record in enumerate(records, 1):
-        index = record["problem"]
-        known = (problems[index].prompt, problems[index].answer) if index < len(problems) else None
+        index, place = record["problem"], (record["problem"], record["sample"])
+        is_known = type(index) is int and 0 <= index < len(problems)
+        known = (problems[index].prompt, problems[index].answer) if is_known else None
         if (record["prompt"], record["gold"]) != known or record["settings"] != repr(policy):
             raise ValueError(
                 f"{path} must hold samples of the same problems and policy; line {number} is of others. Give another --out."
             )
+        if place in seen:
+            raise ValueError(f"{path} must hold each sample once; line {number} repeats one. Remove the line, or the file.")
+        seen.add(place)
     return records
 
 
