@@ -1,25 +1,37 @@
 """JSON records, Markdown tables and JSON lines of every report, and the marks that place a table in a page.
 
 A record describes its run (`about`): command, date, commit, machine and versions. Tables come from the JSON alone, so that no
-figure on a page is typed by hand: `<!-- bench NAME -->` and `<!-- /bench NAME -->` mark where a page holds one.
+figure on a page is typed by hand: `<!-- bench NAME -->` and `<!-- /bench NAME -->` mark where a page holds one. A file is
+written whole or stays as it was, whenever its writer dies, and a folder may be kept for one writer.
 """
 
+import codecs
+import contextlib
 import importlib.metadata
+import io
 import json
 import os
 import platform
 import re
+import secrets
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+try:
+    import fcntl
+except ImportError:  # no POSIX system
+    fcntl = None  # type: ignore[assignment]
+
 ROOT = Path(__file__).parent.parent
 Report = Callable[[dict[str, Any]], None]  # receives figures as they are measured
+LOCK, PART = ".jkv.lock", ".part"
 PACKAGES = ("google-tunix", "jax", "jaxlib", "jkv", "kvpress", "numpy", "torch", "transformers")
 MARKED = re.compile(r"(?P<begin><!-- bench (?P<name>\w+) -->\n).*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL)
 
@@ -115,6 +127,110 @@ def read_text(path: Path) -> str:
         raise ValueError(f"{path} must be UTF-8 text; {error}.") from None
 
 
+def write_bytes(path: Path | str, content: bytes) -> None:
+    """A file with this content: all of it, or what was there before, at whatever moment the process or the disk fails.
+
+    Raises:
+      OSError: it cannot be written, with its path.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe is written to, not replaced
+        with open(path, "wb") as stream:
+            stream.write(content)
+        return
+    target = os.path.realpath(path)  # a link stays one
+    part = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{secrets.token_hex(4)}{PART}")
+    try:
+        try:
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            try:
+                write_all(descriptor, content)
+                if os.path.exists(target):
+                    os.chmod(part, os.stat(target).st_mode & 0o777)
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.replace(part, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    """Writes bytes, however many the system takes at a time."""
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]
+
+
+def write_text(path: Path | str, text: str) -> None:
+    """A file with this text, as `write_bytes` writes it."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path | str, record: Any) -> None:
+    """A JSON file, as `write_bytes` writes it."""
+    write_text(path, json.dumps(record, indent=1) + "\n")
+
+
+def write_figure(path: Path | str, figure: Any) -> None:
+    """A picture, in the format of the file's suffix, as `write_bytes` writes it."""
+    stream = io.BytesIO()
+    figure.savefig(stream, format=Path(path).suffix.lstrip(".") or None)
+    write_bytes(path, stream.getvalue())
+
+
+def append_text(path: Path, text: str) -> None:
+    """Adds text to the end of a file. A disk that fills up meanwhile leaves a part of it.
+
+    Raises:
+      OSError: it cannot be written, with its path.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            write_all(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keeps other processes from writing to a folder; removes what writers that were killed left half written.
+
+    The lock is the system's, on the file `.jkv.lock`: it ends with the process, however that ends. The file stays.
+
+    Raises:
+      ValueError: another process writes there.
+    """
+    if fcntl is None:
+        yield
+        return
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = file.read(20).strip() or "unknown"
+            raise ValueError(
+                f"{folder} must have one writer; process {owner} writes there. Wait until it ends, or give another folder."
+            ) from None
+        except OSError as error:
+            print(f"jkv: {folder} cannot be locked ({error}): start no second writer there", file=sys.stderr)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        for part in [*folder.glob(f".*{PART}"), *folder.glob(f"*/.*{PART}")]:
+            with contextlib.suppress(OSError):
+                if time.time() - part.stat().st_mtime > 60:  # nobody takes as long to write a file
+                    part.unlink()
+        yield
+
+
 def read_json_lines(
     path: Path, fields: Sequence[str] = (), what: str = "", fix: str = "", drops_cut_line: bool = False
 ) -> list[dict[str, Any]]:
@@ -125,14 +241,13 @@ def read_json_lines(
       fields: that every object must have.
       what: each line must be, for the error; by default an object with these fields.
       fix: what to do about a bad line, for the error.
-      drops_cut_line: whether a last line without its end, which an interrupted writer left, is dropped.
+      drops_cut_line: whether a last line that was cut off, by an interrupt or a full disk, is dropped, with a line on stderr.
 
     Raises:
       ValueError: a line that is no object or lacks a field, by its number in the file.
     """
-    lines = read_text(path).split("\n")  # splitlines would also split inside strings, at U+2028
-    if drops_cut_line:
-        lines = lines[:-1]
+    # splitlines would also split inside strings, at U+2028
+    lines = whole_lines(path) if drops_cut_line else read_text(path).split("\n")
     records = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -147,6 +262,32 @@ def read_json_lines(
             raise ValueError(f"Each line of {path} must be {wanted}; line {number} is not." + f" {fix}" * bool(fix))
         records.append(record)
     return records
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file but for a last one that has no end or is no JSON; a line on stderr names it.
+
+    Raises:
+      ValueError: a line before the last that is not UTF-8.
+    """
+    *lines, rest = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    while not rest and lines and not is_json(lines[-1]):
+        rest = lines.pop()
+    if rest:
+        print(f"jkv: {path}: dropped line {len(lines) + 1}, the last, which was cut off", file=sys.stderr)
+    try:
+        return [line.decode() for line in lines]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} must be UTF-8 text; {error}.") from None
+
+
+def is_json(line: bytes) -> bool:
+    """Whether a line is JSON."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 def json_lines(records: Iterable[Mapping[str, Any]]) -> str:
@@ -168,8 +309,8 @@ def footnote(record: Mapping[str, Any]) -> str:
 def write(name: str, record: Mapping[str, Any], table: str, folder: Path) -> None:
     """`NAME.json` and the table made from it, `NAME.md`."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
-    (folder / f"{name}.md").write_text(table + "\n")
+    write_json(folder / f"{name}.json", record)
+    write_text(folder / f"{name}.md", table + "\n")
 
 
 def page_with(page: str, tables: Mapping[str, str]) -> str:

@@ -1,8 +1,20 @@
-"""What every report shares: tables of Markdown, and files of JSON lines whose errors name the line."""
+"""What every report shares: tables of Markdown, files that are whole or not there, JSON lines whose errors name the line."""
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
-from jkv.reports import json_lines, markdown, markdown_line, read_json_lines
+from jkv import reports
+from jkv.reports import append_text, json_lines, markdown, markdown_line, only_writer, read_json_lines, write_text
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_a_table_printed_line_by_line_is_the_whole_table():
@@ -37,3 +49,87 @@ def test_a_last_line_that_was_cut_is_dropped_only_where_asked(tmp_path):
     path.write_text('{"a": 1}\n{"a": 2}')
     assert read_json_lines(path, drops_cut_line=True) == [{"a": 1}]
     assert read_json_lines(path) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_file_is_written_with_the_usual_mode_and_keeps_its_own(tmp_path):
+    path, plain = tmp_path / "a.md", tmp_path / "plain"
+    plain.touch()
+    write_text(path, "one\u2028é")
+    assert path.read_text(encoding="utf-8") == "one\u2028é"
+    assert path.stat().st_mode == plain.stat().st_mode
+    path.chmod(0o640)
+    write_text(path, "two")
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == ("two", 0o640)
+    assert sorted(os.listdir(tmp_path)) == ["a.md", "plain"]
+
+
+def test_a_link_stays_one_and_a_pipe_is_written_to(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    write_text(tmp_path / "link", "one")
+    write_text(tmp_path / "link", "two")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "two"
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=write_text, args=(tmp_path / "pipe", "three"))
+    writer.start()
+    assert (tmp_path / "pipe").read_text() == "three"
+    writer.join()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("fails", ["write_all", "fsync", "replace"])
+def test_a_write_that_fails_leaves_what_was_there_and_names_the_file(fails, tmp_path, monkeypatch):
+    def fail(*args):
+        if fails == "write_all":
+            os.write(args[0], b"new, bu")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tmp_path / "a.md"
+    write_text(path, "old")
+    monkeypatch.setattr(reports if fails == "write_all" else os, fails, fail)
+    with pytest.raises(OSError, match=r"No space left on device: .*a\.md"):
+        write_text(path, "new, but longer")
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["a.md"]
+
+
+@pytest.mark.parametrize("write", [write_text, append_text])
+def test_a_folder_that_is_not_there_is_named(write, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none/a\.md'"):
+        write(tmp_path / "none" / "a.md", "text")
+
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from jkv.reports import only_writer
+with only_writer(Path(sys.argv[1])):
+    print("holds", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_has_one_writer_until_that_is_dead(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"holds\n"
+    with pytest.raises(ValueError, match=f"must have one writer; process {process.pid} writes there"), only_writer(tmp_path):
+        pass
+    process.kill()
+    process.communicate()
+    with only_writer(tmp_path), pytest.raises(ValueError, match=f"process {os.getpid()} writes"), only_writer(tmp_path):
+        pass
+    with only_writer(tmp_path):
+        pass
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):
+    (tmp_path / "inner").mkdir()
+    left = [tmp_path / ".a.json.0123.part", tmp_path / "inner" / ".b.jsonl.0123.part", tmp_path / ".new.md.0123.part"]
+    for path in [*left, tmp_path / "c.part"]:
+        path.touch()
+        os.utime(path, (time.time() - 3600,) * 2)
+    left[2].touch()  # somebody may be writing it
+    with only_writer(tmp_path):
+        pass
+    assert [path.exists() for path in left] == [False, False, True]
+    assert (tmp_path / "c.part").exists()

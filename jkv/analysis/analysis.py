@@ -1,7 +1,6 @@
 """`jkv.analyze`: the redundancy of a set of traces, and how it differs between right and wrong ones."""
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import numpy as np
 
 from jkv.analysis.redundancy import MEASURES, Figures, Measure, make_reader
 from jkv.reasoning.word_tokenizer import Words
-from jkv.reports import digits, markdown
+from jkv.reports import digits, markdown, write_json
 from jkv.statistics import bootstrap, mean_of
 
 CLASSES = ("all", "right", "wrong")
@@ -85,8 +84,7 @@ class Analysis:
 
     def save(self, path: Any) -> None:
         """Writes `record` as JSON."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.record(), file, indent=1)
+        write_json(path, self.record())
 
 
 def analyze(

@@ -22,6 +22,7 @@ from jkv.model import checkpoint
 from jkv.model.decoder import forward, rotary_frequency
 from jkv.model.params import Model, Params
 from jkv.reasoning.sharing import COMPARED, Share, distances
+from jkv.reports import write_figure, write_json
 from jkv.tasks.evaluate import held_out
 
 
@@ -46,8 +47,8 @@ def main() -> None:
     record = {"prompt": prompt, "page_size": page_size, "pages": num_pages} | {
         name: describe(distance, is_same) for name, distance in found.items()
     }
-    (options.out / "distances.json").write_text(json.dumps(record, indent=1) + "\n")
-    viz.distances(found, is_same).savefig(options.out / "distances.png")
+    write_json(options.out / "distances.json", record)
+    write_figure(options.out / "distances.png", viz.distances(found, is_same))
     print(json.dumps(record, indent=1))
 
 

@@ -171,10 +171,11 @@ def headline(model: str | None, encoder: str) -> str:
 
 def write(analyses: dict[str, Any], tables: str, folder: Path, name: str, about: dict[str, Any]) -> None:
     """The tables, the figures and the picture, as `name`.md, .json and .png."""
+    from jkv.reports import write_figure, write_text
     from jkv.viz import redundancy
 
-    (folder / f"{name}.md").write_text(tables, encoding="utf-8")
+    write_text(folder / f"{name}.md", tables)
     record = {"about": about, "groups": {group: analysis.record() for group, analysis in analyses.items()}}
-    (folder / f"{name}.json").write_text(json.dumps(record, default=str) + "\n", encoding="utf-8")
-    redundancy(analyses).savefig(folder / f"{name}.png")
+    write_text(folder / f"{name}.json", json.dumps(record, default=str) + "\n")
+    write_figure(folder / f"{name}.png", redundancy(analyses))
     print(f"wrote {name}.md, .json and .png to {folder}", file=sys.stderr)

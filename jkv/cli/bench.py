@@ -222,6 +222,6 @@ def run_tables(options: argparse.Namespace) -> int:
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if not options.check:
-            path.write_text(pages[path])
+            records.write_text(path, pages[path])
         print(f"{'would change' if options.check else 'wrote'} {path}")
     return 1 if stale and options.check else 0

@@ -1,6 +1,7 @@
 """`jkv eval` compares policies on the same problems."""
 
 import argparse
+import contextlib
 import sys
 import tomllib
 from pathlib import Path
@@ -131,7 +132,13 @@ def counts(text: str) -> list[int]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares policies, printing each line of the table as it is known."""
+    """Compares policies as the only writer of --out."""
+    with contextlib.ExitStack() as stack:
+        return run_locked(options, stack)
+
+
+def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
+    """Compares policies, printing each line of the table as it is known; the stack holds the lock of --out."""
     import jax
 
     from jkv.evaluation import compare as bench
@@ -139,7 +146,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.model import checkpoint
     from jkv.model.sampling import Sampling
     from jkv.policies import POLICIES, needs_no_file
-    from jkv.reports import markdown_line
+    from jkv.reports import markdown_line, only_writer
     from jkv.statistics import check_ks
 
     chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
@@ -151,6 +158,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         check_plotting()
         options.out.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(only_writer(options.out))
     model = checkpoint.load(str(chosen["model"]))
     settle_chat(chosen, model.tokenizer)
     problems = put(model.tokenizer, questions, chosen["template"], chosen["chat_template"])

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.model import checkpoint
     from jkv.model.sampling import Sampling
     from jkv.policies import make
-    from jkv.reports import json_lines
+    from jkv.reports import json_lines, write_text
 
     policy = make(options.policy, read_settings(options.budget, options.set))
     sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
@@ -73,13 +73,13 @@ def run(options: argparse.Namespace) -> int:
         return_trace=options.html is not None,
     )
     if options.html:
-        viz.kept(out, sample=None, title=f"Kept tokens, {options.policy}").save(options.html)
+        write_text(options.html, viz.kept(out, sample=None, title=f"Kept tokens, {options.policy}").html)
     if options.out:
         text = json_lines(make_records(prompts, options.n, out, model.tokenizer))
         if options.out == "-":
             sys.stdout.write(text)
         else:
-            Path(options.out).write_text(text)
+            write_text(options.out, text)
     else:
         for i in range(len(out.lengths)):
             if len(out.lengths) > 1:

@@ -86,5 +86,7 @@ def run(options: argparse.Namespace) -> int:
     text = json.dumps(dataclasses.asdict(found), indent=1)
     print(text if options.json else found)
     if options.out:
-        options.out.write_text(text + "\n")
+        from jkv.reports import write_text
+
+        write_text(options.out, text + "\n")
     return 0

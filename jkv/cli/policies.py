@@ -24,11 +24,12 @@ def run(options: argparse.Namespace) -> int:
 
     from jkv.policies import POLICIES
     from jkv.policies.recipe import entry_of, markdown, page_with_table
+    from jkv.reports import write_text
 
     if options.page:
         folder = os.path.relpath(Path.cwd(), options.page.parent)
         page = options.page.read_text(encoding="utf-8")
-        options.page.write_text(page_with_table(page, POLICIES, "" if folder == "." else f"{folder}/"), encoding="utf-8")
+        write_text(options.page, page_with_table(page, POLICIES, "" if folder == "." else f"{folder}/"))
         return 0
     if options.markdown:
         print(markdown(POLICIES))

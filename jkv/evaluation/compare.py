@@ -7,6 +7,7 @@ memory that was really held: the mean over decode chunks of the pool's bytes in 
 import dataclasses
 import json
 import math
+import sys
 import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
 from jkv.model.params import Model
 from jkv.policies import POLICIES, Policy, full, has_budget, make
-from jkv.reports import markdown
+from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.statistics import check_ks, paired_change, pass_figures, wilson
 
 
@@ -255,28 +256,39 @@ def table(outcomes: Sequence[Outcome], ks: Sequence[int] = (1,)) -> str:
 
 def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> None:
     """The table, the figures and the picture, as `name`.md, .json and .png."""
-    (folder / f"{name}.md").write_text(table(outcomes) + "\n")
     write_figures(outcomes, folder, name, about)
-    viz.frontier(outcomes, f"{name}, {outcomes[0].problems} problems").savefig(folder / f"{name}.png")
+    write_text(folder / f"{name}.md", table(outcomes) + "\n")
+    write_figure(folder / f"{name}.png", viz.frontier(outcomes, f"{name}, {outcomes[0].problems} problems"))
 
 
 def write_figures(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> None:
     """The figures alone, and what they are of, as `name`.json."""
-    record = {"about": about, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]}
-    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_json(folder / f"{name}.json", {"about": about, "outcomes": [dataclasses.asdict(outcome) for outcome in outcomes]})
 
 
 def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None) -> list[Outcome]:
     """The outcomes that an interrupted comparison wrote; none where there is no file. `unsaid` has what older files leave out.
 
+    A file that is no JSON, which a failed disk may leave, is none, with a line on stderr: its figures come from the completions
+    again.
+
     Raises:
-      ValueError: they are of another comparison.
+      ValueError: they are of another comparison, or no outcomes.
     """
     if not path.exists():
         return []
-    record = json.loads(path.read_text())
-    before, now = (unsaid or {}) | record["about"], json.loads(json.dumps(about))
+    try:
+        record = json.loads(path.read_bytes())
+    except ValueError:
+        print(f"jkv: {path} is damaged; its figures are computed from the completions again", file=sys.stderr)
+        return []
+    try:
+        outcomes = [Outcome(**outcome) for outcome in record["outcomes"]]
+        before = (unsaid or {}) | record["about"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} must hold outcomes that `jkv eval` wrote; got {error!r}. Give another --out.") from None
+    now = json.loads(json.dumps(about))
     if before != now:
         differ = ", ".join(name for name in sorted({*before, *now}) if before.get(name) != now.get(name))
         raise ValueError(f"{path} holds another comparison, by {differ}. Give another --out, or leave --resume out.")
-    return [Outcome(**outcome) for outcome in record["outcomes"]]
+    return outcomes

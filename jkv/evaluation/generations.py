@@ -28,10 +28,10 @@ from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from jkv.reasoning.sharing import SharingStats
-from jkv.reports import json_lines, read_json_lines
+from jkv.reports import append_text, json_lines, read_json_lines, write_text
 
 Record = dict[str, Any]
-FIELDS = ("problem", "sample", "prompt", "settings", "run")  # that a record is resumed by
+FIELDS = ("problem", "sample", "prompt", "gold", "settings", "run")  # that a record is resumed by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,17 +108,14 @@ def run(
     if left:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            whole = path.with_suffix(".new")  # what is known stays there until all of it is written again
-            whole.write_text(json_lines(records))
-            whole.replace(path)
+            write_text(path, json_lines(records))
         engine = engine_for(model, requests, EngineOptions().changed(options))
 
         def keep(i: int, j: int, out: Result) -> None:
             record = record_of(policy, problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}
             records.append(record)
             if path is not None:
-                with path.open("a") as file:
-                    file.write(json_lines([record]))
+                append_text(path, json_lines([record]))
 
         finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
     return sum_up(policy, records, samples)
@@ -183,19 +180,23 @@ def budget_of(policy: Policy) -> int | None:
 
 
 def take_up(path: Path, problems: Sequence[Problem], policy: Policy) -> list[Record]:
-    """The finished samples of an interrupted run; a last line that was cut off is dropped.
+    """The finished samples of an interrupted run; a last line that was cut off is dropped, with a line on stderr.
 
     Raises:
-      ValueError: a line that is no record, or one of another policy or problem.
+      ValueError: a line that is no record, or one of another policy or problem, or one that is there twice.
     """
-    records = read_records(path)
+    records, seen = read_records(path), set()
     for number, record in enumerate(records, 1):
-        index = record["problem"]
-        known = (problems[index].prompt, problems[index].answer) if index < len(problems) else None
+        index, place = record["problem"], (record["problem"], record["sample"])
+        is_known = type(index) is int and 0 <= index < len(problems)
+        known = (problems[index].prompt, problems[index].answer) if is_known else None
         if (record["prompt"], record["gold"]) != known or record["settings"] != repr(policy):
             raise ValueError(
                 f"{path} must hold samples of the same problems and policy; line {number} is of others. Give another --out."
             )
+        if place in seen:
+            raise ValueError(f"{path} must hold each sample once; line {number} repeats one. Remove the line, or the file.")
+        seen.add(place)
     return records
 
 

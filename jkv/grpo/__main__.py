@@ -70,7 +70,7 @@ def write(course: Course, runs: Sequence[dict[str, Any]], about: dict[str, Any],
         ]
         for arm, own in by_arm(runs).items()
     }
-    viz.learning(curves, f"{course.task}: reward with the full cache").savefig(folder / f"{name}.png")
+    record.write_figure(folder / f"{name}.png", viz.learning(curves, f"{course.task}: reward with the full cache"))
 
 
 def narrow(course: Course, arms: str | None, seeds: str | None, steps: int | None) -> Course:
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for runs in run_course(course, checkpoints, options.progress):
                 if options.out:
                     write(course, runs, about, options.out, options.config.stem)
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         print(f"grpo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,19 +1,30 @@
 """Saves and restores weights with orbax. Each weight is transferred directly from or to its devices.
 
+Every weight has files of its own, whose SHA-256 is written down in `jkv.json` and compared before they are read, so damaged
+weights are an error with their name. `jkv.json` is written last: a folder that has it is complete.
 `jkv.model.checkpoint` reads and writes Hugging Face folders.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jkv.model.checkpoint import Folder, read_json, write_json
+from jkv.model.checkpoint import Folder, read_json
 from jkv.model.params import ModelConfig, Params, RopeScaling, leaf_name, named_leaves, weight_shapes
+from jkv.reports import write_text
 
+FILE, WEIGHTS = "jkv.json", "weights"
+AGAIN = "Copy the folder again, or save the weights again."
 Placement: TypeAlias = Sharding | Params | Callable[[str, Any], Sharding] | None
 
 
@@ -28,14 +39,35 @@ def save(params: Params, folder: Folder) -> None:
     import orbax.checkpoint as ocp
 
     folder, named = Path(folder).absolute(), named_leaves(params)
-    if (folder / "weights").exists():
-        raise ValueError(f"{folder} must not contain weights yet; it does. Pass another folder, or remove this one first.")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "weights", named)
+    if (folder / WEIGHTS).exists():
+        is_whole = (folder / FILE).exists()
+        found = "it does" if is_whole else "it does, of a save that did not finish"
+        raise ValueError(f"{folder} must not contain weights yet; {found}. Pass another folder, or remove this one first.")
+    with ocp.StandardCheckpointer(use_ocdbt=False) as checkpointer, quiet():  # OCDBT has one file for many arrays
+        checkpointer.save(folder / WEIGHTS, named)
         checkpointer.wait_until_finished()
-    if jax.process_index() == 0:  # written last, so that a folder with jkv.json is complete
-        dtypes = {name: leaf.dtype.name for name, leaf in named.items()}
-        write_json(folder / "jkv.json", {"config": dataclasses.asdict(params.config), "dtypes": dtypes})
+    if jax.process_index() == 0:
+        fields = {
+            "config": dataclasses.asdict(params.config),
+            "dtypes": {name: leaf.dtype.name for name, leaf in named.items()},
+            "sha256": digests(folder, sorted(path for path in (folder / WEIGHTS).rglob("*") if path.is_file())),
+        }
+        write_text(folder / FILE, sealed(fields))
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Drops orbax's warning that there are no OCDBT files to merge."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return "Skipping merge of OCDBT" not in str(record.msg)
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_wanted)
 
 
 def restore(folder: Folder, shardings: Placement = None) -> Params:
@@ -50,7 +82,8 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
     import orbax.checkpoint as ocp
 
     folder = Path(folder).absolute()
-    config, dtypes = read_saved(folder / "jkv.json")
+    config, dtypes, known = read_saved(folder)
+    check_files(folder, known)
     paths, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(config))
     shapes = {leaf_name(path): leaf.update(dtype=dtypes[leaf_name(path)]) for path, leaf in paths}
     placed = {
@@ -58,23 +91,57 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
     }
     try:
         with ocp.StandardCheckpointer() as checkpointer:
-            named = checkpointer.restore(folder / "weights", placed)
+            named = checkpointer.restore(folder / WEIGHTS, placed)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder / 'weights'} must be complete and fit the shardings: {error}. Save it again.") from error
+        raise ValueError(f"{folder / WEIGHTS} must be complete and fit the shardings: {error}. Save it again.") from error
     return jax.tree.unflatten(structure, [named[name] for name in placed])
 
 
-def read_saved(file: Path) -> tuple[ModelConfig, dict[str, str]]:
-    """The saved configuration, and the dtype of each weight."""
+def read_saved(folder: Path) -> tuple[ModelConfig, dict[str, str], dict[str, str]]:
+    """The saved configuration, the dtype of each weight, and the SHA-256 of each file."""
+    file = folder / FILE
     if not file.is_file():
-        raise ValueError(f"{file.parent} must be a folder of jkv.save; it has no {file.name}. For others use jkv.load.")
+        unfinished = f" It has {WEIGHTS}, of a save that did not finish: save it again." if (folder / WEIGHTS).exists() else ""
+        raise ValueError(f"{folder} must be a folder of jkv.save; it has no {FILE}. For others use jkv.load.{unfinished}")
+    fields = read_json(file)
+    if "sha256" not in fields or file.read_bytes() != sealed(fields).encode():
+        raise ValueError(f"{file} must be written by this version of jkv and unchanged since then; it is not. {AGAIN}")
     try:
-        fields = read_json(file)
         config = fields["config"]
         parts = {"rope_scaling": RopeScaling(**config["rope_scaling"]), "end_ids": tuple(config["end_ids"])}
-        return ModelConfig(**{**config, **parts}), fields["dtypes"]
+        return ModelConfig(**{**config, **parts}), dict(fields["dtypes"]), dict(fields["sha256"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} must be written by this version of jkv; got {error!r}. Save it again.") from error
+
+
+def sealed(fields: Mapping[str, Any]) -> str:
+    """The text of `jkv.json`, which ends with the SHA-256 of all else in it."""
+    content = {name: value for name, value in fields.items() if name != "seal"}
+    return json.dumps(content | {"seal": hashlib.sha256(json.dumps(content).encode()).hexdigest()}, indent=2) + "\n"
+
+
+def digests(folder: Path, paths: Sequence[Path]) -> dict[str, str]:
+    """The SHA-256 of files, by their paths in the folder."""
+
+    def digest(path: Path) -> str:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        return dict(zip((path.relative_to(folder).as_posix() for path in paths), pool.map(digest, paths), strict=True))
+
+
+def check_files(folder: Path, known: Mapping[str, str]) -> None:
+    """Refuses files that are not as they were saved."""
+    paths = [folder / name for name in known]
+    if missing := [path for path in paths if not path.is_file()]:
+        raise ValueError(f"{folder / WEIGHTS} must be complete; {missing[0].relative_to(folder)} is missing. {AGAIN}")
+    found = digests(folder, paths)
+    if damaged := [name for name in known if found[name] != known[name]]:
+        raise ValueError(
+            f"Each file of {folder} must have the SHA-256 that it was saved with; {damaged[0]} differs, and "
+            f"{len(damaged) - 1} others: they are damaged. {AGAIN}"
+        )
 
 
 def placements(shardings: Placement, shapes: Mapping[str, Any]) -> list[Sharding]:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.reasoning.token_text import BREAK, END_OF_THINKING, THINK, TokenFacts, facts_of
+from jkv.reports import write_bytes
 
 CHECKS = (  # SEAL: a thought that contains one of these, or starts with "wait", is a check
     "verify",
@@ -60,9 +61,9 @@ class SteeringVector:
 
     def save(self, path: Path | str) -> None:
         """Writes a safetensors file."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
-        save_file({"vector": self.values.astype(np.float32)}, str(path), metadata=self.about)
+        write_bytes(path, save({"vector": self.values.astype(np.float32)}, metadata=self.about))
 
     def __repr__(self) -> str:
         return f"SteeringVector({self.values.shape[0]} layers, width {self.values.shape[1]})"

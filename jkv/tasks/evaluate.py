@@ -18,6 +18,7 @@ from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy, full
+from jkv.reports import write_text
 from jkv.statistics import wilson
 from jkv.tasks.chains import Problem, draw_problem, read_answer
 
@@ -89,11 +90,11 @@ def main() -> None:
     result = evaluate(checkpoint.load(options.model), held_out(options.problems, options.seed))
     print(json.dumps(result, indent=2))
     if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        write_text(options.out, json.dumps(result, indent=2) + "\n")
     if options.page:
         page = options.page.read_text()
         between = re.compile(f"(?<={MARKS[0]}).*(?={MARKS[1]})", flags=re.DOTALL)
-        options.page.write_text(between.sub(lambda _: f"\n{describe(result)}\n", page))
+        write_text(options.page, between.sub(lambda _: f"\n{describe(result)}\n", page))
 
 
 if __name__ == "__main__":

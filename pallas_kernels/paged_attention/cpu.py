@@ -27,6 +27,7 @@ def paged_attention(
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """See `pallas_kernels.paged_attention`."""
     (rows, max_pages), page_size = page_table.shape, kv.shape[2]
+    length = jnp.clip(length, 0, max_pages * page_size)  # it bounds the loop
     block_pages = -(-BLOCK // page_size)
     padding = -max_pages % block_pages
     page_table = jnp.pad(page_table, [(0, 0), (0, padding)])

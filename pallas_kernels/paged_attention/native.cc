@@ -2,6 +2,9 @@
 //
 // One thread computes a row, in a fixed order, so the row's bits do not depend on its neighbours, its place in the batch or the
 // width of the table. Letters: R rows, G query heads of a KV head, S slots, H head size.
+//
+// Nothing outside of the arrays is read or written, whatever they hold: shapes are checked once a call, lengths are limited to
+// the table's slots, and page ids to the pool as the reference has them (one below 0 counts from the end, then the nearest).
 
 #include <algorithm>
 #include <atomic>
@@ -11,6 +14,8 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <string>
 #include <vector>
 
 #include "xla/ffi/api/ffi.h"
@@ -55,8 +60,13 @@ struct Arguments {
   float* out;               // [R, G, H]
   float* log_total;         // [R, G]
   float* logits;            // [R, G, MP * page], or null
-  int64_t rows, group, size, page, max_pages;
+  int64_t rows, group, size, page, max_pages, num_pages;
 };
+
+// A page of the pool for any id.
+inline int64_t InPool(int64_t id, int64_t num_pages) {
+  return std::clamp<int64_t>(id < 0 ? id + num_pages : id, 0, num_pages - 1);
+}
 
 // Scaled products of neighbouring keys with `Heads` of the group's queries.
 template <int Heads>
@@ -104,7 +114,7 @@ float Softmax(float* logits, int64_t padded) {
 }
 
 void AttendRow(const Arguments& a, int64_t row, std::vector<float>& scratch) {
-  const int64_t slots = a.max_pages * a.page, filled = a.length[row];
+  const int64_t slots = a.max_pages * a.page, filled = std::clamp<int64_t>(a.length[row], 0, slots);
   const int64_t stride = (filled + kLanes - 1) / kLanes * kLanes;
   const float scale = 1.0f / std::sqrt((float)a.size);
   const float* query = a.query + row * a.group * a.size;
@@ -112,11 +122,15 @@ void AttendRow(const Arguments& a, int64_t row, std::vector<float>& scratch) {
   scratch.resize(a.group * stride);
   const auto each_page = [&](int64_t half, auto&& visit) {  // visits keys (0) or values (1) by page, first slot and count
     const int32_t* table = a.table + row * a.max_pages;
-    const auto at = [&](int64_t entry) { return a.kv + (table[entry] * int64_t{2} + half) * a.page * a.size; };
+    const auto at = [&](int64_t entry) { return a.kv + (InPool(table[entry], a.num_pages) * 2 + half) * a.page * a.size; };
+    const float* next = filled ? at(0) : nullptr;
     for (int64_t first = 0, entry = 0; first < filled; first += a.page, ++entry) {
-      if (first + a.page < filled)  // the next page may be anywhere
-        for (int64_t i = 0; i < a.page * a.size; i += 16) __builtin_prefetch(at(entry + 1) + i);
-      visit(at(entry), first, std::min(a.page, filled - first));
+      const float* now = next;
+      if (first + a.page < filled) {
+        next = at(entry + 1);  // it may be anywhere
+        for (int64_t i = 0; i < a.page * a.size; i += 16) __builtin_prefetch(next + i);
+      }
+      visit(now, first, std::min(a.page, filled - first));
     }
   };
   each_page(0, [&](const float* key, int64_t first, int64_t count) {
@@ -155,6 +169,7 @@ void AttendRow(const Arguments& a, int64_t row, std::vector<float>& scratch) {
 struct Work {
   Arguments arguments;
   std::atomic<int64_t> next{0}, done{0};
+  std::atomic<bool> is_out_of_memory{false};
   std::mutex mutex;
   std::condition_variable is_done;
 
@@ -162,7 +177,11 @@ struct Work {
     std::vector<float> scratch;
     int64_t row, finished = 0;
     while ((row = next.fetch_add(1)) < arguments.rows) {
-      AttendRow(arguments, row, scratch);
+      try {
+        AttendRow(arguments, row, scratch);
+      } catch (const std::bad_alloc&) {  // nobody would catch it in a thread of the pool
+        is_out_of_memory = true;
+      }
       ++finished;
     }
     if (finished && done.fetch_add(finished) + finished == arguments.rows) {
@@ -172,20 +191,50 @@ struct Work {
   }
 };
 
+using Shape = ffi::Span<const int64_t>;
+
+std::string Text(Shape shape) {
+  std::string text;
+  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + text + "]";
+}
+
+// Whether an array has this shape; if not, the error says so.
+bool Fits(const char* name, Shape shape, std::vector<int64_t> wanted, std::string& error) {
+  const bool fits = shape == Shape(wanted);
+  if (!fits) error = std::string(name) + " must have the shape " + Text(Shape(wanted)) + "; got " + Text(shape);
+  return fits;
+}
+
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> kv, ffi::Buffer<ffi::S32> table,
                   ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::F32> log_weight, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::F32> log_total, ffi::ResultBuffer<ffi::F32> logits) {
-  const auto of_query = query.dimensions(), of_kv = kv.dimensions();
+  const Shape of_query = query.dimensions(), of_kv = kv.dimensions(), of_table = table.dimensions();
+  if (of_query.size() != 3 || of_kv.size() != 4 || of_table.size() != 2)
+    return ffi::Error::InvalidArgument("paged_attention: query, kv and page table must have 3, 4 and 2 axes; got " + Text(of_query) + ", " +
+                                       Text(of_kv) + " and " + Text(of_table));
+  const int64_t rows = of_query[0], group = of_query[1], size = of_query[2], page = of_kv[2], slots = of_table[1] * page;
+  const bool is_weighted = log_weight.element_count(), has_logits = logits->element_count();
+  std::string error;
+  if (size % kLanes) error = "head size must be a multiple of " + std::to_string(kLanes) + "; got " + std::to_string(size);
+  if (of_kv[0] < 1) error = "kv must have a page; got " + Text(of_kv);
+  if (!error.empty() || !Fits("kv", of_kv, {of_kv[0], 2, page, size}, error) ||
+      !Fits("page table", of_table, {rows, of_table[1]}, error) || !Fits("lengths", length.dimensions(), {rows}, error) ||
+      !Fits("log-weights", log_weight.dimensions(), {rows, is_weighted ? slots : 0}, error) ||
+      !Fits("the output", out->dimensions(), {rows, group, size}, error) ||
+      !Fits("the log-totals", log_total->dimensions(), {rows, group}, error) ||
+      !Fits("the logits", logits->dimensions(), {rows, group, has_logits ? slots : 0}, error))
+    return ffi::Error::InvalidArgument("paged_attention: " + error);
   auto work = std::make_shared<Work>();
   work->arguments = {query.typed_data(), kv.typed_data(), table.typed_data(), length.typed_data(),
-                     log_weight.element_count() ? log_weight.typed_data() : nullptr, out->typed_data(),
-                     log_total->typed_data(), logits->element_count() ? logits->typed_data() : nullptr,
-                     of_query[0], of_query[1], of_query[2], of_kv[2], table.dimensions()[1]};
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), of_query[0]) - 1;
+                     is_weighted ? log_weight.typed_data() : nullptr, out->typed_data(), log_total->typed_data(),
+                     has_logits ? logits->typed_data() : nullptr, rows, group, size, page, of_table[1], of_kv[0]};
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), rows) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->Run(); });
   work->Run();  // no thread waits for work that has not begun, so a pool with no free thread is enough
   std::unique_lock<std::mutex> lock(work->mutex);
-  work->is_done.wait(lock, [&] { return work->done.load() == work->arguments.rows; });
+  work->is_done.wait(lock, [&] { return work->done.load() == rows; });
+  if (work->is_out_of_memory) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "paged_attention: out of memory");
   return ffi::Error::Success();
 }
 

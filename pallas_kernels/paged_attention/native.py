@@ -1,36 +1,37 @@
 """C++ for a CPU, called by XLA: each row reads its pages in place, while plain XLA gathers them first.
 
-The machine's C++ compiler compiles the library on first use, for this processor, into the user's cache folder. Without a
-compiler, `why_not` returns the reason and plain XLA runs. The threads are XLA's.
+The machine's C++ compiler compiles the library on first use, for this processor, into the user's cache folder
+(`pallas_kernels.native_library`). Without one, `why_not` returns the reason and plain XLA runs. The threads are XLA's.
+Page ids and lengths out of range read what the reference reads; shapes that do not fit are an error of the program.
 """
 
-import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import native_library
+from pallas_kernels.dispatch import own_platform
+
 SOURCE = Path(__file__).with_name("native.cc")
-COMPILERS = ("c++", "g++", "clang++")
-FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w")
 LANES = 8  # numbers of a head per multiplication
-TARGET = "jkv_paged_attention"
+TARGET, SYMBOL = "jkv_paged_attention", "PagedAttention"
+LOADING = threading.Lock()
 
 
 def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any = None, with_logits: bool = False) -> str | None:
     """Why the library cannot take these arguments; None when it can."""
     if not query.dtype == kv.dtype == jnp.float32:
         return f"query and kv must be float32; got {query.dtype} and {kv.dtype}"
+    if not page_table.dtype == length.dtype == jnp.int32:
+        return f"page table and lengths must be int32; got {page_table.dtype} and {length.dtype}"
+    if log_weight is not None and log_weight.dtype != jnp.float32:
+        return f"log-weights must be float32; got {log_weight.dtype}"
     if query.shape[-1] % LANES:
         return f"head size must be a multiple of {LANES}; got {query.shape[-1]}"
     return why_no_library()
@@ -55,48 +56,20 @@ def paged_attention(
     return out, log_total, logits if with_logits else None
 
 
-@functools.cache
 def why_no_library() -> str | None:
-    """Why there is no library, or None; the first call compiles, loads and registers it."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if os.name != "posix" or compiler is None:
-        return f"it needs a C++ compiler ({', '.join(COMPILERS)}) on the path"
+    """Why there is no library, or None; the first call compiles, loads and registers it, and warns where it cannot."""
+    with LOADING:
+        return load_once()
+
+
+@functools.cache
+def load_once() -> str | None:
+    """The outcome of the only try in this process."""
     try:
-        library = ctypes.CDLL(str(compiled(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        message = (getattr(error, "stderr", None) or str(error)).strip()
-        return f"{compiler} failed to build the library: {message[-300:]}"
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.PagedAttention), platform="cpu")
+        library = native_library.load(SOURCE, (SYMBOL,))
+    except native_library.UnavailableError as error:
+        if own_platform() == "cpu":
+            warnings.warn(f"The compiled paged_attention cannot be used, and plain XLA is slower: {error}.", stacklevel=2)
+        return str(error)
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(getattr(library, SYMBOL)), platform="cpu")
     return None
-
-
-def compiled(compiler: str) -> Path:
-    """The library's file; compiles it if there is none yet for this source, version of JAX and processor."""
-    text, version = SOURCE.read_bytes(), f"{jaxlib.__version__} {compiler} {FLAGS} {processor()}"
-    name = hashlib.sha256(text + version.encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jkv"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        made = tempfile.mkdtemp(dir=folder)
-    except OSError:  # the home folder is read-only
-        folder = Path(tempfile.mkdtemp())
-        made = tempfile.mkdtemp(dir=folder)
-    target = folder / f"paged_attention-{name}.so"
-    try:
-        if not target.exists():
-            part = Path(made) / target.name
-            command = [compiler, *FLAGS, "-I", jax.ffi.include_dir(), str(SOURCE), "-o", str(part)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
-            part.replace(target)  # atomic, since several processes may start together
-    finally:
-        shutil.rmtree(made)
-    return target
-
-
-def processor() -> str:
-    """The features of the processor, on which `-march=native` depends; several machines may share a cache folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())

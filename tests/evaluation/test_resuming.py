@@ -1,0 +1,237 @@
+"""Evaluations whose files were cut off, on a full disk, killed, or started twice: what is whole is kept, and told."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from jkv import cli, full, reports
+from jkv.evaluation import compare
+from jkv.evaluation.generations import read_records, run
+from jkv.evaluation.problems import Problem
+from jkv.model import checkpoint
+from jkv.model.sampling import Sampling
+from jkv.tasks.evaluate import held_out
+
+ROOT = Path(__file__).parents[2]
+KNOBS = {"samples": 2, "sampling": Sampling(temperature=1.0, seed=5), "max_new_tokens": 24, "max_running": 2, "page_size": 4}
+
+
+@pytest.fixture(scope="module")
+def reasoner():
+    return checkpoint.load("tiny-reasoner")
+
+
+@pytest.fixture(scope="module")
+def problems():
+    return [Problem(problem.prompt, problem.answer) for problem in held_out(3, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def whole(reasoner, problems, tmp_path_factory):
+    """A complete run's file."""
+    path = tmp_path_factory.mktemp("whole") / "full.jsonl"
+    run(reasoner, problems, full(), path=path, progress=False, **KNOBS)
+    return path
+
+
+def texts(path):
+    return {(record["problem"], record["sample"]): record["text"] for record in read_records(path)}
+
+
+CUTS = {
+    "in the middle": lambda line: line[: len(line) // 2],
+    "before its end": lambda line: line.rstrip(b"\n"),
+    "with an end": lambda line: line[: len(line) // 2] + b"\n",
+    "with blank lines": lambda line: line[:10] + b"\n\n\n",
+    "by null bytes": lambda line: line[:10] + bytes(300),
+    "in a character": lambda line: line[:10] + "é".encode()[:1],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+def test_a_last_line_that_was_cut_is_dropped_and_told(cut, reasoner, problems, whole, tmp_path, capsys):
+    lines = whole.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "full.jsonl"
+    path.write_bytes(b"".join(lines[:3]) + cut(lines[3]))
+    run(reasoner, problems, full(), path=path, progress=False, **KNOBS)
+    assert f"jkv: {path}: dropped line 4, the last, which was cut off" in capsys.readouterr().err
+    assert texts(path) == texts(whole)
+    assert path.read_bytes().splitlines(keepends=True)[:3] == lines[:3]
+
+
+def test_whole_lines_are_told_nothing_of(whole, capsys):
+    assert len(read_records(whole)) == 6
+    assert capsys.readouterr().err == ""
+
+
+def test_a_line_that_is_cut_before_others_is_an_error(reasoner, problems, whole, tmp_path):
+    lines = whole.read_bytes().splitlines(keepends=True)
+    path = tmp_path / "full.jsonl"
+    path.write_bytes(lines[0] + lines[1][:20] + b"\n" + lines[2])
+    with pytest.raises(ValueError, match="line 2 is not"):
+        run(reasoner, problems, full(), path=path, progress=False, **KNOBS)
+    path.write_bytes(lines[0] + b"\xff\n" + lines[2])
+    with pytest.raises(ValueError, match="must be UTF-8"):
+        run(reasoner, problems, full(), path=path, progress=False, **KNOBS)
+
+
+@pytest.mark.parametrize("index", [-1, 3, "0", True, None])
+def test_a_line_of_a_problem_that_is_not_there_is_refused(index, reasoner, problems, whole, tmp_path):
+    record = json.loads(whole.read_text().splitlines()[0]) | {"problem": index, "prompt": problems[-1].prompt}
+    path = tmp_path / "full.jsonl"
+    path.write_text(json.dumps(record | {"gold": problems[-1].answer}) + "\n")
+    with pytest.raises(ValueError, match="same problems and policy; line 1 is of others"):
+        run(reasoner, problems, full(), path=path, progress=False, **KNOBS)
+
+
+def test_a_line_that_is_there_twice_is_refused(reasoner, problems, whole, tmp_path):
+    path = tmp_path / "full.jsonl"
+    path.write_text(whole.read_text() + whole.read_text().splitlines(keepends=True)[2])
+    with pytest.raises(ValueError, match="must hold each sample once; line 7 repeats one"):
+        run(reasoner, problems, full(), path=path, progress=False, **KNOBS)
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """The words of a small comparison, but for --out."""
+    file = tmp_path_factory.mktemp("data") / "mine.jsonl"
+    file.write_text("".join(json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out(3, seed=4)))
+    words = ["--dataset", file, "--policies", "full,r_kv", "--budgets", "48", "--max-new-tokens", "24", "--max-running", "2"]
+    return ["eval", *map(str, words), "--page-size", "4", "--samples", "2", "--temperature", "1"]
+
+
+@pytest.fixture(scope="module")
+def steady(command, tmp_path_factory):
+    """What an unbroken comparison wrote."""
+    out = tmp_path_factory.mktemp("steady") / "out"
+    assert cli.main([*command, "--out", str(out)]) == 0
+    return out
+
+
+OF_THE_RUN = {"kv_bytes", "kv_share", "occupancy", "tokens_per_second", "amsr", "peak_kv_bytes"}
+
+
+def figures(out):
+    """What every run of the same comparison comes to."""
+    outcomes = json.loads((out / "tiny-reasoner.json").read_text())["outcomes"]
+    return json.dumps([{name: value for name, value in one.items() if name not in OF_THE_RUN} for one in outcomes])
+
+
+def assert_same_run(out, steady):
+    """All figures and completions, each once, and nothing half written."""
+    assert figures(out) == figures(steady)
+    for name in ("full.jsonl", "r_kv-48.jsonl"):
+        mine, other = (folder / "tiny-reasoner-generations" / name for folder in (out, steady))
+        assert mine.read_bytes().count(b"\n") == 6
+        assert texts(mine) == texts(other)
+    assert not list(out.rglob(f"*{reports.PART}"))
+
+
+def fill_disk(monkeypatch, at):
+    """Lets the file system be full from some write on; how many writes there were."""
+    writes, real = [], reports.write_all
+
+    def write_all(descriptor, content):
+        writes.append(content)
+        if len(writes) >= at:
+            real(descriptor, content[: len(content) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor, content)
+
+    monkeypatch.setattr(reports, "write_all", write_all)
+    return writes
+
+
+def assert_goes_on_after_a_full_disk(at, command, steady, out, monkeypatch, capsys):
+    """Whether the disk was full before the run was done."""
+    with monkeypatch.context() as patched:
+        writes = fill_disk(patched, at)
+        status = cli.main([*command, "--out", str(out)])
+        errors = capsys.readouterr().err
+    if len(writes) < at:
+        return False
+    assert status == 2
+    assert "jkv: error: [Errno 28] No space left on device: " in errors
+    assert str(out) in errors
+    assert cli.main([*command, "--out", str(out), "--resume"]) == 0
+    assert_same_run(out, steady)
+    return True
+
+
+# 1 the settings, 2 an empty file of completions, 3 to 8 a line each, 9 to 11 the reports
+@pytest.mark.parametrize("at", [5])
+def test_a_full_disk_is_told_and_the_run_goes_on_later(at, command, steady, tmp_path, monkeypatch, capsys):
+    assert assert_goes_on_after_a_full_disk(at, command, steady, tmp_path / "out", monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_any_write_is_told_and_the_run_goes_on_later(command, steady, tmp_path, monkeypatch, capsys):
+    at = 1
+    while assert_goes_on_after_a_full_disk(at, command, steady, tmp_path / str(at), monkeypatch, capsys):
+        at += 1
+    assert at > 20  # two policies
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.999], ids=["empty", "half", "all but the end"])
+def test_figures_that_were_cut_off_come_from_the_completions_again(share, command, steady, tmp_path, capsys):
+    out = Path(shutil.copytree(steady, tmp_path / "out"))
+    file = out / "tiny-reasoner.json"
+    text = file.read_text().rstrip()
+    file.write_text(text[: int(share * len(text))])
+    assert cli.main([*command, "--out", str(out), "--resume"]) == 0
+    assert f"jkv: {file} is damaged; its figures are computed from the completions again" in capsys.readouterr().err
+    assert_same_run(out, steady)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"about": {}, "outcomes": [3]}', '{"about": {}, "outcomes": [{"x": 1}]}', "3"])
+def test_figures_of_something_else_are_refused(text, tmp_path):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match="must hold outcomes that `jkv eval` wrote"):
+        compare.read(tmp_path / "x.json", {})
+
+
+def test_a_second_evaluation_of_a_folder_is_refused_and_a_killed_one_holds_no_lock(command, steady, tmp_path, capsys):
+    out = tmp_path / "out"
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    words = [sys.executable, "-m", "jkv", *command, "--out", str(out)]
+    first = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    lines = out / "tiny-reasoner-generations" / "full.jsonl"
+    end = time.monotonic() + 120
+    while not (lines.exists() and lines.read_bytes().count(b"\n")) and time.monotonic() < end:
+        time.sleep(0.01)
+    for more in ([], ["--resume"]):
+        assert cli.main([*command, "--out", str(out), *more]) == 2
+        assert f"{out} must have one writer; process {first.pid} writes there. Wait until" in capsys.readouterr().err
+    first.kill()
+    first.wait()
+    assert cli.main([*command, "--out", str(out), "--resume"]) == 0
+    assert_same_run(out, steady)
+
+
+@pytest.mark.slow
+def test_an_evaluation_killed_at_any_moment_goes_on_to_the_same_figures(command, steady, tmp_path):
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+
+    def start(out, *more):
+        words = [sys.executable, "-m", "jkv", *command, "--out", str(out), *more]
+        return subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    began = time.monotonic()
+    assert start(tmp_path / "timed").wait() == 0
+    seconds = time.monotonic() - began
+    for i in range(12):
+        out = tmp_path / str(i)
+        process = start(out)
+        time.sleep(seconds * (0.4 + 0.6 * i / 12))
+        process.kill()
+        process.wait()
+        assert start(out, "--resume").wait() == 0
+        assert_same_run(out, steady)
