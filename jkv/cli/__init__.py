@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jkv.cli import analyze, bench, evaluate, generate, plan, policies, steer
 from jkv.cli.inputs import LOOKS, examples_of
-from jkv.engine.interrupts import ending_at_interrupt
+from jkv.engine.interrupts import ending_at_interrupt, ignore_interrupts
 
 COMMANDS = (generate, evaluate, analyze, plan, bench, steer, policies)
 
@@ -37,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("jkv: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever a library raises
         return 2
     except KeyboardInterrupt:
+        if arguments is None:
+            ignore_interrupts()
         resumes = "resume" in options and options.out
         print("jkv: interrupted" + (f"; --resume --out {options.out} goes on" if resumes else ""), file=sys.stderr)
         return 130

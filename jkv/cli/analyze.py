@@ -131,8 +131,6 @@ def read_tokenizer(name: str | None) -> Any:
 
 def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     """A model's greedy traces of unseen chains under each policy and budget, and its tokenizer."""
-    import jax
-
     from jkv.checks import check_counts
     from jkv.evaluation.compare import build, parse_share
     from jkv.model import checkpoint
@@ -159,7 +157,6 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     for label, policy in policies.items():
         out, right = solve(model, problems, policy, **options)
         traces[label] = list(out.text or ()), list(right)
-        jax.clear_caches()  # programs of this budget's shapes: a process may not map so many that all could stay
     return traces, model.tokenizer
 
 

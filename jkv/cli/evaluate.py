@@ -139,8 +139,6 @@ def run(options: argparse.Namespace) -> int:
 
 def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Compares policies, printing each line of the table as it is known; the stack holds the lock of --out."""
-    import jax
-
     from jkv.evaluation import compare as bench
     from jkv.evaluation.problems import put
     from jkv.model import checkpoint
@@ -166,7 +164,6 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     generations = options.out / f"{name}-generations" if options.out else None
 
     def report(outcomes: list[bench.Outcome]) -> None:
-        jax.clear_caches()  # programs of this budget's shapes: a process may not map so many that all could stay
         print(markdown_line(bench.cells_of(outcomes[-1])), flush=True)
         if options.out:  # after each, so that nothing is lost when the next is interrupted
             bench.write(outcomes, options.out, name, about)

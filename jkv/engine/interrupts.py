@@ -79,6 +79,12 @@ def ending_at_interrupt() -> Iterator[None]:
         ENDING.clear()
 
 
+def ignore_interrupts() -> None:
+    """For a program that ends: later presses of Ctrl-C would print tracebacks of its end."""
+    if is_main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def raise_lost_interrupt() -> None:
     """Raises a KeyboardInterrupt that Python dropped, because it came in a callback of the garbage collector."""
     if len(ENDING) > 1 and is_main_thread():

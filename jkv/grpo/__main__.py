@@ -16,7 +16,7 @@ from typing import Any
 
 from jkv import reports as record
 from jkv import viz
-from jkv.engine.interrupts import ending_at_interrupt
+from jkv.engine.interrupts import ending_at_interrupt, ignore_interrupts
 from jkv.grpo.course import Course, read_course
 from jkv.grpo.learner import learn
 from jkv.grpo.outcome import COLUMNS, by_arm, describe, record_of, remarks, row_of
@@ -122,6 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"grpo: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        if arguments is None:
+            ignore_interrupts()
         print(f"interrupted; the same command resumes from {checkpoints}", file=sys.stderr)
         return 130
     print(report(course, runs, about))
