@@ -202,33 +202,48 @@ def append_text(path: Path, text: str) -> None:
 def only_writer(folder: Path) -> Iterator[None]:
     """Keeps other processes from writing to a folder; removes what writers that were killed left half written.
 
-    The lock is the system's, on the file `.jkv.lock`: it ends with the process, however that ends. The file stays.
+    The lock is the system's, on the file `.jkv.lock`: it ends with the process, however that ends.
 
     Raises:
       ValueError: another process writes there.
     """
-    if fcntl is None:
-        yield
-        return
-    with open(folder / LOCK, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read(20).strip() or "unknown"
-            raise ValueError(
-                f"{folder} must have one writer; process {owner} writes there. Wait until it ends, or give another folder."
-            ) from None
-        except OSError as error:
-            print(f"jkv: {folder} cannot be locked ({error}): start no second writer there", file=sys.stderr)
-        file.truncate(0)
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+    descriptor = locked(folder)
+    try:
         for part in [*folder.glob(f".*{PART}"), *folder.glob(f"*/.*{PART}")]:
             with contextlib.suppress(OSError):
                 if time.time() - part.stat().st_mtime > 60:  # nobody takes as long to write a file
                     part.unlink()
         yield
+    finally:
+        with contextlib.suppress(OSError):
+            (folder / LOCK).unlink()
+        os.close(descriptor)
+
+
+def locked(folder: Path) -> int:
+    """The descriptor of a folder's lock file, locked."""
+    path = folder / LOCK
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            if fcntl is None:
+                raise OSError("this system has no flock")
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(descriptor, 20).decode(errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise ValueError(
+                f"{folder} must have one writer; process {owner} writes there. Wait until it ends, or give another folder."
+            ) from None
+        except OSError as error:
+            print(f"jkv: {folder} cannot be locked ({error}): start no second writer there", file=sys.stderr)
+            return descriptor
+        if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(descriptor)):
+            with contextlib.suppress(OSError):  # on a full disk, others are not told by whom
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
+            return descriptor
+        os.close(descriptor)  # its owner removed the file meanwhile: there may be another one
 
 
 def read_json_lines(

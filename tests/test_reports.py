@@ -120,6 +120,34 @@ def test_a_folder_has_one_writer_until_that_is_dead(tmp_path):
         pass
     with only_writer(tmp_path):
         pass
+    assert not os.listdir(tmp_path)
+
+
+RACES = """
+import sys, time
+from pathlib import Path
+from jkv.reports import only_writer
+folder, until = Path(sys.argv[1]), time.monotonic() + 3
+held = 0
+while time.monotonic() < until:
+    try:
+        with only_writer(folder):
+            (folder / "alone").touch(exist_ok=False)
+            (folder / "alone").unlink()
+            held += 1
+    except ValueError:
+        pass
+assert held > 10, held
+"""
+
+
+def test_writers_that_come_and_go_are_never_two_at_a_time(tmp_path):
+    command = [sys.executable, "-c", RACES, str(tmp_path)]
+    processes = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE) for _ in range(3)]
+    for process in processes:
+        assert process.communicate()[1] == b""
+        assert process.returncode == 0
+    assert not os.listdir(tmp_path)
 
 
 def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path):

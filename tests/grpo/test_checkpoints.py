@@ -245,12 +245,13 @@ def test_the_command_killed_at_any_moment_comes_to_the_same_run(tmp_path):
     began = time.monotonic()
     assert run("steady") == 0
     whole, rng, kills = time.monotonic() - began, random.Random(0), 0
-    while run("broken", rng.uniform(0.4, 1.0) * whole) != 0 and kills < 40:
+    while run("broken", rng.uniform(0.4, 1.0) * whole) != 0 and kills < 20:
         kills += 1
-    assert 0 < kills < 40
+    assert 0 < kills < 20
 
     def told(name):
         (record,) = json.loads((tmp_path / name / "small.json").read_text())["runs"]
-        return {field: value for field, value in record.items() if "second" not in field}
+        record["moments"] = [{**moment, "seconds": 0} for moment in record["moments"]]
+        return record | {"tokens_per_second": 0}
 
     assert told("broken") == told("steady")
