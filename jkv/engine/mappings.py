@@ -12,7 +12,7 @@ import jax
 from jkv.engine.timing import COMPILING
 
 CHECK_EVERY = 16  # programs compiled between two looks
-MOST = 0.5  # of the mappings that the process may have
+MOST = 0.25  # of the mappings that the process may have
 LIMIT, MAPPINGS = Path("/proc/sys/vm/max_map_count"), Path("/proc/self/maps")
 
 _checked = 0  # programs compiled before the last look

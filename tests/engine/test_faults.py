@@ -290,7 +290,7 @@ def test_programs_of_many_engines_do_not_pile_up():
 
 def test_programs_stay_as_long_as_there_is_room(monkeypatch):
     monkeypatch.setattr(mappings, "_checked", COMPILING.count - mappings.CHECK_EVERY)
-    monkeypatch.setattr(mappings, "num_mappings", lambda: mappings.limit() // 2)
+    monkeypatch.setattr(mappings, "num_mappings", lambda: mappings.limit() // 4)
     assert not mappings.let_programs_go()
 
 
