@@ -20,9 +20,7 @@ def pieces(tokens: Sequence[int], tokenizer: Any = None) -> list[str]:
     stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
     texts = []
     for token in tokens:
-        start = len(stream.text)
-        stream.push([int(token)])
-        texts.append(visible(stream.text[start:]) or PART)
+        texts.append(visible(stream.push([int(token)])) or PART)
     return texts
 
 
