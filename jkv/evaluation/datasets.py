@@ -21,7 +21,7 @@ FORMATS = (".parquet", ".jsonl", ".csv")  # the first that a subset has, where t
 SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"} | {
     "dev": "validation",
 }
-SHARD = re.compile(r"-?\d+-of-\d+$|^\d+$")
+SHARD = re.compile(r"(?:-|(?<!\d))\d+-of-\d+$|^\d+$")
 
 Row = dict[str, Any]
 

@@ -92,7 +92,7 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=2) + "\n")
     if options.page:
         page = options.page.read_text()
-        between = re.compile(f"(?<={MARKS[0]}).*(?={MARKS[1]})", flags=re.DOTALL)
+        between = re.compile(f"(?<={MARKS[0]})(?:(?!{MARKS[0]}).)*(?={MARKS[1]})", flags=re.DOTALL)
         options.page.write_text(between.sub(lambda _: f"\n{describe(result)}\n", page))
 
 
