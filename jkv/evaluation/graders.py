@@ -23,7 +23,7 @@ IGNORED = re.compile(
     r"\\left(?![a-z])|\\right(?![a-z])|\\[!,;: ]|\\displaystyle|\\\$|\$|\^\s*(?:\\circ|\{\s*\\circ\s*\})|°|\s|~"
 )
 GROUPED = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
-DECIMAL = re.compile(r"-?(?:\d+\.?\d*|\.\d+)")
+DECIMAL = re.compile(r"-?(?:\d+(?:\.\d*)?|\.\d+)")
 IN_BASE = re.compile(r"[0-9A-Za-z.]+_(\d+)")
 REPEATING = re.compile(r"(?<!\d)(\d*)\.(\d*)\\overline\{(\d+)\}")
 CHOICE = re.compile(r"\(?([A-Z])\)?[.:]?")

@@ -3,14 +3,17 @@
 import dataclasses
 import functools
 import inspect
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
-from jkv.checks import typed
+from jkv.checks import check_length, shown, typed
 from jkv.policies.policy import Policy
 
 P = ParamSpec("P")
+MOST = 1 << 31  # every number of a setting lies below
+MOST_WORDS = 10_000  # of a list, such as keywords
 # Where a page has the table. The search for an end stops at another beginning, so that its time is linear.
 MARKED = re.compile(r"(?<=<!-- policies -->\n)(?:(?!<!-- policies -->).)*?(?=<!-- /policies -->)", flags=re.DOTALL)
 
@@ -50,13 +53,25 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
         def checked(*args: P.args, **kwargs: P.kwargs) -> Policy:
             given = signature.bind(*args, **kwargs)
             for field, value in given.arguments.items():
-                given.arguments[field] = typed(f"{build.__name__}'s {field}", value, signature.parameters[field].annotation)
+                name = f"{build.__name__}'s {field}"
+                given.arguments[field] = checked_value = typed(name, value, signature.parameters[field].annotation)
+                check_size(name, checked_value)
             return build(*given.args, **given.kwargs)
 
         vars(checked)["entry"] = Entry(title, idea, arxiv, build.__module__)
         return checked
 
     return decorate
+
+
+def check_size(name: str, value: Any) -> None:
+    """Refuses numbers that no program can hold: integers of more than 32 bits, NaN and infinity, long lists and texts."""
+    if isinstance(value, int) and not -MOST < value < MOST:
+        raise ValueError(f"{name} must lie below 2**31, as slots and tokens are counted in 32 bits; got {shown(value)}.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite; got {value}.")
+    if isinstance(value, Sequence):
+        check_length(name, value, MOST_WORDS, "elements")
 
 
 def entry_of(build: Callable[..., Policy]) -> Entry:
