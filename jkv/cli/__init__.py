@@ -5,12 +5,11 @@ Bad input ends with one line (the rule, the value, what to do) and exit status 2
 
 import argparse
 import importlib.metadata
-import os
-import sys
 from collections.abc import Sequence
 
 from jkv.cli import analyze, bench, evaluate, generate, plan, policies, steer
 from jkv.cli.inputs import LOOKS, examples_of
+from jkv.cli_errors import run_safely
 
 COMMANDS = (generate, evaluate, analyze, plan, bench, steer, policies)
 
@@ -25,17 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
-    try:
-        return options.run(options)
-    except BrokenPipeError:  # `jkv generate ... | head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- for the interpreter's last flush
-        return 0
-    except (ValueError, OSError) as error:
-        print("jkv: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever a library raises
-        return 2
-    except KeyboardInterrupt:
-        print("jkv: interrupted", file=sys.stderr)
-        return 130
+    return run_safely(lambda: options.run(options), "jkv: error:")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -24,10 +24,11 @@ def run(options: argparse.Namespace) -> int:
 
     from jkv.policies import POLICIES
     from jkv.policies.recipe import entry_of, markdown, page_with_table
+    from jkv.text_files import read_text
 
     if options.page:
         folder = os.path.relpath(Path.cwd(), options.page.parent)
-        page = options.page.read_text(encoding="utf-8")
+        page = read_text(options.page)
         options.page.write_text(page_with_table(page, POLICIES, "" if folder == "." else f"{folder}/"), encoding="utf-8")
         return 0
     if options.markdown:

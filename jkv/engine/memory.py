@@ -65,6 +65,11 @@ def num_pool_pages(
       ValueError: a setting out of its range, both settings, or more than the device has free.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
+    if 4 * rows > (free := free_pool_bytes(params, num_shards, share=1.0)):
+        raise ValueError(
+            f"Page tables must fit the device: {max_running} rows of {max_slots} slots in pages of {page_size} take {4 * rows} "
+            f"bytes, and {free} are free. Lower max_running or max_slots, or raise page_size."
+        )
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}. Pass one.")
     if kv_memory is None and num_pages is None:
@@ -76,7 +81,6 @@ def num_pool_pages(
         num_bytes = typed('kv_memory, unless "auto",', kv_memory, int)
         check_counts(kv_memory=num_bytes)
         num_pages = min(2 * rows, num_bytes // bytes_per_page)
-    free = free_pool_bytes(params, num_shards, share=1.0)
     if num_pages * bytes_per_page > free:
         raise ValueError(
             f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = {num_pages * bytes_per_page} bytes, "

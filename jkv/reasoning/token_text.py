@@ -130,6 +130,6 @@ def facts_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
     return TokenFacts(
         is_break=np.array([BREAK in text for text in texts]),
         is_blank=np.array([not text.strip() for text in texts]),
-        num_bytes=np.array([len(text.encode()) for text in texts]),
+        num_bytes=np.array([len(text.encode(errors="surrogatepass")) for text in texts]),
         think=np.array([ids[0] if len(ids) == 1 else -1 for ids in marks], np.int32),
     )
