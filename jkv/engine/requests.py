@@ -99,16 +99,20 @@ class RequestOptions:
     first_sample: int = 0
 
     def __post_init__(self) -> None:
+        for name, kind in (("n", int), ("max_new_tokens", int | None), ("first_sample", int)):
+            # Python's numbers: products of NumPy's small ones overflow.
+            object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_counts(n=self.n, max_new_tokens=self.max_new_tokens)
         check_num_samples(self.n, 1)
         check_sampling(self.sampling)
-        typed("first_sample", self.first_sample, int)
 
 
 def check_model(model_or_params: Any) -> Model:
     """A model whose weights are finite; bare `Params` have no tokenizer."""
     if not isinstance(model_or_params, Model | Params):
-        raise ValueError(f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. Load it first.")
+        raise ValueError(
+            f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. Load it first."
+        )
     model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
     check_weights(model.params)
     return model
@@ -181,7 +185,9 @@ def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
 
 def is_endless(values: Any) -> bool:
     """Whether it has no length or no order: a number, an iterator, bytes, a set, a table."""
-    return not hasattr(values, "__iter__") or not hasattr(values, "__getitem__") or isinstance(values, bytes | bytearray | Mapping)
+    return (
+        not hasattr(values, "__iter__") or not hasattr(values, "__getitem__") or isinstance(values, bytes | bytearray | Mapping)
+    )
 
 
 def num_elements(values: Any) -> int:
@@ -245,7 +251,8 @@ def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
     is_list = isinstance(policy, Sequence) and not isinstance(policy, str)
     if is_list and num_elements(policy) != num_prompts:
         raise ValueError(
-            f"policy must be one policy, or a list of one for each prompt; got {num_elements(policy)} for {num_prompts} prompts."
+            f"policy must be one policy, or a list of one for each prompt; got {num_elements(policy)} for {num_prompts} "
+            "prompts."
         )
     policies: list[Any] = list(policy) if is_list else [policy] * num_prompts
     for each in policies:

@@ -121,7 +121,9 @@ def read_saved(folder: Path, split: str | None) -> list[Row]:
     if not is_saved(folder):
         known = read_json(folder / "dataset_dict.json", ("splits",))["splits"]
         if not isinstance(known, list) or not all(isinstance(name, str) for name in known):
-            raise ValueError(f"{folder}/dataset_dict.json must list splits by name; got {shown(known)}. Save the data set again.")
+            raise ValueError(
+                f"{folder}/dataset_dict.json must list splits by name; got {shown(known)}. Save the data set again."
+            )
         chosen = choose_split(folder, set(known), split)
         if not is_saved(inner := inside(folder, chosen)):
             raise ValueError(f"{folder} must hold the split {chosen}, as save_to_disk wrote it; {inner} has no state.json.")
@@ -191,5 +193,6 @@ def check_fields(source: Path, rows: Sequence[Row], fields: Sequence[str]) -> No
             wanted = " and ".join(f'"{field}"' for field in fields)
             raise ValueError(
                 f'Each line of {source} must be an object with {wanted}; line {number} is not: "{missing[0]}" is not among '
-                f"its fields {', '.join(map(str, row))}. Name them with question and answer (--question, --answer), or take a preset."
+                f"its fields {', '.join(map(str, row))}. Name them with question and answer (--question, --answer), or take a "
+                "preset."
             )

@@ -54,8 +54,8 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
             given = signature.bind(*args, **kwargs)
             for field, value in given.arguments.items():
                 name = f"{build.__name__}'s {field}"
-                given.arguments[field] = checked_value = typed(name, value, signature.parameters[field].annotation)
-                check_size(name, checked_value)
+                given.arguments[field] = typed(name, value, signature.parameters[field].annotation)
+                check_size(name, given.arguments[field])
             return build(*given.args, **given.kwargs)
 
         vars(checked)["entry"] = Entry(title, idea, arxiv, build.__module__)
@@ -65,12 +65,12 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
 
 
 def check_size(name: str, value: Any) -> None:
-    """Refuses numbers that no program can hold: integers of more than 32 bits, NaN and infinity, long lists and texts."""
+    """Refuses numbers that no program can hold: integers of more than 32 bits, NaN and infinity, long lists."""
     if isinstance(value, int) and not -MOST < value < MOST:
         raise ValueError(f"{name} must lie below 2**31, as slots and tokens are counted in 32 bits; got {shown(value)}.")
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} must be finite; got {value}.")
-    if isinstance(value, Sequence):
+    if isinstance(value, Sequence) and not isinstance(value, str):
         check_length(name, value, MOST_WORDS, "elements")
 
 

@@ -161,7 +161,7 @@ def check_schedule(name: str, schedule: object) -> None:
 
 def check_budget(budget: int) -> None:
     """Refuses a budget that is not a number of slots."""
-    if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < 1 << 31:
+    if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < 1 << 48:
         raise ValueError(
-            f"budget must be a number of slots, at least 1 and below 2**31, for each layer and KV head; got {shown(budget)}."
+            f"budget must be a number of slots, at least 1 and below 2**48, for each layer and KV head; got {shown(budget)}."
         )

@@ -1,14 +1,11 @@
 """Hostile command lines: whatever a file or a number is, one line says what is wrong, and the status is 2."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jkv import cli
-from jkv.grpo import __main__ as grpo
 
 DEEP = 100_000
 FILES = {
@@ -29,7 +26,7 @@ FILES = {
     "nan": b'{"prompt": [NaN], "text": NaN, "about": NaN, "outcomes": NaN}\n',
     "odd_json": b'{"about": {}, "records": 3, "outcomes": [3], "prompt": {"a": 1}, "text": [1], "policy": 3}\n',
     "surrogate": b'{"prompt": "\\ud800", "text": "\\ud800", "policy": "\\ud800", "answer": "\\ud800"}\n',
-    "control": '{"prompt": "\\u0000\\u001b[2J", "text": "\\u0000", "policy": "a|b\\n<script>$x^{$"}\n'.encode(),
+    "control": b'{"prompt": "\\u0000\\u001b[2J", "text": "\\u0000", "policy": "a|b\\n<script>$x^{$"}\n',
 }
 PLACES = ("missing", "folder", "fifo", "unreadable", "device", "huge", *FILES)
 

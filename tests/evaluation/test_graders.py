@@ -1,6 +1,5 @@
 """Graders: gold answers of every hard form are right, other spellings of them too, and wrong answers are wrong."""
 
-import threading
 
 import pytest
 
@@ -74,8 +73,6 @@ def test_only_the_last_box_after_the_thinking_counts():
 
 def test_an_answer_that_would_take_for_ever_is_wrong_after_the_time_limit():
     assert not MATH(r"\boxed{10^{10^{10^{10}}}}", "2")
-
-
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ TEXTS = {
     "many fences": "```py\n" * DEEP,
     "dollars": "$" * DEEP,
     "opened formulas": r"\(" * DEEP,
+    "fewer opened formulas": r"\(" * 3_900,
     "decimals": "1." * DEEP + r"\overline{3}",
     "null bytes": "\x00" * DEEP,
     "surrogates": "\ud800\udfff" * 1_000,
