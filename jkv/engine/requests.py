@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.checks import check_counts, check_length, shown, typed
-from jkv.model.params import Model, Params
+from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
 from jkv.policies.policy import compacted
@@ -114,8 +114,24 @@ def check_model(model_or_params: Any) -> Model:
             f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. Load it first."
         )
     model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
+    check_shape(model.config)
     check_weights(model.params)
     return model
+
+
+def check_shape(config: ModelConfig) -> None:
+    """Refuses a configuration that no program computes."""
+    rotated = config.rotary_size or config.head_size
+    if rotated % 2 or rotated > config.head_size:
+        raise ValueError(
+            f"RoPE rotates an even number of channels, at most the head's; got {rotated} of {config.head_size}. Correct "
+            "head_size or rotary_size."
+        )
+    if config.num_kv_heads < 1 or config.num_query_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_query_heads must be a multiple of num_kv_heads; got {config.num_query_heads} and {config.num_kv_heads}. "
+            "Correct either."
+        )
 
 
 def check_sampling(sampling: Any) -> Sampling:

@@ -119,7 +119,7 @@ def log_distribution(
 
     Top-k is applied first, and top-p to the rest; the most likely token always stays. At temperature 0 they are those of
     temperature 1, without top-k and top-p. `truncates=False` skips top-k and top-p, which saves a sort. NaN where a logit is
-    NaN or positive infinity, and nowhere else.
+    NaN or positive infinity, or all are negative infinity, and nowhere else.
     """
     is_greedy = temperature == 0
     # The largest logit is subtracted before the division, which may overflow: to -inf then, the logarithm of 0.

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
@@ -13,7 +12,8 @@ from jkv.policies.policy import Policy
 
 P = ParamSpec("P")
 MOST = 1 << 31  # every number of a setting lies below
-MOST_WORDS = 10_000  # of a list, such as keywords
+LARGEST = 1e30  # of a fraction, with room for what it is multiplied by in float32
+MOST_WORDS = 4_096  # elements of a list, such as keywords; characters of a text, such as a path
 # Where a page has the table. The search for an end stops at another beginning, so that its time is linear.
 MARKED = re.compile(r"(?<=<!-- policies -->\n)(?:(?!<!-- policies -->).)*?(?=<!-- /policies -->)", flags=re.DOTALL)
 
@@ -65,11 +65,13 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
 
 
 def check_size(name: str, value: Any) -> None:
-    """Refuses numbers that no program can hold: integers of more than 32 bits, NaN and infinity, long lists."""
+    """Refuses what no program can hold: integers of more than 32 bits, fractions that float32 cannot hold, long lists."""
     if isinstance(value, int) and not -MOST < value < MOST:
         raise ValueError(f"{name} must lie below 2**31, as slots and tokens are counted in 32 bits; got {shown(value)}.")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite; got {value}.")
+    if isinstance(value, float) and not abs(value) <= LARGEST:
+        raise ValueError(f"{name} must lie in [-{LARGEST}, {LARGEST}]; got {value}.")
+    if isinstance(value, str) and len(value) > MOST_WORDS:
+        raise ValueError(f"{name} must have at most {MOST_WORDS:,} characters; got {len(value):,}. Shorten it.")
     if isinstance(value, Sequence) and not isinstance(value, str):
         check_length(name, value, MOST_WORDS, "elements")
 

@@ -1,6 +1,5 @@
 """Graders: gold answers of every hard form are right, other spellings of them too, and wrong answers are wrong."""
 
-
 import pytest
 
 from jkv.evaluation.graders import GRADERS, check_gold, failing_gold, grader_of, read_box, read_choice
