@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,22 @@ try:
 except ImportError:  # no POSIX system
     fcntl = None  # type: ignore[assignment]
 
+from jkv.text_files import read_text
+
 ROOT = Path(__file__).parent.parent
 Report = Callable[[dict[str, Any]], None]  # receives figures as they are measured
 LOCK, PART = ".jkv.lock", ".part"
 PACKAGES = ("google-tunix", "jax", "jaxlib", "jkv", "kvpress", "numpy", "torch", "transformers")
-MARKED = re.compile(r"(?P<begin><!-- bench (?P<name>\w+) -->\n).*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL)
+MARKED = re.compile(  # the search for an end stops at another beginning, so that its time is linear
+    r"(?P<begin><!-- bench (?P<name>\w+) -->\n)(?:(?!<!-- bench ).)*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL
+)
+TAG = re.compile(r"<(?=[A-Za-z/!?])")  # what Markdown passes on as HTML
+PIPE = re.compile(r"(?<!\\)\\*\|")  # with the backslashes before it, which would escape each other
+HIDDEN_RANGES = (  # formats and fillers that show nothing, or turn the line; not the joiners, which make one sign of several
+    *((code, code) for code in (0xAD, 0x34F, 0x61C, 0x115F, 0x1160, 0x180E, 0x200B, 0x200E, 0x200F, 0x3164, 0xFEFF, 0xFFA0)),
+    *((0x2028, 0x202E), (0x2060, 0x206F), (0xFFF9, 0xFFFB), (0xE0000, 0xE007F)),
+)
+HIDDEN = frozenset(chr(code) for first, last in HIDDEN_RANGES for code in range(first, last + 1))
 
 
 def about(command: str) -> dict[str, Any]:
@@ -106,25 +118,55 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     | a | b |
     |---|---|
     | 1 | x |
+
+    A cell is text, never markup or another cell: see `cell`.
     """
     return "\n".join([markdown_line(columns), "|" + "---|" * len(columns), *map(markdown_line, rows)])
 
 
 def markdown_line(cells: Iterable[Any]) -> str:
     """One line of a table, for those that are printed as they grow."""
-    return "| " + " | ".join(map(str, cells)) + " |"
+    return "| " + " | ".join(map(cell, cells)) + " |"
 
 
-def read_text(path: Path) -> str:
-    """A file's text; a byte order mark is no part of it.
+def cell(value: Any) -> str:
+    r"""A value as one cell of a Markdown table: on one line, its pipes escaped, nothing in it a tag or hidden.
 
-    Raises:
-      ValueError: bytes that are not UTF-8.
+    >>> print(cell("a|b\n<script>alert(1)</script> < 2"))
+    a\|b &lt;script>alert(1)&lt;/script> < 2
     """
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} must be UTF-8 text; {error}.") from None
+    text = visible(" ".join(cut_text(str(value)).split("\n")))
+    return PIPE.sub(r"\\|", TAG.sub("&lt;", text))
+
+
+def cut_text(text: str, most: int = 1_000) -> str:
+    """A text of at most so many characters, with a mark where it was cut.
+
+    >>> cut_text("a" * 2_000, 5)
+    'aaaa…'
+    """
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def visible(text: str) -> str:
+    r"""A text with a mark for each character that would show nothing, or turn the line around; newlines stay.
+
+    >>> visible("a\tb\x00\u202e")
+    'a⇥b␀<U+202E>'
+    """
+    return text if text.isascii() and text.isprintable() else "".join(map(mark, text))
+
+
+def mark(character: str) -> str:
+    """A character, or its visible replacement."""
+    if character == "\n" or (character not in HIDDEN and unicodedata.category(character) not in ("Cc", "Cs", "Cn")):
+        return character
+    code = ord(character)
+    if character == "\t":
+        return "\N{RIGHTWARDS ARROW TO BAR}"
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\N{SYMBOL FOR DELETE}" if code == 0x7F else f"<U+{code:04X}>"
 
 
 def write_bytes(path: Path | str, content: bytes) -> None:
@@ -269,7 +311,7 @@ def read_json_lines(
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):  # an integer of 5,000 digits is a plain ValueError
             record = None
         if not isinstance(record, dict) or not all(field in record for field in fields):
             named = " and ".join(f'"{field}"' for field in fields)

@@ -4,15 +4,12 @@ Bad input ends with one line (the rule, the value, what to do) and exit status 2
 """
 
 import argparse
-import contextlib
 import importlib.metadata
-import os
-import sys
 from collections.abc import Sequence
 
 from jkv.cli import analyze, bench, evaluate, generate, plan, policies, steer
 from jkv.cli.inputs import LOOKS, examples_of
-from jkv.engine.interrupts import ending_at_interrupt, ignore_interrupts
+from jkv.cli_errors import run_safely
 
 COMMANDS = (generate, evaluate, analyze, plan, bench, steer, policies)
 
@@ -27,21 +24,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
-    try:
-        with contextlib.nullcontext() if options.run is generate.run else ending_at_interrupt():
-            return options.run(options)
-    except BrokenPipeError:  # `jkv generate ... | head`
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 -- for the interpreter's last flush
-        return 0
-    except (ValueError, OSError) as error:
-        print("jkv: error:", " ".join(str(error).split()), file=sys.stderr)  # one line, whatever a library raises
-        return 2
-    except KeyboardInterrupt:
-        if arguments is None:
-            ignore_interrupts()
-        resumes = "resume" in options and options.out
-        print("jkv: interrupted" + (f"; --resume --out {options.out} goes on" if resumes else ""), file=sys.stderr)
-        return 130
+    resumes = "resume" in options and options.out
+    interrupted = "jkv: interrupted" + (f"; --resume --out {options.out} goes on" if resumes else "")
+    returns_early = options.run is generate.run  # it prints what there is
+    return run_safely(
+        lambda: options.run(options), "jkv: error:", interrupted, returns_early=returns_early, is_program=arguments is None
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.cli.evaluate import read_options
-from jkv.cli.inputs import LOOKS, check_plotting, words
+from jkv.cli.inputs import LOOKS, check_plotting, make_folder, words
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     """Reads or makes traces and prints a table for each group."""
     if options.out:
         check_plotting()
-        options.out.mkdir(parents=True, exist_ok=True)
+        make_folder(options.out)
     given = [name for name in ("config", *DEFAULTS) if name != "model" and getattr(options, name, None) is not None]
     if options.files and given:
         option = f"--{given[0].replace('_', '-')}"

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, words
+from jkv.checks import shown
+from jkv.cli.inputs import LOOKS, make_folder, words
 
 BENCHES = {
     "throughput": "tokens a second of policies in fixed pools, from ample to tight (R-KV's stress test)",
@@ -20,6 +21,7 @@ BENCHES = {
     "eviction": "what scoring and compaction cost, compared with their own arithmetic, on a wide model",
 }
 PAGE = Path("docs/results.md")  # that shows the tables, from the root of the repository
+MOST = 1 << 31  # every size lies below
 QUICK_POOLS = [430_000, 134_000]
 
 
@@ -84,8 +86,13 @@ def run(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name not in ("run", "bench", "quick", "out")}
     given = {name: value for name, value in given.items() if value is not None}
     for name in ("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"):
-        if given.get(name, 1) <= 0:
-            raise ValueError(f"--{name} must be positive; got {given[name]}.")
+        if not 0 < given.get(name, 1) < MOST:
+            raise ValueError(f"--{name} must be positive and below 2**31; got {shown(given[name])}.")
+    for name in ("lengths", "budgets", "batches"):
+        if name in given and not (given[name] and all(0 < size < MOST for size in given[name])):
+            raise ValueError(f"--{name} must be sizes, each positive and below 2**31; got {shown(given[name])}.")
+    if options.out:
+        make_folder(options.out)
     about = records.about(command_of(options.bench, options.quick, given))
 
     def report(figures: dict[str, Any]) -> None:
@@ -204,11 +211,14 @@ MEASURES: dict[str, Callable[[dict[str, Any], bool, Any], dict[str, Any]]] = {
 def run_tables(options: argparse.Namespace) -> int:
     """Regenerates every table from its JSON."""
     from jkv import reports as records
+    from jkv.text_files import read_json, read_text
 
     tables, pages = {}, {}
     for name in BENCHES:
         path = options.results / f"{name}.json"
-        record = json.loads(path.read_text()) if path.exists() else {}
+        record = read_json(path) if path.exists() else {}
+        if not isinstance(record, dict):
+            raise ValueError(f"{path} must be a JSON object that `jkv bench {name}` wrote; it is none. Remove the file.")
         if "about" in record:  # what older commands wrote has no table
             tables[name] = importlib.import_module(f"jkv.bench.{name}").table(record)
             pages[path.with_suffix(".md")] = tables[name] + "\n"
@@ -218,8 +228,8 @@ def run_tables(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--page must be a file with <!-- bench NAME --> marks; {options.page} does not exist. Name another page."
         )
-    pages[options.page] = records.page_with(options.page.read_text(), tables)
-    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    pages[options.page] = records.page_with(read_text(options.page), tables)
+    stale = [path for path, text in pages.items() if not path.exists() or read_text(path) != text]
     for path in stale:
         if not options.check:
             records.write_text(path, pages[path])

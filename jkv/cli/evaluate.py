@@ -3,12 +3,11 @@
 import argparse
 import contextlib
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.cli.inputs import LOOKS, check_plotting, words
+from jkv.cli.inputs import LOOKS, check_plotting, make_folder, words
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -155,7 +154,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     name = f"{options.config.stem}-{model_name}" if options.config else model_name
     if options.out:
         check_plotting()
-        options.out.mkdir(parents=True, exist_ok=True)
+        make_folder(options.out)
         stack.enter_context(only_writer(options.out))
     model = checkpoint.load(str(chosen["model"]))
     settle_chat(chosen, model.tokenizer)
@@ -271,12 +270,9 @@ def read_options(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[
 
 def read_config(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A TOML file on top of the one that it `extends`, if any; tables of settings are joined name by name."""
-    from jkv.reports import read_text
+    from jkv.text_files import read_toml
 
-    try:
-        own, chain = tomllib.loads(read_text(path)), (*chain, path.resolve())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} must be TOML: {error}.") from None
+    own, chain = read_toml(path), (*chain, path.resolve())
     settings = own.setdefault("settings", {})
     if not isinstance(settings, dict) or not all(isinstance(table, dict) for table in settings.values()):
         raise ValueError(f"{path}: settings are tables, one a policy, as [settings.r_kv]; got {settings!r}.")

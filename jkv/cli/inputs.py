@@ -2,9 +2,13 @@
 
 import argparse
 import ast
+import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from jkv.checks import shown
 
 EXAMPLES = """\
 examples:
@@ -43,10 +47,10 @@ def read_settings(budget: int | None, pairs: Iterable[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals:
-            raise ValueError(f"--set takes NAME=VALUE, such as interval=16; got {pair!r}.")
+            raise ValueError(f"--set takes NAME=VALUE, such as interval=16; got {shown(pair)}.")
         try:
             settings[name.strip()] = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError):
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two where it is nested too deep
             settings[name.strip()] = text.strip()
     return settings
 
@@ -57,7 +61,8 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
         raise ValueError("generate takes one prompt or --file FILE; got " + ("neither." if prompt is None else "both."))
     if file is None:
         return [prompt]
-    from jkv.reports import read_json_lines, read_text
+    from jkv.reports import read_json_lines
+    from jkv.text_files import read_text
 
     if file.suffix == ".json":
         raise ValueError(
@@ -71,14 +76,36 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
     prompts = [record["prompt"] for record in read_json_lines(file, ("prompt",))]
     for i, one in enumerate(prompts):
         if not isinstance(one, str | list):
-            raise ValueError(f"A prompt is a string or a list of token ids; prompt {i} of {file} is {one!r}.")
+            raise ValueError(f"A prompt is a string or a list of token ids; prompt {i} of {file} is {shown(one)}.")
     return prompts
 
 
 def check_target(path: Path, option: str = "--out") -> None:
     """Refuses to start what could not be written at its end."""
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir():
         raise ValueError(f"{option} must be a file in a folder that exists; got {path}.")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} must be a file that may be written; {path} may not. Give another.")
+    if path.exists() and stat.S_ISFIFO(path.stat().st_mode):  # to open one that nobody reads takes for ever
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+        except OSError:
+            raise ValueError(f"{option} must be a file, or a pipe that is read; nothing reads {path}. Give another.") from None
+
+
+def make_folder(path: Path) -> None:
+    """Makes the folder of `--out`, before work that would be lost without it.
+
+    Raises:
+      ValueError: a file is in its place, or it may not be written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out must be a folder that can be made; got {path}: {error.strerror}. Give another.") from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ValueError(f"--out must be a folder that may be written; {path} may not. Give another.")
 
 
 def check_plotting() -> None:

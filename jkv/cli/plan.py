@@ -1,6 +1,7 @@
 """`jkv plan` computes what fits a device, and whether compression pays; `jkv plan --list` lists known models and devices."""
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
     device = find_device(options.device)
     given = {"memory": (options.memory, GIGA), "bandwidth": (options.bandwidth, GIGA), "rate": (options.rate, TERA)}
     own = {field: value * unit for field, (value, unit) in given.items() if value is not None}
+    if odd := next((field for field, value in own.items() if not 0 < value < math.inf), None):
+        raise ValueError(f"--{odd} must be above 0 and finite; got {given[odd][0]}.")
     if "memory" in own:
         own["memory"] = int(own["memory"])
     if "rate" in own:

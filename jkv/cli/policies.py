@@ -25,10 +25,11 @@ def run(options: argparse.Namespace) -> int:
     from jkv.policies import POLICIES
     from jkv.policies.recipe import entry_of, markdown, page_with_table
     from jkv.reports import write_text
+    from jkv.text_files import read_text
 
     if options.page:
         folder = os.path.relpath(Path.cwd(), options.page.parent)
-        page = options.page.read_text(encoding="utf-8")
+        page = read_text(options.page)
         write_text(options.page, page_with_table(page, POLICIES, "" if folder == "." else f"{folder}/"))
         return 0
     if options.markdown:

@@ -10,6 +10,7 @@ from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
 
 AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for temporaries of programs
+TABLE_SHARE = 1 / 8  # of the free memory, at most, for page tables
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
 
 
@@ -65,6 +66,12 @@ def num_pool_pages(
       ValueError: a setting out of its range, both settings, or more than the device has free.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
+    free = free_pool_bytes(params, num_shards, share=1.0)
+    if 4 * rows > TABLE_SHARE * free:
+        raise ValueError(
+            f"Page tables must fit an eighth of the device's free memory, {free} bytes: {max_running} rows of {max_slots} "
+            f"slots in pages of {page_size} take {4 * rows} bytes. Lower max_running or max_slots, or raise page_size."
+        )
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}. Pass one.")
     if kv_memory is None and num_pages is None:
@@ -76,7 +83,6 @@ def num_pool_pages(
         num_bytes = typed('kv_memory, unless "auto",', kv_memory, int)
         check_counts(kv_memory=num_bytes)
         num_pages = min(2 * rows, num_bytes // bytes_per_page)
-    free = free_pool_bytes(params, num_shards, share=1.0)
     if num_pages * bytes_per_page > free:
         raise ValueError(
             f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = {num_pages * bytes_per_page} bytes, "

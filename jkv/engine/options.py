@@ -7,9 +7,18 @@ from typing import Any
 import jax
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.checks import check_counts, typed
+from jkv.checks import check_counts, check_length, check_most, shown, typed
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.policies import Policy
+
+MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
+    "max_running": 1 << 16,
+    "max_slots": 1 << 24,
+    "page_size": 1 << 16,
+    "num_pages": (1 << 31) - 1,
+    "max_stop_ids": 1 << 20,
+}
+MOST_POLICIES = 10_000  # of an engine's later requests
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,12 +26,12 @@ class EngineOptions:
     """How an engine is built: `jkv.Engine(model, max_running=8)` or `jkv.Engine(model, jkv.EngineOptions(max_running=8))`.
 
     Attributes:
-      max_running: rows decoded together, refilled as they finish. None is 8; for `generate` as many as there are samples, up to
-        32; for `Rollout` 32.
+      max_running: rows decoded together, refilled as they finish; at most 65,536. None is 8; for `generate` as many as there
+        are samples, up to 32; for `Rollout` 32.
       max_slots: the most slots that a request may fill in a layer and KV head: prompt and completion, or, for a bounded policy,
-        the longer of prompt and budget + interval. It sizes the page tables. None is the model's positions, at most 4,096;
-        `generate` and `Rollout` compute it from their requests.
-      page_size: slots of a page.
+        the longer of prompt and budget + interval; at most 2**24. It sizes the page tables. None is the model's positions, at
+        most 4,096; `generate` and `Rollout` compute it from their requests.
+      page_size: slots of a page, at most 65,536.
       kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
         run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.
@@ -59,17 +68,29 @@ class EngineOptions:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        counts = ("max_running", "max_slots", "page_size", "num_pages", "max_stop_ids")
-        check_counts(**{name: getattr(self, name) for name in counts})
+        for name, most in MOST.items():
+            kind = int if name in ("page_size", "max_stop_ids") else int | None
+            object.__setattr__(self, name, typed(name, getattr(self, name), kind))
+            check_counts(**{name: getattr(self, name)})
+            check_most(most, **{name: getattr(self, name)})
         typed("mesh", self.mesh, jax.sharding.Mesh | None)
-        if self.policies is not None and not isinstance(self.policies, Sequence):
-            raise ValueError(
-                f"policies must be a list of the policies of later requests; got {self.policies!r}. Write policies=[...]."
-            )
+        if self.policies is not None:
+            if not isinstance(self.policies, Sequence) or isinstance(self.policies, str | bytes):
+                raise ValueError(
+                    f"policies must be a list of the policies of later requests; got {shown(self.policies)}. Write "
+                    "policies=[...]."
+                )
+            check_length("policies", self.policies, MOST_POLICIES, "policies")
+        object.__setattr__(self, "chunk", typed("chunk", self.chunk, int))
         if self.chunk not in CHUNKS:
-            raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {self.chunk}.")
-        if self.order not in ORDERS:
-            raise ValueError(f"order must be one of {ORDERS}; got {self.order!r}.")
+            raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {shown(self.chunk)}.")
+        if typed("order", self.order, str) not in ORDERS:
+            raise ValueError(f"order must be one of {ORDERS}; got {shown(self.order)}.")
+        if self.kv_memory is not None and self.kv_memory != "auto":
+            object.__setattr__(self, "kv_memory", typed('kv_memory, unless "auto",', self.kv_memory, int))
+            check_counts(kv_memory=self.kv_memory)
+        for name in ("return_trace", "poison"):
+            object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 
     def changed(self, settings: Mapping[str, Any]) -> "EngineOptions":
         """These options with other settings, by name.

@@ -3,21 +3,26 @@
 import collections
 import dataclasses
 import secrets
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.checks import check_counts, typed
-from jkv.model.params import Model, Params
+from jkv.checks import check_counts, check_length, shown, typed
+from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
 from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import Sentences
 
 DEFAULT_NEW_TOKENS = 1024
+MOST_SAMPLES = 1 << 17  # of a call: prompts times samples of each
+MOST_STOPS = 1_000  # stop strings of a request
+LONGEST_STOP = 1_000  # characters of each
+LONGEST_TOKEN = 256  # characters: a text of more for each position of the model cannot fit, and is not encoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +79,10 @@ class RequestOptions:
         policy or a list of one for each.
       sampling: temperature, top-p, top-k, seed; None is greedy (for `Rollout`, temperature 1).
       max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
-      n: samples of each prompt.
+      n: samples of each prompt; a call may have 131,072 samples in all.
       stop_ids: tokens that end a completion, instead of the model's own; `()` never stops.
-      stop_strings: texts that end a completion (checked after each chunk, then cut exactly).
+      stop_strings: texts that end a completion (checked after each chunk, then cut exactly); up to 1,000, of up to 1,000
+        characters.
       first_sample: the index of a prompt's first sample in the random keys: n calls of one sample each, with ascending
         indices, draw the same tokens as one call of n samples.
 
@@ -93,24 +99,45 @@ class RequestOptions:
     first_sample: int = 0
 
     def __post_init__(self) -> None:
+        for name, kind in (("n", int), ("max_new_tokens", int | None), ("first_sample", int)):
+            # Python's numbers: products of NumPy's small ones overflow.
+            object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_counts(n=self.n, max_new_tokens=self.max_new_tokens)
+        check_num_samples(self.n, 1)
         check_sampling(self.sampling)
-        typed("first_sample", self.first_sample, int)
 
 
 def check_model(model_or_params: Any) -> Model:
     """A model whose weights are finite; bare `Params` have no tokenizer."""
     if not isinstance(model_or_params, Model | Params):
-        raise ValueError(f"The model must be what jkv.load returns, or bare Params; got {model_or_params!r}. Load it first.")
+        raise ValueError(
+            f"The model must be what jkv.load returns, or bare Params; got {shown(model_or_params)}. Load it first."
+        )
     model = model_or_params if isinstance(model_or_params, Model) else Model(model_or_params)
+    check_shape(model.config)
     check_weights(model.params)
     return model
+
+
+def check_shape(config: ModelConfig) -> None:
+    """Refuses a configuration that no program computes."""
+    rotated = config.rotary_size or config.head_size
+    if rotated % 2 or rotated > config.head_size:
+        raise ValueError(
+            f"RoPE rotates an even number of channels, at most the head's; got {rotated} of {config.head_size}. Correct "
+            "head_size or rotary_size."
+        )
+    if config.num_kv_heads < 1 or config.num_query_heads % config.num_kv_heads:
+        raise ValueError(
+            f"num_query_heads must be a multiple of num_kv_heads; got {config.num_query_heads} and {config.num_kv_heads}. "
+            "Correct either."
+        )
 
 
 def check_sampling(sampling: Any) -> Sampling:
     """The sampling settings, checked; None is greedy."""
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling must be a jkv.Sampling, such as jkv.Sampling(temperature=0.7); got {sampling!r}.")
+        raise ValueError(f"sampling must be a jkv.Sampling, such as jkv.Sampling(temperature=0.7); got {shown(sampling)}.")
     return Sampling(temperature=0.0) if sampling is None else sampling
 
 
@@ -126,10 +153,11 @@ def make_requests(
       ValueError: a request that the model cannot serve, or sample indices or a number beyond 32 bits.
     """
     first, n, config = options.first_sample, options.n, model.config
+    check_num_samples(n, len(prompts))
     if not 0 <= first <= 2**32 - n * len(prompts):
-        raise ValueError(f"first_sample must lie in [0, 2**32), with the n samples that follow; got {first}.")
+        raise ValueError(f"first_sample must lie in [0, 2**32), with the n samples that follow; got {shown(first)}.")
     if identity is not None and not 0 <= typed("request", identity, int) < 2**32:
-        raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {identity}.")
+        raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {shown(identity)}.")
     policies = spread_policies(options.policy, len(prompts))
     sampling = check_sampling(options.sampling)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
@@ -148,68 +176,122 @@ def make_requests(
     return requests
 
 
+def check_num_samples(n: int, num_prompts: int) -> None:
+    """Refuses more samples than a call may have."""
+    if n * num_prompts > MOST_SAMPLES:
+        raise ValueError(
+            f"A call may have {MOST_SAMPLES:,} samples, prompts times n; got {num_prompts:,} times {shown(n)}. Split the call."
+        )
+
+
 def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
-    """Token ids of every prompt, checked."""
-    try:
-        prompts = [prompt_or_prompts] if isinstance(prompt_or_prompts, str) else list(prompt_or_prompts)
-    except TypeError:
-        raise ValueError(f"A prompt must be a string or a sequence of token ids; got {prompt_or_prompts!r}.") from None
-    if not prompts:
+    """Token ids of every prompt, checked. Sizes are checked before anything is copied or encoded."""
+    if isinstance(prompt_or_prompts, str):
+        return [encode_prompt(model, 0, prompt_or_prompts)]
+    if is_endless(prompt_or_prompts):
+        raise ValueError(f"A prompt must be a string or a sequence of token ids; got {shown(prompt_or_prompts)}.")
+    if num_elements(prompt_or_prompts) == 0:
         raise ValueError("There must be at least one prompt, and a prompt at least one token; got none.")
-    if np.isscalar(prompts[0]) != isinstance(prompts[0], str) or getattr(prompts[0], "shape", None) == ():
-        prompts = [prompt_or_prompts]  # a flat sequence of token ids
-    return [encode_prompt(model, i, prompt) for i, prompt in enumerate(prompts)]
+    first = next(iter(prompt_or_prompts))
+    if not isinstance(first, str) and (np.isscalar(first) or getattr(first, "shape", None) == ()):
+        return [encode_prompt(model, 0, prompt_or_prompts)]  # a flat sequence of token ids
+    check_length("prompts", prompt_or_prompts, MOST_SAMPLES, "texts or lists of token ids")
+    return [encode_prompt(model, i, prompt) for i, prompt in enumerate(prompt_or_prompts)]
+
+
+def is_endless(values: Any) -> bool:
+    """Whether it has no length or no order: a number, an iterator, bytes, a set, a table."""
+    return (
+        not hasattr(values, "__iter__") or not hasattr(values, "__getitem__") or isinstance(values, bytes | bytearray | Mapping)
+    )
+
+
+def num_elements(values: Any) -> int:
+    """The length of a sequence; a very large number for one whose length Python cannot return."""
+    try:
+        return len(values)
+    except OverflowError:  # such as that of range(2**64)
+        return sys.maxsize
+    except TypeError:  # an array without a dimension
+        raise ValueError(f"A prompt must be a string or a sequence of token ids; got {shown(values)}.") from None
 
 
 def encode_prompt(model: Model, index: int, prompt: Any) -> np.ndarray:
     """One prompt's token ids."""
     if isinstance(prompt, str):
-        if model.tokenizer is None:
-            raise ValueError("A text prompt needs a model with a tokenizer; this one has none. Pass token ids.")
-        prompt = model.tokenizer.encode(prompt)
+        prompt = encode_text(model, index, prompt)
+    config, rule = model.config, "A prompt must be a string or a flat sequence of token ids"
+    if is_endless(prompt):
+        raise ValueError(f"{rule}; prompt {index} is {shown(prompt)}.")
+    if num_elements(prompt) > config.max_positions:
+        raise ValueError(too_long(index, f"{num_elements(prompt):,}", None, config.max_positions))
     try:
         ids = np.asarray(prompt)
-    except ValueError:
-        raise ValueError(f"A prompt must be a string or a flat sequence of token ids; prompt {index} is ragged.") from None
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{rule}; prompt {index} is ragged.") from None
     if ids.size == 0:
         raise ValueError(f"A prompt must hold at least one token; prompt {index} is empty.")
+    if ids.dtype == object and ids.ndim == 1 and all(isinstance(token, int) for token in ids):
+        raise ValueError(f"Token ids must lie in [0, {config.vocab_size}); prompt {index} holds {shown(max(ids, key=abs))}.")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
-            f"A prompt must be a string or a flat sequence of token ids; prompt {index} is {ids.dtype}{list(ids.shape)}."
-        )
-    vocab_size = model.config.vocab_size
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        worst = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"Token ids must lie in [0, {vocab_size}); prompt {index} holds {worst}.")
+        raise ValueError(f"{rule}; prompt {index} is {ids.dtype}{list(ids.shape)}.")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        worst = ids[(ids < 0) | (ids >= config.vocab_size)][0]
+        raise ValueError(f"Token ids must lie in [0, {config.vocab_size}); prompt {index} holds {worst}.")
     return ids.astype(np.int32)
+
+
+def encode_text(model: Model, index: int, prompt: str) -> Any:
+    """A text's token ids. Refuses one that is too long for the model whatever its tokens are, and one that is no Unicode."""
+    if model.tokenizer is None:
+        raise ValueError("A text prompt needs a model with a tokenizer; this one has none. Pass token ids.")
+    if len(prompt) > LONGEST_TOKEN * model.config.max_positions:
+        raise ValueError(
+            f"A prompt must fit the model's {model.config.max_positions} positions; prompt {index} has {len(prompt):,} "
+            "characters. Shorten it."
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"A prompt must be Unicode text; prompt {index} has the lone surrogate {prompt[error.start]!r} at {error.start}. "
+            "Remove it."
+        ) from None
+    try:
+        return model.tokenizer.encode(prompt)
+    except BaseException as error:  # a panic of the tokenizers library, such as of a pattern that backtracks, is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"The tokenizer must encode every prompt; it failed at prompt {index}. Pass token ids.") from error
 
 
 def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
     """One policy for each prompt."""
     if policy is None:
         policy = full()
-    policies: list[Any] = (
-        list(policy) if isinstance(policy, Sequence) and not isinstance(policy, str) else [policy] * num_prompts
-    )
-    if len(policies) != num_prompts:
+    is_list = isinstance(policy, Sequence) and not isinstance(policy, str)
+    if is_list and num_elements(policy) != num_prompts:
         raise ValueError(
-            f"policy must be one policy, or a list of one for each prompt; got {len(policies)} for {num_prompts} prompts."
+            f"policy must be one policy, or a list of one for each prompt; got {num_elements(policy)} for {num_prompts} "
+            "prompts."
         )
+    policies: list[Any] = list(policy) if is_list else [policy] * num_prompts
     for each in policies:
         if not isinstance(each, Policy):
             raise ValueError(
-                f"policy must be made by a recipe such as jkv.r_kv(budget=256); known: {sorted(POLICIES)}; got {each!r}."
+                f"policy must be made by a recipe such as jkv.r_kv(budget=256); known: {sorted(POLICIES)}; got {shown(each)}."
             )
     return policies
 
 
 def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:
-    """Stop ids, checked to be tokens of the model."""
-    if np.ndim(stop_ids) != 1 or not all(isinstance(token, int | np.integer) for token in stop_ids):
-        raise ValueError(f"stop_ids must be a list of token ids; got {stop_ids!r}.")
+    """Stop ids, checked to be tokens of the model, and no more than it has."""
+    check_length("stop_ids", stop_ids, vocab_size, "token ids")
+    if np.ndim(stop_ids) != 1 or any(isinstance(x, bool) or not isinstance(x, int | np.integer) for x in stop_ids):
+        raise ValueError(f"stop_ids must be a list of token ids; got {shown(stop_ids)}.")
     for token in stop_ids:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"stop_ids must be token ids in [0, {vocab_size}); got {token}.")
+            raise ValueError(f"stop_ids must be token ids in [0, {vocab_size}); got {shown(token)}.")
     return tuple(int(token) for token in stop_ids)
 
 
@@ -228,11 +310,18 @@ def new_token_limit(index: int, prompt_length: int, asked: int | None, max_posit
     """The most new tokens of a request."""
     left = max_positions - prompt_length
     if left < 1 or (asked or 1) > left:
-        raise ValueError(
-            f"Prompt and completion must fit the model's {max_positions} positions; prompt {index} has {prompt_length} tokens "
-            f"and max_new_tokens is {asked or 'not given'}. Shorten the prompt{' or lower max_new_tokens' if left > 0 else ''}."
-        )
+        raise ValueError(too_long(index, str(prompt_length), asked, max_positions))
     return min(DEFAULT_NEW_TOKENS, left) if asked is None else asked
+
+
+def too_long(index: int, prompt_length: str, asked: int | None, max_positions: int) -> str:
+    """The error about a request that the model has no positions for."""
+    is_short = prompt_length.isdigit() and int(prompt_length) < max_positions
+    return (
+        f"Prompt and completion must fit the model's {max_positions} positions; prompt {index} has {prompt_length} tokens and "
+        f"max_new_tokens is {shown(asked) if asked else 'not given'}. Shorten the prompt"
+        f"{' or lower max_new_tokens' if is_short else ''}."
+    )
 
 
 @jax.jit
@@ -251,9 +340,14 @@ def check_weights(params: Params) -> None:
 
 
 def check_stop_strings(model: Model, stop_strings: Sequence[str]) -> None:
-    """Refuses stop strings that are empty, or that no tokenizer can find."""
+    """Refuses stop strings that are empty, too many or too long, or that no tokenizer can find."""
     is_list = isinstance(stop_strings, Sequence) and not isinstance(stop_strings, str)
+    if is_list:
+        check_length("stop_strings", stop_strings, MOST_STOPS, "texts")
     if not is_list or not all(isinstance(stop, str) and stop for stop in stop_strings):
-        raise ValueError(f"stop_strings must be a sequence of texts that are not empty; got {stop_strings!r}.")
+        raise ValueError(f"stop_strings must be a sequence of texts that are not empty; got {shown(stop_strings)}.")
+    longest = max(map(len, stop_strings), default=0)
+    if longest > LONGEST_STOP:
+        raise ValueError(f"A stop string must have at most {LONGEST_STOP:,} characters; got one of {longest:,}. Shorten it.")
     if stop_strings and model.tokenizer is None:
         raise ValueError("stop_strings need a model with a tokenizer; this one has none. Use stop_ids.")

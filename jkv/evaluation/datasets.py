@@ -9,19 +9,22 @@ import csv
 import fnmatch
 import importlib.util
 import io
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.reports import read_json_lines, read_text
+from jkv.checks import shown
+from jkv.reports import read_json_lines
+from jkv.text_files import check_file, read_json, read_text
 
 FORMATS = (".parquet", ".jsonl", ".csv")  # the first that a subset has, where the same rows lie there in several
 SPLITS = {"train": "train", "test": "test", "validation": "validation", "valid": "validation", "val": "validation"} | {
     "dev": "validation",
 }
-SHARD = re.compile(r"-?\d+-of-\d+$|^\d+$")
+SHARD = re.compile(r"(?:-|(?<!\d))\d+-of-\d+$|^\d+$")
+
+MOST_ARROW = 1 << 36  # bytes of a file that pyarrow reads
 
 Row = dict[str, Any]
 
@@ -68,7 +71,7 @@ def read_rows(source: Path, split: str | None = None, subset: str | None = None)
 def snapshot_of(folder: Path) -> Path:
     """The folder itself, or, of a folder in the hub's cache, the revision that `main` names."""
     revision = folder / "refs" / "main"
-    return folder / "snapshots" / revision.read_text().strip() if revision.is_file() else folder
+    return folder / "snapshots" / read_text(revision, most=1_000).strip() if revision.is_file() else folder
 
 
 def is_hidden(path: Path, folder: Path) -> bool:
@@ -116,12 +119,34 @@ def is_saved(folder: Path) -> bool:
 def read_saved(folder: Path, split: str | None) -> list[Row]:
     """Rows of what `save_to_disk` wrote: one split, or a folder of them."""
     if not is_saved(folder):
-        known = json.loads((folder / "dataset_dict.json").read_text())["splits"]
-        return read_saved(folder / choose_split(folder, set(known), split), None)
+        known = read_json(folder / "dataset_dict.json", ("splits",))["splits"]
+        if not isinstance(known, list) or not all(isinstance(name, str) for name in known):
+            raise ValueError(
+                f"{folder}/dataset_dict.json must list splits by name; got {shown(known)}. Save the data set again."
+            )
+        chosen = choose_split(folder, set(known), split)
+        if not is_saved(inner := inside(folder, chosen)):
+            raise ValueError(f"{folder} must hold the split {chosen}, as save_to_disk wrote it; {inner} has no state.json.")
+        return read_saved(inner, None)
     if split is not None:
         raise ValueError(f"{folder} is a single split, as save_to_disk wrote it; got {split!r}. Leave split out.")
-    shards = json.loads((folder / "state.json").read_text())["_data_files"]
-    return [row for shard in shards for row in read_file(folder / shard["filename"])]
+    shards = read_json(folder / "state.json", ("_data_files",))["_data_files"]
+    names = [shard.get("filename") if isinstance(shard, dict) else None for shard in shards if isinstance(shards, list)]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{folder}/state.json must list files by filename; got {shown(shards)}. Save the data set again.")
+    return [row for name in names for row in read_file(inside(folder, str(name)))]
+
+
+def inside(folder: Path, name: str) -> Path:
+    """A path in a folder.
+
+    Raises:
+      ValueError: a name that leads outside.
+    """
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder} may only name files inside it; got {shown(name)}. Save the data set again.")
+    return path
 
 
 def read_file(path: Path) -> list[Row]:
@@ -129,8 +154,19 @@ def read_file(path: Path) -> list[Row]:
     if path.suffix in (".parquet", ".arrow"):
         return read_arrow(path)
     if path.suffix == ".csv":
-        return list(csv.DictReader(io.StringIO(read_text(path))))
+        return read_csv(path)
     return read_json_lines(path)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a CSV file, whose first line names the fields."""
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline="")))
+    except csv.Error as error:
+        raise ValueError(f"{path} must be a CSV file: {error}. Correct or convert it.") from None
+    if rows and None in rows[0]:
+        raise ValueError(f"{path} must name its fields in the first line; line 2 has more values than fields. Add the names.")
+    return rows
 
 
 def read_arrow(path: Path) -> list[Row]:
@@ -140,12 +176,13 @@ def read_arrow(path: Path) -> list[Row]:
     import pyarrow as arrow
     from pyarrow import ipc, parquet
 
+    check_file(path, MOST_ARROW)
     try:
         if path.suffix == ".parquet":
             return parquet.read_table(path, partitioning=None).to_pylist()
         with arrow.memory_map(str(path)) as source, ipc.open_stream(source) as reader:
             return reader.read_all().to_pylist()
-    except arrow.ArrowInvalid as error:
+    except arrow.ArrowException as error:
         raise ValueError(f"{path} must be a {path.suffix} file; {str(error).splitlines()[0]}") from None
 
 
@@ -156,5 +193,6 @@ def check_fields(source: Path, rows: Sequence[Row], fields: Sequence[str]) -> No
             wanted = " and ".join(f'"{field}"' for field in fields)
             raise ValueError(
                 f'Each line of {source} must be an object with {wanted}; line {number} is not: "{missing[0]}" is not among '
-                f"its fields {', '.join(row)}. Name them with question and answer (--question, --answer), or take a preset."
+                f"its fields {', '.join(map(str, row))}. Name them with question and answer (--question, --answer), or take a "
+                "preset."
             )

@@ -16,7 +16,7 @@ from typing import Any
 
 from jkv import reports as record
 from jkv import viz
-from jkv.engine.interrupts import ending_at_interrupt, ignore_interrupts
+from jkv.cli_errors import run_safely
 from jkv.grpo.course import Course, read_course
 from jkv.grpo.learner import learn
 from jkv.grpo.outcome import COLUMNS, by_arm, describe, record_of, remarks, row_of
@@ -109,25 +109,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     checkpoints = options.checkpoints or Path("checkpoints") / options.config.stem
     about = record.about(f"python -m jkv.grpo {shlex.join(words)}")
-    runs: list[dict[str, Any]] = []
-    try:
-        with ending_at_interrupt():
-            course = narrow(read_course(options.config), options.arms, options.seeds, options.steps)
+
+    def run() -> int:
+        course = narrow(read_course(options.config), options.arms, options.seeds, options.steps)
+        if options.out:
+            viz.look.figure_class()  # fails before hours of work where matplotlib is missing
+            options.out.mkdir(parents=True, exist_ok=True)
+        runs: list[dict[str, Any]] = []
+        for runs in run_course(course, checkpoints, options.progress):
             if options.out:
-                viz.look.figure_class()  # fails before hours of work where matplotlib is missing
-            for runs in run_course(course, checkpoints, options.progress):
-                if options.out:
-                    write(course, runs, about, options.out, options.config.stem)
-    except (ValueError, ImportError, OSError) as error:
-        print(f"grpo: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        if arguments is None:
-            ignore_interrupts()
-        print(f"interrupted; the same command resumes from {checkpoints}", file=sys.stderr)
-        return 130
-    print(report(course, runs, about))
-    return 0
+                write(course, runs, about, options.out, options.config.stem)
+        print(report(course, runs, about))
+        return 0
+
+    interrupted = f"interrupted; the same command resumes from {checkpoints}"
+    return run_safely(run, "grpo:", interrupted, is_program=arguments is None)
 
 
 if __name__ == "__main__":

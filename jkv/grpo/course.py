@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from jkv.model.sampling import Sampling
 from jkv.policies import Policy, make
 from jkv.rl.correction import parse_mode
 from jkv.tasks import chains, counting
+from jkv.text_files import read_toml
 
 LOSSES = ("dense", "replay", "bypass")
 COUNTS = ("steps", "prompts", "samples", "max_new_tokens", "page_size", "evaluate_every", "evaluations", "checkpoint_every")
@@ -150,10 +150,10 @@ def read_course(path: Path) -> Course:
       ValueError: no TOML, a field that no course has, or one that a `Course` or an `Arm` refuses.
     """
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        fields = read_toml(path)
+    except (ValueError, OSError) as error:
         raise ValueError(
-            f"{path} must be a TOML file of a course: {error}. See configs/experiments/grpo-counting.toml."
+            f"{path} must be a TOML file of a course: {str(error).rstrip('.')}. See configs/experiments/grpo-counting.toml."
         ) from None
     known = {field.name for field in dataclasses.fields(Course)}
     if unknown := sorted(set(fields) - known):

@@ -3,12 +3,12 @@
 The models of the papers are `pallas_kernels/real_models/*.toml`, installed with the package, so that planning works offline.
 """
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from jkv.model.checkpoint import fetch, find_folder, read_config
 from jkv.model.params import Model, ModelConfig, Params, RopeScaling
+from jkv.text_files import read_toml
 from pallas_kernels import models
 
 SHAPES = models.FILES
@@ -51,7 +51,7 @@ def read_shape(file: Path) -> ModelConfig:
       ValueError: the file is not TOML, or has other fields than `ModelConfig`.
     """
     try:
-        fields = tomllib.loads(file.read_text(encoding="utf-8"))
+        fields = read_toml(file)
         return ModelConfig(**fields | {"rope_scaling": RopeScaling(**fields.get("rope_scaling", {}))})
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file} must have the fields of a jkv.ModelConfig as TOML: {error}. Correct the file.") from error

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
 
-from jkv.checks import typed
+from jkv.checks import shown, typed
 
-LEAST_TEMPERATURE = 1e-6  # logits divided by a smaller number overflow
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e30  # float32, with room for what logits are divided by and into
 DRAWS = ("greedy", "sampled", "truncated")  # the most likely token; a draw from all; a draw after top-k and top-p
 
 
@@ -24,7 +24,7 @@ class Sampling:
     """How tokens are drawn.
 
     Attributes:
-      temperature: divides the logits; 0 is greedy.
+      temperature: divides the logits; 0 is greedy, others lie in [1e-6, 1e30].
       top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
       top_k: keeps this many most likely tokens, and ties with the last one; 0 keeps all.
       seed: the seed of the draws; None takes fresh entropy, which the result reports in `stats.seed`.
@@ -42,14 +42,17 @@ class Sampling:
         for field in dataclasses.fields(self):
             value = typed(field.name, getattr(self, field.name), field.type)
             object.__setattr__(self, field.name, value)
-        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}; got {self.temperature}.")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE:
+            rule = f"0 (greedy) or at least {LEAST_TEMPERATURE}"
+            if self.temperature > MOST_TEMPERATURE:
+                rule = f"at most {MOST_TEMPERATURE}"
+            raise ValueError(f"temperature must be {rule}; got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], 1 keeps all tokens; got {self.top_p}.")
         if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be 0 (all tokens) or a number of tokens below 2**31; got {self.top_k}.")
+            raise ValueError(f"top_k must be 0 (all tokens) or a number of tokens below 2**31; got {shown(self.top_k)}.")
         if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in [0, 2**32) or be None for fresh entropy; got {self.seed}.")
+            raise ValueError(f"seed must lie in [0, 2**32) or be None for fresh entropy; got {shown(self.seed)}.")
 
     @property
     def draws(self) -> str:
@@ -114,11 +117,14 @@ def log_distribution(
 ) -> Float[Array, "*B V"]:
     """The log-probabilities that tokens are drawn from, float32; `-inf` for tokens outside top-k or top-p.
 
-    Top-k is applied first, and top-p to the rest. At temperature 0 they are those of temperature 1, without top-k and top-p.
-    `truncates=False` skips top-k and top-p, which saves a sort.
+    Top-k is applied first, and top-p to the rest; the most likely token always stays. At temperature 0 they are those of
+    temperature 1, without top-k and top-p. `truncates=False` skips top-k and top-p, which saves a sort. NaN where a logit is
+    NaN or positive infinity, or all are negative infinity, and nowhere else.
     """
     is_greedy = temperature == 0
-    scaled = logits.astype(jnp.float32) / jnp.where(is_greedy, 1.0, temperature)[..., None]
+    # The largest logit is subtracted before the division, which may overflow: to -inf then, the logarithm of 0.
+    below = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
+    scaled = below / jnp.where(is_greedy, 1.0, temperature)[..., None]
     if truncates:
         sorted_logits = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
         vocab = logits.shape[-1]
@@ -128,6 +134,7 @@ def log_distribution(
         before = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1) - jax.nn.softmax(kept, axis=-1)
         share = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]  # a cumulative sum may round to 1 before its end
         is_nucleus = (before < share) & (kept > -jnp.inf)
+        is_nucleus = is_nucleus.at[..., 0].set(True)  # also for a top-p that float32 rounds to 0
         floor = jnp.min(jnp.where(is_nucleus, sorted_logits, jnp.inf), axis=-1, keepdims=True)
         floor = jnp.where(is_greedy[..., None], -jnp.inf, floor)
         scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)

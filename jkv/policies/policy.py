@@ -264,8 +264,14 @@ def check_parts(policy: Policy, model: Model) -> None:
     """Refuses a policy with a part that cannot work with the model.
 
     Raises:
-      ValueError: a steering vector of another model, or a tokenizer that is missing or that cannot write what a part looks for.
+      ValueError: a window longer than any sequence, a steering vector of another model, or a tokenizer that is missing or that
+        cannot write what a part looks for.
     """
+    if policy.needs.window > model.config.max_positions:
+        raise ValueError(
+            f"{policy.name}'s window must not exceed the model's {model.config.max_positions} positions, as the engine keeps "
+            f"that many queries of each row; got {policy.needs.window}. Lower it."
+        )
     if policy.steer is not None:
         config, got = model.config, policy.steer.vector.values.shape
         if got != (config.num_layers, config.width):

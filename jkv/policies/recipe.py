@@ -4,14 +4,18 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
-from jkv.checks import typed
+from jkv.checks import check_length, shown, typed
 from jkv.policies.policy import Policy
 
 P = ParamSpec("P")
-MARKED = re.compile(r"(?<=<!-- policies -->\n).*?(?=<!-- /policies -->)", flags=re.DOTALL)  # where a page has the table
+MOST = 1 << 31  # every number of a setting lies below
+LARGEST = 1e30  # of a fraction, with room for what it is multiplied by in float32
+MOST_WORDS = 4_096  # elements of a list, such as keywords; characters of a text, such as a path
+# Where a page has the table. The search for an end stops at another beginning, so that its time is linear.
+MARKED = re.compile(r"(?<=<!-- policies -->\n)(?:(?!<!-- policies -->).)*?(?=<!-- /policies -->)", flags=re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +53,27 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
         def checked(*args: P.args, **kwargs: P.kwargs) -> Policy:
             given = signature.bind(*args, **kwargs)
             for field, value in given.arguments.items():
-                given.arguments[field] = typed(f"{build.__name__}'s {field}", value, signature.parameters[field].annotation)
+                name = f"{build.__name__}'s {field}"
+                given.arguments[field] = typed(name, value, signature.parameters[field].annotation)
+                check_size(name, given.arguments[field])
             return build(*given.args, **given.kwargs)
 
         vars(checked)["entry"] = Entry(title, idea, arxiv, build.__module__)
         return checked
 
     return decorate
+
+
+def check_size(name: str, value: Any) -> None:
+    """Refuses what no program can hold: integers of more than 32 bits, fractions that float32 cannot hold, long lists."""
+    if isinstance(value, int) and not -MOST < value < MOST:
+        raise ValueError(f"{name} must lie below 2**31, as slots and tokens are counted in 32 bits; got {shown(value)}.")
+    if isinstance(value, float) and not abs(value) <= LARGEST:
+        raise ValueError(f"{name} must lie in [-{LARGEST}, {LARGEST}]; got {value}.")
+    if isinstance(value, str) and len(value) > MOST_WORDS:
+        raise ValueError(f"{name} must have at most {MOST_WORDS:,} characters; got {len(value):,}. Shorten it.")
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        check_length(name, value, MOST_WORDS, "elements")
 
 
 def entry_of(build: Callable[..., Policy]) -> Entry:

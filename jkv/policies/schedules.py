@@ -7,6 +7,8 @@ if a policy spreads them unevenly.
 import dataclasses
 from typing import Protocol, runtime_checkable
 
+from jkv.checks import shown
+
 
 @runtime_checkable
 class Schedule(Protocol):
@@ -159,5 +161,7 @@ def check_schedule(name: str, schedule: object) -> None:
 
 def check_budget(budget: int) -> None:
     """Refuses a budget that is not a number of slots."""
-    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-        raise ValueError(f"budget must be a number of slots, at least 1, for each layer and KV head; got {budget!r}.")
+    if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < 1 << 48:
+        raise ValueError(
+            f"budget must be a number of slots, at least 1 and below 2**48, for each layer and KV head; got {shown(budget)}."
+        )

@@ -80,8 +80,8 @@ class AttentionMass:
     def __post_init__(self) -> None:
         if self.window < 1:
             raise ValueError(f"window is the number of last queries that score, at least 1; got {self.window}.")
-        if self.pool < 1 or self.pool % 2 == 0:
-            raise ValueError(f"pool must be an odd number of slots >= 1; got {self.pool}.")
+        if not 1 <= self.pool < WIDEST_POOL or self.pool % 2 == 0:
+            raise ValueError(f"pool must be an odd number of slots, at least 1 and below {WIDEST_POOL:,}; got {self.pool}.")
         for field, known in MASS_SETTINGS.items():
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} must be one of {known}; got {getattr(self, field)!r}.")
@@ -121,6 +121,7 @@ class AttentionMass:
         return max_pool(jnp.where(is_scored, mass, -jnp.inf), self.pool)
 
 
+WIDEST_POOL = 4_096  # the scores are padded by half of it
 MASS_SETTINGS = {
     "pooling": ("max", "mean"),
     "over_group": ("max", "mean"),

@@ -12,7 +12,8 @@ import re
 import warnings
 from typing import Any
 
-FENCE = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+# No pattern here takes more than linear time: two repetitions that could match the same characters never follow each other.
+FENCE = re.compile(r"```[ \t]*(?:(\w+)[ \t]*)?\n(.*?)(?:```|\Z)", re.DOTALL)
 LATEX = re.compile(  # spans have a maximum length, so that an opening without an end costs little
     r"\$\$(.{1,2000}?)\$\$|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)|\$([^$\n]{1,2000})\$", re.DOTALL
 )

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jkv.checks import shown
 from jkv.reasoning.token_text import BREAK, END_OF_THINKING, THINK, TokenFacts, facts_of
 from jkv.reports import write_bytes
+from jkv.text_files import check_file
 
 CHECKS = (  # SEAL: a thought that contains one of these, or starts with "wait", is a check
     "verify",
@@ -78,10 +80,14 @@ def load_vector(path: Path | str) -> SteeringVector:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_file(Path(path))
         with safe_open(str(path), framework="numpy") as file:
             return SteeringVector(file.get_tensor("vector"), dict(file.metadata() or {}))
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"A steering vector must be a safetensors file made by `jkv steer`; {path}: {error}.") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        why = str(error).replace(str(path), "it").rstrip(".")[:300]
+        raise ValueError(
+            f"A steering vector must be a safetensors file made by `jkv steer`; {shown(str(path))}: {why}."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

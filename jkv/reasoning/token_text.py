@@ -10,32 +10,51 @@ import numpy as np
 BREAK = "\n\n"
 THINK, END_OF_THINKING = "<think>", "</think>"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete UTF-8 character
+MOST_HELD = 16  # tokens that wait for their text
+LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens
 
 
 class TextStream:
-    """Decodes tokens incrementally: the work per token does not grow with the text.
+    """Decodes tokens incrementally: the work per token does not grow with the text, whatever the tokens are.
+
+    Tokens that end in an incomplete character wait for those that complete it. Where more than `MOST_HELD` wait, none will: the
+    first of them become replacement characters. Tokens that stay without text are forgotten.
 
     Attributes:
-      text: the text of the tokens so far, without an incomplete UTF-8 character at its end.
-      num_tokens: the number of tokens so far.
+      num_tokens: the number of tokens pushed so far.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
-        self.text, self.num_tokens = "", 0
+        self.num_tokens = 0
+        self._parts: list[str] = []
         self._tokens: list[int] = []  # the last tokens: the space before a token may depend on its predecessor
         self._num_decoded = 0  # how many of them are in the text
 
-    def push(self, tokens: Sequence[int]) -> None:
-        """Adds the next tokens."""
-        self._tokens += tokens
+    @property
+    def text(self) -> str:
+        """The text of the tokens so far, without an incomplete UTF-8 character at its end."""
+        self._parts = ["".join(self._parts)]
+        return self._parts[0]
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Adds the next tokens. Returns the text that they complete."""
         self.num_tokens += len(tokens)
+        self._tokens += tokens
         before, now = self.decode(self._tokens[: self._num_decoded]), self.decode(self._tokens)
-        if now.endswith(UNFINISHED) or len(now) <= len(before):
-            return
-        self.text += now[len(before) :]
-        self._tokens = self._tokens[self._num_decoded :]
-        self._num_decoded = len(self._tokens)
+        count = len(self._tokens)
+        if len(now) <= len(before) or now.endswith(UNFINISHED):
+            if count - self._num_decoded <= MOST_HELD:
+                return ""
+            if len(now) <= len(before):
+                self._tokens = self._tokens[: self._num_decoded]
+                return ""
+            ends = range(count - LONGEST_CHARACTER, count - 2 * LONGEST_CHARACTER, -1)  # one of them is between characters
+            wholes = ((end, self.decode(self._tokens[:end])) for end in ends)
+            count, now = next(((end, text) for end, text in wholes if now.startswith(text)), (count, now))
+        self._parts.append(now[len(before) :])
+        self._tokens, self._num_decoded = self._tokens[self._num_decoded :], count - self._num_decoded
+        return self._parts[-1]
 
 
 class StopFinder:
@@ -45,13 +64,14 @@ class StopFinder:
         self.stream = TextStream(decode)
         self.stop_strings = stop_strings
         self._longest = max(map(len, stop_strings))
+        self._tail = ""  # the last characters, in which a stop string may have begun
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """The number of tokens up to and including the one that completes a stop string; None if none does."""
         for count, token in enumerate(tokens, 1):
-            start = max(0, len(self.stream.text) - self._longest + 1)
-            self.stream.push([token])
-            if any(stop in self.stream.text[start:] for stop in self.stop_strings):
+            seen = self._tail + self.stream.push([token])
+            self._tail = seen[max(0, len(seen) - self._longest + 1) :]
+            if any(stop in seen for stop in self.stop_strings):
                 return count
         return None
 
@@ -71,13 +91,14 @@ def num_certain(text: str, stop_strings: Sequence[str]) -> int:
     >>> num_certain("x = 3<", ["</think>"])
     5
     """
-    starts = (
-        len(text) - size
-        for stop in stop_strings
-        for size in range(1, min(len(stop), len(text) + 1))
-        if text.endswith(stop[:size])
-    )
-    return min(starts, default=len(text))
+    certain = len(text)
+    for stop in stop_strings:
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while 0 <= start < certain:
+            if stop.startswith(text[start:]):
+                certain = start
+            start = text.find(stop[0], start + 1)
+    return certain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,6 +130,6 @@ def facts_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
     return TokenFacts(
         is_break=np.array([BREAK in text for text in texts]),
         is_blank=np.array([not text.strip() for text in texts]),
-        num_bytes=np.array([len(text.encode()) for text in texts]),
+        num_bytes=np.array([len(text.encode(errors="surrogatepass")) for text in texts]),
         think=np.array([ids[0] if len(ids) == 1 else -1 for ids in marks], np.int32),
     )

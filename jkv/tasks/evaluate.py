@@ -93,7 +93,7 @@ def main() -> None:
         write_text(options.out, json.dumps(result, indent=2) + "\n")
     if options.page:
         page = options.page.read_text()
-        between = re.compile(f"(?<={MARKS[0]}).*(?={MARKS[1]})", flags=re.DOTALL)
+        between = re.compile(f"(?<={MARKS[0]})(?:(?!{MARKS[0]}).)*(?={MARKS[1]})", flags=re.DOTALL)
         write_text(options.page, between.sub(lambda _: f"\n{describe(result)}\n", page))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jkv.engine.results import Result
 from jkv.viz.held import held_by, slots
-from jkv.viz.look import QUIET, name_lines, style, subplots, title_axes
+from jkv.viz.look import QUIET, name_lines, plain, style, subplots, title_axes
 
 MAX_RANGES = 3  # of more policies, only lines are readable
 
@@ -38,7 +38,7 @@ def cache_size(outs: Result | Mapping[str, Result], sample: int = 0, title: str 
         size = slots(held)[..., held.num_prompt :]
         mean, time = size.mean(axis=(0, 1)), np.arange(1, size.shape[-1] + 1)
         colour, label = style(i)["color"], name + (" (read)" if held.comes_back else "")
-        axes.plot(time, mean, color=colour, linestyle=style(i)["linestyle"], label=label or "slots held")
+        axes.plot(time, mean, color=colour, linestyle=style(i)["linestyle"], label=plain(label or "slots held"))
         if len(every) <= MAX_RANGES:
             axes.fill_between(time, size.min(axis=(0, 1)), size.max(axis=(0, 1)), color=colour, alpha=0.15, linewidth=0)
         peak = int(np.argmax(mean))

@@ -1,12 +1,12 @@
 """Accuracy against the memory really held: a line for each policy, an interval at each point, the full cache as a band."""
 
-import json
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.viz.look import QUIET, name_lines, style, subplots, title_axes
+from jkv.text_files import read_json
+from jkv.viz.look import QUIET, name_lines, plain, style, subplots, title_axes
 
 FIELDS = ("policy", "problems", "accuracy", "low", "high", "kv_share")
 
@@ -38,7 +38,7 @@ def frontier(outcomes: Sequence[Any] | str | Path, title: str | None = None) -> 
         share, accuracy = [100 * point.kv_share for point in mine], [100 * point.accuracy for point in mine]
         below, above = [point.accuracy - point.low for point in mine], [point.high - point.accuracy for point in mine]
         error = [[100 * length for length in lengths] for lengths in (below, above)]
-        axes.errorbar(share, accuracy, error, label=name, elinewidth=0.9, capsize=1.5, **style(i))
+        axes.errorbar(share, accuracy, error, label=plain(name), elinewidth=0.9, capsize=1.5, **style(i))
         ends.append((name, share[-1], accuracy[-1], style(i)["color"]))
     axes.set(xlabel="mean KV bytes held, % of the full cache's", ylabel="accuracy, % (95 % interval)")
     shares = [100 * point.kv_share for point in points]
@@ -53,7 +53,7 @@ def frontier(outcomes: Sequence[Any] | str | Path, title: str | None = None) -> 
 
 def read_outcomes(path: Path) -> list[Any]:
     """The outcomes in a file of `jkv eval`."""
-    record = json.loads(path.read_text())
+    record = read_json(path)
     if not isinstance(record, dict) or not isinstance(record.get("outcomes"), list):
         raise ValueError(f'{path} must be what `jkv eval --out` writes, an object with "outcomes"; it is not.')
     return record["outcomes"]

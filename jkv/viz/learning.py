@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.viz.look import QUIET, name_lines, style, subplots, title_axes
+from jkv.viz.look import QUIET, name_lines, plain, style, subplots, title_axes
 
 
 def learning(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "Reward with the full cache") -> Any:
@@ -28,7 +28,7 @@ def learning(curves: Mapping[str, Sequence[Mapping[str, Any]]], title: str = "Re
         steps, rewards = np.array(runs[0]["step"]), np.array([run["reward"] for run in runs])
         look = style(0) | {"color": QUIET, "linestyle": "--"} if name == "full" else style(next(looks))
         axes.fill_between(steps, rewards.min(axis=0), rewards.max(axis=0), color=look["color"], alpha=0.12, linewidth=0)
-        axes.plot(steps, rewards.mean(axis=0), label=name, **look)
+        axes.plot(steps, rewards.mean(axis=0), label=plain(name), **look)
         ends.append((name, float(steps[-1]), float(rewards.mean(axis=0)[-1]), look["color"]))
     count = max(len(runs) for runs in curves.values())
     axes.set(xlabel="updates", ylabel="reward" + (f", mean and span of {count} runs" if count > 1 else ""), ylim=(0, None))

@@ -5,10 +5,13 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from jkv.reports import cut_text, visible
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#000000")
 MARKERS = "osD^vPX*<>hp"
 QUIET = "#5c626b"
 FONT = 10.5  # points: a picture of 8 inches is read at some 880 pixels, the width of a README
+LONGEST = 60  # characters of a name
 RC: dict[Any, Any] = {
     "font.size": FONT,
     "axes.spines.top": False,
@@ -60,9 +63,18 @@ def subplots(rows: int = 1, columns: int = 1, size: tuple[float, float] = (8.0, 
         return figure, figure.subplots(rows, columns, **settings)
 
 
+def plain(text: Any) -> str:
+    r"""A name or title as a figure can draw it: short, visible, and no formula, which matplotlib would parse.
+
+    >>> plain("a$x^{$\x00")
+    'a\\$x^{\\$␀'
+    """
+    return visible(cut_text(str(text), LONGEST)).replace("$", r"\$")
+
+
 def title_axes(axes: Any, title: str) -> None:
     """A title above the left end of the axes."""
-    axes.set_title(title, loc="left", fontsize=FONT + 1, fontweight="bold")
+    axes.set_title(plain(title), loc="left", fontsize=FONT + 1, fontweight="bold")
 
 
 def style(index: int) -> dict[str, Any]:
@@ -86,7 +98,7 @@ def name_lines(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None
     wanted = [float(to_axes((x, y))[1]) for _, x, y, _ in ends]
     for (name, x, y, colour), place in zip(ends, spread(wanted, height), strict=True):
         axes.annotate(
-            name,
+            plain(name),
             (x, y),
             (1.02, place),
             textcoords=axes.transAxes,

@@ -7,7 +7,7 @@ import numpy as np
 
 from jkv.analysis.analysis import Analysis
 from jkv.analysis.redundancy import MEASURES, PREFIXES
-from jkv.viz.look import COLOURS, MARKERS, QUIET, subplots, title_axes
+from jkv.viz.look import COLOURS, MARKERS, QUIET, plain, subplots, title_axes
 
 BARS = {
     "similar_steps_0.8": "steps like an earlier one (cosine > 0.8), %",
@@ -57,7 +57,7 @@ def draw_bars(axes: Any, analyses: Mapping[str, Analysis], name: str) -> None:
             if found.low is not None and found.high is not None:
                 axes.errorbar(at, centre, [[centre - scale * found.low], [scale * found.high - centre]], color="0.2", capsize=3)
     counts = [" / ".join(str(analysis.count(kind)) for kind in classes) for analysis in analyses.values()]
-    labels = [f"{group}\n{count}" for group, count in zip(analyses, counts, strict=True)]
+    labels = [f"{plain(group)}\n{count}" for group, count in zip(analyses, counts, strict=True)]
     axes.set_xticks(range(len(labels)), labels, fontsize=8)
     axes.grid(visible=False, axis="x")
 
@@ -70,7 +70,7 @@ def draw_entropy(axes: Any, analyses: Mapping[str, Analysis]) -> None:
             known = [(size, one.mean) for size, one in found if one.mean is not None]
             points: Any = tuple(zip(*known, strict=True)) or ((), ())
             axes.plot(*points, color=OF_CLASS[kind], marker=MARKERS[i % len(MARKERS)], markersize=5, alpha=0.8)
-        axes.plot([], [], color="0.3", marker=MARKERS[i % len(MARKERS)], markersize=5, label=group)
+        axes.plot([], [], color="0.3", marker=MARKERS[i % len(MARKERS)], markersize=5, label=plain(group))
     sizes = np.array([size for size in PREFIXES if any(f"entropy_3_first_{size}" in one.known for one in analyses.values())])
     axes.plot(sizes, np.log2(sizes - 2), color="0.8", label="no 3-gram twice", zorder=0)
     unit = next(iter(analyses.values())).counted_in

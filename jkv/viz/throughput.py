@@ -1,12 +1,12 @@
 """How fast each policy is in pools of different size, and how many samples it runs at once there."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.viz.look import QUIET, name_lines, style, subplots, title_axes
+from jkv.text_files import read_json
+from jkv.viz.look import QUIET, name_lines, plain, style, subplots, title_axes
 
 FIELDS = ("policy", "pool_bytes", "tokens_per_second", "concurrency")
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -36,7 +36,7 @@ def throughput(records: Sequence[Mapping[str, Any]] | str | Path, title: str = "
         pool = [one["pool_bytes"] / size for one in own]
         for axes, field in ((speed, "tokens_per_second"), (running, "concurrency")):
             values = [one[field] for one in own]
-            axes.plot(pool, values, label=name, **look)
+            axes.plot(pool, values, label=plain(name), **look)
             ends[field].append((name, pool[-1], values[-1], look["color"]))
     speed.set(ylabel="tokens / s", ylim=(0, None))
     title_axes(speed, title)
@@ -56,7 +56,7 @@ def is_record(one: Any) -> bool:
 
 def read_records(path: Path) -> list[Any]:
     """The list of records in a JSON file: all of it, or the first that an object holds."""
-    content = json.loads(path.read_text())
+    content = read_json(path)
     lists = [content, *content.values()] if isinstance(content, dict) else [content]
     found = next((one for one in lists if isinstance(one, list) and one and all(is_record(part) for part in one)), None)
     if found is None:

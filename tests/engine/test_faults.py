@@ -17,7 +17,7 @@ from jkv.engine import mappings
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.timing import COMPILING
 from tests.support.faults import DeviceError, ctrl_c, num_calls, with_failing_programs
-from tests.support.mixes import Expected
+from tests.support.mixes import BreakingTokenizer, Expected
 from tests.support.simulator import ROW, Schedule, make_engine, simulate
 
 PROMPTS = [[5, 1, 9], [3, 7] * 13 + [1]]
@@ -308,3 +308,18 @@ def test_planted_bugs_are_found(model, expected, monkeypatch, kind):
 
 def test_a_schedule_repeats(model, expected):
     assert Schedule(model, expected, 3).run() == Schedule(model, expected, 3).run()
+
+
+def test_a_panic_of_the_tokenizer_refuses_the_prompt_and_nothing_else(model):
+    class PanicException(BaseException):
+        """As the tokenizers library raises it."""
+
+    class Panicking(BreakingTokenizer):
+        def encode(self, text, **settings):
+            if "!" in text:
+                raise PanicException("called `Result::unwrap()` on an `Err` value")
+            return [1, 2]
+
+    named = dataclasses.replace(model, tokenizer=Panicking())
+    with pytest.raises(ValueError, match="must encode every prompt; it failed at prompt 1"):
+        jkv.generate(named, ["fine", "a!"], max_new_tokens=2, progress=False)

@@ -1,7 +1,5 @@
 """Graders: gold answers of every hard form are right, other spellings of them too, and wrong answers are wrong."""
 
-import threading
-
 import pytest
 
 from jkv.evaluation.graders import GRADERS, check_gold, failing_gold, grader_of, read_box, read_choice
@@ -74,21 +72,6 @@ def test_only_the_last_box_after_the_thinking_counts():
 
 def test_an_answer_that_would_take_for_ever_is_wrong_after_the_time_limit():
     assert not MATH(r"\boxed{10^{10^{10^{10}}}}", "2")
-
-
-def test_the_math_grader_says_that_it_needs_the_main_thread():
-    raised = []
-
-    def grade():
-        try:
-            MATH(r"\boxed{1}", "1")
-        except ValueError as error:
-            raised.append(str(error))
-
-    thread = threading.Thread(target=grade)
-    thread.start()
-    thread.join()
-    assert "main thread alone" in raised[0]
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RANKS = [  # from the ground up: a module may import those of lower ranks, and its own package
     {"pallas_kernels"},
-    {"jkv.checks"},
+    {"jkv.checks", "jkv.text_files"},
     {"jkv.statistics", "jkv.reports"},
     {"jkv.model"},
     {"jkv.cache"},
     {"jkv.reasoning"},
     {"jkv.policies", "jkv.replay"},
     {"jkv.engine"},
-    {"jkv.generate", "jkv.testing"},
+    {"jkv.generate", "jkv.testing", "jkv.cli_errors"},
     {"jkv.rollout", "jkv.verify", "jkv.planning", "jkv.analysis", "jkv.rl"},
     {"jkv.viz", "jkv.tasks"},
     {"jkv.evaluation"},
