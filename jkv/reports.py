@@ -280,12 +280,20 @@ def locked(folder: Path) -> int:
         except OSError as error:
             print(f"jkv: {folder} cannot be locked ({error}): start no second writer there", file=sys.stderr)
             return descriptor
-        if os.path.exists(path) and os.path.samestat(os.stat(path), os.fstat(descriptor)):
+        if is_at(path, descriptor):
             with contextlib.suppress(OSError):  # on a full disk, others are not told by whom
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"{os.getpid()}\n".encode())
             return descriptor
         os.close(descriptor)  # its owner removed the file meanwhile: there may be another one
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether an open file is the one at a path."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def read_json_lines(
