@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jkv.engine.results import Result
+from jkv.reports import cut_text, visible
 from jkv.viz.held import Held, check_sample, held_by
 from jkv.viz.moments import moments_of, pack, stand_ins
 from jkv.viz.pieces import pieces
@@ -56,7 +57,7 @@ def kept(out: Result, sample: int | Sequence[int] | None = 0, title: str = "Kept
         check_sample(out, one)
     if not every:
         raise ValueError("A picture needs at least one sample; got none.")
-    return Kept(fill({"title": title, "samples": [record_of(out, one) for one in every]}))
+    return Kept(fill({"title": cut_text(title), "samples": [record_of(out, one) for one in every]}))
 
 
 def record_of(out: Result, sample: int) -> dict[str, Any]:
@@ -99,7 +100,7 @@ def fill(record: dict[str, Any]) -> str:
     page, style, script = ((folder / f"kept.{ending}").read_text(encoding="utf-8") for ending in ("html", "css", "js"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
-        "title": html.escape(record["title"]),
+        "title": html.escape(visible(record["title"])),
         "digest": digest,
         "style": style,
         "script": script,

@@ -129,6 +129,8 @@ NONSENSE = [
     ("generate", "a", "--policy", "r_kv", "--budget", 2**80),
     ("generate", "a", "--policy", "r_kv", "--budget", 64, "--set", "window=" + "9" * 5_000),
     ("generate", "a", "--policy", "r_kv", "--budget", 64, "--set", "importance=1e999"),
+    ("generate", "a", "--policy", "r_kv", "--budget", 64, "--set", "importance=1e300"),
+    ("generate", "a", "--policy", "r_kv", "--budget", 64, "--set", "pool=2147483647"),
     ("generate", "a", "--policy", "r_kv", "--budget", 64, "--set", "window=" + "(" * 100_000),
     ("generate", "a", "--policy", "r_kv", "--budget", 64, "--set", "window=9**9**9"),
     ("generate", "a", "--policy", "skip_kv", "--budget", 64, "--set", "keywords='wait'"),

@@ -165,10 +165,18 @@ def test_a_prompt_beyond_the_positions_is_refused(length):
 def test_infinity_in_the_middle_ends_a_sample_with_nan_and_no_other():
     """Token 7 overflows float16; a row that reads it after some steps ends, and one beside it goes on as by itself."""
     params = make_model(jnp.float16, tie_embeddings=False).params
+    layer = params.layers[0]
+    # Channel 0 feeds itself, a little for its usual values, and beyond float16 for the largest.
+    layer = layer.replace(
+        gate=layer.gate.at[:, 0].set(0).at[0, 0].set(3),
+        up=layer.up.at[:, 0].set(0).at[0, 0].set(3),
+        down=layer.down.at[0].set(0).at[0, 0].set(0.2),
+    )
+    params = params.replace(layers=(layer, *params.layers[1:]))
     plain = jkv.generate(jkv.Model(params), [PROMPT, [4, 5]], max_new_tokens=24, **KNOBS)
     healthy = plain.tokens[1].tolist()
     bad = next(token for token in plain.tokens[0].tolist()[2:] if token not in (*PROMPT, *plain.tokens[0][:2], *healthy, 4, 5))
-    model = jkv.Model(params.replace(embedding=params.embedding.at[bad].set(65_504)))
+    model = jkv.Model(params.replace(embedding=params.embedding.at[bad].set(0).at[bad, 0].set(65_504)))
     out = jkv.generate(model, [PROMPT, [4, 5]], max_new_tokens=24, **KNOBS)
     first = plain.tokens[0].tolist().index(bad)
     assert out.finish_reason == ["nan", "length"]
