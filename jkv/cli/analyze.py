@@ -68,6 +68,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"{option} is for traces that are made now; got files of traces too. Leave one out.")
     from jkv.analysis.analysis import analyze
     from jkv.analysis.redundancy import check_encoder
+    from jkv.reports import cell
 
     check_encoder(options.encoder)
     if options.files:
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     analyses = {}
     for name, (texts, right) in traces.items():
         analyses[name] = analyze(texts, right, tokenizer, options.encoder)
-        tables.append(f"## {name}\n\n{analyses[name]}\n")
+        tables.append(f"## {cell(name)}\n\n{analyses[name]}\n")
         print(tables[-1], flush=True)
     if options.out:
         source = options.files[0].stem if options.files else Path(str(about["model"])).name

@@ -83,10 +83,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         for i in range(len(out.lengths)):
             if len(out.lengths) > 1:
-                print(f"--- {prompts[i // options.n]}")
-            print(out.text[i] if out.text else out.tokens[i, : out.lengths[i]].tolist())
+                print(f"--- {for_terminal(str(prompts[i // options.n]))}")
+            print(for_terminal(out.text[i]) if out.text else out.tokens[i, : out.lengths[i]].tolist())
     print(summarise(policy, out), file=sys.stderr)
     return 130 if "cancelled" in out.finish_reason else 0
+
+
+def for_terminal(text: str) -> str:
+    """A text for the standard output; a terminal gets none of the codes that would move its cursor or set its title."""
+    from jkv.reports import visible
+
+    return visible(text.expandtabs()) if sys.stdout.isatty() else text
 
 
 def make_records(prompts: Sequence[Any], n: int, out: Any, tokenizer: Any) -> Iterable[dict[str, Any]]:

@@ -22,6 +22,7 @@ EQUATION = re.compile(rf"(?<![\w.()]){OPERAND}(?:[ \t]*[-+*/^=]+[ \t]*{OPERAND})
 TOKEN = re.compile(r"\\?[A-Za-z_]+|\d+(?:\.\d+)?|\S")
 NAMES = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?|\S")  # in mathematics each letter is a variable
 MOST_CHARACTERS = 8_000  # longer texts are compared by tokens
+LONGEST_KNOWN = 200  # characters of a span whose tree is kept: a tree takes a hundred times their bytes
 
 
 def form_of(text: str) -> tuple[tuple[Any, ...], int]:
@@ -48,9 +49,19 @@ def form_of(text: str) -> tuple[tuple[Any, ...], int]:
     return tuple(trees), sum(tree[0] == "tokens" for tree in trees)
 
 
-@functools.lru_cache(maxsize=4096)
 def tree_of(kind: str, body: str) -> tuple[Any, ...]:
-    """The tree of one span; ("tokens", ...) if it does not parse."""
+    """The tree of one span; ("tokens", ...) if it does not parse. Those of short spans, which come again, are kept."""
+    return known_tree(kind, body) if len(body) <= LONGEST_KNOWN else parse_span(kind, body)
+
+
+@functools.lru_cache(maxsize=4096)
+def known_tree(kind: str, body: str) -> tuple[Any, ...]:
+    """`parse_span`, once for each span."""
+    return parse_span(kind, body)
+
+
+def parse_span(kind: str, body: str) -> tuple[Any, ...]:
+    """The tree of one span."""
     parse = {"code": tree_of_code, "latex": tree_of_latex, "equation": tree_of_equation}[kind]
     try:
         with warnings.catch_warnings():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jkv import cli
+from jkv.cli.generate import for_terminal
 from jkv.grpo import __main__ as grpo
 
 ROOT = Path(__file__).parents[2]
@@ -243,3 +244,10 @@ def test_a_terminal_that_cannot_show_a_text_gets_its_code_points():
     command = [sys.executable, "-m", "jkv", "policies", "--markdown"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_terminal_gets_no_codes_of_a_text(monkeypatch):
+    text = "a\tb\x1b]0;title\x07\n\u202ec"
+    assert for_terminal(text) == text  # a file or a pipe gets it as it is
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert for_terminal(text) == "a       b␛]0;title␇\n<U+202E>c"
