@@ -35,7 +35,7 @@ from jkv.engine.requests import (
 )
 from jkv.engine.results import Result, make_result
 from jkv.engine.runner import Runner
-from jkv.engine.samples import Completion, RowOutputs, Sample
+from jkv.engine.samples import Completion, RowOutputs, Sample, stop_finder
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
 from jkv.engine.timing import COMPILING
@@ -45,7 +45,6 @@ from jkv.model.sampling import Sampling
 from jkv.policies import Needs, Policy
 from jkv.policies.policy import check_parts
 from jkv.reasoning.sentences import SentenceLog
-from jkv.reasoning.token_text import StopFinder
 from jkv.replay.trace import TraceRecorder
 
 DEFAULT_RUNNING = 8  # rows
@@ -377,7 +376,7 @@ class Engine:
         with self._guard.turn("reset", is_reset=True):
             samples = [sample for group in self.tickets.values() for sample in group if not sample.is_finished]
             for sample in samples:
-                sample.restart(self._stop_finder(sample.request), self.runner.version)
+                sample.restart(stop_finder(self.model.tokenizer, sample.request), self.runner.version)
             self.scheduler.restart(samples)
             self.outputs.forget()
             self.runner.reset()
@@ -405,14 +404,14 @@ class Engine:
         return self.tickets[ticket]
 
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
-        stops, pages = self._stop_finder(request), most_pages(self.model.params, request, self.capacity.page_size)
+        stops, pages = (
+            stop_finder(self.model.tokenizer, request),
+            most_pages(self.model.params, request, self.capacity.page_size),
+        )
         now = time.perf_counter() - COMPILING.seconds
         sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, stops=stops, submitted=now)
         self.scheduler.add(sample)
         return sample
-
-    def _stop_finder(self, request: Request) -> StopFinder | None:
-        return StopFinder(self.model.tokenizer.decode, request.stop_strings) if request.stop_strings else None
 
     def _finish(self, sample: Sample, reason: str) -> None:
         """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the turn."""

@@ -42,7 +42,12 @@ def deferred_interrupts(*, ends_here: bool = False) -> Iterator[Presses]:
         yield Presses()
         return
     if DEFERRED:
-        yield DEFERRED[0]
+        presses = DEFERRED[0]
+        was_in_callback, presses.in_callback = presses.in_callback, False  # a callback may call the engine
+        try:
+            yield presses
+        finally:
+            presses.in_callback = was_in_callback
         return
     presses = Presses()
     signal.signal(signal.SIGINT, presses.handle)

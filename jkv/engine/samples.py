@@ -251,3 +251,8 @@ class Sample:
             ]
         dropped = np.concatenate([layout.positions(page) for page in removed])
         self.trace.shared(dropped, np.concatenate(repeated), self.num_seen)
+
+
+def stop_finder(tokenizer: Any, request: Request) -> StopFinder | None:
+    """Finds a request's stop strings, if it has any, in the tokens of one sample."""
+    return StopFinder(tokenizer.decode, request.stop_strings) if request.stop_strings else None

@@ -244,7 +244,7 @@ def test_the_score_of_key_diff_is_a_policy():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("throughput", "--rounds", 0), "--rounds must be positive; got 0"),
+        (("throughput", "--rounds", 0), "--rounds must be positive and below 2**31; got 0"),
         (("throughput", "--requests", 4), "Ask for at least 8 requests"),
         (("throughput", "--quick", "--policies", "foo"), "policy must be one of full"),
         (("cost", "--quick", "--lengths", "4000"), "must fit the model's 2048 positions"),
@@ -258,9 +258,9 @@ def test_the_score_of_key_diff_is_a_policy():
 )
 def test_each_error_is_one_line_that_says_what_to_do(capsys, arguments, words):
     assert cli.main(["bench", *map(str, arguments)]) == 2
-    err = capsys.readouterr().err
-    assert words in err
-    assert err.count("\n") == 1
+    err = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[transformers]")]
+    assert len(err) == 1
+    assert words in err[0]
 
 
 def test_stale_tables_are_found_and_made_anew(capsys, tmp_path):
