@@ -472,7 +472,7 @@ def test_synchronised_weights_may_be_of_another_dtype_and_live_ones_not():
 def test_meshes_of_several_devices():
     """The number of devices is settled when JAX starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    command = [sys.executable, "-m", "pytest", "tests/integrations/tunix_mesh.py", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "tests/integrations/tunix_mesh.py", "-p", "no:cacheprovider", "-o", "addopts="]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

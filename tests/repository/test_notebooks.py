@@ -14,6 +14,7 @@ MOST_BYTES = 40_000  # of a picture
 PNG = b"\x89PNG\r\n\x1a\n"
 REMAKE = "Run: python -m tests.support.make_notebooks {}"
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+LONG = ("2_compare_policies", "6_rollouts")  # `.ci/run` runs them
 
 
 def made_of(script):
@@ -32,7 +33,10 @@ def size_of(png):
     return int.from_bytes(png[16:20]), int.from_bytes(png[20:24])
 
 
-@each_script
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in SCRIPTS],
+)
 def test_a_notebook_runs_and_keeps_the_pictures_that_it_draws(script):
     with jax.numpy_dtype_promotion("standard"):  # as it is for readers
         drawn = run(list(cells_of(script.read_text())), script.name)
