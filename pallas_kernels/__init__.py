@@ -7,7 +7,7 @@ heads, G = N // K, H head size, P pages, MP pages of a row, C attention columns.
 
 import inspect
 
-from pallas_kernels import dispatch
+from pallas_kernels import choice, dispatch
 
 # The table of kernels, one line each. Dispatch, benchmark and tests find everything else in the kernel's folder.
 from pallas_kernels.attention_mass import attention_mass as attention_mass
@@ -18,3 +18,4 @@ from pallas_kernels.replay_attention import replay_attention as replay_attention
 from pallas_kernels.take_slots import take_slots as take_slots
 
 KERNELS = {name: dispatch.kernel_in(name) for name, value in vars().copy().items() if inspect.isfunction(value)}
+choice.NAMES.update({name: tuple(kernel.implementations) for name, kernel in KERNELS.items()})

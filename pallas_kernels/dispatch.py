@@ -2,7 +2,7 @@
 
 A kernel's table lists its implementations, best first. One with a platform runs only on that platform. One that cannot take
 some arguments returns the reason, which depends on shapes and dtypes alone, never on values. The reference takes all arguments
-on all platforms.
+on all platforms. `pallas_kernels.choice` says for which GPU, and what was chosen by hand.
 """
 
 import importlib
@@ -12,6 +12,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+
+from pallas_kernels.choice import chosen, is_old_gpu, why_no_triton
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 
@@ -29,7 +31,7 @@ class Implementation(NamedTuple):
 
 
 Table = Mapping[str, Implementation]
-TAKEN: dict[tuple[str, str], set[str]] = {}  # (kernel, platform) -> what None chose there, in programs of this process
+TAKEN: dict[tuple[str, str], set[str]] = {}  # (kernel, platform) -> what was chosen there, in programs of this process
 
 
 class Kernel(NamedTuple):
@@ -47,9 +49,11 @@ def kernel_in(name: str) -> Kernel:
 
 
 def reason_against(implementation: Implementation, *args: Any, **settings: Any) -> str | None:
-    """Why an implementation cannot take these arguments, by their shapes and dtypes alone; None when it can."""
+    """Why an implementation cannot take these arguments, by their shapes and dtypes, or not on this GPU; None when it can."""
     if implementation.platform is None:
         return None
+    if implementation.platform == "cuda" and (reason := why_no_triton()):
+        return reason
     if any(0 in x.shape for x in jax.tree.leaves(args)):
         return "an argument is empty"
     return implementation.why_not(*args, **settings)
@@ -75,7 +79,8 @@ def refusals(table: Table, platform: str, *args: Any, **settings: Any) -> dict[s
 
 
 def call(kernel: str, table: Table, implementation: str | None, *args: Any, **settings: Any) -> Any:
-    """The result of the named implementation; None chooses the best one for the platform that the program is compiled for.
+    """The result of the named implementation; None takes the one chosen by hand, or the best one for the platform that the
+    program is compiled for.
 
     Warns when this process computes on an accelerator and None chooses the reference there.
 
@@ -83,11 +88,13 @@ def call(kernel: str, table: Table, implementation: str | None, *args: Any, **se
       ValueError: the kernel has no implementation of that name, or that one cannot run here or with these arguments.
     """
     here = own_platform()
+    if implementation is None and (implementation := chosen(kernel)) is not None:
+        TAKEN.setdefault((kernel, here), set()).add(implementation)
     if implementation is None:
         names = {platform: best(table, platform, *args, **settings) for platform in PLATFORMS}
         for platform, name in names.items():
             TAKEN.setdefault((kernel, platform), set()).add(name)
-        if here != "cpu" and names.get(here, "reference") == "reference":
+        if here != "cpu" and names.get(here, "reference") == "reference" and not (here == "cuda" and is_old_gpu()):
             found = refusals({name: one for name, one in table.items() if one.platform == here}, here, *args, **settings)
             reasons = "; ".join(f"{name}: {reason}" for name, reason in found.items()) or "it has no other implementation"
             warnings.warn(f"{kernel} is computed by plain XLA on this {here}: {reasons}.", stacklevel=3)

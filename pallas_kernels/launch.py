@@ -1,22 +1,51 @@
 """Launches a GPU kernel: a thin layer over Pallas's Triton backend, which all GPU kernels of this package use.
 
 JAX deprecates that backend from 0.11 on, in favour of Mosaic GPU and `jax_triton`. Kernels name only `launch`, `load`, `store`,
-`dot` and `barrier`, so another backend changes this file alone.
+`dot` and `barrier`, so another backend changes this file alone. It is imported at the first kernel: a JAX without it runs
+everything else.
 """
 
+import functools
+import importlib
 import warnings
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from jax.experimental.pallas import triton
 
-load, store, dot = triton.load, triton.store, triton.dot
-barrier = triton.debug_barrier  # all threads of a program wait here for each other
+@functools.cache
+def triton() -> ModuleType:
+    """Pallas's Triton backend.
+
+    Raises:
+      ImportError: this JAX has none.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("jax.experimental.pallas.triton")
+
+
+def load(*args: Any, **settings: Any) -> jax.Array:
+    """Reads from memory."""
+    return triton().load(*args, **settings)
+
+
+def store(*args: Any, **settings: Any) -> None:
+    """Writes to memory."""
+    triton().store(*args, **settings)
+
+
+def dot(*args: Any, **settings: Any) -> jax.Array:
+    """A product of matrices."""
+    return triton().dot(*args, **settings)
+
+
+def barrier() -> None:
+    """All threads of a program wait here for each other."""
+    triton().debug_barrier()
 
 
 def launch(
@@ -39,7 +68,7 @@ def launch(
         grid=grid,
         out_shape=out_shape,
         input_output_aliases=dict(aliases or {}),
-        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        compiler_params=triton().CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
     )(*inputs)

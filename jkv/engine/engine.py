@@ -122,6 +122,7 @@ class Engine:
             max_slots=self.max_slots,
             max_stop_ids=options.max_stop_ids,
             mesh=mesh,
+            kernels=options.kernels,
             poison=options.poison,
         )
         self.runner.is_traced = options.return_trace

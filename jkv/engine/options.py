@@ -10,6 +10,7 @@ from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_counts, check_length, check_most, shown, typed
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.policies import Policy
+from pallas_kernels.choice import parse_choices
 
 MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
     "max_running": 1 << 16,
@@ -48,6 +49,9 @@ class EngineOptions:
         rounded down. Results equal those of one device except for rounding: partial sums are added in another order. Policies
         that compare KV heads (any scope but "head": RPC's and TOVA's own, Ada-KV's) are refused, and a score sees the heads
         of one device. For more rows, run one engine for each replica.
+      kernels: None or "auto" takes the best kernels for the devices; "reference" computes all of them by plain XLA, on any
+        device; "paged_attention=reference,take_slots=gpu" chooses some by hand. The environment variable JKV_KERNELS does the
+        same for a whole process.
       poison: for tests: freed pages become NaN.
 
     Raises:
@@ -65,6 +69,7 @@ class EngineOptions:
     max_stop_ids: int = 8
     return_trace: bool = False
     mesh: jax.sharding.Mesh | None = None
+    kernels: str | None = None
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +94,8 @@ class EngineOptions:
         if self.kv_memory is not None and self.kv_memory != "auto":
             object.__setattr__(self, "kv_memory", typed('kv_memory, unless "auto",', self.kv_memory, int))
             check_counts(kv_memory=self.kv_memory)
+        if typed("kernels", self.kernels, str | None) is not None:
+            parse_choices(str(self.kernels))
         for name in ("return_trace", "poison"):
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 
@@ -101,7 +108,7 @@ class EngineOptions:
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. The settings are: max_running, max_slots, page_size, kv_memory, \
-num_pages, policies, chunk, order, max_stop_ids, return_trace, mesh, poison.
+num_pages, policies, chunk, order, max_stop_ids, return_trace, mesh, kernels, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         for name in settings:

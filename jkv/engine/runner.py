@@ -18,6 +18,7 @@ from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.engine import mesh as meshes
 from jkv.engine import programs, swap
 from jkv.engine.chunk_inputs import empty_state, for_chunk, row_settings
+from jkv.engine.kernels import programs_for
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.samples import Prefix, RowOutputs, Sample, Start
 from jkv.engine.scheduler import Capacity, Turn
@@ -47,11 +48,12 @@ class Runner:
       max_slots: the most slots of a row in a layer and KV head.
       max_stop_ids: the most stop ids of a request.
       mesh: the devices of a tensor-parallel engine.
+      kernels: kernels chosen by hand; None for the best.
       poison: for tests: freed pages become NaN.
 
     Attributes:
       state: a `jkv.engine.programs.State`; None while the engine sleeps.
-      programs: `jkv.engine.programs`, or those of the mesh.
+      programs: `jkv.engine.programs`, or those of the mesh, with their kernels chosen.
       version: the version of the weights: how often they were replaced.
       is_traced: whether new samples record a trace.
       sharer: finds pages to share.
@@ -71,12 +73,14 @@ class Runner:
         max_slots: int,
         max_stop_ids: int,
         mesh: jax.sharding.Mesh | None = None,
+        kernels: str | None = None,
         poison: bool = False,
     ) -> None:
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
-        self.programs: Any = programs if mesh is None else meshes.programs_on(mesh)
+        devices = model.params.embedding.devices()
+        self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
         self.version, self.is_traced = 0, False
-        self.platform = platform_of(next(iter(model.params.embedding.devices())))
+        self.platform = platform_of(next(iter(devices)))
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {

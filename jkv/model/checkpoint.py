@@ -25,6 +25,7 @@ from jkv.model.json_files import AGAIN, CORRECT, check_fields, find_file, printa
 from jkv.model.params import Model, ModelConfig, Params, leaf_name, named_leaves, weight_shapes
 from jkv.model.tokenizer_files import read_tokenizer
 from jkv.model.weight_files import Stored, list_files, list_tensors
+from pallas_kernels.choice import is_old_gpu
 
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}  # by their names in safetensors headers
 MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
@@ -44,8 +45,8 @@ class Part(NamedTuple):
 def load(name_or_folder: Folder, dtype: Any = None) -> Model:
     """Weights, configuration and tokenizer of a shipped model, a local Hugging Face folder, or a hub name `org/name`.
 
-    The default `dtype` is float32 on a CPU and the checkpoint's dtype elsewhere. Tensors are read one by one, so host memory
-    holds one copy of the model. Code in a checkpoint is never run.
+    The default `dtype` is float32 on a CPU and on a GPU of compute capability below 8.0, and the checkpoint's dtype elsewhere.
+    Tensors are read one by one, so host memory holds one copy of the model. Code in a checkpoint is never run.
 
     Raises:
         FileNotFoundError: there is no such model.
@@ -190,7 +191,7 @@ def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params
     files, names = list_files(folder), find_family(config.family).tensors
     wanted, stored = tensor_parts(config), list_tensors(files)
     check_tensors(wanted, stored, config)
-    default = jnp.float32 if jax.default_backend() == "cpu" else DTYPES[stored[names["embedding"]].dtype]
+    default = jnp.float32 if computes_in_float32() else DTYPES[stored[names["embedding"]].dtype]
     dtype = weight_dtype(default if dtype is None else dtype)
     leaves: dict[int, jax.Array] = {}
     for file in files:
@@ -203,6 +204,11 @@ def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params
     if config.tie_embeddings and names["unembedding"] in stored:
         check_tied(stored, names["embedding"], names["unembedding"])
     return jax.tree.unflatten(jax.tree.structure(weight_shapes(config)), [leaves[index] for index in sorted(leaves)])
+
+
+def computes_in_float32() -> bool:
+    """Whether the default device computes in float32 whatever the dtype: a CPU, or a GPU from before Ampere."""
+    return jax.default_backend() == "cpu" or is_old_gpu()
 
 
 def weight_dtype(dtype: Any) -> np.dtype:

@@ -2,12 +2,14 @@
 
 Figures are for one JAX device, in bytes, bytes a second, and operations a second without sparsity. A vendor's GB counts as
 10**9, which is never too many. Matrix products in float32 have the rate of JAX's default precision: TF32 on a GPU that has it,
-bfloat16 passes on a TPU. Sources: NVIDIA's data sheets of H200, H100 SXM, A100 SXM, L4 and T4; docs.cloud.google.com/tpu/docs
-(the pages v4, v5e, v5p, v6e and tpu7x). A chip of TPU 7x is two devices to JAX, each with half of it.
+bfloat16 passes on a TPU. Sources: NVIDIA's data sheets of H200, H100 SXM, A100 SXM, L4, T4 and V100 SXM2;
+docs.cloud.google.com/tpu/docs (the pages v4, v5e, v5p, v6e and tpu7x). A chip of TPU 7x is two devices to JAX, each with half of it.
 """
 
 import dataclasses
 import os
+
+from pallas_kernels.choice import LEAST_CAPABILITY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Device:
       bandwidth: bytes a second between memory and cores; None if unknown, and then no speed is planned.
       rate: operations a second of matrix products in 16 bits; None if unknown.
       rate_float32: the same in float32, at JAX's default precision; None if `rate` applies.
+      compute_capability: of an NVIDIA GPU, as (major, minor): below (8, 0) it has no Triton kernels, and computes in float32.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Device:
     bandwidth: float | None = None
     rate: float | None = None
     rate_float32: float | None = None
+    compute_capability: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.platform not in ("tpu", "gpu", "cpu"):
@@ -37,6 +41,14 @@ class Device:
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise ValueError(f"{field} must be above 0; got {value}.")
+        told = self.compute_capability
+        if told is not None and not (isinstance(told, tuple) and len(told) == 2 and all(type(part) is int for part in told)):
+            raise ValueError(f"compute_capability must be two integers, like (7, 5); got {told!r}.")
+
+    @property
+    def is_old_gpu(self) -> bool:
+        """Whether it is a GPU with neither Triton kernels nor bfloat16."""
+        return self.compute_capability is not None and self.compute_capability < LEAST_CAPABILITY
 
     def rate_of(self, itemsize: int) -> float | None:
         """Operations a second of matrix products whose elements have `itemsize` bytes."""
@@ -47,12 +59,15 @@ GB, GB_S, TFLOP_S = 10**9, 1e9, 1e12
 DEVICES = {
     device.name: device
     for device in (
-        Device("h200", "gpu", 141 * GB, 4800 * GB_S, 989 * TFLOP_S, 495 * TFLOP_S),
-        Device("h100", "gpu", 80 * GB, 3350 * GB_S, 989 * TFLOP_S, 495 * TFLOP_S),
-        Device("a100", "gpu", 80 * GB, 2039 * GB_S, 312 * TFLOP_S, 156 * TFLOP_S),
-        Device("a100-40gb", "gpu", 40 * GB, 1555 * GB_S, 312 * TFLOP_S, 156 * TFLOP_S),
-        Device("l4", "gpu", 24 * GB, 300 * GB_S, 121 * TFLOP_S, 60 * TFLOP_S),
-        Device("t4", "gpu", 16 * GB, 300 * GB_S, 8.1 * TFLOP_S),  # no bfloat16 in its tensor cores: XLA computes in float32
+        Device("h200", "gpu", 141 * GB, 4800 * GB_S, 989 * TFLOP_S, 495 * TFLOP_S, (9, 0)),
+        Device("h100", "gpu", 80 * GB, 3350 * GB_S, 989 * TFLOP_S, 495 * TFLOP_S, (9, 0)),
+        Device("a100", "gpu", 80 * GB, 2039 * GB_S, 312 * TFLOP_S, 156 * TFLOP_S, (8, 0)),
+        Device("a100-40gb", "gpu", 40 * GB, 1555 * GB_S, 312 * TFLOP_S, 156 * TFLOP_S, (8, 0)),
+        Device("l4", "gpu", 24 * GB, 300 * GB_S, 121 * TFLOP_S, 60 * TFLOP_S, (8, 9)),
+        Device(
+            "t4", "gpu", 16 * GB, 300 * GB_S, 8.1 * TFLOP_S, None, (7, 5)
+        ),  # rates of float32, as is all its arithmetic here
+        Device("v100", "gpu", 16 * GB, 900 * GB_S, 15.7 * TFLOP_S, None, (7, 0)),
         Device("v4", "tpu", 32 * GB, 1200 * GB_S, 275 * TFLOP_S),
         Device("v5e", "tpu", 16 * GB, 819 * GB_S, 197 * TFLOP_S),
         Device("v5p", "tpu", 95 * GB, 2765 * GB_S, 459 * TFLOP_S),

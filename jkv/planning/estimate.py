@@ -154,6 +154,7 @@ class Setting:
             max_slots=layout.max_pages * self.page_size,
             logits=self.config.vocab_size,
             truncates=self.truncates,
+            is_plain=self.device.is_old_gpu,
         )
 
     def estimate(self, policy: Policy, length: int, batch: int | None = None) -> Estimate:

@@ -16,10 +16,13 @@ from jkv.checks import check_counts, typed
 from jkv.engine import mesh as meshes
 from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.model.model_shapes import find_shape
-from jkv.model.params import Model, Params, count_weights
+from jkv.model.params import Model, ModelConfig, Params, count_weights
 from jkv.planning.devices import Device, find_device
 from jkv.planning.estimate import Estimate, Setting
 from jkv.policies import Policy, full
+from pallas_kernels import KERNELS, choice
+from pallas_kernels.dispatch import best
+from pallas_kernels.models import ModelShape, Workload
 
 MARGIN = 1.01  # of speeds: where arithmetic is the limit, they differ only by rounding
 PAGE_SIZES = {"tpu": 128, "gpu": DEFAULT_PAGE_SIZE, "cpu": DEFAULT_PAGE_SIZE}  # that the kernels are tiled for
@@ -39,6 +42,7 @@ class Plan:
       full: the estimate for the full cache, for comparison.
       rows_pay_from: the shortest length, prompt included, at which more rows fit than with full caches; None if there is none.
       speed_pays_from: the shortest length at which the bound on tokens a second is higher by a percent or more, or None.
+      kernels: the implementation that the device gets of each kernel: "gpu", "tpu", or plain XLA's "reference".
       notes: what the figures do not include.
     """
 
@@ -57,6 +61,7 @@ class Plan:
     full: Estimate
     rows_pay_from: int | None
     speed_pays_from: int | None
+    kernels: dict[str, str]
     notes: tuple[str, ...]
 
     @property
@@ -98,7 +103,8 @@ def plan(
       prompt: tokens of its prompt.
       batch: rows that decode together; None takes as many as fit.
       page_size: slots of a page; None takes 128 on a TPU, 16 elsewhere.
-      dtype: of weights and cache; None is the loaded model's, or float32 on a CPU and bfloat16 elsewhere.
+      dtype: of weights and cache; None is the loaded model's, or what `jkv.load` takes of a bfloat16 checkpoint: float32 on a
+        CPU and on a GPU of compute capability below 8.0, and bfloat16 elsewhere.
       num_devices: devices over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For
         more rows than such a group holds, plan one engine for each replica.
       truncates: whether draws are cut by top-k or top-p, which sorts the logits.
@@ -144,6 +150,7 @@ def plan(
         full=whole,
         rows_pay_from=pays_from(setting, policy, lambda own, other: own.batch > other.batch),
         speed_pays_from=pays_from(setting, policy, is_faster),
+        kernels=kernels_on(device, config, dtype, page_size, own.max_slots),
         notes=tuple(notes_of(setting, policy)),
     )
 
@@ -160,7 +167,18 @@ def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
         return dtype
     if isinstance(model, Model | Params):
         return (model.params if isinstance(model, Model) else model).embedding.dtype
-    return jnp.dtype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    return jnp.dtype(jnp.float32 if device.platform == "cpu" or device.is_old_gpu else jnp.bfloat16)
+
+
+def kernels_on(device: Device, config: ModelConfig, dtype: Any, page_size: int, slots: int) -> dict[str, str]:
+    """The implementation that a device gets of each kernel."""
+    shape = ModelShape(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_size)
+    workload, platform = Workload(1, slots, page_size, dtype), "cuda" if device.platform == "gpu" else device.platform
+    with choice.tracing_for(device.compute_capability):
+        return {
+            name: best(kernel.implementations, platform, *kernel.shapes.arguments(shape, workload))
+            for name, kernel in KERNELS.items()
+        }
 
 
 def check_lengths(policy: Policy, prompt: int, length: int, max_positions: int) -> None:
@@ -217,6 +235,11 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
         notes[0] = f"No speed: {setting.device.name}'s bandwidth and rate are not known. Give a jkv.Device with both."
     if setting.device.platform == "gpu":
         notes.append(f"On a GPU, JAX takes 75 % by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={setting.memory_share:g}.")
+    if setting.device.is_old_gpu:
+        notes.append(
+            f"{setting.device.name} has a compute capability below {choice.spell(choice.LEAST_CAPABILITY)}, so no Triton kernels "
+            "and no bfloat16: weights load as float32, and plain XLA computes the kernels."
+        )
     if policy.read is not None:
         notes.append(f"{policy.name} frees nothing: it reads fewer pages, and stores bounds for all.")
     if policy.share is not None:
@@ -271,6 +294,9 @@ def report(plan: Plan) -> str:
         lines += ["", f"  {own.policy} has more rows than the full cache {in_words(plan.rows_pay_from)}"]
         if own.tokens_per_second is not None:
             lines += [f"  {own.policy} may be faster than the full cache {in_words(plan.speed_pays_from)}"]
+    names = sorted(set(plan.kernels.values()))
+    of = {name: ", ".join(kernel for kernel, taken in plan.kernels.items() if taken == name) for name in names}
+    lines += ["", *(f"  kernels by {'plain XLA' if name == 'reference' else name}: {kernels}" for name, kernels in of.items())]
     return "\n".join([*lines, "", *(f"  {note}" for note in plan.notes)])
 
 

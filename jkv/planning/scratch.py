@@ -1,7 +1,7 @@
 """The memory of device programs in addition to weights and cache: what XLA allocates while one of them runs.
 
 The compiler decides this, so these are upper estimates of the arrays that dominate. They were found by compiling ahead of time
-for TPU v5e, v6e and the H200; `tests/aot/test_plan.py` compares them with the compiler's own memory analysis.
+for TPU v5e, v6e, the H200 and the T4; `tests/aot/test_plan.py` compares them with the compiler's own memory analysis.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ from jkv.policies import Policy
 SORTED = 4  # copies of the logits in float32 that top-k and top-p sort and sum; draws without them are fused
 SPLITS = 32  # float32 partial sums, as wide as the residual stream, of products that a GPU splits along their depth
 LISTED = 7  # 4-byte values per slot in a compaction: scores, positions and indices
+MASS_COPIES = 12  # of a chunk's attention, where plain XLA adds it up
+KEY_COPIES = 9  # of one layer's keys in a compaction, where plain XLA computes it
 CHUNK = PREFILL_SIZES[-1]  # tokens
 
 
@@ -40,12 +42,15 @@ def scratch_of(
     max_slots: int,
     logits: int,
     truncates: bool,
+    is_plain: bool = False,
 ) -> Scratch:
     """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` is the number of one row.
 
     On a TPU a decode program may keep the weights of the query, key and value projections in a second layout: all for Llama-8B,
     half for Qwen-1.5B, one layer's for Qwen-32B; all are counted. A compaction may gather the keys and values of its one row
-    in all layers.
+    in all layers. A GPU without Triton (`is_plain`) gathers the keys and values of all rows in a layer, joins the two
+    weights of an MLP's first product for each call, and keeps each layer's hidden states, or its attention where a policy adds
+    it up.
     """
     layouts = 0
     if platform == "tpu":
@@ -59,4 +64,12 @@ def scratch_of(
     evict, compaction = policy.evict, 0
     if evict is not None:
         compaction = config.num_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
+    if is_plain:
+        joined = 2 * config.width * config.mlp_width * itemsize
+        logits_of_step = 4 * config.num_query_heads * max_slots
+        decode += max(joined, num_rows * (2 * key_bytes + logits_of_step))
+        decode += num_rows * policy.needs.mass * config.num_layers * logits_of_step
+        prefill += joined + CHUNK * config.num_layers * config.width * itemsize
+        prefill += MASS_COPIES * CHUNK * policy.needs.mass * logits_of_step
+        compaction = compaction * 23 // 20 + (evict is not None) * KEY_COPIES * key_bytes
     return Scratch(prefill, decode, compaction)

@@ -1,4 +1,4 @@
-"""The devices that programs are compiled for without having them: TPU through libtpu, the H200 through JAX's CUDA plugin."""
+"""The devices that programs are compiled for without having them: TPU through libtpu, GPUs through JAX's CUDA plugin."""
 
 import contextlib
 import functools
@@ -14,6 +14,8 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import jax
 import pytest
 from jax.experimental import topologies
+
+from pallas_kernels import choice
 
 # Written by hand. A real H200 prints its own: `jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
 H200 = """
@@ -31,6 +33,36 @@ dnn_version_info { major: 9 minor: 8 }
 device_description_str: "NVIDIA H200"
 """
 
+# In the same words, from NVIDIA's white papers of Turing and Volta.
+T4 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 1024
+  shared_memory_per_block: 49152 shared_memory_per_core: 65536 shared_memory_per_block_optin: 65536
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 40 fpus_per_core: 64 clock_rate_ghz: 1.59
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 320000000000 l2_cache_size: 4194304 device_memory_size: 15800000000
+  cuda_compute_capability { major: 7 minor: 5 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "Tesla T4"
+"""
+V100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 98304 shared_memory_per_block_optin: 98304
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 80 fpus_per_core: 64 clock_rate_ghz: 1.53
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 900000000000 l2_cache_size: 6291456 device_memory_size: 16900000000
+  cuda_compute_capability { major: 7 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "Tesla V100-SXM2-16GB"
+"""
+
 # Target -> (platform, topology, page size)
 TARGETS = {
     "tpu-v4": ("tpu", "v4:2x2x1", 128),
@@ -39,9 +71,15 @@ TARGETS = {
     "tpu-v6e": ("tpu", "v6e:2x2", 128),
     "tpu7x": ("tpu", "tpu7x:2x2x1", 128),
     "h200": ("cuda", "1x1x1", 16),
+    "t4": ("cuda", "1x1x1", 16),
+    "v100": ("cuda", "1x1x1", 16),
 }
+GPUS = {"h200": H200, "t4": T4, "v100": V100}
+OLD_GPUS = ("t4", "v100")  # without Triton: plain XLA computes the kernels
+WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS)
 TPUS = tuple(target for target, (platform, *_) in TARGETS.items() if platform == "tpu")
 COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}  # any one of them
+ASSEMBLER = "nvidia-cuda-nvcc-cu12"  # CUDA 13 has none for Volta
 EXTRAS = {"tpu": "jkv[aot-tpu]", "cuda": "jkv[aot-gpu]"}
 
 
@@ -49,6 +87,8 @@ def why_missing(target: str) -> str | None:
     """Why a target cannot be compiled for here; None when its compiler is installed, which says nothing of its working."""
     platform = TARGETS[target][0]
     installed = {distribution.name for distribution in metadata.distributions()}
+    if target == "v100" and ASSEMBLER not in installed:
+        return f"{ASSEMBLER} is not installed (extra {EXTRAS[platform]})"
     if installed & set(COMPILERS[platform]):
         return None
     return f"{' or '.join(COMPILERS[platform])} is not installed (extra {EXTRAS[platform]})"
@@ -58,7 +98,7 @@ def why_missing(target: str) -> str | None:
 def sharding_of(target: str) -> jax.sharding.Sharding:
     """One device of the target."""
     platform, topology, _ = TARGETS[target]
-    options = {"topology": topology, "target_config": H200} if platform == "cuda" else {}
+    options = {"topology": topology, "target_config": GPUS[target]} if platform == "cuda" else {}
     described = topologies.get_topology_desc(topology, platform=platform, **options)
     return jax.sharding.SingleDeviceSharding(described.devices[0])
 
@@ -66,7 +106,7 @@ def sharding_of(target: str) -> jax.sharding.Sharding:
 def compile_for(target: str, trace: Callable[..., jax.stages.Traced], *args: Any) -> jax.stages.Compiled:
     """The program that `trace` gives for these arguments, as the target would run it."""
     platform = TARGETS[target][0]
-    with described(platform):
+    with described(platform), choice.tracing_for(choice.lowest_capability(sharding_of(target).device_set)):
         return trace(*args).lower(lowering_platforms=(platform,)).compile()
 
 

@@ -9,7 +9,7 @@ from pallas_kernels.models import MODELS, Workload
 from pallas_kernels.paged_attention import gpu, shapes, tpu
 from tests.aot import targets
 
-CASES = [(target, name) for target in targets.TARGETS for name in MODELS]
+CASES = [(target, name) for target in targets.WITH_KERNELS for name in MODELS]
 WORKLOADS = {
     "page 128": Workload(layers=1),
     "page 16": Workload(page_size=16, layers=1),

@@ -15,7 +15,7 @@ from jkv.policies import Needs
 from tests.aot import targets
 from tests.support import programs
 
-DEVICES = {"tpu-v5e": "v5e", "h200": "h200"}
+DEVICES = {"tpu-v5e": "v5e", "h200": "h200", "t4": "t4"}
 LENGTH = 4096
 MODELS = {"r1-qwen-1.5b": programs.R1_QWEN, "r1-llama-8b": programs.R1_LLAMA}
 # A decode program of all layers takes a minute or more to compile for a TPU; what more layers add is the same of each.
@@ -23,6 +23,9 @@ CASES = [
     ("h200", "r1-qwen-1.5b", "decode", 28),
     ("h200", "r1-qwen-1.5b", "prefill", 28),
     ("h200", "r1-qwen-1.5b", "compaction", 28),
+    ("t4", "r1-qwen-1.5b", "decode", 28),
+    ("t4", "r1-qwen-1.5b", "prefill", 28),
+    ("t4", "r1-qwen-1.5b", "compaction", 28),
     ("tpu-v5e", "r1-llama-8b", "decode", 4),
     ("tpu-v5e", "r1-qwen-1.5b", "prefill", 4),
     ("tpu-v5e", "r1-qwen-1.5b", "compaction", 8),
@@ -45,13 +48,13 @@ def shapes_of(plan, config, policy, target):
         num_pages=engine["num_pages"],
         max_pages=num_pages_of(engine["max_slots"], engine["page_size"]),
         page_size=engine["page_size"],
-        dtype=jnp.bfloat16,
+        dtype=jnp.dtype(plan.dtype),
     )
 
     def leaf(*sizes, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-    trees = weight_shapes(config, jnp.bfloat16), jax.eval_shape(make)
+    trees = weight_shapes(config, jnp.dtype(plan.dtype)), jax.eval_shape(make)
     return programs.Shapes(*jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), trees), leaf)
 
 

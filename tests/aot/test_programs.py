@@ -27,7 +27,7 @@ GB = {"tpu-v4": 32, "tpu-v5e": 16, "tpu-v5p": 95, "tpu-v6e": 32, "tpu7x": 96, "h
 
 LARGE = [
     pytest.param(target, model, marks=[pytest.mark.slow] if is_slow else [], id=f"{target}-{model}")
-    for target in targets.TARGETS
+    for target in targets.WITH_KERNELS
     for model in MODELS
     for is_slow in [model == "r1-llama-8b" and target not in ("tpu-v5e", "h200")]
 ]
@@ -53,14 +53,19 @@ CASES = [
 
 
 def shapes_on(
-    target: str, config: ModelConfig = programs.R1_QWEN, *, num_layers: int = 2, needs: Any = programs.NOTHING
+    target: str,
+    config: ModelConfig = programs.R1_QWEN,
+    *,
+    num_layers: int = 2,
+    needs: Any = programs.NOTHING,
+    dtype: Any = jnp.bfloat16,
 ) -> programs.Shapes:
     """Skips a target whose compiler is not installed; one that is installed and fails is an error."""
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     config = dataclasses.replace(config, num_layers=num_layers)
     page_size, sharding = targets.TARGETS[target][2], targets.sharding_of(target)
-    return programs.shapes_of(config, dtype=jnp.bfloat16, page_size=page_size, sharding=sharding, needs=needs)
+    return programs.shapes_of(config, dtype=dtype, page_size=page_size, sharding=sharding, needs=needs)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -97,6 +102,17 @@ def test_program_updates_the_pool_in_place(target, name):
     compiled = targets.compile_for(target, program.trace, shapes)
     assert_no_pool_copy(compiled, shapes.state.cache.pool)
     assert_runs(compiled, next((kernels for prefix, kernels in OF_OTHERS.items() if name.startswith(prefix)), ()))
+
+
+@pytest.mark.parametrize(
+    ("target", "name"), [("t4", name) for name in programs.PROGRAMS] + [("v100", name) for name in KERNELS]
+)
+def test_an_old_gpu_runs_every_program_by_plain_xla(target, name):
+    program = programs.PROGRAMS[name]
+    shapes = shapes_on(target, needs=program.needs, dtype=jnp.float32)
+    compiled = targets.compile_for(target, program.trace, shapes)
+    assert "triton" not in compiled.as_text()
+    assert_no_pool_copy(compiled, shapes.state.cache.pool)
 
 
 @pytest.mark.parametrize("target", ["tpu-v5e", "h200"])

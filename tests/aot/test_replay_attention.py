@@ -12,7 +12,7 @@ from pallas_kernels.replay_attention import gpu, shapes, tpu
 from tests.aot import targets
 
 DISTINCT = {shape[1:]: name for name, shape in MODELS.items()}.values()  # layers change nothing here
-CASES = [(target, model) for target in targets.TARGETS for model in DISTINCT]
+CASES = [(target, model) for target in targets.WITH_KERNELS for model in DISTINCT]
 # Half a minute each: two targets compile the gradients of all models, the others those of the smallest.
 GRADIENTS = [
     pytest.param(target, model, marks=[] if target in ("tpu-v5e", "h200") or model == "r1-qwen-1.5b" else [pytest.mark.slow])
@@ -60,7 +60,8 @@ def test_replay_and_its_gradient_compile(target, model):
 
 
 @pytest.mark.parametrize(
-    "target", [pytest.param(x, marks=[] if x in ("tpu-v5e", "h200") else [pytest.mark.slow], id=x) for x in targets.TARGETS]
+    "target",
+    [pytest.param(x, marks=[] if x in ("tpu-v5e", "h200") else [pytest.mark.slow], id=x) for x in targets.WITH_KERNELS],
 )
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_heads_doubled_for_sinks_compile(target, dtype):

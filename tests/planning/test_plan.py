@@ -269,7 +269,7 @@ def test_float32_has_its_own_rate(itemsize):
         ({"num_devices": 3}, "num_kv_heads=8 must be a multiple of the 3 devices"),
         ({"num_devices": 2, "policy": jkv.rpc()}, "rpc chooses slots by the scores of all KV heads"),
         ({"memory_share": 1.5}, "must lie in"),
-        ({"device": "t4"}, "1 row of full must fit t4: weights 16060522496 "),
+        ({"device": "t4"}, "1 row of full must fit t4: weights 32121044992 "),
         ({"model": 3}, "A model must be a jkv.Model"),
     ],
     ids=str,
@@ -326,6 +326,7 @@ def test_the_command_takes_a_device_s_figures(capsys):
         "bandwidth": 1e10,
         "rate": 1e9,
         "rate_float32": None,
+        "compute_capability": None,
     }
     assert found["own"]["limited_by"] == "arithmetic"
 

@@ -1,0 +1,151 @@
+"""Which GPU programs are traced for, and which kernels were chosen by hand; both are part of the key of JAX's program caches.
+
+`JKV_KERNELS=reference` in the environment chooses for a whole process, `with choose("reference"):` for the programs traced
+inside.
+"""
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+
+import jax
+
+from pallas_kernels.launch import triton
+
+VARIABLE = "JKV_KERNELS"
+LEAST_CAPABILITY = (8, 0)  # of Triton, in which the GPU kernels are written, and of arithmetic in bfloat16
+
+NAMES: dict[str, tuple[str, ...]] = {}  # kernel -> its implementations, best first; the package fills it
+
+Choices = tuple[tuple[str, str], ...]  # (kernel or "*", implementation)
+
+CAPABILITY = jax.make_user_context(None)
+CHOICES = jax.make_user_context(None)
+
+
+@contextlib.contextmanager
+def tracing_for(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Programs traced inside are for a GPU of this compute capability, as (major, minor); None changes nothing."""
+    with contextlib.nullcontext() if capability is None else CAPABILITY(capability):
+        yield
+
+
+def lowest_capability(devices: Iterable[jax.Device]) -> tuple[int, int] | None:
+    """The lowest compute capability of some devices, as (major, minor); None if none of them tells one.
+
+    A program of several devices must run on each.
+    """
+    told = [device.compute_capability for device in devices if getattr(device, "compute_capability", None)]
+    return min((parse_capability(one) for one in told), default=None)
+
+
+def parse_capability(text: str) -> tuple[int, int]:
+    """A device's word for its compute capability, as (major, minor).
+
+    >>> parse_capability("7.5")
+    (7, 5)
+    """
+    major, _, minor = str(text).partition(".")
+    return int(major), int(minor or 0)
+
+
+def capability() -> tuple[int, int] | None:
+    """The compute capability that programs are traced for: the one told, or the lowest of this process's GPUs; None without."""
+    return CAPABILITY.value or own_capability()
+
+
+@functools.cache
+def own_capability() -> tuple[int, int] | None:
+    """The lowest compute capability of this process's GPUs."""
+    return lowest_capability(jax.local_devices())
+
+
+def why_no_triton() -> str | None:
+    """Why the GPU kernels cannot be compiled; None when they can, or when nothing is known of the GPU."""
+    found = capability()
+    if found is not None and found < LEAST_CAPABILITY:
+        return f"it needs compute capability {spell(LEAST_CAPABILITY)}, and this GPU has {spell(found)}"
+    return why_no_backend()
+
+
+@functools.cache
+def why_no_backend() -> str | None:
+    """Why this JAX cannot compile Triton kernels; None when it can."""
+    try:
+        triton()
+    except ImportError as error:
+        return f"JAX {jax.__version__} has no Triton backend of Pallas ({error})"
+    return None
+
+
+def spell(parts: tuple[int, int]) -> str:
+    """A compute capability as text."""
+    return ".".join(map(str, parts))
+
+
+def is_old_gpu() -> bool:
+    """Whether programs are traced for a GPU without Triton and bfloat16; the first time, a warning says what that means."""
+    found = capability()
+    if found is None or found >= LEAST_CAPABILITY:
+        return False
+    warn_of_old_gpu(found)
+    return True
+
+
+@functools.cache
+def warn_of_old_gpu(found: tuple[int, int]) -> None:
+    """Warns, once for each compute capability."""
+    warnings.warn(
+        f"This GPU has compute capability {spell(found)}, below {spell(LEAST_CAPABILITY)}: it computes in float32, the default "
+        "dtype of weights here, and plain XLA takes the place of the Triton kernels. Results are right, and slower.",
+        stacklevel=3,
+    )
+
+
+# By hand.
+
+
+@contextlib.contextmanager
+def choose(kernels: str | None) -> Iterator[None]:
+    """Kernels chosen by hand for the programs traced inside; see `parse_choices`. None changes nothing.
+
+    Raises:
+      ValueError: an unknown kernel or implementation.
+    """
+    with contextlib.nullcontext() if kernels is None else CHOICES(parse_choices(kernels)):
+        yield
+
+
+def chosen(kernel: str) -> str | None:
+    """The implementation of a kernel that was chosen by hand; None for the best."""
+    choices = CHOICES.value
+    if choices is None:
+        choices = parse_choices(os.environ.get(VARIABLE, ""))
+    found = dict(choices)
+    return found.get(kernel, found.get("*"))
+
+
+@functools.cache
+def parse_choices(text: str) -> Choices:
+    """`"reference"` for every kernel, or `"paged_attention=reference,take_slots=gpu"`; `""` and `"auto"` are the best of each.
+
+    Raises:
+      ValueError: an unknown kernel or implementation; the known ones are listed.
+    """
+    if text in ("", "auto"):
+        return ()
+    if text == "reference":
+        return (("*", text),)
+    choices = []
+    for part in text.split(","):
+        kernel, is_pair, name = (word.strip() for word in part.partition("="))
+        if not is_pair or name not in NAMES.get(kernel, ()):
+            known = "; ".join(f"{kernel}: {', '.join(names)}" for kernel, names in NAMES.items())
+            raise ValueError(
+                f'kernels ({VARIABLE}) must be "auto", "reference", or pairs like "paged_attention=reference", of {known}; '
+                f"got {text[:200]!r}."
+            )
+        choices.append((kernel, name))
+    return tuple(choices)
