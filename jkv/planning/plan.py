@@ -237,8 +237,8 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
         notes.append(f"On a GPU, JAX takes 75 % by default: set XLA_PYTHON_CLIENT_MEM_FRACTION={setting.memory_share:g}.")
     if setting.device.is_old_gpu:
         notes.append(
-            f"{setting.device.name} has a compute capability below {choice.spell(choice.LEAST_CAPABILITY)}, so no Triton kernels "
-            "and no bfloat16: weights load as float32, and plain XLA computes the kernels."
+            f"{setting.device.name} has a compute capability below {choice.spell(choice.LEAST_CAPABILITY)}, so no Triton "
+            "kernels and no bfloat16: weights load as float32, and plain XLA computes the kernels."
         )
     if policy.read is not None:
         notes.append(f"{policy.name} frees nothing: it reads fewer pages, and stores bounds for all.")
