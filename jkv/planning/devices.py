@@ -2,8 +2,8 @@
 
 Figures are for one JAX device, in bytes, bytes a second, and operations a second without sparsity. A vendor's GB counts as
 10**9, which is never too many. Matrix products in float32 have the rate of JAX's default precision: TF32 on a GPU that has it,
-bfloat16 passes on a TPU. Sources: NVIDIA's data sheets of H200, H100 SXM, A100 SXM, L4, T4 and V100 SXM2, and the pages v4, v5e,
-v5p, v6e and tpu7x of docs.cloud.google.com/tpu/docs. A chip of TPU 7x is two devices to JAX, each with half of it.
+bfloat16 passes on a TPU. Sources: NVIDIA's data sheets of H200, H100 SXM, A100 SXM, L4, T4 and V100 SXM2, and the pages v4,
+v5e, v5p, v6e and tpu7x of docs.cloud.google.com/tpu/docs. A chip of TPU 7x is two devices to JAX, each with half of it.
 """
 
 import dataclasses
