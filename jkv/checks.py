@@ -16,9 +16,19 @@ WORDS: dict[Any, str] = {
     dict: "a table of names and values",
     types.NoneType: "None",
 }
+DISTRIBUTION = "jkv-cache"  # on PyPI, where `jkv` is another project
 MOST_SHOWN = 100  # characters of a value in an error
 SHOWN = reprlib.Repr()
 SHOWN.maxstring = SHOWN.maxother = SHOWN.maxlong = MOST_SHOWN
+
+
+def install(extra: str) -> str:
+    """How to install an extra.
+
+    >>> install("eval")
+    'pip install "jkv-cache[eval]"'
+    """
+    return f'pip install "{DISTRIBUTION}[{extra}]"'
 
 
 def shown(value: Any) -> str:

@@ -1,18 +1,22 @@
 """`jkv.generate`: prompts in, completions out, from an engine that is sized for the call."""
 
 import contextlib
+import dataclasses
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
-from jkv.engine.memory import cap_to_free, most_pages, most_slots, num_row_pages, page_bytes
+from jkv.engine.memory import cap_to_free, free_pool_bytes, lowered, most_pages, most_slots, num_row_pages, page_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
-from jkv.engine.requests import Request, RequestOptions, check_model, encode_prompts, make_requests
+from jkv.engine.prompts import encode_prompts
+from jkv.engine.requests import Request, RequestOptions, check_model, make_requests
 from jkv.engine.results import Result, make_result
+from jkv.engine.samples import Sample
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
@@ -20,6 +24,7 @@ from jkv.replay.score import round_up
 
 PROMPT_ROOM = 256  # slots of a shared prompt that a pool has room for, at least
 DEFAULT_RUNNING = 32
+DRAW_SECONDS = 0.2  # between two drawings of a bar
 
 
 def generate(
@@ -40,7 +45,8 @@ def generate(
 
     Args:
       model_or_params: what `jkv.load` returns; or bare `Params`, with token ids as prompts.
-      prompt_or_prompts: a string or a sequence of token ids, or a list of either.
+      prompt_or_prompts: a string, a conversation (a list of messages such as `{"role": "user", "content": "..."}`, which the
+        tokenizer's chat template turns into text), or a sequence of token ids; or a list of these.
       policy, sampling, max_new_tokens, n, stop_ids, stop_strings: see `jkv.RequestOptions`.
       on_tokens: receives a `jkv.Event` for each sample and chunk (`event.ticket` is the prompt's index). If it raises, that
         prompt's samples end with the reason "error", a warning gives the exception, and the others continue.
@@ -63,7 +69,7 @@ def generate(
     engine = engine_for(model, requests, options)
     with deferred_interrupts(ends_here=True):
         tickets = [engine.submit_requests(group, on_tokens) for group in requests]
-        with progress_bar(sum(request.max_new_tokens for group in requests for request in group), progress) as on_events:
+        with progress_bar(sum(map(len, requests)), progress) as on_events:
             engine.run(on_events)
         return result_of(engine, tickets, options.return_trace)
 
@@ -73,13 +79,29 @@ def result_of(engine: Engine, tickets: Sequence[int], is_traced: bool) -> Result
     samples = engine.take(tickets)
     for error in {id(s.completion.error): s.completion.error for s in samples if s.completion.error}.values():
         warnings.warn(f"on_tokens or an encoder raised {error!r}; the samples of its prompt were ended", stacklevel=3)
+    warn_of_length(samples)
     return make_result(engine.model, samples, engine.stats, is_traced)
+
+
+def warn_of_length(samples: Sequence[Sample]) -> None:
+    """Warns where most samples were cut by their limit, unless nothing could have ended them earlier."""
+    may_stop = [sample for sample in samples if sample.request.stop_ids or sample.request.stop_strings]
+    cut = [sample.request for sample in may_stop if sample.completion.finish_reason == "length"]
+    if 2 * len(cut) > len(may_stop):
+        is_open = any(request.is_open for request in cut)
+        way_out = "The model or the memory has no room for more" if is_open else "Raise max_new_tokens"
+        warnings.warn(
+            f"{len(cut)} of {len(samples)} samples were cut after {max(request.max_new_tokens for request in cut):,} tokens, "
+            f"before the model ended them. {way_out}.",
+            stacklevel=4,
+        )
 
 
 def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> Engine:
     """An engine sized for these requests, grouped by prompt; sizes that `options` give are kept."""
-    params, every, n = model.params, [request for group in requests for request in group], len(requests[0])
-    policies, page_size = [group[0].policy for group in requests], options.page_size
+    params, n, page_size = model.params, len(requests[0]), options.page_size
+    policies = [group[0].policy for group in requests]
+    every = [request for group in lowered_to_memory(model, requests, options) for request in group]
     num_rows = options.max_running or min(1 << (len(every) - 1).bit_length(), DEFAULT_RUNNING)
     max_slots = round_up(max(most_slots(params, request) for request in every))
     num_pages = options.num_pages
@@ -96,6 +118,27 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
         policies=policies,
         max_stop_ids=max(options.max_stop_ids, *(len(request.stop_ids) for request in every)),
     )
+
+
+def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> list[list[Request]]:
+    """Requests whose limit of new tokens was left open, with no more than one row of the pool, or of the free memory, holds."""
+    params, page_size, config = model.params, options.page_size, model.config
+    if not any(group[0].is_open for group in requests):
+        return [list(group) for group in requests]
+    num_shards = 1 if options.mesh is None else options.mesh.size
+    bytes_per_page = page_bytes(params, page_size, any(group[0].policy.read is not None for group in requests))
+    num_bytes = options.kv_memory if isinstance(options.kv_memory, int) else free_pool_bytes(params, num_shards)
+    num_pages = options.num_pages or num_bytes // bytes_per_page
+    sizes = {"max_slots": options.max_slots or config.max_positions, "num_pages": num_pages, "page_size": page_size}
+    found: dict[tuple[int, Policy], int] = {}  # equal prompts' lengths and policies are looked up once
+    for group in requests:
+        key = len(group[0].prompt), group[0].policy
+        if key not in found:
+            found[key] = lowered(params, group[0], **sizes).max_new_tokens
+    return [
+        [dataclasses.replace(one, max_new_tokens=found[len(one.prompt), one.policy]) if one.is_open else one for one in group]
+        for group in requests
+    ]
 
 
 def default_num_pages(
@@ -116,11 +159,32 @@ def default_num_pages(
 
 
 @contextlib.contextmanager
-def progress_bar(total: int, progress: bool | None, title: str = "generate") -> Iterator[Callable[[list[Event]], None]]:
-    """A bar of generated tokens; with `progress=None`, only the main thread shows one."""
+def progress_bar(num_samples: int, progress: bool | None, title: str = "generate") -> Iterator[Callable[[list[Event]], None]]:
+    """A bar of finished samples, with tokens a second; with `progress=None`, only the main thread shows one.
+
+    Its clock starts after the first turn, in which the programs are compiled.
+    """
     from tqdm.auto import tqdm
 
     is_main = threading.current_thread() is threading.main_thread()
     disable = not progress if progress is not None else (None if is_main else True)
-    with tqdm(total=total, unit="tok", desc=title, disable=disable, leave=False) as bar:
-        yield lambda events: bar.update(sum(len(event.tokens) for event in events)) and None
+    began = drawn = 0.0
+    num_tokens = 0
+    with tqdm(total=num_samples, unit="sample", desc=f"{title}: compiling", disable=disable, leave=False) as bar:
+
+        def show(events: list[Event]) -> None:
+            nonlocal began, drawn, num_tokens
+            now = time.perf_counter()
+            if began:
+                num_tokens += sum(len(event.tokens) for event in events)
+                bar.set_postfix_str(f"{num_tokens / max(now - began, 1e-9):,.0f} tokens/s", refresh=False)
+            else:
+                began = now
+                bar.set_description(title, refresh=False)
+                bar.reset(num_samples)
+            bar.update(sum(bool(event.finish_reason) for event in events))
+            if now - drawn > DRAW_SECONDS and not bar.disable:
+                drawn = now
+                bar.refresh()
+
+        yield show

@@ -24,7 +24,8 @@ from jkv.checks import check_counts, typed
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
-from jkv.engine.requests import DEFAULT_NEW_TOKENS, RequestOptions, check_model, encode_prompts, make_requests, spread_policies
+from jkv.engine.prompts import encode_prompts
+from jkv.engine.requests import RequestOptions, check_model, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Sample
 from jkv.generate import DEFAULT_RUNNING, engine_for, progress_bar
@@ -32,7 +33,7 @@ from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 
-DEFAULT_PROMPT_TOKENS = 512
+DEFAULT_PROMPT_TOKENS, DEFAULT_NEW_TOKENS = 512, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,8 +267,7 @@ class Rollout:
             if self._pending:
                 self.engine.wake()
             begun, wanted = self.engine.stats.steps, min(until_done or self.pending, self.pending)
-            total = sum(item.sample.remaining for item in self._pending)
-            with progress_bar(total, progress, "rollout") as on_events:
+            with progress_bar(wanted, progress, "rollout") as on_events:
                 while sum(item.sample.is_finished for item in self._pending) < wanted and not presses:
                     if max_steps is not None and self.engine.stats.steps - begun >= max_steps:
                         break

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCE = "jkv[eval] @ git+https://github.com/jkv-project/jkv"
+SOURCE = "jkv-cache[eval] @ git+https://github.com/jkv-project/jkv"
 for folder in (Path.cwd(), Path.cwd().parent):  # a checkout around this notebook comes first, and needs no network
     if (folder / "jkv" / "__init__.py").exists():
         SOURCE = f"{folder}[eval]"

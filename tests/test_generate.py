@@ -221,8 +221,8 @@ BAD_INPUT = {
     "policies of another number": ({"policy": [jkv.full()] * 2}, "got 2 for 1 prompts"),
     "a pool too small": ({"kv_memory": 1000}, "must hold the largest request: up to 51 slots = 13 pages of 4 in each of 4"),
     "stop id out of range": ({"stop_ids": (99,)}, r"stop_ids must be token ids in \[0, 32\)"),
-    "no sequence": ({"prompt": 5}, "a string or a sequence of token ids; got 5"),
-    "nothing": ({"prompt": None}, "a string or a sequence of token ids; got None"),
+    "no sequence": ({"prompt": 5}, "flat sequence of token ids; got 5"),
+    "nothing": ({"prompt": None}, "flat sequence of token ids; got None"),
     "ragged": ({"prompt": [[[1], [2, 3]]]}, "flat sequence of token ids; prompt 0 is ragged"),
     "stop string without tokenizer": ({"stop_strings": ["x"]}, "stop_strings need a model with a tokenizer"),
 }

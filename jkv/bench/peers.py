@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jkv.bench.peer_worker import FOLDER
 from jkv.bench.rounds import in_turns, median_and_spread
+from jkv.checks import install
 from jkv.model import checkpoint
 from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.chains import read_answer
@@ -68,7 +69,7 @@ def processes(libraries: Sequence[str]) -> Iterator[dict[str, Process]]:
         raise ValueError(f"contenders are {', '.join(NEEDED)}; got {', '.join(unknown)}.")
     if missing := [name for name in libraries if importlib.util.find_spec(NEEDED[name]) is None]:
         raise ValueError(
-            f'{", ".join(missing)} cannot take part: not installed. Run: pip install "jkv[peers]", or leave '
+            f"{', '.join(missing)} cannot take part: not installed. Run: {install('peers')}, or leave "
             "them out with --contenders."
         )
     running = {name: Process(name) for name in dict.fromkeys(["jkv", *libraries])}

@@ -17,6 +17,7 @@ import numpy as np
 from jkv.bench.countdown import Numbers, countdown, prompts_for, skewed
 from jkv.bench.rounds import in_turns, median_and_spread, timer
 from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.checks import install
 from jkv.engine.memory import most_pages_of, num_row_pages
 from jkv.model import checkpoint
 from jkv.model.params import ModelConfig, Params
@@ -61,7 +62,7 @@ class Ran:
 def check_installed() -> None:
     """Refuses to compare with what is not there."""
     if importlib.util.find_spec("tunix") is None:
-        raise ValueError('tunix cannot take part: not installed. Run: pip install "jkv[tunix]" (jax below 0.11).')
+        raise ValueError(f"tunix cannot take part: not installed. Run: {install('tunix')} (jax below 0.11).")
 
 
 def tunix_model(params: Params) -> Any:

@@ -7,6 +7,7 @@ import argparse
 import importlib.metadata
 from collections.abc import Sequence
 
+from jkv.checks import DISTRIBUTION
 from jkv.cli import analyze, bench, evaluate, generate, plan, policies, steer
 from jkv.cli.inputs import LOOKS, examples_of
 from jkv.cli_errors import run_safely
@@ -19,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
     if vars(options).pop("version"):
-        print("jkv", importlib.metadata.version("jkv"))
+        print("jkv", importlib.metadata.version(DISTRIBUTION))
         return 0
     if not hasattr(options, "run"):
         parser.print_help()

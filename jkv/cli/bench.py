@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import shown
+from jkv.checks import install, shown
 from jkv.cli.inputs import LOOKS, make_folder, words
 
 BENCHES = {
     "throughput": "tokens a second of policies in fixed pools, from ample to tight (R-KV's stress test)",
     "papers": "the papers' own throughput tables, at shapes scaled to this machine",
-    "peers": 'speed, memory and accuracy compared with transformers and kvpress (pip install "jkv[peers]")',
+    "peers": f"speed, memory and accuracy compared with transformers and kvpress ({install('peers')})",
     "cost": "where a decode step's time goes, by length, batch and budget",
-    "rollouts": 'rollouts a second compared with tunix\'s own sampler (pip install "jkv[tunix]")',
+    "rollouts": f"rollouts a second compared with tunix's own sampler ({install('tunix')})",
     "eviction": "what scoring and compaction cost, compared with their own arithmetic, on a wide model",
 }
 PAGE = Path("docs/results.md")  # that shows the tables, from the root of the repository

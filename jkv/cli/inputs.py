@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import shown
+from jkv.checks import install, shown
 
 EXAMPLES = """\
 examples:
@@ -113,4 +113,4 @@ def check_plotting() -> None:
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('--out draws a picture with matplotlib, which is not installed. Run: pip install "jkv[eval]".')
+        raise ValueError(f"--out draws a picture with matplotlib, which is not installed. Run: {install('eval')}.")

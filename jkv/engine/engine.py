@@ -21,15 +21,15 @@ from jkv.engine import mesh as meshes
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.mappings import let_programs_go
-from jkv.engine.memory import check_fits, most_pages, num_pool_pages, page_bytes
+from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
+from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import (
     Request,
     RequestOptions,
     check_model,
     check_weights,
-    encode_prompts,
     make_requests,
     spread_policies,
 )
@@ -172,8 +172,7 @@ class Engine:
 
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues checked requests under one ticket; tickets count from 0."""
-        for request in requests:
-            self.check(request)
+        requests = [self.check(request) for request in requests]
         with self._guard.changing("submit"):
             ticket = next(self._ticket)
             self.tickets[ticket] = [self._add(ticket, i, request, on_tokens) for i, request in enumerate(requests)]
@@ -384,20 +383,22 @@ class Engine:
 
     # Samples.
 
-    def check(self, request: Request) -> None:
-        """Refuses a request that this engine can never serve.
+    def check(self, request: Request) -> Request:
+        """Refuses a request that this engine can never serve. Returns it, with a limit that was left open lowered to what fits.
 
         Raises:
           ValueError: the reason, with the arithmetic.
         """
-        page_size = self.capacity.page_size
-        check_fits(self.model.params, request, max_slots=self.max_slots, num_pages=self.num_pages, page_size=page_size)
+        sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": self.capacity.page_size}
+        request = lowered(self.model.params, request, **sizes)
+        check_fits(self.model.params, request, **sizes)
         check_policy(request.policy, self.needs, self.model, self.mesh)
         if len(request.stop_ids) > self.options.max_stop_ids:
             raise ValueError(
                 f"This engine takes at most {self.options.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. "
                 f"Build it with max_stop_ids={len(request.stop_ids)}."
             )
+        return request
 
     def _samples_of(self, ticket: int) -> list[Sample]:
         if ticket not in self.tickets:

@@ -1,5 +1,7 @@
 """Pages and bytes: what a request needs, what a pool holds, what a device has free. Host arithmetic."""
 
+import bisect
+import dataclasses
 import os
 from typing import Any
 
@@ -110,6 +112,19 @@ def free_bytes(device: Any, share: float | None = None) -> int:
         return int((stats["bytes_limit"] - stats["bytes_in_use"]) * (share or AUTO_SHARE))
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS reports only the total
     return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * (share or AUTO_HOST_SHARE))
+
+
+def lowered(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> Request:
+    """A request whose limit the caller left open, with the highest one that fits; any other as it is."""
+
+    def is_too_long(new: int) -> bool:
+        one = dataclasses.replace(request, max_new_tokens=new)
+        return most_slots(params, one) > max_slots or most_pages(params, one, page_size) > num_pages
+
+    if not request.is_open or not is_too_long(request.max_new_tokens):
+        return request
+    most = bisect.bisect_left(range(1, request.max_new_tokens), True, key=is_too_long)
+    return dataclasses.replace(request, max_new_tokens=max(1, most))
 
 
 def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:

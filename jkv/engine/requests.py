@@ -3,8 +3,7 @@
 import collections
 import dataclasses
 import secrets
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,17 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.checks import check_counts, check_length, shown, typed
+from jkv.engine.prompts import MOST_SAMPLES, num_elements, too_long
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
 from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import Sentences
 
-DEFAULT_NEW_TOKENS = 1024
-MOST_SAMPLES = 1 << 17  # of a call: prompts times samples of each
 MOST_STOPS = 1_000  # stop strings of a request
 LONGEST_STOP = 1_000  # characters of each
-LONGEST_TOKEN = 256  # characters: a text of more for each position of the model cannot fit, and is not encoded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +34,7 @@ class Request:
       identity: the prompt's number in the random keys: the caller's, or a hash of its tokens.
       sample: index among the samples of equal prompts.
       max_new_tokens: the most tokens of the completion.
+      is_open: whether the caller gave no such limit: it is what the positions leave, and an engine may lower it.
       stop_ids: tokens that end it.
       stop_strings: texts that end it.
     """
@@ -50,6 +48,7 @@ class Request:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
+    is_open: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -77,8 +76,10 @@ class RequestOptions:
     Attributes:
       policy: how the cache stays small, such as `jkv.r_kv(budget=256)`; None keeps the full cache. For several prompts, one
         policy or a list of one for each.
-      sampling: temperature, top-p, top-k, seed; None is greedy (for `Rollout`, temperature 1).
-      max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
+      sampling: temperature, top-p, top-k, seed; None is what the model's generation_config.json says, and greedy where it says
+        nothing (for `Rollout`, temperature 1).
+      max_new_tokens: the most tokens of a completion; None is what the model's positions leave, and for a policy without a
+        fixed budget no more than the pool or the free memory holds (for `Rollout`, at most 1,024).
       n: samples of each prompt; a call may have 131,072 samples in all.
       stop_ids: tokens that end a completion, instead of the model's own; `()` never stops.
       stop_strings: texts that end a completion (checked after each chunk, then cut exactly); up to 1,000, of up to 1,000
@@ -159,7 +160,7 @@ def make_requests(
     if identity is not None and not 0 <= typed("request", identity, int) < 2**32:
         raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {shown(identity)}.")
     policies = spread_policies(options.policy, len(prompts))
-    sampling = check_sampling(options.sampling)
+    sampling = check_sampling(model.sampling if options.sampling is None else options.sampling)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     ends = config.end_ids if options.stop_ids is None else check_stop_ids(options.stop_ids, config.vocab_size)
     check_stop_strings(model, options.stop_strings)
@@ -171,7 +172,8 @@ def make_requests(
         prompt_id = request_id(prompt) if identity is None else identity
         samples = range(first + seen[prompt_id], first + seen[prompt_id] + n)
         common = (prompt, policy, sampling, seed, prompt_id)
-        requests.append([Request(*common, sample, limit, ends, tuple(options.stop_strings)) for sample in samples])
+        rest = (limit, ends, tuple(options.stop_strings), options.max_new_tokens is None)
+        requests.append([Request(*common, sample, *rest) for sample in samples])
         seen[prompt_id] += n
     return requests
 
@@ -182,87 +184,6 @@ def check_num_samples(n: int, num_prompts: int) -> None:
         raise ValueError(
             f"A call may have {MOST_SAMPLES:,} samples, prompts times n; got {num_prompts:,} times {shown(n)}. Split the call."
         )
-
-
-def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
-    """Token ids of every prompt, checked. Sizes are checked before anything is copied or encoded."""
-    if isinstance(prompt_or_prompts, str):
-        return [encode_prompt(model, 0, prompt_or_prompts)]
-    if is_endless(prompt_or_prompts):
-        raise ValueError(f"A prompt must be a string or a sequence of token ids; got {shown(prompt_or_prompts)}.")
-    if num_elements(prompt_or_prompts) == 0:
-        raise ValueError("There must be at least one prompt, and a prompt at least one token; got none.")
-    first = next(iter(prompt_or_prompts))
-    if not isinstance(first, str) and (np.isscalar(first) or getattr(first, "shape", None) == ()):
-        return [encode_prompt(model, 0, prompt_or_prompts)]  # a flat sequence of token ids
-    check_length("prompts", prompt_or_prompts, MOST_SAMPLES, "texts or lists of token ids")
-    return [encode_prompt(model, i, prompt) for i, prompt in enumerate(prompt_or_prompts)]
-
-
-def is_endless(values: Any) -> bool:
-    """Whether it has no length or no order: a number, an iterator, bytes, a set, a table."""
-    return (
-        not hasattr(values, "__iter__") or not hasattr(values, "__getitem__") or isinstance(values, bytes | bytearray | Mapping)
-    )
-
-
-def num_elements(values: Any) -> int:
-    """The length of a sequence; a very large number for one whose length Python cannot return."""
-    try:
-        return len(values)
-    except OverflowError:  # such as that of range(2**64)
-        return sys.maxsize
-    except TypeError:  # an array without a dimension
-        raise ValueError(f"A prompt must be a string or a sequence of token ids; got {shown(values)}.") from None
-
-
-def encode_prompt(model: Model, index: int, prompt: Any) -> np.ndarray:
-    """One prompt's token ids."""
-    if isinstance(prompt, str):
-        prompt = encode_text(model, index, prompt)
-    config, rule = model.config, "A prompt must be a string or a flat sequence of token ids"
-    if is_endless(prompt):
-        raise ValueError(f"{rule}; prompt {index} is {shown(prompt)}.")
-    if num_elements(prompt) > config.max_positions:
-        raise ValueError(too_long(index, f"{num_elements(prompt):,}", None, config.max_positions))
-    try:
-        ids = np.asarray(prompt)
-    except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"{rule}; prompt {index} is ragged.") from None
-    if ids.size == 0:
-        raise ValueError(f"A prompt must hold at least one token; prompt {index} is empty.")
-    if ids.dtype == object and ids.ndim == 1 and all(isinstance(token, int) for token in ids):
-        raise ValueError(f"Token ids must lie in [0, {config.vocab_size}); prompt {index} holds {shown(max(ids, key=abs))}.")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{rule}; prompt {index} is {ids.dtype}{list(ids.shape)}.")
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
-        worst = ids[(ids < 0) | (ids >= config.vocab_size)][0]
-        raise ValueError(f"Token ids must lie in [0, {config.vocab_size}); prompt {index} holds {worst}.")
-    return ids.astype(np.int32)
-
-
-def encode_text(model: Model, index: int, prompt: str) -> Any:
-    """A text's token ids. Refuses one that is too long for the model whatever its tokens are, and one that is no Unicode."""
-    if model.tokenizer is None:
-        raise ValueError("A text prompt needs a model with a tokenizer; this one has none. Pass token ids.")
-    if len(prompt) > LONGEST_TOKEN * model.config.max_positions:
-        raise ValueError(
-            f"A prompt must fit the model's {model.config.max_positions} positions; prompt {index} has {len(prompt):,} "
-            "characters. Shorten it."
-        )
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"A prompt must be Unicode text; prompt {index} has the lone surrogate {prompt[error.start]!r} at {error.start}. "
-            "Remove it."
-        ) from None
-    try:
-        return model.tokenizer.encode(prompt)
-    except BaseException as error:  # a panic of the tokenizers library, such as of a pattern that backtracks, is no Exception
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(f"The tokenizer must encode every prompt; it failed at prompt {index}. Pass token ids.") from error
 
 
 def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
@@ -311,17 +232,7 @@ def new_token_limit(index: int, prompt_length: int, asked: int | None, max_posit
     left = max_positions - prompt_length
     if left < 1 or (asked or 1) > left:
         raise ValueError(too_long(index, str(prompt_length), asked, max_positions))
-    return min(DEFAULT_NEW_TOKENS, left) if asked is None else asked
-
-
-def too_long(index: int, prompt_length: str, asked: int | None, max_positions: int) -> str:
-    """The error about a request that the model has no positions for."""
-    is_short = prompt_length.isdigit() and int(prompt_length) < max_positions
-    return (
-        f"Prompt and completion must fit the model's {max_positions} positions; prompt {index} has {prompt_length} tokens and "
-        f"max_new_tokens is {shown(asked) if asked else 'not given'}. Shorten the prompt"
-        f"{' or lower max_new_tokens' if is_short else ''}."
-    )
+    return left if asked is None else asked
 
 
 @jax.jit

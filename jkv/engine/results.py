@@ -10,8 +10,10 @@ from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.reasoning.token_text import cut
+from jkv.reasoning.token_text import END_OF_THINKING, THINK, cut
 from jkv.replay.trace import Trace, join_traces
+
+MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,40 @@ class Result:
     logprobs_full: np.ndarray
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
     slot_bytes: int = 0
+
+    @property
+    def reasoning(self) -> list[str]:
+        """What each completion says before its answer: up to `</think>`; all of it where that mark is missing and thinking was
+        begun, in the prompt or in the completion; else nothing. See `split`.
+        """
+        return [reasoning for reasoning, _ in self.split()]
+
+    @property
+    def answer(self) -> list[str]:
+        """What each completion says after its reasoning."""
+        return [answer for _, answer in self.split()]
+
+    def split(self, begin: str = THINK, end: str = END_OF_THINKING) -> list[tuple[str, str]]:
+        """The reasoning and the answer of each completion, without the marks between which a model thinks.
+
+        Raises:
+          ValueError: a model without a tokenizer, or an empty mark.
+        """
+        if self.text is None or self.tokenizer is None:
+            raise ValueError("Reasoning and answer are texts, and this model has no tokenizer. Decode the tokens first.")
+        if not begin or not end:
+            raise ValueError(f"The marks must be texts; got {begin!r} and {end!r}.")
+        is_open = [begin in self.tokenizer.decode(prompt[-MOST_MARK:]) for prompt in self.prompts]
+        return [split_text(text, thinks, begin, end) for text, thinks in zip(self.text, is_open, strict=True)]
+
+
+def split_text(text: str, thinks: bool, begin: str, end: str) -> tuple[str, str]:
+    """Reasoning and answer of one text; `thinks` says that thinking was begun before it."""
+    head, mark, tail = text.partition(end)
+    if not mark and not thinks and begin not in text:
+        return "", text
+    before, found, inside = head.partition(begin)
+    return (inside if found and not before.strip() else head).strip(), tail.strip()
 
 
 def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_traced: bool) -> Result:

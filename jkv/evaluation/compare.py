@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jkv import viz
-from jkv.engine.requests import encode_prompts
+from jkv.engine.prompts import encode_prompts
 from jkv.evaluation.generations import Run, budget_of, run
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.problems import Problem, tokens_of

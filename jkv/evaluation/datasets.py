@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import shown
+from jkv.checks import install, shown
 from jkv.reports import read_json_lines
 from jkv.text_files import check_file, read_json, read_text
 
@@ -172,7 +172,7 @@ def read_csv(path: Path) -> list[Row]:
 def read_arrow(path: Path) -> list[Row]:
     """The rows of a parquet file, or of the arrow stream that `save_to_disk` writes."""
     if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f'{path} is read with pyarrow, which is not installed. Run: pip install "jkv[eval]".')
+        raise ValueError(f"{path} is read with pyarrow, which is not installed. Run: {install('eval')}.")
     import pyarrow as arrow
     from pyarrow import ipc, parquet
 

@@ -18,7 +18,8 @@ from jkv.checks import check_counts
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
-from jkv.engine.requests import Request, RequestOptions, check_sampling, encode_prompts, make_requests
+from jkv.engine.prompts import encode_prompts
+from jkv.engine.requests import Request, RequestOptions, check_sampling, make_requests
 from jkv.engine.results import Result
 from jkv.engine.stats import RunStats
 from jkv.evaluation.graders import Grader, grader_of
@@ -133,8 +134,7 @@ def finish(
       KeyboardInterrupt: Ctrl-C was pressed, any number of times; `keep` has had every finished sample.
     """
     waiting = {engine.submit_requests([request]): (i, j) for i, j, request in left}
-    total = sum(request.max_new_tokens for *_, request in left)
-    with deferred_interrupts(ends_here=True) as presses, progress_bar(total, progress) as show:
+    with deferred_interrupts(ends_here=True) as presses, progress_bar(len(left), progress) as show:
         while not engine.is_idle:
             events = engine.step()
             show(events)

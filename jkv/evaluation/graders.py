@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 
+from jkv.checks import install
 from jkv.evaluation.time_limit import TimeLimited
 from jkv.reasoning.token_text import END_OF_THINKING
 from jkv.tasks.chains import read_answer
@@ -157,7 +158,7 @@ def grader_of(name: str) -> Grader:
         raise ValueError(f"grader must be one of {', '.join(GRADERS)}; got {name!r}.")
     grader = GRADERS[name]
     if grader.needs and importlib.util.find_spec(grader.needs) is None:
-        raise ValueError(f'The {name} grader compares with math-verify, which is not installed. Run: pip install "jkv[eval]".')
+        raise ValueError(f"The {name} grader compares with math-verify, which is not installed. Run: {install('eval')}.")
     return grader
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jkv.evaluation.datasets import Row, check_fields, read_rows
 from jkv.evaluation.graders import read_box
-from jkv.model.chat_template import render_chats
+from jkv.model.chat_template import has_chat_template, render_chats
 from jkv.model.params import Model
 
 QUESTION, CHOICES = "{question}", "ABCDEFGHIJ"
@@ -146,11 +146,6 @@ def put(
     turns = [[{"role": "user", "content": prompt}] for prompt, _ in asked]
     rendered = render_chats(tokenizer, turns, add_generation_prompt=True)
     return [Problem(prompt, answer, is_chat=True) for prompt, (_, answer) in zip(rendered, asked, strict=True)]
-
-
-def has_chat_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer has a chat template."""
-    return bool(getattr(tokenizer, "chat_template", None))
 
 
 def tokens_of(model: Model, problem: Problem) -> Any:

@@ -20,13 +20,13 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.interrupts import ending_at_interrupt
-from jkv.engine.requests import DEFAULT_NEW_TOKENS
 from jkv.generate import generate
 from jkv.model import checkpoint
 from jkv.model.chat_template import ChatRenderer
 from jkv.model.sampling import Sampling
 from jkv.policies import make
 from jkv.replay.score import score
+from jkv.rollout import DEFAULT_NEW_TOKENS
 
 LOG = logging.getLogger(__name__)
 SCORE_BATCH = 64  # sequences of similar length

@@ -10,6 +10,7 @@ from typing import Any
 from jkv.model.config_rules import NAMES, REQUIRED, ROPE, RULES
 from jkv.model.families import FAMILIES, find_family
 from jkv.model.family import Family
+from jkv.model.huggingface import transformers
 from jkv.model.json_files import CORRECT, check_fields, printable, shown
 from jkv.model.params import ModelConfig, RopeScaling
 
@@ -42,12 +43,11 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     if len(kinds) not in (0, layers):
         raise ValueError(f"{where}: layer_types must name the {layers} layers, got {len(kinds)} names. {CORRECT}")
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig  # slow to import, and not needed to refuse a file
 
     # Only known fields are passed on: transformers builds lists and objects of others, of any size.
     known = {name: fields[name] for name in RULES.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
     try:
-        config = AutoConfig.for_model(family.config_type or family.name, **known)
+        config = transformers().AutoConfig.for_model(family.config_type or family.name, **known)
     except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: must be a valid {family.name} configuration: {printable(error)}. Correct it or download it again."

@@ -98,7 +98,7 @@ class ChatRenderer:
         reply = self.read_reply(START)
         if "missing" in reply:
             self.close()
-            raise ValueError(f"A chat template needs jinja2: {reply['missing']}. Install it, for example as `jkv[eval]`.")
+            raise ValueError(f"A chat template needs jinja2: {reply['missing']}. Run: pip install jinja2.")
 
     def read_reply(self, seconds: float) -> dict[str, Any]:
         """The next reply of the process. Kills it if there is none in time."""
@@ -164,3 +164,8 @@ def render_chats(tokenizer: Any, conversations: Sequence[Conversation], **option
     """The texts of conversations, as `ChatRenderer.render` returns them."""
     with ChatRenderer(tokenizer) as renderer:
         return [renderer.render(conversation, **options) for conversation in conversations]
+
+
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template."""
+    return bool(getattr(tokenizer, "chat_template", None))

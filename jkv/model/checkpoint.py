@@ -23,6 +23,7 @@ from jkv.model.config_rules import GENERATION
 from jkv.model.families import find_family
 from jkv.model.json_files import AGAIN, CORRECT, check_fields, find_file, printable, read_json, shown
 from jkv.model.params import Model, ModelConfig, Params, leaf_name, named_leaves, weight_shapes
+from jkv.model.sampling import Sampling
 from jkv.model.tokenizer_files import read_tokenizer
 from jkv.model.weight_files import Stored, list_files, list_tensors
 from pallas_kernels.choice import is_old_gpu
@@ -57,11 +58,11 @@ def load(name_or_folder: Folder, dtype: Any = None) -> Model:
     folder = folder or fetch(str(name_or_folder), SMALL_FILES)
     config = read_config(folder)
     end_ids = read_end_ids(folder, None, config)
-    tokenizer = read_tokenizer(folder, config)
+    sampling, tokenizer = read_sampling(folder), read_tokenizer(folder, config)
     config = dataclasses.replace(config, end_ids=end_ids or read_end_ids(folder, tokenizer, config))
     if is_hub:
         folder = fetch(str(name_or_folder), ["*.safetensors"])
-    return Model(read_weights(folder, config, dtype), tokenizer, str(name_or_folder))
+    return Model(read_weights(folder, config, dtype), tokenizer, str(name_or_folder), sampling)
 
 
 def load_tokenizer(name_or_folder: Folder) -> Any:
@@ -131,6 +132,20 @@ def read_end_ids(folder: Path, tokenizer: Any, config: ModelConfig | None = None
             return ids
     own = getattr(tokenizer, "eos_token_id", None)
     return () if own is None else (own,)
+
+
+def read_sampling(folder: Path) -> Sampling | None:
+    """The sampling that generation_config.json asks for; None without one that samples."""
+    file = find_file(folder / "generation_config.json")
+    fields = {} if file is None else read_json(file, MAX_SMALL)
+    check_fields(fields, GENERATION, str(file))
+    temperature = fields.get("temperature")
+    if not fields.get("do_sample") or temperature == 0:
+        return None
+    try:
+        return Sampling(1.0 if temperature is None else temperature, fields.get("top_p") or 1.0, fields.get("top_k") or 0)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error} {CORRECT}") from None
 
 
 # Tensors of a checkpoint

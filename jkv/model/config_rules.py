@@ -17,6 +17,7 @@ EVEN = Rule("an even integer in [2, 4096]", lambda value: type(value) is int and
 POSITIONS = integer(1, MAX_POSITIONS)
 THETA = number(1, 1e12)
 SHARE = number(0, 1)
+ZERO = Rule("0", lambda value: type(value) in (int, float) and value == 0)
 
 RULES = {  # the fields that `jkv.model.architectures` uses; it ignores all others
     "vocab_size": integer(1, MAX_VOCAB),
@@ -60,7 +61,13 @@ REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-GENERATION = {"eos_token_id": TOKENS}  # other settings of generation_config.json are not used
+GENERATION = {  # of generation_config.json; its other settings are not used
+    "eos_token_id": TOKENS,
+    "do_sample": nullable(SWITCH),
+    "temperature": nullable(either(ZERO, number(0, 1e6))),
+    "top_p": nullable(number(0, 1)),
+    "top_k": nullable(integer(0, MAX_VOCAB)),
+}
 ROPE = {
     "rope_type": TEXT,
     "type": TEXT,

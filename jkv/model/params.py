@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from jkv.model.sampling import Sampling
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeScaling:
@@ -104,11 +106,19 @@ class Params(flax.struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A loaded model: weights, static configuration, and tokenizer (None if the folder has none)."""
+    """A loaded model.
+
+    Attributes:
+      params: its weights and static configuration.
+      tokenizer: None if the folder has none.
+      name: as it was loaded.
+      sampling: how its makers draw tokens (generation_config.json); None is greedy. `jkv.generate` takes it by default.
+    """
 
     params: Params
     tokenizer: Any = None
     name: str = ""
+    sampling: Sampling | None = None
 
     @property
     def config(self) -> ModelConfig:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.model.config_rules import MAX_POSITIONS, MAX_VOCAB, NAMES
+from jkv.model.huggingface import transformers
 from jkv.model.json_files import (
     CORRECT,
     MAX_BYTES,
@@ -96,12 +97,12 @@ def read_tokenizer(folder: Path, config: ModelConfig | None = None) -> Any:
     if not [name for name in TOKENIZER_FILES if find_file(folder / name)]:  # each is checked
         return None
     settings, largest = check_tokenizer(folder, config)
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    library = transformers()
 
     # AutoTokenizer would replace the pre-tokenizer of a generic tokenizer.json by that of the model family.
-    loader = PreTrainedTokenizerFast if settings.get("tokenizer_class") in GENERIC_TOKENIZERS else AutoTokenizer
+    loader = library.PreTrainedTokenizerFast if settings.get("tokenizer_class") in GENERIC_TOKENIZERS else library.AutoTokenizer
     options: dict[str, Any] = {name: None for name in settings if name.endswith("_file")}  # paths, which would be opened
-    if loader is AutoTokenizer:
+    if loader is library.AutoTokenizer:
         options["config"] = family_defaults(folder)
     try:
         tokenizer = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
@@ -127,13 +128,12 @@ def family_defaults(folder: Path) -> Any:
 
     transformers would build lists and objects of other fields, of any size.
     """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
+    library = transformers()
     file = find_file(folder / "config.json")
     fields = {} if file is None else read_json(file)
     check_fields(fields, {name: NAMES[name] for name in ("model_type", "tokenizer_class")}, str(file))
     name = fields.get("model_type") or ""
-    config = CONFIG_MAPPING[name]() if name in CONFIG_MAPPING else PreTrainedConfig()
+    config = library.CONFIG_MAPPING[name]() if name in library.CONFIG_MAPPING else library.PreTrainedConfig()
     config.tokenizer_class = fields.get("tokenizer_class")
     return config
 

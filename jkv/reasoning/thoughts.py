@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from jkv.checks import install
 from jkv.reasoning.formulas import form_of
 from jkv.reasoning.token_text import TokenFacts
 
@@ -119,8 +120,7 @@ class Filter:
                 )
             if importlib.util.find_spec("sentence_transformers") is None:
                 raise ValueError(
-                    f"encoder={self.encoder!r} needs sentence-transformers, which is not installed. Run: pip install "
-                    '"jkv[sentence]".'
+                    f"encoder={self.encoder!r} needs sentence-transformers, which is not installed. Run: {install('sentence')}."
                 )
 
 

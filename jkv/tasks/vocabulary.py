@@ -7,6 +7,8 @@ attention), and not a pair of tokens (two hops, which a small model learns many 
 import string
 from typing import Any
 
+from jkv.model.huggingface import transformers
+
 END = "<|end|>"
 UNKNOWN = "<|unknown|>"
 SPECIAL = (END, UNKNOWN, "<think>", "</think>")
@@ -19,7 +21,6 @@ SIZE = 96
 def make_tokenizer() -> Any:
     """A `PreTrainedTokenizerFast` of 96 tokens; characters it does not know become `<|unknown|>`."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     ids = {token: i for i, token in enumerate((*SPECIAL, *WORDS, *PAIRS))}
     ids |= {f"<|spare_{i}|>": i for i in range(len(ids), SIZE)}
@@ -29,6 +30,6 @@ def make_tokenizer() -> Any:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([END, UNKNOWN])
     tokenizer.add_tokens(["<think>", "</think>"])
-    return PreTrainedTokenizerFast(
+    return transformers().PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=END, unk_token=UNKNOWN, clean_up_tokenization_spaces=False
     )

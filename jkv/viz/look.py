@@ -5,6 +5,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
+from jkv.checks import install
 from jkv.reports import cut_text, visible
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#000000")
@@ -36,7 +37,7 @@ def figure_class() -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('Figures are drawn by matplotlib, which is not installed. Run: pip install "jkv[eval]".') from error
+        raise ImportError(f"Figures are drawn by matplotlib, which is not installed. Run: {install('eval')}.") from error
 
     class Picture(Figure):
         """A figure of its own: none of pyplot's, so that no one has to close it."""

@@ -80,7 +80,7 @@ WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS)
 TPUS = tuple(target for target, (platform, *_) in TARGETS.items() if platform == "tpu")
 COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}  # any one of them
 ASSEMBLER = "nvidia-cuda-nvcc-cu12"  # CUDA 13 has none for Volta
-EXTRAS = {"tpu": "jkv[aot-tpu]", "cuda": "jkv[aot-gpu]"}
+EXTRAS = {"tpu": "jkv-cache[aot-tpu]", "cuda": "jkv-cache[aot-gpu]"}
 
 
 def why_missing(target: str) -> str | None:

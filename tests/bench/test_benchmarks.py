@@ -120,9 +120,9 @@ def test_eviction_is_compared_with_its_own_arithmetic(capsys, tmp_path, shape):
 
 def test_rollouts_run_beside_tunix_s_sampler_to_the_same_lengths(capsys, tmp_path):
     if importlib.util.find_spec("tunix") is None:
-        with pytest.raises(ValueError, match=r'pip install "jkv\[tunix\]"'):
+        with pytest.raises(ValueError, match=r'pip install "jkv-cache\[tunix\]"'):
             rollouts.check_installed()
-        pytest.skip('tunix takes no part: pip install "jkv[tunix]"')
+        pytest.skip('tunix takes no part: pip install "jkv-cache[tunix]"')
     jax.config.update("jax_numpy_dtype_promotion", "standard")  # as tunix needs
     try:
         said = bench(capsys, tmp_path, "rollouts")
@@ -202,7 +202,7 @@ def test_peers_run_side_by_side(capsys, tmp_path, library):
     from jkv.bench.peers import NEEDED
 
     if importlib.util.find_spec(NEEDED[library]) is None:
-        pytest.skip(f'{library} takes no part: pip install "jkv[peers]"')
+        pytest.skip(f'{library} takes no part: pip install "jkv-cache[peers]"')
     said = bench(capsys, tmp_path, "peers", "--contenders", library)
     groups = {(one["group"], one["library"], one["method"]) for one in said["records"]}
     assert ("full cache, batch 2", "jkv", "full") in groups

@@ -115,6 +115,6 @@ def test_an_unknown_grader_lists_those_that_there_are():
 
 def test_a_grader_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'pip install "jkv\[eval\]"'):
+    with pytest.raises(ValueError, match=r'pip install "jkv-cache\[eval\]"'):
         grader_of("math")
     assert grader_of("choice") is GRADERS["choice"]

@@ -198,7 +198,7 @@ def test_an_empty_set_or_folder_is_refused(tmp_path):
 def test_parquet_says_what_to_install(tmp_path, monkeypatch):
     write_parquet(tmp_path / "test.parquet", ROWS)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'pip install "jkv\[eval\]"'):
+    with pytest.raises(ValueError, match=r'pip install "jkv-cache\[eval\]"'):
         read_rows(tmp_path)
 
 

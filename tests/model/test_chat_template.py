@@ -130,5 +130,5 @@ def test_a_renderer_goes_on_after_a_failure_and_ends_its_process():
 def test_a_missing_jinja_is_named(tmp_path, monkeypatch):
     (tmp_path / "jinja2.py").write_text("raise ImportError('no jinja2 here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(ValueError, match=r"needs jinja2: no jinja2 here.*jkv\[eval\]"):
+    with pytest.raises(ValueError, match=r"needs jinja2: no jinja2 here.*pip install jinja2"):
         render_chats(with_template("a"), [TURNS[:2]])

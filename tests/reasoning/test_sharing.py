@@ -220,7 +220,7 @@ def test_bad_settings_are_refused_when_the_policy_is_built(settings, words):
 
 def test_a_sentence_encoder_without_its_library_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r'pip install "jkv\[sentence\]"'):
+    with pytest.raises(ValueError, match=r'pip install "jkv-cache\[sentence\]"'):
         jkv.reason_cache(encoder="sentence:all-MiniLM-L6-v2")
 
 

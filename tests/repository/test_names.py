@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 
 import pytest
 
@@ -136,3 +137,15 @@ def test_a_dotted_name_resolves_as_python_would(dotted, exists):
 )
 def test_a_planted_wrong_option_is_found(text, wrong):
     assert [word for _, word in wrong_commands(text)] == wrong
+
+
+def test_an_install_line_names_this_projects_distribution_and_an_extra_that_it_has():
+    """`jkv` is another project on PyPI: a line that installs `jkv[eval]` would install a stranger's package."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = "\n".join(path.read_text() for files in FILES.values() for path in files)
+    found = re.findall(r"(?<![\w.])(jkv[\w-]*)\[([a-z][\w, -]*)\]", text) + re.findall(r"install\((?:')([\w-]+)'\)", text)
+    asked = [one if isinstance(one, tuple) else (project["name"], one) for one in found]
+    assert len(asked) > 10
+    for name, extras in asked:
+        assert name == project["name"], f"{name}[{extras}]"
+        assert {extra.strip() for extra in extras.split(",")} <= set(project["optional-dependencies"]), extras

@@ -72,7 +72,7 @@ def test_a_badge_leads_to_its_own_notebook_in_the_projects_repository(script):
 def test_every_notebook_installs_in_the_same_way():
     install = {list(cells_of(script.read_text()))[1] for script in SCRIPTS}
     assert len(install) == 1
-    assert f'"jkv[eval] @ git+{repository()}"' in install.pop().source
+    assert f'"jkv-cache[eval] @ git+{repository()}"' in install.pop().source
 
 
 @pytest.mark.parametrize("where", ["notebooks", "checkout", "elsewhere"])
@@ -86,7 +86,7 @@ def test_the_install_cell_takes_what_is_there(where, is_installed, monkeypatch, 
     if not is_installed:
         monkeypatch.setitem(sys.modules, "jkv", None)  # importing it is an ImportError
     run_cell(list(cells_of(SCRIPTS[0].read_text()))[1].source, {}, "install")
-    wanted = f"jkv[eval] @ git+{repository()}" if where == "elsewhere" else f"{FOLDER.parent}[eval]"
+    wanted = f"jkv-cache[eval] @ git+{repository()}" if where == "elsewhere" else f"{FOLDER.parent}[eval]"
     assert [command[-1] for command in calls] == ([] if is_installed else [wanted])
 
 

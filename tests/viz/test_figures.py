@@ -137,7 +137,7 @@ def test_without_matplotlib_the_error_says_how_to_get_it(monkeypatch):
 
     look.figure_class.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ImportError, match=r"pip install .jkv\[eval\]"):
+    with pytest.raises(ImportError, match=r"pip install .jkv-cache\[eval\]"):
         jkv.viz.distances({"raw": np.eye(3)})
 
 

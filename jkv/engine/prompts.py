@@ -1,0 +1,172 @@
+"""Prompts: texts, conversations or token ids become checked token ids."""
+
+import functools
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jkv.checks import check_length, shown
+from jkv.model.chat_template import has_chat_template, render_chats
+from jkv.model.params import Model
+
+MOST_SAMPLES = 1 << 17  # of a call: prompts times samples of each
+MOST_MESSAGES = 10_000  # of a conversation
+LONGEST_TOKEN = 256  # characters: a text of more for each position of the model cannot fit, and is not encoded
+RULE = "A prompt must be a string, a list of chat messages, or a flat sequence of token ids"
+
+
+def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
+    """Token ids of every prompt, checked. Sizes are checked before anything is copied or encoded.
+
+    A prompt is a text, a list of token ids, or a conversation: a list of messages like `{"role": "user", "content": "..."}`,
+    which the chat template of the tokenizer turns into a text that ends where the model's answer begins.
+    """
+    if isinstance(prompt_or_prompts, str):
+        return [encode_prompt(model, 0, prompt_or_prompts)]
+    if is_endless(prompt_or_prompts):
+        raise ValueError(f"{RULE}; got {shown(prompt_or_prompts)}.")
+    if num_elements(prompt_or_prompts) == 0:
+        raise ValueError("There must be at least one prompt, and a prompt at least one token; got none.")
+    first = next(iter(prompt_or_prompts))
+    if not isinstance(first, str) and (np.isscalar(first) or getattr(first, "shape", None) == ()):
+        return [encode_prompt(model, 0, prompt_or_prompts)]  # a flat sequence of token ids
+    check_length("prompts", prompt_or_prompts, MOST_SAMPLES, "texts, conversations or lists of token ids")
+    prompts = [prompt_or_prompts] if isinstance(first, Mapping) else list(prompt_or_prompts)
+    chats = {i: prompt for i, prompt in enumerate(prompts) if is_conversation(prompt)}
+    texts = dict(zip(chats, render(model, chats), strict=True))
+    return [encode_prompt(model, i, texts.get(i, prompt), is_chat=i in texts) for i, prompt in enumerate(prompts)]
+
+
+def is_conversation(prompt: Any) -> bool:
+    """Whether a prompt is a list of messages."""
+    return isinstance(prompt, Sequence) and any(isinstance(message, Mapping) for message in prompt[:1])
+
+
+def render(model: Model, chats: Mapping[int, Any]) -> list[str]:
+    """The texts of conversations, by the model's chat template.
+
+    Raises:
+      ValueError: no template, a message without role or content, or a template that refuses a conversation.
+    """
+    if not chats:
+        return []
+    if not has_chat_template(model.tokenizer):
+        raise ValueError("Chat messages need a tokenizer with a chat template; this model has none. Pass a text.")
+    for index, messages in chats.items():
+        check_messages(model, index, messages)
+    return render_chats(model.tokenizer, list(chats.values()), add_generation_prompt=True)
+
+
+def check_messages(model: Model, index: int, messages: Sequence[Any]) -> None:
+    """Refuses what is no conversation, or is too long for the model whatever its tokens are."""
+    rule, length = 'A message must be a dictionary with the texts "role" and "content"', 0
+    check_length(f"prompt {index}", messages, MOST_MESSAGES, "messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise ValueError(f"{rule}; message {i} of prompt {index} is {shown(message)}.")
+        for name in ("role", "content"):
+            if not isinstance(message.get(name), str):
+                got = f"the {name} {shown(message[name])}" if name in message else f"no {name}"
+                raise ValueError(f"{rule}; message {i} of prompt {index} has {got}.")
+        for name, value in message.items():
+            if not isinstance(name, str) or not isinstance(value, str | None):
+                raise ValueError(f"The fields of a message must be texts; message {i} of prompt {index} has {shown(value)}.")
+            length += len(value or "")
+    if length > LONGEST_TOKEN * model.config.max_positions:
+        raise ValueError(
+            f"A conversation must fit the model's {model.config.max_positions} positions; prompt {index} has {length:,} "
+            "characters. Shorten it."
+        )
+
+
+@functools.cache
+def warn_of_bare_text(name: str) -> None:
+    """Says once a model that a chat model was given a text."""
+    warnings.warn(
+        f"{name or 'The model'} is a chat model, and a prompt is a bare text: it is completed as it is, without the model's "
+        'chat template. To ask a question, pass messages: [{"role": "user", "content": "..."}].',
+        stacklevel=2,
+    )
+
+
+def is_endless(values: Any) -> bool:
+    """Whether it has no length or no order: a number, an iterator, bytes, a set, a table."""
+    return (
+        not hasattr(values, "__iter__") or not hasattr(values, "__getitem__") or isinstance(values, bytes | bytearray | Mapping)
+    )
+
+
+def num_elements(values: Any) -> int:
+    """The length of a sequence; a very large number for one whose length Python cannot return."""
+    try:
+        return len(values)
+    except OverflowError:  # such as that of range(2**64)
+        return sys.maxsize
+    except TypeError:  # an array without a dimension
+        raise ValueError(f"{RULE}; got {shown(values)}.") from None
+
+
+def encode_prompt(model: Model, index: int, prompt: Any, is_chat: bool = False) -> np.ndarray:
+    """One prompt's token ids; a chat's text holds its special tokens already."""
+    if isinstance(prompt, str):
+        prompt = encode_text(model, index, prompt, is_chat)
+    config = model.config
+    if is_endless(prompt):
+        raise ValueError(f"{RULE}; prompt {index} is {shown(prompt)}.")
+    if num_elements(prompt) > config.max_positions:
+        raise ValueError(too_long(index, f"{num_elements(prompt):,}", None, config.max_positions))
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"{RULE}; prompt {index} is ragged.") from None
+    if ids.size == 0:
+        raise ValueError(f"A prompt must hold at least one token; prompt {index} is empty.")
+    if ids.dtype == object and ids.ndim == 1 and all(isinstance(token, int) for token in ids):
+        raise ValueError(f"Token ids must lie in [0, {config.vocab_size}); prompt {index} holds {shown(max(ids, key=abs))}.")
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{RULE}; prompt {index} is {ids.dtype}{list(ids.shape)}.")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        worst = ids[(ids < 0) | (ids >= config.vocab_size)][0]
+        raise ValueError(f"Token ids must lie in [0, {config.vocab_size}); prompt {index} holds {worst}.")
+    return ids.astype(np.int32)
+
+
+def encode_text(model: Model, index: int, prompt: str, is_chat: bool) -> Any:
+    """A text's token ids. Refuses one that is too long for the model whatever its tokens are, and one that is no Unicode."""
+    if model.tokenizer is None:
+        raise ValueError("A text prompt needs a model with a tokenizer; this one has none. Pass token ids.")
+    if len(prompt) > LONGEST_TOKEN * model.config.max_positions:
+        raise ValueError(
+            f"A prompt must fit the model's {model.config.max_positions} positions; prompt {index} has {len(prompt):,} "
+            "characters. Shorten it."
+        )
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"A prompt must be Unicode text; prompt {index} has the lone surrogate {prompt[error.start]!r} at {error.start}. "
+            "Remove it."
+        ) from None
+    if not is_chat and has_chat_template(model.tokenizer):
+        marks = getattr(model.tokenizer, "all_special_tokens", ())
+        if not any(mark in prompt for mark in marks):  # with its marks, it is a text that a template made
+            warn_of_bare_text(model.name)
+    try:
+        return model.tokenizer.encode(prompt, **({"add_special_tokens": False} if is_chat else {}))
+    except BaseException as error:  # a panic of the tokenizers library, such as of a pattern that backtracks, is no Exception
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"The tokenizer must encode every prompt; it failed at prompt {index}. Pass token ids.") from error
+
+
+def too_long(index: int, prompt_length: str, asked: int | None, max_positions: int) -> str:
+    """The error about a request that the model has no positions for."""
+    is_short = prompt_length.isdigit() and int(prompt_length) < max_positions
+    return (
+        f"Prompt and completion must fit the model's {max_positions} positions; prompt {index} has {prompt_length} tokens and "
+        f"max_new_tokens is {shown(asked) if asked else 'not given'}. Shorten the prompt"
+        f"{' or lower max_new_tokens' if is_short else ''}."
+    )

@@ -1,0 +1,240 @@
+"""Prompts: conversations through the chat template, bare texts, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv.engine import memory
+from jkv.engine.prompts import encode_prompts, warn_of_bare_text
+from jkv.engine.requests import RequestOptions, make_requests
+from jkv.engine.results import split_text
+from jkv.model import checkpoint
+from jkv.tasks import vocabulary
+
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}={{ m.content }};{% endfor %}{% if add_generation_prompt %}?a{% endif %}"
+TURNS = [{"role": "user", "content": "b=3"}, {"role": "assistant", "content": "7"}, {"role": "user", "content": "c=5"}]
+
+
+@pytest.fixture(scope="module")
+def chat(model):
+    """A chat model: its tokens are those of the small tasks."""
+    tokenizer = vocabulary.make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    config = dataclasses.replace(jkv.testing.TINY, vocab_size=len(tokenizer))
+    return dataclasses.replace(jkv.testing.tiny_model(config=config), tokenizer=tokenizer, name="chatty")
+
+
+def test_a_conversation_is_the_text_of_the_template(chat):
+    expected = chat.tokenizer.apply_chat_template(TURNS, add_generation_prompt=True)["input_ids"]
+    (one,) = encode_prompts(chat, TURNS)
+    assert one.tolist() == expected
+    several = encode_prompts(chat, [TURNS, [1, 2, 3], TURNS[:1]])
+    assert [ids.tolist() for ids in several[:2]] == [expected, [1, 2, 3]]
+    assert several[2].tolist() == chat.tokenizer.apply_chat_template(TURNS[:1], add_generation_prompt=True)["input_ids"]
+
+
+def test_generate_engine_and_rollout_take_a_conversation(chat):
+    settings = {"max_new_tokens": 5, "stop_ids": ()}
+    text = chat.tokenizer.apply_chat_template(TURNS, add_generation_prompt=True, tokenize=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = jkv.generate(chat, text, progress=False, **settings).tokens
+    np.testing.assert_array_equal(jkv.generate(chat, TURNS, progress=False, **settings).tokens, expected)
+    engine = jkv.Engine(chat, max_slots=64)
+    ticket = engine.submit(TURNS, **settings)
+    engine.run()
+    np.testing.assert_array_equal(engine.result(ticket).tokens, expected)
+    rollout = jkv.Rollout(chat, max_new_tokens=5)
+    out = rollout([TURNS, TURNS], stop_ids=(), sampling=jkv.Sampling(temperature=0.0), progress=False)
+    np.testing.assert_array_equal(out.tokens, np.repeat(expected, 2, axis=0))
+
+
+def test_a_bare_text_warns_once_and_a_rendered_one_does_not(chat):
+    warn_of_bare_text.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_prompts(chat, [TURNS, f"a=1;{chat.tokenizer.eos_token}"])
+        encode_prompts(jkv.testing.tiny_model(tokenizer=jkv.testing.TinyTokenizer()), "AB")
+    with pytest.warns(UserWarning, match="chatty is a chat model.*pass messages") as told:
+        encode_prompts(chat, ["a=1", "b=2"])
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_prompts(chat, "c=3")
+
+
+MESSAGE = {"role": "user", "content": "b=3"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([{"content": "b=3"}], "message 0 of prompt 0 has no role"),
+        ([MESSAGE, {"role": "user"}], "message 1 of prompt 0 has no content"),
+        ([{"role": "user", "content": None}], "message 0 of prompt 0 has the content None"),
+        ([{"role": 3, "content": "b=3"}], "has the role 3"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "has the content"),
+        ([MESSAGE, "b=3"], "message 1 of prompt 0 is 'b=3'"),
+        ([[MESSAGE], [{"role": "user"}]], "message 0 of prompt 1 has no content"),
+        ([MESSAGE | {"tools": [1]}], "fields of a message must be texts"),
+        (MESSAGE, "a list of chat messages"),
+        ([{"role": "user", "content": "b" * 10**6}], "must fit the model's"),
+        ([MESSAGE] * 10_001, "10,000"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_conversation_that_is_none_is_refused(chat, prompt, words):
+    with pytest.raises(ValueError, match=words):
+        jkv.generate(chat, prompt, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ ''.__class__.__mro__ }}", "line 1"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% set c = b %}{% endfor %}{% endfor %}", "more than"),
+    ],
+    ids=["raises", "calls out", "loops"],
+)
+def test_a_template_that_fails_is_an_error_of_its_line(chat, template, words):
+    tokenizer = vocabulary.make_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=words):
+        jkv.generate(dataclasses.replace(chat, tokenizer=tokenizer), TURNS, progress=False)
+
+
+def test_a_model_without_a_template_takes_no_messages(model):
+    with pytest.raises(ValueError, match="need a tokenizer with a chat template"):
+        jkv.generate(model, TURNS, progress=False)
+
+
+# Defaults of the model.
+
+
+@pytest.fixture(scope="module")
+def reasoner():
+    return jkv.load("tiny-reasoner")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of tiny-reasoner's folder."""
+    return shutil.copytree(checkpoint.find_folder("tiny-reasoner"), tmp_path / "copy")
+
+
+def with_generation(folder, **fields):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0]} | fields))
+    return jkv.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sampling"),
+    [
+        ({}, None),
+        ({"do_sample": False, "temperature": 0.6}, None),
+        ({"do_sample": True, "temperature": 0}, None),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.95}, jkv.Sampling(0.6, 0.95)),
+        ({"do_sample": True, "top_k": 20}, jkv.Sampling(1.0, 1.0, 20)),
+    ],
+    ids=str,
+)
+def test_sampling_is_what_the_models_makers_say(folder, fields, sampling):
+    model = with_generation(folder, **fields)
+    assert model.sampling == sampling
+    prompts = encode_prompts(model, "b=3;?b")
+    drawn = make_requests(model, prompts, RequestOptions())[0][0].sampling
+    assert drawn == (sampling or jkv.Sampling(temperature=0.0))
+    own = jkv.Sampling(temperature=0.9, seed=3)
+    assert make_requests(model, prompts, RequestOptions(sampling=own))[0][0].sampling == own
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-9, "do_sample": True}, "temperature must be"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"do_sample": "yes"}, "do_sample"),
+    ],
+    ids=str,
+)
+def test_a_bad_generation_config_names_file_and_field(folder, fields, words):
+    with pytest.raises(ValueError, match=f"generation_config.json.*{words}"):
+        with_generation(folder, **fields)
+
+
+def limit_of(model, **settings):
+    engine = jkv.Engine(model, **settings)
+    return engine.tickets[engine.submit([1, 2, 3], settings["policies"][0])][0].request.max_new_tokens
+
+
+@pytest.mark.parametrize(
+    "policy", [jkv.full(), jkv.r_kv(budget=16, interval=8, window=4), jkv.rpc(ratio=4, interval=64)], ids=str
+)
+def test_without_a_limit_a_completion_may_fill_positions_and_pool(model, policy):
+    positions = model.config.max_positions
+    assert limit_of(model, policies=[policy], max_slots=positions + 64, page_size=4) == positions - 3
+    few = {"policies": [policy], "max_slots": 128, "page_size": 4, "num_pages": 96, "max_running": 1}
+    found = limit_of(model, **few)
+    assert found == positions - 3 if policy.is_bounded else found < positions - 3
+    engine = jkv.Engine(model, **few)
+    engine.submit([1, 2, 3], policy, max_new_tokens=found)
+    if not policy.is_bounded:
+        with pytest.raises(ValueError, match=r"max_slots|The pool must hold"):
+            engine.submit([1, 2, 3], policy, max_new_tokens=found + 1)
+
+
+def test_without_a_limit_generate_takes_no_more_memory_than_is_free(model, monkeypatch):
+    bytes_of_row = memory.page_bytes(model.params, 4) * memory.num_row_pages(model.params, 40, 4)
+    monkeypatch.setattr(sys.modules["jkv.generate"], "free_pool_bytes", lambda *args: bytes_of_row)
+    out = jkv.generate(model, [1, 2, 3], stop_ids=(), page_size=4, progress=False)
+    assert out.lengths.tolist() == [37]
+
+
+def test_a_warning_tells_that_most_samples_were_cut(reasoner):
+    settings = {"n": 3, "sampling": jkv.Sampling(seed=0), "progress": False}
+    with pytest.warns(UserWarning, match="3 of 3 samples were cut after 4 tokens.*Raise max_new_tokens"):
+        jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_new_tokens=4, **settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_new_tokens=4, stop_ids=(), **settings)  # as it was asked
+        jkv.generate(reasoner, "b=3;?b", **settings)
+
+
+# Reasoning and answer.
+
+
+@pytest.mark.parametrize(
+    ("text", "thinks", "expected"),
+    [
+        ("<think>\nyes\n</think>\n\nNo.", False, ("yes", "No.")),
+        ("yes</think>No.", True, ("yes", "No.")),
+        ("yes", True, ("yes", "")),
+        ("<think>yes", False, ("yes", "")),
+        ("No.", False, ("", "No.")),
+        ("a</think>b</think>c", True, ("a", "b</think>c")),
+        ("so <think>a</think>b", False, ("so <think>a", "b")),
+        ("", False, ("", "")),
+    ],
+)
+def test_reasoning_ends_where_the_model_says_so(text, thinks, expected):
+    assert split_text(text, thinks, "<think>", "</think>") == expected
+
+
+def test_a_result_has_reasoning_and_answer(reasoner):
+    out = jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", progress=False)
+    assert "boxed" in out.answer[0]
+    assert out.reasoning[0].startswith("b=3")
+    assert "think>" not in out.reasoning[0] + out.answer[0]
+    other = out.split(begin="<think>", end="\\boxed")
+    assert other[0][1].startswith("{")
+    with pytest.raises(ValueError, match="marks must be texts"):
+        out.split(end="")
