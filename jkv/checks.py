@@ -1,8 +1,10 @@
 """Runtime type checks of public arguments; an error names the argument, and shows its value in a few words."""
 
+import difflib
 import numbers
 import reprlib
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,16 @@ DISTRIBUTION = "jkv-cache"  # on PyPI, where `jkv` is another project
 MOST_SHOWN = 100  # characters of a value in an error
 SHOWN = reprlib.Repr()
 SHOWN.maxstring = SHOWN.maxother = SHOWN.maxlong = MOST_SHOWN
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The known name that a wrong one is most like, as a sentence with a space before it; empty if none is.
+
+    >>> did_you_mean("rkv", ["full", "r_kv"]), did_you_mean("zzz", ["full", "r_kv"])
+    (' Did you mean r_kv?', '')
+    """
+    close = difflib.get_close_matches(str(name)[:MOST_SHOWN], list(known), 1)
+    return f" Did you mean {close[0]}?" if close else ""
 
 
 def install(extra: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 import warnings
@@ -22,6 +23,7 @@ from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from jkv.replay.score import round_up
 
+LOGGER = logging.getLogger("jkv")
 PROMPT_ROOM = 256  # slots of a shared prompt that a pool has room for, at least
 DEFAULT_RUNNING = 32
 DRAW_SECONDS = 0.2  # between two drawings of a bar
@@ -80,6 +82,8 @@ def result_of(engine: Engine, tickets: Sequence[int], is_traced: bool) -> Result
     for error in {id(s.completion.error): s.completion.error for s in samples if s.completion.error}.values():
         warnings.warn(f"on_tokens or an encoder raised {error!r}; the samples of its prompt were ended", stacklevel=3)
     warn_of_length(samples)
+    kernels = ", ".join(f"{name} by {chosen}" for name, chosen in engine.stats.kernels.items())
+    LOGGER.info("compiled in %.1f s; kernels: %s", engine.stats.compile_seconds, kernels)
     return make_result(engine.model, samples, engine.stats, is_traced)
 
 

@@ -5,32 +5,82 @@ Bad input ends with one line (the rule, the value, what to do) and exit status 2
 
 import argparse
 import importlib.metadata
+import logging
+import os
+import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from jkv.checks import DISTRIBUTION
-from jkv.cli import analyze, bench, evaluate, generate, plan, policies, steer
-from jkv.cli.inputs import LOOKS, examples_of
+from jkv.cli import analyze, bench, chat, evaluate, generate, plan, policies, steer
+from jkv.cli.inputs import LOOKS, examples_of, expand_flags
 from jkv.cli_errors import run_safely
 
-COMMANDS = (generate, evaluate, analyze, plan, bench, steer, policies)
+MOST_KEPT = 1 << 30  # bytes of compiled programs
+COMMANDS = (generate, chat, evaluate, analyze, plan, bench, steer, policies)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
+    parser, given = make_parser(), list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] and (command := commands_of(parser).get(given[0])):
+        given = [given[0], *expand_flags(command, given[1:])]
+    options = parser.parse_args(given)
     if vars(options).pop("version"):
         print("jkv", importlib.metadata.version(DISTRIBUTION))
         return 0
     if not hasattr(options, "run"):
         parser.print_help()
         return 2
+    if arguments is None:
+        warnings.showwarning = show_warning
+    if vars(options).pop("verbose", False):
+        logging.basicConfig(format="jkv: %(message)s")
+        logging.getLogger("jkv").setLevel(logging.INFO)
     resumes = "resume" in options and options.out
     interrupted = "jkv: interrupted" + (f"; --resume --out {options.out} goes on" if resumes else "")
-    returns_early = options.run is generate.run  # it prints what there is
+    returns_early = options.run in (generate.run, chat.run)  # they print what there is
     return run_safely(
-        lambda: options.run(options), "jkv: error:", interrupted, returns_early=returns_early, is_program=arguments is None
+        lambda: start(options), "jkv: error:", interrupted, returns_early=returns_early, is_program=arguments is None
     )
+
+
+def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning in one line, without the place in the program."""
+    print(f"jkv: warning: {message}", file=sys.stderr)
+
+
+def start(options: argparse.Namespace) -> int:
+    """Runs a command whose programs are kept between calls."""
+    keep_programs()
+    status: int = options.run(options)
+    return status
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs in the user's cache folder, unless JAX was told another place, or none."""
+    import jax
+
+    from pallas_kernels.native_library import cache_folder
+
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir is not None or "JAX_ENABLE_COMPILATION_CACHE" in os.environ:
+        return
+    try:
+        folder = cache_folder() / "programs"
+    except OSError:  # another user's, or on a full disk: programs are compiled each time
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", MOST_KEPT)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    assert parser._subparsers is not None
+    choices: Any = parser._subparsers._group_actions[0].choices
+    return dict(choices)
 
 
 def make_parser() -> argparse.ArgumentParser:

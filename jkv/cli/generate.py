@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.cli.inputs import LOOKS, check_target, read_prompts, read_settings
+from jkv.cli.inputs import LOOKS, add_model_options, check_target, read_prompts, read_settings, sampling_of
 
 
 def add(commands: Any) -> None:
@@ -19,23 +18,13 @@ def add(commands: Any) -> None:
         "--file", type=Path, help='prompts: one a line; or in a .jsonl file objects with a "prompt" (text or token ids)'
     )
     command.add_argument(
-        "--model", default="tiny-reasoner", help="a shipped model (default: tiny-reasoner), a checkpoint folder, or a hub name"
+        "--chat", action="store_true", help="the prompt is a user's message; the model's chat template is used"
     )
-    command.add_argument("--policy", default="full", help="how the cache stays small (default: full); see `jkv policies`")
-    command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of the policy; may be repeated"
-    )
-    command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    command.add_argument("--top-p", type=float, default=1.0, help="1 keeps all tokens (default)")
-    command.add_argument("--top-k", type=int, default=0, help="0 keeps all tokens (default)")
-    command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
-    command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
+    add_model_options(command)
     command.add_argument("-n", type=int, default=1, help="samples of each prompt (default 1)")
     command.add_argument(
         "--stop-strings", action="append", default=[], metavar="TEXT", help="a text that ends a completion; may be repeated"
     )
-    command.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="slots of a page (default %(default)s)")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: up to 32")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a picture of what the cache kept over time here")
     command.add_argument("--out", metavar="FILE", help="write JSON lines, one a sample, here; - is standard output")
@@ -53,23 +42,25 @@ def run(options: argparse.Namespace) -> int:
     from jkv import viz
     from jkv.generate import generate
     from jkv.model import checkpoint
-    from jkv.model.sampling import Sampling
     from jkv.policies import make
     from jkv.reports import json_lines, write_text
 
     policy = make(options.policy, read_settings(options.budget, options.set))
-    sampling = Sampling(options.temperature, options.top_p, options.top_k, options.seed)
     model = checkpoint.load(options.model)
+    streams = options.out is None and len(prompts) * options.n == 1
     out = generate(
         model,
-        prompts,
+        [[{"role": "user", "content": prompt}] for prompt in prompts] if options.chat else prompts,
         policy=policy,
-        sampling=sampling,
+        sampling=sampling_of(options, model),
+        on_tokens=show_text if streams and model.tokenizer is not None else None,
+        progress=False if streams else None,
         max_new_tokens=options.max_new_tokens,
         n=options.n,
         stop_strings=options.stop_strings,
         page_size=options.page_size,
         max_running=options.max_running,
+        kernels=options.kernels,
         return_trace=options.html is not None,
     )
     if options.html:
@@ -80,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
             sys.stdout.write(text)
         else:
             write_text(options.out, text)
+    elif streams and out.text:
+        print(flush=True)
     else:
         for i in range(len(out.lengths)):
             if len(out.lengths) > 1:
@@ -87,6 +80,12 @@ def run(options: argparse.Namespace) -> int:
             print(for_terminal(out.text[i]) if out.text else out.tokens[i, : out.lengths[i]].tolist())
     print(summarise(policy, out), file=sys.stderr)
     return 130 if "cancelled" in out.finish_reason else 0
+
+
+def show_text(event: Any) -> None:
+    """Prints what a sample has said since the last event."""
+    sys.stdout.write(for_terminal(event.text or ""))
+    sys.stdout.flush()
 
 
 def for_terminal(text: str) -> str:
@@ -112,12 +111,14 @@ def make_records(prompts: Sequence[Any], n: int, out: Any, tokenizer: Any) -> It
 
 def summarise(policy: Any, out: Any) -> str:
     """One line of statistics."""
+    from jkv.planning.plan import size
+
     s = out.stats
     saved = 1 - s.peak_kv_bytes / max(s.dense_kv_bytes, 1)
     share = f" ({saved:.0%} saved)" if saved > 0 else ""  # a short text fills its last pages in part
     return (
         f"[{policy.name}] {s.generated_tokens} tokens, finished by {'/'.join(sorted(set(out.finish_reason)))}; "
-        f"peak KV {s.peak_kv_bytes / 1024:.0f} KiB of a full cache's {s.dense_kv_bytes / 1024:.0f}{share}; "
+        f"peak KV {size(s.peak_kv_bytes)} of a full cache's {size(s.dense_kv_bytes)}{share}; "
         f"{s.evicted:.0f} tokens evicted in {s.compactions} compactions; "
         + (f"{s.shared} tokens shared; " if s.sharing is not None else "")
         + f"{s.tokens_per_second:.0f} tokens/s; "

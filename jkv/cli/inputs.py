@@ -4,26 +4,30 @@ import argparse
 import ast
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import install, shown
+from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.checks import did_you_mean, install, shown
 
 EXAMPLES = """\
 examples:
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e"
-  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --set interval=16 --set window=4
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --interval 16 --window 4
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --html kept.html
+  jkv generate "What is a KV cache?" --chat --model FOLDER --policy r_kv --budget 1024
+  jkv chat --model FOLDER --policy r_kv --budget 1024
   jkv generate --file prompts.txt --policy streaming_llm --budget 128 --out completions.jsonl
   jkv eval --config configs/experiments/tiny.toml --out results
   jkv analyze completions.jsonl --model tiny-reasoner
   jkv analyze --policies full,r_kv --budgets 256 --out results
   jkv steer --problems 100 --out steer.safetensors
-  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy seal --set vector=steer.safetensors
-  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy reason_cache --set percentile=100 --page-size 4
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy seal --vector steer.safetensors
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy reason_cache --percentile 100 --page-size 4
   jkv plan r1-llama-8b --device h200 --policy r_kv --budget 1024 --length 16384
   jkv policies
+  jkv policies r_kv
 """
 
 
@@ -33,12 +37,86 @@ def examples_of(command: str) -> str:
     return "\n".join([title, *(line for line in lines if line.startswith(f"  jkv {command}"))])
 
 
+BOOLEANS = {"true": "True", "false": "False", "none": "None"}
 LOOKS: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
 def words(text: str) -> list[str]:
     """The parts of a comma-separated list."""
     return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def add_model_options(command: argparse.ArgumentParser) -> None:
+    """The options of a model, a policy and its sampling, which several commands share."""
+    command.add_argument(
+        "--model", default="tiny-reasoner", help="a shipped model (default: tiny-reasoner), a checkpoint folder, or a hub name"
+    )
+    command.add_argument("--policy", default="full", help="how the cache stays small (default: full); see `jkv policies`")
+    command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
+    add_settings(command)
+    command.add_argument("--temperature", type=float, help="0 is greedy; default: what the model's makers say, else 0")
+    command.add_argument("--top-p", type=float, help="1 keeps all tokens; default: what the model's makers say, else 1")
+    command.add_argument("--top-k", type=int, help="0 keeps all tokens; default: what the model's makers say, else 0")
+    command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
+    command.add_argument("--max-new-tokens", type=int, help="default: what the model's positions and the memory leave")
+    command.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="slots of a page (default %(default)s)")
+    command.add_argument(
+        "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
+    )
+    command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
+
+
+def add_settings(command: argparse.ArgumentParser) -> None:
+    """`--set`; `expand_flags` writes it for a policy's settings."""
+    command.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the policy; may be repeated. `--interval 16` is short for `--set interval=16`",
+    )
+
+
+def sampling_of(options: argparse.Namespace, model: Any) -> Any:
+    """The model's own sampling, with what the command line changes; None where both say nothing."""
+    import dataclasses
+
+    from jkv.model.sampling import Sampling
+
+    given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    given = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given) if given else None
+
+
+def expand_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+    """The arguments, with a policy's settings as `--set`: `--interval 16` and `--interval=16` are `--set interval=16`.
+
+    A flag that is neither an option of the command nor a setting of any policy ends the program with the nearest name.
+    """
+    flags = [text.partition("=")[0] for text in arguments if text.startswith("--") and len(text) > 2]
+    options = set(parser._option_string_actions)
+    unknown = [flag for flag in flags if not any(name.startswith(flag) for name in options)]
+    if not unknown or "--set" not in options:
+        return list(arguments)
+    import inspect
+
+    from jkv.policies import POLICIES
+
+    settings = {name.replace("_", "-") for recipe in POLICIES.values() for name in inspect.signature(recipe).parameters}
+    for flag in unknown:
+        if flag[2:] not in settings:
+            near = did_you_mean(flag, [*options, *(f"--{name}" for name in settings)])
+            parser.error(f"{flag} is neither an option of this command nor a setting of a policy.{near}")
+    expanded, rest = [], list(arguments)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        if flag not in unknown:
+            expanded.append(flag + equals + value)
+            continue
+        if not equals:
+            value = "True" if not rest or rest[0].startswith("--") else rest.pop(0)
+        expanded += ["--set", f"{flag[2:].replace('-', '_')}={value}"]
+    return expanded
 
 
 def read_settings(budget: int | None, pairs: Iterable[str]) -> dict[str, Any]:
@@ -49,7 +127,7 @@ def read_settings(budget: int | None, pairs: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set takes NAME=VALUE, such as interval=16; got {shown(pair)}.")
         try:
-            settings[name.strip()] = ast.literal_eval(text.strip())
+            settings[name.strip()] = ast.literal_eval(BOOLEANS.get(text.strip(), text.strip()))
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two where it is nested too deep
             settings[name.strip()] = text.strip()
     return settings

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, check_target, read_settings
+from jkv.cli.inputs import LOOKS, add_settings, check_target, read_settings
 
 GIGA, TERA = 1e9, 1e12
 
@@ -25,9 +25,7 @@ def add(commands: Any) -> None:
     command.add_argument("--device", help="a name of --list")
     command.add_argument("--policy", default="full", help="how the cache stays small (see `jkv policies`); default: full")
     command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="any other setting of the policy; may be repeated"
-    )
+    add_settings(command)
     command.add_argument("--length", type=int, help="tokens of a row, prompt included; default: 16384, or what the model has")
     command.add_argument("--prompt", type=int, default=256, help="tokens of it that are the prompt; default: 256")
     command.add_argument("--batch", type=int, help="rows decoded together; default: as many as fit")

@@ -5,10 +5,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jkv.checks import did_you_mean, shown
+from jkv.cli.inputs import LOOKS
+
 
 def add(commands: Any) -> None:
     """Adds the command and its options."""
-    command = commands.add_parser("policies", help="list the policies and their settings")
+    command = commands.add_parser(
+        "policies", help="list the policies and their settings", description="Lists the policies, or explains one.", **LOOKS
+    )
+    command.add_argument("name", nargs="?", help="a policy, to be explained")
     command.add_argument(
         "--markdown", action="store_true", help="print the table of the documentation: name, idea, paper, file"
     )
@@ -27,6 +33,13 @@ def run(options: argparse.Namespace) -> int:
     from jkv.reports import write_text
     from jkv.text_files import read_text
 
+    if options.name is not None:
+        if options.name not in POLICIES:
+            raise ValueError(
+                f"There is no policy {shown(options.name)}.{did_you_mean(options.name, POLICIES)} See `jkv policies`."
+            )
+        print(explain(options.name))
+        return 0
     if options.page:
         folder = os.path.relpath(Path.cwd(), options.page.parent)
         page = read_text(options.page)
@@ -41,3 +54,22 @@ def run(options: argparse.Namespace) -> int:
         print(f"{name}{inspect.signature(recipe).replace(return_annotation=inspect.Signature.empty)}")
         print(f"    {paper}: {entry.idea}")
     return 0
+
+
+def explain(name: str) -> str:
+    """A policy's idea, paper, settings with their defaults, and all that its docstring says."""
+    import inspect
+
+    from jkv.policies import POLICIES
+    from jkv.policies.recipe import entry_of
+
+    recipe = POLICIES[name]
+    entry, fields = entry_of(recipe), inspect.signature(recipe).parameters.values()
+    paper = f" (arXiv {entry.arxiv})" if entry.arxiv else ""
+    said = {
+        field.name.replace("_", "-"): "must be given" if field.default is field.empty else f"default: {field.default!r}"
+        for field in fields
+    }
+    flags = "".join(f"\n  --{flag:<18}{words}" for flag, words in said.items())
+    text = inspect.getdoc(recipe) or ""
+    return f"{entry.title}{paper}: {entry.idea}\n\n{text}\n\nSettings, as options of `jkv generate`:{flags or ' none'}"

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.replay.trace import TraceRecorder
 from pallas_kernels.dispatch import platform_of
 
+LOGGER = logging.getLogger("jkv")
 PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
 
@@ -110,6 +112,17 @@ class Runner:
             row_bytes=sum(x.nbytes for x in jax.tree.leaves(row_arrays)),
             max_running=capacity.max_running,
             platform=self.platform,
+        )
+        LOGGER.info(
+            "%s: %s weights on %s; a pool of %d pages of %d slots, %.3g GB, for %d rows of at most %d slots",
+            model.name or config.family,
+            model.params.embedding.dtype,
+            ", ".join(sorted(str(device) for device in devices)),
+            capacity.num_pages,
+            capacity.page_size,
+            capacity.num_pages * page_bytes / 1e9,
+            capacity.max_running,
+            max_slots,
         )
         self.sharer = Sharer(self.programs, model, capacity.page_size, capacity.max_running, max_pages)
 

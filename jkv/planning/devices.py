@@ -9,6 +9,7 @@ v5e, v5p, v6e and tpu7x of docs.cloud.google.com/tpu/docs. A chip of TPU 7x is t
 import dataclasses
 import os
 
+from jkv.checks import did_you_mean
 from pallas_kernels.choice import LEAST_CAPABILITY
 
 
@@ -92,5 +93,8 @@ def find_device(name: str | Device) -> Device:
         return Device("cpu", "cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     if name not in DEVICES:
         known = ", ".join(DEVICES)
-        raise ValueError(f"device must be one of {known}, cpu, or a jkv.Device with figures of your own; got {name!r}.")
+        raise ValueError(
+            f"device must be one of {known}, cpu, or a jkv.Device with figures of your own; got {name!r}."
+            f"{did_you_mean(name, DEVICES)}"
+        )
     return DEVICES[name]

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jkv.checks import did_you_mean
 from jkv.policies import table
 from jkv.policies.chain import chain
 from jkv.policies.evict import Evict
@@ -56,12 +57,12 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
     64
     """
     if name not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}.")
+        raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}.{did_you_mean(name, POLICIES)}")
     fields = inspect.signature(POLICIES[name]).parameters
     known = ", ".join(fields) or "none"
     for field in settings:
         if field not in fields:
-            raise ValueError(f"{name} has these settings: {known}; got {field!r}.")
+            raise ValueError(f"{name} has these settings: {known}; got {field!r}.{did_you_mean(field, fields)}")
     for field, parameter in fields.items():
         if parameter.default is parameter.empty and field not in settings:
             raise ValueError(f"{name} needs {field}=; its settings are: {known}.")

@@ -1,13 +1,23 @@
 """The command line as a newcomer meets it."""
 
+import inspect
 import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import jkv
 from jkv import cli
 from jkv.cli.inputs import read_prompts
+from jkv.model import checkpoint
 
+ROOT = Path(__file__).parents[2]
 PROBLEM = "b=3;c=7;d=b*c;e=d+b;f=e*c;g=f-d;?g"
 
 
@@ -166,3 +176,120 @@ def test_a_bad_configuration_is_named(capsys, tmp_path, content, words):
     assert f"{path}" in err
     assert words in err
     assert err.count("\n") == 1
+
+
+# Flags and names.
+
+
+@pytest.mark.parametrize(
+    "flags", [("--interval", 16, "--window=4"), ("--set", "interval=16", "--window", 4)], ids=["flags", "set"]
+)
+def test_a_setting_of_a_policy_is_a_flag(capsys, flags):
+    same = ("--policy", "r_kv", "--budget", 48, "--max-new-tokens", 40, "--out", "-")
+    pairs = ("--set", "interval=16", "--set", "window=4")
+    orders = ((PROBLEM, *same, *pairs), (PROBLEM, *same, *flags), (*same, *flags, PROBLEM))
+    tokens = [json.loads(run(capsys, "generate", *order)[1])["logprobs"] for order in orders]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert tokens[0] != json.loads(run(capsys, "generate", PROBLEM, *same)[1])["logprobs"]
+
+
+def test_a_flag_of_a_boolean_setting_needs_no_value(capsys):
+    options = ("--policy", "r_kv", "--budget", 48, "--max-new-tokens", 8, "--released")
+    assert run(capsys, "generate", PROBLEM, *options)[0] == 0
+    assert run(capsys, "generate", PROBLEM, *options[:-1], "--released", "false")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ("generate", PROBLEM, "--intervl", 3),
+            "--intervl is neither an option of this command nor a setting of a policy. Did you mean --interval?",
+        ),
+        (("plan", "r1-qwen-7b", "--devise", "t4"), "Did you mean --device?"),
+    ],
+    ids=["generate", "plan"],
+)
+def test_a_flag_that_is_none_names_the_nearest(capsys, arguments, words):
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, *arguments)
+    assert ended.value.code == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("generate", PROBLEM, "--policy", "rkv"), "Did you mean r_kv?"),
+        (("generate", PROBLEM, "--policy", "r_kv", "--budget", 8, "--set", "windw=3"), "Did you mean window?"),
+        (("plan", "r1-qwen-7b", "--device", "h20"), "Did you mean h200?"),
+        (("policies", "snapkv"), "Did you mean snap_kv?"),
+        (("generate", PROBLEM, "--kernels", "fast"), 'must be "auto", "reference"'),
+        (("generate", PROBLEM, "--chat"), "need a tokenizer with a chat template"),
+        (("chat",), "chat needs a model with a chat template"),
+    ],
+    ids=str,
+)
+def test_a_name_that_is_none_names_the_nearest_or_the_rule(capsys, arguments, words):
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert words in err
+
+
+@pytest.mark.parametrize("name", jkv.POLICIES)
+def test_a_policy_explains_itself(capsys, name):
+    status, out, _ = run(capsys, "policies", name)
+    assert status == 0
+    for setting in inspect.signature(jkv.POLICIES[name]).parameters:
+        assert f"--{setting.replace('_', '-')} " in out
+    assert inspect.getdoc(jkv.POLICIES[name]).splitlines()[0] in out
+
+
+def test_verbose_says_where_and_with_what_it_runs(capsys, caplog):
+    with caplog.at_level(logging.INFO, "jkv"):
+        assert run(capsys, "generate", PROBLEM, "--max-new-tokens", 4, "--verbose", "--kernels", "reference")[0] == 0
+    told = " ".join(caplog.messages)
+    for words in ("tiny-reasoner: float32 weights on", "pages of 16 slots", "compiled in", "paged_attention by"):
+        assert words in told
+    logging.getLogger("jkv").setLevel(logging.NOTSET)
+
+
+# Chat models.
+
+
+@pytest.fixture
+def chat_folder(tmp_path):
+    """tiny-reasoner as a chat model."""
+    folder = shutil.copytree(checkpoint.find_folder("tiny-reasoner"), tmp_path / "chat")
+    file = folder / "tokenizer_config.json"
+    template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    return folder
+
+
+def test_a_chat_has_several_turns(capsys, chat_folder, monkeypatch):
+    lines = iter(["b=3;c=7;d=b*c;?d", "", "/new", PROBLEM, "/exit", "never read"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    options = ("--model", chat_folder, "--policy", "r_kv", "--budget", 64, "--interval", 16)
+    status, out, err = run(capsys, "chat", *options)
+    assert status == 0
+    assert out.count("</think>") == 2
+    assert err.count("[r_kv] ") == 2
+    assert "policy r_kv, budget 64" in err
+    assert next(lines) == "never read"
+    model = jkv.load(chat_folder)
+    expected = jkv.generate(model, "b=3;c=7;d=b*c;?d", policy=jkv.r_kv(64, 16), progress=False).text[0]
+    assert out.startswith(expected)
+    assert run(capsys, "generate", "b=3;c=7;d=b*c;?d", "--chat", *options)[1] == expected + "\n"
+
+
+def test_programs_are_kept_for_the_next_call(tmp_path):
+    places = {"XDG_CACHE_HOME": str(tmp_path), "PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "jkv", "generate", "b=3;?b", "--max-new-tokens", "4"]
+    told = [subprocess.run(command, env=places, capture_output=True, text=True, check=True, cwd=ROOT).stderr for _ in range(2)]
+    assert not [line for text in told for line in text.splitlines() if "PyTorch" in line]
+    kept = list((tmp_path / "jkv" / "programs").glob("*-cache"))
+    assert kept
+    assert (tmp_path / "jkv").stat().st_mode & 0o777 == 0o700
+    first, second = (float(re.search(r"compiled in ([\d.]+) s", text)[1]) for text in told)
+    assert second < first

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import re
 import shlex
@@ -12,6 +13,8 @@ import subprocess
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+from jkv.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -171,13 +174,21 @@ def unknown_words(words: list[str], parser) -> list[str]:
             if choices:  # any subcommand: nothing is known of what follows
                 break
         elif word.startswith("-") and not re.fullmatch(r"-\d.*|-", word):
-            if word.partition("=")[0] not in parser._option_string_actions:
+            known = {*parser._option_string_actions, *settings_of(words)}
+            if word.partition("=")[0] not in known:
                 unknown.append(word)
         elif choices:
             if word not in choices:
                 return [*unknown, word]
             parser = choices[word]
     return unknown
+
+
+def settings_of(words: list[str]) -> set[str]:
+    """The flags of the settings of the policy that a command names."""
+    name = dict(itertools.pairwise(words)).get("--policy", "")
+    fields = inspect.signature(POLICIES[name]).parameters if name in POLICIES else {}
+    return {f"--{field.replace('_', '-')}" for field in fields}
 
 
 def unknown_options(module: str, words: list[str]) -> list[str]:

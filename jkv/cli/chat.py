@@ -1,0 +1,68 @@
+"""`jkv chat` talks with a model over several turns."""
+
+import argparse
+import sys
+from typing import Any
+
+from jkv.cli.inputs import LOOKS, add_model_options, read_settings, sampling_of
+
+
+def add(commands: Any) -> None:
+    """The command's options."""
+    command = commands.add_parser(
+        "chat",
+        help="talk with a model",
+        description="Talks with a chat model over several turns. An empty line is ignored, /new begins a new conversation, and "
+        "/exit, Ctrl-D or Ctrl-C at the prompt ends it. Ctrl-C during an answer ends the answer.",
+        **LOOKS,
+    )
+    command.set_defaults(run=run)
+    add_model_options(command)
+    command.add_argument("--system", metavar="TEXT", help="the system's message")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Reads messages and prints answers until the input ends."""
+    from jkv.cli.generate import show_text, summarise
+    from jkv.generate import generate
+    from jkv.model import checkpoint
+    from jkv.model.chat_template import has_chat_template
+    from jkv.policies import make
+
+    policy = make(options.policy, read_settings(options.budget, options.set))
+    model = checkpoint.load(options.model)
+    if not has_chat_template(model.tokenizer):
+        raise ValueError(f"chat needs a model with a chat template; {options.model} has none. Use jkv generate.")
+    begin = [] if options.system is None else [{"role": "system", "content": options.system}]
+    messages = list(begin)
+    print(f"{model.name}, policy {policy.name}" + (f", budget {policy.budget}" if policy.budget else ""), file=sys.stderr)
+    while (line := read_line()) is not None:
+        if line == "/new":
+            messages = list(begin)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            out = generate(
+                model,
+                messages,
+                policy=policy,
+                sampling=sampling_of(options, model),
+                max_new_tokens=options.max_new_tokens,
+                page_size=options.page_size,
+                kernels=options.kernels,
+                on_tokens=show_text,
+                progress=False,
+            )
+            assert out.text is not None
+            messages.append({"role": "assistant", "content": out.text[0]})
+            print(flush=True)
+            print(summarise(policy, out), file=sys.stderr)
+    return 0
+
+
+def read_line() -> str | None:
+    """The next message; None at the end of the input or where the user asks for it."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return None if line in ("/exit", "/quit") else line
