@@ -18,7 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.checks import did_you_mean
 from jkv.model.architectures import config_fields, parse_config
+from jkv.model.cards import card_of
 from jkv.model.config_rules import GENERATION
 from jkv.model.families import find_family
 from jkv.model.json_files import AGAIN, CORRECT, check_fields, find_file, printable, read_json, shown
@@ -27,6 +29,7 @@ from jkv.model.sampling import Sampling
 from jkv.model.tokenizer_files import read_tokenizer
 from jkv.model.weight_files import Stored, list_files, list_tensors
 from pallas_kernels.choice import is_old_gpu
+from pallas_kernels.models import FILES
 
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}  # by their names in safetensors headers
 MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
@@ -44,7 +47,8 @@ class Part(NamedTuple):
 
 
 def load(name_or_folder: Folder, dtype: Any = None) -> Model:
-    """Weights, configuration and tokenizer of a shipped model, a local Hugging Face folder, or a hub name `org/name`.
+    """Weights, configuration and tokenizer of a model: a name that `jkv models` lists, a Hugging Face folder, or a name of
+    the hub like `org/name`.
 
     The default `dtype` is float32 on a CPU and on a GPU of compute capability below 8.0, and the checkpoint's dtype elsewhere.
     Tensors are read one by one, so host memory holds one copy of the model. Code in a checkpoint is never run.
@@ -53,15 +57,16 @@ def load(name_or_folder: Folder, dtype: Any = None) -> Model:
         FileNotFoundError: there is no such model.
         ValueError: the decoder cannot run it, or a file is bad; the message names the file and the remedy.
     """
-    folder = find_folder(name_or_folder)
-    is_hub = folder is None
-    folder = folder or fetch(str(name_or_folder), SMALL_FILES)
+    folder, card = find_folder(name_or_folder), card_of(name_or_folder)
+    is_hub, hub_name = folder is None, card.hub if card else str(name_or_folder)
+    folder = folder or fetch(hub_name, SMALL_FILES)
     config = read_config(folder)
     end_ids = read_end_ids(folder, None, config)
     sampling, tokenizer = read_sampling(folder), read_tokenizer(folder, config)
     config = dataclasses.replace(config, end_ids=end_ids or read_end_ids(folder, tokenizer, config))
     if is_hub:
-        folder = fetch(str(name_or_folder), ["*.safetensors"])
+        folder = fetch(hub_name, ["*.safetensors"])
+        sampling = sampling or (card.sampling if card else None)
     return Model(read_weights(folder, config, dtype), tokenizer, str(name_or_folder), sampling)
 
 
@@ -71,7 +76,8 @@ def load_tokenizer(name_or_folder: Folder) -> Any:
     Raises:
         FileNotFoundError, ValueError: as `load` does.
     """
-    return read_tokenizer(find_folder(name_or_folder) or fetch(str(name_or_folder), SMALL_FILES))
+    card = card_of(name_or_folder)
+    return read_tokenizer(find_folder(name_or_folder) or fetch(card.hub if card else str(name_or_folder), SMALL_FILES))
 
 
 # Finding the folder
@@ -85,11 +91,14 @@ def find_folder(name_or_folder: Folder) -> Path | None:
         return assets / str(name_or_folder)
     if str(name_or_folder) and Path(name_or_folder).is_dir():
         return Path(name_or_folder)
+    if card_of(name_or_folder):
+        return None
     if isinstance(name_or_folder, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name_or_folder):
         return None
     raise FileNotFoundError(
-        f"A model must be a shipped name ({', '.join(shipped) or 'none in this build'}), a folder with config.json, or a hub "
-        f"name 'org/name'; got {str(name_or_folder)!r}, which is none of these. Check the name or the path."
+        f"A model must be a name that `jkv models` lists ({', '.join([*shipped, *FILES])}), a folder with config.json, or a "
+        f"hub name 'org/name'; got {shown(str(name_or_folder))}, which is none of these."
+        f"{did_you_mean(str(name_or_folder), [*shipped, *FILES])} Check the name or the path."
     )
 
 

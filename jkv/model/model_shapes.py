@@ -40,7 +40,7 @@ def find_shape(model: Any) -> tuple[str, ModelConfig]:
     try:
         folder = find_folder(model) or fetch(str(model), ["config.json"])
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"{error} Shapes without weights: {', '.join(SHAPES)}, or a TOML file.") from None
+        raise FileNotFoundError(f"{error} Or a TOML file of a model's shape.") from None
     return Path(model).name, read_config(folder)
 
 
@@ -52,6 +52,7 @@ def read_shape(file: Path) -> ModelConfig:
     """
     try:
         fields = read_toml(file)
+        fields.pop("card", None)  # `jkv.model.cards`
         return ModelConfig(**fields | {"rope_scaling": RopeScaling(**fields.get("rope_scaling", {}))})
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} must have the fields of a jkv.ModelConfig as TOML: {error}. Correct the file.") from error

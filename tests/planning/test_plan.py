@@ -337,7 +337,7 @@ def test_the_command_takes_a_device_s_figures(capsys):
         (("r1-qwen-7b",), "jkv plan --list"),
         (("--device", "h200"), "jkv plan --list"),
         (("r1-qwen-7b", "--device", "h201"), "device must be one of"),
-        (("nobody", "--device", "h200"), "Shapes without weights"),
+        (("nobody", "--device", "h200"), "a TOML file of a model's shape"),
         (("r1-qwen-7b", "--device", "t4"), "bytes short; no rows fit"),
         (("r1-qwen-7b", "--device", "h200", "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
         (("r1-qwen-7b", "--device", "h200", "--length", 10), "length counts prompt and completion"),

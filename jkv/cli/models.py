@@ -1,0 +1,29 @@
+"""`jkv models` lists the models that have names."""
+
+import argparse
+from typing import Any
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    command = commands.add_parser("models", help="list the models that have names")
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints each name with its size, where its weights are, how its tokens are drawn, and a budget to begin with."""
+    from jkv.model.cards import card_of
+    from jkv.model.model_shapes import SHAPES, find_shape
+    from jkv.model.params import count_weights, weight_shapes
+
+    print("tiny-reasoner: part of the package; arithmetic modulo 10; greedy")
+    for name in SHAPES:
+        card, config = card_of(name), find_shape(name)[1]
+        assert card is not None
+        drawn = f"temperature {card.temperature}, top-p {card.top_p:g}" if card.sampling else "greedy"
+        drawn += f", top-k {card.top_k}" if card.top_k else ""
+        print(
+            f"{name}: {card.hub}; {count_weights(weight_shapes(config)) / 1e9:.3g} billion weights; {config.max_positions:,} "
+            f"positions; {drawn}; try --policy r_kv --budget {card.budget} --interval {card.interval}"
+        )
+    return 0
