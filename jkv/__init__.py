@@ -96,3 +96,7 @@ __all__ = [
     "weight_shapes",
     *POLICIES,
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -24,6 +24,18 @@ SHOWN = reprlib.Repr()
 SHOWN.maxstring = SHOWN.maxother = SHOWN.maxlong = MOST_SHOWN
 
 
+def size(num_bytes: int) -> str:
+    """Bytes as text, in powers of ten.
+
+    >>> size(1_230_000_000), size(999)
+    ('1.23 GB', '999 B')
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:,.3g} {unit}" if num_bytes < 1000 * scale else f"{num_bytes / scale:,.0f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The known name that a wrong one is most like, as a sentence with a space before it; empty if none is.
 

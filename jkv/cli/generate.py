@@ -111,16 +111,5 @@ def make_records(prompts: Sequence[Any], n: int, out: Any, tokenizer: Any) -> It
 
 def summarise(policy: Any, out: Any) -> str:
     """One line of statistics."""
-    from jkv.planning.plan import size
-
-    s = out.stats
-    saved = 1 - s.peak_kv_bytes / max(s.dense_kv_bytes, 1)
-    share = f" ({saved:.0%} saved)" if saved > 0 else ""  # a short text fills its last pages in part
-    return (
-        f"[{policy.name}] {s.generated_tokens} tokens, finished by {'/'.join(sorted(set(out.finish_reason)))}; "
-        f"peak KV {size(s.peak_kv_bytes)} of a full cache's {size(s.dense_kv_bytes)}{share}; "
-        f"{s.evicted:.0f} tokens evicted in {s.compactions} compactions; "
-        + (f"{s.shared} tokens shared; " if s.sharing is not None else "")
-        + f"{s.tokens_per_second:.0f} tokens/s; "
-        f"compiled in {s.compile_seconds:.1f} s; seed {s.seed}"
-    )
+    reasons = "/".join(sorted(set(out.finish_reason)))
+    return f"[{policy.name}] {out.stats.generated_tokens} tokens, finished by {reasons}; {out.stats.summary}"

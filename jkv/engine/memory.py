@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from jkv.cache.pool import num_pages_of
-from jkv.checks import check_counts, typed
+from jkv.checks import check_counts, size, typed
 from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
@@ -71,8 +71,8 @@ def num_pool_pages(
     free = free_pool_bytes(params, num_shards, share=1.0)
     if 4 * rows > TABLE_SHARE * free:
         raise ValueError(
-            f"Page tables must fit an eighth of the device's free memory, {free} bytes: {max_running} rows of {max_slots} "
-            f"slots in pages of {page_size} take {4 * rows} bytes. Lower max_running or max_slots, or raise page_size."
+            f"Page tables must fit an eighth of the device's free memory, {size(free)}: {max_running} rows of {max_slots} "
+            f"slots in pages of {page_size} take {size(4 * rows)}. Lower max_running or max_slots, or raise page_size."
         )
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}. Pass one.")
@@ -87,8 +87,9 @@ def num_pool_pages(
         num_pages = min(2 * rows, num_bytes // bytes_per_page)
     if num_pages * bytes_per_page > free:
         raise ValueError(
-            f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = {num_pages * bytes_per_page} bytes, "
-            f'and {free} bytes are free. Lower kv_memory or num_pages, or pass kv_memory="auto".'
+            f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = "
+            f"{size(num_pages * bytes_per_page)}, and {size(free)} are free. Lower kv_memory or num_pages, or pass "
+            'kv_memory="auto".'
         )
     return num_pages - num_pages % num_shards
 
@@ -129,7 +130,7 @@ def lowered(params: Params, request: Request, *, max_slots: int, num_pages: int,
 
 def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:
     """Refuses a request that an engine of this size could not serve even by itself."""
-    slots, size = most_slots(params, request), page_bytes(params, page_size, request.policy.read is not None)
+    slots, of_page = most_slots(params, request), page_bytes(params, page_size, request.policy.read is not None)
     if slots > max_slots:
         raise ValueError(
             f"A request may fill {max_slots} slots in a layer and KV head, the engine's max_slots; this one fills {slots} "
@@ -140,7 +141,7 @@ def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: i
     if needed > num_pages:
         raise ValueError(
             f"The pool must hold the largest request: up to {slots} slots = {num_pages_of(slots, page_size)} pages of "
-            f"{page_size} in each of {num_layer_heads(params)} layer-heads = {needed} pages of {size} bytes = "
-            f"{needed * size} bytes; the pool has {num_pages} pages = {num_pages * size} bytes. Raise kv_memory, or lower the "
-            "budget, max_new_tokens or page_size."
+            f"{page_size} in each of {num_layer_heads(params)} layer-heads = {needed} pages of {of_page} bytes = "
+            f"{size(needed * of_page)}; the pool has {num_pages} pages = {size(num_pages * of_page)}. Raise kv_memory, or "
+            "lower the budget, max_new_tokens or page_size."
         )

@@ -13,10 +13,11 @@ from jkv.model.sampling import Sampling
 from jkv.reasoning.token_text import END_OF_THINKING, THINK, cut
 from jkv.replay.trace import Trace, join_traces
 
+SHOWN, WIDTH = 5, 60  # samples, and characters of each, that a result shows of itself
 MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Result:
     """Completions, prompt-major: the n samples of the first prompt, then of the second, also for one prompt.
 
@@ -52,6 +53,13 @@ class Result:
     logprobs_full: np.ndarray
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
     slot_bytes: int = 0
+
+    def __repr__(self) -> str:
+        lines = [f"Result of {len(self.lengths)} samples; {self.stats.summary}"]
+        for i, (length, reason) in enumerate(zip(self.lengths[:SHOWN].tolist(), self.finish_reason, strict=False)):
+            text = repr(self.text[i][-WIDTH:]) if self.text is not None else str(self.tokens[i, max(0, length - 10) : length])
+            lines.append(f"  {i}: {len(self.prompts[i])} + {length} tokens, {reason}, ends in {text}")
+        return "\n".join(lines + ["  ..."] * (len(self.lengths) > SHOWN))
 
     @property
     def reasoning(self) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
+from jkv.checks import size
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Turn
 from jkv.engine.timing import clock
@@ -108,7 +109,7 @@ class RunStats:
         return self.seconds - self.decode_seconds - self.prefill_seconds - self.swap_seconds
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Stats:
     """Statistics of a call: bytes counted on the pool itself, and seconds without compile time."""
 
@@ -141,6 +142,25 @@ class Stats:
     queued_seconds: float  # mean over samples, until they had a row
     kernels: dict[str, str]  # implementations used so far: "tpu", "gpu", "cpu", or plain XLA's "reference"
     seed: int  # of the random draws: given, or fresh
+
+    @property
+    def summary(self) -> str:
+        """The statistics that matter most, in one line."""
+        saved = self.kv_bytes_saved / max(self.dense_kv_bytes, 1)
+        share = f" ({saved:.0%} saved)" if saved > 0 else ""  # a short text fills its last pages in part
+        return (
+            f"peak KV {size(self.peak_kv_bytes)} of a full cache's {size(self.dense_kv_bytes)}{share}; {self.evicted:.0f} "
+            f"tokens evicted in {self.compactions} compactions; "
+            + (f"{self.shared} tokens shared; " if self.sharing is not None else "")
+            + f"{self.tokens_per_second:.0f} tokens/s; compiled in {self.compile_seconds:.1f} s; seed {self.seed}"
+        )
+
+    def __repr__(self) -> str:
+        fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        lines = [
+            f"  {name}: {size(x) if 'bytes' in name else f'{x:,.4g}' if isinstance(x, float) else x}" for name, x in fields
+        ]
+        return "\n".join(["Stats", *lines])
 
     @property
     def kv_bytes_saved(self) -> int:

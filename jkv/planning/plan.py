@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.checks import check_counts, typed
+from jkv.checks import check_counts, size, typed
 from jkv.engine import mesh as meshes
 from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.model.model_shapes import find_shape
@@ -28,7 +28,7 @@ MARGIN = 1.01  # of speeds: where arithmetic is the limit, they differ only by r
 PAGE_SIZES = {"tpu": 128, "gpu": DEFAULT_PAGE_SIZE, "cpu": DEFAULT_PAGE_SIZE}  # that the kernels are tiled for
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """The result of `jkv.plan`; print it.
 
@@ -75,7 +75,7 @@ class Plan:
             "num_pages": own.num_pages,
         }
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return report(self)
 
 
@@ -199,8 +199,9 @@ def check_fits(setting: Setting, policy: Policy, length: int, own: Estimate) -> 
     missing = own.total_bytes - setting.usable_bytes
     raise ValueError(
         f"{rows} {'row' if rows == 1 else 'rows'} of {own.policy} must fit {setting.device.name}: weights "
-        f"{setting.weight_bytes} + cache {own.state_bytes} + scratch {own.scratch.most} = {own.total_bytes} bytes a device, "
-        f"{setting.usable_bytes} are usable ({setting.memory_share:.0%} of {setting.device.memory}), {missing} bytes short; "
+        f"{size(setting.weight_bytes)} + cache {size(own.state_bytes)} + scratch {size(own.scratch.most)} = "
+        f"{size(own.total_bytes)} a device, {size(setting.usable_bytes)} are usable ({setting.memory_share:.0%} of "
+        f"{size(setting.device.memory)}), {size(missing)} short; "
         f"{most or 'no'} rows fit. Use fewer rows, a shorter length, a smaller budget, more devices or a larger one."
     )
 
@@ -303,15 +304,3 @@ def report(plan: Plan) -> str:
 def in_words(pays_from: int | None) -> str:
     """The length from which something pays, as text."""
     return "at no length that the model has" if pays_from is None else f"from {pays_from:,} tokens on, prompt included"
-
-
-def size(num_bytes: int) -> str:
-    """Bytes as text, in powers of ten.
-
-    >>> size(1_230_000_000), size(999)
-    ('1.23 GB', '999 B')
-    """
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:,.3g} {unit}" if num_bytes < 1000 * scale else f"{num_bytes / scale:,.0f} {unit}"
-    return f"{num_bytes:.0f} B"

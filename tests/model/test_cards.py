@@ -42,7 +42,7 @@ def test_a_short_name_is_loaded_from_the_hub_as_its_makers_say(tmp_path, monkeyp
 
 def test_a_short_name_without_a_network_says_so(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(FileNotFoundError, match="deepseek-ai/DeepSeek-R1-Distill-Llama-8B.*hub did not return it"):
+    with pytest.raises(FileNotFoundError, match=r"deepseek-ai/DeepSeek-R1-Distill-Llama-8B.*hub did not return it"):
         jkv.load("r1-llama-8b")
     with pytest.raises(FileNotFoundError, match=r"Did you mean r1-llama-8b\?"):
         jkv.load("r1-lama-8b")
