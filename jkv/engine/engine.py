@@ -254,6 +254,7 @@ class Engine:
 
         If the caller stops early, the remaining events come from the next stream or step.
         """
+        self._guard.check()
         self.outputs.is_streaming = True
         while not self.is_idle:
             events = collections.deque(self.step())
@@ -265,6 +266,7 @@ class Engine:
 
     def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
         """Runs until all requests are finished. Ctrl-C cancels them, after the turn in progress; they keep their tokens."""
+        self._guard.check()
         with self._guard.owned("run"), deferred_interrupts(ends_here=True) as presses:
             while not self.is_idle:
                 is_over = False
@@ -406,10 +408,8 @@ class Engine:
         return self.tickets[ticket]
 
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
-        stops, pages = (
-            stop_finder(self.model.tokenizer, request),
-            most_pages(self.model.params, request, self.capacity.page_size),
-        )
+        stops = stop_finder(self.model.tokenizer, request)
+        pages = most_pages(self.model.params, request, self.capacity.page_size)
         now = time.perf_counter() - COMPILING.seconds
         sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, stops=stops, submitted=now)
         self.scheduler.add(sample)

@@ -157,6 +157,24 @@ def test_a_reset_gives_the_same_tokens_and_keeps_what_is_finished(model, failing
     assert engine.runner.num_held_pages == 0
 
 
+def test_an_engine_that_failed_with_nothing_left_to_do_says_so_in_every_call(model):
+    """The program that frees the last rows fails: no request is unfinished, but the pool is lost."""
+    engine = jkv.Engine(model, max_running=2, max_slots=64, page_size=4, chunk=2)
+    ticket = engine.submit([1, 2, 3], max_new_tokens=20, stop_ids=())
+    engine.step()
+    engine.cancel(ticket)
+    with_failing_programs(engine).fail(0, False)
+    with pytest.raises(DeviceError, match="release"):
+        engine.step()
+    assert engine.result(ticket).finish_reason == ["cancelled"]
+    engine.outputs.take()
+    for call in (engine.step, engine.run, engine.sleep, engine.wake, lambda: list(engine.stream()), lambda: engine.submit([1])):
+        with pytest.raises(RuntimeError, match=r"reset\(\)"):
+            call()
+    engine.reset()
+    engine.run()
+
+
 def test_a_rollout_is_reset_after_a_program_failed(model):
     rollout = jkv.Rollout(model, R_KV, max_prompt_tokens=32, max_new_tokens=20, max_running=3, page_size=4, return_trace=True)
     settings = {"n": 3, "seed": 1, "stop_ids": (), "return_trace": True}
