@@ -1,8 +1,9 @@
-"""The README is short, its commands work, and its tree is the tree of the package."""
+"""The README is short, its commands work, its numbers are measured, and the tree of packages is that of the package."""
 
 import re
 import shlex
 
+import jkv
 from jkv import cli
 from tests.repository.pages import ROOT, blocks
 
@@ -22,7 +23,7 @@ def test_its_first_example_has_six_lines_and_answers(capsys):
 
 
 def test_its_first_command_generates_with_a_compressed_cache(capsys):
-    command = re.search(r"^\.venv/bin/jkv (generate .*)$", README, flags=re.MULTILINE)[1]
+    command = re.search(r"\.venv/bin/jkv (generate .*)$", README, flags=re.MULTILINE)[1]
     assert cli.main(shlex.split(command)) == 0
     captured = capsys.readouterr()
     assert captured.out.rstrip().endswith("\\boxed{g=7}")
@@ -40,4 +41,24 @@ def test_its_tree_is_that_of_the_package():
     package = ROOT / "jkv"
     folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     files = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
-    assert sorted(names_in_tree(README)) == sorted(folders | files)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert sorted(names_in_tree(page)) == sorted(folders | files)
+
+
+def test_its_two_first_commands_each_make_their_own_environment():
+    first, second = [block.strip() for block in blocks(README, "sh")][:2]
+    for command in (first, second):
+        assert command.count("\n") == 0
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install -q ")
+    assert ".venv/bin/jkv generate " in first
+    assert second.endswith(".venv/bin/python -m pytest")
+
+
+def test_its_numbers_are_those_of_the_plan_and_of_the_records():
+    plan = jkv.plan("r1-llama-8b", "h200", jkv.r_kv(budget=1024), length=16_384)
+    assert f"**{plan.own.batch} rows in place of {plan.full.batch}**" in README
+    page = (ROOT / "docs" / "results.md").read_text()
+    faster = re.findall(r"^\| full cache, batch \d+ \| transformers \|.*?\| ([\d.]+) \|", page, flags=re.MULTILINE)
+    found = [float(cell.split("|")[-1]) for cell in faster]
+    assert len(found) == 3
+    assert f"**{min(found):.1f} to {max(found):.1f} times**" in README
