@@ -19,7 +19,9 @@ def add(commands: Any) -> None:
         "--file", type=Path, help='prompts: one a line; or in a .jsonl file objects with a "prompt" (text or token ids)'
     )
     command.add_argument(
-        "--model", default="tiny-reasoner", help="a shipped model (default: tiny-reasoner), a checkpoint folder, or a hub name"
+        "--model",
+        default="tiny-reasoner",
+        help="a shipped model (default: tiny-reasoner), a checkpoint folder, a GGUF file, or a hub name",
     )
     command.add_argument("--policy", default="full", help="how the cache stays small (default: full); see `jkv policies`")
     command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")

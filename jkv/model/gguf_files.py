@@ -53,9 +53,9 @@ TENSORS = {  # field of Params or LayerParams -> tensor
     "query_norm": "attn_q_norm.weight",
     "key_norm": "attn_k_norm.weight",
 }
-STACKED = {  # of phi3
-    **dict.fromkeys(("query", "key", "value"), "attn_qkv.weight"),
-    **dict.fromkeys(("gate", "up"), "ffn_up.weight"),
+STACKED = {  # where a checkpoint of the family has one tensor for several fields
+    ("query", "key", "value"): "attn_qkv.weight",
+    ("gate", "up"): "ffn_up.weight",
 }
 FREQUENCIES = "rope_freqs.weight"  # by which each rotary frequency is divided
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of all Llama 3 models; the file has only what follows from them
@@ -195,7 +195,11 @@ def llama3_divisors(theta: float, width: int, factor: float, length: int) -> np.
 def gguf_family(config: ModelConfig) -> Family:
     """The family of a model, with the names of tensors that llama.cpp gives them."""
     family = find_family(config.family)
-    return dataclasses.replace(family, tensors=TENSORS | (STACKED if family.name == "phi3" else {}), layer_prefix="blk.{}.")
+    names = dict(TENSORS)
+    for fields, name in STACKED.items():
+        if len({family.tensors[field] for field in fields}) == 1:
+            names |= dict.fromkeys(fields, name)
+    return dataclasses.replace(family, tensors=names, layer_prefix="blk.{}.")
 
 
 def check_gguf_tensors(header: GgufHeader, wanted: Mapping[str, tuple[int, ...]]) -> None:
@@ -288,7 +292,7 @@ def read_gguf_weight(header: GgufHeader, name: str, config: ModelConfig) -> np.n
     """A tensor in float32 as a Hugging Face checkpoint has it."""
     values = read_tensor(header, name)
     heads = {"attn_q.weight": config.num_query_heads, "attn_k.weight": config.num_kv_heads}.get(name.split(".", 2)[-1])
-    if config.family != "llama" or heads is None:
+    if heads is None or not find_family(config.family).is_interleaved_in_gguf:
         return values
     # llama.cpp rotates neighbouring channels of Llama, so its converter interleaved the halves of each head.
     # In: rows 0 4 1 5 2 6 3 7 of a head of 8. Out: 0 1 2 3 4 5 6 7.

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jkv.model.config_rules import MAX_VOCAB
+from jkv.model.families import FAMILIES
 from jkv.model.gguf_header import GgufHeader
 from jkv.model.json_files import CORRECT, SWITCH, TEXT, Rule, check_fields, integer, shown
 from jkv.model.params import ModelConfig
@@ -225,7 +226,8 @@ def derived_merges(own: Mapping[str, Any], where: str) -> list[list[str]]:
 
 def added_tokens(own: Mapping[str, Any], header: GgufHeader) -> list[dict[str, Any]]:
     """The tokens that are matched whole, before any rule splits the text."""
-    strips = own["model"] == "llama" and header.metadata.get("general.architecture") == "phi3"  # spaces behind it, as Phi-3
+    family = FAMILIES.get(str(header.metadata.get("general.architecture")))
+    strips = own["model"] == "llama" and family is not None and family.strips_in_gguf
     kept = ("<unk>", "<s>", "<|endoftext|>")
     return [
         {
