@@ -14,7 +14,7 @@ from tests.model.test_checkpoint import GOLDEN
 from tests.support.gguf_models import CHAT, write_gguf
 
 CORPUS = [
-    "The answer is 12345, isn't it? WE'LL SEE: x = 10**6 + 1/3;\n\n\treturn naïve café  …\r\n" * 3,
+    "The answer is 12345, isn't it? WE'LL SEE: x = 10**6 + 1/3; § © ® ½½ § © ® ½\n\n\treturn naïve café  …\r\n" * 3,
     "Ünïcödé 漢字かな 한국어 мир \u0301e\u0301 ½ ٣٤ 😀😀 it's they're I'VE ' 'tis   end. camelCaseWords HTTPServer/v2//\n",
     "def f(a_b):\n    return [a_b] * 2024  # comment's\n\n\n   \n",
 ]
@@ -39,6 +39,9 @@ def trained(steps, normalizer=None, **options):
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=600, initial_alphabet=ALPHABET, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
+    fields = json.loads(tokenizer.to_str())
+    del fields["model"]["merges"][-40:]  # so that some words are in the vocabulary alone
+    tokenizer = Tokenizer.from_str(json.dumps(fields))
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in CONTROLS])
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
     return tokenizer
@@ -97,7 +100,7 @@ def test_texts_have_the_tokens_of_the_original(name, tmp_path):
         ids = original.encode(text).ids
         assert tokenizer.encode(text, add_special_tokens=False) == ids
         assert tokenizer.decode(ids) == original.decode(ids, skip_special_tokens=False)
-    assert len(tokenizer.encode(CORPUS[0], add_special_tokens=False)) < len(CORPUS[0]) / 2
+    assert len(tokenizer.encode(CORPUS[0], add_special_tokens=False)) < 0.7 * len(CORPUS[0])
 
 
 def test_each_name_splits_in_its_own_way():
@@ -151,6 +154,12 @@ def test_sentencepiece_is_that_of_transformers(tmp_path):
         assert tokenizer.decode(ids) == original.backend_tokenizer.decode(ids, skip_special_tokens=False)
     assert tokenizer.tokenize("the thing") == ["\u2581the", "\u2581th", "ing"]
     assert tokenizer.tokenize("Ü") == ["\u2581", "<0xC3>", "<0x9C>"]
+
+
+def test_unknown_characters_without_tokens_of_bytes_are_one_token(tmp_path):
+    fields = sentencepiece_fields()
+    fields["tokenizer.ggml.tokens"] = [token.replace("<0x", "[0x") for token in fields["tokenizer.ggml.tokens"]]
+    assert read(fields, tmp_path).tokenize("aÜÜa") == ["\u2581a", "<unk>", "a"]
 
 
 def test_phi3_ignores_spaces_after_its_marks(tmp_path):
