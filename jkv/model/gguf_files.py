@@ -99,12 +99,11 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     if embedding is None or len(embedding.shape) != 2:
         raise ValueError(f"{where} must contain {TENSORS['embedding']} with two axes, got {embedding}. {AGAIN}")
     check_features(own, f"{where}: {name}")
-    fields: dict[str, Any] = {known: own[field] for field, known in FIELDS.items() if field in own}
+    fields: dict[str, Any] = {"rope_theta": 10_000.0} | {known: own[field] for field, known in FIELDS.items() if field in own}
     fields |= {
         "model_type": name,
         "vocab_size": embedding.shape[0],
         "num_key_value_heads": own.get("attention.head_count_kv", fields["num_attention_heads"]),
-        "rope_theta": fields.get("rope_theta", 10_000.0),
         "tie_word_embeddings": TENSORS["unembedding"] not in tensors,
         "rope_scaling": rope_scaling(header, own, fields),
     }

@@ -167,6 +167,7 @@ REFUSED = {
     "rotary": ({"llama__rope__dimension_count": 4}, "rope.dimension_count must be the head size 8, got 4"),
     "scaled-twice": ({"llama__rope__scaling__type": "linear"}, "rope_freqs.weight must not be there .*'linear'"),
     "table": ({"llama__rope__scaling__original_context_length": 64}, "rope_freqs.weight must be the Llama 3 scaling of 64"),
+    "table-of-another-base": ({"llama__rope__freq_base": None}, "rope_freqs.weight must be the Llama 3 scaling of 32"),
     "heads": ({"llama__attention__head_count_kv": 3}, "multiple of KV heads, got 4 and 3"),
 }
 
