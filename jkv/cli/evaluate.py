@@ -78,7 +78,9 @@ def add(commands: Any) -> None:
     )
     command.set_defaults(run=run)
     command.add_argument("--config", type=Path, help="a TOML file with any of the options below and [settings.<policy>]")
-    command.add_argument("--model", help="a shipped model, a checkpoint folder, or a hub name; default: tiny-reasoner")
+    command.add_argument(
+        "--model", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name; default: tiny-reasoner"
+    )
     add_problems(command)
     command.add_argument("--policies", type=words, help="comma-separated; default: all but seal; full always runs")
     command.add_argument("--budgets", type=words, help='slots, or shares of the mean length; default: "10%%,25%%,50%%"')

@@ -50,7 +50,9 @@ def words(text: str) -> list[str]:
 def add_model_options(command: argparse.ArgumentParser) -> None:
     """The options of a model, a policy and its sampling, which several commands share."""
     command.add_argument(
-        "--model", default="tiny-reasoner", help="a shipped model (default: tiny-reasoner), a checkpoint folder, or a hub name"
+        "--model",
+        default="tiny-reasoner",
+        help="a name of `jkv models` (default: tiny-reasoner), a checkpoint folder, a GGUF file, or a hub name",
     )
     command.add_argument("--policy", default="full", help="how the cache stays small (default: full); see `jkv policies`")
     command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")

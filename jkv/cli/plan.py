@@ -20,7 +20,9 @@ def add(commands: Any) -> None:
         **LOOKS,
     )
     command.set_defaults(run=run)
-    command.add_argument("model", nargs="?", help="a name of --list, a TOML file, a checkpoint folder, or a hub name")
+    command.add_argument(
+        "model", nargs="?", help="a name of --list, a TOML file, a checkpoint folder, a GGUF file, or a hub name"
+    )
     command.add_argument("--list", action="store_true", help="list the models and devices that have names")
     command.add_argument("--device", help="a name of --list")
     command.add_argument("--policy", default="full", help="how the cache stays small (see `jkv policies`); default: full")

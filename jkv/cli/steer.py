@@ -17,7 +17,9 @@ def add(commands: Any) -> None:
         **LOOKS,
     )
     command.set_defaults(run=run)
-    command.add_argument("--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, or a hub name")
+    command.add_argument(
+        "--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name"
+    )
     command.add_argument("--file", type=Path, help="prompts, as of generate; default: unseen chains")
     command.add_argument("--problems", type=int, default=100, help="how many unseen chains; default: 100")
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")

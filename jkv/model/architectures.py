@@ -31,7 +31,7 @@ UNSET = ("partial_rotary_factor", "original_max_position_embeddings")  # null is
 def advice() -> str:
     """The supported checkpoints, for error messages."""
     known = ", ".join(family.architecture for family in FAMILIES.values())
-    return f"jkv runs {known}, unquantised, with full attention. Choose such a checkpoint."
+    return f"jkv runs {known}, unquantised or in a GGUF file, with full attention. Choose such a checkpoint."
 
 
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:

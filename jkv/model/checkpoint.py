@@ -1,4 +1,4 @@
-"""Reads Hugging Face checkpoint folders into a `Model`, and writes them.
+"""Reads Hugging Face checkpoint folders and GGUF files into a `Model`, and writes the former.
 
 `jkv.model.families` has the names of the tensors. Unsupported features are refused by name from config.json alone, before any
 weight is read or downloaded. Errors name the file and the tensor. `load` is `jkv.load`; `jkv.model.saved_weights` has jkv's
@@ -23,6 +23,10 @@ from jkv.model.architectures import config_fields, parse_config
 from jkv.model.cards import card_of
 from jkv.model.config_rules import GENERATION
 from jkv.model.families import find_family
+from jkv.model.family import Family
+from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config, read_gguf_weight, stored_dtype
+from jkv.model.gguf_header import GgufHeader, read_header
+from jkv.model.gguf_tokenizer import read_gguf_end_ids, read_gguf_tokenizer
 from jkv.model.json_files import AGAIN, CORRECT, check_fields, find_file, printable, read_json, shown
 from jkv.model.params import Model, ModelConfig, Params, leaf_name, named_leaves, weight_shapes
 from jkv.model.sampling import Sampling
@@ -47,16 +51,19 @@ class Part(NamedTuple):
 
 
 def load(name_or_folder: Folder, dtype: Any = None) -> Model:
-    """Weights, configuration and tokenizer of a model: a name that `jkv models` lists, a Hugging Face folder, or a name of
-    the hub like `org/name`.
+    """Weights, configuration and tokenizer of a model: a name that `jkv models` lists, a Hugging Face folder, a GGUF file, or a
+    name of the hub like `org/name`.
 
-    The default `dtype` is float32 on a CPU and on a GPU of compute capability below 8.0, and the checkpoint's dtype elsewhere.
+    The default `dtype` is float32 on a CPU and on a GPU of compute capability below 8.0, and the checkpoint's dtype elsewhere
+    (bfloat16 for quantised weights, which are dequantised).
     Tensors are read one by one, so host memory holds one copy of the model. Code in a checkpoint is never run.
 
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the decoder cannot run it, or a file is bad; the message names the file and the remedy.
     """
+    if is_gguf(name_or_folder):
+        return load_gguf(Path(name_or_folder), dtype)
     folder, card = find_folder(name_or_folder), card_of(name_or_folder)
     is_hub, hub_name = folder is None, card.hub if card else str(name_or_folder)
     folder = folder or fetch(hub_name, SMALL_FILES)
@@ -76,8 +83,20 @@ def load_tokenizer(name_or_folder: Folder) -> Any:
     Raises:
         FileNotFoundError, ValueError: as `load` does.
     """
+    if is_gguf(name_or_folder):
+        return read_gguf_tokenizer(read_header(Path(name_or_folder)))
     card = card_of(name_or_folder)
     return read_tokenizer(find_folder(name_or_folder) or fetch(card.hub if card else str(name_or_folder), SMALL_FILES))
+
+
+def load_gguf(file: Path, dtype: Any = None) -> Model:
+    """The model in a GGUF file."""
+    header = read_header(file)
+    config = dataclasses.replace(read_gguf_config(header), end_ids=read_gguf_end_ids(header))
+    wanted = tensor_parts(config, gguf_family(config))
+    check_gguf_tensors(header, {name: stacked_shape(parts) for name, parts in wanted.items()})
+    tokenizer = read_gguf_tokenizer(header, config)
+    return Model(read_gguf_weights(header, config, dtype), tokenizer, str(file))
 
 
 # Finding the folder
@@ -96,8 +115,8 @@ def find_folder(name_or_folder: Folder) -> Path | None:
     if isinstance(name_or_folder, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name_or_folder):
         return None
     raise FileNotFoundError(
-        f"A model must be a name that `jkv models` lists ({', '.join([*shipped, *FILES])}), a folder with config.json, or a "
-        f"hub name 'org/name'; got {shown(str(name_or_folder))}, which is none of these."
+        f"A model must be a name that `jkv models` lists ({', '.join([*shipped, *FILES])}), a folder with config.json, a GGUF "
+        f"file, or a hub name 'org/name'; got {shown(str(name_or_folder))}, which is none of these."
         f"{did_you_mean(str(name_or_folder), [*shipped, *FILES])} Check the name or the path."
     )
 
@@ -160,10 +179,10 @@ def read_sampling(folder: Path) -> Sampling | None:
 # Tensors of a checkpoint
 
 
-def tensor_parts(config: ModelConfig) -> dict[str, list[Part]]:
-    """For each tensor of the checkpoint, the leaves of `Params` that are stacked in it by rows."""
+def tensor_parts(config: ModelConfig, family: Family | None = None) -> dict[str, list[Part]]:
+    """For each tensor of the checkpoint, the leaves of `Params` that are stacked in it by rows. `family` names the tensors."""
     parts: dict[str, list[Part]] = {}
-    family = find_family(config.family)
+    family = family or find_family(config.family)
     for index, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(weight_shapes(config))[0]):
         name = leaf_name(path)
         is_transposed = len(leaf.shape) == 2 and name != "embedding"
@@ -215,8 +234,7 @@ def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params
     files, names = list_files(folder), find_family(config.family).tensors
     wanted, stored = tensor_parts(config), list_tensors(files)
     check_tensors(wanted, stored, config)
-    default = jnp.float32 if computes_in_float32() else DTYPES[stored[names["embedding"]].dtype]
-    dtype = weight_dtype(default if dtype is None else dtype)
+    dtype = chosen_dtype(dtype, stored[names["embedding"]].dtype)
     leaves: dict[int, jax.Array] = {}
     for file in files:
         try:
@@ -228,6 +246,22 @@ def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params
     if config.tie_embeddings and names["unembedding"] in stored:
         check_tied(stored, names["embedding"], names["unembedding"])
     return jax.tree.unflatten(jax.tree.structure(weight_shapes(config)), [leaves[index] for index in sorted(leaves)])
+
+
+def read_gguf_weights(header: GgufHeader, config: ModelConfig, dtype: Any = None) -> Params:
+    """The weights of a GGUF file, dequantised one by one, in the layout of `Params`, on the default device."""
+    wanted = tensor_parts(config, gguf_family(config))
+    dtype = chosen_dtype(dtype, stored_dtype(header))
+    leaves: dict[int, jax.Array] = {}
+    for name, parts in wanted.items():
+        leaves |= read_parts(read_gguf_weight(header, name, config), parts, dtype, f"{header.file}: {name}")
+    return jax.tree.unflatten(jax.tree.structure(weight_shapes(config)), [leaves[index] for index in sorted(leaves)])
+
+
+def chosen_dtype(dtype: Any, stored: str) -> np.dtype:
+    """The dtype of weights: the one given, else the default for weights that are stored like this."""
+    default = jnp.float32 if computes_in_float32() else DTYPES[stored]
+    return weight_dtype(default if dtype is None else dtype)
 
 
 def computes_in_float32() -> bool:

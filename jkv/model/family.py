@@ -51,6 +51,8 @@ class Family:
       tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Fields of one tensor are stacked in it by rows,
         in the order of the fields.
       layer_prefix: the prefix of the tensors of layer `{}`.
+      is_interleaved_in_gguf: whether GGUF files have the halves of each query and key head interleaved by rows.
+      strips_in_gguf: whether the SentencePiece tokenizer of a GGUF file ignores spaces after special tokens.
     """
 
     name: str
@@ -63,6 +65,8 @@ class Family:
     attention_kinds: Callable[[Any], set[str]] = layer_types
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSORS)
     layer_prefix: str = "model.layers.{}."
+    is_interleaved_in_gguf: bool = False
+    strips_in_gguf: bool = False
 
     def tensor_of(self, leaf: str) -> str:
         """The tensor of a leaf of `Params` with a name such as `layers.0.query`."""

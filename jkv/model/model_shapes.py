@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jkv.model.checkpoint import fetch, find_folder, read_config
+from jkv.model.gguf_files import is_gguf, read_gguf_config
+from jkv.model.gguf_header import read_header
 from jkv.model.params import Model, ModelConfig, Params, RopeScaling
 from jkv.text_files import read_toml
 from pallas_kernels import models
@@ -17,8 +19,8 @@ SHAPES = models.FILES
 def find_shape(model: Any) -> tuple[str, ModelConfig]:
     """The name and the configuration of a model.
 
-    A model is a `Model`, `Params`, a `ModelConfig`, a known name, a TOML file, a checkpoint folder or a hub name. Of a
-    checkpoint only config.json is read.
+    A model is a `Model`, `Params`, a `ModelConfig`, a known name, a TOML file, a checkpoint folder, a GGUF file or a
+    hub name. Of a folder only config.json is read, of a GGUF file only its header.
 
     Raises:
       FileNotFoundError: there is no such model.
@@ -37,6 +39,8 @@ def find_shape(model: Any) -> tuple[str, ModelConfig]:
         return str(model), read_shape(SHAPES[str(model)])
     if Path(model).suffix == ".toml":
         return Path(model).stem, read_shape(Path(model))
+    if is_gguf(model):
+        return Path(model).stem, read_gguf_config(read_header(Path(model)))
     try:
         folder = find_folder(model) or fetch(str(model), ["config.json"])
     except FileNotFoundError as error:

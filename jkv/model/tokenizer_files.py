@@ -7,6 +7,7 @@ see the files. Code in a checkpoint is never run.
 
 import base64
 import binascii
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -104,23 +105,33 @@ def read_tokenizer(folder: Path, config: ModelConfig | None = None) -> Any:
     options: dict[str, Any] = {name: None for name in settings if name.endswith("_file")}  # paths, which would be opened
     if loader is library.AutoTokenizer:
         options["config"] = family_defaults(folder)
-    try:
+    remedy = f"Correct it, or remove {', '.join(TOKENIZER_FILES)} and use token ids."
+    with loading(f"in {folder}", remedy):
         tokenizer = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
-        ids = tokenizer.encode(PROBE)
-        tokenizer.decode(ids)
         # Only the largest id of tokenizer.json is known before; the whole vocabulary takes long.
         is_known = find_file(folder / "tokenizer.json") is not None
-        ids += tokenizer.added_tokens_decoder if is_known else tokenizer.get_vocab().values()
-        size = max(len(tokenizer), *(index + 1 for index in [largest, *ids]))
+        size = measured(tokenizer, largest, is_known)
+    check_size(size, f"in {folder}", config)
+    return tokenizer
+
+
+@contextlib.contextmanager
+def loading(place: str, remedy: str) -> Iterator[None]:
+    """Reports what the libraries raise for a bad tokenizer as a ValueError."""
+    try:
+        yield
     except BaseException as error:  # tokenizers raises bare Exceptions, and panics that are BaseExceptions
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(
-            f"The tokenizer in {folder} must load without custom code: {printable(error)}. Correct it, or remove "
-            f"{', '.join(TOKENIZER_FILES)} and use token ids."
-        ) from error
-    check_size(size, folder, config)
-    return tokenizer
+        raise ValueError(f"The tokenizer {place} must load without custom code: {printable(error)}. {remedy}") from error
+
+
+def measured(tokenizer: Any, largest: int, is_known: bool) -> int:
+    """One more than the largest id, after a trial. `is_known`: `largest` is that of the vocabulary without added tokens."""
+    ids = tokenizer.encode(PROBE)
+    tokenizer.decode(ids)
+    ids += tokenizer.added_tokens_decoder if is_known else tokenizer.get_vocab().values()
+    return max(len(tokenizer), *(index + 1 for index in [largest, *ids]))
 
 
 def family_defaults(folder: Path) -> Any:
@@ -156,7 +167,7 @@ def check_tokenizer(folder: Path, config: ModelConfig | None = None) -> tuple[di
             largest = max(largest, check_ids(fields[name], str(file)))
         else:
             largest = max(largest, check_settings(fields[name], str(file)))
-    check_size(largest + 1, folder, config)
+    check_size(largest + 1, f"in {folder}", config)
     return fields.get("tokenizer_config.json", {}), largest
 
 
@@ -171,11 +182,11 @@ def check_places(folder: Path) -> None:
                 check_template(file.read_bytes().decode("utf-8", "replace"), str(file))
 
 
-def check_size(size: int, folder: Path, config: ModelConfig | None) -> None:
+def check_size(size: int, place: str, config: ModelConfig | None) -> None:
     """Refuses a tokenizer whose largest id is `size - 1` for a model with fewer tokens."""
     if config is not None and size > config.vocab_size:
         raise ValueError(
-            f"The tokenizer in {folder} must have at most vocab_size={config.vocab_size} tokens, got {size}: it belongs to "
+            f"The tokenizer {place} must have at most vocab_size={config.vocab_size} tokens, got {size}: it belongs to "
             "another model. Copy the right tokenizer files there."
         )
 

@@ -2,4 +2,4 @@
 
 from jkv.model.family import Family
 
-FAMILY = Family("llama", "LlamaForCausalLM")
+FAMILY = Family("llama", "LlamaForCausalLM", is_interleaved_in_gguf=True)

@@ -13,4 +13,5 @@ FAMILY = Family(
     has_partial_rotary=True,
     attention_kinds=lambda _: {"sliding_attention"},  # in every layer, if config.json has a sliding_window
     tensors=TENSORS | STACKED,
+    strips_in_gguf=True,
 )
