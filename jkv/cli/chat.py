@@ -6,6 +6,8 @@ from typing import Any
 
 from jkv.cli.inputs import LOOKS, add_model_options, read_settings, sampling_of
 
+BOUNDED_CONTEXT, OPEN_CONTEXT = 8_192, 32_768  # slots
+
 
 def add(commands: Any) -> None:
     """The command's options."""
@@ -19,12 +21,18 @@ def add(commands: Any) -> None:
     command.set_defaults(run=run)
     add_model_options(command)
     command.add_argument("--system", metavar="TEXT", help="the system's message")
+    command.add_argument(
+        "--context",
+        type=int,
+        help=f"slots of the cache in each layer and KV head, which the conversation must fit (default: {BOUNDED_CONTEXT} "
+        f"with a fixed budget, else {OPEN_CONTEXT}, or the model's positions if fewer)",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Reads messages and prints answers until the input ends."""
     from jkv.cli.generate import show_text, summarise
-    from jkv.generate import generate
+    from jkv.engine.engine import Engine
     from jkv.model import checkpoint
     from jkv.model.chat_template import has_chat_template
     from jkv.policies import make
@@ -33,6 +41,16 @@ def run(options: argparse.Namespace) -> int:
     model = checkpoint.load(options.model)
     if not has_chat_template(model.tokenizer):
         raise ValueError(f"chat needs a model with a chat template; {options.model} has none. Use jkv generate.")
+    context = options.context or (BOUNDED_CONTEXT if policy.is_bounded else OPEN_CONTEXT)
+    engine = Engine(
+        model,
+        max_running=1,
+        max_slots=min(context, model.config.max_positions),
+        page_size=options.page_size,
+        policies=[policy],
+        kernels=options.kernels,
+    )
+    sampling = sampling_of(options, model)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(begin)
     print(f"{model.name}, policy {policy.name}" + (f", budget {policy.budget}" if policy.budget else ""), file=sys.stderr)
@@ -41,17 +59,10 @@ def run(options: argparse.Namespace) -> int:
             messages = list(begin)
         elif line:
             messages.append({"role": "user", "content": line})
-            out = generate(
-                model,
-                messages,
-                policy=policy,
-                sampling=sampling_of(options, model),
-                max_new_tokens=options.max_new_tokens,
-                page_size=options.page_size,
-                kernels=options.kernels,
-                on_tokens=show_text,
-                progress=False,
-            )
+            engine.reset_stats()
+            ticket = engine.submit(messages, policy, sampling, options.max_new_tokens, on_tokens=show_text)
+            engine.run()
+            out = engine.result(ticket)
             assert out.text is not None
             messages.append({"role": "assistant", "content": out.text[0]})
             print(flush=True)
