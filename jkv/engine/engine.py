@@ -44,7 +44,6 @@ from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Needs, Policy
 from jkv.policies.policy import check_parts
-from jkv.reasoning.sentences import SentenceLog
 from jkv.replay.trace import TraceRecorder
 
 DEFAULT_RUNNING = 8  # rows
@@ -234,15 +233,17 @@ class Engine:
             sample.completion.first_seconds = sample.completion.first_seconds or sample.seconds
             sample.advance(rows[row])
             meter.row(sample)
-        meter.sentences(sentence_logs(self.scheduler))
+        meter.sentences(self.scheduler.sentence_logs)
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
         for row, sample in samples.items():
             self.outputs.collect(sample, rows[row], self.runner.version)
-        for sample, error in self.runner.share():
-            if not sample.is_finished:
-                sample.completion.error = error
-                self._finish(sample, "error")
-        self.outputs.emit_collected()
+        try:
+            for sample, error in self.runner.share():
+                if not sample.is_finished:
+                    sample.completion.error = error
+                    self._finish(sample, "error")
+        finally:  # also where sharing fails: what is finished stays finished, and its events must say so
+            self.outputs.emit_collected()
 
     @property
     def is_idle(self) -> bool:
@@ -440,11 +441,3 @@ def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.
     check_parts(policy, model)
     if mesh is not None:
         meshes.check_policy(policy, mesh.size)
-
-
-def sentence_logs(scheduler: Scheduler) -> list[SentenceLog]:
-    """The sentences of every sample and prefix, in host memory."""
-    samples = (*scheduler.running.values(), *(sample for _, sample in scheduler.waiting))
-    logs = [sample.sentences for sample in samples]
-    logs += [prefix.start.sentences for prefix in scheduler.prefixes.values() if prefix.start]
-    return [log for log in logs if log is not None]

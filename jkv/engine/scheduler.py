@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine.samples import Prefix, Sample
+from jkv.reasoning.sentences import SentenceLog
 
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps of a chunk
 ORDERS = ("arrival", "longest")
@@ -96,6 +97,13 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Whether any sample runs or waits; cancelled ones may still be queued."""
         return bool(self.running) or any(not sample.is_finished for _, sample in self.waiting)
+
+    @property
+    def sentence_logs(self) -> list[SentenceLog]:
+        """The sentences of every sample and prefix, in host memory."""
+        logs = [sample.sentences for sample in (*self.running.values(), *(sample for _, sample in self.waiting))]
+        logs += [prefix.start.sentences for prefix in self.prefixes.values() if prefix.start]
+        return [log for log in logs if log is not None]
 
     def release(self) -> tuple[list[int], list[Prefix]]:
         """Releases the rows of finished samples; returns these rows, and the prefixes to free since the last call."""

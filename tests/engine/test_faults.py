@@ -175,6 +175,12 @@ def test_an_engine_that_failed_with_nothing_left_to_do_says_so_in_every_call(mod
     engine.run()
 
 
+@pytest.mark.parametrize("seed", [10287, 13333])
+def test_a_schedule_that_once_failed(model, expected, seed):
+    """A call on an idle engine whose pool was lost; a sample that finished in the turn whose sharing failed."""
+    simulate(model, expected, [seed])
+
+
 def test_a_rollout_is_reset_after_a_program_failed(model):
     rollout = jkv.Rollout(model, R_KV, max_prompt_tokens=32, max_new_tokens=20, max_running=3, page_size=4, return_trace=True)
     settings = {"n": 3, "seed": 1, "stop_ids": (), "return_trace": True}
