@@ -18,6 +18,7 @@ BENCHES = {
     "peers": f"speed, memory and accuracy compared with transformers and kvpress ({install('peers')})",
     "cost": "where a decode step's time goes, by length, batch and budget",
     "rollouts": f"rollouts a second compared with tunix's own sampler ({install('tunix')})",
+    "latency": "seconds to the first token, and between tokens, by rows and policy",
     "eviction": "what scoring and compaction cost, compared with their own arithmetic, on a wide model",
 }
 PAGE = Path("docs/results.md")  # that shows the tables, from the root of the repository
@@ -43,7 +44,7 @@ def add(commands: Any) -> None:
         parser.add_argument("--quick", action="store_true", help="sizes of a test: checks that it runs, not how fast")
         parser.add_argument("--rounds", type=int, help="timings of each, of which the median counts")
         parser.add_argument("--out", type=Path, help="a folder for NAME.json and NAME.md; default: the table alone is shown")
-    for name in ("throughput", "cost", "eviction"):
+    for name in ("throughput", "cost", "latency", "eviction"):
         parsers[name].add_argument("--model", help="a shipped model, a folder, a hub name, or a TOML file of a shape")
     throughput, papers, peers = (parsers[name] for name in ("throughput", "papers", "peers"))
     throughput.add_argument("--policies", type=words, help="comma-separated, compared with full; default: r_kv,rpc")
@@ -55,6 +56,8 @@ def add(commands: Any) -> None:
     parsers["cost"].add_argument("--lengths", type=whole, help="of full caches; default: 128,512,1536")
     parsers["cost"].add_argument("--budgets", type=whole, help="of R-KV; default: 64,128,256")
     parsers["cost"].add_argument("--batches", type=whole, help="default: 1,8,32")
+    parsers["latency"].add_argument("--batches", type=whole, help="default: 1,8,32")
+    parsers["latency"].add_argument("--chunks", type=whole, help="most steps between two reads by the host; default: 16,1")
     for size, text in (
         ("prompts", "default: 16"),
         ("samples", "of each; default: 8"),
@@ -88,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"):
         if not 0 < given.get(name, 1) < MOST:
             raise ValueError(f"--{name} must be positive and below 2**31; got {shown(given[name])}.")
-    for name in ("lengths", "budgets", "batches"):
+    for name in ("lengths", "budgets", "batches", "chunks"):
         if name in given and not (given[name] and all(0 < size < MOST for size in given[name])):
             raise ValueError(f"--{name} must be sizes, each positive and below 2**31; got {shown(given[name])}.")
     if options.out:
@@ -167,6 +170,18 @@ def measure_cost(given: dict[str, Any], quick: bool, report: Any) -> dict[str, A
     return cost.measure(fixtures.model_of(usual["model"]), chosen, usual["rounds"], report)
 
 
+def measure_latency(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+    """What a user waits for."""
+    from jkv.bench import fixtures, latency
+    from jkv.policies import full, r_kv
+
+    usual: dict[str, Any] = {"model": "tiny-reasoner", "batches": [1, 8, 32], "chunks": [16, 1], "rounds": 5}
+    usual |= {"prompt": 128, "new_tokens": 256}
+    usual |= {"batches": [2], "chunks": [4], "rounds": 1, "new_tokens": 24} if quick else {}
+    usual |= given
+    return latency.measure(fixtures.model_of(usual.pop("model")), [full(), r_kv(128, 16)], **usual, report=report)
+
+
 def measure_rollouts(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
     """Tunix's own sampler."""
     from jkv.bench import rollouts
@@ -203,6 +218,7 @@ MEASURES: dict[str, Callable[[dict[str, Any], bool, Any], dict[str, Any]]] = {
     "papers": measure_papers,
     "peers": measure_peers,
     "cost": measure_cost,
+    "latency": measure_latency,
     "rollouts": measure_rollouts,
     "eviction": measure_eviction,
 }

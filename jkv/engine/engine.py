@@ -230,7 +230,7 @@ class Engine:
         """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events."""
         samples, meter = {row: self.scheduler.running[row] for row in rows}, self.runner.meter
         for row, sample in samples.items():
-            sample.completion.first_seconds = sample.completion.first_seconds or sample.seconds
+            meter.tokens(sample, len(rows[row].tokens))
             sample.advance(rows[row])
             meter.row(sample)
         meter.sentences(self.scheduler.sentence_logs)

@@ -38,6 +38,7 @@ class Completion:
     peak_kv_bytes: int = 0
     queued_seconds: float = 0.0
     first_seconds: float = 0.0
+    last_seconds: float = 0.0  # until its latest tokens
     seconds: float = 0.0
     error: BaseException | None = None
 

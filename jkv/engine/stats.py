@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
 from jkv.checks import size
+from jkv.engine.latency import Latency
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Turn
 from jkv.engine.timing import clock
@@ -87,6 +88,8 @@ class RunStats:
     platform: str = "cpu"  # of the device: cpu, tpu, cuda
     sharing: SharingStats = dataclasses.field(default_factory=SharingStats)
     queued_seconds: float = 0.0  # until samples had a row, summed
+    first_token: Latency = dataclasses.field(default_factory=Latency)  # seconds from a sample's submission
+    between_tokens: Latency = dataclasses.field(default_factory=Latency)  # seconds from one token of a sample to the next
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -140,6 +143,10 @@ class Stats:
     forks: int  # samples that started from a prompt prefilled for several
     preemptions: int
     queued_seconds: float  # mean over samples, until they had a row
+    first_token_p50: float  # seconds from submission to the first token: the median of samples
+    first_token_p99: float
+    token_p50: float  # seconds between two tokens of a sample; those of a chunk reach the host together
+    token_p99: float
     kernels: dict[str, str]  # implementations used so far: "tpu", "gpu", "cpu", or plain XLA's "reference"
     seed: int  # of the random draws: given, or fresh
 
@@ -203,6 +210,10 @@ class Stats:
             forks=run.forks,
             preemptions=run.preemptions,
             queued_seconds=sum((s.queued_seconds for s in per_sample), 0.0) / max(len(per_sample), 1),
+            first_token_p50=run.first_token.quantile(0.5),
+            first_token_p99=run.first_token.quantile(0.99),
+            token_p50=run.between_tokens.quantile(0.5),
+            token_p99=run.between_tokens.quantile(0.99),
             kernels=run.kernels,
             seed=samples[0].request.seed if samples else 0,
         )
@@ -272,6 +283,16 @@ class Meter:
         stats.chunks += 1
         stats.sample_chunks += rows
         self.peak(held)
+
+    def tokens(self, sample: Sample, count: int) -> None:
+        """Notes when a sample's `count` new tokens reached the host. Within a chunk, each has an equal part of the time."""
+        completion, now = sample.completion, sample.seconds
+        if not completion.first_seconds:
+            completion.first_seconds = now
+            self.stats.first_token.add(now)
+        elif count:
+            self.stats.between_tokens.add((now - completion.last_seconds) / count, count)
+        completion.last_seconds = now
 
     def peak(self, held: int) -> None:
         """Records the pages in use now, and the bytes that full caches of the same rows would hold, if they are peaks."""

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -102,6 +103,15 @@ def test_cost_splits_an_engines_step_into_parts(capsys, tmp_path, shape):
         assert sum(parts.values()) == pytest.approx(one["step_us"], rel=2e-3)
         assert all(parts[name] > 0 for name in parts if name not in ("rest", "compaction"))  # that one is a difference
         assert one["tokens_per_second"] == pytest.approx(1e6 * one["batch"] / one["step_us"], rel=1e-2)
+
+
+def test_latency_is_that_of_every_batch_chunk_and_policy(capsys, tmp_path, shape):
+    said = bench(capsys, tmp_path, "latency", "--model", shape, "--batches", "1,2", "--chunks", "8,2")
+    at = [(one["batch"], one["chunk"], one["policy"]) for one in said["records"]]
+    assert at == list(itertools.product((1, 2), (8, 2), ("full", "r_kv")))
+    for one in said["records"]:
+        assert 0 < one["first_token_p50_ms"] <= one["first_token_p99_ms"]
+        assert 0 < one["token_p50_ms"] <= one["token_p99_ms"]
 
 
 def test_eviction_is_compared_with_its_own_arithmetic(capsys, tmp_path, shape):
