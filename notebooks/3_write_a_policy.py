@@ -17,14 +17,18 @@
 
 # %%
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-SOURCE = "jkv-cache[eval] @ git+https://github.com/jkv-project/jkv"
+# JAX for the accelerator of this machine. The JAX that is installed stays (Colab brings its own), unless it is too old.
+DEVICE = ",cuda12" if shutil.which("nvidia-smi") else ",tpu" if "TPU_ACCELERATOR_TYPE" in os.environ else ""
+SOURCE = f"jkv-cache[eval{DEVICE}] @ git+https://github.com/jkv-project/jkv"
 for folder in (Path.cwd(), Path.cwd().parent):  # a checkout around this notebook comes first, and needs no network
     if (folder / "jkv" / "__init__.py").exists():
-        SOURCE = f"{folder}[eval]"
+        SOURCE = f"{folder}[eval{DEVICE}]"
         sys.path.insert(0, str(folder))
         break
 try:
@@ -32,6 +36,9 @@ try:
 except ImportError:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", SOURCE], check=True)
     importlib.invalidate_caches()
+import jax
+
+print(jax.devices())
 
 # %% [markdown]
 # The engine decodes, frees pages and records the trace. A policy only computes a score for each slot, and slots with a higher score

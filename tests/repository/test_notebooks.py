@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 
@@ -72,21 +73,27 @@ def test_a_badge_leads_to_its_own_notebook_in_the_projects_repository(script):
 def test_every_notebook_installs_in_the_same_way():
     install = {list(cells_of(script.read_text()))[1] for script in SCRIPTS}
     assert len(install) == 1
-    assert f'"jkv-cache[eval] @ git+{repository()}"' in install.pop().source
+    assert f'"jkv-cache[eval{{DEVICE}}] @ git+{repository()}"' in install.pop().source
 
 
 @pytest.mark.parametrize("where", ["notebooks", "checkout", "elsewhere"])
 @pytest.mark.parametrize("is_installed", [True, False], ids=["installed", "not installed"])
-def test_the_install_cell_takes_what_is_there(where, is_installed, monkeypatch, tmp_path):
+@pytest.mark.parametrize("device", ["", ",cuda12", ",tpu"])
+def test_the_install_cell_takes_what_is_there(where, is_installed, device, monkeypatch, tmp_path, capsys):
     """With jkv there is nothing to do; without, the checkout around the notebook is installed, or the project's address."""
     calls = []
+    monkeypatch.setattr(shutil, "which", lambda name: "nvidia-smi" if name == "nvidia-smi" and device == ",cuda12" else None)
+    monkeypatch.delenv("TPU_ACCELERATOR_TYPE", raising=False)
+    if device == ",tpu":
+        monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-1")
     monkeypatch.setattr(subprocess, "run", lambda command, check: calls.append(command))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir({"notebooks": FOLDER, "checkout": FOLDER.parent, "elsewhere": tmp_path}[where])
     if not is_installed:
         monkeypatch.setitem(sys.modules, "jkv", None)  # importing it is an ImportError
     run_cell(list(cells_of(SCRIPTS[0].read_text()))[1].source, {}, "install")
-    wanted = f"jkv-cache[eval] @ git+{repository()}" if where == "elsewhere" else f"{FOLDER.parent}[eval]"
+    wanted = f"jkv-cache[eval{device}] @ git+{repository()}" if where == "elsewhere" else f"{FOLDER.parent}[eval{device}]"
+    assert str(jax.devices()) in capsys.readouterr().out
     assert [command[-1] for command in calls] == ([] if is_installed else [wanted])
 
 
