@@ -117,6 +117,9 @@ def assert_engine_is_consistent(engine: Engine) -> None:
     Between steps the reservations, which include the next chunk, may exceed the pool; the next step preempts before it decodes.
     """
     pool = jax.device_get(engine.runner.state.cache.pool)
-    block_tables = [prefix.start.snapshot.block_table for prefix in engine.scheduler.prefixes.values() if prefix.start]
+    freed = engine.scheduler._freed  # by the next step: a prefix whose last sample was cancelled
+    prefixes = [prefix for prefix in (*engine.scheduler.prefixes.values(), *freed) if prefix.start]
+    block_tables = [prefix.start.snapshot.block_table for prefix in prefixes]
     assert_allocator_is_consistent(pool, [jax.device_get(block_table) for block_table in block_tables])
-    assert len(pool.refcount) - 1 - pool.free_top <= min(engine.scheduler.reserved, engine.num_pages)
+    reserved = engine.scheduler.reserved + sum(prefix.num_pages for prefix in freed)
+    assert len(pool.refcount) - 1 - pool.free_top <= min(reserved, engine.num_pages)
