@@ -69,6 +69,7 @@ def test_statistics_are_counted_on_the_real_pool(model):
     assert out.stats.prefills == 1
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("policy", [jkv.full(), POLICY], ids=["full", "r_kv"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_a_rows_tokens_do_not_depend_on_the_other_rows(model, policy, temperature):
@@ -86,6 +87,7 @@ def test_a_rows_tokens_do_not_depend_on_the_other_rows(model, policy, temperatur
             np.testing.assert_allclose(alone.logprobs[0], together.logprobs[i], atol=1e-5)
 
 
+@pytest.mark.rounding
 def test_a_batch_may_mix_policies_and_each_row_is_as_by_itself(model):
     policies = [jkv.full(), POLICY, jkv.streaming_llm(budget=12, interval=16)]
     knobs = KNOBS | {"max_running": 4}
@@ -104,6 +106,7 @@ def test_more_requests_than_rows_are_served_in_order(model):
     assert narrow.stats.peak_kv_bytes < wide.stats.peak_kv_bytes
 
 
+@pytest.mark.rounding
 def test_a_small_pool_makes_requests_wait_and_changes_nothing_else(model):
     wide = jkv.generate(model, PROMPTS, policy=POLICY, max_running=4, **KNOBS)
     page = memory.page_bytes(model.params, 4)
@@ -195,6 +198,7 @@ def test_bare_params_and_arrays_are_taken(model):
     np.testing.assert_array_equal(out.tokens, jkv.generate(model, [PROMPTS[1]], **KNOBS).tokens)
 
 
+@pytest.mark.rounding
 def test_a_long_prompt_is_prefilled_in_pieces_like_in_one(model, monkeypatch):
     prompt = np.random.default_rng(0).integers(0, 32, 70).tolist()
     whole = jkv.generate(model, prompt, **KNOBS)

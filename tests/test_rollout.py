@@ -76,6 +76,7 @@ def assert_same(one, other):
 # Log-probabilities.
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_a_full_cache_samples_what_a_dense_forward_pass_scores(model, temperature):
     out = make_rollout(model)(PROMPTS, n=2, sampling=jkv.Sampling(temperature=temperature), seed=1, stop_ids=(3,))
@@ -96,6 +97,7 @@ def test_greedy_tokens_have_the_log_probabilities_of_temperature_one(model):
     np.testing.assert_allclose(jkv.score(model, out, sampling=jkv.Sampling()).logprobs, out.logprobs, atol=1e-5)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("policy", marked(EVICTING).values(), ids=EVICTING)
 def test_replay_gives_the_log_probabilities_of_a_group_that_shares_its_prompt(model, policy):
     out = make_rollout(model, policy)(PROMPTS, n=3, seed=5, stop_ids=(), return_trace=True)
@@ -106,6 +108,7 @@ def test_replay_gives_the_log_probabilities_of_a_group_that_shares_its_prompt(mo
     assert np.abs(np.asarray(jkv.score(model, out).logprobs) - out.logprobs).max() > 1e-3  # something was evicted
 
 
+@pytest.mark.rounding
 def test_log_probabilities_are_those_of_the_cut_distribution_and_of_the_whole_one(model):
     sampling = jkv.Sampling(temperature=0.8, top_k=5, top_p=0.9)
     with pytest.warns(UserWarning, match="top_k=5, top_p=0.9 cut"):
@@ -143,6 +146,7 @@ def test_samples_of_a_group_differ_and_are_those_of_calls_of_one(rollout):
         np.testing.assert_array_equal(single.logprobs, whole.logprobs[i::8])
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("options", [{"max_running": 2}, {"max_running": 3}, {"max_running": 16}, {"page_size": 8}], ids=str)
 def test_tokens_do_not_depend_on_order_rows_pages_or_batch(model, rollout, options):
     expected = by_sample(rollout(PROMPTS, n=3, seed=2, stop_ids=()))
@@ -204,6 +208,7 @@ def num_programs():
     return sum(getattr(programs, name)._cache_size() for name in names)
 
 
+@pytest.mark.rounding
 def test_new_weights_compile_nothing_and_give_what_a_fresh_rollout_gives(model, other_params):
     rollout = make_rollout(model, R_KV)
     before = rollout(PROMPTS, seed=4, stop_ids=())
@@ -347,6 +352,7 @@ SLEEPERS["skip_kv"] = jkv.skip_kv(budget=14, interval=8, window=4, tau=0.2, ends
 SLEEPERS = marked(SLEEPERS)
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("policy", SLEEPERS.values(), ids=SLEEPERS)
 def test_pausing_and_sleeping_between_steps_change_no_token(model, policy):
     named = dataclasses.replace(model, tokenizer=BreakingTokenizer())

@@ -83,6 +83,7 @@ def replay(model, outs):
     return np.abs(np.asarray(scored.logprobs) - joined([out.logprobs for out in outs]))
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize(
     ("seed", "num_mixes", "rows"), [(1, 40, (1, 3, 8)), pytest.param(0, 200, (1, 3, 8, 32), marks=pytest.mark.slow)]
 )
@@ -107,6 +108,7 @@ def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expecte
     assert not any(engine.scheduler.prefixes for engine in engines.values())
 
 
+@pytest.mark.rounding
 def test_swapped_rows_come_back_bit_for_bit(model, engines):
     """The same engine, once with the pool to itself and once in a batch that is too large for it."""
     engine = engines[8]
@@ -459,6 +461,7 @@ def test_statistics_cover_each_sample(model):
     assert stats.chunks == 2
 
 
+@pytest.mark.rounding
 def test_random_operations_leak_nothing_and_read_nothing_freed(model, engines, expected):
     """A short run of `python -m tests.support.soak`."""
     counts = soak(engines[3], expected, np.random.default_rng(1), operations=600, check_every=10)

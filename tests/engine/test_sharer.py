@@ -82,6 +82,7 @@ def assert_layouts_are_the_pools(engine):
     return count
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("policy", SHARING.values(), ids=SHARING)
 def test_host_layout_pool_and_trace_agree(model, policy):
     engine = make_engine(model, [policy])
@@ -118,6 +119,7 @@ def test_a_replay_without_the_multiplicity_of_pages_is_noticed(model):
         assert np.abs(np.asarray(jkv.score(model, out, trace=wrong).logprobs) - out.logprobs).max() > 1e-3
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("policy", SHARING.values(), ids=SHARING)
 def test_a_row_gives_the_same_by_itself_in_a_batch_and_after_preemption(model, policy):
     """With a known threshold, nothing depends on other rows: other chunks, forks, and a pool too small for all."""

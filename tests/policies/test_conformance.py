@@ -34,6 +34,7 @@ def case(request):
     return Case(build(request.param))
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_promise_is_kept(case, check):
     assert check(case) is None
@@ -79,6 +80,7 @@ def test_a_plain_schedule_is_what_it_says():
     assert simulate(build("streaming_llm"), 33, 96)[1].tolist() == [33 + 80 - 24] * 2
 
 
+@pytest.mark.rounding
 def test_compaction_happens_when_due_and_the_trace_tells_what_it_dropped(case):
     policy, out, prompts = case.policy, case.compressed, case.prompts
     expected = [simulate(policy, len(prompt), case.new_tokens) for prompt in prompts]
@@ -213,6 +215,7 @@ def norm_of_keys(view):
     return jnp.linalg.norm(view.key, axis=-1)
 
 
+@pytest.mark.rounding
 def test_the_readmes_policy_of_nearly_tied_scores_keeps_every_promise():
     report = jkv.verify(jkv.evict_by(norm_of_keys, budget=48, interval=16, sinks=4, recent=8))
     assert report.is_ok, str(report)
@@ -246,6 +249,7 @@ def rounded_by_shape(view):
     return jnp.round(norm_of_keys(view) * digits) / digits
 
 
+@pytest.mark.rounding
 def test_verify_notices_rounding_that_differs_with_the_number_of_rows_that_are_due(monkeypatch):
     policy = jkv.evict_by(rounded_by_shape, budget=48, interval=16, sinks=4, recent=8)
     check = CHECKS["is_batch_invariant"]

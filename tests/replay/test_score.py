@@ -26,6 +26,7 @@ def gap(scores, out):
     return np.abs(np.asarray(scores.logprobs) - out.logprobs)
 
 
+@pytest.mark.rounding
 def test_dense_scoring_of_a_compressed_run_is_far_off_and_replay_is_exact(model, squeezed):
     replayed, dense = jkv.score(model, squeezed, trace=squeezed.trace), jkv.score(model, squeezed)
     assert np.percentile(gap(replayed, squeezed), 99) <= 1e-5
@@ -40,6 +41,7 @@ def test_an_eviction_off_by_one_breaks_replay(model, squeezed, shift):
     assert gap(jkv.score(model, squeezed, trace=wrong), squeezed).max() > 1e-3
 
 
+@pytest.mark.rounding
 @pytest.mark.parametrize(
     "sampling",
     [jkv.Sampling(temperature=0.0), jkv.Sampling(seed=1), jkv.Sampling(0.6, 0.9, 0, 1), jkv.Sampling(1.0, 1.0, 4, 1)],
@@ -60,6 +62,7 @@ def test_bare_tokens_are_scored_with_prompts_and_lengths(model, squeezed):
     assert (np.asarray(bare)[1, 10:] == 0).all()
 
 
+@pytest.mark.rounding
 def test_more_samples_than_a_program_holds_are_scored_alike(model, monkeypatch, squeezed):
     whole = jkv.score(model, squeezed, trace=squeezed.trace)
     monkeypatch.setattr(importlib.import_module("jkv.replay.score"), "MAX_ROWS", 1)
@@ -67,6 +70,7 @@ def test_more_samples_than_a_program_holds_are_scored_alike(model, monkeypatch, 
     np.testing.assert_allclose(apart.logprobs, whole.logprobs, atol=1e-5)
 
 
+@pytest.mark.rounding
 def test_general_columns_with_sources_equal_the_short_form(model, squeezed):
     """A trace whose columns are shuffled is still the same attention."""
     trace = squeezed.trace
@@ -88,6 +92,7 @@ def test_a_short_sample_s_trace_may_be_as_wide_as_a_long_one_s(model, monkeypatc
     np.testing.assert_allclose(jkv.score(model, out, trace=trace).logprobs, out.logprobs, atol=1e-5)
 
 
+@pytest.mark.rounding
 def test_the_gradient_of_a_score_is_that_of_finite_differences(model, squeezed):
     direction = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape), model.params)
 
