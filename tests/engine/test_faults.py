@@ -59,7 +59,9 @@ def test_generate_returns_what_there_is_wherever_ctrl_c_is_pressed(model, presse
             except KeyboardInterrupt:
                 assert not {"Engine.step", "Engine.run", "Engine.take", "make_result"} & {*where}, where
                 continue
-        assert where
+        if not where:  # the number of calls varies a little
+            assert at > 0.9 * calls
+            continue
         partial += "cancelled" in out.finish_reason
         for i, reason in enumerate(out.finish_reason):
             length = out.lengths[i]

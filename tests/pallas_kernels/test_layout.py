@@ -17,7 +17,11 @@ ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "pallas_kernels"
 REQUIRED = {"__init__.py", "reference.py", "shapes.py"}
 OPTIONAL = {"cpu.py", "gpu.py", "tpu.py", "native.py", "native.cc", "pallas.py"}  # `pallas`: what gpu and tpu share
-ORDER = ({"dispatch", "launch", "models", "native_library", "timing"}, {"peers"}, {"bench"})  # the folders lie below `peers`
+ORDER = (
+    {"choice", "dispatch", "launch", "models", "native_library", "timing"},
+    {"peers"},
+    {"bench"},
+)  # the folders lie below `peers`
 DOUBLED = {
     "__init__.py": '''
 """Twice each number."""

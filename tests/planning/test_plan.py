@@ -100,7 +100,7 @@ def test_no_further_row_would_fit():
     plan = jkv.plan(TINY, SMALL, jkv.r_kv(16, 8, window=4), length=60, prompt=20, page_size=4)
     assert plan.own.total_bytes <= plan.usable_bytes == 1_800_000
     assert plan.own.batch > 10
-    with pytest.raises(ValueError, match=f"bytes short; {plan.own.batch} rows fit"):
+    with pytest.raises(ValueError, match=f"B short; {plan.own.batch} rows fit"):
         jkv.plan(TINY, SMALL, jkv.r_kv(16, 8, window=4), length=60, prompt=20, page_size=4, batch=plan.own.batch + 1)
 
 
@@ -263,13 +263,13 @@ def test_float32_has_its_own_rate(itemsize):
         ({"length": 131_073}, "at most the model's 131072 positions"),
         ({"prompt": 0}, "prompt must be at least 1"),
         ({"batch": 0}, "batch must be at least 1"),
-        ({"batch": 10_000}, "bytes short; 51 rows fit"),
+        ({"batch": 10_000}, "short; 51 rows fit"),
         ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16"),
         ({"dtype": "often"}, "dtype must be float32, bfloat16 or float16"),
         ({"num_devices": 3}, "num_kv_heads=8 must be a multiple of the 3 devices"),
         ({"num_devices": 2, "policy": jkv.rpc()}, "rpc chooses slots by the scores of all KV heads"),
         ({"memory_share": 1.5}, "must lie in"),
-        ({"device": "t4"}, "1 row of full must fit t4: weights 32121044992 "),
+        ({"device": "t4"}, "1 row of full must fit t4: weights 32.1 GB "),
         ({"model": 3}, "A model must be a jkv.Model"),
     ],
     ids=str,
@@ -338,7 +338,7 @@ def test_the_command_takes_a_device_s_figures(capsys):
         (("--device", "h200"), "jkv plan --list"),
         (("r1-qwen-7b", "--device", "h201"), "device must be one of"),
         (("nobody", "--device", "h200"), "a TOML file of a model's shape"),
-        (("r1-qwen-7b", "--device", "t4"), "bytes short; no rows fit"),
+        (("r1-qwen-7b", "--device", "t4"), "short; no rows fit"),
         (("r1-qwen-7b", "--device", "h200", "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
         (("r1-qwen-7b", "--device", "h200", "--length", 10), "length counts prompt and completion"),
         (("r1-qwen-7b", "--device", "h200", "--out", "no/such/folder.json"), "a file in a folder that exists"),
