@@ -19,21 +19,22 @@ WORDS: dict[Any, str] = {
     types.NoneType: "None",
 }
 DISTRIBUTION = "jkv-cache"  # on PyPI, where `jkv` is another project
+UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 MOST_SHOWN = 100  # characters of a value in an error
 SHOWN = reprlib.Repr()
 SHOWN.maxstring = SHOWN.maxother = SHOWN.maxlong = MOST_SHOWN
 
 
-def size(num_bytes: int) -> str:
-    """Bytes as text, in powers of ten.
+def size(num_bytes: float) -> str:
+    """Bytes as text, in powers of ten, to three digits.
 
-    >>> size(1_230_000_000), size(999)
-    ('1.23 GB', '999 B')
+    >>> size(1_230_000_000), size(999), size(999_700), size(-5e6)
+    ('1.23 GB', '999 B', '1 MB', '-5 MB')
     """
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:,.3g} {unit}" if num_bytes < 1000 * scale else f"{num_bytes / scale:,.0f} {unit}"
-    return f"{num_bytes:.0f} B"
+    rounded = float(f"{num_bytes:.3g}")
+    unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(rounded) >= scale), ("B", 1.0))
+    value = rounded / scale
+    return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
-from jkv.engine.memory import cap_to_free, free_pool_bytes, lowered, most_pages, most_slots, num_row_pages, page_bytes
+from jkv.engine.memory import cap_to_free, coarse, free_pool_bytes, lowered, most_pages, most_slots, num_row_pages, page_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
@@ -90,13 +90,12 @@ def result_of(engine: Engine, tickets: Sequence[int], is_traced: bool) -> Result
 def warn_of_length(samples: Sequence[Sample]) -> None:
     """Warns where most samples were cut by their limit, unless nothing could have ended them earlier."""
     may_stop = [sample for sample in samples if sample.request.stop_ids or sample.request.stop_strings]
-    cut = [sample.request for sample in may_stop if sample.completion.finish_reason == "length"]
-    if 2 * len(cut) > len(may_stop):
-        is_open = any(request.is_open for request in cut)
-        way_out = "The model or the memory has no room for more" if is_open else "Raise max_new_tokens"
-        warnings.warn(
-            f"{len(cut)} of {len(samples)} samples were cut after {max(request.max_new_tokens for request in cut):,} tokens, "
-            f"before the model ended them. {way_out}.",
+    limits = [sample.request.max_new_tokens for sample in may_stop if sample.completion.finish_reason == "length"]
+    if 2 * len(limits) > len(may_stop):
+        LOGGER.info("%d of %d samples were cut after %d tokens", len(limits), len(samples), max(limits))
+        warnings.warn(  # without figures, so that Python shows it once
+            "More than half of the samples were cut by the limit of new tokens before the model ended them. Raise "
+            "max_new_tokens, or use a policy with a budget where the memory is the limit.",
             stacklevel=4,
         )
 
@@ -107,7 +106,7 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
     policies = [group[0].policy for group in requests]
     every = [request for group in lowered_to_memory(model, requests, options) for request in group]
     num_rows = options.max_running or min(1 << (len(every) - 1).bit_length(), DEFAULT_RUNNING)
-    max_slots = round_up(max(most_slots(params, request) for request in every))
+    max_slots = options.max_slots or round_up(max(most_slots(params, request) for request in every))
     num_pages = options.num_pages
     if options.kv_memory is None and num_pages is None:
         num_pages = default_num_pages(params, every, n, num_rows, max_slots, page_size)
@@ -127,12 +126,14 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
 def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> list[list[Request]]:
     """Requests whose limit of new tokens was left open, with no more than one row of the pool, or of the free memory, holds."""
     params, page_size, config = model.params, options.page_size, model.config
-    if not any(group[0].is_open for group in requests):
+    if not any(group[0].has_open_limit for group in requests):
         return [list(group) for group in requests]
     num_shards = 1 if options.mesh is None else options.mesh.size
     bytes_per_page = page_bytes(params, page_size, any(group[0].policy.read is not None for group in requests))
-    num_bytes = options.kv_memory if isinstance(options.kv_memory, int) else free_pool_bytes(params, num_shards)
-    num_pages = options.num_pages or num_bytes // bytes_per_page
+    num_pages = options.num_pages
+    if num_pages is None:
+        num_bytes = options.kv_memory if isinstance(options.kv_memory, int) else free_pool_bytes(params, num_shards)
+        num_pages = coarse(max(1, num_bytes // bytes_per_page))
     sizes = {"max_slots": options.max_slots or config.max_positions, "num_pages": num_pages, "page_size": page_size}
     found: dict[tuple[int, Policy], int] = {}  # equal prompts' lengths and policies are looked up once
     for group in requests:
@@ -140,7 +141,10 @@ def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], optio
         if key not in found:
             found[key] = lowered(params, group[0], **sizes).max_new_tokens
     return [
-        [dataclasses.replace(one, max_new_tokens=found[len(one.prompt), one.policy]) if one.is_open else one for one in group]
+        [
+            dataclasses.replace(one, max_new_tokens=found[len(one.prompt), one.policy]) if one.has_open_limit else one
+            for one in group
+        ]
         for group in requests
     ]
 

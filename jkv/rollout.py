@@ -36,7 +36,7 @@ from jkv.policies import Policy
 DEFAULT_PROMPT_TOKENS, DEFAULT_NEW_TOKENS = 512, 1024
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Rollouts(Result):
     """Finished samples for a trainer, prompt-major. Fields of `jkv.Result`, and:
 

@@ -1,12 +1,13 @@
-"""Which GPU programs are traced for, and which kernels were chosen by hand; both are part of the key of JAX's program caches.
+"""Which GPU programs are traced for, and which kernels were chosen by hand.
 
-`JKV_KERNELS=reference` in the environment chooses for a whole process, `with choose("reference"):` for the programs traced
-inside.
+`with choose("reference"):` chooses for the programs traced inside, and is part of the key of JAX's program caches, as the GPU
+is. `JKV_KERNELS=reference` in the environment chooses for a whole process.
 """
 
 import contextlib
 import functools
 import os
+import re
 import warnings
 from collections.abc import Iterable, Iterator
 
@@ -33,26 +34,26 @@ def tracing_for(capability: tuple[int, int] | None) -> Iterator[None]:
 
 
 def lowest_capability(devices: Iterable[jax.Device]) -> tuple[int, int] | None:
-    """The lowest compute capability of some devices, as (major, minor); None if none of them tells one.
+    """The lowest compute capability of some devices, as (major, minor); None if none of them is an NVIDIA GPU.
 
     A program of several devices must run on each.
     """
-    told = [device.compute_capability for device in devices if getattr(device, "compute_capability", None)]
-    return min((parse_capability(one) for one in told), default=None)
+    found = [parse_capability(str(getattr(device, "compute_capability", ""))) for device in devices]
+    return min((one for one in found if one is not None), default=None)
 
 
-def parse_capability(text: str) -> tuple[int, int]:
-    """A device's word for its compute capability, as (major, minor).
+def parse_capability(text: str) -> tuple[int, int] | None:
+    """A compute capability as (major, minor); None for another text, such as an AMD GPU's.
 
-    >>> parse_capability("7.5")
-    (7, 5)
+    >>> parse_capability("7.5"), parse_capability("gfx90a")
+    ((7, 5), None)
     """
-    major, _, minor = str(text).partition(".")
-    return int(major), int(minor or 0)
+    found = re.fullmatch(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability that programs are traced for: the one told, or the lowest of this process's GPUs; None without."""
+    """The compute capability that programs are traced for: that given, or the lowest of this process's GPUs; None without."""
     return CAPABILITY.value or own_capability()
 
 
@@ -144,8 +145,8 @@ def parse_choices(text: str) -> Choices:
         if not is_pair or name not in NAMES.get(kernel, ()):
             known = "; ".join(f"{kernel}: {', '.join(names)}" for kernel, names in NAMES.items())
             raise ValueError(
-                f'kernels ({VARIABLE}) must be "auto", "reference", or pairs like "paged_attention=reference", of {known}; '
-                f"got {text[:200]!r}."
+                f'kernels ({VARIABLE}) must be "auto", "reference", or pairs like "paged_attention=reference"; got '
+                f"{text[:200]!r}. Known: {known}."
             )
         choices.append((kernel, name))
     return tuple(choices)

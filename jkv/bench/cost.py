@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.bench.rounds import in_turns
+from jkv.bench.rounds import GREEDY, in_turns
 from jkv.bench.step_breakdown import STEPS, seconds_of_parts
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
@@ -88,7 +88,7 @@ def engine_step(model: Model, point: Point) -> tuple[float, float]:
     sizes: Any = {"max_running": batch, "max_slots": prompt + steps, "page_size": DEFAULT_PAGE_SIZE}
     engine = Engine(model, **sizes, policies=[policy], max_stop_ids=1)
     for tokens in np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt), dtype=np.int32):
-        engine.submit(tokens, policy, max_new_tokens=steps, stop_ids=())
+        engine.submit(tokens, policy, GREEDY, max_new_tokens=steps, stop_ids=())
     engine.step()
     stats = engine.stats
     before = stats.seconds, stats.host_seconds, stats.steps

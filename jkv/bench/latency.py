@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.bench.rounds import in_turns
+from jkv.bench.rounds import GREEDY, in_turns
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
 from jkv.engine.stats import RunStats
@@ -75,7 +75,7 @@ def serve(engine: Engine, policy: Policy, batch: int, prompt: int, new_tokens: i
     """Seconds of one batch of requests: `FIGURES`."""
     engine.reset_stats()
     draws = np.random.default_rng(0).integers(1, engine.model.config.vocab_size, (batch, prompt), dtype=np.int32)
-    tickets = [engine.submit(tokens, policy, max_new_tokens=new_tokens, stop_ids=()) for tokens in draws]
+    tickets = [engine.submit(tokens, policy, GREEDY, max_new_tokens=new_tokens, stop_ids=()) for tokens in draws]
     engine.run()
     engine.take(tickets)
     stats: RunStats = engine.stats

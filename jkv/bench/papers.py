@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jkv.bench.fixtures import random_model
-from jkv.bench.rounds import in_turns, median_and_spread, timer
+from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
 from jkv.bench.throughput import Load
 from jkv.bench.throughput import run as run_load
 from jkv.engine.memory import num_row_pages
@@ -238,7 +238,7 @@ def run_text(model: Model, prompts: list[str], policy: Policy, options: dict[str
     """Samples a minute and tokens a second, wall time but for compiling, and the most bytes held."""
     limit = model.config.max_positions // 2 - 64
     with timer() as seconds:
-        out = generate(model, prompts, policy=policy, max_new_tokens=limit, progress=False, **options)
+        out = generate(model, prompts, policy=policy, sampling=GREEDY, max_new_tokens=limit, progress=False, **options)
     return 60 * len(prompts) / seconds.running, float(out.lengths.sum()) / seconds.running, out.stats.peak_kv_bytes
 
 

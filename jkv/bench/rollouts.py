@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jkv.bench.countdown import Numbers, countdown, prompts_for, skewed
-from jkv.bench.rounds import in_turns, median_and_spread, timer
+from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import install
 from jkv.engine.memory import most_pages_of, num_row_pages
@@ -233,7 +233,7 @@ def reasoner(problems: int, samples: int, policy: Policy) -> tuple[str, Params, 
 
     model = checkpoint.load("tiny-reasoner")
     ids = [[int(token) for token in model.tokenizer.encode(problem.prompt)] for problem in held_out(problems)]
-    lengths = generate(model, ids, policy=policy, max_new_tokens=1024, progress=False).lengths
+    lengths = generate(model, ids, policy=policy, sampling=GREEDY, max_new_tokens=1024, progress=False).lengths
     texts = [" ".join(map(str, prompt)) for prompt in ids]
     unused = max(set(range(model.config.vocab_size)) - {token for prompt in ids for token in prompt})
     tokenizer = Numbers(pad=unused, end=model.config.end_ids[0])

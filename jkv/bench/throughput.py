@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.bench.rounds import in_turns, median_and_spread, timer
+from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
 from jkv.engine.memory import num_row_pages, page_bytes
@@ -76,7 +76,7 @@ def run(model: Model, load: Load, policy: Policy, page_size: int = DEFAULT_PAGE_
             policies=[policy],
             max_stop_ids=1,
         )
-        tickets = [engine.submit(prompt, policy, max_new_tokens=load.new_tokens, stop_ids=()) for prompt in prompts]
+        tickets = [engine.submit(prompt, policy, GREEDY, max_new_tokens=load.new_tokens, stop_ids=()) for prompt in prompts]
         while not engine.is_idle:
             engine.step()
             peak, before = max(peak, engine.stats.sample_chunks - before), engine.stats.sample_chunks

@@ -51,7 +51,7 @@ def add(commands: Any) -> None:
     command.add_argument("--problems", type=int, help="how many unseen chains; default: 100")
     command.add_argument("--policies", type=words, help="comma-separated; default: full")
     command.add_argument("--budgets", type=words, help="comma-separated, in slots, for policies that have one")
-    command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
+    command.add_argument("--max-new-tokens", type=int, help="default: what the model's positions leave, up to 32768")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
     command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
     command.add_argument("--out", type=Path, help="a folder for the tables, the JSON and the picture (needs matplotlib)")

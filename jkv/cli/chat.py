@@ -60,7 +60,12 @@ def run(options: argparse.Namespace) -> int:
         elif line:
             messages.append({"role": "user", "content": line})
             engine.reset_stats()
-            ticket = engine.submit(messages, policy, sampling, options.max_new_tokens, on_tokens=show_text)
+            try:
+                ticket = engine.submit(messages, policy, sampling, options.max_new_tokens, on_tokens=show_text)
+            except ValueError as error:  # a conversation that is too long, or that the template refuses
+                messages.pop()
+                print(f"jkv: {error} /new begins a new conversation.", file=sys.stderr)
+                continue
             engine.run()
             out = engine.result(ticket)
             assert out.text is not None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cli.inputs import LOOKS, add_model_options, check_target, read_prompts, read_settings, sampling_of
+from jkv.cli_errors import discard_output
 
 
 def add(commands: Any) -> None:
@@ -84,15 +85,18 @@ def run(options: argparse.Namespace) -> int:
 
 def show_text(event: Any) -> None:
     """Prints what a sample has said since the last event."""
-    sys.stdout.write(for_terminal(event.text or ""))
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(for_terminal(event.text or ""))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `jkv generate ... | head`
+        discard_output()
 
 
 def for_terminal(text: str) -> str:
     """A text for the standard output; a terminal gets none of the codes that would move its cursor or set its title."""
     from jkv.reports import visible
 
-    return visible(text.expandtabs()) if sys.stdout.isatty() else text
+    return visible(text.replace("\t", "    ")) if sys.stdout.isatty() else text
 
 
 def make_records(prompts: Sequence[Any], n: int, out: Any, tokenizer: Any) -> Iterable[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import os
+import re
 import stat
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ def examples_of(command: str) -> str:
     return "\n".join([title, *(line for line in lines if line.startswith(f"  jkv {command}"))])
 
 
+FLAG = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", flags=re.DOTALL)
 BOOLEANS = {"true": "True", "false": "False", "none": "None"}
 LOOKS: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
@@ -61,7 +63,9 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--top-p", type=float, help="1 keeps all tokens; default: what the model's makers say, else 1")
     command.add_argument("--top-k", type=int, help="0 keeps all tokens; default: what the model's makers say, else 0")
     command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
-    command.add_argument("--max-new-tokens", type=int, help="default: what the model's positions and the memory leave")
+    command.add_argument(
+        "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
+    )
     command.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="slots of a page (default %(default)s)")
     command.add_argument(
         "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
@@ -96,7 +100,8 @@ def expand_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
 
     A flag that is neither an option of the command nor a setting of any policy ends the program with the nearest name.
     """
-    flags = [text.partition("=")[0] for text in arguments if text.startswith("--") and len(text) > 2]
+    end = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is no flag
+    flags = [text.partition("=")[0] for text in arguments[:end] if FLAG.fullmatch(text)]
     options = set(parser._option_string_actions)
     unknown = [flag for flag in flags if not any(name.startswith(flag) for name in options)]
     if not unknown or "--set" not in options:
@@ -105,20 +110,25 @@ def expand_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
 
     from jkv.policies import POLICIES
 
-    settings = {name.replace("_", "-") for recipe in POLICIES.values() for name in inspect.signature(recipe).parameters}
+    fields = [field for recipe in POLICIES.values() for field in inspect.signature(recipe).parameters.values()]
+    settings = {field.name.replace("_", "-") for field in fields}
+    switches = {f"--{field.name.replace('_', '-')}" for field in fields if isinstance(field.default, bool)}
     for flag in unknown:
         if flag[2:] not in settings:
             near = did_you_mean(flag, [*options, *(f"--{name}" for name in settings)])
             parser.error(f"{flag} is neither an option of this command nor a setting of a policy.{near}")
-    expanded, rest = [], list(arguments)
+    expanded, rest = [], list(arguments[:end])
     while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
         if flag not in unknown:
-            expanded.append(flag + equals + value)
+            expanded.append(word)
             continue
         if not equals:
-            value = "True" if not rest or rest[0].startswith("--") else rest.pop(0)
+            is_alone = not rest or (flag in switches and rest[0].lower() not in ("true", "false"))
+            value = "True" if is_alone else rest.pop(0)
         expanded += ["--set", f"{flag[2:].replace('-', '_')}={value}"]
+    expanded += arguments[end:]
     return expanded
 
 
@@ -130,7 +140,7 @@ def read_settings(budget: int | None, pairs: Iterable[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set takes NAME=VALUE, such as interval=16; got {shown(pair)}.")
         try:
-            settings[name.strip()] = ast.literal_eval(BOOLEANS.get(text.strip(), text.strip()))
+            settings[name.strip()] = ast.literal_eval(BOOLEANS.get(text.strip().lower(), text.strip()))
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two where it is nested too deep
             settings[name.strip()] = text.strip()
     return settings

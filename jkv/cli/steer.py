@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     command.add_argument("--problems", type=int, default=100, help="how many unseen chains; default: 100")
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     command.add_argument("--seed", type=int, help="of the random draws; default: fresh")
-    command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
+    command.add_argument("--max-new-tokens", type=int, help="default: what the model's positions leave, up to 32768")
     command.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
 
 

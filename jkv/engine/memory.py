@@ -10,9 +10,11 @@ from jkv.checks import check_counts, size, typed
 from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
+from pallas_kernels.choice import is_old_gpu
 
 AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for temporaries of programs
 TABLE_SHARE = 1 / 8  # of the free memory, at most, for page tables
+PLAIN_SHARE = 0.5  # the same without Triton: plain XLA gathers the keys and values of all rows
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
 
 
@@ -95,8 +97,23 @@ def num_pool_pages(
 
 
 def cap_to_free(params: Params, num_pages: int, bytes_per_page: int, num_shards: int = 1) -> int:
-    """At most `num_pages`, as many as fit the device, at least one; with fewer pages, fewer rows run at a time."""
-    return max(1, min(num_pages, free_pool_bytes(params, num_shards) // bytes_per_page))
+    """At most `num_pages`, as many as fit the device, at least one; with fewer pages, fewer rows run at a time.
+
+    The number is a compiled shape, and the free memory changes all the time: fewer pages are a power of two, or half as many
+    again.
+    """
+    free = max(1, free_pool_bytes(params, num_shards) // bytes_per_page)
+    return num_pages if num_pages <= free else coarse(free)
+
+
+def coarse(number: int) -> int:
+    """The largest number up to this one that is a power of two, or half as many again.
+
+    >>> [coarse(number) for number in (1, 2, 3, 5, 7, 1000, 554_587)]
+    [1, 2, 3, 4, 6, 768, 524288]
+    """
+    power = 1 << (number.bit_length() - 1)
+    return power + power // 2 if number >= power + power // 2 and power > 1 else power
 
 
 def free_pool_bytes(params: Params, num_shards: int, share: float | None = None) -> int:
@@ -110,7 +127,7 @@ def free_bytes(device: Any, share: float | None = None) -> int:
     """Bytes that a pool may take on a device: `share` of the free memory, or a safe share if None."""
     stats = device.memory_stats()
     if stats and "bytes_limit" in stats:
-        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * (share or AUTO_SHARE))
+        return int((stats["bytes_limit"] - stats["bytes_in_use"]) * (share or (PLAIN_SHARE if is_old_gpu() else AUTO_SHARE)))
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS reports only the total
     return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * (share or AUTO_HOST_SHARE))
 
@@ -122,7 +139,7 @@ def lowered(params: Params, request: Request, *, max_slots: int, num_pages: int,
         one = dataclasses.replace(request, max_new_tokens=new)
         return most_slots(params, one) > max_slots or most_pages(params, one, page_size) > num_pages
 
-    if not request.is_open or not is_too_long(request.max_new_tokens):
+    if not request.has_open_limit or not is_too_long(request.max_new_tokens):
         return request
     most = bisect.bisect_left(range(1, request.max_new_tokens), True, key=is_too_long)
     return dataclasses.replace(request, max_new_tokens=max(1, most))

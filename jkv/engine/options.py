@@ -1,6 +1,7 @@
 """The settings of an engine, documented once: `Engine`, `generate`, `Rollout` and the command line take the same names."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_counts, check_length, check_most, shown, typed
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.policies import Policy
-from pallas_kernels.choice import parse_choices
+from pallas_kernels.choice import VARIABLE, parse_choices
 
 MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
     "max_running": 1 << 16,
@@ -94,8 +95,8 @@ class EngineOptions:
         if self.kv_memory is not None and self.kv_memory != "auto":
             object.__setattr__(self, "kv_memory", typed('kv_memory, unless "auto",', self.kv_memory, int))
             check_counts(kv_memory=self.kv_memory)
-        if typed("kernels", self.kernels, str | None) is not None:
-            parse_choices(str(self.kernels))
+        kernels = typed("kernels", self.kernels, str | None)
+        parse_choices(os.environ.get(VARIABLE, "") if kernels is None else str(kernels))
         for name in ("return_trace", "poison"):
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 

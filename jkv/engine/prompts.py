@@ -84,10 +84,10 @@ def check_messages(model: Model, index: int, messages: Sequence[Any]) -> None:
 
 @functools.cache
 def warn_of_bare_text(name: str) -> None:
-    """Says once a model that a chat model was given a text."""
+    """Warns, once for each model, that a chat model gets a bare text."""
     warnings.warn(
         f"{name or 'The model'} is a chat model, and a prompt is a bare text: it is completed as it is, without the model's "
-        'chat template. To ask a question, pass messages: [{"role": "user", "content": "..."}].',
+        'chat template. To ask a question, pass messages: [{"role": "user", "content": "..."}] (at the terminal: --chat).',
         stacklevel=2,
     )
 

@@ -18,6 +18,7 @@ from jkv.policies import POLICIES, Policy, full
 from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import Sentences
 
+MOST_NEW_TOKENS = 32_768  # of a completion whose limit is left open: as far as makers of reasoning models run theirs
 MOST_STOPS = 1_000  # stop strings of a request
 LONGEST_STOP = 1_000  # characters of each
 
@@ -34,7 +35,7 @@ class Request:
       identity: the prompt's number in the random keys: the caller's, or a hash of its tokens.
       sample: index among the samples of equal prompts.
       max_new_tokens: the most tokens of the completion.
-      is_open: whether the caller gave no such limit: it is what the positions leave, and an engine may lower it.
+      has_open_limit: whether the caller gave no such limit, so that an engine may lower it.
       stop_ids: tokens that end it.
       stop_strings: texts that end it.
     """
@@ -48,7 +49,7 @@ class Request:
     max_new_tokens: int
     stop_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
-    is_open: bool = False
+    has_open_limit: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -78,8 +79,8 @@ class RequestOptions:
         policy or a list of one for each.
       sampling: temperature, top-p, top-k, seed; None is what the model's generation_config.json says, and greedy where it says
         nothing (for `Rollout`, temperature 1).
-      max_new_tokens: the most tokens of a completion; None is what the model's positions leave, and for a policy without a
-        fixed budget no more than the pool or the free memory holds (for `Rollout`, at most 1,024).
+      max_new_tokens: the most tokens of a completion; None is what the model's positions leave, up to 32,768, and for a policy
+        without a fixed budget no more than the pool or the free memory holds (for `Rollout`, up to 1,024).
       n: samples of each prompt; a call may have 131,072 samples in all.
       stop_ids: tokens that end a completion, instead of the model's own; `()` never stops.
       stop_strings: texts that end a completion (checked after each chunk, then cut exactly); up to 1,000, of up to 1,000
@@ -232,7 +233,7 @@ def new_token_limit(index: int, prompt_length: int, asked: int | None, max_posit
     left = max_positions - prompt_length
     if left < 1 or (asked or 1) > left:
         raise ValueError(too_long(index, str(prompt_length), asked, max_positions))
-    return left if asked is None else asked
+    return min(MOST_NEW_TOKENS, left) if asked is None else asked
 
 
 @jax.jit

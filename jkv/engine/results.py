@@ -83,8 +83,9 @@ class Result:
             raise ValueError("Reasoning and answer are texts, and this model has no tokenizer. Decode the tokens first.")
         if not begin or not end:
             raise ValueError(f"The marks must be texts; got {begin!r} and {end!r}.")
-        is_open = [begin in self.tokenizer.decode(prompt[-MOST_MARK:]) for prompt in self.prompts]
-        return [split_text(text, thinks, begin, end) for text, thinks in zip(self.text, is_open, strict=True)]
+        tails = [self.tokenizer.decode(prompt[-MOST_MARK:]) for prompt in self.prompts]
+        thinking = [tail.rfind(begin) > tail.rfind(end) for tail in tails]
+        return [split_text(text, thinks, begin, end) for text, thinks in zip(self.text, thinking, strict=True)]
 
 
 def split_text(text: str, thinks: bool, begin: str, end: str) -> tuple[str, str]:

@@ -31,6 +31,7 @@ from jkv.policies import Policy
 from jkv.reasoning.sharing import SharingStats
 from jkv.reports import append_text, json_lines, read_json_lines, write_text
 
+DEFAULT_NEW_TOKENS = 1024
 Record = dict[str, Any]
 FIELDS = ("problem", "sample", "prompt", "gold", "settings", "run")  # that a record is resumed by
 
@@ -98,6 +99,8 @@ def run(
     if path is not None and draws.temperature > 0 and draws.seed is None:
         raise ValueError("A run that is written to be resumed needs a seed; got None. Give sampling one.")
     prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
+    if max_new_tokens is None:  # the same for every policy, whatever the memory
+        max_new_tokens = min(DEFAULT_NEW_TOKENS, max(1, model.config.max_positions - max(map(len, prompts))))
     asked = RequestOptions(policy=policy, sampling=draws, n=samples, max_new_tokens=max_new_tokens)
     requests = make_requests(model, prompts, asked)
     records = [] if path is None else take_up(path, problems, policy)

@@ -21,7 +21,7 @@ import numpy as np
 from jkv.checks import did_you_mean
 from jkv.model.architectures import config_fields, parse_config
 from jkv.model.cards import card_of
-from jkv.model.config_rules import GENERATION
+from jkv.model.config_rules import GENERATION, SAMPLING
 from jkv.model.families import find_family
 from jkv.model.family import Family
 from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config, read_gguf_weight, stored_dtype
@@ -62,7 +62,7 @@ def load(name_or_folder: Folder, dtype: Any = None) -> Model:
         FileNotFoundError: there is no such model.
         ValueError: the decoder cannot run it, or a file is bad; the message names the file and the remedy.
     """
-    if is_gguf(name_or_folder):
+    if not has_name(name_or_folder) and is_gguf(name_or_folder):
         return load_gguf(Path(name_or_folder), dtype)
     folder, card = find_folder(name_or_folder), card_of(name_or_folder)
     is_hub, hub_name = folder is None, card.hub if card else str(name_or_folder)
@@ -83,7 +83,7 @@ def load_tokenizer(name_or_folder: Folder) -> Any:
     Raises:
         FileNotFoundError, ValueError: as `load` does.
     """
-    if is_gguf(name_or_folder):
+    if not has_name(name_or_folder) and is_gguf(name_or_folder):
         return read_gguf_tokenizer(read_header(Path(name_or_folder)))
     card = card_of(name_or_folder)
     return read_tokenizer(find_folder(name_or_folder) or fetch(card.hub if card else str(name_or_folder), SMALL_FILES))
@@ -102,16 +102,26 @@ def load_gguf(file: Path, dtype: Any = None) -> Model:
 # Finding the folder
 
 
+def shipped_folders() -> dict[str, Path]:
+    """The models in the package, by name."""
+    assets = Path(str(resources.files("jkv"))) / "assets"
+    return {file.parent.name: file.parent for file in sorted(assets.glob("*/config.json"))}
+
+
+def has_name(name_or_folder: Folder) -> bool:
+    """Whether it is a name that `jkv models` lists, which no file or folder of that name hides."""
+    return str(name_or_folder) in shipped_folders() or card_of(name_or_folder) is not None
+
+
 def find_folder(name_or_folder: Folder) -> Path | None:
     """The folder of a shipped or local model; None for a hub name."""
-    assets = Path(str(resources.files("jkv"))) / "assets"
-    shipped = sorted(file.parent.name for file in assets.glob("*/config.json"))
-    if name_or_folder in shipped:
-        return assets / str(name_or_folder)
-    if str(name_or_folder) and Path(name_or_folder).is_dir():
-        return Path(name_or_folder)
+    shipped = shipped_folders()
+    if str(name_or_folder) in shipped:
+        return shipped[str(name_or_folder)]
     if card_of(name_or_folder):
         return None
+    if str(name_or_folder) and Path(name_or_folder).is_dir():
+        return Path(name_or_folder)
     if isinstance(name_or_folder, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name_or_folder):
         return None
     raise FileNotFoundError(
@@ -167,11 +177,16 @@ def read_sampling(folder: Path) -> Sampling | None:
     file = find_file(folder / "generation_config.json")
     fields = {} if file is None else read_json(file, MAX_SMALL)
     check_fields(fields, GENERATION, str(file))
+    if not fields.get("do_sample"):
+        return None
+    check_fields(fields, SAMPLING, str(file))
     temperature = fields.get("temperature")
-    if not fields.get("do_sample") or temperature == 0:
+    if temperature == 0:
         return None
     try:
-        return Sampling(1.0 if temperature is None else temperature, fields.get("top_p") or 1.0, fields.get("top_k") or 0)
+        return Sampling(
+            1.0 if temperature is None else temperature, fields.get("top_p") or 1.0, max(fields.get("top_k") or 0, 0)
+        )
     except ValueError as error:
         raise ValueError(f"{file}: {error} {CORRECT}") from None
 

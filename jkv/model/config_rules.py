@@ -64,9 +64,11 @@ REQUIRED = (
 GENERATION = {  # of generation_config.json; its other settings are not used
     "eos_token_id": TOKENS,
     "do_sample": nullable(SWITCH),
+}
+SAMPLING = {  # of generation_config.json, where do_sample is true
     "temperature": nullable(either(ZERO, number(0, 1e6))),
     "top_p": nullable(number(0, 1)),
-    "top_k": nullable(integer(0, MAX_VOCAB)),
+    "top_k": nullable(integer(-1, MAX_VOCAB)),  # -1 and 0 keep all tokens
 }
 ROPE = {
     "rope_type": TEXT,

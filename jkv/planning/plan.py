@@ -174,7 +174,7 @@ def kernels_on(device: Device, config: ModelConfig, dtype: Any, page_size: int, 
     """The implementation that a device gets of each kernel."""
     shape = ModelShape(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_size)
     workload, platform = Workload(1, slots, page_size, dtype), "cuda" if device.platform == "gpu" else device.platform
-    with choice.tracing_for(device.compute_capability):
+    with choice.tracing_for(device.compute_capability or choice.LEAST_CAPABILITY):  # whatever this process has
         return {
             name: best(kernel.implementations, platform, *kernel.shapes.arguments(shape, workload))
             for name, kernel in KERNELS.items()

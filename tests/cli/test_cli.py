@@ -14,7 +14,7 @@ import pytest
 
 import jkv
 from jkv import cli
-from jkv.cli.inputs import read_prompts
+from jkv.cli.inputs import expand_flags, read_prompts
 from jkv.model import checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -218,6 +218,30 @@ def test_a_flag_that_is_none_names_the_nearest(capsys, arguments, words):
 
 
 @pytest.mark.parametrize(
+    ("given", "expanded"),
+    [
+        (["--policy", "rpc", "--released", "b=3;?b"], ["--policy", "rpc", "--set", "released=True", "b=3;?b"]),
+        (["p", "--released", "-n", "4"], ["p", "--set", "released=True", "-n", "4"]),
+        (["p", "--released", "FALSE"], ["p", "--set", "released=FALSE"]),
+        (["--interval", "16", "p"], ["--set", "interval=16", "p"]),
+        (["--over-group=mean", "p"], ["--set", "over_group=mean", "p"]),
+        (["--importance", "-1", "p"], ["--set", "importance=-1", "p"]),
+        (["-- b=3;c=7 ?x"], ["-- b=3;c=7 ?x"]),  # a prompt
+        (["--interval", "16", "--", "--foo"], ["--set", "interval=16", "--", "--foo"]),
+        (["--temperature", "1", "p"], ["--temperature", "1", "p"]),
+    ],
+    ids=str,
+)
+def test_flags_leave_prompts_and_values_alone(given, expanded):
+    parser = cli.commands_of(cli.make_parser())["generate"]
+    assert expand_flags(parser, given) == expanded
+
+
+def test_a_setting_whose_name_is_an_option_is_explained_as_set(capsys):
+    assert "--set seed= " in run(capsys, "policies", "random")[1]
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("generate", PROBLEM, "--policy", "rkv"), "Did you mean r_kv?"),
@@ -241,7 +265,7 @@ def test_a_policy_explains_itself(capsys, name):
     status, out, _ = run(capsys, "policies", name)
     assert status == 0
     for setting in inspect.signature(jkv.POLICIES[name]).parameters:
-        assert f"--{setting.replace('_', '-')} " in out
+        assert f"--{setting.replace('_', '-')} " in out or f"--set {setting}= " in out
     assert inspect.getdoc(jkv.POLICIES[name]).splitlines()[0] in out
 
 
@@ -268,13 +292,14 @@ def chat_folder(tmp_path):
 
 
 def test_a_chat_has_several_turns(capsys, chat_folder, monkeypatch):
-    lines = iter(["b=3;c=7;d=b*c;?d", "", "/new", PROBLEM, "/exit", "never read"])
+    lines = iter(["b=3;c=7;d=b*c;?d", "", "x" * 10**6, "/new", PROBLEM, "/exit", "never read"])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
     options = ("--model", chat_folder, "--policy", "r_kv", "--budget", 64, "--interval", 16)
     status, out, err = run(capsys, "chat", *options)
     assert status == 0
     assert out.count("</think>") == 2
     assert err.count("[r_kv] ") == 2
+    assert "must fit the model's" in err  # the conversation goes on
     assert "policy r_kv, budget 64" in err
     assert next(lines) == "never read"
     model = jkv.load(chat_folder)

@@ -35,6 +35,7 @@ def gpus(*capabilities):
         (gpus("9.0", "8.0"), (8, 0)),
         (gpus("10.0", "9.0"), (9, 0)),  # as numbers, not as text
         ([SimpleNamespace(platform="tpu")], None),
+        (gpus("gfx90a", None), None),  # an AMD GPU's is no number
         (jax.devices(), None),
     ],
 )
