@@ -48,9 +48,9 @@ def scratch_of(
 
     On a TPU a decode program may keep the weights of the query, key and value projections in a second layout: all for Llama-8B,
     half for Qwen-1.5B, one layer's for Qwen-32B; all are counted. A compaction may gather the keys and values of its one row
-    in all layers. A GPU without Triton (`is_plain`) gathers the keys and values of all rows in a layer, joins the two
-    weights of an MLP's first product for each call, and keeps each layer's hidden states, or its attention where a policy adds
-    it up.
+    in all layers. A GPU without Triton (`is_plain`) gathers the keys and values of all rows in a layer, joins the
+    weights of products with one operand in common for each call, and keeps each layer's hidden states, or its attention where a
+    policy adds it up.
     """
     layouts = 0
     if platform == "tpu":
@@ -65,7 +65,8 @@ def scratch_of(
     if evict is not None:
         compaction = config.num_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
     if is_plain:
-        joined = 2 * config.width * config.mlp_width * itemsize
+        columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
+        joined = config.width * (2 * config.mlp_width + columns) * itemsize
         logits_of_step = 4 * config.num_query_heads * max_slots
         decode += max(joined, num_rows * (2 * key_bytes + logits_of_step))
         decode += num_rows * policy.needs.mass * config.num_layers * logits_of_step
