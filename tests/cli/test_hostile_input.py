@@ -250,4 +250,4 @@ def test_a_terminal_gets_no_codes_of_a_text(monkeypatch):
     text = "a\tb\x1b]0;title\x07\n\u202ec"
     assert for_terminal(text) == text  # a file or a pipe gets it as it is
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert for_terminal(text) == "a       b␛]0;title␇\n<U+202E>c"
+    assert for_terminal(text) == "a    b␛]0;title␇\n<U+202E>c"

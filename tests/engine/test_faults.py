@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -307,6 +308,7 @@ print(most)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not mappings.limit(), reason="no limit of mappings here")
 def test_programs_of_many_engines_do_not_pile_up():
     """Without letting go, 24 engines of different pools hold thousands of mappings more than one."""
@@ -314,10 +316,15 @@ def test_programs_of_many_engines_do_not_pile_up():
     assert int(out.stdout) < 0.03 * mappings.limit() + 16 * 130 + 500
 
 
-def test_programs_stay_as_long_as_there_is_room(monkeypatch):
+@pytest.mark.parametrize(("share", "are_cleared"), [(0.24, False), (0.26, True)])
+def test_programs_stay_as_long_as_there_is_room(monkeypatch, share, are_cleared):
+    cleared = []
     monkeypatch.setattr(mappings, "_checked", COMPILING.count - mappings.CHECK_EVERY)
-    monkeypatch.setattr(mappings, "num_mappings", lambda: mappings.limit() // 4)
-    assert not mappings.let_programs_go()
+    monkeypatch.setattr(mappings, "limit", lambda: 65_530)
+    monkeypatch.setattr(mappings, "num_mappings", lambda: int(share * 65_530))
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(True))
+    assert mappings.let_programs_go() == are_cleared == bool(cleared)
+    assert not mappings.let_programs_go()  # has looked a moment ago
 
 
 @pytest.mark.parametrize("kind", ["one_engine", "schedules"])
