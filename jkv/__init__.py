@@ -13,6 +13,14 @@ A slot is an index in the cache, a position an index in the sequence, a token a 
 is one decode step; a thought is a step of reasoning, the text between blank lines.
 """
 
+import pallas_kernels
+
+if not hasattr(pallas_kernels, "KERNELS"):
+    raise ImportError(
+        f"jkv needs its own package pallas_kernels; another of that name comes first: {pallas_kernels.__path__}. Remove it "
+        "from the path, or install jkv-cache in an environment of its own."
+    )
+
 from jkv import rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
 from jkv.engine.engine import Engine

@@ -49,12 +49,10 @@ def load(source: Path, symbols: Sequence[str]) -> ctypes.CDLL:
     Raises:
       UnavailableError: no compiler, one that fails, or a library that the system does not load.
     """
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if os.name != "posix" or compiler is None:
-        raise UnavailableError(f"it needs a C++ compiler ({', '.join(COMPILERS)}) on the path")
-    stem = f"{source.parent.name}-{key_of(source, compiler)}"
+    found = find_compiler()
+    stem = f"{source.parent.name}-{key_of(source, found)}"
     try:
-        library = kept_or_compiled(cache_folder(), stem, source, compiler)
+        library = kept_or_compiled(cache_folder(), stem, source, found)
     except OSError as error:
         warnings.warn(
             f"jkv compiles {source.name} for this process alone, since its cache folder cannot be used: {error}. Correct the "
@@ -63,11 +61,23 @@ def load(source: Path, symbols: Sequence[str]) -> ctypes.CDLL:
         )
         try:
             with tempfile.TemporaryDirectory(prefix="jkv-") as alone:
-                compile_into(Path(alone), stem, source, compiler)
+                compile_into(Path(alone), stem, source, found)
                 return loaded(find(Path(alone), stem), symbols)
         except OSError as error:
             raise UnavailableError(f"no folder can hold the library: {error}") from error
     return loaded(library, symbols)
+
+
+def find_compiler() -> str:
+    """The machine's C++ compiler.
+
+    Raises:
+      UnavailableError: there is none.
+    """
+    found = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if os.name != "posix" or found is None:
+        raise UnavailableError(f"it needs a C++ compiler ({', '.join(COMPILERS)}) on the path")
+    return found
 
 
 def key_of(source: Path, compiler: str) -> str:

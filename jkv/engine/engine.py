@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jkv.engine import description
 from jkv.engine import mesh as meshes
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
@@ -126,6 +127,8 @@ class Engine:
         )
         self.runner.is_traced = options.return_trace
         self.reset_stats()
+
+    __repr__, _repr_html_ = description.text, description.html
 
     # Requests.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv import notebook
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
 from jkv.model.params import Model
@@ -55,11 +56,30 @@ class Result:
     slot_bytes: int = 0
 
     def __repr__(self) -> str:
-        lines = [f"Result of {len(self.lengths)} samples; {self.stats.summary}"]
-        for i, (length, reason) in enumerate(zip(self.lengths[:SHOWN].tolist(), self.finish_reason, strict=False)):
-            text = repr(self.text[i][-WIDTH:]) if self.text is not None else str(self.tokens[i, max(0, length - 10) : length])
-            lines.append(f"  {i}: {len(self.prompts[i])} + {length} tokens, {reason}, ends in {text}")
-        return "\n".join(lines + ["  ..."] * (len(self.lengths) > SHOWN))
+        lines = [
+            f"  {i}: {prompt} + {length} tokens, {reason}, ends in {end}" for i, prompt, length, reason, end in self._shown
+        ]
+        return "\n".join([self._title, *lines] + ["  ..."] * (len(self.lengths) > SHOWN))
+
+    def _repr_html_(self) -> str:
+        more = [("...",) * 5] * (len(self.lengths) > SHOWN)
+        return notebook.table(
+            self._title, ("sample", "prompt tokens", "new tokens", "finished by", "ends in"), [*self._shown, *more]
+        )
+
+    @property
+    def _title(self) -> str:
+        return f"{type(self).__name__} of {len(self.lengths)} samples; {self.stats.summary}"
+
+    @property
+    def _shown(self) -> list[tuple[int, int, int, str, str]]:
+        """Of the first samples: index, tokens of the prompt, new tokens, finish reason, end of the text or the last tokens."""
+        ends = [
+            repr(self.text[i][-WIDTH:]) if self.text is not None else str(self.tokens[i, max(0, length - 10) : length])
+            for i, length in enumerate(self.lengths[:SHOWN].tolist())
+        ]
+        prompts = [len(prompt) for prompt in self.prompts]
+        return list(zip(range(SHOWN), prompts, self.lengths.tolist(), self.finish_reason, ends, strict=False))
 
     @property
     def reasoning(self) -> list[str]:

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from jkv import notebook
 from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
 from jkv.checks import size
@@ -168,6 +169,10 @@ class Stats:
             f"  {name}: {size(x) if 'bytes' in name else f'{x:,.4g}' if isinstance(x, float) else x}" for name, x in fields
         ]
         return "\n".join(["Stats", *lines])
+
+    def _repr_html_(self) -> str:
+        lines = [line.strip().partition(": ") for line in repr(self).splitlines()[1:]]
+        return notebook.table(self.summary, ("figure", "value"), [(name, value) for name, _, value in lines])
 
     @property
     def kv_bytes_saved(self) -> int:

@@ -108,7 +108,7 @@ def compare(
     done = {(outcome.policy, outcome.settings, outcome.share): outcome for outcome in known}
 
     def outcome_of(policy: Policy, base: Outcome | None, share: float | None) -> Outcome:
-        before = done.get((policy.name, repr(policy), share))
+        before = done.get((policy.name, policy.definition, share))
         if before is not None:
             return before
         path = None if generations is None else generations / file_name(policy, share)
@@ -173,7 +173,7 @@ def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence
     change, change_low, change_high = paired_change(this.right, before)
     return Outcome(
         policy=this.policy.name,
-        settings=repr(this.policy),
+        settings=this.policy.definition,
         budget=budget_of(this.policy),
         share=share,
         problems=len(this.right),

@@ -157,7 +157,7 @@ def record_of(policy: Policy, problem: Problem, index: int, sample: int, out: Re
     text, stats = out.text[0], out.samples[0]
     return {
         "policy": policy.name,
-        "settings": repr(policy),
+        "settings": policy.definition,
         "budget": budget_of(policy),
         "problem": index,
         "sample": sample,
@@ -193,7 +193,7 @@ def take_up(path: Path, problems: Sequence[Problem], policy: Policy) -> list[Rec
         index, place = record["problem"], (record["problem"], record["sample"])
         is_known = type(index) is int and 0 <= index < len(problems)
         known = (problems[index].prompt, problems[index].answer) if is_known else None
-        if (record["prompt"], record["gold"]) != known or record["settings"] != repr(policy):
+        if (record["prompt"], record["gold"]) != known or record["settings"] != policy.definition:
             raise ValueError(
                 f"{path} must hold samples of the same problems and policy; line {number} is of others. Give another --out."
             )

@@ -132,7 +132,7 @@ class Course:
         given = {
             name: value for name, value in vars(self).items() if name not in ("arms", "seeds", "steps", "checkpoint_every")
         }
-        return given | {"arm": {**vars(arm), "policy": repr(arm.policy)}, "seed": seed}
+        return given | {"arm": {**vars(arm), "policy": arm.policy.definition}, "seed": seed}
 
 
 def check_once(name: str, values: Sequence[Any]) -> None:

@@ -39,7 +39,7 @@ def record_of(arm: Arm, seed: int, history: History) -> dict[str, Any]:
     moments = [{name: float(np.mean([history.steps[i][name] for i in part])) for name in names} for part in parts]
     return {
         "arm": arm.name,
-        "policy": repr(arm.policy),
+        "policy": arm.policy.definition,
         "loss": arm.loss,
         "correction": arm.correction,
         "seed": seed,

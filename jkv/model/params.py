@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from jkv import notebook
 from jkv.model.sampling import Sampling
 
 
@@ -128,6 +129,9 @@ class Model:
     def __repr__(self) -> str:
         c = self.config
         return f"Model({self.name or c.family}: {c.num_layers} layers, width {c.width}, {count_weights(self.params):,} weights)"
+
+    def _repr_html_(self) -> str:
+        return notebook.text(repr(self))
 
 
 def count_weights(params: Params) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jkv import notebook
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_counts, size, typed
 from jkv.engine import mesh as meshes
@@ -77,6 +78,9 @@ class Plan:
 
     def __repr__(self) -> str:
         return report(self)
+
+    def _repr_html_(self) -> str:
+        return notebook.text(repr(self))
 
 
 def plan(

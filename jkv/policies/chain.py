@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jkv.policies.policy import Policy
+from jkv.policies.policy import Policy, noted
 
 
 def chain(*policies: Any) -> Policy:
@@ -24,9 +24,9 @@ def chain(*policies: Any) -> Policy:
     for policy in policies:
         for field in dataclasses.fields(Policy):
             value = getattr(policy, field.name)
-            if field.name == "name" or value == field.default:
+            if field.name == "name" or not field.init or value == field.default:
                 continue
             if field.name in fields:
                 raise ValueError(f"chain takes one policy for each part; two have {field.name!r}: {policies!r}.")
             fields[field.name] = value
-    return Policy("+".join(policy.name for policy in policies), **fields)
+    return noted(Policy("+".join(policy.name for policy in policies), **fields), "chain", policies, {})

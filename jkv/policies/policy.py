@@ -4,13 +4,14 @@ A method's idea is its score; every other part is a mechanism that many methods 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jkv import notebook
 from jkv.cache.moved_sinks import MOST_SINKS
 from jkv.cache.pool import num_pages_of
 from jkv.model.params import Model
@@ -81,6 +82,7 @@ class Policy:
     steer: Steer | None = None
     sentences: Sentences | None = None
     share: Share | None = None
+    made_by: str = dataclasses.field(default="", init=False, compare=False)  # the call of a recipe, which `repr` shows
 
     def __post_init__(self) -> None:
         if (self.evict is None) != (self.schedule is None):
@@ -100,7 +102,15 @@ class Policy:
             check_eviction(self, self.evict)
 
     def __repr__(self) -> str:
-        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        return self.made_by or self.definition
+
+    def _repr_html_(self) -> str:
+        return notebook.text(repr(self))
+
+    @property
+    def definition(self) -> str:
+        """Every part with all of its settings: equal for equal policies, whichever call made them."""
+        fields = [(field, getattr(self, field.name)) for field in dataclasses.fields(self) if field.init]
         return f"Policy({', '.join(f'{field.name}={value!r}' for field, value in fields if value != field.default)})"
 
     @property
@@ -223,6 +233,13 @@ class Policy:
         return self.evict.choose(self.evict.rate(view)[None], view.budget[None])[0]
 
 
+def noted(policy: Policy, function: str, args: Sequence[Any], settings: Mapping[str, Any]) -> Policy:
+    """The policy, which shows the call that made it."""
+    arguments = [*(getattr(arg, "__name__", repr(arg)) for arg in args), *(f"{k}={v!r}" for k, v in settings.items())]
+    object.__setattr__(policy, "made_by", f"{function}({', '.join(arguments)})")
+    return policy
+
+
 def evict_by(
     score: Score | Callable[[CacheView], Float[Array, "B K S"]],
     budget: int,
@@ -244,14 +261,15 @@ def evict_by(
     >>> evict_by(lambda view: -view.position.astype("float32"), budget=64, name="oldest").budget
     64
     """
-    name = name or getattr(score, "__name__", type(score).__name__)
+    call = {"budget": budget, "interval": interval} | ({"name": name} if name else {}) | ({"needs": needs} if needs else {})
+    author, name = score, name or getattr(score, "__name__", type(score).__name__)
     if dataclasses.is_dataclass(score):
         if needs is not None:
             raise ValueError(f"{name} is a dataclass and declares its needs itself; got {needs=}. Leave needs= out.")
     elif callable(score):
         score = FunctionScore(score, needs or Needs())
     evict: Any = Evict(score, **settings)  # which refuses what is no score
-    return Policy(name, evict, Every(budget, interval))
+    return noted(Policy(name, evict, Every(budget, interval)), "evict_by", (author,), call | settings)
 
 
 def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -> np.ndarray:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
 from jkv.checks import check_length, shown, typed
-from jkv.policies.policy import Policy
+from jkv.policies.policy import Policy, noted
 
 P = ParamSpec("P")
 MOST = 1 << 31  # every number of a setting lies below
@@ -56,7 +56,7 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
                 name = f"{build.__name__}'s {field}"
                 given.arguments[field] = typed(name, value, signature.parameters[field].annotation)
                 check_size(name, given.arguments[field])
-            return build(*given.args, **given.kwargs)
+            return noted(build(*given.args, **given.kwargs), build.__name__, (), given.arguments)
 
         vars(checked)["entry"] = Entry(title, idea, arxiv, build.__module__)
         return checked

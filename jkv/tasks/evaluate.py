@@ -39,7 +39,7 @@ def evaluate(model: Model, problems: list[Problem], policy: Policy | None = None
     out, right = solve(model, problems, policy, **options)
     low, high = wilson(sum(right), len(right))
     return {
-        "policy": repr(policy),
+        "policy": policy.definition,
         "problems": len(problems),
         "right": sum(right),
         "accuracy": sum(right) / len(right),

@@ -1,7 +1,8 @@
 """C++ for a CPU, called by XLA: each row reads its pages in place, while plain XLA gathers them first.
 
-The machine's C++ compiler compiles the library on first use, for this processor, into the user's cache folder
-(`pallas_kernels.native_library`). Without one, `why_not` returns the reason and plain XLA runs. The threads are XLA's.
+A wheel may bring the library (`pallas_kernels.prebuilt`). Otherwise the machine's C++ compiler compiles it on first use, for
+this processor, into the user's cache folder (`pallas_kernels.native_library`). Without either, `why_not` returns the reason and
+plain XLA runs. The threads are XLA's.
 Page ids and lengths out of range read what the reference reads; shapes that do not fit are an error of the program.
 """
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import native_library
+from pallas_kernels import native_library, prebuilt
 from pallas_kernels.dispatch import own_platform
 
 SOURCE = Path(__file__).with_name("native.cc")
@@ -66,7 +67,7 @@ def why_no_library() -> str | None:
 def load_once() -> str | None:
     """The outcome of the only try in this process."""
     try:
-        library = native_library.load(SOURCE, (SYMBOL,))
+        library = prebuilt.load(SOURCE, (SYMBOL,)) or native_library.load(SOURCE, (SYMBOL,))
     except native_library.UnavailableError as error:
         if own_platform() == "cpu":
             warnings.warn(f"The compiled paged_attention cannot be used, and plain XLA is slower: {error}.", stacklevel=2)

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "pallas_kernels"
 REQUIRED = {"__init__.py", "reference.py", "shapes.py"}
 OPTIONAL = {"cpu.py", "gpu.py", "tpu.py", "native.py", "native.cc", "pallas.py"}  # `pallas`: what gpu and tpu share
 ORDER = (
-    {"choice", "dispatch", "launch", "models", "native_library", "timing"},
+    {"choice", "dispatch", "launch", "models", "native_library", "prebuilt", "timing"},
     {"peers"},
     {"bench"},
 )  # the folders lie below `peers`

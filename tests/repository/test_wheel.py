@@ -1,5 +1,6 @@
 """A wheel that works outside the tree, and files that name no path of a machine."""
 
+import os
 import re
 import shutil
 import sys
@@ -9,8 +10,10 @@ from tests.repository.pages import ROOT, run
 
 
 def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    run(*command, env=os.environ | {"JKV_PREBUILT": "1"})
     (wheel,) = tmp_path.glob("*.whl")
+    assert re.fullmatch(r"jkv_cache-[\d.]+-py3-none-(?!any)\w+\.whl", wheel.name)
     assert wheel.stat().st_size < 16e6
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -21,10 +24,14 @@ def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):
     code = (
         "import jkv; assert 'site' in jkv.__file__; m = jkv.load('tiny-reasoner');"
         "print(jkv.generate(m, 'b=3;c=7;d=b*c;?d', max_new_tokens=8, progress=False).text[0]);"
-        "assert jkv.plan('r1-llama-8b', 'h200').num_weights == 8_030_261_248"
+        "assert jkv.plan('r1-llama-8b', 'h200').num_weights == 8_030_261_248;"
+        "from pallas_kernels.paged_attention import native; assert native.load_once() is None; assert 'site' in native.__file__"
     )
-    out = run(sys.executable, "-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu"})
+    (tmp_path / "empty").mkdir()
+    places = {"PYTHONPATH": str(tmp_path / "site"), "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    out = run(sys.executable, "-c", code, cwd=tmp_path, env=places | {"JAX_PLATFORMS": "cpu"})  # there is no compiler
     assert out.startswith("<think>")
+    assert not list(tmp_path.glob("cache/**/*.so"))
 
 
 def test_the_repository_names_no_path_of_a_machine():

@@ -1,0 +1,27 @@
+"""An engine in a few lines: its model, its pool, and what runs."""
+
+from typing import Any
+
+from jkv import notebook
+from jkv.checks import size
+
+
+def text(engine: Any) -> str:
+    """What `repr` shows of an engine."""
+    capacity, scheduler = engine.capacity, engine.scheduler
+    pool = engine.num_pages * engine.page_bytes
+    state = "freed, while the engine is asleep" if engine.is_asleep else "on the device"
+    return "\n".join(
+        [
+            f"Engine of {engine.model}",
+            f"  pool: {engine.num_pages:,} pages of {capacity.page_size} slots, {size(pool)}; {state}",
+            f"  rows: {capacity.max_running}, of at most {engine.max_slots:,} slots in a layer and KV head",
+            f"  requests: {len(engine.tickets)}; samples: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting",
+            f"  so far: {engine.stats.tokens:,} tokens, at most {size(engine.stats.peak_kv_bytes)} of keys and values held",
+        ]
+    )
+
+
+def html(engine: Any) -> str:
+    """What a notebook shows of an engine."""
+    return notebook.text(text(engine))
