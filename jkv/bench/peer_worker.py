@@ -1,4 +1,4 @@
-"""One library that decodes for `jkv bench peers`, in a process of its own: `python -m jkv.bench.peer_worker jkv` and the like.
+"""One library that decodes for `jkv bench peers`, in a process of its own: `python -m jkv.bench.peer_worker jkv tiny-reasoner`.
 
 Jobs come as lines of JSON on standard input, and what they took goes back as lines on standard output. Every library has the
 same weights in float32, the same prompts as token ids, all cores, and greedy decoding:
@@ -19,7 +19,7 @@ from typing import Any
 
 from jkv.bench.rounds import timer
 
-FOLDER = str(Path(__file__).parent.parent / "assets" / "tiny-reasoner")
+ASSETS = Path(__file__).parent.parent / "assets"
 Tokens = list[list[int]]
 Decode = Callable[[dict[str, Any]], tuple[Tokens, int]]  # a job's completions, and the most bytes that its caches held
 
@@ -28,7 +28,7 @@ def main() -> None:
     """Answers jobs until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to standard error
-    decode = CONTENDERS[sys.argv[1]]()
+    decode = CONTENDERS[sys.argv[1]](sys.argv[2])
     for line in sys.stdin:
         job = json.loads(line)
         forget_peak()
@@ -56,13 +56,13 @@ def peak_rss() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def with_jkv() -> Decode:
+def with_jkv(name: str) -> Decode:
     """`jkv.generate`; `job["policy"]` names one, with its settings."""
     from jkv.bench.kvpress_scores import policy_of
     from jkv.generate import generate
     from jkv.model.checkpoint import load
 
-    model = load(FOLDER)
+    model = load(name)
 
     def decode(job: dict[str, Any]) -> tuple[Tokens, int]:
         out = generate(
@@ -80,7 +80,15 @@ def with_jkv() -> Decode:
     return decode
 
 
-def torch_model(attention: str) -> Any:
+def files_of(name: str) -> dict[str, str]:
+    """What transformers loads a model from: a folder, or a GGUF file, whose weights it dequantises."""
+    path = ASSETS / name if (ASSETS / name).is_dir() else Path(name)
+    if path.is_file():
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": str(path)}
+
+
+def torch_model(name: str, attention: str) -> Any:
     """The same weights in transformers, float32, all cores."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -89,7 +97,9 @@ def torch_model(attention: str) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(os.cpu_count() or 1)
-    return AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, attn_implementation=attention).eval()
+    model = AutoModelForCausalLM.from_pretrained(**files_of(name), dtype=torch.float32, attn_implementation=attention).eval()
+    model.generation_config.repetition_penalty = None  # greedy decoding, whatever its makers advise
+    return model
 
 
 def recording_cache() -> Any:
@@ -114,11 +124,11 @@ def static_bytes(config: Any, batch: int, length: int) -> int:
     return 2 * 4 * config.num_hidden_layers * batch * config.num_key_value_heads * length * config.head_dim
 
 
-def with_transformers() -> Decode:
+def with_transformers(name: str) -> Decode:
     """`generate` on a padded batch; `job["attention"]` is "sdpa" or "eager", `job["cache"]` "dynamic" or "static"."""
     import torch
 
-    models = {name: torch_model(name) for name in ("sdpa", "eager")}
+    models = {attention: torch_model(name, attention) for attention in ("sdpa", "eager")}
 
     def decode(job: dict[str, Any]) -> tuple[Tokens, int]:
         model, prompts, limit = models[job["attention"]], job["prompts"], job["new_tokens"]
@@ -148,15 +158,16 @@ def until(row: Sequence[int], end: int) -> list[int]:
     return list(row[: row.index(end) + 1]) if end in row else list(row)
 
 
-def with_kvpress() -> Decode:
+def with_kvpress(name: str) -> Decode:
     """The pipeline of kvpress, its own decoding loop; `job["press"]` names a scorer, `job["settings"]` its target."""
     import kvpress
     import torch
     from transformers import AutoTokenizer
 
+    tokenizer = AutoTokenizer.from_pretrained(**files_of(name))
     pipes = {
-        name: kvpress.KVPressTextGenerationPipeline(model=torch_model(name), tokenizer=AutoTokenizer.from_pretrained(FOLDER))
-        for name in ("sdpa", "eager")
+        attention: kvpress.KVPressTextGenerationPipeline(model=torch_model(name, attention), tokenizer=tokenizer)
+        for attention in ("sdpa", "eager")
     }
     drawn: list[int] = []
 
@@ -187,7 +198,7 @@ def with_kvpress() -> Decode:
     return decode
 
 
-CONTENDERS: dict[str, Callable[[], Decode]] = {
+CONTENDERS: dict[str, Callable[[str], Decode]] = {
     "jkv": with_jkv,
     "transformers": with_transformers,
     "kvpress": with_kvpress,

@@ -1,7 +1,8 @@
 """`jkv` beside transformers and kvpress: the same weights, prompts, budgets and cores, each in a process of its own, in turns.
 
-Speed is of forced lengths, prompts of the task as they are (padded on the left where a library needs it): full caches at
-several batch sizes, then one budget at one batch. Accuracy is of the same problems to their own end. transformers and kvpress
+Speed is of forced lengths, prompts as they are (padded on the left where a library needs it): full caches at several batch
+sizes, then one budget at two of them. tiny-reasoner's prompts are problems of its task, whose accuracy is that of answers to
+their own end; another model's are questions in its chat template, and only its speed is measured. transformers and kvpress
 run with the attention, and the cache, that a trial in the same run found fastest; the trial is kept in the record. Time is a
 whole call's, prefill, sampling and host included, after one call that compiles and counts for nothing. Cache bytes are those
 of keys and values that a library really held at its peak, by sequence; the process's peak memory is the system's account.
@@ -13,12 +14,13 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jkv.bench.peer_worker import FOLDER
+from jkv.bench.peer_worker import Tokens
 from jkv.bench.rounds import in_turns, median_and_spread
 from jkv.checks import install
+from jkv.engine.prompts import encode_prompts
 from jkv.model import checkpoint
 from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.chains import read_answer
@@ -28,6 +30,18 @@ NEEDED = {"jkv": "jax", "transformers": "torch", "kvpress": "kvpress"}  # packag
 PRESSES = {"SnapKV": "snap_kv", "KeyDiff": "key_diff", "Knorm": "knorm"}  # the same method here
 TRIAL_TOKENS = 64
 LONGEST = 1024  # tokens of an answer
+TASK = "tiny-reasoner"  # whose answers can be graded
+SUBJECTS = (
+    "the tides",
+    "a prime number",
+    "fermentation",
+    "a KV cache",
+    "the French Revolution",
+    "a rainbow",
+    "inflation",
+    "bees",
+)
+QUESTIONS = ("What is {}?", "Why does {} matter?", "Explain {} to a child.", "Write a short story about {}.")
 
 
 class Entry(NamedTuple):
@@ -41,9 +55,9 @@ class Entry(NamedTuple):
 class Process:
     """A contender that waits for jobs."""
 
-    def __init__(self, library: str) -> None:
+    def __init__(self, library: str, model: str) -> None:
         self.library = library
-        command = [sys.executable, "-m", "jkv.bench.peer_worker", library]
+        command = [sys.executable, "-m", "jkv.bench.peer_worker", library, model]
         self.child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def do(self, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,8 +77,8 @@ class Process:
 
 
 @contextlib.contextmanager
-def processes(libraries: Sequence[str]) -> Iterator[dict[str, Process]]:
-    """A process for each library, ended with the block."""
+def processes(libraries: Sequence[str], model: str) -> Iterator[dict[str, Process]]:
+    """A process for each library, with a model; ended with the block."""
     if unknown := sorted(set(libraries) - set(NEEDED)):
         raise ValueError(f"contenders are {', '.join(NEEDED)}; got {', '.join(unknown)}.")
     if missing := [name for name in libraries if importlib.util.find_spec(NEEDED[name]) is None]:
@@ -72,7 +86,7 @@ def processes(libraries: Sequence[str]) -> Iterator[dict[str, Process]]:
             f"{', '.join(missing)} cannot take part: not installed. Run: {install('peers')}, or leave "
             "them out with --contenders."
         )
-    running = {name: Process(name) for name in dict.fromkeys(["jkv", *libraries])}
+    running = {name: Process(name, model) for name in dict.fromkeys(["jkv", *libraries])}
     try:
         yield running
     finally:
@@ -83,46 +97,74 @@ def processes(libraries: Sequence[str]) -> Iterator[dict[str, Process]]:
 
 def measure(
     libraries: Sequence[str],
+    models: Sequence[str],
     batches: Sequence[int],
-    batch: int,
+    budget_batches: Sequence[int],
     new_tokens: int,
     problems: int,
     settings: Mapping[str, int],
     rounds: int,
     report: Report = print,
 ) -> dict[str, Any]:
-    """Speed with full caches at `batches`, at a budget (`settings`) at `batch`, and accuracy on some problems.
+    """Each model's speed with full caches at `batches`, and at a budget (`settings`) at `budget_batches`; the task's accuracy.
 
     Raises:
       ValueError: an unknown library, or one that is not installed.
+      FileNotFoundError: an unknown model.
     """
-    tokenizer = checkpoint.load(FOLDER).tokenizer
-    chosen = held_out(max(problems, batch, *batches))
-    prompts = [list(map(int, tokenizer.encode(problem.prompt))) for problem in chosen]
     records: list[dict[str, Any]] = []
-    with processes(libraries) as running:
-        fastest, trials = try_variants(running, prompts, settings)
+    trials: list[dict[str, Any]] = []
+    for model in models:
+        loaded = checkpoint.load(model)
+        chosen = held_out(max(problems, *budget_batches, *batches)) if model == TASK else []
+        asked = [problem.prompt for problem in chosen] or questions(max(*budget_batches, *batches))
+        prompts = [list(map(int, prompt)) for prompt in encode_prompts(loaded, asked)]
+        with processes(libraries, model) as running:
+            fastest, tried = try_variants(running, prompts, settings)
+            trials += [{"model": loaded.name, **one} for one in tried]
+            every_full = full_entries(running, fastest)
+            every_budget = budget_entries(running, fastest, settings)
+            groups = [(f"full cache, batch {count}", count, every_full) for count in batches]
+            groups += [(f"budget {settings['budget']}, batch {count}", count, every_budget) for count in budget_batches]
+            for group, count, entries in groups:
+                common = {"prompts": prompts[:count], "new_tokens": new_tokens, "forced": True}
+                records += compared(running, entries, common, rounds, {"model": loaded.name, "group": group}, report)
+            if chosen:
+                common = {"prompts": prompts[:problems], "new_tokens": LONGEST, "forced": False}
+                about = {"model": loaded.name, "group": f"{problems} problems"}
 
-        def compare(group: str, count: int, limit: int, forced: bool, entries: Sequence[Entry]) -> None:
-            common = {"prompts": prompts[:count], "new_tokens": limit, "forced": forced}
-            turns = rounds if forced else 1
-            for figures in contest(running, entries, common, turns):
-                if not forced:
-                    figures |= {"accuracy": share_right(figures["tokens"], chosen[:count], tokenizer)}
-                records.append({"group": group, "batch": count} | figures)
-            compare_with_first(records, group)
-            for record in records:
-                if record["group"] == group:
-                    report(record)
+                def grade(tokens: Tokens, chosen: Any = chosen[:problems], tokenizer: Any = loaded.tokenizer) -> float:
+                    return share_right(tokens, chosen, tokenizer)
 
-        every_full = full_entries(running, fastest)
-        every_budget = budget_entries(running, fastest, settings)
-        for count in batches:
-            compare(f"full cache, batch {count}", count, new_tokens, True, every_full)
-        compare(f"budget {settings['budget']}, batch {batch}", batch, new_tokens, True, every_budget)
-        compare(f"{problems} problems", problems, LONGEST, False, [*every_full, *every_budget])
-    about = {"new_tokens": new_tokens, "problems": problems, "settings": dict(settings), "rounds": rounds, "trials": trials}
-    return {"model": "tiny-reasoner", **about, "records": records}
+                records += compared(running, [*every_full, *every_budget], common, 1, about, report, grade)
+    setting = {"new_tokens": new_tokens, "problems": problems, "settings": dict(settings), "rounds": rounds, "trials": trials}
+    return setting | {"records": records}
+
+
+def compared(
+    running: Mapping[str, Process],
+    entries: Sequence[Entry],
+    common: Mapping[str, Any],
+    rounds: int,
+    about: Mapping[str, str],
+    report: Report,
+    grade: Callable[[Tokens], float] | None = None,
+) -> list[dict[str, Any]]:
+    """The records of one group of entries, compared with `jkv`'s; graded where there is something to grade."""
+    records = []
+    for figures in contest(running, entries, common, rounds):
+        accuracy = {} if grade is None else {"accuracy": grade(figures["tokens"])}
+        records.append({**about, "batch": len(common["prompts"])} | figures | accuracy)
+    compare_with_first(records)
+    for record in records:
+        report(record)
+    return records
+
+
+def questions(count: int) -> list[list[dict[str, str]]]:
+    """Conversations of one question each."""
+    texts = [question.format(subject) for question in QUESTIONS for subject in SUBJECTS]
+    return [[{"role": "user", "content": text}] for text in (texts * (-(-count // len(texts))))[:count]]
 
 
 def try_variants(
@@ -194,17 +236,16 @@ def contest(
         }
 
 
-def compare_with_first(records: list[dict[str, Any]], group: str) -> None:
+def compare_with_first(records: list[dict[str, Any]]) -> None:
     """Adds how much faster `jkv` is than each peer by the same method, and how many tokens are the same; drops the tokens."""
-    mine = [record for record in records if record["group"] == group]
-    own = {record["method"]: record for record in mine if record["library"] == "jkv"}
-    for record in mine:
+    own = {record["method"]: record for record in records if record["library"] == "jkv"}
+    for record in records:
         same = own[PRESSES.get(record["method"], record["method"])]
         pairs = [(a, b) for x, y in zip(record["tokens"], same["tokens"], strict=True) for a, b in zip(x, y, strict=False)]
         if record["library"] != "jkv":
             record["jkv_times_faster"] = digits(same["tokens_per_second"] / record["tokens_per_second"])
             record["equal_tokens"] = digits(sum(a == b for a, b in pairs) / len(pairs))
-    for record in mine:
+    for record in records:
         del record["tokens"]
 
 
@@ -215,6 +256,7 @@ def share_right(tokens: Sequence[Sequence[int]], problems: Sequence[Any], tokeni
 
 
 COLUMNS = (
+    "model",
     "what",
     "library",
     "method",
@@ -231,6 +273,7 @@ def table(record: dict[str, Any]) -> str:
     """Contenders by group; `jkv` is compared by the same method in the same group."""
     rows = [
         (
+            one["model"],
             one["group"],
             one["library"],
             one["method"],
@@ -245,12 +288,12 @@ def table(record: dict[str, Any]) -> str:
     ]
     settings = record["settings"]
     caption = (
-        f"{record['model']}, float32, greedy; {record['new_tokens']} forced tokens a sequence, or {record['problems']} "
+        f"float32, greedy; {record['new_tokens']} forced tokens a sequence, or {record['problems']} "
         f"problems to their end. Budget {settings['budget']} slots and {settings['interval']} between compactions, for all. "
         "kvpress decodes one sequence at a time. Equal tokens are those at the same place as `jkv`'s by the same method."
     )
     tried = "; ".join(
-        f"{one['library']} {one['attention']}{' ' + one['cache'] if 'cache' in one else ''} {one['seconds']} s"
+        f"{one['model']} {one['library']} {one['attention']}{' ' + one['cache'] if 'cache' in one else ''} {one['seconds']} s"
         for one in record["trials"]
     )
     trial = f"Tried first, the fastest taken: {tried}.\n\n" if tried else ""

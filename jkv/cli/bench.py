@@ -52,6 +52,9 @@ def add(commands: Any) -> None:
     throughput.add_argument("--requests", type=int, help="default: 32; the paper's: 256")
     papers.add_argument("--scale", type=float, help="divides the papers' lengths and budgets; default: 32")
     peers.add_argument("--contenders", type=words, help="comma-separated; default: jkv,transformers,kvpress")
+    peers.add_argument("--models", type=words, help="comma-separated: tiny-reasoner (the default), folders, GGUF files")
+    for size, text in (("batches", "of full caches; default: 1,8,32"), ("budget-batches", "of the budget; default: 16,1")):
+        peers.add_argument(f"--{size}", type=whole, help=text)
     peers.add_argument("--problems", type=int, help="whose answers are graded; default: 32")
     parsers["cost"].add_argument("--lengths", type=whole, help="of full caches; default: 128,512,1536")
     parsers["cost"].add_argument("--budgets", type=whole, help="of R-KV; default: 64,128,256")
@@ -91,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"):
         if not 0 < given.get(name, 1) < MOST:
             raise ValueError(f"--{name} must be positive and below 2**31; got {shown(given[name])}.")
-    for name in ("lengths", "budgets", "batches", "chunks"):
+    for name in ("lengths", "budgets", "batches", "budget_batches", "chunks"):
         if name in given and not (given[name] and all(0 < size < MOST for size in given[name])):
             raise ValueError(f"--{name} must be sizes, each positive and below 2**31; got {shown(given[name])}.")
     if options.out:
@@ -146,10 +149,10 @@ def measure_peers(given: dict[str, Any], quick: bool, report: Any) -> dict[str, 
     from jkv.bench import peers
 
     usual: dict[str, Any] = {"contenders": list(peers.NEEDED), "problems": 32, "rounds": 3}
-    usual |= {"batches": [1, 8, 32], "batch": 16, "new_tokens": 256}
+    usual |= {"models": [peers.TASK], "batches": [1, 8, 32], "budget_batches": [16, 1], "new_tokens": 256}
     usual |= {"settings": {"budget": 128, "interval": 16, "window": 8}}
     if quick:
-        usual |= {"problems": 2, "rounds": 1, "batches": [2], "batch": 2, "new_tokens": 48}
+        usual |= {"problems": 2, "rounds": 1, "batches": [2], "budget_batches": [2], "new_tokens": 48}
         usual |= {"settings": {"budget": 24, "interval": 16, "window": 8}}
     usual |= given
     return peers.measure(usual.pop("contenders"), **usual, report=report)

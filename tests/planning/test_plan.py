@@ -48,6 +48,7 @@ PUBLISHED = {  # weights, as the checkpoints' own indices count them
     "r1-qwen-7b": 7_615_616_512,
     "r1-qwen-14b": 14_770_033_664,
     "r1-qwen-32b": 32_763_876_352,
+    "smollm2-135m": 134_515_008,
 }
 
 

@@ -1,9 +1,12 @@
 """Every example of every page runs, in order, and every file and link that a page names exists."""
 
 import re
+import shutil
 
 import pytest
 
+from jkv.model import checkpoint
+from jkv.model.cards import Card
 from jkv.policies import POLICIES
 from jkv.policies.recipe import page_with_table
 from tests.repository.pages import PAGES, ROOT, SUFFIXES, anchors, blocks, links, name_of, spans
@@ -12,8 +15,17 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 WITH_EXAMPLES = [page for page in PAGES if blocks(page.read_text(), "python")]
 
 
+@pytest.fixture
+def chat_hub(tmp_path, monkeypatch):
+    """A hub that gives tiny-reasoner, with a chat template, for every name; no package brings another."""
+    folder = shutil.copytree(checkpoint.find_folder("tiny-reasoner"), tmp_path / "hub")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    monkeypatch.setattr(Card, "installed", None)
+    monkeypatch.setattr(checkpoint, "fetch", lambda name, patterns: folder)
+
+
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
-def test_the_examples_of_a_page_run_in_order(page, capsys):
+def test_the_examples_of_a_page_run_in_order(page, capsys, chat_hub):
     scope = {}
     for snippet in blocks(page.read_text(), "python"):
         exec(compile(snippet, name_of(page), "exec"), scope)

@@ -58,7 +58,9 @@ def test_its_numbers_are_those_of_the_plan_and_of_the_records():
     plan = jkv.plan("r1-llama-8b", "h200", jkv.r_kv(budget=1024), length=16_384)
     assert f"**{plan.own.batch} rows in place of {plan.full.batch}**" in README
     page = (ROOT / "docs" / "results.md").read_text()
-    faster = re.findall(r"^\| full cache, batch \d+ \| transformers \|.*?\| ([\d.]+) \|", page, flags=re.MULTILINE)
+    faster = re.findall(
+        r"^\| tiny-reasoner \| full cache, batch \d+ \| transformers \|.*?\| ([\d.]+) \|", page, flags=re.MULTILINE
+    )
     found = [float(cell.split("|")[-1]) for cell in faster]
     assert len(found) == 3
     assert f"**{min(found):.1f} to {max(found):.1f} times**" in README
