@@ -1,7 +1,7 @@
 """What records and functions of this project say in a way of their own, for griffe, which reads the source for mkdocstrings.
 
-A field may be described in a comment at the end of its line. "temperature, top_p: how tokens are drawn" in a docstring's section
-describes several arguments or fields at once. A doctest stands at the end, outside of any section.
+A field may be described in a comment at the end of its line. "temperature, top_p: how tokens are drawn" in a section of a
+docstring describes several arguments or fields at once. A doctest stands at the end, outside of any section.
 """
 
 import ast
@@ -32,9 +32,9 @@ class OwnStyle(Extension):
 
 
 def for_each(found: re.Match[str]) -> str:
-    """A description of several names, once for each.
+    r"""A description of several names, once for each.
 
     >>> SEVERAL.sub(for_each, "  a, b: numbers")
-    '  a: numbers\\n  b: numbers'
+    '  a: numbers\n  b: numbers'
     """
     return "\n".join(f"{found[1]}{name}: {found[3]}" for name in found[2].split(", "))

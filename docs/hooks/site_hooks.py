@@ -48,6 +48,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
     place = page.file.src_uri
     if place == "README.md":
         page.meta["hide"] = ["navigation"]  # which has this page alone
+    if place == "methods.md":
+        markdown = site_policies.with_pages(markdown)
     markdown = MARK.sub("", markdown)
     if place.startswith("results/") and not markdown.startswith("# "):
         name = place.removeprefix("results/").removesuffix(".md")

@@ -16,8 +16,8 @@ LINK = re.compile(r"^```.*?^```|`[^`\n]+`|\]\(([^)\s]+)\)", flags=re.DOTALL | re
 def place_of(path: str) -> str | None:
     """The place on the site of a file of the repository; None if the site does not have it.
 
-    >>> place_of("docs/engine.md"), place_of("notebooks/6_rollouts.ipynb"), place_of("jkv/generate.py")
-    ('engine.md', 'notebooks/6_rollouts.md', None)
+    >>> place_of("docs/engine.md"), place_of("results/papers.md"), place_of("jkv/generate.py")
+    ('engine.md', 'results/papers.md', None)
     """
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
@@ -29,8 +29,8 @@ def place_of(path: str) -> str | None:
 def home_of(place: str) -> str:
     """The place in the repository, from where a page of the site writes its links; made pages have one below `docs`.
 
-    >>> home_of("engine.md"), home_of("results/papers.md"), home_of("policies/r_kv.md")
-    ('docs/engine.md', 'results/papers.md', 'docs/policies/r_kv.md')
+    >>> home_of("engine.md"), home_of("results/papers.md")
+    ('docs/engine.md', 'results/papers.md')
     """
     if place.startswith("notebooks/"):
         return place.replace(".md", ".ipynb")

@@ -4,6 +4,7 @@ from typing import Any
 
 import site_notebooks
 import site_reference
+from site_links import ROOT
 
 from jkv.policies import POLICIES
 
@@ -12,6 +13,7 @@ def folders() -> dict[str, list[str]]:
     """The pages that `FOLDER/*` stands for in `nav`, in order."""
     return {
         "policies/*": [f"policies/{name}.md" for name in POLICIES],
+        "results/*": [f"results/{table.name}" for table in sorted((ROOT / "results").glob("*.md"))],
         "notebooks/*": [f"notebooks/{notebook.stem}.md" for notebook in site_notebooks.NOTEBOOKS],
         "reference/*": [*(f"reference/{name}.md" for name in site_reference.GROUPS), "reference/command-line.md"],
     }

@@ -45,7 +45,7 @@ def description_of(recipe: Callable[..., Policy]) -> Description:
 
 
 def page_of(name: str) -> str:
-    """The Markdown of a policy's page; its links are those of a file in `docs/policies/`."""
+    """The Markdown of a policy's page; its links are those of a file in a folder of `docs`."""
     recipe = POLICIES[name]
     entry, said = entry_of(recipe), description_of(recipe)
     file = entry.module.replace(".", "/") + ".py"
@@ -65,6 +65,15 @@ def page_of(name: str) -> str:
     figures = list(figures_of(name))
     parts += ["## Measured", *(figures or ["No recorded run has this policy. `jkv eval` measures it on your own problems."])]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def with_pages(table: str) -> str:
+    """The table of policies, with links from the names to their pages.
+
+    >>> with_pages("| `tova` | evicts |")
+    '| [`tova`](policies/tova.md) | evicts |'
+    """
+    return re.sub(rf"^\| `({'|'.join(POLICIES)})` \|", r"| [`\1`](policies/\1.md) |", table, flags=re.MULTILINE)
 
 
 def settings_of(name: str) -> str:
@@ -95,10 +104,7 @@ def facts_of(name: str) -> str:
 
 def figures_of(name: str) -> Iterator[str]:
     """The recorded rows of a policy: a heading, where they come from, and a table, for each file of results."""
-    files = sorted(
-        RESULTS.glob("*.md"), key=lambda file: (not file.stem.startswith("all-"), config_of(file) is None, file.name)
-    )
-    for file in files:
+    for file in sorted(RESULTS.glob("*.md"), key=rank_of):
         text, config = file.read_text(), config_of(file)
         aliases = aliases_in(config) if config else {}
         tables = [table for header, rows in TABLE.findall(text) if (table := rows_of(name, header, rows, aliases))]
@@ -106,6 +112,12 @@ def figures_of(name: str) -> Iterator[str]:
             yield f"### {heading_of(file, config)}"
             yield source_of(file, text, config)
             yield "\n\n".join(tables)
+
+
+def rank_of(file: Path) -> tuple[bool, bool, str]:
+    """The order of files: the comparison of all policies, other experiments, benchmarks."""
+    config = config_of(file)
+    return file.stem.partition("-")[0] != "all", config is None, (config or file).stem
 
 
 def config_of(file: Path) -> Path | None:
@@ -119,7 +131,7 @@ def heading_of(file: Path, config: Path | None) -> str:
     """What was measured: the first sentence of an experiment, or the name of a benchmark."""
     if config is None:
         return f"Benchmark `{file.stem}`"
-    return config.read_text().splitlines()[0].removeprefix("#").strip().partition(". ")[0].rstrip(".")
+    return re.split(r"\.(?: (?=[A-Z])|$)", config.read_text().splitlines()[0].removeprefix("#").strip())[0]
 
 
 def source_of(file: Path, text: str, config: Path | None) -> str:

@@ -194,6 +194,7 @@ def command_line_page() -> str:
 
 
 def help_of(parser: argparse.ArgumentParser) -> str:
-    """The help of a parser, in lines of one width wherever the site is built."""
-    parser.formatter_class = functools.partial(argparse.RawDescriptionHelpFormatter, width=100)
-    return f"```text\n{parser.format_help().strip()}\n```"
+    """The help of a parser: its description, then the rest in lines of one width wherever the site is built."""
+    about, parser.description = parser.description or "", None
+    parser.formatter_class = functools.partial(argparse.RawDescriptionHelpFormatter, width=80)
+    return f"{about}\n\n```text\n{parser.format_help().strip()}\n```".strip()
