@@ -42,7 +42,9 @@ def flat(nav):
 
 @pytest.mark.skipif(bool(MISSING), reason=f"{', '.join(MISSING)} of the extra `docs` is not installed; CI builds the site")
 def test_the_site_is_built_without_a_warning_and_needs_no_network(tmp_path):
-    run(sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path))
+    run(
+        sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)
+    )  # --quiet would hide warnings from --strict
     built = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.html")}
     places = list(flat(site_navigation.with_folders(CONFIG["nav"])))
     assert {place.replace("README", "index").replace(".md", ".html") for place in places} <= built.keys()
