@@ -81,9 +81,14 @@ def settings_of(name: str) -> str:
     fields = inspect.signature(POLICIES[name]).parameters.values()
     if not fields:
         return f"`jkv.{name}()` has no settings."
-    rows = [f"| `{field.name}` | `{inspect.formatannotation(field.annotation)}` | {default_of(field)} |" for field in fields]
+    rows = [f"| `{field.name}` | `{type_of(field)}` | {default_of(field)} |" for field in fields]
     call = ", ".join(field.name + "=..." for field in fields if field.default is field.empty)
     return "\n".join([f"`jkv.{name}({call})`", "", "| setting | type | default |", "|---|---|---|", *rows])
+
+
+def type_of(field: inspect.Parameter) -> str:
+    """The type of a setting, without the modules of names."""
+    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", inspect.formatannotation(field.annotation))
 
 
 def default_of(field: inspect.Parameter) -> str:

@@ -148,6 +148,12 @@ def test_a_policy_that_was_never_measured_says_so(monkeypatch):
     assert "No recorded run has this policy." in site_policies.page_of("r_kv")
 
 
+def test_types_of_settings_are_short():
+    page = site_policies.page_of("seal")
+    assert "| `vector` | `SteeringVector | Path | str` | must be given |" in page
+    assert "| `encoder` | `str | Callable[..., Any]` | `'tokens'` |" in site_policies.page_of("reason_cache")
+
+
 def test_the_page_of_a_notebook_has_its_text_code_and_pictures():
     for notebook in site_notebooks.NOTEBOOKS:
         page, found = site_notebooks.page_of(notebook, REPOSITORY)
