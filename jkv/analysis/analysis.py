@@ -107,12 +107,12 @@ def analyze(
       encoder: what steps and sentences are compared as: "tokens", bags of them; "sentence:<model>", a sentence encoder
         by name or folder; or a function from a text to a vector.
 
-    >>> analyze(["<think>\n\na=1\n\na=1\n\n"], [True]).estimates["similar_steps_0.8"]["right"].mean
-    0.5
-
     Raises:
       ValueError: no texts, something else than texts, marks of another length, or what `jkv.analysis.redundancy.make_reader`
-      refuses.
+        refuses.
+
+    >>> analyze(["<think>\n\na=1\n\na=1\n\n"], [True]).estimates["similar_steps_0.8"]["right"].mean
+    0.5
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     marks = check_marks(right, check_texts(texts))

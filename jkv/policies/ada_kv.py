@@ -12,9 +12,15 @@ def ada_kv(
 ) -> Policy:
     """Ada-KV with `budget` slots on average over a layer's KV heads; the last `window` tokens always stay, in every head.
 
-    Each head keeps its best `floor * budget` slots, the paper's safeguard; the rest of all heads of a layer is ranked together
-    (Algorithm 1). `when` is that of `snap_kv`; the authors' rule is "prefill". Each head holds pages only for what it keeps;
-    many implementations mask instead, and free no memory.
+    `when` is that of `snap_kv`.
+
+    Rule (Algorithm 1):
+      each head keeps its best floor * budget slots by SnapKV's score, the paper's safeguard
+      the other slots of all K heads of a layer are ranked together, until the layer keeps K * budget
+
+    Departures:
+      - The default is `when="decode"`, which compacts repeatedly; the authors' rule is "prefill".
+      - Each head holds pages only for what it keeps; many implementations mask instead, and free no memory.
 
     Raises:
       ValueError: a setting out of its range, or a budget smaller than the window.

@@ -8,6 +8,9 @@ from jkv.policies.recipe import recipe
 def full() -> Policy:
     """Every token stays. All other policies are compared with it.
 
+    Rule:
+      keep every slot
+
     >>> full().is_bounded
     False
     """

@@ -15,10 +15,16 @@ from jkv.policies.scores import AccumulatedMass
 def h2o(budget: int, recent: int | None = None, interval: int = 1) -> Policy:
     """H2O with `budget` slots for each layer and KV head: the last `recent` (default: half) and the heaviest of the others.
 
-    A slot's weight is its softmax mass from all queries so far, those of the prompt included, summed over the query heads of
-    its KV head (the paper has one query head for each). Each decode step evicts the lightest slot; a prompt longer than the
-    budget is compacted once, after prefill. With an `interval` above 1, several slots are evicted at a time. Keys keep their
-    true positions. The authors' code has three variants; this is the rule that they share, with budgets fixed in slots.
+    Each decode step evicts the lightest slot; a prompt longer than the budget is compacted once, after prefill. With an
+    `interval` above 1, several slots are evicted at a time. Keys keep their true positions.
+
+    Rule:
+      mass(s) = sum over all queries q so far, those of the prompt included, of softmax(q . key / sqrt(H))(s)
+      keep the last `recent` slots, and of the others those with the largest mass
+
+    Departures:
+      - The mass is summed over the query heads of a KV head; the paper has one query head for each.
+      - The authors' code has three variants; this is the rule that they share, with budgets fixed in slots.
 
     Raises:
       ValueError: a setting out of its range, or `recent` above the budget.

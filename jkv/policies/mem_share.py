@@ -20,9 +20,15 @@ def mem_share(
 ) -> Policy:
     """MemShare: thoughts whose bags of tokens have a cosine above `similarity` (the paper's 0.8 or 0.9) share their pages.
 
-    The paper's distance threshold of 0.8 has no unit; here it is the share of distances that are small enough,
-    `percentile=80`. `threshold` sets a distance instead. Lengths of thoughts do not count. The other settings are those of
-    `reason_cache`.
+    Lengths of thoughts and formulas are not compared. The other settings are those of `reason_cache`.
+
+    Rule:
+      thoughts a, b are similar if cosine(tokens(a), tokens(b)) > similarity
+      the i-th pages of similar thoughts are shared if |page_a - page_b| lies below the threshold
+
+    Departures:
+      - The paper's distance threshold of 0.8 has no unit; here it is the share of distances that are small enough,
+        `percentile=80`. `threshold` sets a distance instead.
 
     Raises:
       ValueError: a setting out of its range.

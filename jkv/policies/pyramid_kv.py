@@ -12,9 +12,16 @@ def pyramid_kv(
 ) -> Policy:
     """PyramidKV with `budget` slots on average over layers; the last `window` tokens always stay, in every layer.
 
-    Besides them the last layer keeps `(budget - window) / beta` slots, and the first layer is as far above the mean as the last
-    is below it; the layers between lie on a straight line. `when` is that of `snap_kv`; the authors' rule is "prefill". Each
-    layer holds pages only for its own share, while the authors' code keeps one length for each layer in dense memory.
+    `when` is that of `snap_kv`.
+
+    Rule:
+      the last layer keeps window + (budget - window) / beta slots, by SnapKV's score
+      the first layer is as far above the mean as the last is below it
+      the layers between lie on a straight line
+
+    Departures:
+      - The default is `when="decode"`, which compacts repeatedly; the authors' rule is "prefill".
+      - Each layer holds pages only for its own share, while the authors' code keeps one length for each layer in dense memory.
 
     Raises:
       ValueError: a setting out of its range, or a budget smaller than the window.

@@ -13,10 +13,17 @@ def quest(budget: int, dense_layers: int = 2, over_group: str = "max") -> Policy
     """Quest: each query reads about `budget` slots of each layer and KV head, in whole pages, always with the current page.
 
     Pages are ranked by an upper bound of their logits: the largest logit that any key between the page's smallest and largest
-    key, channel by channel, can have with the query. Bounds are updated as keys are appended. Query heads of a KV head read the
-    same pages, by the largest (or, with "mean", the mean) of their bounds; the authors choose for each query head. The first
-    `dense_layers` layers read all pages. `budget` is rounded down to whole pages, at least one. Quest saves reads but no
-    memory: the cache is as large as the full one, and the bounds come on top.
+    key, channel by channel, can have with the query. Bounds are updated as keys are appended. The first `dense_layers` layers
+    read all pages. `budget` is rounded down to whole pages, at least one. Quest saves reads but no memory: the cache is as
+    large as the full one, and the bounds come on top.
+
+    Rule:
+      bound(page) = sum over channels c of max(q[c] * smallest(page)[c], q[c] * largest(page)[c])
+      read the pages with the largest bounds, about `budget` slots, and the current page
+
+    Departures:
+      - Query heads of a KV head read the same pages, by the largest (or, with `over_group="mean"`, the mean) of their bounds;
+        the authors choose for each query head.
 
     Raises:
       ValueError: a setting out of its range.

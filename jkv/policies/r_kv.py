@@ -17,16 +17,7 @@ from jkv.policies.view import CacheView
 
 @dataclasses.dataclass(frozen=True)
 class ImportanceMinusRedundancy:
-    """`importance * I - (1 - importance) * R`, the joint score of R-KV (Eq. 7 there).
-
-    I is the attention mass from the last `window` queries (the largest logit of the query group, one softmax over the slots
-    before the window, mean over the queries), max-pooled over `pool` slots. R is the softmax over all slots of the mean
-    cosine similarity of the keys, with the `exempt` most recent look-alikes (cosine above `similarity`) of each key left out.
-
-    Deviations from the paper, as in the authors' code: the maximum over the group is that of logits, not of probabilities,
-    and the mean over queries comes before the pooling. Deviations from the authors' code: there a key without a look-alike
-    exempts slot 0, and "most recent" means the slot, not the position; `released=True` reproduces both.
-    """
+    """`importance * I - (1 - importance) * R`, the joint score of R-KV: the docstring of `r_kv` has the rule."""
 
     mass: AttentionMass
     importance: float
@@ -74,7 +65,20 @@ def r_kv(
 
     The last `window` tokens always stay; tokens of the prompt may be evicted. The defaults are the authors' settings for the
     paper's main results. `released=True` reproduces the accidents of their code and its storage in score order, which changes
-    what later compactions keep; the default corrects them: see `ImportanceMinusRedundancy`.
+    what later compactions keep; the default corrects them.
+
+    Rule (Eq. 7):
+      score = importance * I - (1 - importance) * R
+      I = max-pool over `pool` slots of the mean over the last `window` queries of
+          softmax over the slots before the window of the largest logit of the query group
+      R = softmax over all slots of the mean cosine of the slot's key to the other keys,
+          without the `exempt` most recent look-alikes (cosine above `similarity`) of each key
+
+    Departures:
+      - From the paper, as in the authors' code: the maximum over the group is that of logits, not of probabilities, and the
+        mean over queries comes before the pooling.
+      - From the authors' code: there a key without a look-alike exempts slot 0, and "most recent" means the slot, not the
+        position. `released=True` reproduces both.
 
     Raises:
       ValueError: a setting out of its range, or a budget smaller than the window.

@@ -11,7 +11,8 @@ from jkv.policies.scores import Uniform
 def random(budget: int, interval: int = 128, seed: int = 0, recent: int = 1) -> Policy:
     """Keeps the last `recent` tokens and a random set, `budget` slots in total, drawn anew for each compaction and KV head.
 
-    The draw depends only on the seed, layer, head, positions and length, so it is batch-invariant.
+    Rule:
+      score = a uniform number that depends on the seed, layer, head, position and length alone, so it is batch-invariant
 
     Raises:
       ValueError: a setting out of its range.

@@ -12,9 +12,12 @@ from jkv.policies.recipe import recipe
 def random_share(like: Policy | None = None, seed: int = 0, percentile: float = 80.0, interval: int = 16) -> Policy:
     """Shares as many pages as another policy (`like`, by default ReasonCache with these settings), but any page with any other.
 
-    For each page that the other policy would measure, with a probability of `percentile` percent, two full pages of the
-    completion are drawn, and the older one replaces the newer one. Nothing is measured, so there is no warm-up, and a distance
-    threshold has no effect. Draws depend on the seed, the prompt and the index of the sample.
+    Nothing is measured, so there is no warm-up, and a distance threshold has no effect. Draws depend on the seed, the prompt
+    and the index of the sample.
+
+    Rule:
+      for each page that the other policy would measure, with a probability of `percentile` percent:
+      draw two full pages of the completion; the older one replaces the newer one
 
     Raises:
       ValueError: a setting out of its range, or a policy that shares nothing.

@@ -34,22 +34,27 @@ def reason_cache(
 ) -> Policy:
     """ReasonCache: a page of a thought that repeats an earlier thought leaves the cache, and the earlier page counts for both.
 
-    Stage 1 (`jkv.reasoning.thoughts`, Eqs. 1 and 2 of the paper) finds thoughts with similar tokens, between the thresholds
-    `strict` and `soft`, and drops pairs whose formulas or code differ. Stage 2 (Eqs. 4 to 6) measures the distances of their
-    pages, ordinal by ordinal, and shares those below the `percentile` of the first `warm_up` distances. `Share` in
-    `jkv.reasoning.sharing` describes the settings.
+    `jkv.reasoning.sharing.Share` and `jkv.reasoning.thoughts.Filter` describe the settings. Distances of rotated keys (as vLLM
+    caches them) mostly measure how far apart two tokens are; `compare_on="raw"` and "values" compare the content.
 
-    The paper leaves some points open; here they are decided as follows. A thought ends with a token that holds a blank line,
-    and is compared with all earlier ones of its completion. Lengths are in bytes. Syntax trees are compared for equality, which
-    is a tree edit distance of zero. A shared page lies entirely inside its thought and has at least `match` of its tokens in
-    common with the other page, because texts that are shifted against each other do not repeat. The nearest candidate wins, and
-    the page that replaces another is always still held. The distances of all requests of an engine go into one warm-up, after
-    which the threshold stays. Pages of the prompt never leave. Distances of rotated keys (as vLLM caches them) mostly measure
-    how far apart two tokens are; "raw" and "values" compare the content.
+    Rule (Eqs. 1, 2 and 4 to 6):
+      similarity(a, b) = cosine(tokens(a), tokens(b)) * shorter length / longer length
+      thoughts a, b are similar if similarity(a, b) > strict - (strict - soft) * m, m the mean of the newer one's similarities
+          to all earlier ones, and if their formulas and code are equal
+      the i-th pages of similar thoughts are shared if |page_a - page_b| lies below the `percentile` of the first `warm_up`
+          distances
 
-    The paper shares a page by writing it into the page table twice. Reading it once with the logarithm of two added to its
-    logits gives the same result up to rounding, and reads less. `bias=False` leaves the logarithm out, which amounts to
-    evicting the newer page.
+    Departures:
+      - The paper shares a page by writing it into the page table twice. Reading it once with the logarithm of two added to its
+        logits gives the same result up to rounding, and reads less. `bias=False` leaves the logarithm out, which amounts to
+        evicting the newer page.
+      - The paper leaves some points open. Here a thought ends with a token that holds a blank line, and is compared with all
+        earlier ones of its completion. Lengths are in bytes. Syntax trees are compared for equality, which is a tree edit
+        distance of zero.
+      - A shared page lies entirely inside its thought and has at least `match` of its tokens in common with the other page,
+        because texts that are shifted against each other do not repeat. The nearest candidate wins, and the page that replaces
+        another is always still held. Pages of the prompt never leave.
+      - The distances of all requests of an engine go into one warm-up, after which the threshold stays.
 
     Raises:
       ValueError: a setting out of its range.

@@ -15,13 +15,18 @@ def rpc(
 ) -> Policy:
     """RPC: of every `interval` generated tokens, one in `ratio` stays.
 
-    The prompt and the last `window` tokens always stay. The rest is scored by the attention mass from the last `window`
-    queries (softmax over the scored slots only, mean over the queries), mean-pooled over `pool` slots. `scope="layer"` averages
-    over all query heads of a layer (the paper's choice), "head" over those of each KV head. The paper's third choice, a set for
-    each query head, would store keys once for each query head, and is left out. The cache still grows, `ratio` times slower
-    than the sequence.
+    The prompt and the last `window` tokens always stay. `scope="layer"` averages over all query heads of a layer (the paper's
+    choice), "head" over those of each KV head. The cache still grows, `ratio` times slower than the sequence.
 
-    `released=True` reproduces an accident of the authors' code: the newest query counts twice, and the oldest not at all.
+    Rule:
+      score = mean-pool over `pool` slots of the mean over the last `window` queries and their heads of
+          softmax over the generated slots before the window of q . key / sqrt(H)
+      the n-th compaction, at window + n * interval generated tokens, keeps n * interval / ratio of these slots
+
+    Departures:
+      - The paper's third scope, a set for each query head, would store keys once for each query head, and is left out.
+      - In the authors' code, by accident, the newest query counts twice, and the oldest not at all; `released=True` reproduces
+        it.
 
     Raises:
       ValueError: a setting out of its range.

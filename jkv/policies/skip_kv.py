@@ -60,19 +60,25 @@ def skip_kv(
 ) -> Policy:
     """R-KV with a penalty on sentences whose embedding has a cosine above `tau` with that of a later one, prompt included.
 
-    The penalty is that cosine. It outweighs R-KV's score, so repeated sentences are evicted first, in each layer and head that
-    still holds two of their tokens. The authors tuned `tau` for each model, data set and budget; the default lies at the middle
-    of their 24 values (0.95 to 0.99). `ends` are the texts (or token ids) that end a sentence.
+    The penalty outweighs R-KV's score, so repeated sentences are evicted first, in each layer and head that still holds two of
+    their tokens. The authors tuned `tau` for each model, data set and budget; the default lies at the middle of their 24 values
+    (0.95 to 0.99). `ends` are the texts (or token ids) that end a sentence.
 
     `steer`, a vector that `jkv steer` wrote, adds SkipKV's adaptive steering: `seal` at `layer` (by default two thirds of the
     way up) with a `strength` (the authors' -1 or -1.25) that falls by `growth` for each thought so far that contains one of
     `keywords`, updated every `interval` tokens. A `Steer` has settings of its own. `sentences=False` leaves the penalty out, as
     an ablation.
 
-    As in the authors' code: sentences are found by token ids, embeddings have unit length, of several later sentences the
-    latest counts, and sentences of one token have no penalty. Deviations from it: tokens know their sentence, while the code
-    moves ranges after each eviction and loses some; keywords are whole words in the completion's text, while the code looks
-    for tokens, so " again" does not count there; and a thought ends with a blank line, while the code counts sentences.
+    Rule:
+      score = R-KV's score - P
+      P = cosine(sentence of the slot, latest later sentence with a cosine above tau), 0 if there is none
+
+    Departures:
+      - As in the authors' code, sentences are found by token ids, embeddings have unit length, and sentences of one token have
+        no penalty.
+      - From the authors' code: tokens know their sentence, while the code moves ranges after each eviction and loses some.
+      - Keywords are whole words in the completion's text, while the code looks for tokens, so " again" does not count there.
+      - A thought ends with a blank line, while the code counts sentences.
 
     Raises:
       ValueError: a setting out of its range, or a budget below the window.

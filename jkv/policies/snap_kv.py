@@ -18,9 +18,17 @@ def snap_kv(budget: int, when: str = "decode", interval: int = 128, window: int 
     """SnapKV with `budget` slots for each layer and KV head; the last `window` tokens always stay.
 
     `when="decode"` is the baseline of the R-KV paper: R-KV's importance only, every `interval` generated tokens.
-    `when="prefill"` is the authors' rule: the prompt is compacted once (each query's softmax over all that it saw, mean
-    pooling; they use window 32 and pool 5), and all generated tokens stay. The authors keep a set for each query head, which
-    stores a key once for each of them; here it is one set for each KV head, by the mean over its query heads.
+    `when="prefill"` is the authors' rule: the prompt is compacted once, and all generated tokens stay.
+
+    Rule:
+      score = pool over `pool` slots of the mean over the last `window` queries of softmax(q . key / sqrt(H))
+      "decode": the softmax runs over the slots before the window, of the largest logit of the query group; max-pooling
+      "prefill": each query's softmax runs over all that it saw; mean over the query group, and mean-pooling
+
+    Departures:
+      - The default is `when="decode"`. With "prefill", the authors use window 32 and pool 5.
+      - The authors keep a set for each query head, which stores a key once for each of them; here it is one set for each KV
+        head.
 
     Raises:
       ValueError: a setting out of its range, or a budget smaller than the window.

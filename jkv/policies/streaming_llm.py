@@ -11,9 +11,13 @@ from jkv.policies.scores import Recency
 def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: str = "true") -> Policy:
     """The first `sinks` tokens and the newest ones, `budget` slots in total, compacted every `interval` generated tokens.
 
-    Keys keep their true positions, as in most implementations. `positions="cache"` is the authors' rule: a key has the position
-    of its place in the cache, so the sinks move up to the window when tokens between them are evicted. The authors evict a
-    token at each step; here that is `interval=1`, which runs a compaction program after each step.
+    Rule:
+      keep the first `sinks` tokens and the last (budget - sinks)
+
+    Departures:
+      - Keys keep their true positions, as in most implementations. `positions="cache"` is the authors' rule: a key has the
+        position of its place in the cache, so the sinks move up to the window when tokens between them are evicted.
+      - The authors evict a token at each step; here that is `interval=1`, which runs a compaction program after each step.
 
     Raises:
       ValueError: a setting out of its range.

@@ -11,10 +11,16 @@ from jkv.policies.scores import AttentionMass
 def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
     """TOVA with `budget` slots for each layer and KV head: after each token, the slots that its query attends to most.
 
-    The softmax runs over all slots, the token's own included, and is averaged over all query heads of a layer, whose KV heads
-    keep the same tokens. A prompt longer than the budget is compacted once, by its last query. The newest token may be evicted
-    right away, unless `keep_newest`. With an `interval` above 1, several slots are evicted at a time by the query of the last
-    token, which is not the paper's rule.
+    The KV heads of a layer keep the same tokens. A prompt longer than the budget is compacted once, by its last query. The
+    newest token may be evicted right away, unless `keep_newest`.
+
+    Rule:
+      score = mean over all query heads of the layer of softmax(q . key / sqrt(H)), q of the newest token,
+          over all slots, its own included
+
+    Departures:
+      - With an `interval` above 1, several slots are evicted at a time by the query of the last token, which is not the paper's
+        rule.
 
     Raises:
       ValueError: a setting out of its range.

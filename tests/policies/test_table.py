@@ -43,6 +43,9 @@ def printed(*arguments):
     return out.getvalue()
 
 problem = ["b=3;c=7;d=b*c;?d", "--policy", "newest", "--budget", "24", "--max-new-tokens", "4"]
+sys.path.insert(0, "docs/hooks")
+import site_navigation, site_policies
+
 print(json.dumps({
     "package": [repr(jkv.newest(budget=24)), "newest" in jkv.__all__, jkv.__file__],
     "list": printed("policies"),
@@ -50,6 +53,7 @@ print(json.dumps({
     "suite": ["newest" in suite.POLICIES, "newest" in suite.EVICTING],
     "generates": bool(printed("generate", *problem)),
     "make": repr(make("newest", {"budget": 24})),
+    "site": ["policies/newest.md" in site_navigation.folders()["policies/*"], site_policies.page_of("newest")],
 }))
 """
 
@@ -67,7 +71,7 @@ def plain_env(folder):
 
 
 def test_a_new_policy_touches_its_own_file_and_one_line(tmp_path):
-    for folder in ("jkv", "pallas_kernels", "tests"):
+    for folder in ("jkv", "pallas_kernels", "tests", "docs", "results"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "jkv/policies/newest.py").write_text(FILE)
     table = tmp_path / "jkv/policies/table.py"
@@ -81,6 +85,9 @@ def test_a_new_policy_touches_its_own_file_and_one_line(tmp_path):
     assert row + "(jkv/policies/newest.py) |" in found["docs"]
     assert found["suite"] == [True, True]
     assert found["generates"]
+    assert found["site"][0]
+    assert found["site"][1].startswith("# newest\n\n**Newest**: keeps the newest tokens.")
+    assert "| `interval` | `int` | `128` |" in found["site"][1]
     assert differences(ROOT / "jkv", tmp_path / "jkv") == {"policies/newest.py", "policies/table.py"}
     assert len(table.read_text().splitlines()) == len((ROOT / "jkv/policies/table.py").read_text().splitlines()) + 1
 

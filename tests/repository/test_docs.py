@@ -9,6 +9,7 @@ from jkv.model import checkpoint
 from jkv.model.cards import Card
 from jkv.policies import POLICIES
 from jkv.policies.recipe import page_with_table
+from pallas_kernels import KERNELS
 from tests.repository.pages import PAGES, ROOT, SUFFIXES, anchors, blocks, links, name_of, spans
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -89,9 +90,16 @@ def test_a_planted_wrong_file_or_link_is_found():
     assert broken_links(text, page) == ["engine.md#no-heading", "nowhere.md"]
 
 
-def test_the_readme_links_to_every_page():
-    linked = {(ROOT / target.partition("#")[0]).resolve() for target in links((ROOT / "README.md").read_text())}
-    assert [name_of(page) for page in PAGES if page.resolve() not in linked and page.name != "README.md"] == []
+def test_the_readme_or_the_list_of_pages_links_to_every_page():
+    lists = [ROOT / "README.md", ROOT / "docs" / "README.md"]
+    linked = {(one.parent / target.partition("#")[0]).resolve() for one in lists for target in links(one.read_text())}
+    assert [name_of(page) for page in PAGES if page.resolve() not in linked] == []
+
+
+def test_the_page_of_kernels_has_each_with_its_implementations():
+    table = (ROOT / "docs" / "kernels.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \|$", table, flags=re.MULTILINE))
+    assert rows == {name: ", ".join(kernel.implementations) for name, kernel in KERNELS.items()}
 
 
 def test_the_table_of_methods_is_that_of_the_recipes():

@@ -25,8 +25,8 @@ from tests.repository.pages import (
 FILES = {
     "pages": PAGES,
     "notebooks": sorted(ROOT.glob("notebooks/*.ipynb")),
-    "source": sorted([*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]),
-    "configs": sorted([*ROOT.glob("configs/**/*.toml"), ROOT / "pyproject.toml", ROOT / ".ci" / "run"]),
+    "source": sorted([*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py"), *ROOT.glob("docs/hooks/*.py")]),
+    "configs": sorted([*ROOT.glob("configs/**/*.toml"), ROOT / "pyproject.toml", ROOT / "mkdocs.yml", ROOT / ".ci" / "run"]),
 }
 PATH = re.compile(r"(?<![\w./-])(?:jkv|tests|pallas_kernels|configs|docs|notebooks|results)/[\w*./-]*[\w*]")
 each_kind = pytest.mark.parametrize("kind", FILES)
