@@ -66,11 +66,13 @@ for name, policy in policies.items():
 # %% [markdown]
 # ## Token by token
 #
-# The text, with each token shaded by the share of layers and heads that still hold it. Move the slider to go back in time, or choose
-# one layer and head. This is a page of HTML: run the cell to see it, or write it with `.save("kept.html")`.
+# The same problem under two policies with the same budget, side by side. Each token is shaded by the share of layers and heads that
+# still hold it. The page opens at the first eviction. Move the slider through time, or choose one layer and head. Each panel has the
+# text of its own policy, and a mark where the texts begin to differ. This is a page of HTML: run the cell to see it, or write it with
+# `.save("kept.html")`. `jkv.viz.kept(outs["r_kv"])` shows one policy alone.
 
 # %%
-jkv.viz.kept(outs["r_kv"])
+jkv.viz.kept([outs["r_kv"], outs["streaming_llm"]])
 
 # %% [markdown]
 # ## All of time at once

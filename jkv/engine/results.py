@@ -11,6 +11,7 @@ from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
+from jkv.policies.policy import Policy
 from jkv.reasoning.token_text import END_OF_THINKING, THINK, cut
 from jkv.replay.trace import Trace, join_traces
 
@@ -36,6 +37,7 @@ class Result:
       trace: attention columns for `jkv.score`, when asked for.
       prompts: the token ids before each completion.
       sampling: the settings of each sample.
+      policies: the policy of each sample.
       samples: statistics of each sample.
       tokenizer: the model's, None without one.
       slot_bytes: bytes of a token's key and value in one layer and KV head.
@@ -50,6 +52,7 @@ class Result:
     trace: Trace | None
     prompts: list[np.ndarray]
     sampling: list[Sampling]
+    policies: list[Policy]
     samples: list[SampleStats]
     logprobs_full: np.ndarray
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
@@ -141,6 +144,7 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         trace=join_traces(traces) if is_traced and traces else None,
         prompts=[request.prompt for request in requests],
         sampling=[request.sampling for request in requests],
+        policies=[request.policy for request in requests],
         samples=[SampleStats.of(sample) for sample in samples],
         logprobs_full=log_probs_full,
         tokenizer=model.tokenizer,

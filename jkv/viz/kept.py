@@ -9,19 +9,23 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jkv.engine.results import Result
+from jkv.policies.policy import Policy
 from jkv.reports import cut_text, visible
 from jkv.viz.held import Held, check_sample, held_by
-from jkv.viz.moments import moments_of, pack, stand_ins
+from jkv.viz.look import LONGEST
+from jkv.viz.moments import first_loss, has_heads, moments_of, pack, stand_ins
 from jkv.viz.pieces import pieces
 
 HEIGHT = 620  # pixels in a notebook, where the text scrolls
+MAX_PANELS = 2
+FILES = ("kept.html", "kept.css", "kept_counts.js", "kept.js")
 
 
 class Kept:
@@ -40,33 +44,87 @@ class Kept:
         return f'<iframe srcdoc="{html.escape(self.html)}" sandbox="allow-scripts" title="kept tokens" style="{look}"></iframe>'
 
 
-def kept(out: Result, sample: int | Sequence[int] | None = 0, title: str = "Kept tokens") -> Kept:
-    """Which tokens the cache kept at any time, for one sample, several, or (None) all; `out` needs `return_trace=True`.
+def kept(
+    out: Result | Sequence[Result] | Mapping[str, Result],
+    sample: int | Sequence[int] | None = 0,
+    title: str = "Kept tokens",
+) -> Kept:
+    """Which tokens the cache kept at any time, for one sample, several, or (None) all; each result needs `return_trace=True`.
+
+    Two results are shown side by side, under one slider; a mapping gives them names, otherwise they have their policies'. They
+    must come from the same prompts. Each panel has its own text: after the first token that differs, the texts are two.
 
     A token's shade is the share of layers and KV heads whose cache holds it when the newest token's query reads it: before any
     compaction that follows. Shared pages are shown with the pages that replaced them. Bytes are those of keys and values. Where
     a policy chooses what to read (Quest), the picture shows what is read; the cache holds all of it.
 
-    The page opens at the end; `#t=40&layer=2&head=1&sample=0` after its address opens it elsewhere.
+    The page opens at the first eviction, or at the end if there is none; `#t=40&layer=2&head=1&sample=0` after its address
+    opens it elsewhere. It needs no mouse, and follows the reader's settings for colours and motion.
 
     Raises:
-      ValueError: no trace, or no such sample.
+      ValueError: no trace, no such sample, more than two results, or two that cannot be compared.
     """
-    every = range(len(out.lengths)) if sample is None else [sample] if isinstance(sample, int) else sample
-    for one in every:
-        check_sample(out, one)
+    every = [out] if isinstance(out, Result) else out
+    pairs = list(every.items()) if isinstance(every, Mapping) else [(None, one) for one in every]
+    if not 1 <= len(pairs) <= MAX_PANELS:
+        raise ValueError(f"A page shows one result, or {MAX_PANELS} side by side; got {len(pairs)}.")
+    names, outs = [name for name, _ in pairs], [one for _, one in pairs]
+    rows = [records_of(names, outs, one) for one in samples_of(outs, sample)]
+    return Kept(fill({"title": cut_text(title), "panels": [list(column) for column in zip(*rows, strict=True)]}))
+
+
+def samples_of(outs: Sequence[Result], sample: int | Sequence[int] | None) -> Sequence[int]:
+    """The samples to show, all of which every result has, from the same prompt.
+
+    Raises:
+      ValueError: a sample or a trace is missing, or results differ in prompt or shape.
+    """
+    counts = [len(out.lengths) for out in outs]
+    if sample is None and len(set(counts)) > 1:
+        raise ValueError(f"With sample=None both results need the same number of samples; got {counts[0]} and {counts[1]}.")
+    every = range(counts[0]) if sample is None else [sample] if isinstance(sample, int) else sample
     if not every:
         raise ValueError("A picture needs at least one sample; got none.")
-    return Kept(fill({"title": cut_text(title), "samples": [record_of(out, one) for one in every]}))
+    for out in outs:
+        for one in every:
+            check_sample(out, one)
+    for other in outs[1:]:
+        check_pair(outs[0], other, every)
+    return every
 
 
-def record_of(out: Result, sample: int) -> dict[str, Any]:
-    """What the page's script needs to know of a sample."""
-    held = held_by(out, sample)
-    moments = moments_of(held)
+def check_pair(first: Result, other: Result, every: Sequence[int]) -> None:
+    """Refuses results that have no common layers and heads, or no common prompts.
+
+    Raises:
+      ValueError: either.
+    """
+    assert first.trace is not None
+    assert other.trace is not None
+    shapes = [trace.source.shape[1:3] for trace in (first.trace, other.trace)]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"Results side by side need the same layers and KV heads; got {shapes[0]} and {shapes[1]}.")
+    for one in every:
+        if not np.array_equal(first.prompts[one], other.prompts[one]):
+            raise ValueError(f"Results side by side need the same prompts; those of sample {one} differ.")
+
+
+def records_of(names: Sequence[Any], outs: Sequence[Result], sample: int) -> list[dict[str, Any]]:
+    """The record of a sample in each result; all keep heads apart, or none does."""
+    every = [held_by(out, sample) for out in outs]
+    by_head = all(map(has_heads, every))
+    return [record_of(*one, sample, by_head) for one in zip(names, outs, every, strict=True)]
+
+
+def record_of(name: Any, out: Result, held: Held, sample: int, by_head: bool) -> dict[str, Any]:
+    """What the page's script needs to know of a sample; without a name it has its policy's."""
+    policy = out.policies[sample]
+    moments = moments_of(held, by_head)
     ids = [*out.prompts[sample].tolist(), *out.tokens[sample, : out.lengths[sample]].tolist()]
     return {
         "sample": sample,
+        "name": visible(cut_text(str(policy.name if name is None else name), LONGEST)),
+        "limit": limit_of(policy),
         "ids": ids,
         "pieces": pieces(ids[: held.num_prompt], out.tokenizer) + pieces(ids[held.num_prompt :], out.tokenizer),
         "is_text": out.tokenizer is not None,
@@ -78,11 +136,22 @@ def record_of(out: Result, sample: int) -> dict[str, Any]:
         "comes_back": held.comes_back,
         "stops": None if len(moments.stops) == held.num_tokens - held.num_prompt + 1 else moments.stops.tolist(),
         "ticks": moments.ticks.tolist(),
+        "first": first_loss(moments),
         "group_size": moments.group_size,
         "changes": pack(moments, held.num_tokens),
         "again": stand_ins(held.again).tolist(),
         "replaced": replaced(held).tolist(),
     }
+
+
+def limit_of(policy: Policy) -> str:
+    """What a policy allows a layer and KV head to hold, in a few words."""
+    parts = [f"budget {policy.budget:,}"] if policy.budget is not None else []
+    if policy.read is not None:
+        parts.append(f"reads up to {policy.read.budget:,}")
+    if policy.share is not None:
+        parts.append("shares pages")
+    return ", ".join(parts) or ("no fixed budget" if policy.evict is not None else "no budget")
 
 
 def replaced(held: Held) -> np.ndarray:
@@ -97,7 +166,8 @@ def replaced(held: Held) -> np.ndarray:
 def fill(record: dict[str, Any]) -> str:
     """The page of a record: markup, style, script and data in one document."""
     folder = Path(__file__).parent
-    page, style, script = ((folder / f"kept.{ending}").read_text(encoding="utf-8") for ending in ("html", "css", "js"))
+    page, style, counts, drawing = ((folder / name).read_text(encoding="utf-8") for name in FILES)
+    script = counts + drawing
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
         "title": html.escape(visible(record["title"])),

@@ -13,6 +13,8 @@ MARKERS = "osD^vPX*<>hp"
 QUIET = "#5c626b"
 FONT = 10.5  # points: a picture of 8 inches is read at some 880 pixels, the width of a README
 LONGEST = 60  # characters of a name
+READABLE = 4.5  # contrast of text
+LUMINANCE = (0.2126, 0.7152, 0.0722)  # of red, green and blue
 RC: dict[Any, Any] = {
     "font.size": FONT,
     "axes.spines.top": False,
@@ -90,10 +92,33 @@ def style(index: int) -> dict[str, Any]:
     }
 
 
-def name_lines(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
-    """Names beside the right ends of lines (name, x, y, colour), moved apart where they would touch, each with a thin lead."""
+def contrast(first: Any, second: Any) -> float:
+    """The contrast ratio of two colours (WCAG 2), from 1 to 21; text needs at least 4.5."""
     from matplotlib.colors import to_rgb
 
+    low, high = sorted(
+        sum(share * linear(part) for share, part in zip(LUMINANCE, to_rgb(one), strict=True)) for one in (first, second)
+    )
+    return (high + 0.05) / (low + 0.05)
+
+
+def linear(part: float) -> float:
+    """The intensity of a part of an sRGB colour, both from 0 to 1."""
+    return part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+
+
+def ink(colour: Any) -> tuple[float, ...]:
+    """A line's colour, darkened until text in it can be read on white."""
+    from matplotlib.colors import to_rgb
+
+    shade = tuple(0.7 * part for part in to_rgb(colour))
+    while contrast(shade, "white") < READABLE:
+        shade = tuple(0.95 * part for part in shade)
+    return shade
+
+
+def name_lines(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None:
+    """Names beside the right ends of lines (name, x, y, colour), moved apart where they would touch, each with a thin lead."""
     height = 1.25 * FONT / 72 / (axes.figure.get_size_inches()[1] * axes.get_position().height)  # of a line, in axes
     to_axes = (axes.transData + axes.transAxes.inverted()).transform
     wanted = [float(to_axes((x, y))[1]) for _, x, y, _ in ends]
@@ -103,7 +128,7 @@ def name_lines(axes: Any, ends: Sequence[tuple[str, float, float, str]]) -> None
             (x, y),
             (1.02, place),
             textcoords=axes.transAxes,
-            color=[0.7 * part for part in to_rgb(colour)],  # darker than the line: some colours are too light for text
+            color=ink(colour),
             va="center",
             annotation_clip=False,
             arrowprops={

@@ -41,9 +41,13 @@ class Moments(NamedTuple):
     change: np.ndarray
 
 
-def moments_of(held: Held) -> Moments:
-    """When something changes; where such times are too many, evenly spaced ones."""
-    by_head = held.num_layers * held.num_heads * held.num_tokens <= MAX_CELLS
+def has_heads(held: Held) -> bool:
+    """Whether a page can keep each head apart."""
+    return held.num_layers * held.num_heads * held.num_tokens <= MAX_CELLS
+
+
+def moments_of(held: Held, by_head: bool) -> Moments:
+    """When something changes in each head, or only in each layer; where such times are too many, evenly spaced ones."""
     group_size = 1 if by_head else held.num_heads
     found = changes(held, group_size)
     stops, ticks = np.arange(held.num_prompt - 1, held.num_tokens), np.unique(found[1])
@@ -85,6 +89,15 @@ def merge(
     total = np.bincount(index, change, len(key)).astype(np.int64)
     key, total = key[total != 0], total[total != 0]
     return key // count, key % count, total
+
+
+def first_loss(moments: Moments) -> int | None:
+    """The first stop at which fewer heads keep a token than before; None if all tokens stay.
+
+    A loss within the prompt counts at the prompt's last token.
+    """
+    ticks = moments.tick[moments.change < 0]
+    return int(moments.ticks[ticks.min()]) if len(ticks) else None
 
 
 def pack(moments: Moments, num_tokens: int) -> str:

@@ -72,7 +72,7 @@ def draw_entropy(axes: Any, analyses: Mapping[str, Analysis]) -> None:
             axes.plot(*points, color=OF_CLASS[kind], marker=MARKERS[i % len(MARKERS)], markersize=5, alpha=0.8)
         axes.plot([], [], color="0.3", marker=MARKERS[i % len(MARKERS)], markersize=5, label=plain(group))
     sizes = np.array([size for size in PREFIXES if any(f"entropy_3_first_{size}" in one.known for one in analyses.values())])
-    axes.plot(sizes, np.log2(sizes - 2), color="0.8", label="no 3-gram twice", zorder=0)
+    axes.plot(sizes, np.log2(sizes - 2), color=QUIET, linestyle=":", label="no 3-gram twice", zorder=0)
     unit = next(iter(analyses.values())).counted_in
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes.tolist()])

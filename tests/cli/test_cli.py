@@ -42,9 +42,10 @@ def test_a_prompt_prints_its_reasoning_and_a_line_of_statistics_and_writes_a_pag
     page = target.read_text(encoding="utf-8")
     data = json.loads(page.partition('id="data">')[2].partition("</script>")[0])
     assert data["title"] == "Kept tokens, r_kv"
-    assert [sample["sample"] for sample in data["samples"]] == [0, 1]
-    assert all("".join(sample["pieces"]).startswith(PROBLEM) for sample in data["samples"])
-    assert all(sample["ticks"] for sample in data["samples"])  # something was evicted
+    (samples,) = data["panels"]
+    assert [sample["sample"] for sample in samples] == [0, 1]
+    assert all("".join(sample["pieces"]).startswith(PROBLEM) for sample in samples)
+    assert all(sample["ticks"] for sample in samples)  # something was evicted
 
 
 def test_a_file_of_prompts_becomes_json_lines(capsys, tmp_path):

@@ -19,7 +19,7 @@ def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
     assert "jkv/assets/tiny-reasoner/model.safetensors" in names
-    assert {"jkv/viz/kept.js", "pallas_kernels/paged_attention/native.cc"} <= set(names)
+    assert {"jkv/viz/kept.js", "jkv/viz/kept_counts.js", "pallas_kernels/paged_attention/native.cc"} <= set(names)
     assert not any(name.startswith("tests") for name in names)
     code = (
         "import jkv; assert 'site' in jkv.__file__; m = jkv.load('tiny-reasoner');"

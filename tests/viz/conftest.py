@@ -26,6 +26,19 @@ def evicting(reasoner):
 
 
 @pytest.fixture(scope="session")
+def sliding(reasoner):
+    """The same two prompts with StreamingLLM, for fewer tokens."""
+    policy = jkv.streaming_llm(budget=12, interval=4)
+    return jkv.generate(reasoner, PROMPTS, policy=policy, max_new_tokens=30, **KNOBS)
+
+
+@pytest.fixture(scope="session")
+def keeping(reasoner):
+    """One sample that keeps all."""
+    return jkv.generate(reasoner, PROMPTS[0], policy=jkv.full(), max_new_tokens=20, **KNOBS)
+
+
+@pytest.fixture(scope="session")
 def choosing(reasoner):
     """One sample of Quest, whose pages come and go."""
     return jkv.generate(reasoner, PROMPTS[0], policy=jkv.quest(budget=12, dense_layers=1), max_new_tokens=40, **KNOBS)

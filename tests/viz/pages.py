@@ -14,6 +14,11 @@ def data_of(page):
     return json.loads(text)
 
 
+def records_of(page, panel=0):
+    """The samples of a panel."""
+    return data_of(page)["panels"][panel]
+
+
 def counts_of(record, position):
     """Heads of each group that keep each token when the query at `position` reads: [groups, tokens], by the page."""
     total = len(record["ids"])

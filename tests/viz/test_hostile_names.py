@@ -9,7 +9,7 @@ import jkv
 from jkv.reports import cell, markdown
 from jkv.viz.look import plain
 from tests.support.hostile import TEXTS
-from tests.viz.pages import data_of
+from tests.viz.pages import records_of
 
 pytest.importorskip("matplotlib")
 NAMES = {
@@ -91,4 +91,4 @@ def test_a_page_of_any_text_is_text(evicting, name, tmp_path):
     page.save(tmp_path / "kept.html")
     assert page.html.count("<script") == 2
     assert "<img" not in page.html
-    assert len(data_of(page)["samples"][0]["pieces"]) == len(evicting.prompts[0]) + evicting.lengths[0]
+    assert len(records_of(page)[0]["pieces"]) == len(evicting.prompts[0]) + evicting.lengths[0]

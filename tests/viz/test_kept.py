@@ -10,7 +10,7 @@ import pytest
 import jkv
 from jkv.replay.score import Trace
 from jkv.viz import moments
-from tests.viz.pages import counts_of, data_of, recount
+from tests.viz.pages import counts_of, records_of, recount
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -33,7 +33,7 @@ class HostileTokenizer:
 
 @pytest.mark.parametrize("sample", [0, 1])
 def test_every_moment_is_what_the_trace_says(evicting, sample):
-    (record,) = data_of(jkv.viz.kept(evicting, sample))["samples"]
+    (record,) = records_of(jkv.viz.kept(evicting, sample))
     assert (record["group_size"], record["stops"], record["comes_back"]) == (1, None, False)
     total = len(record["ids"])
     for position in range(record["prompt"] - 1, total):
@@ -41,7 +41,7 @@ def test_every_moment_is_what_the_trace_says(evicting, sample):
 
 
 def test_pages_that_come_and_go_are_what_the_trace_says(choosing):
-    (record,) = data_of(jkv.viz.kept(choosing))["samples"]
+    (record,) = records_of(jkv.viz.kept(choosing))
     assert record["comes_back"]
     assert record["again"] == record["replaced"] == []
     for position in range(record["prompt"] - 1, len(record["ids"])):
@@ -51,7 +51,7 @@ def test_pages_that_come_and_go_are_what_the_trace_says(choosing):
 def test_large_traces_are_exact_by_layer_at_fewer_moments(evicting, monkeypatch):
     for name, value in {"MAX_CELLS": 0, "MAX_TICKS": 3}.items():
         monkeypatch.setattr(moments, name, value)
-    (record,) = data_of(jkv.viz.kept(evicting))["samples"]
+    (record,) = records_of(jkv.viz.kept(evicting))
     assert record["group_size"] == 2
     assert len(record["stops"]) == len(record["ticks"]) == 3
     assert (record["stops"][0], record["stops"][-1]) == (record["prompt"] - 1, len(record["ids"]) - 1)
@@ -63,16 +63,15 @@ def test_large_traces_are_exact_by_layer_at_fewer_moments(evicting, monkeypatch)
 def test_changes_that_are_too_many_are_fewer_where_moments_are(choosing, monkeypatch):
     for name, value in {"MAX_CHANGES": 150, "MIN_TICKS": 4, "MAX_TICKS": 16}.items():
         monkeypatch.setattr(moments, name, value)
-    (record,) = data_of(jkv.viz.kept(choosing))["samples"]
+    (record,) = records_of(jkv.viz.kept(choosing))
     assert 4 <= len(record["stops"]) < 16
     for stop in record["stops"]:
         assert (counts_of(record, stop) == recount(choosing, stop)).all()
 
 
 def test_the_end_is_what_the_engine_counted(evicting):
-    page = data_of(jkv.viz.kept(evicting, sample=None))
     left = 0.0
-    for sample, record in enumerate(page["samples"]):
+    for sample, record in enumerate(records_of(jkv.viz.kept(evicting, sample=None))):
         assert record["sample"] == sample
         assert record["ids"] == [*evicting.prompts[sample].tolist(), *evicting.tokens[sample].tolist()]
         left += len(record["ids"]) - counts_of(record, len(record["ids"]) - 1).sum() / 4
@@ -81,7 +80,7 @@ def test_the_end_is_what_the_engine_counted(evicting):
 
 
 def test_shared_pages_show_with_what_stands_for_them(sharing):
-    (record,) = data_of(jkv.viz.kept(sharing))["samples"]
+    (record,) = records_of(jkv.viz.kept(sharing))
     for position in range(4, 17):
         assert (counts_of(record, position) == recount(sharing, position)).all()
     assert record["replaced"] == [8, 9, 12, 13]
@@ -97,7 +96,7 @@ def test_texts_are_never_markup(evicting):
     assert "<img" not in page.html
     assert page.html.count("<title>&lt;/title&gt;&lt;script&gt;alert(1)&lt;/script&gt;</title>") == 1
     assert not set("<>&\u2028") & set(re.findall(r'id="data">(.*)</script>', page.html)[0])
-    (record,) = data_of(page)["samples"]
+    (record,) = records_of(page)
     assert set(record["pieces"]) <= {text.replace("\u2028\u2029", "<U+2028><U+2029>") for text in HOSTILE}
     assert record["pieces"][0] == HOSTILE[int(out.prompts[0][0]) % len(HOSTILE)]
     frame = page._repr_html_()
@@ -116,7 +115,7 @@ def test_a_page_needs_nothing_else(evicting, tmp_path):
 
 
 def test_without_a_tokenizer_tokens_are_ids(evicting):
-    (record,) = data_of(jkv.viz.kept(dataclasses.replace(evicting, tokenizer=None)))["samples"]
+    (record,) = records_of(jkv.viz.kept(dataclasses.replace(evicting, tokenizer=None)))
     assert record["pieces"] == [str(token) for token in record["ids"]]
     assert not record["is_text"]
 
@@ -138,7 +137,7 @@ def test_ten_thousand_tokens_of_a_large_model_fit_into_a_few_megabytes(evicting,
         lengths=np.array([total - prompt]),
     )
     page = jkv.viz.kept(out)
-    (record,) = data_of(page)["samples"]
+    (record,) = records_of(page)
     assert record["group_size"] == 8
     assert len(page.html) < most  # of half the layers of a model of 32
 
