@@ -1,7 +1,7 @@
 """`jkv` beside transformers and kvpress: the same weights, prompts, budgets and cores, each in a process of its own, in turns.
 
 Speed is of forced lengths, prompts as they are (padded on the left where a library needs it): full caches at several batch
-sizes, then one budget at two of them. tiny-reasoner's prompts are problems of its task, whose accuracy is that of answers to
+sizes, then one budget. tiny-reasoner's prompts are problems of its task, whose accuracy is that of answers to
 their own end; another model's are questions in its chat template, and only its speed is measured. transformers and kvpress
 run with the attention, and the cache, that a trial in the same run found fastest; the trial is kept in the record. Time is a
 whole call's, prefill, sampling and host included, after one call that compiles and counts for nothing. Cache bytes are those
@@ -125,7 +125,9 @@ def measure(
             every_full = full_entries(running, fastest)
             every_budget = budget_entries(running, fastest, settings)
             groups = [(f"full cache, batch {count}", count, every_full) for count in batches]
-            groups += [(f"budget {settings['budget']}, batch {count}", count, every_budget) for count in budget_batches]
+            # kvpress decodes one sequence at a time: a batch of a larger model would take it half an hour.
+            sizes = budget_batches if model == TASK else [min(budget_batches)]
+            groups += [(f"budget {settings['budget']}, batch {count}", count, every_budget) for count in sizes]
             for group, count, entries in groups:
                 common = {"prompts": prompts[:count], "new_tokens": new_tokens, "forced": True}
                 records += compared(running, entries, common, rounds, {"model": loaded.name, "group": group}, report)

@@ -53,7 +53,10 @@ def add(commands: Any) -> None:
     papers.add_argument("--scale", type=float, help="divides the papers' lengths and budgets; default: 32")
     peers.add_argument("--contenders", type=words, help="comma-separated; default: jkv,transformers,kvpress")
     peers.add_argument("--models", type=words, help="comma-separated: tiny-reasoner (the default), folders, GGUF files")
-    for size, text in (("batches", "of full caches; default: 1,8,32"), ("budget-batches", "of the budget; default: 16,1")):
+    for size, text in (
+        ("batches", "of full caches; default: 1,8,32"),
+        ("budget-batches", "of the budget, for other models the least alone; default: 16,1"),
+    ):
         peers.add_argument(f"--{size}", type=whole, help=text)
     peers.add_argument("--problems", type=int, help="whose answers are graded; default: 32")
     parsers["cost"].add_argument("--lengths", type=whole, help="of full caches; default: 128,512,1536")
