@@ -199,7 +199,7 @@ class Rollout:
         """Queues `n` samples of each prompt for `run`.
 
         Args:
-          prompts: a string or a sequence of token ids, or a list of either.
+          prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these.
           n, max_new_tokens, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`; None is the rollout's setting.
           sampling: None is temperature 1 without top-k and top-p, as a policy gradient needs it.
           seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal

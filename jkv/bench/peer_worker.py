@@ -17,9 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.bench.rounds import timer
+from jkv.bench.rounds import GREEDY, timer
 
-ASSETS = Path(__file__).parent.parent / "assets"
 Tokens = list[list[int]]
 Decode = Callable[[dict[str, Any]], tuple[Tokens, int]]  # a job's completions, and the most bytes that its caches held
 
@@ -69,6 +68,7 @@ def with_jkv(name: str) -> Decode:
             model,
             job["prompts"],
             policy=policy_of(job["policy"], job.get("settings", {})),
+            sampling=GREEDY,
             max_new_tokens=job["new_tokens"],
             stop_ids=() if job["forced"] else None,
             max_running=len(job["prompts"]),
@@ -82,10 +82,11 @@ def with_jkv(name: str) -> Decode:
 
 def files_of(name: str) -> dict[str, str]:
     """What transformers loads a model from: a folder, or a GGUF file, whose weights it dequantises."""
-    path = ASSETS / name if (ASSETS / name).is_dir() else Path(name)
-    if path.is_file():
-        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    return {"pretrained_model_name_or_path": str(path)}
+    from jkv.model.checkpoint import find_folder, find_gguf
+
+    if file := find_gguf(name):
+        return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    return {"pretrained_model_name_or_path": str(find_folder(name) or name)}
 
 
 def torch_model(name: str, attention: str) -> Any:

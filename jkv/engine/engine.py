@@ -148,7 +148,7 @@ class Engine:
         """Queues `n` samples of one prompt and returns the request's ticket.
 
         Args:
-          prompt: a string or a sequence of token ids.
+          prompt: a text, a list of token ids, or a conversation (a list of messages).
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.

@@ -34,7 +34,7 @@ def deferred_interrupts(*, ends_here: bool = False) -> Iterator[Presses]:
     """Yields the presses of Ctrl-C inside the block, which may be any number; none of them interrupts it.
 
     Blocks nest, and the outermost one counts for all. When it ends, it passes a press on to the handler that was there before,
-    unless the press `ends_here`: then the caller has acted on it, and only `ending_at_interrupt` hears of it. Outside the
+    unless the press `ends_here`: then the caller has acted on it, and only `ending_at_interrupt` sees it. Outside the
     main thread, which alone receives signals, nothing is deferred.
     """
     previous = signal.getsignal(signal.SIGINT)

@@ -42,9 +42,11 @@ class Device:
             value = getattr(self, field)
             if value is not None and not value > 0:
                 raise ValueError(f"{field} must be above 0; got {value}.")
-        told = self.compute_capability
-        if told is not None and not (isinstance(told, tuple) and len(told) == 2 and all(type(part) is int for part in told)):
-            raise ValueError(f"compute_capability must be two integers, like (7, 5); got {told!r}.")
+        given = self.compute_capability
+        if given is not None and not (
+            isinstance(given, tuple) and len(given) == 2 and all(type(part) is int for part in given)
+        ):
+            raise ValueError(f"compute_capability must be two integers, like (7, 5); got {given!r}.")
 
     @property
     def is_old_gpu(self) -> bool:
