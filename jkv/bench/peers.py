@@ -28,7 +28,6 @@ from jkv.tasks.evaluate import held_out
 
 NEEDED = {"jkv": "jax", "transformers": "torch", "kvpress": "kvpress"}  # packages, by contender
 PRESSES = {"SnapKV": "snap_kv", "KeyDiff": "key_diff", "Knorm": "knorm"}  # the same method here
-TRIAL_TOKENS = 64
 LONGEST = 1024  # tokens of an answer
 TASK = "tiny-reasoner"  # whose answers can be graded
 SUBJECTS = (
@@ -120,7 +119,7 @@ def measure(
         asked = [problem.prompt for problem in chosen] or questions(max(*budget_batches, *batches))
         prompts = [list(map(int, prompt)) for prompt in encode_prompts(loaded, asked)]
         with processes(libraries, model) as running:
-            fastest, tried = try_variants(running, prompts, settings)
+            fastest, tried = try_variants(running, prompts, new_tokens, settings)
             trials += [{"model": loaded.name, **one} for one in tried]
             every_full = full_entries(running, fastest)
             every_budget = budget_entries(running, fastest, settings)
@@ -170,7 +169,7 @@ def questions(count: int) -> list[list[dict[str, str]]]:
 
 
 def try_variants(
-    running: Mapping[str, Process], prompts: Sequence[list[int]], settings: Mapping[str, int]
+    running: Mapping[str, Process], prompts: Sequence[list[int]], new_tokens: int, settings: Mapping[str, int]
 ) -> tuple[dict[str, dict[str, str]], list[dict[str, Any]]]:
     """The fastest way to run each peer here, and what every way took."""
     variants = {
@@ -180,7 +179,7 @@ def try_variants(
     fastest, trials = {}, []
     for library in (name for name in variants if name in running):
         count = 8 if library == "transformers" else 1
-        job = {"prompts": prompts[:count], "new_tokens": TRIAL_TOKENS, "forced": True, "press": "Knorm", "settings": settings}
+        job = {"prompts": prompts[:count], "new_tokens": new_tokens, "forced": True, "press": "Knorm", "settings": settings}
         calls = {i: functools.partial(running[library].do, job | one) for i, one in enumerate(variants[library])}
         taken = {i: min(one["seconds"] for one in answer) for i, answer in in_turns(calls, 2).items()}
         fastest[library] = variants[library][min(taken, key=lambda i: taken[i])]

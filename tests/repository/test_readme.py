@@ -59,7 +59,7 @@ def test_its_numbers_are_those_of_the_plan_and_of_the_records():
     assert f"**{plan.own.batch} rows in place of {plan.full.batch}**" in README
     page = (ROOT / "docs" / "results.md").read_text()
     faster = re.findall(
-        r"^\| tiny-reasoner \| full cache, batch \d+ \| transformers \|.*?\| ([\d.]+) \|", page, flags=re.MULTILINE
+        r"^\| smollm2-135m \| full cache, batch \d+ \| transformers \|.*?\| ([\d.]+) \|", page, flags=re.MULTILINE
     )
     found = [float(cell.split("|")[-1]) for cell in faster]
     assert len(found) == 3
