@@ -10,7 +10,7 @@ from jkv.policies import POLICIES
 
 
 def folders() -> dict[str, list[str]]:
-    """The pages that `FOLDER/*` stands for in `nav`, in order."""
+    """The pages that `FOLDER/*` in `nav` includes, in order."""
     return {
         "policies/*": [f"policies/{name}.md" for name in POLICIES],
         "results/*": [f"results/{table.name}" for table in sorted((ROOT / "results").glob("*.md"))],

@@ -172,7 +172,7 @@ def directive(name: str) -> str:
 
 
 def value_of(name: str) -> Any:
-    """What a dotted name stands for.
+    """The object that a dotted name refers to.
 
     `jkv.generate` is a function and a module; the attribute of the package is the function.
     """

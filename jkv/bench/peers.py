@@ -1,11 +1,11 @@
 """`jkv` beside transformers and kvpress: the same weights, prompts, budgets and cores, each in a process of its own, in turns.
 
 Speed is of forced lengths, prompts as they are (padded on the left where a library needs it): full caches at several batch
-sizes, then one budget. tiny-reasoner's prompts are problems of its task, whose accuracy is that of answers to
-their own end; another model's are questions in its chat template, and only its speed is measured. transformers and kvpress
-run with the attention, and the cache, that a trial in the same run found fastest; the trial is kept in the record. Time is a
-whole call's, prefill, sampling and host included, after one call that compiles and counts for nothing. Cache bytes are those
-of keys and values that a library really held at its peak, by sequence; the process's peak memory is the system's account.
+sizes, then one budget. tiny-reasoner's prompts are problems of its task, and its accuracy is that of answers to their own end.
+Another model's are questions in its chat template, and only its speed is measured. transformers and kvpress run with the
+attention, and the cache, that a trial in the same run found fastest; the trial is kept in the record. Time is a whole call's,
+prefill, sampling and host included, after one call that compiles and counts for nothing. Cache bytes are those of keys and
+values that a library really held at its peak, by sequence; the process's peak memory is the system's account.
 """
 
 import contextlib
@@ -133,10 +133,7 @@ def measure(
             if chosen:
                 common = {"prompts": prompts[:problems], "new_tokens": LONGEST, "forced": False}
                 about = {"model": loaded.name, "group": f"{problems} problems"}
-
-                def grade(tokens: Tokens, chosen: Any = chosen[:problems], tokenizer: Any = loaded.tokenizer) -> float:
-                    return share_right(tokens, chosen, tokenizer)
-
+                grade = functools.partial(share_right, problems=chosen[:problems], tokenizer=loaded.tokenizer)
                 records += compared(running, [*every_full, *every_budget], common, 1, about, report, grade)
     setting = {"new_tokens": new_tokens, "problems": problems, "settings": dict(settings), "rounds": rounds, "trials": trials}
     return setting | {"records": records}
