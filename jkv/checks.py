@@ -37,6 +37,15 @@ def size(num_bytes: float) -> str:
     return f"{value:,.0f} {unit}" if abs(value) >= 1000 else f"{value:.3g} {unit}"
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and its noun.
+
+    >>> counted(1, "sample"), counted(1200, "sample")
+    ('1 sample', '1,200 samples')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The known name that a wrong one is most like, as a sentence with a space before it; empty if none is.
 

@@ -64,6 +64,8 @@ def is_of_the_device(error: Exception) -> bool:
 def describe(error: Exception) -> str:
     """An error in one line, whatever a library raises."""
     text = " ".join(str(error)[: 2 * LONGEST].split()) or "there is not enough memory"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        text = f"{error.filename}: {error.strerror}"  # without the number
     if isinstance(error, RecursionError):
         text = "the input is nested too deep"
     return text if len(text) <= LONGEST else text[:LONGEST] + "…"

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import inspect
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, make_requests
 from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Sample
+from jkv.engine.stats import RunStats
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
@@ -63,7 +65,7 @@ def generate(
       ValueError: bad input, refused before anything compiles.
       TypeError: an unknown argument; the known ones are listed.
     """
-    model, options = check_model(model_or_params), EngineOptions().changed(settings)
+    model, options = check_model(model_or_params), EngineOptions().changed(settings, inspect.signature(generate).parameters)
     request_options = RequestOptions(
         policy=policy, sampling=sampling, max_new_tokens=max_new_tokens, n=n, stop_ids=stop_ids, stop_strings=stop_strings
     )
@@ -82,9 +84,14 @@ def result_of(engine: Engine, tickets: Sequence[int], is_traced: bool) -> Result
     for error in {id(s.completion.error): s.completion.error for s in samples if s.completion.error}.values():
         warnings.warn(f"on_tokens or an encoder raised {error!r}; the samples of its prompt were ended", stacklevel=3)
     warn_of_length(samples)
-    kernels = ", ".join(f"{name} by {chosen}" for name, chosen in engine.stats.kernels.items())
-    LOGGER.info("compiled in %.1f s; kernels: %s", engine.stats.compile_seconds, kernels)
+    log_programs(engine.stats)
     return make_result(engine.model, samples, engine.stats, is_traced)
+
+
+def log_programs(stats: RunStats) -> None:
+    """Says how long programs compiled, and which kernels they hold."""
+    kernels = ", ".join(f"{name} by {chosen}" for name, chosen in stats.kernels.items())
+    LOGGER.info("compiled in %.1f s; kernels: %s", stats.compile_seconds, kernels)
 
 
 def warn_of_length(samples: Sequence[Sample]) -> None:

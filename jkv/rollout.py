@@ -14,6 +14,7 @@ from those of a trainer's dense forward pass; `jkv.rl` measures and corrects the
 """
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -122,7 +123,7 @@ class Rollout:
         **settings: Any,
     ) -> None:
         check_counts(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, n=n)
-        options = EngineOptions(max_running=DEFAULT_RUNNING).changed(settings)
+        options = EngineOptions(max_running=DEFAULT_RUNNING).changed(settings, inspect.signature(Rollout).parameters)
         model = check_model(model_or_params)
         positions = model.config.max_positions
         self.n, self.max_prompt_tokens = n, max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)

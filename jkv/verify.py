@@ -50,7 +50,7 @@ class Report:
         """Whether nothing is wrong."""
         return not self.failures
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [f"{self.policy}: {len(self.passed)} checks passed, {len(self.failures)} failed"]
         lines += [f"  ok      {describe(name)}" for name in self.passed]
         lines += [f"  FAILED  {describe(name)}\n          {message}" for name, message in self.failures.items()]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.testing import tiny_model
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,25 @@ import jkv
 def test_a_setting_of_another_type_is_refused_by_name(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: jkv.r_kv(buget=64), TypeError, r"r_kv has these settings: budget, .*; got 'buget'. Did you mean budget\?"),
+        (lambda: jkv.r_kv(), TypeError, r"r_kv has these settings: budget, .*; got a call with missing .* 'budget'."),
+        (lambda: jkv.full(budget=64), TypeError, "full has no settings; got 'budget'."),
+        (lambda: jkv.generate(tiny_model(), [1], polcy=None), TypeError, r"'polcy' is no setting of .* Did you mean policy\?"),
+        (lambda: jkv.generate(tiny_model(), [1], buget=3), TypeError, r"Did you mean budget\?"),
+        (lambda: jkv.generate(tiny_model(), [1], budget=3), TypeError, r"Write policy=jkv.r_kv\(budget=...\)"),
+        (lambda: jkv.generate(tiny_model(), [1], temperature=1), TypeError, r"Write sampling=jkv.Sampling\(temperature=...\)"),
+        (lambda: jkv.Rollout(tiny_model(), max_new_token=1), TypeError, r"Did you mean max_new_tokens\?"),
+        (lambda: jkv.generate(tiny_model(), [1], policy="r_kv"), ValueError, r"got 'r_kv'. Did you mean jkv.r_kv\?"),
+    ],
+)
+def test_a_name_of_nothing_names_the_nearest_or_its_place(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
 
 
 SAMPLING = [  # the test run checks types of its own, so these go to a process without it

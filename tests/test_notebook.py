@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import re
 
+import jax
 import pytest
 
 import jkv
@@ -37,6 +38,26 @@ def test_each_fits_a_screen_and_is_text(out, engine):
         assert len(re.findall(r"<(table|pre)\b", page)) == 1, page
     assert "&lt;script" in shown[0]._repr_html_()
     assert repr(shown[0]).splitlines()[-1] == "  ..."  # seven samples
+
+
+def test_arrays_are_shown_by_their_shapes(model):
+    out = jkv.generate(model, [1, 2, 3], max_new_tokens=4, stop_ids=(), return_trace=True, progress=False)
+    assert repr(out.trace) == "Trace(1 sample, 2 layers, 2 KV heads, 7 columns)"
+    assert repr(jkv.score(model, out)) == "Scores(logprobs: float32 [1, 4])"
+    assert re.fullmatch(r"Params\(2 layers, [\d,]+ weights in \d+ leaves, float32\)", repr(model.params))
+    assert repr(jax.tree.map(lambda leaf: "model", model.params)).endswith("leaves, str)")
+
+
+def test_a_line_of_statistics_says_only_what_there_is(out, model):
+    assert "seed" not in out.stats.summary  # greedy
+    assert "in whole pages, of which a full cache's tokens fill" in out.stats.summary
+    sampling = jkv.Sampling(seed=5)
+    drawn = jkv.generate(model, [[1] * 90], jkv.streaming_llm(16), sampling, max_new_tokens=2, stop_ids=(), progress=False)
+    assert "in 1 compaction;" in drawn.stats.summary
+    assert drawn.stats.summary.endswith("; seed 5")
+    less = dataclasses.replace(drawn.stats, peak_kv_bytes=600, dense_kv_bytes=1000)
+    assert less.summary.startswith("peak KV 600 B of a full cache's 1 kB (40% saved); ")
+    assert repr(drawn).startswith("Result of 1 sample; ")
 
 
 def test_an_engine_says_what_it_holds_and_waits_for(engine):

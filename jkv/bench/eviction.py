@@ -25,6 +25,8 @@ from jkv.model.params import Model, Params
 from jkv.policies import full, h2o, r_kv, tova
 from jkv.reports import Report, digits, footnote, markdown
 
+MOST_NUMBERS = 1 << 24  # of one side of the matrix products whose rate is measured
+
 
 def measure(model: Model, batch: int, budget: int, interval: int, rounds: int, report: Report = print) -> dict[str, Any]:
     """R-KV's compaction, steps that evict inside, and the bytes that compaction takes for a while.
@@ -134,7 +136,7 @@ def memory_of_redundancy(params: Params, batch: int, budget: int, interval: int,
 
 def matrix_rate(rounds: int, size: int, depth: int) -> float:
     """Floating-point operations a second of a float32 product of [size, depth] and [depth, size], several in a row."""
-    count = max(1, 2048**3 // (size**2 * depth))
+    count = max(1, min(2048**3 // (size**2 * depth), MOST_NUMBERS // (size * depth)))
     x = jax.random.normal(jax.random.key(0), (count, size, depth))
 
     @jax.jit

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from jkv.checks import DISTRIBUTION
+from jkv.checks import DISTRIBUTION, did_you_mean
 from jkv.cli import analyze, bench, chat, evaluate, generate, models, plan, policies, steer
 from jkv.cli.inputs import LOOKS, examples_of, expand_flags
 from jkv.cli_errors import run_safely
@@ -24,8 +24,11 @@ COMMANDS = (generate, chat, evaluate, analyze, plan, bench, steer, policies, mod
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     parser, given = make_parser(), list(sys.argv[1:] if arguments is None else arguments)
-    if given[:1] and (command := commands_of(parser).get(given[0])):
-        given = [given[0], *expand_flags(command, given[1:])]
+    if given and not given[0].startswith("-"):
+        commands = commands_of(parser)
+        if given[0] not in commands:
+            parser.error(f"there is no command {given[0]!r}.{did_you_mean(given[0], commands)} See `jkv --help`.")
+        given = [given[0], *expand_flags(commands[given[0]], given[1:])]
     options = parser.parse_args(given)
     if vars(options).pop("version"):
         print("jkv", importlib.metadata.version(DISTRIBUTION))

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.cli.evaluate import read_options
-from jkv.cli.inputs import LOOKS, check_plotting, make_folder, words
+from jkv.cli.inputs import LOOKS, can_draw, make_folder, words
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
         nargs="*",
         metavar="FILE",
         help='traces: JSON lines with a "text", "right" or "answer" if known, and a "policy" to group them by (else by file); '
-        "default: traces of a model, made now",
+        "or folders of such files, as `jkv eval` writes them; default: traces of a model, made now",
     )
     command.add_argument(
         "--model", help="with files: whose tokens to count (default: words); else: who makes traces (default: tiny-reasoner)"
@@ -54,13 +54,12 @@ def add(commands: Any) -> None:
     command.add_argument("--max-new-tokens", type=int, help="default: what the model's positions leave, up to 32768")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
     command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
-    command.add_argument("--out", type=Path, help="a folder for the tables, the JSON and the picture (needs matplotlib)")
+    command.add_argument("--out", type=Path, help="a folder for the tables, the JSON and, with matplotlib, the picture")
 
 
 def run(options: argparse.Namespace) -> int:
     """Reads or makes traces and prints a table for each group."""
     if options.out:
-        check_plotting()
         make_folder(options.out)
     given = [name for name in ("config", *DEFAULTS) if name != "model" and getattr(options, name, None) is not None]
     if options.files and given:
@@ -72,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
 
     check_encoder(options.encoder)
     if options.files:
-        traces, tokenizer = read_traces(options.files), read_tokenizer(options.model)
+        files = [file for path in options.files for file in files_of(path)]
+        traces, tokenizer = read_traces(files), read_tokenizer(options.model)
         about = {"files": list(map(str, options.files)), "model": options.model}
     else:
         about = read_options(options, DEFAULTS)
@@ -91,6 +91,14 @@ def run(options: argparse.Namespace) -> int:
         stem = f"{options.config.stem if options.config else 'redundancy'}-{source}"
         write(analyses, "\n".join(tables), options.out, stem, {"encoder": options.encoder} | about)
     return 0
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file, or all files of traces in a folder."""
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"A folder of traces must hold files that end in .jsonl; {path} has none. Name another.")
+    return files
 
 
 def read_traces(files: Sequence[Path]) -> Traces:
@@ -175,5 +183,7 @@ def write(analyses: dict[str, Any], tables: str, folder: Path, name: str, about:
     write_text(folder / f"{name}.md", tables)
     record = {"about": about, "groups": {group: analysis.record() for group, analysis in analyses.items()}}
     write_text(folder / f"{name}.json", json.dumps(record, default=str) + "\n")
-    write_figure(folder / f"{name}.png", redundancy(analyses))
-    print(f"wrote {name}.md, .json and .png to {folder}", file=sys.stderr)
+    print(f"wrote {name}.md and .json to {folder}", file=sys.stderr)
+    if can_draw():
+        write_figure(folder / f"{name}.png", redundancy(analyses))
+        print(f"wrote {name}.png to {folder}", file=sys.stderr)

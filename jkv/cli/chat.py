@@ -33,6 +33,7 @@ def run(options: argparse.Namespace) -> int:
     """Reads messages and prints answers until the input ends."""
     from jkv.cli.generate import show_text, summarise
     from jkv.engine.engine import Engine
+    from jkv.generate import log_programs
     from jkv.model import checkpoint
     from jkv.model.chat_template import has_chat_template
     from jkv.policies import make
@@ -71,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
                 continue
             engine.run()
             out = engine.result(ticket)
+            log_programs(engine.stats)
             assert out.text is not None
             messages.append({"role": "assistant", "content": out.text[0]})
             print(flush=True)

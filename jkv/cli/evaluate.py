@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.cli.inputs import LOOKS, check_plotting, make_folder, words
+from jkv.cli.inputs import LOOKS, add_settings, can_draw, make_folder, read_settings, words
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -73,7 +73,9 @@ def add(commands: Any) -> None:
         "eval",
         help="compare policies and budgets on the same problems",
         description="Accuracy (pass@k), lengths and memory of policies and budgets on the same problems, asked and graded "
-        "in the same way: a table, JSON, a picture, and every completion.",
+        "in the same way: a table, JSON, a picture, and every completion. In the table, AMSR (average memory saving ratio) is "
+        "the share of their pages that rows do not hold, a mean over decode steps; affected is the share of all tokens that "
+        "were evicted or shared.",
         **LOOKS,
     )
     command.set_defaults(run=run)
@@ -83,6 +85,7 @@ def add(commands: Any) -> None:
     )
     add_problems(command)
     command.add_argument("--policies", type=words, help="comma-separated; default: all but seal; full always runs")
+    add_settings(command)
     command.add_argument("--budgets", type=words, help='slots, or shares of the mean length; default: "10%%,25%%,50%%"')
     command.add_argument("--samples", type=int, help="of each problem; default: 1")
     command.add_argument("--pass-at", type=counts, help="comma-separated k of pass@k; default: 1 and the number of samples")
@@ -94,7 +97,7 @@ def add(commands: Any) -> None:
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
     command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
     command.add_argument("--kv-memory", type=int, help="bytes of the pool; default: what the rows need")
-    command.add_argument("--out", type=Path, help="a folder for the table, JSON, the picture (needs matplotlib), completions")
+    command.add_argument("--out", type=Path, help="a folder for the table, JSON, completions and, with matplotlib, the picture")
     command.add_argument("--resume", action="store_true", help="resume an interrupted run into --out")
 
 
@@ -149,13 +152,14 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from jkv.statistics import check_ks
 
     chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
+    chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
     questions = read_questions(chosen)
     sampling = Sampling(*(chosen[field] for field in ("temperature", "top_p", "top_k", "seed")))
     ks = check_ks(chosen["pass_at"], chosen["samples"])
     model_name = Path(str(chosen["model"])).name
     name = f"{options.config.stem}-{model_name}" if options.config else model_name
+    draws = bool(options.out) and can_draw()
     if options.out:
-        check_plotting()
         make_folder(options.out)
         stack.enter_context(only_writer(options.out))
     model = checkpoint.load(str(chosen["model"]))
@@ -167,7 +171,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     def report(outcomes: list[bench.Outcome]) -> None:
         print(markdown_line(bench.cells_of(outcomes[-1])), flush=True)
         if options.out:  # after each, so that nothing is lost when the next is interrupted
-            bench.write(outcomes, options.out, name, about)
+            bench.write(outcomes, options.out, name, about, draws)
 
     known = start_or_resume(options, name, about)
     print(bench.table([], ks), flush=True)
@@ -190,8 +194,30 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         kv_memory=chosen["kv_memory"],
     )
     if options.out:
-        print(f"wrote {name}.md, .json and .png, and {name}-generations, to {options.out}", file=sys.stderr)
+        files = f"{name}.md, .json and .png" if draws else f"{name}.md and .json"
+        print(f"wrote {files}, and {name}-generations, to {options.out}", file=sys.stderr)
     return 0
+
+
+def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of each policy, with those `given` on the command line for every policy that has them.
+
+    Raises:
+      ValueError: no policy of the comparison has a setting.
+    """
+    import inspect
+
+    from jkv.policies import POLICIES
+
+    fields = {}
+    for name in policies:
+        recipe = POLICIES.get(settings.get(name, {}).get("policy", name))  # an unknown one is refused later
+        fields[name] = set(inspect.signature(recipe).parameters) if recipe else set()
+    for field in given:
+        if not any(field in known for known in fields.values()):
+            raise ValueError(f"No policy of this comparison has the setting {field}; got {', '.join(policies)}. Leave it out.")
+    own = {name: {field: value for field, value in given.items() if field in known} for name, known in fields.items()}
+    return settings | {name: settings.get(name, {}) | set_ for name, set_ in own.items() if set_}
 
 
 def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:

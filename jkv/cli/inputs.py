@@ -5,6 +5,7 @@ import ast
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,9 +200,11 @@ def make_folder(path: Path) -> None:
         raise ValueError(f"--out must be a folder that may be written; {path} may not. Give another.")
 
 
-def check_plotting() -> None:
-    """Refuses to start what would fail at its end."""
+def can_draw() -> bool:
+    """Whether pictures can be drawn; says so where they cannot."""
     import importlib.util
 
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"--out draws a picture with matplotlib, which is not installed. Run: {install('eval')}.")
+    found = importlib.util.find_spec("matplotlib") is not None
+    if not found:
+        print(f"jkv: no picture is drawn, as matplotlib is not installed. For one, run: {install('eval')}", file=sys.stderr)
+    return found

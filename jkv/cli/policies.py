@@ -51,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
     for name, recipe in POLICIES.items():
         entry = entry_of(recipe)
         paper = f"{entry.title}, arXiv {entry.arxiv}" if entry.arxiv else entry.title
-        print(f"{name}{inspect.signature(recipe).replace(return_annotation=inspect.Signature.empty)}")
+        fields = inspect.signature(recipe).parameters.values()
+        print(f"{name}({', '.join(str(field.replace(annotation=field.empty)) for field in fields)})")
         print(f"    {paper}: {entry.idea}")
     return 0
 

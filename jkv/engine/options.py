@@ -2,13 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.checks import check_counts, check_length, check_most, shown, typed
+from jkv.checks import check_counts, check_length, check_most, did_you_mean, shown, typed
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.policies import Policy
 from pallas_kernels.choice import VARIABLE, parse_choices
@@ -19,6 +19,10 @@ MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
     "page_size": 1 << 16,
     "num_pages": (1 << 31) - 1,
     "max_stop_ids": 1 << 20,
+}
+PLACES = {  # settings that are not the engine's: where they are given
+    **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in ("temperature", "top_p", "top_k", "seed")},
+    **{name: f" Write policy=jkv.r_kv({name}=...), or another of `jkv policies`." for name in ("budget", "interval", "window")},
 }
 MOST_POLICIES = 10_000  # of an engine's later requests
 
@@ -100,19 +104,20 @@ class EngineOptions:
         for name in ("return_trace", "poison"):
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 
-    def changed(self, settings: Mapping[str, Any]) -> "EngineOptions":
-        """These options with other settings, by name.
+    def changed(self, settings: Mapping[str, Any], others: Iterable[str] = ()) -> "EngineOptions":
+        """These options with other settings, by name; `others` are further arguments of the call that takes them.
 
         Raises:
-          TypeError: a name that is no setting; the known ones are listed.
+          TypeError: a name that is no setting; the known ones are listed, and where the setting belongs, if it is another's.
 
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
-        TypeError: 'max_runing' is no setting of an engine. The settings are: max_running, max_slots, page_size, kv_memory, \
-num_pages, policies, chunk, order, max_stop_ids, return_trace, mesh, kernels, poison.
+        TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
+max_slots, page_size, kv_memory, num_pages, policies, chunk, order, max_stop_ids, return_trace, mesh, kernels, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         for name in settings:
             if name not in known:
-                raise TypeError(f"{name!r} is no setting of an engine. The settings are: {', '.join(known)}.")
+                hint = PLACES[name] if name in PLACES else did_you_mean(name, [*others, *known, *PLACES])
+                raise TypeError(f"{name!r} is no setting of an engine.{hint} The settings are: {', '.join(known)}.")
         return dataclasses.replace(self, **settings)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.checks import check_counts, check_length, shown, typed
+from jkv.checks import check_counts, check_length, did_you_mean, shown, typed
 from jkv.engine.prompts import MOST_SAMPLES, num_elements, too_long
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
@@ -202,6 +202,7 @@ def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
         if not isinstance(each, Policy):
             raise ValueError(
                 f"policy must be made by a recipe such as jkv.r_kv(budget=256); known: {sorted(POLICIES)}; got {shown(each)}."
+                + (did_you_mean(f"jkv.{each}", [f"jkv.{name}" for name in POLICIES]) if isinstance(each, str) else "")
             )
     return policies
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jkv import notebook
+from jkv.checks import counted
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
 from jkv.model.params import Model
@@ -72,7 +73,7 @@ class Result:
 
     @property
     def _title(self) -> str:
-        return f"{type(self).__name__} of {len(self.lengths)} samples; {self.stats.summary}"
+        return f"{type(self).__name__} of {counted(len(self.lengths), 'sample')}; {self.stats.summary}"
 
     @property
     def _shown(self) -> list[tuple[int, int, int, str, str]]:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from jkv import notebook
 from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
-from jkv.checks import size
+from jkv.checks import counted, size
 from jkv.engine.latency import Latency
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Turn
@@ -149,19 +149,24 @@ class Stats:
     token_p50: float  # seconds between two tokens of a sample; those of a chunk reach the host together
     token_p99: float
     kernels: dict[str, str]  # implementations used so far: "tpu", "gpu", "cpu", or plain XLA's "reference"
-    seed: int  # of the random draws: given, or fresh
+    seed: int | None  # of the random draws: given, or fresh; None where all samples are greedy
 
     @property
     def summary(self) -> str:
         """The statistics that matter most, in one line."""
+        held, whole = size(self.peak_kv_bytes), size(self.dense_kv_bytes)
         saved = self.kv_bytes_saved / max(self.dense_kv_bytes, 1)
-        share = f" ({saved:.0%} saved)" if saved > 0 else ""  # a short text fills its last pages in part
-        return (
-            f"peak KV {size(self.peak_kv_bytes)} of a full cache's {size(self.dense_kv_bytes)}{share}; {self.evicted:.0f} "
-            f"tokens evicted in {self.compactions} compactions; "
-            + (f"{self.shared} tokens shared; " if self.sharing is not None else "")
-            + f"{self.tokens_per_second:.0f} tokens/s; compiled in {self.compile_seconds:.1f} s; seed {self.seed}"
-        )
+        parts = [
+            f"peak KV {held} of a full cache's {whole} ({saved:.0%} saved)"
+            if saved > 0
+            else f"peak KV {held} in whole pages, of which a full cache's tokens fill {whole}",
+            f"{self.evicted:,.0f} tokens evicted in {counted(self.compactions, 'compaction')}",
+            f"{self.shared:,} tokens shared" if self.sharing is not None else "",
+            f"{self.tokens_per_second:,.0f} tokens/s",
+            f"compiled in {self.compile_seconds:.1f} s",
+            f"seed {self.seed}" if self.seed is not None else "",
+        ]
+        return "; ".join(part for part in parts if part)
 
     def __repr__(self) -> str:
         fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
@@ -220,7 +225,7 @@ class Stats:
             token_p50=run.between_tokens.quantile(0.5),
             token_p99=run.between_tokens.quantile(0.99),
             kernels=run.kernels,
-            seed=samples[0].request.seed if samples else 0,
+            seed=next((sample.request.seed for sample in samples if sample.request.sampling.temperature), None),
         )
 
 

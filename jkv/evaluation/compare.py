@@ -254,11 +254,12 @@ def table(outcomes: Sequence[Outcome], ks: Sequence[int] = (1,)) -> str:
     return markdown(names, map(cells_of, outcomes))
 
 
-def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> None:
-    """The table, the figures and the picture, as `name`.md, .json and .png."""
+def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any], draws: bool = True) -> None:
+    """The table, the figures and, if it `draws`, the picture, as `name`.md, .json and .png."""
     write_figures(outcomes, folder, name, about)
     write_text(folder / f"{name}.md", table(outcomes) + "\n")
-    write_figure(folder / f"{name}.png", viz.frontier(outcomes, f"{name}, {outcomes[0].problems} problems"))
+    if draws:
+        write_figure(folder / f"{name}.png", viz.frontier(outcomes, f"{name}, {outcomes[0].problems} problems"))
 
 
 def write_figures(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any]) -> None:

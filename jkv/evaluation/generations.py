@@ -8,13 +8,14 @@ weighted over its parts, and a part that was killed counts up to its last finish
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jkv.checks import check_counts
+from jkv.checks import check_counts, counted
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
@@ -122,7 +123,22 @@ def run(
                 append_text(path, json_lines([record]))
 
         finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
+        if policy.name == "full":
+            warn_if_none_is_right(records)
     return sum_up(policy, records, samples)
+
+
+def warn_if_none_is_right(records: Sequence[Record]) -> None:
+    """Warns where the full cache answers nothing right: gold answers may have another form than the model's."""
+    if any(record["right"] for record in records):
+        return
+    first = records[0]
+    read = "no answer is found in it" if first["answer"] is None else f"its answer is read as {first['answer']!r}"
+    warnings.warn(
+        f"The full cache answers none of {counted(len(records), 'sample')} right. The first ends in {first['text'][-80:]!r}; "
+        f"{read}, and the gold answer is {first['gold']!r}. Look at the grader, the prompt and the limit of new tokens.",
+        stacklevel=2,
+    )
 
 
 def finish(

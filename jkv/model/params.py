@@ -104,6 +104,12 @@ class Params(flax.struct.PyTreeNode):
     config: ModelConfig = flax.struct.field(pytree_node=False)
     axis: str | None = flax.struct.field(pytree_node=False, default=None)  # mesh axis over which the weights are split
 
+    def __repr__(self) -> str:
+        leaves = jax.tree.leaves(self)  # other trees of this shape hold gradients, shapes or shardings
+        kinds = ", ".join(sorted({str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in leaves}))
+        number = sum(getattr(leaf, "size", 1) for leaf in leaves)
+        return f"Params({len(self.layers)} layers, {number:,} weights in {len(leaves)} leaves, {kinds})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Model:

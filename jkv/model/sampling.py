@@ -27,7 +27,7 @@ class Sampling:
       temperature: divides the logits; 0 is greedy, others lie in [1e-6, 1e30].
       top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
       top_k: keeps this many most likely tokens, and ties with the last one; 0 keeps all.
-      seed: the seed of the draws; None takes fresh entropy, which the result reports in `stats.seed`.
+      seed: the seed of the draws; None takes fresh entropy, which the result reports in `stats.seed` (None for greedy draws).
 
     Raises:
       ValueError: a field is out of range.

@@ -81,22 +81,23 @@ DEVICES = {
 
 
 def find_device(name: str | Device) -> Device:
-    """The device with this name; "cpu" is this machine, whose speed is unknown.
+    """The device with this name, in small or large letters; "cpu" is this machine, whose speed is unknown.
 
     Raises:
       ValueError: an unknown name; the known ones are listed.
 
-    >>> find_device("v5e").memory
+    >>> find_device("V5e").memory
     16000000000
     """
     if isinstance(name, Device):
         return name
-    if name == "cpu":
+    wanted = str(name).lower()
+    if wanted == "cpu":
         return Device("cpu", "cpu", os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    if name not in DEVICES:
+    if wanted not in DEVICES:
         known = ", ".join(DEVICES)
         raise ValueError(
             f"device must be one of {known}, cpu, or a jkv.Device with figures of your own; got {name!r}."
-            f"{did_you_mean(name, DEVICES)}"
+            f"{did_you_mean(wanted, DEVICES)}"
         )
-    return DEVICES[name]
+    return DEVICES[wanted]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec
 
-from jkv.checks import check_length, shown, typed
+from jkv.checks import check_length, did_you_mean, shown, typed
 from jkv.policies.policy import Policy, noted
 
 P = ParamSpec("P")
@@ -51,7 +51,10 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
 
         @functools.wraps(build)
         def checked(*args: P.args, **kwargs: P.kwargs) -> Policy:
-            given = signature.bind(*args, **kwargs)
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(describe_call(build.__name__, list(signature.parameters), list(kwargs), error)) from None
             for field, value in given.arguments.items():
                 name = f"{build.__name__}'s {field}"
                 given.arguments[field] = typed(name, value, signature.parameters[field].annotation)
@@ -62,6 +65,19 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
         return checked
 
     return decorate
+
+
+def describe_call(name: str, fields: Sequence[str], given: Sequence[str], error: TypeError) -> str:
+    """What is wrong with a call of a recipe: a setting that it has not, or what Python says.
+
+    >>> describe_call("mine", ["budget"], ["buget"], TypeError("missing a required argument: 'budget'"))
+    "mine has these settings: budget; got 'buget'. Did you mean budget?"
+    """
+    known = f"{name} has these settings: {', '.join(fields)}" if fields else f"{name} has no settings"
+    for field in given:
+        if field not in fields:
+            return f"{known}; got {field!r}.{did_you_mean(field, fields)}"
+    return f"{known}; got a call with {error}."
 
 
 def check_size(name: str, value: Any) -> None:

@@ -40,7 +40,7 @@ class Completed(Protocol):
     sampling: list[Sampling]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Scores:
     """Log-probabilities of completions.
 
@@ -49,6 +49,9 @@ class Scores:
     """
 
     logprobs: Float[Array, "n T"]
+
+    def __repr__(self) -> str:
+        return f"Scores(logprobs: {self.logprobs.dtype} {list(self.logprobs.shape)})"
 
 
 class Columns(NamedTuple):

@@ -12,6 +12,7 @@ import numpy as np
 
 from jkv.cache.attention import OPEN_END
 from jkv.cache.pool import EMPTY
+from jkv.checks import counted
 
 
 class SteerTrace(NamedTuple):
@@ -31,6 +32,10 @@ class Trace(NamedTuple):
     sinks: np.ndarray | None = None  # [n] first tokens that queries read from another position (`jkv.cache.moved_sinks`)
     sink_shift: np.ndarray | None = None  # [n, T] positions by which each query is rotated for them, at most 0
     steer: SteerTrace | None = None
+
+    def __repr__(self) -> str:
+        n, num_layers, num_kv_heads, num_columns = self.source.shape
+        return f"Trace({counted(n, 'sample')}, {num_layers} layers, {num_kv_heads} KV heads, {num_columns:,} columns)"
 
 
 class TraceRecorder:

@@ -207,6 +207,7 @@ def test_the_papers_cells_hold_no_figure_that_ran_out_of_memory():
     assert len(cells) == 10 + 2 * (11 + 9)
 
 
+@pytest.mark.slow  # `.ci/run` runs what is slow here
 @pytest.mark.parametrize("library", ["jkv", "transformers", "kvpress"])
 def test_peers_run_side_by_side(capsys, tmp_path, library):
     from jkv.bench.peers import NEEDED
@@ -245,6 +246,7 @@ def test_scores_of_kvpress_are_those_of_its_papers():
         np.testing.assert_allclose(key_diff[b, h, filled[b, h]], -unit @ mean / np.linalg.norm(mean), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_score_of_key_diff_is_a_policy():
     # Knorm is not put to it: a token said twice has two keys of one length, and rounding decides between them.
     report = jkv.verify(scores.policy_of("key_diff", {"budget": 24, "interval": 16}))

@@ -39,6 +39,7 @@ def test_traces_of_files_are_grouped_by_policy_or_by_file(capsys, file):
     }
     status, out, err = run(capsys, one, other)
     assert (status, err) == (0, "")
+    assert run(capsys, one.parent) == (0, out, "")  # a folder of traces, such as `jkv eval` writes
     assert out.startswith("Words and signs; steps and sentences compared as tokens.")
     assert [line for line in out.splitlines() if line.startswith("##")] == ["## full", "## r_kv 64", "## other"]
     assert str(jkv.analyze([RIGHT["text"]] * 2, [True, True])) in out
@@ -61,7 +62,8 @@ def test_what_is_written_is_what_was_printed(capsys, file, tmp_path):
     record = json.loads(names["redundancy-one.json"].read_text())
     assert record["groups"]["full"] == jkv.analyze([RIGHT["text"]], [True]).record()
     assert record["about"]["files"] == [str(tmp_path / "one.jsonl")]
-    assert "redundancy-one.md, .json and .png" in err
+    assert "redundancy-one.md and .json" in err
+    assert "redundancy-one.png" in err
 
 
 def test_traces_are_made_for_each_policy_and_budget(capsys, monkeypatch):
@@ -119,6 +121,7 @@ def test_bad_files_are_refused_in_one_line(capsys, tmp_path, content, words):
     ("arguments", "words"),
     [
         (("missing.jsonl",), "No such file"),
+        (("empty",), "files that end in .jsonl; empty has none"),
         (("x.jsonl", "--problems", 3), "--problems is for traces that are made now"),
         (("x.jsonl", "--max-new-tokens", 3), "--max-new-tokens is for traces"),
         (("--problems", 0), "problems must be at least 1"),
@@ -137,6 +140,7 @@ def test_bad_options_are_refused_in_one_line_before_anything_is_made(capsys, tmp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("jkv.tasks.evaluate.solve", None)
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "empty").mkdir()
     status, _, err = run(capsys, *arguments)
     assert status == 2
     assert err.startswith("jkv: error: ")

@@ -66,17 +66,17 @@ def test_a_file_of_prompts_becomes_json_lines(capsys, tmp_path):
 def test_policies_are_listed_with_their_settings(capsys):
     status, out, _ = run(capsys, "policies")
     assert status == 0
-    assert "r_kv(budget: int, interval: int = 128" in out
+    assert "r_kv(budget, interval=128" in out
     assert "streaming_llm(" in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("--file", "missing.txt"), "error: missing.txt: No such file or directory"),
         ((), "one prompt or --file FILE; got neither"),
         (("", "--max-new-tokens", 3), "at least one token"),
         ((PROBLEM, "--file", "x.txt"), "got both"),
-        (("--file", "missing.txt"), "No such file"),
         ((PROBLEM, "--policy", "foo"), "policy must be one of full, ada_kv"),
         ((PROBLEM, "--policy", "r_kv"), "r_kv needs budget="),
         ((PROBLEM, "--policy", "r_kv", "--budget", 4), "must hold its sinks and recent slots"),
@@ -208,8 +208,9 @@ def test_a_flag_of_a_boolean_setting_needs_no_value(capsys):
             "--intervl is neither an option of this command nor a setting of a policy. Did you mean --interval?",
         ),
         (("plan", "r1-qwen-7b", "--devise", "t4"), "Did you mean --device?"),
+        (("generte", PROBLEM), "there is no command 'generte'. Did you mean generate?"),
     ],
-    ids=["generate", "plan"],
+    ids=["generate", "plan", "command"],
 )
 def test_a_flag_that_is_none_names_the_nearest(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
@@ -248,7 +249,9 @@ def test_a_setting_whose_name_is_an_option_is_explained_as_set(capsys):
         (("generate", PROBLEM, "--policy", "rkv"), "Did you mean r_kv?"),
         (("generate", PROBLEM, "--policy", "r_kv", "--budget", 8, "--set", "windw=3"), "Did you mean window?"),
         (("plan", "r1-qwen-7b", "--device", "h20"), "Did you mean h200?"),
+        (("plan", "r1-qwen-7b", "--device", "H20"), "Did you mean h200?"),
         (("policies", "snapkv"), "Did you mean snap_kv?"),
+        (("eval", "--policies", "r_kv,full", "--beta", 1), "No policy of this comparison has the setting beta"),
         (("generate", PROBLEM, "--kernels", "fast"), 'must be "auto", "reference"'),
         (("generate", PROBLEM, "--chat"), "need a tokenizer with a chat template"),
         (("chat",), "chat needs a model with a chat template"),
@@ -293,7 +296,7 @@ def chat_folder(tmp_path):
 
 
 def test_a_chat_has_several_turns(capsys, chat_folder, monkeypatch):
-    lines = iter(["b=3;c=7;d=b*c;?d", "", "x" * 10**6, "/new", PROBLEM, "/exit", "never read"])
+    lines = iter(["b=3;c=7;d=b*c;?d", "", "x" * 10**5, "/new", PROBLEM, "/exit", "never read"])
     monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
     options = ("--model", chat_folder, "--policy", "r_kv", "--budget", 64, "--interval", 16)
     status, out, err = run(capsys, "chat", *options)
@@ -310,12 +313,13 @@ def test_a_chat_has_several_turns(capsys, chat_folder, monkeypatch):
 
 
 def test_programs_are_kept_for_the_next_call(tmp_path):
-    places = {"XDG_CACHE_HOME": str(tmp_path), "PATH": os.environ["PATH"], "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    kept = {name: os.environ[name] for name in ("PATH", "JAX_PLATFORMS", "XLA_FLAGS")}
+    places = kept | {"XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
     command = [sys.executable, "-m", "jkv", "generate", "b=3;?b", "--max-new-tokens", "4"]
     told = [subprocess.run(command, env=places, capture_output=True, text=True, check=True, cwd=ROOT).stderr for _ in range(2)]
     assert not [line for text in told for line in text.splitlines() if "PyTorch" in line]
-    kept = list((tmp_path / "jkv" / "programs").glob("*-cache"))
-    assert kept
+    programs = list((tmp_path / "jkv" / "programs").glob("*-cache"))
+    assert programs
     assert (tmp_path / "jkv").stat().st_mode & 0o777 == 0o700
     first, second = (float(re.search(r"compiled in ([\d.]+) s", text)[1]) for text in told)
     assert second < first

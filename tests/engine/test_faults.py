@@ -31,7 +31,7 @@ def expected(model):
     return Expected(model)
 
 
-@pytest.mark.parametrize("start", range(0, 200, 50))
+@pytest.mark.parametrize("start", [0, 50, *(pytest.param(start, marks=pytest.mark.slow) for start in (100, 150))])
 def test_random_schedules_give_right_tokens_and_leave_nothing(model, expected, start):
     counts = simulate(model, expected, range(start, start + 50))
     assert min(counts[name] for name in ("results", "interrupted", "failed", "callback", "sleep", "update")) > 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.machinery
+import importlib.util
 import json
 import sys
 import types
@@ -16,6 +17,8 @@ from jkv.evaluation import compare as bench
 from jkv.model import checkpoint
 from jkv.model.sampling import Sampling
 from jkv.policies import full, r_kv, streaming_llm
+from jkv.policies import h2o as h2o_policy
+from jkv.policies import rpc as rpc_policy
 from jkv.reasoning.steering import SteeringVector
 from jkv.statistics import bootstrap, pass_figures
 from jkv.tasks.evaluate import held_out
@@ -120,6 +123,39 @@ def test_what_is_known_is_written_when_the_next_is_interrupted(ready_runs, monke
     assert [outcome["budget"] for outcome in after] == [None, 32, 48]
     assert cli.main(["eval", *few[2:], "--problems", "3", "--out", str(tmp_path / "out"), "--resume"]) == 2
     assert "holds another comparison" in capsys.readouterr().err
+
+
+def test_without_matplotlib_everything_but_the_picture_is_written(ready_runs, monkeypatch, tmp_path, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "matplotlib" else found(name, *rest))
+    few = ["--problems", "2", "--policies", "streaming_llm", "--budgets", "32", "--max-new-tokens", "16"]
+    assert cli.main(["eval", *few, "--out", str(tmp_path)]) == 0
+    assert {file.name for file in tmp_path.iterdir() if not file.name.startswith(".")} == {
+        "tiny-reasoner.md",
+        "tiny-reasoner.json",
+    }
+    assert 'no picture is drawn, as matplotlib is not installed. For one, run: pip install "jkv-cache[eval]"' in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_setting_on_the_command_line_goes_to_every_policy_that_has_it(ready_runs, tmp_path):
+    file = tmp_path / "some.toml"
+    file.write_text(
+        'policies = ["r_kv", "often", "h2o", "rpc"]\nbudgets = [48]\n[settings.often]\npolicy = "r_kv"\nwindow = 4\n'
+    )
+    few = ["--problems", "2", "--max-new-tokens", "16", "--config", str(file), "--interval", "8", "--set", "window=2"]
+    assert cli.main(["eval", *few]) == 0
+    _, plain, varied, h2o, rpc = ready_runs
+    assert (plain, h2o) == (r_kv(48, interval=8, window=2), h2o_policy(48, interval=8))
+    assert dataclasses.replace(varied, name="r_kv") == plain
+    assert rpc == rpc_policy(interval=8, window=2)
+
+
+def test_where_the_full_cache_answers_nothing_an_example_is_shown(reasoner, problems):
+    words = r"none of 1 sample right. The first ends in '.*'; no answer is found in it, and the gold answer is 's=1'"
+    with pytest.warns(UserWarning, match=words):
+        bench.run(reasoner, problems[:1], full(), max_new_tokens=16, max_running=4, page_size=4, progress=False)
 
 
 def test_answers_need_text(reasoner, problems):

@@ -71,6 +71,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint_as_an_unbroken_one(learnt, tmp
         learn(dataclasses.replace(COURSE, steps=8), REPLAY, 0, tmp_path)
 
 
+@pytest.mark.slow
 def test_ctrl_c_loses_no_whole_step(learnt, tmp_path, monkeypatch):
     seen, looks, evaluate = [], [], learner.evaluate
 

@@ -80,7 +80,7 @@ def test_a_new_policy_touches_its_own_file_and_one_line(tmp_path):
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["package"] == [found["make"], True, str(tmp_path / "jkv/__init__.py")]
-    assert "newest(budget: int, interval: int = 128)\n    Newest, arXiv 0000.00000: keeps the newest tokens" in found["list"]
+    assert "newest(budget, interval=128)\n    Newest, arXiv 0000.00000: keeps the newest tokens" in found["list"]
     row = "| `newest` | keeps the newest tokens | Newest, [0000.00000](https://arxiv.org/abs/0000.00000) | [newest.py]"
     assert row + "(jkv/policies/newest.py) |" in found["docs"]
     assert found["suite"] == [True, True]

@@ -13,6 +13,7 @@ def test_ruff_has_nothing_to_say(check):
     run(sys.executable, "-m", "ruff", *check, ".")
 
 
+@pytest.mark.slow  # half a minute; `.ci/run` runs it
 def test_types_are_consistent():
     run(sys.executable, "-m", "mypy")
 

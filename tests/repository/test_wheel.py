@@ -6,9 +6,12 @@ import shutil
 import sys
 import zipfile
 
+import pytest
+
 from tests.repository.pages import ROOT, run
 
 
+@pytest.mark.slow  # `.ci/run` runs it
 def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     run(*command, env=os.environ | {"JKV_PREBUILT": "1"})

@@ -22,7 +22,7 @@ from tests.support.mixes import Expected, assert_engine_is_consistent, draw_spec
 
 ROW = 2 * 2 * 16  # pages of a full row
 NUM_ROWS = 3
-POOLS = (ROW, 2 * ROW, 3 * ROW)
+POOLS = (ROW, 2 * ROW)  # of an engine of three rows; each size is a compiled shape
 OPERATIONS = 40
 CHANCES = {
     "submit": 0.2,
