@@ -324,13 +324,13 @@ class Rollout:
             )
 
     def _warn_of_cuts(self, sampling: Sampling) -> None:
-        """Warns once that a distribution cut by top-k or top-p biases a trainer's ratios."""
+        """Warns once that a distribution that is cut biases a trainer's ratios."""
         if sampling.draws == "truncated":
             self._warn(
                 "cut",
-                f"top_k={sampling.top_k}, top_p={sampling.top_p} cut the distribution: `logprobs` are those after the cut, "
-                "`logprobs_full` those before it, and a ratio of either with a trainer's log-probabilities is biased. Sample "
-                "with top_p=1 and top_k=0 to train on it.",
+                f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} cut the distribution: `logprobs` are "
+                "those after the cut, `logprobs_full` those before it; a ratio of either with a trainer's log-probabilities is "
+                "biased. Sample with top_p=1, top_k=0 and min_p=0 to train on it.",
             )
 
     def _warn(self, kind: str, text: str) -> None:

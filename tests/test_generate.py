@@ -297,9 +297,10 @@ def test_a_protected_prompt_longer_than_the_budget_is_refused(model):
         ({"temperature": float("nan")}, "temperature must be 0"),
         ({"top_p": 0.0}, r"top_p must lie in \(0, 1\]"),
         ({"top_k": -1}, "top_k must be 0"),
+        ({"min_p": 1.5}, r"min_p must lie in \[0, 1\], 0 keeps all tokens; got 1.5"),
         ({"seed": -1}, "seed must lie in"),
     ],
-    ids=["temperature", "nan", "top_p", "top_k", "seed"],
+    ids=["temperature", "nan", "top_p", "top_k", "min_p", "seed"],
 )
 def test_sampling_settings_out_of_range_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):

@@ -16,7 +16,7 @@ from jkv.engine.programs import ChunkInputs, State
 from jkv.model import checkpoint
 from jkv.model.model_shapes import read_shape
 from jkv.model.params import Model, ModelConfig, Params, init_params
-from jkv.model.sampling import SamplingRows
+from jkv.model.sampling import Sampling, rows_of
 from jkv.policies import Needs, Policy
 
 
@@ -65,12 +65,11 @@ def fill(state: State, key: PRNGKeyArray, slots: int) -> State:
 
 def new_inputs(params: Params, policy: Policy, batch: int) -> ChunkInputs:
     """Greedy rows that never stop."""
-    wide, key = np.zeros(batch, np.float32), np.zeros((batch, 2), np.uint32)
-    sampling: Any = (wide, wide + 1, np.zeros(batch, np.int32), key)
     arrays: Any = {
         "remaining": np.full(batch, 1 << 20, np.int32),
         "stop_ids": np.full((batch, 1), -1, np.int32),
-        "sampling": SamplingRows(*sampling),
+        "sampling": rows_of([Sampling(temperature=0.0)] * batch),
+        "key": np.zeros((batch, 2), np.uint32),
     }
     rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers) if policy.needs.mass else None
     return jax.device_put(ChunkInputs(**arrays, rules=rules, reads=None, sinks=None, steer=None))

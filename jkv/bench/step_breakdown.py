@@ -19,11 +19,10 @@ from jkv.bench.rounds import medians_in_turns, seconds_of
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.cache import pool as pages
 from jkv.engine import programs
-from jkv.engine.programs import State
+from jkv.engine.programs import ChunkInputs, State
 from jkv.engine.scheduler import CHUNKS
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
-from jkv.model.sampling import SamplingRows
 from jkv.policies import Evict, Policy
 
 STEPS = CHUNKS[0]
@@ -37,7 +36,7 @@ def seconds_of_parts(params: Params, policy: Policy, batch: int, slots: int, int
     calls: dict[str, Callable[[], Any]] = {
         "attention": functools.partial(attention, params, state),
         "weights": functools.partial(weights, params, state),
-        "sampling": functools.partial(draws, state, inputs.sampling),
+        "sampling": functools.partial(draws, state, inputs),
     }
     timed = {name: functools.partial(seconds_of, call) for name, call in calls.items()}
     timed["pool"] = functools.partial(seconds_on_fresh_state, bookkeeping, params, policy, batch, slots)
@@ -100,12 +99,12 @@ def weights(params: Params, state: State) -> Int[Array, "B 1"]:
 
 
 @jax.jit
-def draws(state: State, rows: SamplingRows) -> Float[Array, "B V"]:
+def draws(state: State, inputs: ChunkInputs) -> Float[Array, "B V"]:
     """The draw of a greedy token and its log-probability."""
     position = state.cache.pool.logical_length
 
     def step(logits: Array, offset: Array) -> tuple[Array, None]:
-        token, log_prob, _ = sampling.draw(logits, rows, position + offset, "greedy")
+        token, log_prob, _ = sampling.draw(logits, inputs.sampling, inputs.key, position + offset, "greedy")
         return logits + LEAST * (log_prob + token.astype(jnp.float32))[:, None], None
 
     return jax.lax.scan(step, state.logits, jnp.arange(STEPS, dtype=jnp.int32))[0]

@@ -33,6 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "temperature": 0.0,
     "top_p": 1.0,
     "top_k": 0,
+    "min_p": 0.0,
     "seed": 0,
     "max_new_tokens": None,
     "kv_memory": None,
@@ -41,7 +42,7 @@ TYPES: dict[str, Any] = (
     dict.fromkeys(("problems", "kv_memory", "max_running", "page_size", "max_new_tokens", "samples", "top_k"), int)
     | dict.fromkeys(("seed", "shuffle_seed"), int)
     | dict.fromkeys(("model", "file", "dataset", "preset", "split", "subset", "question", "answer", "template", "grader"), str)
-    | dict.fromkeys(("temperature", "top_p"), float)
+    | dict.fromkeys(("temperature", "top_p", "min_p"), float)
     | dict.fromkeys(("budgets", "policies", "pass_at"), list)
     | {"settings": dict, "chat_template": bool, "skip_ungradable": bool}
 )
@@ -62,6 +63,7 @@ UNSAID = {  # what records of older versions leave out, and stood for then
     "temperature": 0.0,
     "top_p": 1.0,
     "top_k": 0,
+    "min_p": 0.0,
     "seed": 0,
 }
 CHAINS = 200  # problems drawn where no data set is given
@@ -92,6 +94,7 @@ def add(commands: Any) -> None:
     command.add_argument("--temperature", type=float, help="default: 0, greedy")
     command.add_argument("--top-p", type=float, help="default: 1, all tokens")
     command.add_argument("--top-k", type=int, help="default: 0, all tokens")
+    command.add_argument("--min-p", type=float, help="default: 0, all tokens")
     command.add_argument("--seed", type=int, help="of the draws, the same for every policy; default: 0")
     command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
@@ -154,7 +157,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
     chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
     questions = read_questions(chosen)
-    sampling = Sampling(*(chosen[field] for field in ("temperature", "top_p", "top_k", "seed")))
+    sampling = Sampling(*(chosen[field] for field in ("temperature", "top_p", "top_k", "min_p", "seed")))
     ks = check_ks(chosen["pass_at"], chosen["samples"])
     model_name = Path(str(chosen["model"])).name
     name = f"{options.config.stem}-{model_name}" if options.config else model_name

@@ -63,6 +63,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--temperature", type=float, help="0 is greedy; default: what the model's makers say, else 0")
     command.add_argument("--top-p", type=float, help="1 keeps all tokens; default: what the model's makers say, else 1")
     command.add_argument("--top-k", type=int, help="0 keeps all tokens; default: what the model's makers say, else 0")
+    command.add_argument("--min-p", type=float, help="0 keeps all tokens; default: what the model's makers say, else 0")
     command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
     command.add_argument(
         "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
@@ -91,7 +92,7 @@ def sampling_of(options: argparse.Namespace, model: Any) -> Any:
 
     from jkv.model.sampling import Sampling
 
-    given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "seed")}
+    given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
     given = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given) if given else None
 

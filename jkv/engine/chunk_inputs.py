@@ -19,7 +19,7 @@ from jkv.cache.page_selection import ReadRules, pages_read
 from jkv.engine.programs import AlignRules, ChunkInputs, State
 from jkv.engine.samples import Sample
 from jkv.model.params import Model, ModelConfig
-from jkv.model.sampling import SamplingRows, sample_key
+from jkv.model.sampling import Sampling, rows_of, sample_key
 from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules, marks_of
 from jkv.reasoning.token_text import facts_of
@@ -67,17 +67,14 @@ def row_settings(
     sharding: jax.sharding.Sharding | None = None,
 ) -> ChunkInputs:
     """The inputs that stay the same while the rows do, on the device or mesh; `remaining` is 0 until `for_chunk` sets it."""
-    stop_ids, top_k = np.full((num_rows, max_stop_ids), -1, np.int32), np.zeros(num_rows, np.int32)
-    temperature, top_p = np.zeros(num_rows, np.float32), np.ones(num_rows, np.float32)
-    key = np.zeros((num_rows, 2), np.uint32)
+    stop_ids, key = np.full((num_rows, max_stop_ids), -1, np.int32), np.zeros((num_rows, 2), np.uint32)
+    samplings = [Sampling(temperature=0.0)] * num_rows
     for i, sample in running.items():
         request = sample.request
         stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-        temperature[i], top_p[i] = request.sampling.temperature, request.sampling.top_p
-        top_k[i], key[i] = request.sampling.top_k, sample_key_of(request.seed, request.identity, request.sample)
+        samplings[i], key[i] = request.sampling, sample_key_of(request.seed, request.identity, request.sample)
     policies = {i: sample.request.policy for i, sample in running.items()}
-    sampling: Any = (temperature, top_p, top_k, key)
-    arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "sampling": SamplingRows(*sampling)}
+    arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "sampling": rows_of(samplings), "key": key}
     settings = ChunkInputs(
         **arrays,
         rules=step_rules(policies, num_rows, model.config.num_layers) if needs.mass else None,

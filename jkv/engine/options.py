@@ -21,7 +21,7 @@ MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
     "max_stop_ids": 1 << 20,
 }
 PLACES = {  # settings that are not the engine's: where they are given
-    **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in ("temperature", "top_p", "top_k", "seed")},
+    **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
     **{name: f" Write policy=jkv.r_kv({name}=...), or another of `jkv policies`." for name in ("budget", "interval", "window")},
 }
 MOST_POLICIES = 10_000  # of an engine's later requests

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 import pallas_kernels as kernels
 from jkv.cache import page_content
@@ -60,6 +60,7 @@ class ChunkInputs(NamedTuple):
     remaining: Int[Array, " B"]  # tokens until the row's limit; 0 for a row that is not running
     stop_ids: Int[Array, "B E"]  # padded with -1
     sampling: SamplingRows
+    key: UInt32[Array, "B 2"]  # of each sample, before the position is folded in
     rules: StepRules | None  # None when the pool keeps no mass
     reads: ReadRules | None  # None when the pool keeps no bounds
     sinks: Int[Array, " B"] | None  # number of each row that moves them, 0 for others; None when no policy does
@@ -98,7 +99,7 @@ def decode_chunk(
     def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         (cache, logits), is_active, remaining, is_thinking, align = carry
         position = cache.pool.logical_length
-        token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, position, draws)
+        token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, inputs.key, position, draws)
         token = jnp.where(is_active, token, 0)
         is_last = (token[:, None] == inputs.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)

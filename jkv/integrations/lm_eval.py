@@ -30,7 +30,7 @@ from jkv.rollout import DEFAULT_NEW_TOKENS
 
 LOG = logging.getLogger(__name__)
 SCORE_BATCH = 64  # sequences of similar length
-GENERATION = ("until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k")
+GENERATION = ("until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p")
 
 
 @register_model("jkv")
@@ -163,7 +163,8 @@ class JKV(TemplateLM):
         temperature = float(asked.get("temperature") or 0.0) if asked.get("do_sample", True) else 0.0
         if asked.get("do_sample") and "temperature" not in asked:
             temperature = 1.0
-        sampling = Sampling(temperature, float(asked.get("top_p") or 1.0), int(asked.get("top_k") or 0), self.seed)
+        cuts = float(asked.get("top_p") or 1.0), int(asked.get("top_k") or 0), float(asked.get("min_p") or 0.0)
+        sampling = Sampling(temperature, *cuts, self.seed)
         return stops, int(limits[0] if limits else self.max_gen_toks), sampling
 
     def shorten(self, prompt: list[int], new_tokens: int) -> list[int]:

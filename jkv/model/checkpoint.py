@@ -198,9 +198,8 @@ def read_sampling(folder: Path) -> Sampling | None:
     if temperature == 0:
         return None
     try:
-        return Sampling(
-            1.0 if temperature is None else temperature, fields.get("top_p") or 1.0, max(fields.get("top_k") or 0, 0)
-        )
+        cuts = fields.get("top_p") or 1.0, max(fields.get("top_k") or 0, 0), fields.get("min_p") or 0.0
+        return Sampling(1.0 if temperature is None else temperature, *cuts)
     except ValueError as error:
         raise ValueError(f"{file}: {error} {CORRECT}") from None
 

@@ -69,6 +69,7 @@ SAMPLING = {  # of generation_config.json, where do_sample is true
     "temperature": nullable(either(ZERO, number(0, 1e6))),
     "top_p": nullable(number(0, 1)),
     "top_k": nullable(integer(-1, MAX_VOCAB)),  # -1 and 0 keep all tokens
+    "min_p": nullable(number(0, 1)),
 }
 ROPE = {
     "rope_type": TEXT,

@@ -1,4 +1,4 @@
-"""Sampling of the next token, with temperature, top-k and top-p as data of each row, and a random key for each request.
+"""Sampling of the next token, with temperature, top-k, top-p and min-p as data of each row, and a random key for each request.
 
 The log-probability of a token is under the exact distribution that it was drawn from. At temperature 0 decoding is greedy, and
 the log-probability is that of temperature 1.
@@ -6,17 +6,19 @@ the log-probability is that of temperature 1.
 
 import dataclasses
 import hashlib
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jkv.checks import shown, typed
+from jkv.thresholds import last_below
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e30  # float32, with room for what logits are divided by and into
-DRAWS = ("greedy", "sampled", "truncated")  # the most likely token; a draw from all; a draw after top-k and top-p
+DRAWS = ("greedy", "sampled", "truncated")  # the most likely token; a draw from all; a draw of what is not cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Sampling:
       temperature: divides the logits; 0 is greedy, others lie in [1e-6, 1e30].
       top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
       top_k: keeps this many most likely tokens, and ties with the last one; 0 keeps all.
+      min_p: keeps the tokens whose probability is at least this share of the most likely one's; 0 keeps all.
       seed: the seed of the draws; None takes fresh entropy, which the result reports in `stats.seed` (None for greedy draws).
 
     Raises:
@@ -36,6 +39,7 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -49,6 +53,8 @@ class Sampling:
             raise ValueError(f"temperature must be {rule}; got {self.temperature}.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], 1 keeps all tokens; got {self.top_p}.")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], 0 keeps all tokens; got {self.min_p}.")
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k must be 0 (all tokens) or a number of tokens below 2**31; got {shown(self.top_k)}.")
         if self.seed is not None and not 0 <= self.seed < 2**32:
@@ -59,16 +65,23 @@ class Sampling:
         """The kind of draw, one of DRAWS."""
         if self.temperature == 0:
             return "greedy"
-        return "truncated" if self.top_p < 1 or self.top_k > 0 else "sampled"
+        return "truncated" if self.top_p < 1 or self.top_k > 0 or self.min_p > 0 else "sampled"
 
 
 class SamplingRows(NamedTuple):
-    """The sampling settings of each batch row, as data."""
+    """The settings that make each row's distribution, as data."""
 
     temperature: Float[Array, " B"]
     top_p: Float[Array, " B"]
     top_k: Int[Array, " B"]
-    key: UInt32[Array, "B 2"]  # of the sample, before the position is folded in
+    min_p: Float[Array, " B"]
+
+
+def rows_of(samplings: Sequence[Sampling]) -> SamplingRows:
+    """The settings of several rows, NumPy arrays."""
+    kinds = {name: np.int32 if name == "top_k" else np.float32 for name in SamplingRows._fields}
+    columns: Any = {name: np.array([getattr(each, name) for each in samplings], kind) for name, kind in kinds.items()}
+    return SamplingRows(**columns)
 
 
 def request_id(prompt: np.ndarray) -> int:
@@ -84,58 +97,57 @@ def sample_key(seed: UInt32[Array, ""], request: UInt32[Array, ""], sample: UInt
 
 
 def draw(
-    logits: Float[Array, "B V"], rows: SamplingRows, position: Int[Array, " B"], draws: str
+    logits: Float[Array, "B V"], rows: SamplingRows, key: UInt32[Array, "B 2"], position: Int[Array, " B"], draws: str
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"] | None]:
-    """Each row's next token, its log-probability in nats, and its log-probability before top-k and top-p.
+    """Each row's next token, its log-probability in nats, and its log-probability before top-k, top-p and min-p.
 
-    The last is None unless `draws` is "truncated". The random key depends only on seed, request, sample and position.
-    `draws`, one of DRAWS, must cover every row: "sampled" hashes every logit, and "truncated" also sorts them.
+    The last is None unless `draws` is "truncated". `key` is each sample's; the position is folded in, so that a draw depends
+    only on seed, request, sample and position.
+    `draws`, one of DRAWS, must cover every row: "sampled" hashes every logit, and "truncated" also reads them again and
+    again, to find the last ones that stay.
     """
-    log_probs_BV = log_distribution(logits, rows.temperature, rows.top_p, rows.top_k, draws == "truncated")
+    log_probs_BV = log_distribution(logits, rows, draws == "truncated")
 
     def noise(key_data: UInt32[Array, " 2"], when: Int[Array, ""]) -> Float[Array, " V"]:
-        key: PRNGKeyArray = jax.random.wrap_key_data(key_data, impl="threefry2x32")
-        return jax.random.gumbel(jax.random.fold_in(key, when), logits.shape[-1:], jnp.float32)
+        own: PRNGKeyArray = jax.random.wrap_key_data(key_data, impl="threefry2x32")
+        return jax.random.gumbel(jax.random.fold_in(own, when), logits.shape[-1:], jnp.float32)
 
     noisy_BV = log_probs_BV
     if draws != "greedy":
-        noisy_BV = log_probs_BV + jnp.where(rows.temperature[:, None] > 0, jax.vmap(noise)(rows.key, position), 0.0)
+        noisy_BV = log_probs_BV + jnp.where(rows.temperature[:, None] > 0, jax.vmap(noise)(key, position), 0.0)
     token = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
     log_prob = jnp.take_along_axis(log_probs_BV, token[:, None], axis=-1)[:, 0]
     if draws != "truncated":
         return token, log_prob, None
-    uncut_BV = log_distribution(logits, rows.temperature, rows.top_p, rows.top_k, truncates=False)
+    uncut_BV = log_distribution(logits, rows, truncates=False)
     return token, log_prob, jnp.take_along_axis(uncut_BV, token[:, None], axis=-1)[:, 0]
 
 
-def log_distribution(
-    logits: Float[Array, "*B V"],
-    temperature: Float[Array, "*B"],
-    top_p: Float[Array, "*B"],
-    top_k: Int[Array, "*B"],
-    truncates: bool,
-) -> Float[Array, "*B V"]:
-    """The log-probabilities that tokens are drawn from, float32; `-inf` for tokens outside top-k or top-p.
+def log_distribution(logits: Float[Array, "*B V"], rows: SamplingRows, truncates: bool) -> Float[Array, "*B V"]:
+    """The log-probabilities that tokens are drawn from, float32; `-inf` for tokens that are cut.
 
-    Top-k is applied first, and top-p to the rest; the most likely token always stays. At temperature 0 they are those of
-    temperature 1, without top-k and top-p. `truncates=False` skips top-k and top-p, which saves a sort. NaN where a logit is
-    NaN or positive infinity, or all are negative infinity, and nowhere else.
+    Top-k is applied first, and top-p to the rest; of both, min-p keeps its own. The most likely token always stays. At
+    temperature 0 they are those of temperature 1, uncut. `truncates=False` cuts nothing, and saves its work. NaN where a logit
+    is NaN or positive infinity, or all are negative infinity, and nowhere else.
     """
-    is_greedy = temperature == 0
+    is_greedy = rows.temperature == 0
     # The largest logit is subtracted before the division, which may overflow: to -inf then, the logarithm of 0.
     below = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
-    scaled = below / jnp.where(is_greedy, 1.0, temperature)[..., None]
+    scaled = below / jnp.where(is_greedy, 1.0, rows.temperature)[..., None]
     if truncates:
-        sorted_logits = jnp.flip(jnp.sort(scaled, axis=-1), axis=-1)
-        vocab = logits.shape[-1]
-        rank = jnp.where(top_k > 0, jnp.minimum(top_k, vocab), vocab) - 1
-        kth = jnp.take_along_axis(sorted_logits, rank[..., None], axis=-1)
-        kept = jnp.where(sorted_logits >= kth, sorted_logits, -jnp.inf)
-        before = jnp.cumsum(jax.nn.softmax(kept, axis=-1), axis=-1) - jax.nn.softmax(kept, axis=-1)
-        share = jnp.where(top_p < 1, top_p, jnp.inf)[..., None]  # a cumulative sum may round to 1 before its end
-        is_nucleus = (before < share) & (kept > -jnp.inf)
-        is_nucleus = is_nucleus.at[..., 0].set(True)  # also for a top-p that float32 rounds to 0
-        floor = jnp.min(jnp.where(is_nucleus, sorted_logits, jnp.inf), axis=-1, keepdims=True)
-        floor = jnp.where(is_greedy[..., None], -jnp.inf, floor)
-        scaled = jnp.where(scaled >= floor, scaled, -jnp.inf)
+        scaled = jnp.where(is_kept(scaled, rows) | is_greedy[..., None], scaled, -jnp.inf)
     return jax.nn.log_softmax(scaled, axis=-1)
+
+
+def is_kept(scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B V"]:
+    """Which tokens stay, of logits whose largest is 0.
+
+    Nothing is sorted: the last token of top-k, and of top-p, is found by the bits of its distance from the most likely one.
+    """
+    distance = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.uint32)  # 0 for the most likely token
+    most = jnp.where(rows.top_k > 0, rows.top_k, jnp.iinfo(jnp.int32).max)
+    last = last_below(distance, jnp.ones_like(distance, jnp.int32), most)
+    mass = jnp.where(distance <= last[..., None], jnp.exp(scaled), 0.0)
+    share = jnp.where(rows.top_p < 1, rows.top_p * mass.sum(axis=-1), jnp.inf)
+    last = jnp.minimum(last, last_below(distance, mass, share))
+    return (distance <= last[..., None]) & (scaled >= jnp.log(rows.min_p)[..., None])

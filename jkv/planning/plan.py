@@ -111,7 +111,7 @@ def plan(
         CPU and on a GPU of compute capability below 8.0, and bfloat16 elsewhere.
       num_devices: devices over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For
         more rows than such a group holds, plan one engine for each replica.
-      truncates: whether draws are cut by top-k or top-p, which sorts the logits.
+      truncates: whether draws are cut by top-k, top-p or min-p, which keeps two copies of the logits.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine

@@ -10,7 +10,7 @@ from jkv.engine.runner import PREFILL_SIZES
 from jkv.model.params import ModelConfig
 from jkv.policies import Policy
 
-SORTED = 4  # copies of the logits in float32 that top-k and top-p sort and sum; draws without them are fused
+CUT = 2  # copies of the logits in float32 that draws with a cut read again and again; others are fused
 SPLITS = 32  # float32 partial sums, as wide as the residual stream, of products that a GPU splits along their depth
 LISTED = 7  # 4-byte values per slot in a compaction: scores, positions and indices
 MASS_COPIES = 12  # of a chunk's attention, where plain XLA adds it up
@@ -58,7 +58,7 @@ def scratch_of(
         layouts = config.num_layers * config.width * columns * itemsize
     sums = 4 * SPLITS * config.width + 2 * config.mlp_width * itemsize
     mass = 8 * policy.needs.mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
-    decode = layouts + num_rows * (sums + mass + truncates * SORTED * 4 * logits)
+    decode = layouts + num_rows * (sums + mass + truncates * CUT * 4 * logits)
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     prefill = 2 * key_bytes + CHUNK * sums // 2
     evict, compaction = policy.evict, 0

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt
+from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
 from jkv.policies.needs import Needs
 from jkv.policies.view import CacheView, Score, check_score
+from jkv.thresholds import last_below
 
 SCOPES = ("head", "layer", "all", "compete")
 
@@ -106,20 +107,15 @@ class Evict:
 def largest(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> Bool[Array, "*N S"]:
     """Which `count` slots score highest; never a slot of `-inf`. Ties go to the lower slot.
 
-    It does not sort: the lowest score that stays is found bit by bit, from the highest bit down.
+    It does not sort: the lowest score that stays is found bit by bit.
     """
     score = jnp.where(score == 0, 0.0, jnp.where(score > -jnp.inf, score, -jnp.inf))  # one zero, and no NaN
     bits = jax.lax.bitcast_convert_type(score, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     bits = jnp.where(bits >= sign, ~bits, bits | sign)  # in the order of the scores
 
-    def narrow(low: UInt[Array, "..."], bit: UInt[Array, ""]) -> tuple[UInt[Array, "..."], None]:
-        middle = low | bit
-        is_enough = (bits >= middle[..., None]).sum(axis=-1, dtype=jnp.int32) >= count
-        return jnp.where(is_enough, middle, low), None
-
-    bit = jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32)[::-1]
-    lowest = jax.lax.scan(narrow, jnp.zeros(score.shape[:-1], jnp.uint32), bit)[0][..., None]
+    count = jnp.broadcast_to(count, score.shape[:-1])
+    lowest = last_below(bits, jnp.ones_like(bits, jnp.int32), score.shape[-1] - count + 1)[..., None]
     is_above, is_level = bits > lowest, bits == lowest
     left = count[..., None] - is_above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     is_largest = is_above | (is_level & (is_level.cumsum(axis=-1, dtype=jnp.int32) <= left))

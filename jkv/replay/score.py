@@ -21,7 +21,7 @@ from jkv.cache.attention import OPEN_END
 from jkv.model import decoder
 from jkv.model import sampling as distributions
 from jkv.model.params import Model, ModelConfig, Params
-from jkv.model.sampling import Sampling
+from jkv.model.sampling import Sampling, SamplingRows, rows_of
 from jkv.reasoning import steering
 from jkv.replay.trace import SteerTrace, Trace
 
@@ -200,7 +200,7 @@ def score_rows(
         params,
         jnp.asarray(sequence),
         columns,
-        *settings_of(settings),
+        rows_of(settings),
         truncates=any(s.draws == "truncated" for s in settings),
     )
     offset = np.arange(width, dtype=np.int32)
@@ -216,12 +216,6 @@ def join(tokens: np.ndarray, prompts: Sequence[Any], lengths: Sequence[int]) -> 
         sequence[i, : starts[i]] = prompt
         sequence[i, starts[i] : starts[i] + length] = tokens[i, :length]
     return sequence, starts
-
-
-def settings_of(sampling: Sequence[Sampling]) -> tuple[Float[Array, " n"], Float[Array, " n"], Int[Array, " n"]]:
-    """Temperature, top-p and top-k of each row, on the device."""
-    temperature, top_p = (jnp.asarray([getattr(s, name) for s in sampling], jnp.float32) for name in ("temperature", "top_p"))
-    return temperature, top_p, jnp.asarray([s.top_k for s in sampling], jnp.int32)
 
 
 def dense_columns(config: ModelConfig, num_samples: int, total: int) -> Columns:
@@ -263,9 +257,7 @@ def sequence_log_probs(
     params: Params,
     token: Int[Array, "n T"],
     columns: Columns,
-    temperature: Float[Array, " n"],
-    top_p: Float[Array, " n"],
-    top_k: Int[Array, " n"],
+    settings: SamplingRows,
     truncates: bool,
 ) -> Float[Array, "n T"]:
     """The log-probability of each token given those before it; 0 for the first. Logits are computed in blocks."""
@@ -273,7 +265,7 @@ def sequence_log_probs(
 
     @jax.checkpoint
     def pick(hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"]) -> Float[Array, "n I"]:
-        log_probs_nIV = log_distributions(params, hidden_nID, temperature, top_p, top_k, truncates)
+        log_probs_nIV = log_distributions(params, hidden_nID, settings, truncates)
         return jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
 
     picked_nT = over_blocks(pick, hidden_nTD, jnp.roll(token, -1, axis=1))
@@ -293,15 +285,12 @@ def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) ->
 def log_distributions(
     params: Params,
     hidden: Float[Array, "n I D"],
-    temperature: Float[Array, " n"],
-    top_p: Float[Array, " n"],
-    top_k: Int[Array, " n"],
+    settings: SamplingRows,
     truncates: bool,
 ) -> Float[Array, "n I V"]:
     """The log-probabilities of every vocabulary token as the next one, under each row's settings."""
-    spread = functools.partial(jnp.broadcast_to, shape=hidden.shape[:2])
-    settings = spread(temperature[:, None]), spread(top_p[:, None]), spread(top_k[:, None])
-    return distributions.log_distribution(decoder.unembed(params, hidden), *settings, truncates)
+    settings = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], hidden.shape[:2]), settings)
+    return distributions.log_distribution(decoder.unembed(params, hidden), settings, truncates)
 
 
 def over_blocks(f: Callable[..., Float[Array, "n I"]], *arrays: Array) -> Float[Array, "n T"]:

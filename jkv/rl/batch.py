@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from jkv.engine.results import Result
 from jkv.model.params import Model, Params
-from jkv.replay.score import Columns, Trace, dense_columns, join, round_up, sequence_log_probs, settings_of, trace_columns
+from jkv.model.sampling import SamplingRows, rows_of
+from jkv.replay.score import Columns, Trace, dense_columns, join, round_up, sequence_log_probs, trace_columns
 from jkv.rl.ratios import check_pair
 
 
@@ -24,11 +25,9 @@ class Batch(flax.struct.PyTreeNode):
     mask: Any  # [N, T] bool: tokens of completions
     sampled: Any  # [N, T] float32: the log-probabilities they were drawn with
     advantage: Any  # [N, T] float32
-    temperature: Any  # [N]
-    top_p: Any  # [N]
-    top_k: Any  # [N]
+    settings: SamplingRows  # each [N]
     columns: Columns | None = None  # of the compressed cache, whose replay is trained; None trains the dense policy
-    truncates: bool = flax.struct.field(pytree_node=False, default=False)  # whether any row cuts with top-k or top-p
+    truncates: bool = flax.struct.field(pytree_node=False, default=False)  # whether any row cuts its distribution
 
     @property
     def is_replayed(self) -> bool:
@@ -84,7 +83,6 @@ def make_batch(
         """What belongs to a row; rows that hold no token have the last one's."""
         return jnp.pad(value, [(0, num_rows - len(value))] + [(0, 0)] * (value.ndim - 1), mode="edge")
 
-    temperature, top_p, top_k = (more(value) for value in settings_of(out.sampling))
     token = np.zeros((num_rows, total), np.int32)
     token[: len(sequence), : sequence.shape[1]] = sequence
     columns: Any = None
@@ -95,9 +93,7 @@ def make_batch(
         mask=place(mask),
         sampled=place(np.asarray(out.logprobs, np.float32)),
         advantage=place(advantage),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
+        settings=jax.tree.map(more, jax.tree.map(jnp.asarray, rows_of(out.sampling))),
         columns=columns,
         truncates=any(one.draws == "truncated" for one in out.sampling),
     )
@@ -121,8 +117,8 @@ def log_probs(params: Model | Params, batch: Batch) -> Float[Array, "N T"]:
             f"A batch's columns are of each row, layer and KV head, here {(num_rows, config.num_layers, config.num_kv_heads)}; "
             f"got {columns.end.shape[:3]}. Make the batch of what this model sampled."
         )
-    settings = batch.temperature, batch.top_p, batch.top_k
-    return jnp.where(batch.mask, sequence_log_probs(weights, batch.token, columns, *settings, truncates=batch.truncates), 0.0)
+    log_prob = sequence_log_probs(weights, batch.token, columns, batch.settings, truncates=batch.truncates)
+    return jnp.where(batch.mask, log_prob, 0.0)
 
 
 def need_trace(out: Result, who: str) -> Trace:

@@ -54,8 +54,8 @@ def policy_loss(
       beta: how near.
 
     The metrics: `log_probs`; `correction`, its own; `clipped`, the share of tokens whose r is beyond the clip on the side that
-    counts; `cut`, of those that top-k or top-p cuts from the policy or the old one, which are dropped; `difference`, the 99th
-    percentile and the maximum of |log p - sampled|; and `kl`, to the reference.
+    counts; `cut`, of those that top-k, top-p or min-p cuts from the policy or the old one, which are dropped; `difference`,
+    the 99th percentile and the maximum of |log p - sampled|; and `kl`, to the reference.
 
     Raises:
       ValueError: an unknown mean or mode, a clip of other signs, or a beta without a reference.
@@ -68,7 +68,7 @@ def policy_loss(
     anchor = (batch.sampled if batch.is_replayed else fixed) if old is None else old
     if isinstance(correction, str):
         correction = correct(anchor, batch.sampled, batch.mask, mode=correction)
-    # What top-k or top-p cuts from the policy has no gradient, and no logarithm: such a token is dropped.
+    # What top-k, top-p or min-p cuts from the policy has no gradient, and no logarithm: such a token is dropped.
     is_there = batch.mask & jnp.isfinite(fixed) & jnp.isfinite(anchor)
     weights = jnp.where(is_there, correction.weights, 0.0)
     ratio = bounded(log_ratio(current, anchor, is_there))

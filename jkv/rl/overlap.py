@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jkv.checks import typed
 from jkv.engine.results import Result
 from jkv.model.params import Model, Params
+from jkv.model.sampling import SamplingRows, rows_of
 from jkv.replay.score import (
     Columns,
     check_trace,
@@ -21,7 +22,6 @@ from jkv.replay.score import (
     join,
     log_distributions,
     over_blocks,
-    settings_of,
     trace_columns,
 )
 from jkv.rl.batch import need_trace
@@ -55,7 +55,7 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
     """What the compressed cache's distribution shares with the dense one at each token of a few completions.
 
     `mismatch(...).overlap` estimates its mean from the sampled tokens alone; this sums over the vocabulary, a block of tokens
-    at a time: no `[n, T, V]` array exists. Temperature, top-k and top-p are the samples' own. Costs two forward passes.
+    at a time: no `[n, T, V]` array exists. Temperature and cuts are the samples' own. Costs two forward passes.
 
     Args:
       model: with the weights that drew the tokens.
@@ -80,7 +80,7 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
         params,
         jnp.asarray(sequence),
         trace_columns(some, sequence.shape[1]),
-        *settings_of(sampling),
+        rows_of(sampling),
         truncates=any(one.draws == "truncated" for one in sampling),
     )
     offset = np.arange(tokens.shape[1])
@@ -94,9 +94,7 @@ def sequence_overlap(
     params: Params,
     token: Int[Array, "n T"],
     columns: Columns,
-    temperature: Float[Array, " n"],
-    top_p: Float[Array, " n"],
-    top_k: Int[Array, " n"],
+    settings: SamplingRows,
     truncates: bool,
 ) -> Float[Array, "n T"]:
     """The overlap of the distributions that follow each token, over these columns and over all tokens."""
@@ -104,7 +102,7 @@ def sequence_overlap(
     dense = hidden_states(params, token, dense_columns(params.config, *token.shape))
 
     def share(one: Float[Array, "n I D"], other: Float[Array, "n I D"]) -> Float[Array, "n I"]:
-        p, q = (jnp.exp(log_distributions(params, x, temperature, top_p, top_k, truncates)) for x in (one, other))
+        p, q = (jnp.exp(log_distributions(params, x, settings, truncates)) for x in (one, other))
         return jnp.minimum(p, q).sum(axis=-1)
 
     return over_blocks(share, replayed, dense)

@@ -53,7 +53,7 @@ def check_pair(dense: Any, sampled: Any, mask: Any) -> None:
 
 
 def check_values(name: str, value: np.ndarray, mask: np.ndarray, may_be_cut: bool) -> None:
-    """Refuses what is no log-probability; `-inf` is one of a token that top-k or top-p cut, which cannot have been drawn."""
+    """Refuses what is no log-probability; `-inf` is one of a token that was cut, which cannot have been drawn."""
     shown = np.where(mask, value, 0.0)
     is_bad = np.isnan(shown) | (shown > 1e-3)
     if not may_be_cut:

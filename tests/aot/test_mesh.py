@@ -89,8 +89,8 @@ def compiled(name: str, num_layers: int) -> Compiled:
     params = on_devices(params, mesh.shardings(params, on))
     state = on_devices(state, mesh.placed(on, mesh.state_specs(state), state))
     wide = leaf(rows, dtype=jnp.float32)
-    settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
-    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, rules=None, reads=None, sinks=None, steer=None)
+    settings, key = SamplingRows(wide, wide, leaf(rows), wide), leaf(rows, 2, dtype=jnp.uint32)
+    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules=None, reads=None, sinks=None, steer=None)
     trace = mesh.program_on(on, "decode_chunk").trace
     program = targets.compile_for("tpu-v5e", trace, params, state, inputs, scheduler.CHUNKS[0], "sampled")
     kv = state.cache.pool.kv

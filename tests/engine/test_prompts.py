@@ -141,7 +141,7 @@ def with_generation(folder, **fields):
         ({"do_sample": False, "temperature": 0.6}, None),
         ({"do_sample": True, "temperature": 0}, None),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.95}, jkv.Sampling(0.6, 0.95)),
-        ({"do_sample": True, "top_k": 20}, jkv.Sampling(1.0, 1.0, 20)),
+        ({"do_sample": True, "top_k": 20, "min_p": 0.05}, jkv.Sampling(1.0, 1.0, 20, 0.05)),
         ({"do_sample": True, "top_k": -1}, jkv.Sampling()),
         ({"do_sample": False, "top_k": 20.0, "temperature": -1}, None),  # not used
     ],

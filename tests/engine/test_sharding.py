@@ -200,7 +200,7 @@ def test_weights_in_any_form_have_a_spec_for_each_array(form):
 
 
 def test_what_is_absent_has_no_spec():
-    specs = specs_of(ChunkInputs, ChunkInputs(jnp.zeros(2), jnp.zeros((2, 1)), None, None, None, None, None), "control")
+    specs = specs_of(ChunkInputs, ChunkInputs(jnp.zeros(2), jnp.zeros((2, 1)), None, None, None, None, None, None), "control")
     assert specs.remaining == Spec()
     assert specs.rules is specs.steer is specs.align is None
     assert specs_of(ChunkInputs).steer.vector == Spec()

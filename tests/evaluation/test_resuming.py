@@ -159,7 +159,8 @@ def assert_goes_on_after_a_full_disk(at, command, steady, out, monkeypatch, caps
     if len(writes) < at:
         return False
     assert status == 2
-    assert f"jkv: error: {out}" in errors and ": No space left on device" in errors
+    assert f"jkv: error: {out}" in errors
+    assert ": No space left on device" in errors
     assert cli.main([*command, "--out", str(out), "--resume"]) == 0
     assert_same_run(out, steady)
     return True

@@ -13,7 +13,7 @@ import pytest
 
 import jkv
 from jkv.model.params import init_params
-from jkv.model.sampling import log_distribution
+from jkv.model.sampling import log_distribution, rows_of
 from jkv.testing import TINY
 
 PROMPT = [1, 7, 3, 30]
@@ -121,16 +121,15 @@ LOGITS = {
 @pytest.mark.parametrize("top_p", [1.0, 0.5, 1e-9, 1e-38, 1e-45])
 def test_a_distribution_is_what_float64_says(name, temperature, top_p):
     logits = np.array(LOGITS[name], np.float32)
-    rows = [jnp.full(1, x, dtype) for x, dtype in ((temperature, jnp.float32), (top_p, jnp.float32), (0, jnp.int32))]
-    program = jax.jit(log_distribution, static_argnums=4)
-    got = np.exp(program(jnp.asarray(logits)[None], *rows, top_p < 1)[0])
+    program = jax.jit(log_distribution, static_argnums=2)
+    got = np.exp(program(jnp.asarray(logits)[None], rows_of([jkv.Sampling(temperature, top_p)]), top_p < 1)[0])
     np.testing.assert_allclose(got, expected(logits, temperature, top_p), atol=1e-5)
 
 
 @pytest.mark.parametrize("logit", [np.nan, np.inf])
 def test_a_distribution_of_what_is_no_number_is_none(logit):
-    rows = jnp.ones(1), jnp.full(1, 0.5), jnp.zeros(1, jnp.int32)
-    assert np.isnan(log_distribution(jnp.asarray([[1.0, logit, 0.0]]), *rows, True)).any()
+    rows = rows_of([jkv.Sampling(top_p=0.5)])
+    assert np.isnan(log_distribution(jnp.asarray([[1.0, logit, 0.0]]), rows, True)).any()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 import jkv
 from jkv.cache.attention import OPEN_END
+from jkv.model.sampling import SamplingRows
 from jkv.replay.score import Columns, sequence_log_probs
 
 PROMPTS = [[5, 1, 9], [3, 7] * 16 + [1]]
@@ -44,7 +45,12 @@ def test_an_eviction_off_by_one_breaks_replay(model, squeezed, shift):
 @pytest.mark.rounding
 @pytest.mark.parametrize(
     "sampling",
-    [jkv.Sampling(temperature=0.0), jkv.Sampling(seed=1), jkv.Sampling(0.6, 0.9, 0, 1), jkv.Sampling(1.0, 1.0, 4, 1)],
+    [
+        jkv.Sampling(temperature=0.0),
+        jkv.Sampling(seed=1),
+        jkv.Sampling(0.6, 0.9, seed=1),
+        jkv.Sampling(top_k=4, min_p=0.05, seed=1),
+    ],
     ids=["greedy", "plain", "top_p", "top_k"],
 )
 def test_scores_are_of_the_distribution_that_was_drawn_from(model, sampling):
@@ -114,17 +120,14 @@ def test_no_array_is_quadratic_in_the_length_or_holds_all_logits(model):
     shape = (n, config.num_layers, config.num_kv_heads, total)
     columns = Columns(None, jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32))
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
+    settings = SamplingRows(row, row, jax.ShapeDtypeStruct((n,), jnp.int32), row)
     wide = model.params.replace(embedding=jax.ShapeDtypeStruct((50_000, config.width), jnp.float32))
 
-    def gradient(params, token, columns, temperature, top_k):
-        run = lambda p: sequence_log_probs(p, token, columns, temperature, temperature, top_k, False).sum()  # noqa: E731
+    def gradient(params, token, columns, settings):
+        run = lambda p: sequence_log_probs(p, token, columns, settings, True).sum()  # noqa: E731
         return jax.value_and_grad(run)(params)
 
-    text = str(
-        jax.make_jaxpr(gradient)(
-            wide, jax.ShapeDtypeStruct((n, total), jnp.int32), columns, row, jax.ShapeDtypeStruct((n,), jnp.int32)
-        )
-    )
+    text = str(jax.make_jaxpr(gradient)(wide, jax.ShapeDtypeStruct((n, total), jnp.int32), columns, settings))
     for shape_text in set(re.findall(r"\w+\d+\[([\d,]+)\]", text)):
         sizes = [int(size) for size in shape_text.split(",")]
         assert sizes.count(total) < 2, f"an array of shape {sizes} is quadratic in the length"

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RANKS = [  # from the ground up: a module may import those of lower ranks, and its own package
     {"pallas_kernels"},
-    {"jkv.checks", "jkv.notebook", "jkv.text_files"},
+    {"jkv.checks", "jkv.notebook", "jkv.text_files", "jkv.thresholds"},
     {"jkv.statistics", "jkv.reports"},
     {"jkv.model"},
     {"jkv.cache"},

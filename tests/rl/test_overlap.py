@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.model.sampling import SamplingRows
 from jkv.replay.score import Columns, Trace
 from jkv.rl import full_overlap, mismatch
 from jkv.rl.overlap import sequence_overlap
@@ -74,11 +75,12 @@ def test_overlap_is_one_with_the_full_cache_and_less_with_a_compressed_one(model
 def test_no_array_holds_the_distributions_of_all_tokens(model):
     n, total, vocab = 2, 512, 50_000
     columns = jax.ShapeDtypeStruct((n, model.config.num_layers, model.config.num_kv_heads, total), jnp.int32)
-    row, whole = jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int32)
+    row = jax.ShapeDtypeStruct((n,), jnp.float32)
+    settings = SamplingRows(row, row, jax.ShapeDtypeStruct((n,), jnp.int32), row)
     wide = model.params.replace(embedding=jax.ShapeDtypeStruct((vocab, model.config.width), jnp.float32))
     token = jax.ShapeDtypeStruct((n, total), jnp.int32)
     run = lambda *args: sequence_overlap(*args, truncates=False)  # noqa: E731
-    text = str(jax.make_jaxpr(run)(wide, token, Columns(None, columns, columns), row, row, whole))
+    text = str(jax.make_jaxpr(run)(wide, token, Columns(None, columns, columns), settings))
     assert re.search(r"\[2,64,50000\]", text)
     for sizes in re.findall(r"\w+\d+\[([\d,]+)\]", text):
         told = [int(size) for size in sizes.split(",")]

@@ -16,7 +16,7 @@ import jkv
 from jkv.engine import chunk_inputs, mesh, programs
 from jkv.engine.timing import COMPILING
 from jkv.model.params import init_params
-from jkv.model.sampling import SamplingRows
+from jkv.model.sampling import rows_of
 from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteeringVector
@@ -261,12 +261,12 @@ def test_outputs_over_all_heads_cover_all_shards(params):
 
 def test_rows_on_two_replicas_equal_rows_on_one_device(params):
     """Four rows on one device, and two rows on each of two meshes of four devices."""
-    zeros, row = np.zeros(NUM_ROWS, np.float32), np.arange(NUM_ROWS)
-    settings = SamplingRows(zeros, zeros + 1, np.zeros(NUM_ROWS, np.int32), np.zeros((NUM_ROWS, 2), np.uint32))
+    row, key = np.arange(NUM_ROWS), np.zeros((NUM_ROWS, 2), np.uint32)
+    settings = rows_of([jkv.Sampling(temperature=0)] * NUM_ROWS)
     policies = dict(enumerate([jkv.full(), jkv.h2o(10), jkv.full(), jkv.h2o(8)]))
     rules = chunk_inputs.step_rules(policies, NUM_ROWS, UNTIED.num_layers)
     remaining = np.asarray([16, 16, 5, 16], np.int32)
-    inputs = programs.ChunkInputs(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, rules, None, None, None)
+    inputs = programs.ChunkInputs(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, key, rules, None, None, None)
 
     def decoded(rows, on):
         mine = jax.tree.map(lambda x: x[rows], inputs._replace(rules=None))

@@ -96,11 +96,17 @@ def shapes_of(
     return Shapes(params, state, leaf)
 
 
-def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, returns_hidden: bool = False) -> Any:
+def decode(
+    shapes: Shapes,
+    moves_sinks: bool = False,
+    steers: bool = False,
+    returns_hidden: bool = False,
+    draws: str = "sampled",
+) -> Any:
     """A chunk of decode steps."""
     leaf, rows = shapes.leaf, NUM_ROWS
     wide = leaf(rows, dtype=jnp.float32)
-    settings = SamplingRows(wide, wide, leaf(rows), leaf(rows, 2, dtype=jnp.uint32))
+    settings, key = SamplingRows(wide, wide, leaf(rows), wide), leaf(rows, 2, dtype=jnp.uint32)
     rules = None
     if shapes.state.cache.pool.vacant_slot is not None:
         flags = leaf(rows, dtype=bool)
@@ -118,8 +124,8 @@ def decode(shapes: Shapes, moves_sinks: bool = False, steers: bool = False, retu
     if LOG_WEIGHT in shapes.state.cache.pool.slot_data:
         flags = leaf(rows, dtype=bool)
         align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
-    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, rules, reads, sinks, steer, align)
-    options = {"num_steps": scheduler.CHUNKS[0], "draws": "sampled", "returns_hidden": returns_hidden}
+    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, steer, align)
+    options = {"num_steps": scheduler.CHUNKS[0], "draws": draws, "returns_hidden": returns_hidden}
     return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options)
 
 
