@@ -111,7 +111,7 @@ def test_replay_gives_the_log_probabilities_of_a_group_that_shares_its_prompt(mo
 @pytest.mark.rounding
 def test_log_probabilities_are_those_of_the_cut_distribution_and_of_the_whole_one(model):
     sampling = jkv.Sampling(temperature=0.8, top_k=5, top_p=0.9)
-    with pytest.warns(UserWarning, match="top_k=5, top_p=0.9 cut"):
+    with pytest.warns(UserWarning, match="top_k=5, top_p=0.9, min_p=0.0 cut"):
         out = make_rollout(model)(PROMPTS, n=2, sampling=sampling, seed=0, stop_ids=())
     np.testing.assert_allclose(jkv.score(model, out).logprobs, out.logprobs, atol=1e-5)
     whole = jkv.score(model, out, sampling=jkv.Sampling(temperature=0.8)).logprobs
