@@ -78,7 +78,7 @@ def row_settings(
     settings = ChunkInputs(
         **arrays,
         rules=step_rules(policies, num_rows, model.config.num_layers) if needs.mass else None,
-        reads=read_rules(policies, num_rows, page_size) if needs.bounds else None,
+        reads=read_rules(policies, num_rows, page_size, model.config.num_layers) if needs.bounds else None,
         sinks=moving_sinks(policies, num_rows) if needs.moving_sinks else None,
         steer=steer_rules(policies, num_rows, model) if needs.steering else None,
         align=align_rules(num_rows, model) if needs.aligning else None,
@@ -141,13 +141,13 @@ def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -
     return StepRules(*arrays)
 
 
-def read_rules(policies: Mapping[int, Policy], num_rows: int, page_size: int) -> Any:
+def read_rules(policies: Mapping[int, Policy], num_rows: int, page_size: int, num_layers: int) -> Any:
     """`ReadRules`; rows without a `Read` read all their pages."""
     num_pages, dense_layers = np.full(num_rows, UNLIMITED, np.int32), np.zeros(num_rows, np.int32)
     averages = np.zeros(num_rows, bool)
     for i, policy in policies.items():
         if policy.read is not None:
-            num_pages[i], dense_layers[i] = pages_read(policy.read.budget, page_size), policy.read.dense_layers
+            num_pages[i], dense_layers[i] = pages_read(policy.read.budget, page_size), policy.read.num_dense(num_layers)
             averages[i] = policy.read.over_group == "mean"
     arrays: Any = (num_pages, dense_layers, averages)
     return ReadRules(*arrays)

@@ -41,7 +41,7 @@ def most_pages(params: Params, request: Request, page_size: int) -> int:
 
 def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, page_size: int) -> int:
     """`most_pages` of a request with `prompt` prompt tokens and at most `new` new ones."""
-    return policy.num_pages(policy.most_slots(prompt, new, config.num_layers), config.num_kv_heads, page_size)
+    return policy.most_pages(prompt, new, config.num_layers, config.num_kv_heads, page_size)
 
 
 def most_slots(params: Params, request: Request) -> int:

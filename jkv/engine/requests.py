@@ -15,7 +15,7 @@ from jkv.engine.prompts import MOST_SAMPLES, num_elements, too_long
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
-from jkv.policies.policy import compacted
+from jkv.policies.policy import compacted, until_token
 from jkv.reasoning.sentences import Sentences
 
 MOST_NEW_TOKENS = 32_768  # of a completion whose limit is left open: as far as makers of reasoning models run theirs
@@ -36,6 +36,7 @@ class Request:
       sample: index among the samples of equal prompts.
       max_new_tokens: the most tokens of the completion.
       has_open_limit: whether the caller gave no such limit, so that an engine may lower it.
+      until: the token after which its policy evicts no more; None if there is none.
       stop_ids: tokens that end it.
       stop_strings: texts that end it.
     """
@@ -50,6 +51,7 @@ class Request:
     stop_ids: tuple[int, ...]
     stop_strings: tuple[str, ...] = ()
     has_open_limit: bool = False
+    until: int | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -173,7 +175,7 @@ def make_requests(
         prompt_id = request_id(prompt) if identity is None else identity
         samples = range(first + seen[prompt_id], first + seen[prompt_id] + n)
         common = (prompt, policy, sampling, seed, prompt_id)
-        rest = (limit, ends, tuple(options.stop_strings), options.max_new_tokens is None)
+        rest = (limit, ends, tuple(options.stop_strings), options.max_new_tokens is None, until_token(policy, model))
         requests.append([Request(*common, sample, *rest) for sample in samples])
         seen[prompt_id] += n
     return requests

@@ -125,6 +125,7 @@ class Sample:
     swapped: SwappedRow | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
     generated: int = 0
+    keeps_all: bool = False  # whether the token has come after which its policy evicts no more
     filled: Any = None  # [L] mean slots of a KV head in each layer; None until admission is tried
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # progress that sets the strength of steering
     sentences: SentenceLog | None = None  # of a row whose policy compares sentences
@@ -168,11 +169,13 @@ class Sample:
     def budgets(self) -> Any:
         """The most slots that the next compaction leaves in each layer: [L]."""
         target: Any = self.request.policy.target(len(self.request.prompt), self.generated)
-        return self.request.policy.budgets(target, len(self.filled))
+        return self.request.policy.budgets(target, len(self.filled), self.num_seen)
 
     @property
     def compacted(self) -> Any:
         """`filled` after the compaction that is due now, if any."""
+        if self.keeps_all:
+            return self.filled
         return compacted(self.request.policy, self.filled, len(self.request.prompt), self.generated)
 
     @property
@@ -212,6 +215,7 @@ class Sample:
         if self.sentences is not None and row.hidden is not None:
             self.sentences.take(row.tokens, row.hidden)
         self.generated += count
+        self.keeps_all |= self.request.until in row.tokens
 
     def _record(self, row: RowOutputs) -> None:
         """Writes a chunk into the trace, before it is counted."""

@@ -336,7 +336,7 @@ class Meter:
         whole = num_pages_of(sample.num_seen, self.page_size)
         held = float(config.num_kv_heads * num_pages_of(sample.filled, self.page_size).sum())
         if policy.read is not None:
-            dense = min(policy.read.dense_layers, config.num_layers) / config.num_layers
+            dense = policy.read.num_dense(config.num_layers) / config.num_layers
             read = min(whole, pages_read(policy.read.budget, self.page_size))
             held *= dense + (1 - dense) * read / whole
         return held, config.num_layers * config.num_kv_heads * whole

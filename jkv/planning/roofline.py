@@ -48,7 +48,14 @@ def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime
         steps = min(due or new, new - done)
         # A bounded row with the slots that it had a cycle ago repeats that cycle to its end.
         repeats = 1
-        if policy.is_bounded and steps == due and slots_last_cycle is not None and (filled == slots_last_cycle).all():
+        has_slope = policy.budget is None or (policy.budgets(policy.budget, num_layers, prompt + done) == budgets).all()
+        if (
+            policy.is_bounded
+            and has_slope
+            and steps == due
+            and slots_last_cycle is not None
+            and (filled == slots_last_cycle).all()
+        ):
             repeats = max(1, (new - done - 1) // steps)
         slots_last_cycle = filled
         read = filled[:, None] + np.arange(1, steps + 1)
@@ -97,7 +104,7 @@ def step_cost(
     read = slots
     if policy.read is not None:
         chosen = np.minimum(slots, page_size * pages_read(policy.read.budget, page_size))
-        read = np.where(np.arange(len(slots)) < policy.read.dense_layers, slots, chosen)
+        read = np.where(np.arange(len(slots)) < policy.read.num_dense(len(slots)), slots, chosen)
     extra = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
     row_bytes = config.num_kv_heads * float((read * pair + slots * extra).sum()) + 8 * logits
     flops = 2 * weights + 4 * config.num_query_heads * config.head_size * float(read.sum())

@@ -8,17 +8,26 @@ from jkv.policies.snap_kv import snap_schedule, snap_score
 
 @recipe("Ada-KV", idea="as `snap_kv`; the KV heads of a layer compete for the slots of the layer", arxiv="2407.11550")
 def ada_kv(
-    budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7, floor: float = 0.2
+    budget: int,
+    when: str = "decode",
+    interval: int = 128,
+    window: int = 8,
+    pool: int = 7,
+    floor: float = 0.2,
+    safeguard: str = "blend",
 ) -> Policy:
     """Ada-KV with `budget` slots on average over a layer's KV heads; the last `window` tokens always stay, in every head.
 
     `when` is that of `snap_kv`.
 
-    Rule (Algorithm 1):
-      each head keeps its best floor * budget slots by SnapKV's score, the paper's safeguard
-      the other slots of all K heads of a layer are ranked together, until the layer keeps K * budget
+    Rule (Algorithm 2, on the slots before the window; a is `floor`):
+      won(head) = how many of the K * budget best slots of a layer's K heads, by SnapKV's score, are the head's
+      the head keeps its best (1 - a) * won(head) + a * budget slots
 
     Departures:
+      - The numbers of slots are rounded so that they add up to K * budget; the authors round each by itself.
+      - `safeguard="floor"` is the rule of other libraries: the best a * budget slots of each head are sure, and the others are
+        ranked together.
       - The default is `when="decode"`, which compacts repeatedly; the authors' rule is "prefill".
       - Each head holds pages only for what it keeps; many implementations mask instead, and free no memory.
 
@@ -28,5 +37,5 @@ def ada_kv(
     >>> ada_kv(budget=128).evict.scope
     'compete'
     """
-    evict = Evict(snap_score(when, window, pool), recent=window, scope="compete", floor=floor)
+    evict = Evict(snap_score(when, window, pool), recent=window, scope="compete", floor=floor, safeguard=safeguard)
     return Policy("ada_kv", evict, snap_schedule(when, budget, interval))

@@ -13,6 +13,7 @@ from jkv.policies.view import CacheView, Score, check_score
 from jkv.thresholds import last_below
 
 SCOPES = ("head", "layer", "all", "compete")
+SAFEGUARDS = ("blend", "floor")
 
 
 class Limits(NamedTuple):
@@ -36,6 +37,8 @@ class Evict:
         layer compete for its slots. Scopes "layer" and "all" need the same positions in every head, which holds if every
         compaction has the same scope.
       floor: the share of the budget that a competing head always keeps.
+      safeguard: how it does. "blend": its number of slots is `floor` times the budget plus the rest of what it wins from the
+        others. "floor": its best slots are sure, and all others compete.
       order: how kept slots are stored: "position", ascending, or "score", best first and protected ones last.
 
     Raises:
@@ -49,6 +52,7 @@ class Evict:
     scope: str = "head"
     floor: float = 0.2
     order: str = "position"
+    safeguard: str = "blend"
 
     def __post_init__(self) -> None:
         check_score(self.score)
@@ -58,6 +62,8 @@ class Evict:
             raise ValueError(f"scope must be one of {SCOPES}; got {self.scope!r}.")
         if not 0 <= self.floor <= 1:
             raise ValueError(f"floor is a share of the budget and must lie in [0, 1]; got {self.floor}.")
+        if self.safeguard not in SAFEGUARDS:
+            raise ValueError(f"safeguard must be one of {SAFEGUARDS}; got {self.safeguard!r}.")
         if self.order not in ("position", "score"):
             raise ValueError(f"order must be 'position' or 'score'; got {self.order!r}.")
 
@@ -92,7 +98,7 @@ class Evict:
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True), score.shape)
         elif self.scope == "all":
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True).sum(axis=0, keepdims=True), score.shape)
-        is_kept = compete(score, budget, self.floor) if self.scope == "compete" else largest(score, budget)
+        is_kept = self.compete(score, budget) if self.scope == "compete" else largest(score, budget)
         slot = jnp.arange(score.shape[-1], dtype=jnp.int32)
         if self.order == "score":
             in_place = jnp.where(score == jnp.inf, jnp.finfo(jnp.float32).max, -score)  # the protected ones come last
@@ -102,6 +108,24 @@ class Evict:
         layer, row, head, _ = jnp.indices(score.shape, dtype=jnp.int32, sparse=True)
         place = jnp.where(is_kept, is_kept.cumsum(axis=-1, dtype=jnp.int32) - 1, score.shape[-1])
         return jnp.full(score.shape, EMPTY, jnp.int32).at[layer, row, head, place].set(slot, mode="drop")
+
+    def compete(self, score: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"]) -> Bool[Array, "L B K S"]:
+        """Which slots stay when the heads of a layer compete for the slots that it has in all."""
+        of_heads = jnp.broadcast_to(budget, score.shape[:3])
+        if self.safeguard == "floor":
+            sure = largest(score, least_slots(of_heads, self.floor))
+            return best_of_layer(jnp.where(sure, jnp.inf, score), of_heads)
+        # In thousandths of a slot, and rounded along the heads, so that the numbers add up.
+        protected = (score == jnp.inf).sum(axis=-1, dtype=jnp.int32)
+        won = jnp.maximum(best_of_layer(score, of_heads).sum(axis=-1, dtype=jnp.int32) - protected, 0)
+        sure = round(self.floor * 1000) * jnp.maximum(of_heads - protected, 0)
+        share = jnp.cumsum((1000 - round(self.floor * 1000)) * won + sure, axis=-1)
+        return largest(score, protected + jnp.diff((share + 500) // 1000, axis=-1, prepend=0))
+
+
+def best_of_layer(score: Float[Array, "L B K S"], budget: Int[Array, "L B K"]) -> Bool[Array, "L B K S"]:
+    """The best slots of all heads of a layer together, as many as their budgets are in all."""
+    return largest(score.reshape(*score.shape[:2], -1), budget.sum(axis=-1)).reshape(score.shape)
 
 
 def largest(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> Bool[Array, "*N S"]:
@@ -120,14 +144,6 @@ def largest(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> Bool[Array
     left = count[..., None] - is_above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
     is_largest = is_above | (is_level & (is_level.cumsum(axis=-1, dtype=jnp.int32) <= left))
     return is_largest & (score > -jnp.inf)
-
-
-def compete(score: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"], floor: float) -> Bool[Array, "L B K S"]:
-    """Which slots stay when the heads of a layer compete: protected slots and each head's floor first, then the best of all."""
-    layers, batch, heads, slots = score.shape
-    total = jnp.broadcast_to(budget, (layers, batch, heads)).sum(axis=-1)
-    sure = jnp.where(largest(score, least_slots(budget, floor)), jnp.inf, score)
-    return largest(sure.reshape(layers, batch, heads * slots), total).reshape(score.shape)
 
 
 def least_slots(budget: Any, floor: float) -> Any:

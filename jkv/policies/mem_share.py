@@ -15,7 +15,8 @@ def mem_share(
     compare_on: str = "rotated",
     bias: bool = True,
     align_steps: bool = False,
-    match: float = 0.75,
+    match: float = 0.0,
+    refresh: int | None = 1024,
     interval: int = 16,
 ) -> Policy:
     """MemShare: thoughts whose bags of tokens have a cosine above `similarity` (the paper's 0.8 or 0.9) share their pages.
@@ -47,5 +48,6 @@ def mem_share(
         align_steps=align_steps,
         match=match,
         interval=interval,
+        refresh=refresh,
     )
     return Policy("mem_share", share=share)

@@ -4,6 +4,7 @@ A method's idea is its score; every other part is a mechanism that many methods 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from jkv.policies.view import CacheView, FunctionScore, Score
 from jkv.reasoning.sentences import Sentences, ends_of
 from jkv.reasoning.sharing import Share, check_tokenizer
 from jkv.reasoning.steering import Steer, marks_of
+from jkv.reasoning.token_text import token_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Read:
 
     Attributes:
       budget: slots read in a layer and KV head, rounded down to whole pages; the current page is always read.
-      dense_layers: how many first layers read all pages.
+      dense_layers: how many first layers read all pages; None is `num_dense`.
       over_group: how the query heads of a KV head choose: by the largest of their bounds ("max") or by the mean ("mean").
 
     Raises:
@@ -39,15 +41,19 @@ class Read:
 
     needs = Needs(bounds=True)
     budget: int
-    dense_layers: int = 2
+    dense_layers: int | None = None
     over_group: str = "max"
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if self.dense_layers < 0:
+        if self.dense_layers is not None and self.dense_layers < 0:
             raise ValueError(f"dense_layers is how many first layers read all pages, at least 0; got {self.dense_layers}.")
         if self.over_group not in ("max", "mean"):
             raise ValueError(f"over_group must be 'max' or 'mean'; got {self.over_group!r}.")
+
+    def num_dense(self, num_layers: int) -> int:
+        """How many first layers of a model read all pages: by default 2, as in Quest's code, and none of fewer than 16."""
+        return min(num_layers, (2 if num_layers >= 16 else 0) if self.dense_layers is None else self.dense_layers)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -59,12 +65,13 @@ class Policy:
       evict: which slots stay.
       schedule: when slots are evicted, and how many stay.
       pyramid: the first layer's budget divided by the mean budget; later layers get evenly less. 1 makes all layers equal.
-        Protected slots are excluded.
+        Protected slots are excluded. The slope begins when a row has seen twice the mean (`budgets`).
       read: which pages a decode step reads; None reads all.
       moves_sinks: whether sinks are read at their place in the cache, right before the slots that are left, instead of at
         their true positions (`jkv.cache.moved_sinks`). The slots that are left must be a window.
       steer: what is added to hidden states (`jkv.reasoning.steering`).
       sentences: how repeated sentences are found, for a score that reads their similarity (`jkv.reasoning.sentences`).
+      until: the text of a token, such as `</think>`, after which a row keeps all tokens; None evicts to the end.
       share: how pages to share are found (`jkv.reasoning.sharing`). If the policy also evicts, sharing stops at a row's first
         compaction.
 
@@ -82,6 +89,7 @@ class Policy:
     steer: Steer | None = None
     sentences: Sentences | None = None
     share: Share | None = None
+    until: str | None = None
     made_by: str = dataclasses.field(default="", init=False, compare=False)  # the call of a recipe, which `repr` shows
 
     def __post_init__(self) -> None:
@@ -93,6 +101,11 @@ class Policy:
             )
         if self.read and self.evict:
             raise ValueError(f"{self.name} cannot evict and choose pages to read: compaction moves keys between pages.")
+        if self.until is not None and (self.evict is None or self.evicts_in_steps):
+            raise ValueError(
+                f"{self.name} can keep all tokens after until={self.until!r} only if it evicts between steps. Use the schedule "
+                "Every(budget, interval)."
+            )
         if self.share is not None:
             check_sharing(self, self.share)
         if (self.sentences is not None) != (self.evict is not None and self.evict.needs.similarity):
@@ -150,7 +163,7 @@ class Policy:
     @property
     def is_bounded(self) -> bool:
         """Whether the cache of a row stops growing."""
-        return self.schedule is not None and self.schedule.is_bounded
+        return self.until is None and self.schedule is not None and self.schedule.is_bounded
 
     def target(self, prompt: int, generated: int) -> int | None:
         """Slots that a row keeps after its `generated`-th token, if it has more; None if no compaction is due."""
@@ -161,16 +174,31 @@ class Policy:
         due = [part.steps_until_due(generated) for part in (self.schedule, self.steer, self.share) if part is not None]
         return min((steps for steps in due if steps is not None), default=None)
 
-    def budgets(self, target: int, num_layers: int) -> np.ndarray:
-        """Slots of each layer, `num_layers * target` in total: [L]."""
-        if num_layers == 1 or self.pyramid == 1:
+    def budgets(self, target: int, num_layers: int, seen: float = math.inf) -> np.ndarray:
+        """Slots of each layer, `num_layers * target` in total, of a row that has seen so many tokens: [L].
+
+        With a pyramid, all layers are equal until a row has seen twice the mean without the protected slots, and the first
+        never has more than there are; the last then has as many more. A policy that evicts in steps has its slope at once.
+        """
+        mean = target - self.protected
+        if num_layers == 1 or self.pyramid == 1 or (seen < 2 * mean and not self.evicts_in_steps):
             return np.full(num_layers, target)
-        slope = np.linspace(self.pyramid, 2 - self.pyramid, num_layers)
-        return self.protected + np.diff(np.rint(np.cumsum(slope) * (target - self.protected)).astype(int), prepend=0)
+        first = self.pyramid * mean if self.evicts_in_steps else min(self.pyramid * mean, seen - self.protected)
+        slope = np.linspace(first, 2 * mean - first, num_layers)
+        return self.protected + np.diff(np.rint(np.cumsum(slope)).astype(int), prepend=0)
 
     def most_slots(self, prompt: int, new: int, num_layers: int) -> np.ndarray:
         """The most slots of each layer, on average over its heads, after prefill and its compaction: [L]."""
-        return self._most(self.layer_budgets(num_layers), prompt, new)
+        budgets = self.layer_budgets(num_layers)
+        return self._most(np.maximum(budgets, self.budget or 0), prompt, new)
+
+    def most_pages(self, prompt: int, new: int, num_layers: int, num_kv_heads: int, page_size: int) -> int:
+        """The most pages that a row holds after prefill and its compaction."""
+        if self.pyramid == 1:
+            return self.num_pages(self.most_slots(prompt, new, num_layers), num_kv_heads, page_size)
+        # No slope has more slots in all than equal layers have, and each layer may begin one page more.
+        equal = self._most(np.full(num_layers, self.budget or 0), prompt, new)
+        return num_kv_heads * int((equal + page_size - 1).sum() // page_size)
 
     def most_growth(self, steps: int, page_size: int) -> int:
         """The most slots that `steps` decode steps add, wherever in a page the row stands."""
@@ -190,6 +218,8 @@ class Policy:
     def _most(self, budgets: np.ndarray, prompt: int, new: int) -> np.ndarray:
         if self.schedule is None:
             return np.full(len(budgets), prompt + new if self.share is None else self.share.most_slots(prompt + new))
+        if self.until is not None:
+            return np.full(len(budgets), prompt + new)
         if self.budget is None:
             return np.full(len(budgets), self.schedule.most_slots(prompt, new))
         schedule: Any = self.schedule
@@ -275,7 +305,7 @@ def evict_by(
 def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -> np.ndarray:
     """Slots of each layer, on average over its heads, after the compaction that is due now, if any: [L]."""
     target = policy.target(prompt, generated)
-    return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled)))
+    return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled), prompt + generated))
 
 
 def check_parts(policy: Policy, model: Model) -> None:
@@ -302,6 +332,21 @@ def check_parts(policy: Policy, model: Model) -> None:
         ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
     if policy.share is not None:
         check_tokenizer(model, policy.name)
+    until_token(policy, model)
+
+
+def until_token(policy: Policy, model: Model) -> int | None:
+    """The token after which a policy evicts no more, if there is one.
+
+    Raises:
+      ValueError: the model has no tokenizer, or the text is not one of its tokens.
+    """
+    if policy.until is None:
+        return None
+    token = -1 if model.tokenizer is None else token_of(model.tokenizer, policy.until)
+    if token < 0:
+        raise ValueError(f"{policy.name}'s until must be one token of the model's tokenizer; {policy.until!r} is not.")
+    return token
 
 
 def check_eviction(policy: Policy, evict: Evict) -> None:

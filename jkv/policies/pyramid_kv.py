@@ -18,6 +18,7 @@ def pyramid_kv(
       the last layer keeps window + (budget - window) / beta slots, by SnapKV's score
       the first layer is as far above the mean as the last is below it
       the layers between lie on a straight line
+      until a row has seen 2 (budget - window) tokens, all layers keep the same
 
     Departures:
       - The default is `when="decode"`, which compacts repeatedly; the authors' rule is "prefill".
@@ -26,8 +27,8 @@ def pyramid_kv(
     Raises:
       ValueError: a setting out of its range, or a budget smaller than the window.
 
-    >>> pyramid_kv(budget=108).budgets(108, 3).tolist()
-    [203, 108, 13]
+    >>> [pyramid_kv(budget=108).budgets(108, 3, seen).tolist() for seen in (199, 200, 201, 203)]
+    [[108, 108, 108], [200, 108, 16], [201, 108, 15], [203, 108, 13]]
     """
     if beta < 1:
         raise ValueError(f"beta is how many times less than the mean the last layer keeps, at least 1; got {beta}.")

@@ -9,13 +9,13 @@ from jkv.policies.recipe import recipe
     idea="keeps every token; each step reads only the pages with the highest bounds on attention, so no memory is freed",
     arxiv="2406.10774",
 )
-def quest(budget: int, dense_layers: int = 2, over_group: str = "max") -> Policy:
+def quest(budget: int, dense_layers: int | None = None, over_group: str = "max") -> Policy:
     """Quest: each query reads about `budget` slots of each layer and KV head, in whole pages, always with the current page.
 
     Pages are ranked by an upper bound of their logits: the largest logit that any key between the page's smallest and largest
     key, channel by channel, can have with the query. Bounds are updated as keys are appended. The first `dense_layers` layers
-    read all pages. `budget` is rounded down to whole pages, at least one. Quest saves reads but no memory: the cache is as
-    large as the full one, and the bounds come on top.
+    read all pages: by default 2, and none of a model with fewer than 16 layers. `budget` is rounded down to whole pages, at
+    least one. Quest saves reads but no memory: the cache is as large as the full one, and the bounds come on top.
 
     Rule:
       bound(page) = sum over channels c of max(q[c] * smallest(page)[c], q[c] * largest(page)[c])
@@ -24,6 +24,7 @@ def quest(budget: int, dense_layers: int = 2, over_group: str = "max") -> Policy
     Departures:
       - Query heads of a KV head read the same pages, by the largest (or, with `over_group="mean"`, the mean) of their bounds;
         the authors choose for each query head.
+      - The authors' two dense layers are those of models with 32; of a small model they would be a large part.
 
     Raises:
       ValueError: a setting out of its range.

@@ -60,12 +60,15 @@ def r_kv(
     over_group: str = "max",
     scope: str = "head",
     released: bool = False,
+    pool_first: bool = False,
+    until: str | None = None,
 ) -> Policy:
     """R-KV with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
-    The last `window` tokens always stay; tokens of the prompt may be evicted. The defaults are the authors' settings for the
-    paper's main results. `released=True` reproduces the accidents of their code and its storage in score order, which changes
-    what later compactions keep; the default corrects them.
+    The last `window` tokens always stay; tokens of the prompt may be evicted. `until="</think>"` compacts the thinking alone,
+    and keeps all tokens of the answer. The defaults are the authors' settings for the paper's main results. `released=True`
+    reproduces the accidents of their code and its storage in score order, which changes what later compactions keep; the
+    default corrects them.
 
     Rule (Eq. 7):
       score = importance * I - (1 - importance) * R
@@ -76,7 +79,7 @@ def r_kv(
 
     Departures:
       - From the paper, as in the authors' code: the maximum over the group is that of logits, not of probabilities, and the
-        mean over queries comes before the pooling.
+        mean over queries comes before the pooling. `over_group="max-probability", pool_first=True` is the paper's Eqs. 2 to 4.
       - From the authors' code: there a key without a look-alike exempts slot 0, and "most recent" means the slot, not the
         position. `released=True` reproduces both.
 
@@ -92,7 +95,7 @@ def r_kv(
         raise ValueError(f"similarity is a cosine and must lie in [-1, 1]; got {similarity}.")
     if exempt < 0:
         raise ValueError(f"exempt must be a number of slots >= 0; got {exempt}.")
-    mass = AttentionMass(window, pool, over_group=over_group)
+    mass = AttentionMass(window, pool, over_group=over_group, pool_first=pool_first)
     score = ImportanceMinusRedundancy(mass, importance, similarity, exempt, released)
     evict = Evict(score, recent=window, scope=scope, order="score" if released else "position")
-    return Policy("r_kv", evict, Every(budget, interval))
+    return Policy("r_kv", evict, Every(budget, interval), until=until)

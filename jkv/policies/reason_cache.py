@@ -27,7 +27,8 @@ def reason_cache(
     encoder: str | Callable[..., Any] = "tokens",
     metric: str = "euclid",
     threshold: float | None = None,
-    match: float = 0.75,
+    match: float = 0.0,
+    refresh: int | None = 1024,
     pairing: str = "ordinal",
     include_prompt: bool = False,
     interval: int = 16,
@@ -41,7 +42,7 @@ def reason_cache(
       similarity(a, b) = cosine(tokens(a), tokens(b)) * shorter length / longer length
       thoughts a, b are similar if similarity(a, b) > strict - (strict - soft) * m, m the mean of the newer one's similarities
           to all earlier ones, and if their formulas and code are equal
-      the i-th pages of similar thoughts are shared if |page_a - page_b| lies below the `percentile` of the first `warm_up`
+      the i-th pages of similar thoughts are shared if |page_a - page_b| lies below the `percentile` of the last `warm_up`
           distances
 
     Departures:
@@ -51,10 +52,11 @@ def reason_cache(
       - The paper leaves some points open. Here a thought ends with a token that holds a blank line, and is compared with all
         earlier ones of its completion. Lengths are in bytes. Syntax trees are compared for equality, which is a tree edit
         distance of zero.
-      - A shared page lies entirely inside its thought and has at least `match` of its tokens in common with the other page,
-        because texts that are shifted against each other do not repeat. The nearest candidate wins, and the page that replaces
-        another is always still held. Pages of the prompt never leave.
-      - The distances of all requests of an engine go into one warm-up, after which the threshold stays.
+      - A shared page lies entirely inside its thought. The nearest candidate wins, and the page that replaces another is always
+        still held. Pages of the prompt never leave. `match`, of ours, also asks for a share of equal tokens, slot by slot.
+      - The distances of all requests of an engine go into one threshold, which is set again after every `refresh` of them, so
+        that what is shared depends on the traffic. With `refresh=None` the first one stays, and with `threshold` a request
+        draws the same tokens in any batch.
 
     Raises:
       ValueError: a setting out of its range.
@@ -78,5 +80,6 @@ def reason_cache(
             pairing,
             include_prompt,
             interval,
+            refresh=refresh,
         ),
     )

@@ -63,10 +63,12 @@ class AttentionMass:
       window: how many queries. The slots of the last `window` tokens get no score unless `candidates` is "all".
       pool: how many neighbouring slots are pooled, an odd number; 1 pools nothing.
       pooling: "max", or "mean" with slots that are no candidates counted as 0.
-      over_group: "max" takes the largest logit over a KV head's query heads, "mean" averages their softmaxes.
+      over_group: "max" takes the largest logit over a KV head's query heads, "mean" averages their softmaxes, and
+        "max-probability" takes the largest of their softmaxes, which is then divided by its sum over the slots.
       candidates: which slots the softmax runs over. "past": those before the window. "thought": those, without the prompt's.
         "causal": for each query all that it saw, and the slots before the window get a score. "all": likewise, and all slots
         get one.
+      pool_first: whether each query's shares are pooled before the mean over the queries, instead of the mean.
       repeat_newest: whether the newest query counts twice and the oldest not at all (an accident of RPC's released code).
     """
 
@@ -76,6 +78,7 @@ class AttentionMass:
     over_group: str = "max"
     candidates: str = "past"
     repeat_newest: bool = False
+    pool_first: bool = False
 
     def __post_init__(self) -> None:
         if self.window < 1:
@@ -85,6 +88,16 @@ class AttentionMass:
         for field, known in MASS_SETTINGS.items():
             if getattr(self, field) not in known:
                 raise ValueError(f"{field} must be one of {known}; got {getattr(self, field)!r}.")
+        if self.keeps_rows and self.candidates not in ("past", "thought"):
+            raise ValueError(
+                'over_group="max-probability" and pool_first=True score the slots before the window; got '
+                f"candidates={self.candidates!r}."
+            )
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether each query's shares of all slots are needed, and not only their mean."""
+        return self.over_group == "max-probability" or self.pool_first
 
     @property
     def needs(self) -> Needs:
@@ -106,6 +119,8 @@ class AttentionMass:
         if self.candidates == "thought":
             assert view.prompt_length is not None
             is_scored &= view.position >= view.prompt_length[:, None, None]
+        if self.keeps_rows:
+            return self._of_rows(view, query, is_seen, is_scored)
         sees_all = self.candidates in ("causal", "all")
         mass = kernels.attention_mass(
             query.reshape(batch * heads, -1, self.window, head_size),
@@ -116,15 +131,50 @@ class AttentionMass:
             None if view.log_weight is None else view.log_weight.reshape(rows),
             over_group=self.over_group,
         ).reshape(view.position.shape)
+        return self._pooled(mass, is_scored)
+
+    def _of_rows(
+        self, view: CacheView, query: Float[Array, "B Q W H"], is_seen: Bool[Array, "B W"], is_scored: Bool[Array, "B K S"]
+    ) -> Float[Array, "B K S"]:
+        """The score from each query's shares, `[B, K, G, W, S]` at most: the window is short."""
+        batch, heads, _, size = view.key.shape
+        grouped = query.reshape(batch, heads, -1, self.window, size).astype(jnp.float32)
+        logits = jnp.einsum("bkgwh,bksh->bkgws", grouped, view.key.astype(jnp.float32), precision="highest") * size**-0.5
+        if view.log_weight is not None:
+            logits += view.log_weight[:, :, None, None]
+        where = is_scored[:, :, None]
+        if self.over_group == "max":
+            share = softmax_of(logits.max(axis=2), where)
+        else:
+            share = softmax_of(logits, where[:, :, None])
+            share = share.mean(axis=2) if self.over_group == "mean" else share.max(axis=2)
+        total = share.sum(axis=-1, keepdims=True)
+        share = share / jnp.where(total > 0, total, 1.0)
+        if self.pool_first:
+            share = jax.vmap(self._pooled, in_axes=(2, None), out_axes=2)(share, is_scored)
+        count = jnp.maximum(is_seen.sum(axis=-1), 1).astype(jnp.float32)[:, None, None]
+        mean = jnp.where(is_seen[:, None, :, None], share, 0.0).sum(axis=2) / count
+        return jnp.where(is_scored, mean, -jnp.inf) if self.pool_first else self._pooled(mean, is_scored)
+
+    def _pooled(self, mass: Float[Array, "B K S"], is_scored: Bool[Array, "B K S"]) -> Float[Array, "B K S"]:
+        """Each slot's mass with its neighbours'."""
         if self.pooling == "mean":
             return mean_pool(jnp.where(is_scored, mass, 0.0), self.pool)
         return max_pool(jnp.where(is_scored, mass, -jnp.inf), self.pool)
 
 
+def softmax_of(logits: Float[Array, "*N S"], where: Bool[Array, "*#N S"]) -> Float[Array, "*N S"]:
+    """The softmax over the slots that count; zeros where none does."""
+    peak = jnp.max(logits, axis=-1, keepdims=True, where=where, initial=-jnp.inf)
+    power = jnp.where(where, jnp.exp(logits - jnp.where(peak > -jnp.inf, peak, 0.0)), 0.0)
+    total = power.sum(axis=-1, keepdims=True)
+    return power / jnp.where(total > 0, total, 1.0)
+
+
 WIDEST_POOL = 4_096  # the scores are padded by half of it
 MASS_SETTINGS = {
     "pooling": ("max", "mean"),
-    "over_group": ("max", "mean"),
+    "over_group": ("max", "mean", "max-probability"),
     "candidates": ("past", "thought", "causal", "all"),
 }
 

@@ -2,8 +2,9 @@ r"""Formulas and code in a text, as syntax trees that can be compared.
 
 ReasonCache asks whether the edit distance of two trees is zero. That is equality, so trees are nested tuples here. Three kinds
 of spans are parsed: fenced code (Python, with `ast`), LaTeX between dollars or in `\(...\)` and `\[...\]` (with pylatexenc),
-and bare equations such as `d=b*c` (with `ast`, where `=` means equality). A span that does not parse is compared by its tokens,
-without white space, and counted. A thought ends at a blank line, so a fence with a blank line in it is cut there.
+and every run in the plain text that holds an operator, a relation or a macro, such as `d=b*c`, `x ≥ 3` and `\frac{1}{2}+1`
+(with `ast`, where `=` means equality, or pylatexenc). A span that does not parse is compared by its tokens, without white
+space, and counted. A thought ends at a blank line, so a fence with a blank line in it is cut there.
 """
 
 import ast
@@ -17,8 +18,20 @@ FENCE = re.compile(r"```[ \t]*(?:(\w+)[ \t]*)?\n(.*?)(?:```|\Z)", re.DOTALL)
 LATEX = re.compile(  # spans have a maximum length, so that an opening without an end costs little
     r"\$\$(.{1,2000}?)\$\$|\\\[(.{1,2000}?)\\\]|\\\((.{1,2000}?)\\\)|\$([^$\n]{1,2000})\$", re.DOTALL
 )
-OPERAND = r"[-+]?[\w.()]+"
-EQUATION = re.compile(rf"(?<![\w.()]){OPERAND}(?:[ \t]*[-+*/^=]+[ \t]*{OPERAND})+")
+RELATIONS = r"=<>\u2190-\u21ff\u2208-\u220d\u221d-\u22ff"  # and arrows, in a class of characters
+OPERATORS = rf"\-+*/^\u00d7\u00f7\u00b1\u00b7\u2212\u2213\u2218\u2219{RELATIONS}"  # times, over, plus or minus, dots, minus
+ATOM = r"(?:[\w.()\[\]{}\u00ac\u2202\u2207\u220f\u2211\u221a\u221e\u222b]|\\[A-Za-z]++[ \t]*+)++"  # "\sin x" is one
+OPERAND = rf"[-+\u2212]?{ATOM}"
+RUN = re.compile(
+    rf"(?<![\w.(){{}}])(?P<relation>(?<![{RELATIONS}])[{RELATIONS}]++[ \t]*+)?{OPERAND}"
+    rf"(?P<more>(?:[ \t]*+(?:[{OPERATORS}]++|!=)[ \t]*+{OPERAND})+)?"
+)
+COMPOUND = re.compile(r"(?<!\w)[^\W\d_]{2,}+(?:-[^\W\d_]{2,}+)+")  # of words
+MARKS = re.compile(r"</?\w[\w-]{0,40}>|(?<![\w)])\*\*(?=\S)|(?<=\S)\*\*(?![\w(])")  # tags, and what makes words bold
+PLAIN = str.maketrans(
+    {"\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u2219": "*", "\u00f7": "/", "\u2212": "-", "^": "**"}
+    | {"\u2264": "<=", "\u2265": ">=", "\u2260": "!="}
+)
 TOKEN = re.compile(r"\\?[A-Za-z_]+|\d+(?:\.\d+)?|\S")
 NAMES = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+(?:\.\d+)?|\S")  # in mathematics each letter is a variable
 MOST_CHARACTERS = 8_000  # longer texts are compared by tokens
@@ -44,9 +57,21 @@ def form_of(text: str) -> tuple[tuple[Any, ...], int]:
 
     text = FENCE.sub(functools.partial(take, "code"), text)
     text = LATEX.sub(functools.partial(take, "latex"), text)
-    spans += [(match.start(), "equation", match[0].rstrip(".")) for match in EQUATION.finditer(text) if "=" in match[0]]
+    spans += runs(MARKS.sub(lambda match: " " * len(match[0]), text))
     trees = [tree_of(kind, body) for _, kind, body in sorted(spans)]
     return tuple(trees), sum(tree[0] == "tokens" for tree in trees)
+
+
+def runs(text: str) -> list[tuple[int, str, str]]:
+    """Where each formula of a plain text begins, what parses it, and the formula."""
+    found = []
+    for match in RUN.finditer(text):
+        body = match[0].rstrip(". \t")
+        if "\\" in body:
+            found.append((match.start(), "latex", body))
+        elif (match["more"] or match["relation"]) and not COMPOUND.fullmatch(body):
+            found.append((match.start(), "equation", body))
+    return found
 
 
 def tree_of(kind: str, body: str) -> tuple[Any, ...]:
@@ -77,9 +102,10 @@ def tree_of_code(body: str) -> tuple[Any, ...]:
 
 
 def tree_of_equation(body: str) -> tuple[Any, ...]:
-    """The tree of `a=b=c`, each side an expression."""
-    body = re.sub(r"(\d|\))[ \t]*(?=[A-Za-z(])", r"\1*", body.replace("^", "**"))  # 2x is 2*x
-    return "=", *(canonical(ast.parse(side.strip(), mode="eval").body) for side in re.split("=+", body))
+    """The tree of `a=b=c` or `a+b`, or of what is compared with nothing, as in `≤ 3`."""
+    body = re.sub(r"(?<![<>!=])=+", "==", body.translate(PLAIN).strip())
+    body = re.sub(r"(\d|\))[ \t]*(?=[A-Za-z(])", r"\1*", body)  # 2x is 2*x
+    return canonical(ast.parse(f"_{body}" if body[0] in "<>=!" else body, mode="eval").body)
 
 
 def canonical(node: Any) -> Any:

@@ -40,6 +40,7 @@ class Share:
       filter: which thoughts are similar.
       percentile: the percentage of candidate distances below the threshold; 100 accepts all.
       warm_up: the number of candidates that set the threshold. Nothing is shared before.
+      refresh: after so many more candidates the threshold is set again, by the last `warm_up` of them; None keeps the first.
       threshold: a fixed distance in place of the percentile, for example that of an earlier run
         (`stats.sharing.thresholds[policy.share].value`).
       cap: the largest relative distance that may be shared, `|a - b|` over the root mean square of the two norms; None for no
@@ -70,11 +71,12 @@ class Share:
     metric: str = "euclid"
     bias: bool = True
     align_steps: bool = False
-    match: float = 0.75
+    match: float = 0.0
     pairing: str = "ordinal"
     include_prompt: bool = False
     interval: int = 16
     random: int | None = None
+    refresh: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.percentile <= 100:
@@ -83,6 +85,8 @@ class Share:
             )
         if self.warm_up < 1 or self.interval < 1:
             raise ValueError(f"warm_up and interval must be at least 1; got {self.warm_up=}, {self.interval=}.")
+        if self.refresh is not None and self.refresh < 1:
+            raise ValueError(f"refresh is a number of distances, at least 1, or None; got {self.refresh}.")
         if not 0 <= self.match <= 1:
             raise ValueError(f"match is a share of a page's tokens and must lie in [0, 1]; got {self.match}.")
         if self.random is not None and self.random < 0:
@@ -110,12 +114,18 @@ class Threshold:
     Attributes:
       share: the settings that it belongs to.
       value: the distance; None during the warm-up.
+      latest: the last `warm_up` distances; empty where the threshold is fixed.
+      num_seen: how many there have been.
+      is_fixed: whether the settings give the distance.
       distances: those of the first `MOST_DISTANCES` candidates, in the order of measurement.
       relative: the same distances relative to the norms of the pages.
     """
 
     share: Share
     value: float | None = None
+    latest: collections.deque[float] = dataclasses.field(default_factory=collections.deque)
+    num_seen: int = 0
+    is_fixed: bool = dataclasses.field(default=False, init=False)
     distances: list[float] = dataclasses.field(default_factory=list)
     relative: list[float] = dataclasses.field(default_factory=list)
 
@@ -124,14 +134,23 @@ class Threshold:
             self.value = self.share.threshold
         elif self.share.percentile == 100:
             self.value = math.inf
+        self.is_fixed = self.value is not None
 
     def observe(self, distances: Sequence[float], relative: Sequence[float]) -> None:
         """Adds the distances of more candidates."""
-        room = max(MOST_DISTANCES, self.share.warm_up) - len(self.distances)
+        room = MOST_DISTANCES - len(self.distances)
         self.distances += distances[:room]
         self.relative += relative[:room]
-        if self.value is None and len(self.distances) >= self.share.warm_up:
-            self.value = float(np.percentile(self.distances[: self.share.warm_up], self.share.percentile))
+        if self.is_fixed:
+            return
+        for distance in distances:  # at fixed counts, however many are measured together
+            self.latest.append(distance)
+            self.num_seen += 1
+            if len(self.latest) > self.share.warm_up:
+                self.latest.popleft()
+            after = self.num_seen - self.share.warm_up
+            if after == 0 or (after > 0 and self.share.refresh is not None and after % self.share.refresh == 0):
+                self.value = float(np.percentile(self.latest, self.share.percentile))
 
 
 @dataclasses.dataclass

@@ -126,10 +126,15 @@ def facts_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
     """The facts about all tokens of a tokenizer; tokens without text pad the vocabulary."""
     texts = [tokenizer.decode([i]) for i in range(min(vocab_size, len(tokenizer)))]
     texts += [""] * (vocab_size - len(texts))
-    marks = [tokenizer.encode(mark, add_special_tokens=False) for mark in (THINK, END_OF_THINKING)]
     return TokenFacts(
         is_break=np.array([BREAK in text for text in texts]),
         is_blank=np.array([not text.strip() for text in texts]),
         num_bytes=np.array([len(text.encode(errors="surrogatepass")) for text in texts]),
-        think=np.array([ids[0] if len(ids) == 1 else -1 for ids in marks], np.int32),
+        think=np.array([token_of(tokenizer, mark) for mark in (THINK, END_OF_THINKING)], np.int32),
     )
+
+
+def token_of(tokenizer: Any, text: str) -> int:
+    """The token that a text is; -1 if it is none, or several."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else -1

@@ -78,18 +78,24 @@ def test_bounds_follow_what_is_appended_and_start_anew_with_a_page():
     assert_bounds(pool, [0, 1])
 
 
-@pytest.mark.parametrize("policy", [jkv.quest(16), jkv.quest(8, dense_layers=0), jkv.quest(12, 1, "mean")], ids=repr)
+@pytest.mark.parametrize("policy", [jkv.quest(16, dense_layers=2), jkv.quest(8), jkv.quest(12, 1, "mean")], ids=repr)
 def test_replay_gives_the_log_probabilities_and_reading_less_changes_them(policy, model):
     prompts = [list(range(1, 22)), [4, 4, 9]]
     out = jkv.generate(model, prompts, policy=policy, return_trace=True, n=2, sampling=jkv.Sampling(seed=1), **KNOBS)
     replayed = np.asarray(jkv.score(model, out, trace=out.trace).logprobs)
     np.testing.assert_allclose(replayed, out.logprobs, atol=1e-4)
     assert np.percentile(np.abs(replayed - out.logprobs), 99) <= 1e-5
-    if policy.read.dense_layers < 2:  # of the model's two
+    if policy.read.num_dense(2) < 2:  # of the model's two
         assert np.abs(np.asarray(jkv.score(model, out).logprobs) - out.logprobs).max() > 1e-2
     planted = out.trace._replace(end=np.where(out.trace.end < 2**31 - 1, out.trace.end + 1, out.trace.end))
-    if policy.read.dense_layers < 2:
+    if policy.read.num_dense(2) < 2:
         assert np.abs(np.asarray(jkv.score(model, out, trace=planted).logprobs) - out.logprobs).max() > 1e-3
+
+
+def test_the_dense_layers_are_in_proportion_to_the_depth():
+    """Two of the 32 layers that the authors' code was written for; half of a small model would hide the choice of pages."""
+    assert [jkv.quest(16).read.num_dense(layers) for layers in (2, 4, 15, 16, 28, 32, 64)] == [0, 0, 0, 2, 2, 2, 2]
+    assert [jkv.quest(16, dense_layers=3).read.num_dense(layers) for layers in (2, 32)] == [2, 3]
 
 
 def test_it_frees_nothing_and_its_bounds_are_counted(model):

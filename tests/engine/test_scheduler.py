@@ -107,7 +107,7 @@ def new_sample(rng, index):
     prompt, policy = PROMPTS[rng.integers(len(PROMPTS))], POLICIES[rng.integers(len(POLICIES))]
     limit = int(rng.integers(1, 33))
     request = Request(prompt, policy, jkv.Sampling(), 0, 0, index, limit, ())
-    most = policy.num_pages(policy.most_slots(len(prompt), limit, LAYERS), HEADS, PAGE)
+    most = policy.most_pages(len(prompt), limit, LAYERS, HEADS, PAGE)
     return Sample(0, index, request, Completion(), most)
 
 

@@ -65,7 +65,7 @@ def simulate(policy, prompt, steps, num_layers=2):
     dropped = np.zeros(num_layers, int)
     for generated in range(steps):
         target = policy.target(prompt, generated)
-        kept = filled if target is None else np.minimum(filled, policy.budgets(target, num_layers))
+        kept = filled if target is None else np.minimum(filled, policy.budgets(target, num_layers, prompt + generated))
         if (kept < filled).any():
             when.add(prompt + generated)
         dropped += filled - kept

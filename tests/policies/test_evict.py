@@ -58,9 +58,8 @@ def test_competing_heads_keep_their_floor_and_then_the_best_of_all():
     rng = np.random.default_rng(2)
     score, budget = scores(rng, 1, 5, 4, 16), np.full((1, 5, 1), 6, np.int32)
     score[score == np.inf] = 2.0  # what is protected fits by the rules of policies, not here
-    slots = np.asarray(
-        Evict(jkv.policies.scores.Recency(), scope="compete", floor=0.5).choose(jnp.asarray(score), jnp.asarray(budget))
-    )
+    evict = Evict(jkv.policies.scores.Recency(), scope="compete", floor=0.5, safeguard="floor")
+    slots = np.asarray(evict.choose(jnp.asarray(score), jnp.asarray(budget)))
     for row in range(5):
         sure = {(head, slot) for head in range(4) for slot in best(score[0, row, head], 3)}
         flat = np.where([[(head, slot) in sure for slot in range(16)] for head in range(4)], np.inf, score[0, row])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.policies.policy import compacted
 from jkv.policies.schedules import AfterPrompt, Every, Growing
 from jkv.policies.scores import Recency
 from jkv.testing import random_view
@@ -72,9 +73,33 @@ def test_snap_kv_keeps_the_best_by_its_rule_and_the_window(when, rule, group):
 
 
 @GROUPS
-def test_ada_kv_ranks_the_heads_of_a_layer_together_after_a_floor(group):
+@pytest.mark.parametrize("floor", [0.0, 0.2, 1.0])
+def test_ada_kv_gives_each_head_a_blend_of_what_it_wins_and_of_its_budget(group, floor):
+    """Its authors' arithmetic, head by head; theirs rounds each head, so a head may differ by one slot, and the sum may not."""
     view = random_view(np.random.default_rng(group + 10), slots=200, group=group, heads=3)
-    slots = jkv.ada_kv(BUDGET, window=WINDOW, pool=POOL, floor=0.4).select(view)
+    slots = jkv.ada_kv(BUDGET, window=WINDOW, pool=POOL, floor=floor).select(view)
+    base, scores, sizes = BUDGET - WINDOW, {}, set()
+    for b, k, key, _, query in heads_of(view, group):
+        scores[b, k] = largest_logit_mass(key, query)
+    for b in range(len(view.key)):
+        of_heads = [scores[b, k] for k in range(3)]
+        winners = np.argsort(-np.concatenate(of_heads), kind="stable")[: 3 * base]
+        won = np.bincount(winners // len(of_heads[0]), minlength=3)
+        wanted = np.round((1 - floor) * won + int(floor * base))
+        got = [kept(slots[b, k]) for k in range(3)]
+        assert sum(map(len, got)) == 3 * BUDGET
+        for k in range(3):
+            assert abs(len(got[k]) - WINDOW - wanted[k]) <= 1
+            best = np.sort(np.argsort(-of_heads[k], kind="stable")[: len(got[k]) - WINDOW])
+            np.testing.assert_array_equal(got[k], [*best, *range(len(of_heads[k]), len(of_heads[k]) + WINDOW)])
+        sizes.add(tuple(map(len, got)))
+    assert (floor == 1.0) == (sizes == {(BUDGET,) * 3})
+
+
+@GROUPS
+def test_ada_kv_may_rank_the_heads_of_a_layer_together_after_a_floor(group):
+    view = random_view(np.random.default_rng(group + 10), slots=200, group=group, heads=3)
+    slots = jkv.ada_kv(BUDGET, window=WINDOW, pool=POOL, floor=0.4, safeguard="floor").select(view)
     by_row = {}
     for b, k, key, _, query in heads_of(view, group):
         score = np.concatenate([largest_logit_mass(key, query), np.full(WINDOW, np.inf)])
@@ -190,6 +215,48 @@ def test_a_pyramid_of_budgets_adds_up_and_falls_in_even_steps(layers, budget):
         np.testing.assert_allclose(budgets, 8 + 992 * np.linspace(1.95, 0.05, layers), atol=1)
 
 
+def pyramid_of_its_authors(budget, window, beta, num_layers, seen):
+    """Slots of each layer, window included, as PyramidKV's code gives them; whole-numbered steps between layers."""
+    mean = budget - window
+    least = mean // beta
+    most = 2 * mean - least
+    if most >= seen - window:
+        most = seen - window
+        least = 2 * mean - most
+    if seen < 2 * mean:
+        return np.full(num_layers, min(seen, budget))
+    step = (most - least) // (num_layers - 1)
+    return window + most - step * np.arange(num_layers)
+
+
+@pytest.mark.parametrize("budget", [40, 108, 356])
+@pytest.mark.parametrize("layers", [4, 28])
+def test_a_pyramid_grows_with_the_sequence_as_its_authors_does(budget, layers):
+    policy = jkv.pyramid_kv(budget=budget)
+    for seen in range(budget, 4 * budget):
+        wanted = pyramid_of_its_authors(budget, 8, 20, layers, seen)
+        got = policy.budgets(budget, layers, seen)
+        assert got.sum() == layers * budget
+        np.testing.assert_allclose(got, wanted, atol=layers + 1)  # their steps are rounded down
+    assert policy.budgets(budget, layers, 10**9).tolist() == policy.budgets(budget, layers).tolist()
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("budget", [20, 108])
+def test_a_pyramids_reservation_holds_its_pages_at_every_length(budget, page_size):
+    policy, layers = jkv.pyramid_kv(budget=budget, interval=16), 6
+    for prompt in (1, 30, 200, 250):
+        for new in (10, 150, 500):
+            most = policy.most_pages(prompt, new, layers, 2, page_size)
+            filled = compacted(policy, np.full(layers, prompt), prompt, 0)
+            for generated in range(1, new):
+                filled = filled + 1
+                assert policy.num_pages(filled, 2, page_size) <= most
+                assert filled.max() <= policy.widest(prompt, new, layers, 2)
+                assert (filled <= policy.most_slots(prompt, new, layers)).all()
+                filled = compacted(policy, filled, prompt, generated)
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -198,6 +265,7 @@ def test_a_pyramid_of_budgets_adds_up_and_falls_in_even_steps(layers, budget):
         (lambda: jkv.snap_kv(64, pool=2), "odd number"),
         (lambda: jkv.pyramid_kv(64, beta=0.5), "beta is how many times"),
         (lambda: jkv.ada_kv(64, floor=1.5), "floor is a share"),
+        (lambda: jkv.ada_kv(64, safeguard="none"), "safeguard must be one of"),
         (lambda: jkv.rpc(scope="query"), "scope must be one of"),
         (lambda: jkv.rpc(interval=8, ratio=9), "ratio must lie in"),
         (lambda: jkv.rpc(window=0), "at least 1"),

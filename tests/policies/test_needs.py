@@ -173,7 +173,8 @@ def note(layer, prompt_length, budget):
 
 
 def test_a_score_sees_the_true_budget_of_each_layer_and_row(model):
-    """Also in a layer that does not have as many slots yet: the first layer keeps three times as many as the last."""
+    """Also in a layer that does not have as many slots yet: the first layer keeps three times as many as the last, once a row
+    has seen twice the mean."""
     SEEN.clear()
     policies = [
         jkv.Policy("mine", jkv.Evict(Looks(), recent=4), jkv.Every(budget, 8), pyramid=1.5) for budget in (16, 16, 24, 40)
@@ -184,10 +185,11 @@ def test_a_score_sees_the_true_budget_of_each_layer_and_row(model):
     expected = {
         (layer, len(prompt), *[int(budget)] * model.config.num_kv_heads)
         for prompt, policy in zip(prompts, policies, strict=True)
-        for layer, budget in enumerate(policy.budgets(policy.budget, model.config.num_layers))
+        for seen in (len(prompt), len(prompt) + KNOBS["max_new_tokens"])
+        for layer, budget in enumerate(policy.budgets(policy.budget, model.config.num_layers, seen))
     }
     assert set(SEEN) == expected
-    assert {budget for _, _, budget, _ in expected} == {10, 22, 14, 34, 58}
+    assert {budget for _, _, budget, _ in expected} == {10, 16, 22, 14, 24, 34, 40}
 
 
 def test_select_shows_the_score_the_policys_own_budget_or_the_views():

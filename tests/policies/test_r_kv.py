@@ -26,14 +26,23 @@ def reference(
     pool=7,
     over_group="max",
     released=False,
+    pool_first=False,
 ):
     """Kept slots of one KV head in stored order; key [S, H], position [S] ascending, query [G, W, H] oldest first."""
     size, width = key.shape
     past = size - window
     logits = np.einsum("gwh,sh->gws", query[:, -window:], key[:past]) / np.sqrt(width)
-    rows = logits.max(axis=0) if over_group == "max" else logits.reshape(-1, past)
-    mass = np.stack([softmax(row) for row in rows]).mean(axis=0)
-    pooled = np.array([mass[max(0, s - pool // 2) : s + pool // 2 + 1].max() for s in range(past)])
+    if over_group == "max":
+        rows = np.stack([softmax(row) for row in logits.max(axis=0)])
+    else:
+        share = np.stack([[softmax(row) for row in of_head] for of_head in logits])
+        rows = share.max(axis=0) if over_group == "max-probability" else share.mean(axis=0)
+        rows = rows / rows.sum(axis=-1, keepdims=True)
+
+    def pool_slots(mass):
+        return np.array([mass[max(0, s - pool // 2) : s + pool // 2 + 1].max() for s in range(past)])
+
+    pooled = np.mean([pool_slots(row) for row in rows], axis=0) if pool_first else pool_slots(rows.mean(axis=0))
     unit = key / (np.linalg.norm(key, axis=-1, keepdims=True) + 1e-8)
     cosine = unit @ unit.T
     np.fill_diagonal(cosine, 0.0)
@@ -55,8 +64,22 @@ def reference(
 @pytest.mark.parametrize("released", [False, True], ids=["mended", "released"])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"importance": 0.5}, {"similarity": 0.2}, {"exempt": 0}, {"exempt": 2}, {"pool": 1}, {"window": 8}],
-    ids=lambda settings: next(iter(settings), "default"),
+    [
+        {},
+        {"importance": 0.5},
+        {"similarity": 0.2},
+        {"exempt": 0},
+        {"exempt": 2},
+        {"pool": 1},
+        {"window": 8},
+        {"over_group": "mean", "importance": 0.9},
+        {"over_group": "max-probability", "importance": 0.9},
+        {"pool_first": True, "importance": 0.9},
+        {"over_group": "mean", "pool_first": True, "importance": 0.9},
+        {"over_group": "max-probability", "pool_first": True, "importance": 0.9},
+        {"over_group": "max-probability", "pool_first": True},
+    ],
+    ids=lambda settings: "-".join(settings) or "default",
 )
 def test_kept_slots_are_those_of_an_independent_implementation(settings, released):
     view = random_view(np.random.default_rng(5), slots=60)

@@ -122,6 +122,20 @@ def test_a_cap_refuses_pages_that_the_percentile_accepts():
     assert one.decide(pairs, np.array([0.1, 0.1]), np.array([0.6, 0.4]), 1.0) == [pairs[1]]
 
 
+@pytest.mark.parametrize("together", [1, 7, 100])
+def test_a_threshold_is_set_again_by_the_last_distances_at_fixed_counts(together):
+    """However many are measured at once: the threshold is a function of the distances alone."""
+    rng = np.random.default_rng(0)
+    distances = np.concatenate([rng.random(50), 5 + rng.random(50)])
+    threshold = Threshold(Share(percentile=80.0, warm_up=20, refresh=15))
+    for begin in range(0, 100, together):
+        some = distances[begin : begin + together].tolist()
+        threshold.observe(some, some)
+    last = 20 + (100 - 20) // 15 * 15
+    assert threshold.value == np.percentile(distances[last - 20 : last], 80)
+    assert threshold.value > 5
+
+
 def test_the_threshold_is_the_percentile_of_the_warm_up_and_stays():
     rule = Share(percentile=80.0, warm_up=10)
     threshold = Threshold(rule)
@@ -200,6 +214,7 @@ def test_pages_within_a_span():
         ({"percentile": 0}, r"in \(0, 100\]"),
         ({"percentile": 101}, r"in \(0, 100\]"),
         ({"warm_up": 0}, "at least 1"),
+        ({"refresh": 0}, "refresh is a number of distances"),
         ({"interval": 0}, "at least 1"),
         ({"match": 1.5}, "match"),
         ({"cap": -1.0}, "cap"),

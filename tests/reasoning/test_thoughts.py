@@ -131,6 +131,12 @@ EQUAL = [
     ("```python\nx = 1  # one\n```", "```\nx=1\n```"),
     ("no formulas at all", "other words"),
     ("x=", "y="),  # no operand, no equation
+    ("12 ÷ 3 \u00d7 2", "so 12/3*2."),
+    ("x ≥ 3", "x>=3"),
+    ("a well-known fact", "a little-known fact"),  # words, not a difference
+    ("**First** we look", "First, **we** look"),
+    ("<think>\nso x=1", "so x = 1\n</think>"),
+    (r"\frac{1}{2}+x", r"so \frac{1}{2} + x"),
 ]
 UNEQUAL = [
     ("$2x+5=10$", "$2x-5=10$"),
@@ -143,6 +149,21 @@ UNEQUAL = [
     (r"$x^2$", r"$x_2$"),
     ("```python\nfor i in x: f(i)\n```", "```python\nfor i in x: g(i)\n```"),
     ("b=3 c=7", "c=7 b=3"),
+    ("a+b", "a-b"),
+    ("thus 3 + 4", "thus 3 - 4"),
+    ("x >= 3", "x <= 3"),
+    ("x > 3", "x ≥ 3"),
+    ("at most ≤ 3", "at most ≥ 3"),
+    (r"\frac{1}{2}+\frac{1}{3}", r"\frac{1}{2}-\frac{1}{3}"),
+    (r"\frac{\sqrt{2}}{3}", r"\frac{\sqrt{2}}{4}"),
+    (r"\sin x", r"\sin y"),
+    ("12 ÷ 3", "12 ÷ 4"),
+    ("12 ÷ 3", "12 \u00d7 3"),
+    ("a → b", "b → a"),
+    ("x ∈ A", "x ∉ A"),
+    ("total - cost", "total + cost"),
+    ("x**2", "x*2"),
+    ("x != 3", "x = 3"),
 ]
 
 
@@ -155,6 +176,28 @@ def test_equal_trees(one, other):
 @pytest.mark.parametrize(("one", "other"), UNEQUAL)
 def test_unequal_trees(one, other):
     assert form_of(one)[0] != form_of(other)[0]
+
+
+SIGNS = ["+", "-", "*", "/", "^", "=", "<", ">", "<=", ">=", "!=", "\u00d7", "÷", "≤", "≥", "≠", "≈", "→", "∈", "⊂", "±"]
+ALIKE = [{"*", "\u00d7"}, {"/", "÷"}, {"<=", "≤"}, {">=", "≥"}, {"!=", "≠"}]
+
+
+@pytest.mark.parametrize("blank", ["", " "])
+def test_formulas_that_differ_in_one_sign_are_never_equal(blank):
+    rng = np.random.default_rng(0)
+    operands = ["a", "b", "x1", "12", "3.5", "(y+2)", "f(t)", "rate", r"\alpha", r"\frac{1}{2}"]
+    for _ in range(400):
+        parts = list(rng.choice(operands, 4))
+        signs = list(rng.choice(SIGNS, 3))
+        place, other = int(rng.integers(3)), str(rng.choice(SIGNS))
+        if other == signs[place] or {other, signs[place]} in ALIKE:
+            continue
+        one, two = (
+            "So we get "
+            + "".join(f"{part}{blank}{sign}{blank}" for part, sign in zip(parts, [*chosen, ""], strict=True)).strip()
+            for chosen in (signs, [*signs[:place], other, *signs[place + 1 :]])
+        )
+        assert form_of(one)[0] != form_of(two)[0], (one, two)
 
 
 BROKEN = [
