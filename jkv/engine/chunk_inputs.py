@@ -74,10 +74,11 @@ def row_settings(
         stop_ids[i, : len(request.stop_ids)] = request.stop_ids
         samplings[i], key[i] = request.sampling, sample_key_of(request.seed, request.identity, request.sample)
     policies = {i: sample.request.policy for i, sample in running.items()}
+    prompts = {i: len(sample.request.prompt) for i, sample in running.items()}
     arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "sampling": rows_of(samplings), "key": key}
     settings = ChunkInputs(
         **arrays,
-        rules=step_rules(policies, num_rows, model.config.num_layers) if needs.mass else None,
+        rules=step_rules(policies, num_rows, model.config.num_layers, prompts) if needs.mass else None,
         reads=read_rules(policies, num_rows, page_size, model.config.num_layers) if needs.bounds else None,
         sinks=moving_sinks(policies, num_rows) if needs.moving_sinks else None,
         steer=steer_rules(policies, num_rows, model) if needs.steering else None,
@@ -126,8 +127,8 @@ def align_now(rules: Any, running: Mapping[int, Sample]) -> Any:
     return rules._replace(is_aligning=is_aligning, was_end=was_end, since=since)
 
 
-def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -> Any:
-    """`StepRules`; rows that evict between chunks, or never, have an unlimited budget here."""
+def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int, prompts: Mapping[int, int] | None = None) -> Any:
+    """`StepRules`; rows that evict between chunks, or never, have an unlimited budget here. `prompts` are the rows' lengths."""
     budget = np.full((num_layers, num_rows), UNLIMITED, np.int32)
     sinks, recent = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
     last_only, is_per_layer = np.zeros(num_rows, bool), np.zeros(num_rows, bool)
@@ -135,7 +136,8 @@ def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int) -
         if policy.evicts_in_steps:
             evict: Any = policy.evict
             budget[:, i] = policy.layer_budgets(num_layers)
-            sinks[i], recent[i] = evict.sinks, evict.recent
+            sinks[i] = max(evict.sinks, (prompts or {}).get(i, 0) if evict.protect_prompt else 0)
+            recent[i] = evict.recent
             last_only[i], is_per_layer[i] = evict.needs.in_step == "last", evict.scope == "layer"
     arrays: Any = (budget, sinks, recent, last_only, is_per_layer)
     return StepRules(*arrays)

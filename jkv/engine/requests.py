@@ -224,10 +224,12 @@ def check_prompt_fits(policy: Policy, index: int, prompt_length: int) -> None:
     """Refuses a protected prompt that the budget cannot hold."""
     if policy.evict is None or not policy.evict.protect_prompt or policy.budget is None:
         return
-    if prompt_length + policy.evict.recent > policy.budget:
+    least = int(policy.budgets(policy.budget, 2).min())  # the last layer's, whatever the number of layers
+    if prompt_length + policy.evict.recent > least:
+        of_layer = "" if least == policy.budget else f" on average, and {least} in the last layer"
         raise ValueError(
             f"{policy.name} never drops the prompt, so its budget must hold it and the {policy.evict.recent} most recent "
-            f"slots; prompt {index} has {prompt_length} tokens, the budget is {policy.budget} slots. Raise the budget."
+            f"slots; prompt {index} has {prompt_length} tokens, the budget is {policy.budget} slots{of_layer}. Raise it."
         )
 
 

@@ -1,6 +1,6 @@
 """Ada-KV (arXiv 2407.11550): SnapKV whose heads compete for the slots of their layer."""
 
-from jkv.policies.evict import Evict
+from jkv.policies.evict import Evict, protection
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
@@ -15,10 +15,13 @@ def ada_kv(
     pool: int = 7,
     floor: float = 0.2,
     safeguard: str = "blend",
+    sinks: int = 0,
+    recent: int | None = None,
+    protect_prompt: bool = False,
 ) -> Policy:
     """Ada-KV with `budget` slots on average over a layer's KV heads; the last `window` tokens always stay, in every head.
 
-    `when` is that of `snap_kv`.
+    `when`, `sinks`, `recent` and `protect_prompt` are those of `snap_kv`.
 
     Rule (Algorithm 2, on the slots before the window; a is `floor`):
       won(head) = how many of the K * budget best slots of a layer's K heads, by SnapKV's score, are the head's
@@ -37,5 +40,6 @@ def ada_kv(
     >>> ada_kv(budget=128).evict.scope
     'compete'
     """
-    evict = Evict(snap_score(when, window, pool), recent=window, scope="compete", floor=floor, safeguard=safeguard)
+    guard = protection(window, sinks, recent, protect_prompt)
+    evict = Evict(snap_score(when, window, pool), scope="compete", floor=floor, safeguard=safeguard, **guard)
     return Policy("ada_kv", evict, snap_schedule(when, budget, interval))

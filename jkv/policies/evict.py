@@ -23,6 +23,17 @@ class Limits(NamedTuple):
     recent: Int[Array, " B"]  # last positions
 
 
+def protection(window: int, sinks: int, recent: int | None, protect_prompt: bool) -> dict[str, Any]:
+    """What a recipe's settings protect: `recent` is by default the `window`, whose tokens get no score.
+
+    Raises:
+      ValueError: `recent` leaves tokens of the window that no score ranks.
+    """
+    if recent is not None and recent < window:
+        raise ValueError(f"recent must be at least the window, {window} tokens, which get no score; got {recent}.")
+    return {"sinks": sinks, "recent": window if recent is None else recent, "protect_prompt": protect_prompt}
+
+
 @dataclasses.dataclass(frozen=True)
 class Evict:
     """Which slots stay: those with the best scores. The schedule decides when, and how many.

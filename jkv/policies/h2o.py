@@ -12,11 +12,12 @@ from jkv.policies.scores import AccumulatedMass
     idea="keeps recent tokens and those with the largest accumulated attention; evicts one token for each new token",
     arxiv="2306.14048",
 )
-def h2o(budget: int, recent: int | None = None, interval: int = 1) -> Policy:
+def h2o(budget: int, recent: int | None = None, interval: int = 1, sinks: int = 0, protect_prompt: bool = False) -> Policy:
     """H2O with `budget` slots for each layer and KV head: the last `recent` (default: half) and the heaviest of the others.
 
     Each decode step evicts the lightest slot; a prompt longer than the budget is compacted once, after prefill. With an
-    `interval` above 1, several slots are evicted at a time. Keys keep their true positions.
+    `interval` above 1, several slots are evicted at a time. Keys keep their true positions. The first `sinks` tokens and, with
+    `protect_prompt`, the prompt are never evicted.
 
     Rule:
       mass(s) = sum over all queries q so far, those of the prompt included, of softmax(q . key / sqrt(H))(s)
@@ -34,4 +35,4 @@ def h2o(budget: int, recent: int | None = None, interval: int = 1) -> Policy:
     """
     recent = budget // 2 if recent is None else recent
     schedule = EachStep(budget) if interval == 1 else Every(budget, interval)
-    return Policy("h2o", Evict(AccumulatedMass(), recent=recent), schedule)
+    return Policy("h2o", Evict(AccumulatedMass(), sinks=sinks, recent=recent, protect_prompt=protect_prompt), schedule)

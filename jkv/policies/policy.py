@@ -357,16 +357,13 @@ def check_eviction(policy: Policy, evict: Evict) -> None:
     if policy.moves_sinks and not can_move_sinks(policy, evict):
         raise ValueError(
             f"{name} can move 1 to {MOST_SINKS} sinks up to a window without gaps, with the same budget in every layer and "
-            f"head, compacted between steps and stored by position; got {policy}."
+            f"head, an open prompt, compacted between steps and stored by position; got {policy}."
         )
-    if policy.evicts_in_steps:
-        if not evict.needs.in_step or evict.scope not in ("head", "layer"):
-            raise ValueError(
-                f"{name} cannot evict inside a decode step, which knows the attention mass of slots only, by KV head or layer; "
-                f"got {evict.score} and scope {evict.scope!r}. Use the schedule Every(budget, interval=1)."
-            )
-        if evict.protect_prompt:
-            raise ValueError(f"{name} cannot protect the prompt inside a decode step. Use Every(budget, interval=1).")
+    if policy.evicts_in_steps and (not evict.needs.in_step or evict.scope not in ("head", "layer")):
+        raise ValueError(
+            f"{name} cannot evict inside a decode step, which knows the attention mass of slots only, by KV head or layer; "
+            f"got {evict.score} and scope {evict.scope!r}. Use the schedule Every(budget, interval=1)."
+        )
     if policy.budget is None:
         if policy.pyramid > 1 or evict.scope == "compete":
             raise ValueError(f"{name} has no fixed budget, so layers or heads cannot divide it; got {policy.schedule}.")
@@ -389,6 +386,7 @@ def can_move_sinks(policy: Policy, evict: Evict) -> bool:
         and evict.needs.keeps_window
         and (evict.scope, evict.order, policy.pyramid) == ("head", "position", 1)
         and isinstance(policy.schedule, Every)
+        and not evict.protect_prompt
     )
 
 

@@ -1,6 +1,6 @@
 """PyramidKV (arXiv 2406.02069): SnapKV with more slots in the first layers and fewer in the last."""
 
-from jkv.policies.evict import Evict
+from jkv.policies.evict import Evict, protection
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
@@ -8,11 +8,19 @@ from jkv.policies.snap_kv import snap_schedule, snap_score
 
 @recipe("PyramidKV", idea="as `snap_kv`, with larger budgets in the first layers than in the last", arxiv="2406.02069")
 def pyramid_kv(
-    budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7, beta: float = 20.0
+    budget: int,
+    when: str = "decode",
+    interval: int = 128,
+    window: int = 8,
+    pool: int = 7,
+    beta: float = 20.0,
+    sinks: int = 0,
+    recent: int | None = None,
+    protect_prompt: bool = False,
 ) -> Policy:
     """PyramidKV with `budget` slots on average over layers; the last `window` tokens always stay, in every layer.
 
-    `when` is that of `snap_kv`.
+    `when`, `sinks`, `recent` and `protect_prompt` are those of `snap_kv`.
 
     Rule:
       the last layer keeps window + (budget - window) / beta slots, by SnapKV's score
@@ -32,5 +40,5 @@ def pyramid_kv(
     """
     if beta < 1:
         raise ValueError(f"beta is how many times less than the mean the last layer keeps, at least 1; got {beta}.")
-    evict = Evict(snap_score(when, window, pool), recent=window)
+    evict = Evict(snap_score(when, window, pool), **protection(window, sinks, recent, protect_prompt))
     return Policy("pyramid_kv", evict, snap_schedule(when, budget, interval), pyramid=2 - 1 / beta)

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from jkv.policies.evict import Evict
+from jkv.policies.evict import Evict, protection
 from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
@@ -62,13 +62,17 @@ def r_kv(
     released: bool = False,
     pool_first: bool = False,
     until: str | None = None,
+    sinks: int = 0,
+    recent: int | None = None,
+    protect_prompt: bool = False,
 ) -> Policy:
     """R-KV with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
     The last `window` tokens always stay; tokens of the prompt may be evicted. `until="</think>"` compacts the thinking alone,
     and keeps all tokens of the answer. The defaults are the authors' settings for the paper's main results. `released=True`
     reproduces the accidents of their code and its storage in score order, which changes what later compactions keep; the
-    default corrects them.
+    default corrects them. The first `sinks` tokens, the last `recent` (by default the window) and, with `protect_prompt`, the
+    prompt are never evicted.
 
     Rule (Eq. 7):
       score = importance * I - (1 - importance) * R
@@ -95,7 +99,8 @@ def r_kv(
         raise ValueError(f"similarity is a cosine and must lie in [-1, 1]; got {similarity}.")
     if exempt < 0:
         raise ValueError(f"exempt must be a number of slots >= 0; got {exempt}.")
+    guard = protection(window, sinks, recent, protect_prompt)
     mass = AttentionMass(window, pool, over_group=over_group, pool_first=pool_first)
     score = ImportanceMinusRedundancy(mass, importance, similarity, exempt, released)
-    evict = Evict(score, recent=window, scope=scope, order="score" if released else "position")
+    evict = Evict(score, scope=scope, order="score" if released else "position", **guard)
     return Policy("r_kv", evict, Every(budget, interval), until=until)

@@ -8,8 +8,13 @@ from jkv.policies.scores import Uniform
 
 
 @recipe("baseline", idea="keeps a new random set at every compaction")
-def random(budget: int, interval: int = 128, seed: int = 0, recent: int = 1) -> Policy:
+def random(
+    budget: int, interval: int = 128, seed: int = 0, recent: int = 1, sinks: int = 0, protect_prompt: bool = False
+) -> Policy:
     """Keeps the last `recent` tokens and a random set, `budget` slots in total, drawn anew for each compaction and KV head.
+
+    The first `sinks` tokens and, with `protect_prompt`, the prompt stay too. Give it what the policy protects that it stands
+    beside.
 
     Rule:
       score = a uniform number that depends on the seed, layer, head, position and length alone, so it is batch-invariant
@@ -20,4 +25,6 @@ def random(budget: int, interval: int = 128, seed: int = 0, recent: int = 1) -> 
     >>> random(budget=64).name
     'random'
     """
-    return Policy("random", Evict(Uniform(seed), recent=recent), Every(budget, interval))
+    return Policy(
+        "random", Evict(Uniform(seed), sinks=sinks, recent=recent, protect_prompt=protect_prompt), Every(budget, interval)
+    )

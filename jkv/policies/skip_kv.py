@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jkv.policies.evict import Evict
+from jkv.policies.evict import Evict, protection
 from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
 from jkv.policies.r_kv import r_kv
@@ -57,6 +57,9 @@ def skip_kv(
     pool: int = 7,
     over_group: str = "max",
     sentences: bool = True,
+    sinks: int = 0,
+    recent: int | None = None,
+    protect_prompt: bool = False,
 ) -> Policy:
     """R-KV with a penalty on sentences whose embedding has a cosine above `tau` with that of a later one, prompt included.
 
@@ -67,7 +70,7 @@ def skip_kv(
     `steer`, a vector that `jkv steer` wrote, adds SkipKV's adaptive steering: `seal` at `layer` (by default two thirds of the
     way up) with a `strength` (the authors' -1 or -1.25) that falls by `growth` for each thought so far that contains one of
     `keywords`, updated every `interval` tokens. A `Steer` has settings of its own. `sentences=False` leaves the penalty out, as
-    an ablation.
+    an ablation. `sinks`, `recent` and `protect_prompt` are those of `r_kv`.
 
     Rule:
       score = R-KV's score - P
@@ -90,7 +93,7 @@ def skip_kv(
     found, words = Sentences(tau, as_tuple(ends, "ends")), as_tuple(keywords, "keywords")
     if steer is not None and not isinstance(steer, Steer):
         steer = steer_by(steer, layer, strength, growth, interval, words)
-    evict = Evict(LessRepeated(plain.score) if sentences else plain.score, recent=window)
+    evict = Evict(LessRepeated(plain.score) if sentences else plain.score, **protection(window, sinks, recent, protect_prompt))
     return Policy("skip_kv", evict, Every(budget, interval), steer=steer, sentences=found if sentences else None)
 
 

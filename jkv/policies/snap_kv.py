@@ -1,6 +1,6 @@
 """SnapKV (arXiv 2404.14469): keeps what the last queries attend to, after the prompt or throughout decoding."""
 
-from jkv.policies.evict import Evict
+from jkv.policies.evict import Evict, protection
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import AfterPrompt, Every, Schedule
@@ -14,11 +14,21 @@ WHEN = ("decode", "prefill")
     idea='keeps tokens with high attention from the last queries; repeatedly, or once after the prompt (`when="prefill"`)',
     arxiv="2404.14469",
 )
-def snap_kv(budget: int, when: str = "decode", interval: int = 128, window: int = 8, pool: int = 7) -> Policy:
+def snap_kv(
+    budget: int,
+    when: str = "decode",
+    interval: int = 128,
+    window: int = 8,
+    pool: int = 7,
+    sinks: int = 0,
+    recent: int | None = None,
+    protect_prompt: bool = False,
+) -> Policy:
     """SnapKV with `budget` slots for each layer and KV head; the last `window` tokens always stay.
 
     `when="decode"` is the baseline of the R-KV paper: R-KV's importance only, every `interval` generated tokens.
-    `when="prefill"` is the authors' rule: the prompt is compacted once, and all generated tokens stay.
+    `when="prefill"` is the authors' rule: the prompt is compacted once, and all generated tokens stay. The first `sinks`
+    tokens, the last `recent` (by default the window) and, with `protect_prompt`, the prompt are never evicted.
 
     Rule:
       score = pool over `pool` slots of the mean over the last `window` queries of softmax(q . key / sqrt(H))
@@ -36,7 +46,8 @@ def snap_kv(budget: int, when: str = "decode", interval: int = 128, window: int 
     >>> snap_kv(budget=256).is_bounded, snap_kv(budget=256, when="prefill").is_bounded
     (True, False)
     """
-    return Policy("snap_kv", Evict(snap_score(when, window, pool), recent=window), snap_schedule(when, budget, interval))
+    evict = Evict(snap_score(when, window, pool), **protection(window, sinks, recent, protect_prompt))
+    return Policy("snap_kv", evict, snap_schedule(when, budget, interval))
 
 
 def snap_score(when: str, window: int, pool: int) -> AttentionMass:

@@ -8,8 +8,12 @@ from jkv.policies.scores import Recency
 
 
 @recipe("StreamingLLM", idea="keeps the first tokens and the most recent tokens", arxiv="2309.17453")
-def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: str = "true") -> Policy:
+def streaming_llm(
+    budget: int, sinks: int = 4, interval: int = 128, positions: str = "true", protect_prompt: bool = False
+) -> Policy:
     """The first `sinks` tokens and the newest ones, `budget` slots in total, compacted every `interval` generated tokens.
+
+    With `protect_prompt`, the whole prompt stays.
 
     Rule:
       keep the first `sinks` tokens and the last (budget - sinks)
@@ -28,4 +32,9 @@ def streaming_llm(budget: int, sinks: int = 4, interval: int = 128, positions: s
     if positions not in ("true", "cache"):
         raise ValueError(f"positions must be 'true' or 'cache'; got {positions!r}.")
     moves_sinks = positions == "cache" and sinks > 0
-    return Policy("streaming_llm", Evict(Recency(), sinks=sinks), Every(budget, interval), moves_sinks=moves_sinks)
+    return Policy(
+        "streaming_llm",
+        Evict(Recency(), sinks=sinks, protect_prompt=protect_prompt),
+        Every(budget, interval),
+        moves_sinks=moves_sinks,
+    )

@@ -8,11 +8,12 @@ from jkv.policies.scores import AttentionMass
 
 
 @recipe("TOVA", idea="after each token, evicts the token with the lowest attention from the newest query", arxiv="2401.06104")
-def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
+def tova(budget: int, interval: int = 1, sinks: int = 0, recent: int = 0, protect_prompt: bool = False) -> Policy:
     """TOVA with `budget` slots for each layer and KV head: after each token, the slots that its query attends to most.
 
     The KV heads of a layer keep the same tokens. A prompt longer than the budget is compacted once, by its last query. The
-    newest token may be evicted right away, unless `keep_newest`.
+    newest token may be evicted right away. The first `sinks` tokens, the last `recent` and, with `protect_prompt`, the prompt
+    are never evicted.
 
     Rule:
       score = mean over all query heads of the layer of softmax(q . key / sqrt(H)), q of the newest token,
@@ -30,4 +31,5 @@ def tova(budget: int, interval: int = 1, keep_newest: bool = False) -> Policy:
     """
     score = AttentionMass(window=1, over_group="mean", candidates="all")
     schedule = EachStep(budget) if interval == 1 else Every(budget, interval)
-    return Policy("tova", Evict(score, recent=int(keep_newest), scope="layer"), schedule)
+    evict = Evict(score, sinks=sinks, recent=recent, protect_prompt=protect_prompt, scope="layer")
+    return Policy("tova", evict, schedule)

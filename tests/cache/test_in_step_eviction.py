@@ -189,10 +189,6 @@ def test_h2o_keeps_the_heavy_and_the_recent():
         (lambda: jkv.h2o(8, recent=9), "must hold its sinks and recent"),
         (lambda: jkv.h2o(8, interval=0), "at least 1 generated token"),
         (lambda: jkv.Policy("mine", jkv.Evict(Recency()), jkv.EachStep(8)), "cannot evict inside a decode step"),
-        (
-            lambda: jkv.Policy("mine", jkv.Evict(jkv.h2o(8).evict.score, protect_prompt=True), jkv.EachStep(8)),
-            "cannot protect the prompt",
-        ),
         (lambda: jkv.h2o(8).select(jkv.CacheView(*[jnp.zeros((1, 1, 4, 8))] * 2, jnp.zeros((1, 1, 4), jnp.int32))), "mass="),
         (lambda: jkv.Engine(tiny_model(), max_slots=64).submit([1, 2], policy=jkv.h2o(8)), "policies="),
     ],

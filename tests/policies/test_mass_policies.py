@@ -158,7 +158,7 @@ def test_tova_keeps_what_the_newest_query_attends_to_most_over_all_heads(keep_ne
     mass[-1] = np.inf if keep_newest else mass[-1]
     expected = np.sort(np.argsort(-mass, kind="stable")[:BUDGET])
     assert (size - 1 in expected) == keep_newest
-    slots = jkv.tova(BUDGET, keep_newest=keep_newest).select(view)
+    slots = jkv.tova(BUDGET, recent=int(keep_newest)).select(view)
     np.testing.assert_array_equal(np.asarray(slots)[0, :, :BUDGET], [expected, expected])
 
 
