@@ -174,7 +174,7 @@ class Policy:
         due = [part.steps_until_due(generated) for part in (self.schedule, self.steer, self.share) if part is not None]
         return min((steps for steps in due if steps is not None), default=None)
 
-    def budgets(self, target: int, num_layers: int, seen: float = math.inf) -> np.ndarray:
+    def budgets(self, target: int, num_layers: int, seen: int | float = math.inf) -> np.ndarray:
         """Slots of each layer, `num_layers * target` in total, of a row that has seen so many tokens: [L].
 
         With a pyramid, all layers are equal until a row has seen twice the mean without the protected slots, and the first

@@ -52,7 +52,7 @@ def generate(model):
 def test_generate_returns_what_there_is_wherever_ctrl_c_is_pressed(model, presses):
     """At every 29th call of its host loop; a press before the first turn is a KeyboardInterrupt, of which nothing is lost."""
     whole = generate(model)
-    calls, partial = num_calls(lambda: generate(model)), 0
+    calls, partial = min(num_calls(lambda: generate(model)) for _ in range(2)), 0  # one of them may trace a program anew
     for at in range(presses, calls - presses, 29):
         with ctrl_c(at, presses) as where:
             try:
