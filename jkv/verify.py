@@ -85,7 +85,8 @@ class Case:
             self.new_tokens += 128 + 2 * policy.share.interval
         rng, size = np.random.default_rng(0), self.model.config.vocab_size
         lengths = (3, max(20, budget // 2), max(33, budget + 9))
-        self.prompts = [rng.integers(1, size, length, dtype=np.int32) for length in lengths]
+        longest = max(1, policy.longest_prompt)  # a protected prompt must fit
+        self.prompts = [rng.integers(1, size, int(min(length, longest)), dtype=np.int32) for length in lengths]
 
     def run(
         self,

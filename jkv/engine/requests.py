@@ -222,10 +222,9 @@ def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:
 
 def check_prompt_fits(policy: Policy, index: int, prompt_length: int) -> None:
     """Refuses a protected prompt that the budget cannot hold."""
-    if policy.evict is None or not policy.evict.protect_prompt or policy.budget is None:
-        return
-    least = int(policy.budgets(policy.budget, 2).min())  # the last layer's, whatever the number of layers
-    if prompt_length + policy.evict.recent > least:
+    if prompt_length > policy.longest_prompt:
+        assert policy.evict is not None
+        least = policy.longest_prompt + policy.evict.recent
         of_layer = "" if least == policy.budget else f" on average, and {least} in the last layer"
         raise ValueError(
             f"{policy.name} never drops the prompt, so its budget must hold it and the {policy.evict.recent} most recent "

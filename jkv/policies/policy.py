@@ -151,6 +151,13 @@ class Policy:
         return 0 if self.evict is None else self.evict.sinks + self.evict.recent
 
     @property
+    def longest_prompt(self) -> float:
+        """The most tokens of a prompt that is never dropped: what the smallest budget of a layer leaves beside recent slots."""
+        if self.evict is None or not self.evict.protect_prompt or self.budget is None:
+            return math.inf
+        return int(self.budgets(self.budget, 2).min()) - self.evict.recent  # of two layers, as of any number
+
+    @property
     def evicts_in_steps(self) -> bool:
         """Whether the decode step itself evicts (`jkv.cache.in_step_eviction`)."""
         return isinstance(self.schedule, EachStep)

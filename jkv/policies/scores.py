@@ -5,7 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
 from jkv.policies.needs import Needs
@@ -30,18 +30,32 @@ class Uniform:
     needs = Needs()
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
-        key, layer = jax.random.key(self.seed), jnp.asarray(0 if view.layer is None else view.layer, jnp.int32)
+        return uniform(view, self.seed)
 
-        def draw(position: Array, head: Array, num_seen: Array, layer: Array) -> Float[Array, ""]:
-            folded = functools.reduce(jax.random.fold_in, (layer, num_seen, head, position), key)
-            return jax.random.uniform(folded)
 
-        head = jnp.arange(view.position.shape[1], dtype=jnp.int32)
-        head = head if view.first_head is None else head + view.first_head
-        over_slots = jax.vmap(draw, in_axes=(0, None, None, None))
-        over_heads = jax.vmap(over_slots, in_axes=(0, 0, None, None))
-        layer = jnp.broadcast_to(layer, view.num_seen.shape)
-        return jax.vmap(over_heads, in_axes=(0, None, 0, 0))(view.position, head, view.num_seen, layer)
+def uniform(view: CacheView, seed: int) -> Float[Array, "B K S"]:
+    """A number in [0, 1) for each slot that depends on the seed, layer, KV head, position and sequence length only."""
+    key = jax.random.key(seed)
+
+    def draw(position: Array, head: Array, num_seen: Array, layer: Array) -> Float[Array, ""]:
+        return jax.random.uniform(functools.reduce(jax.random.fold_in, (layer, num_seen, head, position), key))
+
+    head = jnp.arange(view.position.shape[1], dtype=jnp.int32)
+    head = head if view.first_head is None else head + view.first_head
+    over_slots = jax.vmap(draw, in_axes=(0, None, None, None))
+    over_heads = jax.vmap(over_slots, in_axes=(0, 0, None, None))
+    return jax.vmap(over_heads, in_axes=(0, None, 0, 0))(view.position, head, view.num_seen, layer_of(view))
+
+
+def layer_of(view: CacheView) -> Int[Array, " B"]:
+    """The layer of each batch row; 0 where the view does not say."""
+    layer = jnp.asarray(0 if view.layer is None else view.layer, jnp.int32)
+    return jnp.broadcast_to(layer, view.num_seen.shape)
+
+
+def quarter_of(budget: int, most: int) -> int:
+    """A default number of recent tokens: `most`, or a quarter of a small budget."""
+    return max(1, min(most, budget // 4))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ rather than names made at run time, are what type checkers and editors understan
 """
 
 from jkv.policies.ada_kv import ada_kv as ada_kv
+from jkv.policies.cur import cur as cur
 from jkv.policies.full import full as full
 from jkv.policies.h2o import h2o as h2o
 from jkv.policies.mem_share import mem_share as mem_share
@@ -12,6 +13,7 @@ from jkv.policies.pyramid_kv import pyramid_kv as pyramid_kv
 from jkv.policies.quest import quest as quest
 from jkv.policies.r_kv import r_kv as r_kv
 from jkv.policies.random import random as random
+from jkv.policies.random_attention import random_attention as random_attention
 from jkv.policies.random_share import random_share as random_share
 from jkv.policies.reason_cache import reason_cache as reason_cache
 from jkv.policies.rpc import rpc as rpc
@@ -20,3 +22,4 @@ from jkv.policies.skip_kv import skip_kv as skip_kv
 from jkv.policies.snap_kv import snap_kv as snap_kv
 from jkv.policies.streaming_llm import streaming_llm as streaming_llm
 from jkv.policies.tova import tova as tova
+from jkv.policies.vase import vase as vase

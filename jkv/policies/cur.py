@@ -1,0 +1,89 @@
+"""CUR (CurDKV, arXiv 2509.15038, as resampled for decoding): keeps slots by the norms of their projected keys and values."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jkv.policies.evict import Evict
+from jkv.policies.needs import Needs
+from jkv.policies.policy import Policy
+from jkv.policies.recipe import recipe
+from jkv.policies.schedules import Every
+from jkv.policies.scores import layer_of, quarter_of
+from jkv.policies.view import CacheView
+
+
+@dataclasses.dataclass(frozen=True)
+class NormProduct:
+    """The squared norm of a slot's key times that of its value, both after one random projection of each compaction.
+
+    Attributes:
+      rank: columns of the projection; 0 takes the norms themselves.
+      seed: of the projections, which also depend on the layer and the length of the sequence, and on nothing else.
+    """
+
+    rank: int
+    seed: int
+    needs = Needs()
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"rank is a number of columns, or 0 for the norms themselves; got {self.rank}.")
+
+    def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
+        key, value = view.key.astype(jnp.float32), view.value.astype(jnp.float32)
+        if self.rank:
+            size = key.shape[-1]
+            seed = jax.random.key(self.seed)
+
+            def draw(layer: Array, num_seen: Array) -> Float[Array, "H r"]:
+                folded = jax.random.fold_in(jax.random.fold_in(seed, layer), num_seen)
+                return jax.random.normal(folded, (size, self.rank)) * self.rank**-0.5
+
+            projection = jax.vmap(draw)(layer_of(view), view.num_seen)
+            key, value = (jnp.einsum("bksh,bhr->bksr", x, projection, precision="highest") for x in (key, value))
+        product = (key**2).sum(axis=-1) * (value**2).sum(axis=-1)
+        total = jnp.where(view.is_filled, product, 0.0).sum(axis=-1, keepdims=True)
+        return product / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+
+
+@recipe(
+    "CUR", idea="keeps slots with large keys and values under a fresh random projection; reads no queries", arxiv="2509.15038"
+)
+def cur(
+    budget: int,
+    interval: int = 64,
+    rank: int = 20,
+    sinks: int = 4,
+    recent: int | None = None,
+    seed: int = 0,
+    protect_prompt: bool = False,
+) -> Policy:
+    """CUR with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
+
+    The first `sinks` tokens, the last `recent` (by default 64, or a quarter of a budget below 256) and, with `protect_prompt`,
+    the prompt are never evicted. It reads no queries and keeps no attention statistics, so a compaction costs a matrix product
+    with `rank` columns.
+
+    Rule:
+      G = a matrix [H, rank] of normal numbers over sqrt(rank), drawn anew for each layer and compaction
+      score = |key G|^2 * |value G|^2, over its sum over the slots; keys as they are cached, after RoPE
+
+    Departures:
+      - From CurDKV, which scores the prompt once by leverage scores: this is the form that the code of VaSE (arXiv 2606.03928)
+        runs while decoding.
+      - From that code: projections depend on seed, layer and length alone, so they are batch-invariant, and a compaction is due
+        by the row's own generated tokens.
+      - `rank=0` takes exact norms, as other libraries do.
+
+    Raises:
+      ValueError: a setting out of its range, or a budget that does not hold the sinks and the recent tokens.
+
+    >>> cur(budget=1024).evict.recent, cur(budget=128).evict.recent
+    (64, 32)
+    """
+    recent = quarter_of(budget, 64) if recent is None else recent
+    evict = Evict(NormProduct(rank, seed), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
+    return Policy("cur", evict, Every(budget, interval))
