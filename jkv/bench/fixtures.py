@@ -71,5 +71,5 @@ def new_inputs(params: Params, policy: Policy, batch: int) -> ChunkInputs:
         "sampling": rows_of([Sampling(temperature=0.0)] * batch),
         "key": np.zeros((batch, 2), np.uint32),
     }
-    rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers) if policy.needs.mass else None
+    rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers, {}) if policy.needs.mass else None
     return jax.device_put(ChunkInputs(**arrays, rules=rules, reads=None, sinks=None, steer=None))

@@ -127,7 +127,7 @@ def align_now(rules: Any, running: Mapping[int, Sample]) -> Any:
     return rules._replace(is_aligning=is_aligning, was_end=was_end, since=since)
 
 
-def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int, prompts: Mapping[int, int] | None = None) -> Any:
+def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int, prompts: Mapping[int, int]) -> Any:
     """`StepRules`; rows that evict between chunks, or never, have an unlimited budget here. `prompts` are the rows' lengths."""
     budget = np.full((num_layers, num_rows), UNLIMITED, np.int32)
     sinks, recent = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
@@ -136,7 +136,7 @@ def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int, p
         if policy.evicts_in_steps:
             evict: Any = policy.evict
             budget[:, i] = policy.layer_budgets(num_layers)
-            sinks[i] = max(evict.sinks, (prompts or {}).get(i, 0) if evict.protect_prompt else 0)
+            sinks[i] = max(evict.sinks, prompts[i] if evict.protect_prompt else 0)
             recent[i] = evict.recent
             last_only[i], is_per_layer[i] = evict.needs.in_step == "last", evict.scope == "layer"
     arrays: Any = (budget, sinks, recent, last_only, is_per_layer)

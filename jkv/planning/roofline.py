@@ -48,10 +48,10 @@ def lifetime(policy: Policy, prompt: int, new: int, num_layers: int) -> Lifetime
         steps = min(due or new, new - done)
         # A bounded row with the slots that it had a cycle ago repeats that cycle to its end.
         repeats = 1
-        has_slope = policy.budget is None or (policy.budgets(policy.budget, num_layers, prompt + done) == budgets).all()
+        is_settled = policy.budget is None or (policy.budgets(policy.budget, num_layers, prompt + done) == budgets).all()
         if (
             policy.is_bounded
-            and has_slope
+            and is_settled
             and steps == due
             and slots_last_cycle is not None
             and (filled == slots_last_cycle).all()

@@ -11,7 +11,7 @@ from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
-from jkv.policies.scores import layer_of, quarter_of
+from jkv.policies.scores import default_recent, layer_of
 from jkv.policies.view import CacheView
 
 
@@ -84,6 +84,6 @@ def cur(
     >>> cur(budget=1024).evict.recent, cur(budget=128).evict.recent
     (64, 32)
     """
-    recent = quarter_of(budget, 64) if recent is None else recent
+    recent = default_recent(budget) if recent is None else recent
     evict = Evict(NormProduct(rank, seed), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
     return Policy("cur", evict, Every(budget, interval))

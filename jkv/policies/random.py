@@ -13,8 +13,8 @@ def random(
 ) -> Policy:
     """Keeps the last `recent` tokens and a random set, `budget` slots in total, drawn anew for each compaction and KV head.
 
-    The first `sinks` tokens and, with `protect_prompt`, the prompt stay too. Give it what the policy protects that it stands
-    beside.
+    The first `sinks` tokens and, with `protect_prompt`, the prompt stay too. For a fair comparison,
+    protect the same tokens as the policy beside it.
 
     Rule:
       score = a uniform number that depends on the seed, layer, head, position and length alone, so it is batch-invariant

@@ -10,7 +10,7 @@ from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
-from jkv.policies.scores import quarter_of, uniform
+from jkv.policies.scores import default_recent, uniform
 from jkv.policies.view import CacheView
 
 
@@ -53,5 +53,5 @@ def random_attention(budget: int, interval: int = 64, recent: int | None = None,
     >>> random_attention(budget=1024).evict.recent
     64
     """
-    recent = quarter_of(budget, 64) if recent is None else recent
+    recent = default_recent(budget) if recent is None else recent
     return Policy("random_attention", Evict(PromptOrChance(recent, seed), recent=recent), Every(budget, interval))

@@ -53,9 +53,9 @@ def layer_of(view: CacheView) -> Int[Array, " B"]:
     return jnp.broadcast_to(layer, view.num_seen.shape)
 
 
-def quarter_of(budget: int, most: int) -> int:
-    """A default number of recent tokens: `most`, or a quarter of a small budget."""
-    return max(1, min(most, budget // 4))
+def default_recent(budget: int) -> int:
+    """How many recent tokens a policy keeps by default: 64, or a quarter of a budget below 256."""
+    return max(1, min(64, budget // 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,9 +158,9 @@ class AttentionMass:
             logits += view.log_weight[:, :, None, None]
         where = is_scored[:, :, None]
         if self.over_group == "max":
-            share = softmax_of(logits.max(axis=2), where)
+            share = jax.nn.softmax(logits.max(axis=2), axis=-1, where=where)
         else:
-            share = softmax_of(logits, where[:, :, None])
+            share = jax.nn.softmax(logits, axis=-1, where=where[:, :, None])
             share = share.mean(axis=2) if self.over_group == "mean" else share.max(axis=2)
         total = share.sum(axis=-1, keepdims=True)
         share = share / jnp.where(total > 0, total, 1.0)
@@ -175,14 +175,6 @@ class AttentionMass:
         if self.pooling == "mean":
             return mean_pool(jnp.where(is_scored, mass, 0.0), self.pool)
         return max_pool(jnp.where(is_scored, mass, -jnp.inf), self.pool)
-
-
-def softmax_of(logits: Float[Array, "*N S"], where: Bool[Array, "*#N S"]) -> Float[Array, "*N S"]:
-    """The softmax over the slots that count; zeros where none does."""
-    peak = jnp.max(logits, axis=-1, keepdims=True, where=where, initial=-jnp.inf)
-    power = jnp.where(where, jnp.exp(logits - jnp.where(peak > -jnp.inf, peak, 0.0)), 0.0)
-    total = power.sum(axis=-1, keepdims=True)
-    return power / jnp.where(total > 0, total, 1.0)
 
 
 WIDEST_POOL = 4_096  # the scores are padded by half of it

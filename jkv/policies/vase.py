@@ -10,7 +10,7 @@ from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
-from jkv.policies.scores import AttentionMass, quarter_of, uniform
+from jkv.policies.scores import AttentionMass, default_recent, uniform
 from jkv.policies.view import CacheView
 
 SURE = 1e6  # above every sum of a logarithm and a Gumbel number
@@ -21,7 +21,7 @@ class LargeRangeOrDrawn:
     """Slots of the largest range of values first, and then a draw without replacement by attention.
 
     Attributes:
-      mass: the attention that the draw goes by.
+      mass: the attention; slots are drawn in proportion to it.
       share: of the budget that the range of values fills, sinks included.
       sinks: first positions, which count as the largest.
       seed: of the draws.
@@ -34,7 +34,9 @@ class LargeRangeOrDrawn:
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1:
-            raise ValueError(f"share is the part of the budget that goes by values and must lie in [0, 1]; got {self.share}.")
+            raise ValueError(
+                f"share is the part of the budget for large ranges of values and must lie in [0, 1]; got {self.share}."
+            )
 
     @property
     def needs(self) -> Needs:
@@ -82,6 +84,7 @@ def vase(
       draw the others without replacement, in proportion to a
 
     Departures:
+      - With `protect_prompt`, slots of the prompt may be among those of the largest range; the authors leave them out.
       - Draws depend on the seed, layer, head, position and length alone, so they are batch-invariant.
       - A compaction is due by the row's own generated tokens; the authors' by the length of the cache.
 
@@ -91,6 +94,6 @@ def vase(
     >>> vase(budget=1024).evict.recent
     64
     """
-    window = quarter_of(budget, 64) if window is None else window
+    window = default_recent(budget) if window is None else window
     score = LargeRangeOrDrawn(AttentionMass(window, pool, "mean", over_group="mean"), share, sinks, seed)
     return Policy("vase", Evict(score, recent=window, protect_prompt=protect_prompt), Every(budget, interval))

@@ -105,7 +105,7 @@ def test_random_attention_keeps_the_prompt_the_recent_tokens_and_others_by_chanc
     [
         (lambda: jkv.cur(64, rank=-1), "rank is a number of columns"),
         (lambda: jkv.cur(8, recent=7), "must hold its sinks and recent"),
-        (lambda: jkv.vase(64, share=1.5), "share is the part of the budget"),
+        (lambda: jkv.vase(64, share=1.5), "share is the part of the budget for large ranges"),
         (lambda: jkv.random_attention(8, recent=9), "must hold its sinks and recent"),
     ],
 )

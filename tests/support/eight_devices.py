@@ -264,7 +264,7 @@ def test_rows_on_two_replicas_equal_rows_on_one_device(params):
     row, key = np.arange(NUM_ROWS), np.zeros((NUM_ROWS, 2), np.uint32)
     settings = rows_of([jkv.Sampling(temperature=0)] * NUM_ROWS)
     policies = dict(enumerate([jkv.full(), jkv.h2o(10), jkv.full(), jkv.h2o(8)]))
-    rules = chunk_inputs.step_rules(policies, NUM_ROWS, UNTIED.num_layers)
+    rules = chunk_inputs.step_rules(policies, NUM_ROWS, UNTIED.num_layers, {})
     remaining = np.asarray([16, 16, 5, 16], np.int32)
     inputs = programs.ChunkInputs(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, key, rules, None, None, None)
 
