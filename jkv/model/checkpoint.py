@@ -312,7 +312,8 @@ def read_parts(tensor: np.ndarray, parts: list[Part], dtype: Any, where: str) ->
         with np.errstate(over="ignore"):  # reported below
             leaf = jnp.array(rows.T if part.is_transposed else rows, dtype)
         if not jnp.isfinite(leaf).all():
-            raise ValueError(f"{where} must be finite, got NaN or infinity as {dtype}. {AGAIN} Or load with a wider dtype.")
+            wider = "" if jnp.dtype(dtype) == jnp.float32 else ' Or load with dtype="float32".'
+            raise ValueError(f"{where} must be finite, got NaN or infinity as {dtype}. {AGAIN}{wider}")
         leaves[part.leaf] = leaf
     return leaves
 
