@@ -41,6 +41,7 @@ def generate(
     stop_ids: Sequence[int] | None = None,
     stop_strings: Sequence[str] = (),
     *,
+    forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
     on_tokens: Callable[[Event], None] | None = None,
     progress: bool | None = None,
     **settings: Any,
@@ -51,7 +52,7 @@ def generate(
       model_or_params: what `jkv.load` returns; or bare `Params`, with token ids as prompts.
       prompt_or_prompts: a string, a conversation (a list of messages such as `{"role": "user", "content": "..."}`, which the
         tokenizer's chat template turns into text), or a sequence of token ids; or a list of these.
-      policy, sampling, max_new_tokens, n, stop_ids, stop_strings: see `jkv.RequestOptions`.
+      policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens: see `jkv.RequestOptions`.
       on_tokens: receives a `jkv.Event` for each sample and chunk (`event.ticket` is the prompt's index). If it raises, that
         prompt's samples end with the reason "error", a warning gives the exception, and the others continue.
       progress: whether to show a bar; None shows it in a terminal or notebook.
@@ -67,7 +68,13 @@ def generate(
     """
     model, options = check_model(model_or_params), EngineOptions().changed(settings, inspect.signature(generate).parameters)
     request_options = RequestOptions(
-        policy=policy, sampling=sampling, max_new_tokens=max_new_tokens, n=n, stop_ids=stop_ids, stop_strings=stop_strings
+        policy=policy,
+        sampling=sampling,
+        max_new_tokens=max_new_tokens,
+        n=n,
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+        forced_tokens=forced_tokens,
     )
     requests = make_requests(model, encode_prompts(model, prompt_or_prompts), request_options)
     engine = engine_for(model, requests, options)
@@ -96,7 +103,7 @@ def log_programs(stats: RunStats) -> None:
 
 def warn_of_length(samples: Sequence[Sample]) -> None:
     """Warns where most samples were cut by their limit, unless nothing could have ended them earlier."""
-    may_stop = [sample for sample in samples if sample.request.stop_ids or sample.request.stop_strings]
+    may_stop = [sample for sample in samples if sample.request.may_stop]
     limits = [sample.request.max_new_tokens for sample in may_stop if sample.completion.finish_reason == "length"]
     if 2 * len(limits) > len(may_stop):
         LOGGER.info("%d of %d samples were cut after %d tokens", len(limits), len(samples), max(limits))

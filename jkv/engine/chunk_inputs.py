@@ -18,11 +18,14 @@ from jkv.cache.in_step_eviction import UNLIMITED, StepRules
 from jkv.cache.page_selection import ReadRules, pages_read
 from jkv.engine.programs import AlignRules, ChunkInputs, State
 from jkv.engine.samples import Sample
+from jkv.engine.scheduler import CHUNKS
 from jkv.model.params import Model, ModelConfig
 from jkv.model.sampling import Sampling, rows_of, sample_key
 from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules, marks_of
 from jkv.reasoning.token_text import facts_of
+
+MOST_STEPS = max(CHUNKS)
 
 
 def empty_state(
@@ -87,8 +90,8 @@ def row_settings(
     return jax.device_put(settings, sharding)
 
 
-def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model) -> ChunkInputs:
-    """The settings with what changes from chunk to chunk: remaining tokens, steering strengths, the progress of thoughts."""
+def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model, is_forcing: bool) -> ChunkInputs:
+    """The settings with what changes from chunk to chunk: remaining and forced tokens, steering, the progress of thoughts."""
     num_rows = settings.remaining.shape[0]
     remaining: Any = np.zeros(num_rows, np.int32)
     strength, is_thinking = np.zeros(num_rows, np.float32), np.zeros(num_rows, bool)
@@ -104,7 +107,21 @@ def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model
     steer_settings: Any = settings.steer
     if steer_settings is not None:
         steer_settings = steer_settings._replace(strength=strength, is_thinking=is_thinking)
-    return settings._replace(remaining=remaining, steer=steer_settings, align=align_now(settings.align, running))
+    return settings._replace(
+        remaining=remaining,
+        steer=steer_settings,
+        align=align_now(settings.align, running),
+        forced=forced_now(running, num_rows) if is_forcing else None,
+    )
+
+
+def forced_now(running: Mapping[int, Sample], num_rows: int) -> Any:
+    """The next chunk's forced tokens, [steps, B]; -1 where a row draws its own."""
+    forced = np.full((MOST_STEPS, num_rows), -1, np.int32)
+    for i, sample in running.items():
+        tokens = sample.request.forced[sample.generated : sample.generated + MOST_STEPS]
+        forced[: len(tokens), i] = tokens
+    return forced
 
 
 def align_rules(num_rows: int, model: Model) -> Any:

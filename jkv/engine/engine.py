@@ -144,12 +144,13 @@ class Engine:
         first_sample: int = 0,
         on_tokens: Callable[[Event], None] | None = None,
         request: int | None = None,
+        forced_tokens: Sequence[int] | None = None,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
 
         Args:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
-          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
+          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample, forced_tokens: see `jkv.RequestOptions`.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
@@ -166,6 +167,7 @@ class Engine:
             stop_ids=stop_ids,
             stop_strings=stop_strings,
             first_sample=first_sample,
+            forced_tokens=forced_tokens,
         )
         prompts = encode_prompts(self.model, prompt)
         if len(prompts) != 1:

@@ -79,7 +79,8 @@ class Outputs:
         """The finish reason that follows from a chunk's tokens; empty if the sample continues."""
         if not np.isfinite(row.log_probs[-1]):
             return "nan"
-        if row.tokens[-1] in sample.request.stop_ids:
+        is_drawn = sample.completion.num_tokens + len(row.tokens) > len(sample.request.forced)
+        if is_drawn and row.tokens[-1] in sample.request.stop_ids:
             return "stop"
         return "length" if sample.remaining <= 0 else ""
 

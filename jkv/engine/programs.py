@@ -66,6 +66,7 @@ class ChunkInputs(NamedTuple):
     sinks: Int[Array, " B"] | None  # number of each row that moves them, 0 for others; None when no policy does
     steer: SteerRules | None  # None when no policy steers
     align: AlignRules | None = None  # None when no policy aligns thoughts
+    forced: Int[Array, "steps B"] | None = None  # tokens in place of draws, -1 for none; None when no request forces any
 
 
 class ChunkOutputs(NamedTuple):
@@ -96,12 +97,14 @@ def decode_chunk(
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
     row = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32)
 
-    def step(carry: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def step(carry: tuple[Any, ...], forced: Array | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         (cache, logits), is_active, remaining, is_thinking, align = carry
         position = cache.pool.logical_length
-        token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, inputs.key, position, draws)
+        token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, inputs.key, position, draws, forced)
         token = jnp.where(is_active, token, 0)
-        is_last = (token[:, None] == inputs.stop_ids).any(axis=-1) | (remaining <= 1) | ~jnp.isfinite(log_prob)
+        is_stop = (token[:, None] == inputs.stop_ids).any(axis=-1)
+        is_stop = is_stop if forced is None else is_stop & (forced < 0)
+        is_last = is_stop | (remaining <= 1) | ~jnp.isfinite(log_prob)
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
         pool = cache.pool
         if align is not None:
@@ -137,7 +140,8 @@ def decode_chunk(
 
     is_thinking = None if inputs.steer is None else inputs.steer.is_thinking
     start = (state, inputs.remaining > 0, inputs.remaining, is_thinking, inputs.align)
-    (state, is_running, *_), (token, log_prob, is_real, *events) = jax.lax.scan(step, start, None, length=num_steps)
+    forced = None if inputs.forced is None else inputs.forced[:num_steps]
+    (state, is_running, *_), (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
     return state, ChunkOutputs(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, *events)
 
 

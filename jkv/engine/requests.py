@@ -37,6 +37,7 @@ class Request:
       max_new_tokens: the most tokens of the completion.
       has_open_limit: whether the caller gave no such limit, so that an engine may lower it.
       until: the token after which its policy evicts no more; None if there is none.
+      forced: the first tokens of its completion, `[F]` int32, taken in place of draws.
       stop_ids: tokens that end it.
       stop_strings: texts that end it.
     """
@@ -52,11 +53,17 @@ class Request:
     stop_strings: tuple[str, ...] = ()
     has_open_limit: bool = False
     until: int | None = None
+    forced: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def most_tokens(self) -> int:
         """The most tokens of prompt and completion together."""
         return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def may_stop(self) -> bool:
+        """Whether anything but its limit may end it."""
+        return bool(self.stop_ids or self.stop_strings) and len(self.forced) < self.max_new_tokens
 
     def first_slots(self, num_layers: int) -> np.ndarray:
         """Mean slots of a KV head in each layer when the first token is drawn: [L]."""
@@ -89,6 +96,10 @@ class RequestOptions:
         characters.
       first_sample: the index of a prompt's first sample in the random keys: n calls of one sample each, with ascending
         indices, draw the same tokens as one call of n samples.
+      forced_tokens: the token ids that a completion begins with, in place of draws; for several prompts, one list for all or a
+        list of one for each. Their log-probabilities show how well the model predicts any text with a small cache. They end no
+        completion; `max_new_tokens=None` is their number, and `sampling=None` is greedy, with log-probabilities of
+        temperature 1.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -101,6 +112,7 @@ class RequestOptions:
     stop_ids: Sequence[int] | None = None
     stop_strings: Sequence[str] = ()
     first_sample: int = 0
+    forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("n", int), ("max_new_tokens", int | None), ("first_sample", int)):
@@ -163,19 +175,28 @@ def make_requests(
     if identity is not None and not 0 <= typed("request", identity, int) < 2**32:
         raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {shown(identity)}.")
     policies = spread_policies(options.policy, len(prompts))
-    sampling = check_sampling(model.sampling if options.sampling is None else options.sampling)
+    forced = spread_forced(options, len(prompts), config.vocab_size)
+    default = model.sampling if options.forced_tokens is None else None
+    sampling = check_sampling(default if options.sampling is None else options.sampling)
+    check_forcing(options, sampling)
     seed = secrets.randbits(32) if sampling.seed is None else sampling.seed
     ends = config.end_ids if options.stop_ids is None else check_stop_ids(options.stop_ids, config.vocab_size)
     check_stop_strings(model, options.stop_strings)
     seen: collections.Counter[int] = collections.Counter()
     requests = []
     for i, (prompt, policy) in enumerate(zip(prompts, policies, strict=True)):
-        limit = new_token_limit(i, len(prompt), options.max_new_tokens, config.max_positions)
+        asked = len(forced[i]) or None if options.max_new_tokens is None else options.max_new_tokens
+        limit = new_token_limit(i, len(prompt), asked, config.max_positions)
+        if len(forced[i]) > limit:
+            raise ValueError(
+                f"max_new_tokens must hold the forced tokens; got {len(forced[i])} of them for prompt {i}, and "
+                f"max_new_tokens={limit}. Raise it, or leave it out."
+            )
         check_prompt_fits(policy, i, len(prompt))
         prompt_id = request_id(prompt) if identity is None else identity
         samples = range(first + seen[prompt_id], first + seen[prompt_id] + n)
         common = (prompt, policy, sampling, seed, prompt_id)
-        rest = (limit, ends, tuple(options.stop_strings), options.max_new_tokens is None, until_token(policy, model))
+        rest = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
         requests.append([Request(*common, sample, *rest) for sample in samples])
         seen[prompt_id] += n
     return requests
@@ -207,6 +228,43 @@ def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
                 + (did_you_mean(f"jkv.{each}", [f"jkv.{name}" for name in POLICIES]) if isinstance(each, str) else "")
             )
     return policies
+
+
+def spread_forced(options: RequestOptions, num_prompts: int, vocab_size: int) -> list[np.ndarray]:
+    """The forced tokens of each prompt."""
+    given: Any = options.forced_tokens
+    if given is None:
+        return [np.zeros(0, np.int32)] * num_prompts
+    is_each = isinstance(given, Sequence) and len(given) > 0 and all(np.ndim(tokens) == 1 for tokens in given)
+    if is_each and len(given) != num_prompts:
+        raise ValueError(
+            f"forced_tokens must be token ids, or a list of them for each prompt; got {len(given)} lists for {num_prompts} "
+            "prompts."
+        )
+    return [check_forced(i, tokens, vocab_size) for i, tokens in enumerate(given if is_each else [given] * num_prompts)]
+
+
+def check_forced(index: int, tokens: Any, vocab_size: int) -> np.ndarray:
+    """A prompt's forced tokens, checked to be tokens of the model."""
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"forced_tokens must be a list of at least one token id for prompt {index}; got {shown(tokens)}.")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"forced_tokens must be token ids in [0, {vocab_size}); got {wrong} for prompt {index}.")
+    return ids.astype(np.int32)
+
+
+def check_forcing(options: RequestOptions, sampling: Sampling) -> None:
+    """Refuses forced tokens with settings that could cut them."""
+    if options.forced_tokens is None:
+        return
+    if sampling.draws == "truncated":
+        raise ValueError(
+            "Forced tokens need a distribution that cuts none of them; got top_p, top_k or min_p. Leave them out of sampling."
+        )
+    if options.stop_strings:
+        raise ValueError("stop_strings would cut forced tokens; got both. Leave one out.")
 
 
 def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:

@@ -84,6 +84,7 @@ class Runner:
         self.version, self.is_traced = 0, False
         self.platform = platform_of(next(iter(devices)))
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
+        self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
             "num_rows": capacity.max_running,
@@ -333,6 +334,7 @@ class Runner:
         if self._settings is None:
             demands = [sample.request.sampling.draws for sample in running.values()]
             self.draws = max([self.draws, *demands], key=DRAWS.index)
+            self.is_forcing |= any(len(sample.request.forced) for sample in running.values())
             self._settings = row_settings(
                 running,
                 self.needs,
@@ -342,7 +344,7 @@ class Runner:
                 page_size=self.capacity.page_size,
                 sharding=None if self.mesh is None else meshes.replicated(self.mesh),
             )
-        return for_chunk(self._settings, running, self.model)
+        return for_chunk(self._settings, running, self.model, self.is_forcing)
 
     def _new_trace(self, sample: Sample) -> TraceRecorder | None:
         """A trace recorder for a sample, if samples are traced."""

@@ -97,12 +97,18 @@ def sample_key(seed: UInt32[Array, ""], request: UInt32[Array, ""], sample: UInt
 
 
 def draw(
-    logits: Float[Array, "B V"], rows: SamplingRows, key: UInt32[Array, "B 2"], position: Int[Array, " B"], draws: str
+    logits: Float[Array, "B V"],
+    rows: SamplingRows,
+    key: UInt32[Array, "B 2"],
+    position: Int[Array, " B"],
+    draws: str,
+    forced: Int[Array, " B"] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"] | None]:
     """Each row's next token, its log-probability in nats, and its log-probability before top-k, top-p and min-p.
 
     The last is None unless `draws` is "truncated". `key` is each sample's; the position is folded in, so that a draw depends
     only on seed, request, sample and position.
+    `forced` holds tokens that are taken in place of a draw, -1 where there is none.
     `draws`, one of DRAWS, must cover every row: "sampled" hashes every logit, and "truncated" also reads them again and
     again, to find the last ones that stay.
     """
@@ -116,6 +122,7 @@ def draw(
     if draws != "greedy":
         noisy_BV = log_probs_BV + jnp.where(rows.temperature[:, None] > 0, jax.vmap(noise)(key, position), 0.0)
     token = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
+    token = token if forced is None else jnp.where(forced >= 0, forced, token)
     log_prob = jnp.take_along_axis(log_probs_BV, token[:, None], axis=-1)[:, 0]
     if draws != "truncated":
         return token, log_prob, None
