@@ -196,7 +196,7 @@ def make_requests(
         prompt_id = request_id(prompt) if identity is None else identity
         samples = range(first + seen[prompt_id], first + seen[prompt_id] + n)
         common = (prompt, policy, sampling, seed, prompt_id)
-        rest = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
+        rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
         requests.append([Request(*common, sample, *rest) for sample in samples])
         seen[prompt_id] += n
     return requests
