@@ -78,6 +78,13 @@ def wilson(right: int, total: int, level: float = LEVEL) -> tuple[float, float]:
     return float(found.low), float(found.high)
 
 
+def accuracy_figures(right: Bool[np.ndarray, "problems n"]) -> list[float]:
+    """The share of samples that are right and its 95 % interval: Wilson's of one sample a problem, a bootstrap of several."""
+    each = right.mean(axis=1)
+    interval = wilson(int(right.sum()), len(right)) if right.shape[1] == 1 else bootstrap(each)
+    return [float(each.mean()), *interval]
+
+
 def tango(better: int | float, worse: int | float, total: int) -> tuple[float, float]:
     """The 95 % score interval of a paired difference of shares (Tango 1998), also where no pair differs.
 
@@ -166,9 +173,9 @@ def half_width(values: Sequence[float]) -> float:
     return float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
 
 
-def pass_figures(right: Bool[np.ndarray, "problems n"], ks: Sequence[int]) -> dict[str, list[float]]:
-    """pass@k and its interval, for each k: `{"1": [value, low, high]}`."""
-    each = {k: pass_at(right, k) for k in ks}
+def pass_figures(right: Bool[np.ndarray, "problems n"], ks: Sequence[int], seeds: int = 1) -> dict[str, list[float]]:
+    """pass@k and its interval, for each k: `{"1": [value, low, high]}`; means over seeds, equal blocks of columns."""
+    each = {k: np.mean([pass_at(block, k) for block in np.split(right, seeds, axis=1)], axis=0) for k in ks}
     return {str(k): [float(values.mean()), *bootstrap(values)] for k, values in each.items()}
 
 
