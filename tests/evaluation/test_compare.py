@@ -335,6 +335,13 @@ def test_comparisons_recorded_before_go_on(path):
         bench.read(path, about | {"samples": 2}, command.UNSAID)
 
 
+def test_every_column_is_explained():
+    page = (FOLDER.parent.parent / "docs" / "evaluation.md").read_text()
+    assert [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][
+        1 : 1 + len(bench.COLUMNS)
+    ] == list(bench.COLUMNS)
+
+
 def as_run(right, touched, samples=1, seeds=1):
     """A run of which only what is right and touched matters."""
     count = len(right)
@@ -455,15 +462,20 @@ def test_wrong_protection_contrasts_and_seeds_are_told(text, words, tmp_path, ca
     assert error.count("\n") == 1
 
 
-def test_protection_goes_to_every_policy_that_has_it_below_its_own_settings(ready_runs, capsys):
+def test_protection_goes_to_every_policy_that_has_it_below_its_own_settings(ready_runs, tmp_path, capsys):
     few = ["--problems", "2", "--max-new-tokens", "16", "--budgets", "64", "--seeds", "2"]
-    names = "r_kv,h2o,streaming_llm,quest,rpc,random"
-    assert cli.main(["eval", *few, "--policies", names, "--protection", "sinks=4,recent=16", "--interval", "8"]) == 0
-    plain, h2o, window, _, rpc, random, other = ready_runs[1:]
+    file = tmp_path / "mine.toml"
+    names = ["r_kv", "free", "h2o", "streaming_llm", "quest", "rpc", "random"]
+    file.write_text(f'policies = {names}\n[settings.free]\npolicy = "r_kv"\nsinks = 0\n[settings.h2o]\nrecent = 24\n')
+    assert cli.main(["eval", *few, "--config", str(file), "--protection", "sinks=4,recent=16", "--interval", "8"]) == 0
+    plain, free, h2o, window, _, rpc, *random = ready_runs[1:]
     assert plain == r_kv(64, interval=8, sinks=4, recent=16)
-    assert h2o == h2o_policy(64, interval=8, sinks=4, recent=16)
+    assert dataclasses.replace(free, name="r_kv") == r_kv(64, interval=8, sinks=0, recent=16)
+    assert h2o == h2o_policy(64, interval=8, sinks=4, recent=24)
     assert window == streaming_llm(64, interval=8, sinks=4)
     assert rpc == rpc_policy(interval=8)
-    assert [random, other] == [random_policy(64, interval=8, sinks=4, recent=16, seed=seed) for seed in (0, 1)]
-    said = "Every policy that evicts protects 4 sinks and 16 recent slots. By rules of their own: streaming_llm, rpc."
+    assert random == [random_policy(64, interval=8, sinks=4, recent=16, seed=seed) for seed in (0, 1)]
+    said = (
+        "Every policy that evicts protects 4 sinks and 16 recent slots. By rules of their own: free, h2o, streaming_llm, rpc."
+    )
     assert said in capsys.readouterr().out
