@@ -81,8 +81,17 @@ def wilson(right: int, total: int, level: float = LEVEL) -> tuple[float, float]:
 def accuracy_figures(right: Bool[np.ndarray, "problems n"]) -> list[float]:
     """The share of samples that are right and its 95 % interval: Wilson's of one sample a problem, a bootstrap of several."""
     each = right.mean(axis=1)
-    interval = wilson(int(right.sum()), len(right)) if right.shape[1] == 1 else bootstrap(each)
+    interval = wilson(int(right.sum()), len(right)) if right.shape[1] == 1 else share_interval(each)
     return [float(each.mean()), *interval]
+
+
+def share_interval(each: Float[np.ndarray, " problems"]) -> tuple[float, float]:
+    """The 95 % interval of the mean of a share of each problem: a bootstrap, or Wilson's where all are the same.
+
+    >>> tuple(round(x, 3) for x in share_interval(np.zeros(12)))
+    (0.0, 0.242)
+    """
+    return bootstrap(each) if has_spread(each) else wilson(round(float(each.sum())), len(each))
 
 
 def tango(better: int | float, worse: int | float, total: int) -> tuple[float, float]:
@@ -176,7 +185,7 @@ def half_width(values: Sequence[float]) -> float:
 def pass_figures(right: Bool[np.ndarray, "problems n"], ks: Sequence[int], seeds: int = 1) -> dict[str, list[float]]:
     """pass@k and its interval, for each k: `{"1": [value, low, high]}`; means over seeds, equal blocks of columns."""
     each = {k: np.mean([pass_at(block, k) for block in np.split(right, seeds, axis=1)], axis=0) for k in ks}
-    return {str(k): [float(values.mean()), *bootstrap(values)] for k, values in each.items()}
+    return {str(k): [float(values.mean()), *share_interval(values)] for k, values in each.items()}
 
 
 def check_ks(ks: Sequence[int] | None, samples: int) -> list[int]:

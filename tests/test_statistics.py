@@ -9,6 +9,7 @@ from scipy import stats
 
 from jkv import statistics
 from jkv.statistics import (
+    accuracy_figures,
     bootstrap,
     check_ks,
     half_width,
@@ -70,6 +71,17 @@ def test_values_without_spread_have_an_interval_of_no_width():
     assert bootstrap(np.full(5, 0.25), np.full(3, 1.0)) == (-0.75, -0.75)
     assert np.ptp(np.full(9, 0.3) - np.arange(9) / 1e17) > 0
     assert bootstrap(np.full(9, 0.3) - np.arange(9) / 1e17) == pytest.approx((0.3, 0.3))  # rounding is no spread
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_an_accuracy_without_spread_has_wilsons_interval(right):
+    several, one = np.full((12, 3), bool(right)), np.full((12, 1), bool(right))
+    assert (
+        accuracy_figures(several)
+        == accuracy_figures(one)
+        == pass_figures(several, [1, 3])["3"]
+        == [right, *wilson(12 * right, 12)]
+    )
 
 
 def test_many_values_are_resampled_in_pieces_to_the_same_interval(monkeypatch):
