@@ -8,7 +8,19 @@ import pytest
 from scipy import stats
 
 from jkv import statistics
-from jkv.statistics import bootstrap, check_ks, half_width, paired_change, pass_at, pass_figures, wilson
+from jkv.statistics import (
+    accuracy_figures,
+    bootstrap,
+    check_ks,
+    half_width,
+    holm,
+    paired_change,
+    paired_p,
+    pass_at,
+    pass_figures,
+    tango,
+    wilson,
+)
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -61,6 +73,17 @@ def test_values_without_spread_have_an_interval_of_no_width():
     assert bootstrap(np.full(9, 0.3) - np.arange(9) / 1e17) == pytest.approx((0.3, 0.3))  # rounding is no spread
 
 
+@pytest.mark.parametrize("right", [0, 1])
+def test_an_accuracy_without_spread_has_wilsons_interval(right):
+    several, one = np.full((12, 3), bool(right)), np.full((12, 1), bool(right))
+    assert (
+        accuracy_figures(several)
+        == accuracy_figures(one)
+        == pass_figures(several, [1, 3])["3"]
+        == [right, *wilson(12 * right, 12)]
+    )
+
+
 def test_many_values_are_resampled_in_pieces_to_the_same_interval(monkeypatch):
     values, sizes = np.random.default_rng(6).random(50), []
     whole = bootstrap(values)
@@ -83,11 +106,80 @@ def test_wilsons_interval_holds_the_shares_whose_score_test_does_not_refuse(righ
     assert wilson(right, total, level=0.99)[1] - wilson(right, total, level=0.99)[0] > high - low
 
 
-def test_a_paired_change_of_single_samples_has_the_interval_of_its_pairs():
+def likeliest_spread(better, worse, total, difference):
+    """The variance of a paired difference, by searching the likeliest shares of pairs that differ: q worse, q + d better."""
+    best = (-math.inf, 0.0)
+    low, high = max(0.0, -difference), (1 - difference) / 2
+    for i in range(20_001):
+        q = low + (high - low) * i / 20_000
+        shares = [(better, q + difference), (worse, q), (total - better - worse, 1 - 2 * q - difference)]
+        if all(share > 1e-15 or count == 0 for count, share in shares):
+            best = max(best, (sum(count * math.log(share) for count, share in shares if count), 2 * q + difference))
+    return (best[1] - difference**2) / total
+
+
+@pytest.mark.parametrize(("better", "worse", "total"), [(0, 0, 20), (3, 1, 12), (1, 9, 40), (12, 0, 12), (0, 5, 30)])
+def test_tangos_interval_holds_the_differences_that_the_score_test_does_not_refuse(better, worse, total):
+    low, high = tango(better, worse, total)
+    observed = (better - worse) / total
+    assert low < high
+    for i in range(-99, 100):
+        difference = i / 100
+        if min(abs(difference - low), abs(difference - high)) > 2e-3:  # the reference is as fine as its search
+            variance = likeliest_spread(better, worse, total, difference)
+            assert (low < difference < high) == ((observed - difference) ** 2 <= 1.96**2 * variance), difference
+
+
+def test_tangos_interval_mirrors_and_ends_at_one():
+    assert tango(3, 8, 50) == pytest.approx([-end for end in tango(8, 3, 50)][::-1])
+    assert tango(12, 0, 12)[1] == 1
+    assert tango(0, 0, 5)[1] == pytest.approx(1.96**2 / (5 + 1.96**2))  # Wilson's of none of five
+
+
+def test_a_paired_change_of_single_samples_has_the_score_interval_of_its_pairs():
     this, base = np.array([[1, 0, 1, 1, 0, 1]], bool).T, np.array([[1, 1, 0, 1, 0, 1]], bool).T
-    change, low, high = paired_change(this, base)
-    assert change == 0
-    assert (low, high) == pytest.approx((-1.96 * np.sqrt((2 / 6) / 6), 1.96 * np.sqrt((2 / 6) / 6)))
+    assert paired_change(this, base) == (0, *tango(1, 1, 6))
+    assert paired_change(this, this) == (0, *tango(0, 0, 6))
+
+
+def test_no_paired_change_has_an_interval_of_zero_width():
+    this = np.array([[1, 1], [1, 0], [0, 0]], bool)
+    assert paired_change(this, this) == (0, *tango(0, 0, 3))
+    assert paired_change(np.ones((3, 2), bool), np.tile([[True, False]], (3, 1))) == (0.5, *tango(1.5, 0, 3))
+
+
+def by_all_signs(differences):
+    """The share of all signs with which the sum is as large."""
+    sums = [abs(np.dot(signs, differences)) for signs in itertools.product((1, -1), repeat=len(differences))]
+    return sum(one >= abs(sum(differences)) for one in sums) / len(sums)
+
+
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 2), (5, 1), (3, 2)])
+def test_the_p_of_a_paired_difference_counts_all_signs(n, m):
+    rng = np.random.default_rng(n)
+    for share in (0.2, 0.5, 0.9):
+        this, base = rng.random((9, n)) < share, rng.random((9, m)) < 0.4
+        whole = [m * int(a.sum()) - n * int(b.sum()) for a, b in zip(this, base, strict=True)]
+        assert paired_p(this, base) == pytest.approx(by_all_signs(whole))
+
+
+@pytest.mark.parametrize(("better", "worse"), [(0, 0), (1, 0), (7, 2), (3, 3), (60, 31), (0, 40)])
+def test_with_one_sample_a_problem_p_is_mcnemars(better, worse):
+    this = np.array([[1]] * better + [[0]] * worse + [[1]] * 20, bool)
+    base = np.array([[0]] * better + [[1]] * worse + [[1]] * 20, bool)
+    expected = stats.binomtest(better, better + worse).pvalue if better + worse else 1
+    assert paired_p(this, base) == paired_p(base, this) == pytest.approx(expected)
+
+
+def test_holms_correction_is_that_of_every_set_of_hypotheses():
+    """A hypothesis falls when Bonferroni's test refuses every set of hypotheses that it belongs to."""
+    rng = np.random.default_rng(8)
+    for _ in range(20):
+        ps = (rng.random(6) ** 3).round(2).tolist()
+        sets = [chosen for size in range(1, 7) for chosen in itertools.combinations(range(6), size)]
+        expected = [max(min(1, len(one) * min(ps[j] for j in one)) for one in sets if i in one) for i in range(6)]
+        assert holm(ps) == pytest.approx(expected)
+    assert holm([]) == []
 
 
 def test_a_paired_change_of_several_samples_is_bootstrapped_over_problems():

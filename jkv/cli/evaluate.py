@@ -16,6 +16,9 @@ DEFAULTS: dict[str, Any] = {
     "max_running": 32,
     "page_size": DEFAULT_PAGE_SIZE,
     "settings": {},
+    "protection": {},
+    "contrasts": [],
+    "seeds": 1,
     "file": None,
     "dataset": None,
     "preset": None,
@@ -40,13 +43,16 @@ DEFAULTS: dict[str, Any] = {
 }
 TYPES: dict[str, Any] = (
     dict.fromkeys(("problems", "kv_memory", "max_running", "page_size", "max_new_tokens", "samples", "top_k"), int)
-    | dict.fromkeys(("seed", "shuffle_seed"), int)
+    | dict.fromkeys(("seed", "seeds", "shuffle_seed"), int)
     | dict.fromkeys(("model", "file", "dataset", "preset", "split", "subset", "question", "answer", "template", "grader"), str)
     | dict.fromkeys(("temperature", "top_p", "min_p"), float)
-    | dict.fromkeys(("budgets", "policies", "pass_at"), list)
-    | {"settings": dict, "chat_template": bool, "skip_ungradable": bool}
+    | dict.fromkeys(("budgets", "policies", "pass_at", "contrasts"), list)
+    | {"settings": dict, "protection": dict, "chat_template": bool, "skip_ungradable": bool}
 )
 UNSAID = {  # what records of older versions leave out, and stood for then
+    "protection": {},
+    "contrasts": [],
+    "seeds": 1,
     "dataset": None,
     "preset": None,
     "split": None,
@@ -66,6 +72,7 @@ UNSAID = {  # what records of older versions leave out, and stood for then
     "min_p": 0.0,
     "seed": 0,
 }
+PROTECTION = ("sinks", "recent")
 CHAINS = 200  # problems drawn where no data set is given
 
 
@@ -75,9 +82,9 @@ def add(commands: Any) -> None:
         "eval",
         help="compare policies and budgets on the same problems",
         description="Accuracy (pass@k), lengths and memory of policies and budgets on the same problems, asked and graded "
-        "in the same way: a table, JSON, a picture, and every completion. In the table, AMSR (average memory saving ratio) is "
-        "the share of their pages that rows do not hold, a mean over decode steps; affected is the share of all tokens that "
-        "were evicted or shared.",
+        "in the same way: a table, JSON, a picture, and every completion. In the table, touched is the share of samples that "
+        "lost a token, shared a page or left one unread; pages read is the share of their pages that decode steps read (AMSR, "
+        "the average memory saving ratio, is the rest); affected is the share of all tokens that were evicted or shared.",
         **LOOKS,
     )
     command.set_defaults(run=run)
@@ -88,7 +95,17 @@ def add(commands: Any) -> None:
     add_problems(command)
     command.add_argument("--policies", type=words, help="comma-separated; default: all but seal; full always runs")
     add_settings(command)
-    command.add_argument("--budgets", type=words, help='slots, or shares of the mean length; default: "10%%,25%%,50%%"')
+    command.add_argument(
+        "--budgets",
+        type=words,
+        help='slots, shares of the mean length ("25%%") or of each problem\'s own ("25%% each"); default: "10%%,25%%,50%%"',
+    )
+    command.add_argument(
+        "--protection",
+        type=lambda text: read_settings(None, words(text)),
+        help="what every policy that evicts keeps, as sinks=4,recent=16; a policy's own settings go before",
+    )
+    command.add_argument("--seeds", type=int, help="of policies that draw at random, whose rows are means; default: 1")
     command.add_argument("--samples", type=int, help="of each problem; default: 1")
     command.add_argument("--pass-at", type=counts, help="comma-separated k of pass@k; default: 1 and the number of samples")
     command.add_argument("--temperature", type=float, help="default: 0, greedy")
@@ -147,6 +164,7 @@ def run(options: argparse.Namespace) -> int:
 def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Compares policies, printing each line of the table as it is known; the stack holds the lock of --out."""
     from jkv.evaluation import compare as bench
+    from jkv.evaluation.contrasts import check_contrasts, find_contrasts, section
     from jkv.evaluation.problems import put
     from jkv.model import checkpoint
     from jkv.model.sampling import Sampling
@@ -155,7 +173,9 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from jkv.statistics import check_ks
 
     chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
+    chosen["settings"] = with_protection(chosen["settings"], chosen["policies"], chosen["protection"])
     chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
+    check_contrasts(chosen["contrasts"], chosen["policies"])
     questions = read_questions(chosen)
     sampling = Sampling(*(chosen[field] for field in ("temperature", "top_p", "top_k", "min_p", "seed")))
     ks = check_ks(chosen["pass_at"], chosen["samples"])
@@ -171,14 +191,16 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     about = {field: str(value) if isinstance(value, Path) else value for field, value in chosen.items()}
     generations = options.out / f"{name}-generations" if options.out else None
 
+    notes = [protection_note(chosen)] if chosen["protection"] else []
+
     def report(outcomes: list[bench.Outcome]) -> None:
         print(markdown_line(bench.cells_of(outcomes[-1])), flush=True)
         if options.out:  # after each, so that nothing is lost when the next is interrupted
-            bench.write(outcomes, options.out, name, about, draws)
+            bench.write(outcomes, options.out, name, about, draws, notes)
 
     known = start_or_resume(options, name, about)
     print(bench.table([], ks), flush=True)
-    bench.compare(
+    outcomes = bench.compare(
         model,
         problems,
         chosen["policies"],
@@ -190,16 +212,48 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         pass_at=ks,
         grader=chosen["grader"],
         samples=chosen["samples"],
+        seeds=chosen["seeds"],
         sampling=sampling,
         max_new_tokens=chosen["max_new_tokens"],
         max_running=chosen["max_running"],
         page_size=chosen["page_size"],
         kv_memory=chosen["kv_memory"],
     )
+    if chosen["contrasts"]:
+        notes.append(section(find_contrasts(outcomes, chosen["contrasts"])))
+        if options.out:
+            bench.write(outcomes, options.out, name, about, draws, notes)
+    print("".join(f"\n{note}\n" for note in notes), end="", flush=True)
     if options.out:
         files = f"{name}.md, .json and .png" if draws else f"{name}.md and .json"
         print(f"wrote {files}, and {name}-generations, to {options.out}", file=sys.stderr)
     return 0
+
+
+def with_protection(
+    settings: dict[str, dict[str, Any]], policies: list[str], protection: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The settings of each policy on top of the `protection` that all have in common.
+
+    Raises:
+      ValueError: a protection of something else, or one that no policy of the comparison has.
+    """
+    if wrong := [field for field, value in protection.items() if field not in PROTECTION or type(value) is not int]:
+        raise ValueError(f"protection has {' and '.join(PROTECTION)}, in slots; got {wrong[0]} = {protection[wrong[0]]!r}.")
+    recipes = [settings.get(name, {}).get("policy", name) for name in policies]
+    return settings | {name: own | settings.get(name, {}) for name, own in with_settings({}, recipes, protection).items()}
+
+
+def protection_note(chosen: dict[str, Any]) -> str:
+    """What every policy that evicts protects, and which of them protect something else."""
+    from jkv.evaluation.budgets import LARGE
+    from jkv.evaluation.compare import build
+
+    evicts = {name: build(name, LARGE, chosen["settings"]).evict for name in chosen["policies"]}
+    shared = chosen["protection"].items()
+    others = [name for name, evict in evicts.items() if evict and any(getattr(evict, key) != value for key, value in shared)]
+    rest = f" By rules of their own: {', '.join(others)}." if others else ""
+    return f"Every policy that evicts protects {' and '.join(f'{value} {key}' for key, value in shared)} slots.{rest}"
 
 
 def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], given: dict[str, Any]) -> dict[str, dict[str, Any]]:

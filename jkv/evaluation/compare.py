@@ -1,10 +1,12 @@
 """`jkv eval`: what each policy costs in accuracy and saves in memory, all on the same problems.
 
-Budgets may be shares of the mean length that the full cache reaches on these problems ("25%"), but what is compared is the
-memory that was really held: the mean over decode chunks of the pool's bytes in use, for each running sample.
+Budgets may be shares of the length that the full cache reaches on these problems, on average ("25%") or on each of them
+("25% each"), but what is compared is the memory that was really held: the mean over decode chunks of the pool's bytes in use,
+for each running sample.
 """
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -16,14 +18,16 @@ from typing import Any
 import numpy as np
 
 from jkv import viz
+from jkv.checks import check_counts
 from jkv.engine.prompts import encode_prompts
-from jkv.evaluation.generations import Run, budget_of, run
+from jkv.evaluation.budgets import Budget, least_policy, parse_budget
+from jkv.evaluation.generations import Run, budget_of, joined, run
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
 from jkv.model.params import Model
-from jkv.policies import POLICIES, Policy, full, has_budget, make
+from jkv.policies import POLICIES, Policy, full, has_budget, has_setting, make
 from jkv.reports import markdown, write_figure, write_json, write_text
-from jkv.statistics import check_ks, paired_change, pass_figures, wilson
+from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,14 +36,14 @@ class Outcome:
 
     policy: str
     settings: str
-    budget: int | None  # slots for each layer and KV head
-    share: float | None  # of the full cache's mean length
+    budget: int | None  # slots for each layer and KV head; a mean where each problem has its own
+    share: float | None  # of the full cache's length
     problems: int
     accuracy: float  # pass@1
     low: float  # 95 % interval: Wilson's of one sample a problem, bootstrapped over problems of several
     high: float
     change: float  # accuracy less the full cache's, on the same problems
-    change_low: float  # 95 % interval of the paired difference
+    change_low: float  # 95 % interval of the paired difference; without width where nothing was touched and nothing differs
     change_high: float
     mean_tokens: float
     inflation: float  # mean tokens by the full cache's
@@ -48,7 +52,7 @@ class Outcome:
     kv_share: float  # of the full cache's mean
     peak_kv_bytes: int  # of the whole run
     peak_sentence_bytes: int  # of the whole run, in host memory (SkipKV)
-    right: str  # a 1 or 0 for each sample, those of a problem one after the other
+    right: str  # a 1 or 0 for each sample, those of a problem one after the other, seed by seed
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
     occupancy: float
@@ -59,6 +63,18 @@ class Outcome:
     sharing: dict[str, Any] | None = None  # what sharing found and took
     samples: int = 1  # of each problem
     pass_at: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # k: the value and its 95 % bootstrap interval
+    touched_each: str | None = None  # as `right`: 1 where a sample lost a token, shared a page or left one unread
+    touched_accuracy: list[float] = dataclasses.field(default_factory=list)  # of the problems with such a sample, with interval
+    touched_change: list[float] = dataclasses.field(default_factory=list)  # of the same problems, with interval
+    seed_accuracy: list[float] = dataclasses.field(default_factory=list)  # of each of several seeds of the policy's own draws
+    lengths: list[int] = dataclasses.field(default_factory=list)  # new tokens of each sample, as `right`
+    is_each: bool = False  # whether the share is of each problem's own length
+    num_raised: int = 0  # problems with the least budget that the policy accepts, which is more than the share
+
+    @property
+    def rights(self) -> np.ndarray:
+        """Which samples of each problem are right: [problems, n] bool."""
+        return np.array([mark == "1" for mark in self.right]).reshape(self.problems, -1)
 
 
 def compare(
@@ -73,6 +89,7 @@ def compare(
     pass_at: Sequence[int] | None = None,
     grader: str = "boxed",
     samples: int = 1,
+    seeds: int = 1,
     **options: Any,
 ) -> list[Outcome]:
     """Every policy at every budget, the full cache first; `options` go to `run`, `settings` to the policies by name.
@@ -84,100 +101,135 @@ def compare(
     the k of pass@k; None takes 1 and the number of samples.
 
     A name of your own is a variant: its settings name the `policy` that it varies, and override that one's. A policy without a
-    budget (RPC's grows with the sequence) runs once, with its settings.
+    budget (RPC's grows with the sequence) runs once, with its settings. A policy with a setting `seed` runs with so many
+    `seeds`, from its own on, and has one outcome, of means.
 
     Raises:
       ValueError: an unknown policy or setting, a gold answer that the grader does not mark right, or a budget that a policy
-        cannot hold. Raised before anything runs; for shares, whose slots depend on the full cache's lengths, before any other
-        policy runs.
+        cannot hold. Raised before anything runs; for shares of the mean length, whose slots depend on the full cache's lengths,
+        before any other policy runs. Where a share of a problem's own length is too small, the policy has the least budget that
+        it accepts.
     """
     if model.tokenizer is None:
         raise ValueError("Answers are read from text, and this model has no tokenizer. Compare with one that has.")
     check_gold([problem.answer for problem in problems], grader_of(grader))
+    check_counts(seeds=seeds)
     ks, settings = check_ks(pass_at, samples), settings or {}
     recipes = {name: own.get("policy", name) for name, own in settings.items()}
     if unknown := sorted(set(recipes.values()) - set(POLICIES)):
         raise ValueError(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.")
-    shares = {None: None, **{budget: parse_share(budget) for budget in budgets}}
-    wanted: list[tuple[str, str | int | None]] = []
+    sizes = [parse_budget(budget) for budget in budgets]
+    wanted: list[tuple[str, Budget]] = []
     for name in policies:
         if name != "full":
-            wanted += [(name, budget) for budget in (budgets if has_budget(recipes.get(name, name)) else [None])]
-    for name, budget in wanted:
-        build(name, None if budget is None else 1 << 30 if shares[budget] else int(budget), settings)
-    done = {(outcome.policy, outcome.settings, outcome.share): outcome for outcome in known}
+            wanted += [(name, size) for size in (sizes if has_budget(recipes.get(name, name)) else [Budget()])]
+    for name, size in wanted:
+        build(name, size.slots_or_large, settings)
+    done = {(outcome.policy, outcome.settings, outcome.share, outcome.is_each): outcome for outcome in known}
 
-    def outcome_of(policy: Policy, base: Outcome | None, share: float | None) -> Outcome:
-        before = done.get((policy.name, policy.definition, share))
+    def outcome_of(versions: dict[int | None, list[Policy]], size: Budget, base: Outcome | None) -> Outcome:
+        first = next(iter(versions.values()))[0]
+        before = done.get((first.name, first.definition, size.share, size.is_each))
         if before is not None:
             return before
-        path = None if generations is None else generations / file_name(policy, share)
-        return summarise(run(model, problems, policy, grader=grader, samples=samples, path=path, **options), base, share, ks)
+        runs = []
+        for seed, each in versions.items():
+            path = None if generations is None else generations / file_name(first, size, seed)
+            policy = each if size.is_each else each[0]
+            runs.append(run(model, problems, policy, grader=grader, samples=samples, path=path, **options))
+        return summarise(joined(runs), base, size.share, ks)
 
-    outcomes = [outcome_of(full(), None, None)]
+    outcomes = [outcome_of({None: [full()]}, Budget(), None)]
     report(outcomes)
     base = outcomes[0]
-    prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
-    mean_length = base.mean_tokens + float(np.mean([len(prompt) for prompt in prompts]))
+    prompts = [len(prompt) for prompt in encode_prompts(model, [tokens_of(model, problem) for problem in problems])]
+    new = np.reshape(base.lengths, (len(problems), -1)).mean(axis=1) if base.lengths else base.mean_tokens
+    lengths = (np.array(prompts) + new).tolist()
 
-    def slots_of(budget: str | int | None) -> int | None:
-        share = shares[budget]
-        return round(share * mean_length) if share else None if budget is None else int(budget)
-
-    for policy, budget in [(build(name, slots_of(budget), settings), budget) for name, budget in wanted]:
-        outcomes.append(outcome_of(policy, base, shares[budget]))
+    prepared = [(versions_of(name, size, settings, seeds, prompts, lengths), size) for name, size in wanted]
+    for versions, size in prepared:
+        outcome = outcome_of(versions, size, base)
+        if size.is_each:
+            outcome = with_own_budgets(outcome, next(iter(versions.values())), size.slots_for(lengths))
+        outcomes.append(outcome)
         report(outcomes)
     return outcomes
 
 
-def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]]) -> Policy:
-    """The policy, or the variant of one, by its name."""
-    own = settings.get(name, {})
-    recipe = own.get("policy", name)
-    chosen = ({} if slots is None else {"budget": slots}) | settings.get(recipe, {}) | own
-    policy = make(recipe, {field: value for field, value in chosen.items() if field != "policy"})
+def versions_of(
+    name: str,
+    size: Budget,
+    settings: dict[str, dict[str, Any]],
+    seeds: int,
+    prompts: Sequence[int],
+    lengths: Sequence[float],
+) -> dict[int | None, list[Policy]]:
+    """The policy for each problem, by seed; `prompts` and `lengths` (with the full cache) are tokens of each problem."""
+    slots, found = size.slots_for(lengths), {}
+    for seed in seeds_of(name, settings, seeds):
+        make = functools.partial(build, name, settings=settings, seed=seed)
+        if size.is_each:
+            found[seed] = [least_policy(make, count, prompt) for count, prompt in zip(slots, prompts, strict=True)]
+        else:
+            found[seed] = [make(slots[0])] * len(prompts)
+    return found
+
+
+def with_own_budgets(outcome: Outcome, policies: Sequence[Policy], slots: Sequence[int]) -> Outcome:
+    """An outcome of policies with a budget for each problem, which may be more than the `slots` of its share."""
+    budgets = np.array([budget_of(policy) for policy in policies])
+    raised = int((budgets > slots).sum())
+    return dataclasses.replace(outcome, is_each=True, budget=round(budgets.mean()), num_raised=raised)
+
+
+def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]], seed: int | None = None) -> Policy:
+    """The policy, or the variant of one, by its name. `slots` are for one that has a budget; None leaves it to the settings."""
+    recipe, chosen = settings_of(name, settings)
+    budget = {"budget": slots} if slots is not None and has_budget(recipe) else {}
+    policy = make(recipe, budget | chosen | ({} if seed is None else {"seed": seed}))
     return dataclasses.replace(policy, name=name)
 
 
-def file_name(policy: Policy, share: float | None) -> str:
+def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """The recipe of a policy or variant, and its settings."""
+    own = settings.get(name, {})
+    recipe = own.get("policy", name)
+    return recipe, {field: value for field, value in (settings.get(recipe, {}) | own).items() if field != "policy"}
+
+
+def seeds_of(name: str, settings: dict[str, dict[str, Any]], count: int) -> list[int | None]:
+    """The seeds that a policy runs with; `[None]` where it draws nothing, or one seed is enough."""
+    recipe, chosen = settings_of(name, settings)
+    if count == 1 or not has_setting(recipe, "seed"):
+        return [None]
+    return [chosen.get("seed", 0) + i for i in range(count)]
+
+
+def file_name(policy: Policy, size: Budget, seed: int | None = None) -> str:
     """Where a policy's samples are written."""
     budget = budget_of(policy)
-    size = "" if budget is None else f"-{100 * share:g}%" if share else f"-{budget}"
-    return urllib.parse.quote(policy.name, safe=" =+") + size + ".jsonl"
-
-
-def parse_share(budget: str | int) -> float | None:
-    """The share that a budget such as "25%" names, None for a number of slots.
-
-    >>> parse_share("25%"), parse_share(64)
-    (0.25, None)
-    """
-    text = str(budget).strip()
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        value = math.nan
-    if text.endswith("%") and 0 < value <= 100:
-        return value / 100
-    if text.isdigit() and value >= 1:
-        return None
-    raise ValueError(f'A budget is a number of slots, or a share of the mean length such as "25%"; got {budget!r}.')
+    share = "" if size.share is None else f"-{100 * size.share:g}%" + "-each" * size.is_each
+    slots = "" if budget is None else share or f"-{budget}"
+    return urllib.parse.quote(policy.name, safe=" =+") + slots + ("" if seed is None else f"-seed{seed}") + ".jsonl"
 
 
 def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence[int] = (1,)) -> Outcome:
     """A run's figures, compared with those of the full cache (`base`; None for the full cache itself)."""
     count, stats, mean_tokens = len(this.is_right), this.stats, float(this.lengths.mean())
-    passes = pass_figures(this.right, ks)
-    before = this.right if base is None else np.array([c == "1" for c in base.right]).reshape(this.right.shape)
-    low, high = wilson(int(this.is_right.sum()), count) if this.samples == 1 else passes["1"][1:]
+    before = this.right if base is None else base.rights
+    is_touched = this.touched.any(axis=1)
+    accuracy, low, high = accuracy_figures(this.right)
     change, change_low, change_high = paired_change(this.right, before)
+    if not is_touched.any() and (this.right.mean(axis=1) == before.mean(axis=1)).all():
+        change_low = change_high = change  # equal by construction: there is nothing to estimate
+    by_seed = this.is_right.reshape(-1, this.seeds, this.samples).mean(axis=(0, 2))
     return Outcome(
         policy=this.policy.name,
         settings=this.policy.definition,
         budget=budget_of(this.policy),
         share=share,
         problems=len(this.right),
-        accuracy=float(this.is_right.mean()),
+        accuracy=accuracy,
         low=low,
         high=high,
         change=change,
@@ -190,7 +242,7 @@ def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence
         kv_share=1.0 if base is None else stats.kv_bytes_per_sample / base.kv_bytes,
         peak_kv_bytes=stats.peak_kv_bytes,
         peak_sentence_bytes=stats.peak_sentence_bytes,
-        right="".join(str(int(is_right)) for is_right in this.is_right),
+        right=marks(this.is_right),
         evicted=stats.evicted,
         compactions=stats.compactions,
         occupancy=stats.occupancy,
@@ -200,64 +252,119 @@ def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence
         affected=stats.affected_ratio,
         sharing=stats.sharing,
         samples=this.samples,
-        pass_at=passes,
+        pass_at=pass_figures(this.right, ks, this.seeds),
+        touched_each=marks(this.is_touched),
+        touched_accuracy=accuracy_figures(this.right[is_touched]) if is_touched.any() else [],
+        touched_change=list(paired_change(this.right[is_touched], before[is_touched])) if is_touched.any() else [],
+        seed_accuracy=by_seed.tolist() if this.seeds > 1 else [],
+        lengths=this.lengths.tolist(),
     )
+
+
+def marks(values: np.ndarray) -> str:
+    """A 1 or 0 for each value.
+
+    >>> marks(np.array([True, False]))
+    '10'
+    """
+    return "".join(str(int(value)) for value in values)
 
 
 COLUMNS = (
     "policy",
     "budget",
+    "touched",
     "accuracy (95 %)",
     "change",
+    "accuracy, touched",
+    "change, touched",
+    "seeds",
     "tokens",
     "truncated",
     "KV kB",
     "of full",
     "peak MB",
-    "AMSR",
+    "pages read",
     "affected",
     "evicted",
     "tok/s",
 )
+ACCURACY = COLUMNS.index("accuracy (95 %)")
 
 
 def cells_of(outcome: Outcome) -> tuple[str, ...]:
-    """A line of the table, cell by cell."""
+    """A line of the table, cell by cell; what an older record leaves out is blank."""
     o = outcome
-    budget = "" if o.budget is None else f"{o.budget}" + (f" ({o.share:.0%})" if o.share else "")
-    is_base = o.policy == "full"
-    change = f"{100 * o.change:+.1f} ± {100 * (o.change_high - o.change):.1f}"
-    if o.samples > 1:
-        change = f"{100 * o.change:+.1f} ({100 * o.change_low:+.1f} to {100 * o.change_high:+.1f})"
+    spread = f"{len(o.seed_accuracy)}, SD {100 * np.std(o.seed_accuracy, ddof=1):.1f}" if o.seed_accuracy else ""
     return (
         o.policy,
-        budget,
-        f"{o.accuracy:.1%} ({o.low:.1%} to {o.high:.1%})",
-        *(f"{value:.1%} ({low:.1%} to {high:.1%})" for k, (value, low, high) in o.pass_at.items() if k != "1"),
-        "" if is_base else change,
+        budget_cell(o),
+        touched_cell(o),
+        percents([o.accuracy, o.low, o.high]),
+        *(percents(figures) for k, figures in o.pass_at.items() if k != "1"),
+        points([o.change, o.change_low, o.change_high] if o.change_low < o.change_high else []),
+        percents(o.touched_accuracy),
+        points(o.touched_change),
+        spread,
         f"{o.mean_tokens:.0f} (x{o.inflation:.2f})",
         f"{o.truncated:.1%}",
         f"{o.kv_bytes / 1e3:.0f}",
         f"{o.kv_share:.0%}",
         f"{o.peak_kv_bytes / 1e6:.1f}",
-        f"{o.amsr:.1%}",
-        f"{o.affected:.1%}",
+        "" if math.isnan(o.amsr) else f"{1 - o.amsr:.1%}",
+        "" if math.isnan(o.affected) else f"{o.affected:.1%}",
         f"{o.evicted:.0f} in {o.compactions:.1f}",
         f"{o.tokens_per_second:.0f}",
     )
 
 
+def budget_cell(outcome: Outcome) -> str:
+    """The slots of a policy, the share that they are, and for how many problems they are more: the least that it accepts."""
+    o = outcome
+    raised = f", the least for {o.num_raised}" if o.num_raised else ""
+    share = f" ({o.share:.0%}{' each' * o.is_each}{raised})" if o.share else ""
+    return "" if o.budget is None else f"{o.budget}{share}"
+
+
+def touched_cell(outcome: Outcome) -> str:
+    """The share of samples that a policy touched."""
+    if outcome.touched_each is None or outcome.policy == "full":
+        return ""
+    count = outcome.touched_each.count("1")
+    return f"{count / len(outcome.touched_each):.1%}" if count else "nothing evicted"
+
+
+def percents(figures: Sequence[float]) -> str:
+    """A share and its interval, blank where there is none.
+
+    >>> percents([0.5, 0.25, 0.75])
+    '50.0% (25.0% to 75.0%)'
+    """
+    return "{:.1%} ({:.1%} to {:.1%})".format(*figures) if figures else ""
+
+
+def points(figures: Sequence[float]) -> str:
+    """A change and its interval in percentage points, blank where there is none.
+
+    >>> points([0.5, -0.25, 0.75])
+    '+50.0 (-25.0 to +75.0)'
+    """
+    return "{:+.1f} ({:+.1f} to {:+.1f})".format(*(100 * figure for figure in figures)) if figures else ""
+
+
 def table(outcomes: Sequence[Outcome], ks: Sequence[int] = (1,)) -> str:
     """A Markdown table; `ks` names the columns of pass@k while there are no outcomes."""
     named = [f"pass@{k} (95 %)" for k in (outcomes[0].pass_at if outcomes else map(str, ks))]
-    names = [*COLUMNS[:2], *(named if len(named) > 1 else COLUMNS[2:3]), *COLUMNS[3:]]
+    names = [*COLUMNS[:ACCURACY], *(named if len(named) > 1 else COLUMNS[ACCURACY : ACCURACY + 1]), *COLUMNS[ACCURACY + 1 :]]
     return markdown(names, map(cells_of, outcomes))
 
 
-def write(outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any], draws: bool = True) -> None:
-    """The table, the figures and, if it `draws`, the picture, as `name`.md, .json and .png."""
+def write(
+    outcomes: Sequence[Outcome], folder: Path, name: str, about: dict[str, Any], draws: bool = True, notes: Sequence[str] = ()
+) -> None:
+    """The table with the notes below, the figures and, if it `draws`, the picture, as `name`.md, .json and .png."""
     write_figures(outcomes, folder, name, about)
-    write_text(folder / f"{name}.md", table(outcomes) + "\n")
+    write_text(folder / f"{name}.md", "\n\n".join([table(outcomes), *notes]) + "\n")
     if draws:
         write_figure(folder / f"{name}.png", viz.frontier(outcomes, f"{name}, {outcomes[0].problems} problems"))
 

@@ -20,7 +20,7 @@ from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import encode_prompts
-from jkv.engine.requests import Request, RequestOptions, check_sampling, make_requests
+from jkv.engine.requests import Request, RequestOptions, check_sampling, make_requests, spread_policies
 from jkv.engine.results import Result
 from jkv.engine.stats import RunStats
 from jkv.evaluation.graders import Grader, grader_of
@@ -31,9 +31,11 @@ from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from jkv.reasoning.sharing import SharingStats
 from jkv.reports import append_text, json_lines, read_json_lines, write_text
+from jkv.statistics import ROUNDING
 
 DEFAULT_NEW_TOKENS = 1024
 Record = dict[str, Any]
+PEAKS = "peak_kv_bytes", "peak_sentence_bytes"
 FIELDS = ("problem", "sample", "prompt", "gold", "settings", "run")  # that a record is resumed by
 
 
@@ -61,20 +63,27 @@ class Run:
     policy: Policy
     samples: int  # of each problem
     is_right: np.ndarray
+    is_touched: np.ndarray  # whether a sample lost a token, shared a page or left one unread
     lengths: np.ndarray
     finish_reason: list[str]
     stats: Totals
+    seeds: int = 1  # of the policy's own draws, each with all samples
 
     @property
     def right(self) -> np.ndarray:
-        """Which samples of each problem are right: [problems, samples] bool."""
-        return self.is_right.reshape(-1, self.samples)
+        """Which samples of each problem are right, seed by seed: [problems, seeds x samples] bool."""
+        return self.is_right.reshape(-1, self.seeds * self.samples)
+
+    @property
+    def touched(self) -> np.ndarray:
+        """Which samples of each problem were touched, seed by seed: [problems, seeds x samples] bool."""
+        return self.is_touched.reshape(-1, self.seeds * self.samples)
 
 
 def run(
     model: Model,
     problems: Sequence[Problem],
-    policy: Policy,
+    policy: Policy | Sequence[Policy],
     *,
     grader: str = "boxed",
     samples: int = 1,
@@ -84,7 +93,9 @@ def run(
     progress: bool | None = None,
     **options: Any,
 ) -> Run:
-    """Every sample of every problem under one policy; `sampling` None is greedy, `options` size the engine.
+    """Every sample of every problem under a policy, or under the version of it for each problem, which differ by their budgets.
+
+    `sampling` None is greedy, `options` size the engine.
 
     With a `path`, every finished sample is a line there, and those that it has already are not generated again. A policy that
     shares pages starts over unless it is complete: its filter's figures exist for whole runs only.
@@ -102,9 +113,11 @@ def run(
     prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
     if max_new_tokens is None:  # the same for every policy, whatever the memory
         max_new_tokens = min(DEFAULT_NEW_TOKENS, max(1, model.config.max_positions - max(map(len, prompts))))
-    asked = RequestOptions(policy=policy, sampling=draws, n=samples, max_new_tokens=max_new_tokens)
+    policies = spread_policies(policy, len(problems))
+    policy = policies[0]
+    asked = RequestOptions(policy=policies, sampling=draws, n=samples, max_new_tokens=max_new_tokens)
     requests = make_requests(model, prompts, asked)
-    records = [] if path is None else take_up(path, problems, policy)
+    records = [] if path is None else take_up(path, problems, policies)
     if policy.share and len(records) < len(problems) * samples:
         records = []
     done = {(record["problem"], record["sample"]) for record in records}
@@ -117,7 +130,7 @@ def run(
         engine = engine_for(model, requests, EngineOptions().changed(options))
 
         def keep(i: int, j: int, out: Result) -> None:
-            record = record_of(policy, problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}
+            record = record_of(policies[i], problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}
             records.append(record)
             if path is not None:
                 append_text(path, json_lines([record]))
@@ -198,7 +211,7 @@ def budget_of(policy: Policy) -> int | None:
     return policy.read.budget if policy.read else policy.budget
 
 
-def take_up(path: Path, problems: Sequence[Problem], policy: Policy) -> list[Record]:
+def take_up(path: Path, problems: Sequence[Problem], policies: Sequence[Policy]) -> list[Record]:
     """The finished samples of an interrupted run; a last line that was cut off is dropped, with a line on stderr.
 
     Raises:
@@ -208,8 +221,8 @@ def take_up(path: Path, problems: Sequence[Problem], policy: Policy) -> list[Rec
     for number, record in enumerate(records, 1):
         index, place = record["problem"], (record["problem"], record["sample"])
         is_known = type(index) is int and 0 <= index < len(problems)
-        known = (problems[index].prompt, problems[index].answer) if is_known else None
-        if (record["prompt"], record["gold"]) != known or record["settings"] != policy.definition:
+        known = (problems[index].prompt, problems[index].answer, policies[index].definition) if is_known else None
+        if (record["prompt"], record["gold"], record["settings"]) != known:
             raise ValueError(
                 f"{path} must hold samples of the same problems and policy; line {number} is of others. Give another --out."
             )
@@ -270,9 +283,32 @@ def sum_up(policy: Policy, records: Sequence[Record], samples: int) -> Run:
         policy=policy,
         samples=samples,
         is_right=np.array([row["right"] for row in rows]),
+        is_touched=np.array([row["evicted"] > 0 or row["shared"] > 0 or row["saved"] > ROUNDING for row in rows]),
         lengths=np.array([row["tokens"] for row in rows], np.int32),
         finish_reason=[row["finish_reason"] for row in rows],
         stats=stats,
+    )
+
+
+def joined(runs: Sequence[Run]) -> Run:
+    """The runs of one policy with several seeds as one: figures are means, peaks the highest, sharing's those of the first."""
+    first, totals = runs[0], [run.stats for run in runs]
+
+    def by_problem(name: str) -> np.ndarray:
+        return np.stack([np.reshape(getattr(run, name), (-1, first.samples)) for run in runs], axis=1).reshape(-1)
+
+    names = [field.name for field in dataclasses.fields(Totals) if field.name not in ("sharing", *PEAKS)]
+    means: Any = {name: float(np.mean([getattr(one, name) for one in totals])) for name in names}
+    peaks = {name: max(getattr(one, name) for one in totals) for name in PEAKS}
+    return Run(
+        policy=first.policy,
+        samples=first.samples,
+        is_right=by_problem("is_right"),
+        is_touched=by_problem("is_touched"),
+        lengths=by_problem("lengths"),
+        finish_reason=by_problem("finish_reason").tolist(),
+        stats=Totals(**means, **peaks, sharing=first.stats.sharing),
+        seeds=len(runs),
     )
 
 

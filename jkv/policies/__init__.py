@@ -36,9 +36,14 @@ __all__ = [
 ]
 
 
+def has_setting(name: str, setting: str) -> bool:
+    """Whether a policy has a setting; True for an unknown name, so that `make` refuses it."""
+    return name not in POLICIES or setting in inspect.signature(POLICIES[name]).parameters
+
+
 def has_budget(name: str) -> bool:
-    """Whether a policy takes a budget; True for an unknown name, so that `make` refuses it."""
-    return name not in POLICIES or "budget" in inspect.signature(POLICIES[name]).parameters
+    """Whether a policy takes a budget; True for an unknown name."""
+    return has_setting(name, "budget")
 
 
 def needs_no_file(name: str) -> bool:

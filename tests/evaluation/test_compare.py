@@ -14,13 +14,15 @@ import pytest
 from jkv import cli
 from jkv.cli import evaluate as command
 from jkv.evaluation import compare as bench
+from jkv.evaluation import generations
 from jkv.model import checkpoint
 from jkv.model.sampling import Sampling
 from jkv.policies import full, r_kv, streaming_llm
 from jkv.policies import h2o as h2o_policy
+from jkv.policies import random as random_policy
 from jkv.policies import rpc as rpc_policy
 from jkv.reasoning.steering import SteeringVector
-from jkv.statistics import bootstrap, pass_figures
+from jkv.statistics import paired_change, pass_figures
 from jkv.tasks.evaluate import held_out
 
 
@@ -67,7 +69,7 @@ def ready_runs(judged, monkeypatch):
     def run(model, problems, policy, **options):
         asked.append(policy)
         count = len(problems)
-        fields = {name: getattr(judged, name)[:count] for name in ("is_right", "lengths", "finish_reason")}
+        fields = {name: getattr(judged, name)[:count] for name in ("is_right", "is_touched", "lengths", "finish_reason")}
         return dataclasses.replace(judged, policy=policy, **fields)
 
     monkeypatch.setattr(bench, "run", run)
@@ -163,12 +165,6 @@ def test_answers_need_text(reasoner, problems):
         bench.compare(dataclasses.replace(reasoner, tokenizer=None), problems, ["full"], [])
 
 
-@pytest.mark.parametrize("budget", ["0%", "101%", "abc", "-3", "0", "1.5"])
-def test_a_budget_is_a_number_of_slots_or_a_share(budget):
-    with pytest.raises(ValueError, match="a number of slots, or a share"):
-        bench.parse_share(budget)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -201,7 +197,7 @@ def test_a_config_file_may_set_only_what_there_is(tmp_path, capsys):
     config = tmp_path / "mine.toml"
     config.write_text("budget = 3\n")
     assert cli.main(["eval", "--config", str(config)]) == 2
-    assert "may set answer, budgets, chat_template, dataset, file, grader" in capsys.readouterr().err
+    assert "may set answer, budgets, chat_template, contrasts, dataset, file, grader" in capsys.readouterr().err
     config.write_text('[settings.mine]\npolicy = "no_kv"\n')
     assert cli.main(["eval", "--config", str(config)]) == 2
     assert "settings are for policies" in capsys.readouterr().err
@@ -267,7 +263,7 @@ def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):
     assert streaming_llm(budget=32).name in (tmp_path / "out" / "tiny-reasoner.md").read_text()
 
 
-def test_several_samples_give_pass_at_k_and_bootstrapped_differences(reasoner, problems):
+def test_several_samples_give_pass_at_k_and_paired_differences(reasoner, problems):
     knobs = {"max_new_tokens": 96, "max_running": 4, "page_size": 4, "progress": False}
     draws = Sampling(temperature=1.0, seed=0)
     options = {"samples": 3, "pass_at": [2, 3], "sampling": draws, **knobs}
@@ -275,8 +271,7 @@ def test_several_samples_give_pass_at_k_and_bootstrapped_differences(reasoner, p
     right = [np.array([mark == "1" for mark in one.right]).reshape(6, 3) for one in (base, small)]
     assert base.pass_at == pass_figures(right[0], [1, 2, 3])
     assert (base.accuracy, [base.low, base.high]) == (pytest.approx(right[0].mean()), base.pass_at["1"][1:])
-    difference = right[1].mean(axis=1) - right[0].mean(axis=1)
-    assert (small.change, (small.change_low, small.change_high)) == (difference.mean(), bootstrap(difference))
+    assert (small.change, small.change_low, small.change_high) == paired_change(right[1], right[0])
     head, line, *rows = bench.table([base, small]).splitlines()
     assert bench.table([], [1, 2, 3]).splitlines() == [head, line]
     assert "| pass@1 (95 %) | pass@2 (95 %) | pass@3 (95 %) |" in head
@@ -321,15 +316,166 @@ FIGURES = sorted(FOLDER.parent.parent.glob("results/*-tiny-reasoner.json"))
 RECORDED = [path for path in FIGURES if "outcomes" in json.loads(path.read_text())]  # analyses have none
 
 
+def rows_of(page):
+    """The rows of the first table of a page, by column."""
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
 @pytest.mark.parametrize("path", RECORDED, ids=[path.stem for path in RECORDED])
 def test_comparisons_recorded_before_go_on(path):
     about = command.UNSAID | json.loads(path.read_text())["about"]
     outcomes = bench.read(path, about, command.UNSAID)
     assert outcomes[0].policy == "full"
-    written = path.with_suffix(".md").read_text().splitlines()[2:]
-    first = [
-        [row.split("|")[1:7] for row in rows] for rows in (bench.table(outcomes).splitlines()[2:], written)
-    ]  # older ones end sooner
-    assert first[0] == first[1]
+    written, now = (rows_of(page) for page in (path.with_suffix(".md").read_text(), bench.table(outcomes)))
+    same = {"policy", "budget", "accuracy (95 %)", "tokens", "truncated", "KV kB", "of full", "evicted"}  # others are blank
+    assert [{name: row[name] for name in same} for row in now] == [{name: row[name] for name in same} for row in written]
+    assert {row["touched"] for row in now} <= {""} or "touched" in written[0]
     with pytest.raises(ValueError, match="holds another comparison, by samples"):
         bench.read(path, about | {"samples": 2}, command.UNSAID)
+
+
+def test_every_column_is_explained():
+    page = (FOLDER.parent.parent / "docs" / "evaluation.md").read_text()
+    assert [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][
+        1 : 1 + len(bench.COLUMNS)
+    ] == list(bench.COLUMNS)
+
+
+def as_run(right, touched, samples=1, seeds=1):
+    """A run of which only what is right and touched matters."""
+    count = len(right)
+    stats = generations.Totals(0.0, 0.0, 0.0, 0.0, 1.0, 1, 0, 1.0, 1.0, 0.25, None)
+    fields = {"lengths": np.full(count, 9), "finish_reason": ["stop"] * count, "stats": stats, "seeds": seeds}
+    return generations.Run(full(), samples, np.array(right, bool), np.array(touched, bool), **fields)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_touched_problems_have_an_accuracy_and_a_change_of_their_own(samples):
+    rng = np.random.default_rng(0)
+    right, before, touched = (rng.random(40 * samples) < share for share in (0.5, 0.9, 0.3))
+    base = bench.summarise(as_run(before, np.zeros_like(touched), samples), None, None)
+    one = dataclasses.replace(bench.summarise(as_run(right, touched, samples), base, None), policy="r_kv")
+    of_touched, changes = [], []
+    for problem in range(40):
+        own = range(problem * samples, (problem + 1) * samples)
+        if any(touched[i] for i in own):
+            of_touched += [int(right[i]) for i in own]
+            changes += [int(right[i]) - int(before[i]) for i in own]
+    assert 0 < len(of_touched) < 40 * samples
+    assert one.touched_each == "".join("01"[int(x)] for x in touched)
+    assert one.touched_accuracy[0] == pytest.approx(np.mean(of_touched))
+    assert one.touched_change[0] == pytest.approx(np.mean(changes))
+    for value, low, high in (one.touched_accuracy, one.touched_change):
+        assert low < value < high
+    (row,) = rows_of(bench.table([one]))
+    assert row["touched"] == f"{touched.mean():.1%}"
+    assert row["accuracy, touched"].startswith(f"{np.mean(of_touched):.1%} (")
+    assert row["change, touched"].startswith(f"{100 * np.mean(changes):+.1f} (")
+    assert row["pages read"] == "75.0%"
+
+
+def test_a_policy_that_touches_nothing_has_a_row_that_says_so():
+    right = [1, 0, 1, 1]
+    base = bench.summarise(as_run(right, [0] * 4), None, None)
+    same = dataclasses.replace(bench.summarise(as_run(right, [0] * 4), base, None), policy="snap_kv")
+    steered = dataclasses.replace(bench.summarise(as_run([0, 0, 1, 1], [0] * 4), base, None), policy="seal")
+    rows = rows_of(bench.table([base, same, steered]))
+    assert [row["touched"] for row in rows] == ["", "nothing evicted", "nothing evicted"]
+    assert [row["change"][:5] for row in rows] == ["", "", "-25.0"]
+    assert {row["accuracy, touched"] + row["change, touched"] + row["seeds"] for row in rows} == {""}
+
+
+def test_an_unlucky_policy_that_changes_no_answer_still_has_an_interval():
+    right = [1, 0, 1, 1]
+    base = bench.summarise(as_run(right, [0] * 4), None, None)
+    one = bench.summarise(as_run(right, [1] * 4), base, None)
+    assert one.change_low < 0 < one.change_high
+    assert one.touched_change[1] < 0 < one.touched_change[2]
+
+
+def test_seeds_are_runs_of_their_own_whose_means_are_one_row(reasoner, problems, tmp_path, monkeypatch):
+    knobs = {"max_new_tokens": 200, "max_running": 4, "page_size": 4, "progress": False, "generations": tmp_path}
+    settings = {"random": {"interval": 16}, "later": {"policy": "random", "seed": 1}}
+    arguments = (reasoner, problems, ["random", "later", "streaming_llm"], [48], settings)
+    _, random, _, fixed = bench.compare(*arguments, seeds=3, **knobs)
+    runs = {}
+    for name, seeds in (("random", (0, 1, 2)), ("later", (1, 2, 3))):
+        for seed in seeds:
+            records = generations.read_records(tmp_path / f"{name}-48-seed{seed}.jsonl")
+            assert {f"Uniform(seed={seed})" in record["settings"] for record in records} == {True}
+            runs[name, seed] = {record["problem"]: record for record in records}
+    texts = [[runs["random", seed][i]["text"] for i in range(6)] for seed in range(3)]
+    assert texts[0] != texts[1] != texts[2]
+    assert [runs["later", 1][i]["text"] for i in range(6)] == texts[1]
+    by_problem = [[runs["random", seed][i] for seed in range(3)] for i in range(6)]
+    assert random.right == "".join("01"[record["right"]] for records in by_problem for record in records)
+    assert random.lengths == [record["tokens"] for records in by_problem for record in records]
+    assert random.seed_accuracy == [np.mean([runs["random", seed][i]["right"] for i in range(6)]) for seed in range(3)]
+    assert random.accuracy == pytest.approx(np.mean(random.seed_accuracy))
+    assert random.evicted == pytest.approx(np.mean([record["evicted"] for records in by_problem for record in records]))
+    assert fixed.seed_accuracy == []
+    assert [row["seeds"][:6] for row in rows_of(bench.table([random, fixed]))] == ["3, SD ", ""]
+    monkeypatch.setattr(generations, "engine_for", None)
+    (tmp_path / "later-48-seed2.jsonl").unlink()
+    with pytest.raises(TypeError):  # only this seed is left to run, which needs an engine
+        bench.compare(*arguments, seeds=3, **knobs)
+    assert bench.compare(*arguments[:2], ["random"], *arguments[3:], seeds=3, **knobs)[1] == random
+
+
+def test_the_spread_of_seeds_is_their_standard_deviation():
+    right = [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 1]]  # by seed
+    one = bench.summarise(generations.joined([as_run(each, [1] * 4) for each in right]), None, None)
+    assert one.seed_accuracy == [0.5, 0.25, 1.0]
+    assert one.right == "111" + "101" + "001" + "001"
+    (row,) = rows_of(bench.table([one]))
+    assert row["seeds"] == f"3, SD {100 * np.std([0.5, 0.25, 1.0], ddof=1):.1f}"
+
+
+def test_pass_at_k_of_several_seeds_is_a_mean_over_seeds():
+    right = np.random.default_rng(1).random((2, 5, 3)) < 0.5  # seeds, problems, samples
+    one = bench.summarise(
+        generations.joined([as_run(each.reshape(-1), [1] * 15, samples=3) for each in right]), None, None, [1, 3]
+    )
+    assert one.pass_at["3"][0] == pytest.approx(np.mean([each.any(axis=1).mean() for each in right]))
+    assert one.accuracy == pytest.approx(right.mean())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("protection = {window = 4}", "protection has sinks and recent, in slots; got window = 4"),
+        ('protection = {sinks = "4"}', "protection has sinks and recent, in slots; got sinks = '4'"),
+        ('policies = ["quest"]\nprotection = {sinks = 4}', "No policy of this comparison has the setting sinks"),
+        ("protection = 4", "protection must be of type dict"),
+        ('contrasts = [["r_kv"]]', "A contrast is a pair of different policies"),
+        ('contrasts = [["r_kv", "nobody"]]', "A contrast is between policies that run"),
+        ("seeds = 0", "seeds must be at least 1"),
+    ],
+)
+def test_wrong_protection_contrasts_and_seeds_are_told(text, words, tmp_path, capsys):
+    config = tmp_path / "mine.toml"
+    config.write_text(text)
+    assert cli.main(["eval", "--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_protection_goes_to_every_policy_that_has_it_below_its_own_settings(ready_runs, tmp_path, capsys):
+    few = ["--problems", "2", "--max-new-tokens", "16", "--budgets", "64", "--seeds", "2"]
+    file = tmp_path / "mine.toml"
+    names = ["r_kv", "free", "h2o", "streaming_llm", "quest", "rpc", "random"]
+    file.write_text(f'policies = {names}\n[settings.free]\npolicy = "r_kv"\nsinks = 0\n[settings.h2o]\nrecent = 24\n')
+    assert cli.main(["eval", *few, "--config", str(file), "--protection", "sinks=4,recent=16", "--interval", "8"]) == 0
+    plain, free, h2o, window, _, rpc, *random = ready_runs[1:]
+    assert plain == r_kv(64, interval=8, sinks=4, recent=16)
+    assert dataclasses.replace(free, name="r_kv") == r_kv(64, interval=8, sinks=0, recent=16)
+    assert h2o == h2o_policy(64, interval=8, sinks=4, recent=24)
+    assert window == streaming_llm(64, interval=8, sinks=4)
+    assert rpc == rpc_policy(interval=8)
+    assert random == [random_policy(64, interval=8, sinks=4, recent=16, seed=seed) for seed in (0, 1)]
+    said = (
+        "Every policy that evicts protects 4 sinks and 16 recent slots. By rules of their own: free, h2o, streaming_llm, rpc."
+    )
+    assert said in capsys.readouterr().out

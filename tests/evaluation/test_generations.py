@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jkv import cli, full, generate, r_kv, reason_cache
+from jkv import cli, full, generate, mem_share, quest, r_kv, reason_cache
 from jkv.engine.runner import Runner
 from jkv.evaluation import generations
 from jkv.evaluation.generations import read_records, run
@@ -88,6 +88,25 @@ def test_samples_are_those_of_generate(reasoner, problems, whole):
     assert judged.stats.amsr == pytest.approx(out.stats.amsr)
     assert judged.stats.occupancy == out.stats.occupancy
     assert judged.stats.peak_kv_bytes == out.stats.peak_kv_bytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_touched", "count"),
+    [
+        (r_kv(budget=128, interval=16, window=4), lambda record: record["prompt_tokens"] + 96 > 128, 2),  # the last compaction
+        (quest(budget=132, dense_layers=1), lambda record: record["prompt_tokens"] + 100 > 132, 2),
+        (quest(budget=132, dense_layers=4), lambda record: False, 0),
+        (mem_share(similarity=0.3, percentile=100, warm_up=8), lambda record: record["shared"] > 0, 5),
+        (full(), lambda record: False, 0),
+    ],
+    ids=["eviction", "selection", "selection in no layer", "sharing", "full"],
+)
+def test_a_sample_is_touched_when_a_token_or_a_page_is_left_out(policy, is_touched, count, reasoner, problems, tmp_path):
+    path, knobs = tmp_path / "x", KNOBS | {"samples": 1, "sampling": None, "max_new_tokens": 100}
+    judged = run(reasoner, problems, policy, path=path, **knobs)
+    records = {record["problem"]: record for record in read_records(path)}
+    assert judged.touched[:, 0].tolist() == [is_touched(records[i]) for i in range(5)]
+    assert judged.touched.sum() == count
 
 
 @pytest.mark.parametrize("kept", [0, 1, 7, 14])

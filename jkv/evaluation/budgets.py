@@ -1,0 +1,81 @@
+"""The budgets of a comparison: slots, or a share of the full cache's length, on average or of each problem."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jkv.policies import Policy
+
+EACH = "each"
+LARGE = 1 << 30  # slots that hold whatever a policy protects
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How many slots a policy has in each layer and KV head: `slots`, or a `share`; neither for a policy without a budget."""
+
+    slots: int | None = None
+    share: float | None = None
+    is_each: bool = False  # whether the share is of each problem's own length, not of their mean
+
+    @property
+    def slots_or_large(self) -> int:
+        """The slots; for a share, whose slots are not known yet, more than any policy protects."""
+        return LARGE if self.slots is None else self.slots
+
+    def slots_for(self, lengths: Sequence[float]) -> list[int]:
+        """The slots for each problem, from the lengths that the full cache reaches.
+
+        >>> Budget(share=0.5).slots_for([100, 300]), Budget(share=0.5, is_each=True).slots_for([100, 300])
+        ([100, 100], [50, 150])
+        """
+        if self.share is None:
+            return [self.slots_or_large] * len(lengths)
+        of = lengths if self.is_each else [float(np.mean(lengths))] * len(lengths)
+        return [round(self.share * length) for length in of]
+
+
+def parse_budget(budget: str | int) -> Budget:
+    """A budget as a user writes it.
+
+    Raises:
+      ValueError: neither slots nor a share.
+
+    >>> parse_budget("25% each")
+    Budget(slots=None, share=0.25, is_each=True)
+    """
+    text = str(budget).strip()
+    number, percent, rest = text.partition("%")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if percent and 0 < value <= 100 and rest.strip() in ("", EACH):
+        return Budget(share=value / 100, is_each=bool(rest.strip()))
+    if text.isdigit() and value >= 1:
+        return Budget(slots=int(text))
+    raise ValueError(
+        f'A budget is a number of slots, or a share of the mean length such as "25%" or of each problem\'s own such as '
+        f'"25% {EACH}"; got {budget!r}.'
+    )
+
+
+def least_policy(make: Callable[[int], Policy], slots: int, prompt: int) -> Policy:
+    """The policy of a prompt of so many tokens with `slots`, or with the fewest above that it accepts."""
+
+    def attempt(budget: int) -> Policy | None:
+        try:
+            policy = make(budget)
+        except ValueError:
+            return None
+        return policy if prompt <= policy.longest_prompt else None
+
+    refused, accepted = slots, LARGE
+    if (policy := attempt(max(1, slots))) is not None:
+        return policy
+    while accepted - refused > 1:
+        middle = (refused + accepted) // 2
+        refused, accepted = (refused, middle) if attempt(middle) else (middle, accepted)
+    return make(accepted)
