@@ -107,8 +107,8 @@ def random_view(
     query = rng.standard_normal((batch, heads * group, window, 8))
     prompt_length = jnp.asarray([3] * batch, jnp.int32)
     budgets = None if budget is None else jnp.full((batch, heads), budget, jnp.int32)
-    mass, similarity = (
-        np.where(position == EMPTY, np.float32(np.nan), x) for x in rng.random((2, *position.shape), np.float32)
+    mass, similarity, carried = (
+        np.where(position == EMPTY, np.float32(np.nan), x) for x in rng.random((3, *position.shape), np.float32)
     )
     similarity = np.where(similarity < 0.7, np.float32(0), similarity)  # a third has been repeated
     return CacheView(
@@ -118,6 +118,7 @@ def random_view(
         jnp.asarray(query, dtype),
         jnp.asarray(mass),
         jnp.asarray(similarity),
+        jnp.asarray(carried),
         layer=0,
         budget=budgets,
         prompt_length=prompt_length,

@@ -1,4 +1,4 @@
-"""Methods of kvpress that `jkv` has no recipe for, as scores: for `jkv bench peers`, which runs equal methods side by side."""
+"""Methods of kvpress as scores that protect nothing: for `jkv bench peers`, which runs equal methods side by side."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jkv.policies import CacheView, Policy, evict_by, make
+from jkv.policies.key_diff import KeyDifference
 
 
 def knorm(view: CacheView) -> Float[Array, "B K S"]:
@@ -14,16 +15,7 @@ def knorm(view: CacheView) -> Float[Array, "B K S"]:
     return -jnp.linalg.norm(view.key.astype(jnp.float32), axis=-1)
 
 
-def key_diff(view: CacheView) -> Float[Array, "B K S"]:
-    """The less a key is like the others, the better: minus its cosine with the mean of all unit keys (arXiv 2504.15364)."""
-    key = jnp.where(view.is_filled[..., None], view.key.astype(jnp.float32), 0.0)
-    unit = key / jnp.maximum(jnp.linalg.norm(key, axis=-1, keepdims=True), 1e-12)
-    anchor = unit.sum(axis=2) / jnp.maximum(view.is_filled.sum(axis=2), 1).astype(jnp.float32)[..., None]
-    anchor = anchor / jnp.maximum(jnp.linalg.norm(anchor, axis=-1, keepdims=True), 1e-12)
-    return -jnp.einsum("bksh,bkh->bks", unit, anchor)
-
-
-SCORES = {"knorm": knorm, "key_diff": key_diff}
+SCORES: dict[str, Any] = {"knorm": knorm, "key_diff": KeyDifference()}
 
 
 def policy_of(name: str, settings: Mapping[str, Any]) -> Policy:

@@ -42,8 +42,9 @@ class EngineOptions:
         run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.
       policies: the policies of later requests. The engine keeps the data that they need: last queries, the attention mass of
-        slots (H2O, TOVA), bounds of pages (Quest), hidden states (SkipKV), vectors (SEAL). A request may have any policy that
-        needs no other data. None keeps 8 queries, the default of R-KV and SnapKV. `generate` and `Rollout` set it.
+        slots (H2O, TOVA), numbers that slots carry between compactions (G-KV), bounds of pages (Quest), hidden states (SkipKV),
+        vectors (SEAL). A request may have any policy that needs no other data. None keeps 8 queries, the default of R-KV and
+        SnapKV. `generate` and `Rollout` set it.
       chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.

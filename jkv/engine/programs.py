@@ -204,7 +204,11 @@ def compact(
     num_layers = pool.page_table.shape[0]
     limits = Limits(jnp.tile(protected[0], num_layers), jnp.tile(protected[1], num_layers))
     by_layer = num_layers, len(row)
-    score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (evict.rate(view, limits), view.position))
+    score, carried = evict.rate_and_carry(view, limits)
+    score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (score, view.position))
+    if carried is not None:
+        numbers = pool.slot_data["carried"].at[:, row].set(carried.reshape(position.shape))
+        pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
     slots = evict.choose(score, budget[..., None])
     state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
     dropped = dropped_positions(position, slots) if is_traced else None
@@ -233,6 +237,7 @@ def view_of_rows(
         position,
         query,
         mass=pool.slot_data["mass"][layer, row] if evict.needs.mass else None,
+        carried=pool.slot_data["carried"][layer, row] if evict.needs.carried else None,
         layer=layer,
         budget=jnp.broadcast_to(budget.reshape(-1, 1), position.shape[:2]),
         prompt_length=jnp.tile(prompt_length, num_layers),

@@ -90,9 +90,27 @@ class Evict:
 
     def rate(self, view: CacheView, limits: Limits | None = None) -> Float[Array, "B K S"]:
         """The scores, `-inf` for empty slots and `+inf` for protected ones; `limits` default to `sinks` and `recent`."""
-        score = self.score(view).astype(jnp.float32)
-        score = jnp.where(self.is_protected(view, limits), jnp.inf, score)
-        return jnp.where(view.is_filled, score, -jnp.inf)
+        return self.rate_and_carry(view, limits)[0]
+
+    def rate_and_carry(
+        self, view: CacheView, limits: Limits | None = None
+    ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
+        """The scores of `rate`, and the number that each slot carries to the next compaction; None unless `Needs.carried`.
+
+        Raises:
+          ValueError: a score that carries no number though it declares one, or that does though it declares none.
+        """
+        result = self.score(view)
+        if isinstance(result, tuple) != self.needs.carried:
+            raise ValueError(
+                "A score returns a pair, (score, carried), if it declares Needs(carried=True), and else the score alone; "
+                f"{self.score} declares {self.needs} and returns {'a pair' if isinstance(result, tuple) else 'one array'}."
+            )
+        score, carried = result if isinstance(result, tuple) else (result, None)
+        score = jnp.where(self.is_protected(view, limits), jnp.inf, score.astype(jnp.float32))
+        if carried is not None:
+            carried = jnp.where(view.is_filled, carried.astype(jnp.float32), 0.0)
+        return jnp.where(view.is_filled, score, -jnp.inf), carried
 
     def is_protected(self, view: CacheView, limits: Limits | None = None) -> Bool[Array, "B K S"]:
         """Which slots must stay; `limits` default to `sinks` and `recent`."""

@@ -23,12 +23,14 @@ class Needing(Protocol):
 class Needs:
     """What a score reads besides keys, values and positions, and what the engine keeps for the other parts of a policy.
 
-    A score of your own declares `window`, `mass` and `compares_keys`; `Needs()` says that it reads no more than keys, values,
-    positions, the prompt's length and the budget.
+    A score of your own declares `window`, `mass`, `carried` and `compares_keys`; `Needs()` says that it reads no more than
+    keys, values, positions, the prompt's length and the budget.
 
     Attributes:
       window: how many of the last queries the score reads (`CacheView.query`).
       mass: whether it reads the attention mass of each slot (`CacheView.mass`).
+      carried: whether it carries a number of each slot from one compaction to the next. It reads the last compaction's as
+        `CacheView.carried`, and returns a pair: the score, and the numbers to carry.
       similarity: whether it reads the similarity of sentences (`CacheView.similarity`), which the policy's `sentences` finds.
       compares_keys: whether it compares each key with each other. Nothing is kept for it, but `jkv.plan` counts the time.
       bounds: whether the engine keeps the smallest and largest key of each page.
@@ -49,6 +51,7 @@ class Needs:
 
     window: int = 0
     mass: bool = False
+    carried: bool = False
     similarity: bool = False
     compares_keys: bool = False
     bounds: bool = False

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jkv import notebook
 from jkv.cache.moved_sinks import MOST_SINKS
@@ -19,7 +19,7 @@ from jkv.model.params import Model
 from jkv.policies.evict import Evict, least_slots
 from jkv.policies.needs import Needs
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget, check_schedule
-from jkv.policies.view import CacheView, FunctionScore, Score
+from jkv.policies.view import CacheView, FunctionScore, Score, Scored
 from jkv.reasoning.sentences import Sentences, ends_of
 from jkv.reasoning.sharing import Share, check_tokenizer
 from jkv.reasoning.steering import Steer, marks_of
@@ -262,6 +262,11 @@ class Policy:
             raise ValueError(f"{self.name} reads the accumulated attention mass; the view has none. Pass CacheView(mass=).")
         if needs.similarity and view.similarity is None:
             raise ValueError(f"{self.name} reads the similarity of sentences; the view has none. Pass CacheView(similarity=).")
+        if needs.carried and view.carried is None:
+            raise ValueError(
+                f"{self.name} reads what its last compaction carried on; the view has none. Pass CacheView(carried=), zeros if "
+                "there was no compaction yet."
+            )
         if view.budget is None:
             if self.budget is None:
                 raise ValueError(f"{self.name}'s budget grows with the sequence. Pass it in the view: CacheView(budget=).")
@@ -278,7 +283,7 @@ def noted(policy: Policy, function: str, args: Sequence[Any], settings: Mapping[
 
 
 def evict_by(
-    score: Score | Callable[[CacheView], Float[Array, "B K S"]],
+    score: Score | Callable[[CacheView], Scored],
     budget: int,
     interval: int = 128,
     name: str = "",

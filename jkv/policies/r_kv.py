@@ -31,17 +31,22 @@ class ImportanceMinusRedundancy:
         return self.mass.needs | Needs(compares_keys=True)
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
-        batch, heads, num_slots, head_size = view.key.shape
-        rows = (batch * heads, num_slots)
-        redundancy = kernels.key_redundancy(
-            view.key.reshape(*rows, head_size),
-            view.is_filled.reshape(rows),
-            threshold=self.similarity,
-            exempt=self.exempt,
-            exempt_first=self.released,
-        ).reshape(view.position.shape)
-        redundancy = jax.nn.softmax(redundancy, axis=-1, where=view.is_filled)
+        redundancy = redundancy_of(view, self.similarity, self.exempt, self.released)
         return self.importance * self.mass(view) - (1 - self.importance) * redundancy
+
+
+def redundancy_of(view: CacheView, similarity: float, exempt: int = 1, exempt_first: bool = False) -> Float[Array, "B K S"]:
+    """The softmax over filled slots of the mean cosine to the other keys (`pallas_kernels.key_redundancy`)."""
+    batch, heads, num_slots, head_size = view.key.shape
+    rows = (batch * heads, num_slots)
+    redundancy = kernels.key_redundancy(
+        view.key.reshape(*rows, head_size),
+        view.is_filled.reshape(rows),
+        threshold=similarity,
+        exempt=exempt,
+        exempt_first=exempt_first,
+    )
+    return jax.nn.softmax(redundancy.reshape(view.position.shape), axis=-1, where=view.is_filled)
 
 
 @recipe(

@@ -10,7 +10,7 @@ from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
-from jkv.policies.scores import default_recent, uniform
+from jkv.policies.scores import Uniform, default_recent
 from jkv.policies.view import CacheView
 
 
@@ -19,14 +19,14 @@ class PromptOrChance:
     """2 for the prompt's first tokens, as many as leave room for `recent` slots and one more; a uniform number for others."""
 
     recent: int
-    seed: int
+    chance: Uniform
     needs = Needs()
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         assert view.budget is not None
         assert view.prompt_length is not None
         sure = jnp.minimum(view.prompt_length[:, None], view.budget - self.recent - 1)
-        return jnp.where(view.position < sure[..., None], 2.0, uniform(view, self.seed))
+        return jnp.where(view.position < sure[..., None], 2.0, self.chance(view))
 
 
 @recipe(
@@ -34,15 +34,15 @@ class PromptOrChance:
     idea="keeps the prompt, recent tokens and a new random set at every compaction; what any score has to beat",
     arxiv="2609.03430",
 )
-def random_attention(budget: int, interval: int = 64, recent: int | None = None, seed: int = 0) -> Policy:
+def random_attention(budget: int, interval: int = 64, recent: int | None = None, seed: int = 0, block: int = 1) -> Policy:
     """The prompt, the last `recent` tokens and a random set, `budget` slots in total for each layer and KV head.
 
     `recent` is by default 64, or a quarter of a budget below 256. The set is drawn anew for each compaction, layer and KV head.
-    Of a prompt that the budget cannot hold, the first tokens stay.
+    Of a prompt that the budget cannot hold, the first tokens stay. `block` is that of `random`.
 
     Rule:
       keep the last `recent` tokens, and the first min(P, budget - recent - 1) of the P tokens of the prompt
-      score of the others = a uniform number that depends on the seed, layer, head, position and length alone
+      score of the others = a uniform number that depends on the seed, layer, head, position // block and length alone
 
     Departures:
       - A compaction is due by the row's own generated tokens; the authors' by the length of the cache.
@@ -54,4 +54,6 @@ def random_attention(budget: int, interval: int = 64, recent: int | None = None,
     64
     """
     recent = default_recent(budget) if recent is None else recent
-    return Policy("random_attention", Evict(PromptOrChance(recent, seed), recent=recent), Every(budget, interval))
+    return Policy(
+        "random_attention", Evict(PromptOrChance(recent, Uniform(seed, block)), recent=recent), Every(budget, interval)
+    )

@@ -24,17 +24,28 @@ class Recency:
 
 @dataclasses.dataclass(frozen=True)
 class Uniform:
-    """Random numbers in [0, 1), a function of the seed, layer, KV head, position and sequence length only."""
+    """Random numbers in [0, 1), a function of the seed, layer, KV head, position and sequence length only.
+
+    Each block of `block` positions has one number.
+    """
 
     seed: int = 0
+    block: int = 1
     needs = Needs()
 
+    def __post_init__(self) -> None:
+        if self.block < 1:
+            raise ValueError(f"block is a number of positions that share a random number, at least 1; got {self.block}.")
+
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
-        return uniform(view, self.seed)
+        return uniform(view, self.seed, self.block)
 
 
-def uniform(view: CacheView, seed: int) -> Float[Array, "B K S"]:
-    """A number in [0, 1) for each slot that depends on the seed, layer, KV head, position and sequence length only."""
+def uniform(view: CacheView, seed: int, block: int = 1) -> Float[Array, "B K S"]:
+    """A number in [0, 1) for each slot that depends on the seed, layer, KV head, position and sequence length only.
+
+    Slots of one block (position // block) have one number.
+    """
     key = jax.random.key(seed)
 
     def draw(position: Array, head: Array, num_seen: Array, layer: Array) -> Float[Array, ""]:
@@ -44,7 +55,7 @@ def uniform(view: CacheView, seed: int) -> Float[Array, "B K S"]:
     head = head if view.first_head is None else head + view.first_head
     over_slots = jax.vmap(draw, in_axes=(0, None, None, None))
     over_heads = jax.vmap(over_slots, in_axes=(0, 0, None, None))
-    return jax.vmap(over_heads, in_axes=(0, None, 0, 0))(view.position, head, view.num_seen, layer_of(view))
+    return jax.vmap(over_heads, in_axes=(0, None, 0, 0))(view.position // block, head, view.num_seen, layer_of(view))
 
 
 def layer_of(view: CacheView) -> Int[Array, " B"]:

@@ -32,7 +32,8 @@ class LessRepeated:
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         assert view.similarity is not None
-        return self.score(view) - view.similarity
+        score: Any = self.score(view)
+        return score - view.similarity
 
 
 @recipe(

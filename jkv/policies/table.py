@@ -5,9 +5,13 @@ rather than names made at run time, are what type checkers and editors understan
 """
 
 from jkv.policies.ada_kv import ada_kv as ada_kv
+from jkv.policies.caote import caote as caote
 from jkv.policies.cur import cur as cur
 from jkv.policies.full import full as full
+from jkv.policies.g_kv import g_kv as g_kv
 from jkv.policies.h2o import h2o as h2o
+from jkv.policies.key_diff import key_diff as key_diff
+from jkv.policies.lag_kv import lag_kv as lag_kv
 from jkv.policies.mem_share import mem_share as mem_share
 from jkv.policies.pyramid_kv import pyramid_kv as pyramid_kv
 from jkv.policies.quest import quest as quest

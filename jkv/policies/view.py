@@ -9,14 +9,17 @@ from jaxtyping import Array, Bool, Float, Int
 from jkv.cache.pool import EMPTY
 from jkv.policies.needs import Needs
 
+# The scores, or with `Needs.carried` a pair: the scores, and a number of each slot that the next compaction sees if it is kept.
+Scored = Float[Array, "B K S"] | tuple[Float[Array, "B K S"], Float[Array, "B K S"]]
+
 
 class CacheView(NamedTuple):
     """What a score may read. Each batch row is one layer of one sequence. An empty slot has the position EMPTY (-1).
 
     Batch rows are independent. They may be of different layers: the engine shows all layers of a sequence at once.
 
-    Slots are in the order in which the policy stores them: ascending by position, unless `Evict.order` is "score". Keys,
-    values, mass and similarity of empty slots may be NaN.
+    Slots are in the order in which the policy stores them: ascending by position, unless `Evict.order` is "score". Whatever a
+    score may read of empty slots, except positions, may be NaN.
 
     Attributes:
       key: keys, rotated for their true positions.
@@ -25,6 +28,8 @@ class CacheView(NamedTuple):
       query: the last W queries, oldest first; `query[:, :, W - 1]` is the newest token's. In a sequence shorter than W the
         oldest ones are meaningless. None unless `Needs.window` asks for them.
       mass: softmax mass from all queries so far, summed over the query heads of a KV head. None unless `Needs.mass`.
+      carried: what the score returned for the slot at the last compaction, 0 for a slot written since. None unless
+        `Needs.carried`.
       similarity: cosine between the slot's sentence and a later one that repeats it, 0 if none does
         (`jkv.reasoning.sentences`). None unless `Needs.similarity`.
       layer: index of the layer, one for all batch rows or one for each.
@@ -41,6 +46,7 @@ class CacheView(NamedTuple):
     query: Float[Array, "B N W H"] | None = None
     mass: Float[Array, "B K S"] | None = None
     similarity: Float[Array, "B K S"] | None = None
+    carried: Float[Array, "B K S"] | None = None
     layer: int | Int[Array, ""] | Int[Array, " B"] | None = None
     budget: Int[Array, "B K"] | None = None
     prompt_length: Int[Array, " B"] | None = None
@@ -80,32 +86,33 @@ class Score(Protocol):
     @property
     def needs(self) -> Needs: ...
 
-    def __call__(self, view: CacheView) -> Float[Array, "B K S"]: ...
+    def __call__(self, view: CacheView) -> Scored: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionScore:
     """A plain function as a score, with what it reads; `jkv.evict_by` makes it."""
 
-    function: Callable[[CacheView], Float[Array, "B K S"]]
+    function: Callable[[CacheView], Scored]
     needs: Needs
 
-    def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
+    def __call__(self, view: CacheView) -> Scored:
         name = getattr(self.function, "__name__", "the score")
         try:
             score = self.function(view)
         except (AttributeError, TypeError, ValueError) as error:
-            absent = [field for field in ("query", "mass", "similarity") if getattr(view, field) is None]
+            absent = [field for field in ("query", "mass", "similarity", "carried") if getattr(view, field) is None]
             if not absent:
                 raise
             raise ValueError(
                 f"{name} failed: {error}. A score is given what it declares; this view has no {', no '.join(absent)}. If it "
                 "reads one of them, pass evict_by(..., needs=): jkv.Needs(window=8) for the last 8 queries."
             ) from error
-        shape, expected = getattr(score, "shape", None), view.position.shape
-        if shape != expected:
-            got = type(score).__name__ if shape is None else f"the shape {shape}"
-            raise ValueError(f"{name} must return float32 [B, K, S], a score of each slot, here {expected}; got {got}.")
+        for part in score if isinstance(score, tuple) else (score,):
+            shape, expected = getattr(part, "shape", None), view.position.shape
+            if shape != expected:
+                got = type(part).__name__ if shape is None else f"the shape {shape}"
+                raise ValueError(f"{name} must return float32 [B, K, S], a score of each slot, here {expected}; got {got}.")
         return score
 
 

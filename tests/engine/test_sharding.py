@@ -167,16 +167,16 @@ def assert_fits(hint, value, name, seen):
 
 
 def make_state():
-    needs = Needs(window=SIZES["W"], mass=True, bounds=True, sharing=True)
+    needs = Needs(window=SIZES["W"], mass=True, carried=True, bounds=True, sharing=True)
     return empty_state(CONFIG, needs, num_rows=SIZES["B"], num_pages=SIZES["P"] - 1, max_pages=SIZES["MP"], page_size=4)
 
 
 def test_every_array_of_the_state_has_the_axes_of_its_annotation():
     state, seen = make_state(), []
     assert_fits(State, state, "state", seen)
-    assert len(seen) == len(jax.tree.leaves(state)) == 14
+    assert len(seen) == len(jax.tree.leaves(state)) == 15
     assert_fits(programs.Snapshot, programs.snapshot_row(state, jnp.int32(0)), "snapshot", seen := [])
-    assert len(seen) == 8
+    assert len(seen) == 9
 
 
 def test_every_weight_has_the_axes_of_its_annotation():

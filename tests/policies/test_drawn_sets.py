@@ -100,6 +100,26 @@ def test_random_attention_keeps_the_prompt_the_recent_tokens_and_others_by_chanc
         np.testing.assert_array_equal(kept(slots[b, k]), np.sort(np.argsort(-score, kind="stable")[:BUDGET]))
 
 
+@pytest.mark.parametrize("name", ["random", "random_attention"])
+def test_a_block_has_one_number_for_each_head_and_a_cut_block_keeps_its_first_slots(name):
+    """Of positions 0 to 61 in blocks of 8, 24 stay: the last 3, and the best blocks of the others."""
+    position = jnp.broadcast_to(jnp.arange(62, dtype=jnp.int32), (2, 2, 62))
+    zeros = jnp.zeros((2, 2, 62, 8))
+    view = jkv.CacheView(zeros, zeros, position, prompt_length=jnp.zeros(2, jnp.int32), layer=jnp.asarray([0, 1], jnp.int32))
+    slots = jkv.policies.make(name, {"budget": BUDGET, "recent": 3, "block": 8, "seed": 1}).select(view)
+    sets = set()
+    for b, k in np.ndindex(2, 2):
+        key = jax.random.key(1)
+        for number in (b, 62, k):  # layer, length, head
+            key = jax.random.fold_in(key, number)
+        number = [float(jax.random.uniform(jax.random.fold_in(key, block))) for block in range(8)]
+        order = sorted(range(59), key=lambda s: (-number[s // 8], s))[: BUDGET - 3]
+        expected = sorted([*order, 59, 60, 61])
+        assert kept(slots[b, k]).tolist() == expected
+        sets.add(tuple(expected))
+    assert len(sets) > 1  # layers and heads draw their own
+
+
 @pytest.mark.parametrize(
     ("build", "words"),
     [
@@ -107,6 +127,7 @@ def test_random_attention_keeps_the_prompt_the_recent_tokens_and_others_by_chanc
         (lambda: jkv.cur(8, recent=7), "must hold its sinks and recent"),
         (lambda: jkv.vase(64, share=1.5), "share is the part of the budget for large ranges"),
         (lambda: jkv.random_attention(8, recent=9), "must hold its sinks and recent"),
+        (lambda: jkv.random(8, block=0), "block is a number of positions"),
     ],
 )
 def test_settings_out_of_range_are_refused(build, words):

@@ -56,7 +56,7 @@ def test_every_policy_with_a_budget_takes_protection():
 def test_sinks_and_the_prompt_stay(runs, name):
     i, count = EVICTING.index(name), len(EVICTING)
     plain, sinks, prompt = (held_to_the_end(runs, i + k * count) for k in range(3))
-    own = 4 if name in ("streaming_llm", "cur", "vase") else 0
+    own = 4 if name in ("streaming_llm", "cur", "vase", "key_diff", "lag_kv") else 0
     assert sinks[..., :3].all()
     assert not plain[..., own : len(PROMPT)].all()  # without it, something of the prompt goes
     assert not sinks[..., max(3, own) : len(PROMPT)].all()

@@ -1,0 +1,120 @@
+"""G-KV (arXiv 2512.00504): R-KV whose importance remembers what earlier compactions saw."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jkv.policies.evict import Evict, protection
+from jkv.policies.needs import Needs
+from jkv.policies.policy import Policy
+from jkv.policies.r_kv import redundancy_of
+from jkv.policies.recipe import recipe
+from jkv.policies.schedules import Every
+from jkv.policies.scores import is_query
+from jkv.policies.view import CacheView
+
+
+@dataclasses.dataclass(frozen=True)
+class RememberedImportance:
+    """`importance * F - (1 - importance) * R`, and F to carry: the docstring of `g_kv` has the rule."""
+
+    window: int
+    decay: float
+    importance: float
+    similarity: float
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window is the number of last queries that score, at least 1; got {self.window}.")
+        for field in ("decay", "importance"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(f"{field} is a weight and must lie in [0, 1]; got {getattr(self, field)}.")
+        if not -1 <= self.similarity <= 1:
+            raise ValueError(f"similarity is a cosine and must lie in [-1, 1]; got {self.similarity}.")
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries, the importance at the last compaction, and the time of comparing keys."""
+        return Needs(window=self.window, carried=True, compares_keys=True)
+
+    def __call__(self, view: CacheView) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
+        assert view.carried is not None
+        is_past = view.is_filled & (view.age >= self.window)
+
+        def of_largest(x: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+            x = jnp.where(is_past, x, 0.0)
+            return x / jnp.maximum(x.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+
+        importance = of_largest(largest_attention(view, self.window))
+        importance = jnp.where(is_past, jnp.maximum(importance, self.decay * view.carried), 0.0)
+        redundancy = of_largest(redundancy_of(view, self.similarity))
+        return self.importance * importance - (1 - self.importance) * redundancy, importance
+
+
+def largest_attention(view: CacheView, window: int) -> Float[Array, "B K S"]:
+    """The mean over the last `window` queries of the largest softmax among a KV head's query heads, over all slots seen."""
+    assert view.query is not None
+    batch, heads, _, size = view.key.shape
+    query = view.query[:, :, -window:].reshape(batch, heads, -1, window, size).astype(jnp.float32)
+    key = jnp.where(view.is_filled[..., None], view.key, 0).astype(jnp.float32)
+    is_seen = is_query(view, window)
+
+    def add(total: Float[Array, "B K S"], w: Array) -> tuple[Float[Array, "B K S"], None]:
+        logits = jnp.einsum("bkgh,bksh->bkgs", query[:, :, :, w], key, precision="highest") * size**-0.5
+        if view.log_weight is not None:
+            logits += view.log_weight[:, :, None]
+        where = view.is_filled & (view.age >= window - 1 - w)
+        share = jax.nn.softmax(logits, axis=-1, where=where[:, :, None]).max(axis=2)
+        return total + jnp.where(is_seen[:, w, None, None], share, 0.0), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros(view.position.shape), jnp.arange(window, dtype=jnp.int32))
+    return total / jnp.maximum(is_seen.sum(axis=-1), 1).astype(jnp.float32)[:, None, None]
+
+
+@recipe(
+    "G-KV",
+    idea="as `r_kv`, but a token's importance fades from compaction to compaction instead of being forgotten",
+    arxiv="2512.00504",
+)
+def g_kv(
+    budget: int,
+    interval: int = 128,
+    window: int = 16,
+    decay: float = 0.8,
+    importance: float = 0.5,
+    similarity: float = 0.5,
+    sinks: int = 0,
+    recent: int | None = None,
+    protect_prompt: bool = False,
+) -> Policy:
+    """G-KV with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
+
+    The last `window` tokens always stay. Each slot carries its importance from one compaction to the next: 4 bytes a slot. The
+    first `sinks` tokens, the last `recent` (by default the window) and, with `protect_prompt`, the prompt are never evicted.
+
+    Rule:
+      score = importance * F - (1 - importance) * R / max R
+      F = max(A / max A, decay * F of the last compaction), where F was 0 for the slots of the window and for later ones
+      A = mean over the last `window` queries of the largest, among the query heads of the KV head, of
+          softmax over all slots that the query saw of q . key / sqrt(H)
+      R = R-KV's: softmax over all slots of the mean cosine of the slot's key to the other keys,
+          without the most recent look-alike (cosine above `similarity`) of each key
+      both maxima run over the slots before the window
+
+    Departures:
+      - The authors' kernel sets a similarity to 0 in each block of 64 slots, and no more than one in a column of a block; here,
+        as in R-KV's rule, it is the last one of each key. A key without a look-alike exempts none.
+      - Of the authors' updates, this is the maximum; their mean and sum are left out.
+      - A compaction is due by the row's own generated tokens.
+
+    Raises:
+      ValueError: a setting out of its range, or a budget smaller than the window.
+
+    >>> g_kv(budget=256).needs.carried
+    True
+    """
+    score = RememberedImportance(window, decay, importance, similarity)
+    evict = Evict(score, **protection(window, sinks, recent, protect_prompt))
+    return Policy("g_kv", evict, Every(budget, interval))
