@@ -45,6 +45,7 @@ from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Needs, Policy
 from jkv.policies.policy import check_parts
+from jkv.policies.query_statistics import check_digest
 from jkv.replay.trace import TraceRecorder
 
 DEFAULT_RUNNING = 8  # rows
@@ -398,7 +399,8 @@ class Engine:
         sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": self.capacity.page_size}
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes)
-        check_policy(request.policy, self.needs, self.model, self.mesh)
+        is_original = self.runner.version == 0 and not self.is_asleep
+        check_policy(request.policy, self.needs, self.model, self.mesh, is_original)
         if len(request.stop_ids) > self.options.max_stop_ids:
             raise ValueError(
                 f"This engine takes at most {self.options.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. "
@@ -438,9 +440,14 @@ class Engine:
         self.runner.free(prefixes)
 
 
-def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None) -> None:
-    """Refuses a policy that needs more than the engine keeps, or that compares KV heads of different shards."""
+def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None, is_original: bool = True) -> None:
+    """Refuses a policy that needs more than the engine keeps, or that compares KV heads of different shards.
+
+    Statistics must be those of the weights that the engine was built with (`is_original`); an update leaves them in use.
+    """
     needs.check(policy.name, policy.needs)
     check_parts(policy, model)
+    if policy.statistics is not None and is_original:
+        check_digest(policy.name, policy.statistics, model)
     if mesh is not None:
         meshes.check_policy(policy, mesh.size)
