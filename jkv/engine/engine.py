@@ -45,7 +45,6 @@ from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Needs, Policy
 from jkv.policies.policy import check_parts
-from jkv.policies.query_statistics import check_digest
 from jkv.replay.trace import TraceRecorder
 
 DEFAULT_RUNNING = 8  # rows
@@ -399,8 +398,7 @@ class Engine:
         sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": self.capacity.page_size}
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes)
-        is_original = self.runner.version == 0 and not self.is_asleep
-        check_policy(request.policy, self.needs, self.model, self.mesh, is_original)
+        check_policy(request.policy, self.needs, self.model, self.mesh, self.runner.version > 0 or self.is_asleep)
         if len(request.stop_ids) > self.options.max_stop_ids:
             raise ValueError(
                 f"This engine takes at most {self.options.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. "
@@ -440,14 +438,9 @@ class Engine:
         self.runner.free(prefixes)
 
 
-def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None, is_original: bool = True) -> None:
-    """Refuses a policy that needs more than the engine keeps, or that compares KV heads of different shards.
-
-    Statistics must be those of the weights that the engine was built with (`is_original`); an update leaves them in use.
-    """
+def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None, is_trained: bool = False) -> None:
+    """Refuses a policy that needs more than the engine keeps, or that compares KV heads of different shards."""
     needs.check(policy.name, policy.needs)
-    check_parts(policy, model)
-    if policy.statistics is not None and is_original:
-        check_digest(policy.name, policy.statistics, model)
+    check_parts(policy, model, is_trained)
     if mesh is not None:
         meshes.check_policy(policy, mesh.size)

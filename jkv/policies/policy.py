@@ -329,12 +329,15 @@ def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -
     return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled), prompt + generated))
 
 
-def check_parts(policy: Policy, model: Model) -> None:
+def check_parts(policy: Policy, model: Model, is_trained: bool = False) -> None:
     """Refuses a policy with a part that cannot work with the model.
 
+    Statistics of queries stay in use while the model is trained (`is_trained`), although its weights are no longer those that
+    were calibrated.
+
     Raises:
-      ValueError: a window longer than any sequence, a steering vector of another model, or a tokenizer that is missing or that
-        cannot write what a part looks for.
+      ValueError: a window longer than any sequence, a steering vector or statistics of another model, or a tokenizer that is
+        missing or that cannot write what a part looks for.
     """
     if policy.needs.window > model.config.max_positions:
         raise ValueError(
@@ -350,7 +353,7 @@ def check_parts(policy: Policy, model: Model) -> None:
             )
         marks_of(model.tokenizer, config.vocab_size)
     if policy.statistics is not None:
-        check_statistics(policy.name, policy.statistics, model)
+        check_statistics(policy.name, policy.statistics, model, is_trained)
     if policy.sentences is not None:
         ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
     if policy.share is not None:

@@ -99,10 +99,9 @@ def load_statistics(path: Path | str) -> QueryStatistics:
 
 def rope_words(config: ModelConfig) -> str:
     """The RoPE of a model in words, equal for equal RoPE."""
-    scaling = {name: value for name, value in vars(config.rope_scaling).items() if name != "kind"}
-    kind = config.rope_scaling.kind
-    of_kind = "" if kind == "default" else f" {scaling}"
-    return f"theta {config.rope_theta:g}, {config.rotary_size or config.head_size} channels, {kind}{of_kind}"
+    scaling = config.rope_scaling
+    how = "no scaling" if scaling.kind == "default" else str(scaling)
+    return f"theta {config.rope_theta} for {config.rotary_size or config.head_size} channels, {how}"
 
 
 def identity_of(model: Model) -> dict[str, str]:
@@ -110,33 +109,25 @@ def identity_of(model: Model) -> dict[str, str]:
     return {"model": model.name, "rope": rope_words(model.config), "weights": model.digest}
 
 
-def check_statistics(name: str, statistics: QueryStatistics, model: Model) -> None:
-    """Refuses statistics of a model of another shape or RoPE.
+def check_statistics(name: str, statistics: QueryStatistics, model: Model, is_trained: bool = False) -> None:
+    """Refuses statistics of another model: of another shape or RoPE, or of other weights unless those are being trained.
 
     Raises:
       ValueError: what differs.
     """
-    config = model.config
+    (layers, heads, size), config = statistics.moments.mean.shape, model.config
     half = (config.rotary_size or config.head_size) // 2
-    wanted = (config.num_layers, config.num_query_heads, config.head_size, half)
-    got = (*statistics.moments.mean.shape, statistics.moments.modulus.shape[-1])
-    check_trait(name, "layers, heads, head size and rotated pairs", got, wanted)
-    check_trait(name, "RoPE", statistics.about.get("rope"), rope_words(config))
-
-
-def check_digest(name: str, statistics: QueryStatistics, model: Model) -> None:
-    """Refuses statistics of other weights.
-
-    Raises:
-      ValueError: the weights are not those that were calibrated.
-    """
-    check_trait(name, "digest of the weights", statistics.about.get("weights"), model.digest)
-
-
-def check_trait(name: str, trait: str, got: Any, wanted: Any) -> None:
-    """Refuses a trait of statistics that is not the model's."""
-    if got != wanted:
-        raise ValueError(
-            f"{name}'s statistics must be of this model, whose {trait}: {wanted}; got {shown(got)}. Make them with `jkv "
-            "calibrate`."
-        )
+    shape = (layers, heads, size, statistics.moments.modulus.shape[-1])
+    wanted_shape = (config.num_layers, config.num_query_heads, config.head_size, half)
+    traits = [
+        ("layers, heads, head size and rotated pairs", shape, wanted_shape),
+        ("RoPE", statistics.about.get("rope"), rope_words(config)),
+    ]
+    if not is_trained:
+        traits.append(("weights with the digest", statistics.about.get("weights"), model.digest))
+    for trait, got, wanted in traits:
+        if got != wanted:
+            raise ValueError(
+                f"{name}'s statistics must be of this model, with {trait} {wanted}; got {shown(got)}. Make them with "
+                "`jkv calibrate`."
+            )

@@ -108,11 +108,17 @@ def other(**fields):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: tiny_model(seed=1), "whose digest of the weights: [0-9a-f]{16}; got '[0-9a-f]{16}'.*jkv calibrate"),
-        (lambda: tiny_model(config=other(rope_theta=5e5)), "whose RoPE: theta 500000, 8 channels, default; got 'theta 10000"),
-        (lambda: tiny_model(config=other(rope_scaling=RopeScaling("linear", 2.0))), "whose RoPE: .*linear.*'factor': 2.0"),
-        (lambda: tiny_model(config=other(num_layers=3)), r"rotated pairs: \(3, 4, 8, 4\); got \(2, 4, 8, 4\)"),
-        (lambda: tiny_model(config=other(rotary_size=4)), r"rotated pairs: \(2, 4, 8, 2\); got \(2, 4, 8, 4\)"),
+        (lambda: tiny_model(seed=1), "with weights with the digest [0-9a-f]{16}; got '[0-9a-f]{16}'.*jkv calibrate"),
+        (
+            lambda: tiny_model(config=other(rope_theta=5e5)),
+            "with RoPE theta 500000.0 for 8 channels, no scaling; got 'theta 10000.0",
+        ),
+        (
+            lambda: tiny_model(config=other(rope_scaling=RopeScaling("linear", 2.0))),
+            "with RoPE .*linear.*factor=2.0.*; got .*no scaling",
+        ),
+        (lambda: tiny_model(config=other(num_layers=3)), r"rotated pairs \(3, 4, 8, 4\); got \(2, 4, 8, 4\)"),
+        (lambda: tiny_model(config=other(rotary_size=4)), r"rotated pairs \(2, 4, 8, 2\); got \(2, 4, 8, 4\)"),
     ],
     ids=["weights", "theta", "scaling", "layers", "partial"],
 )

@@ -1,5 +1,6 @@
-"""CriticalKV against plain NumPy, and the norms of projected values that the engine gives its score."""
+"""CriticalKV against plain NumPy, and what the engine gives the scores that read the model."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,8 +13,10 @@ from jkv.engine import programs
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.model_facts import facts_for, projected_norms
 from jkv.model.params import fold, weight_shapes
+from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.scores import AttentionMass
-from jkv.testing import adapted, random_statistics, random_view, tiny_model, unfolded
+from jkv.testing import TINY, adapted, assert_no_pool_copy, random_statistics, random_view, tiny_model, unfolded
+from tests.support.programs import shapes_of
 
 WINDOW = 4
 
@@ -97,6 +100,25 @@ def test_new_weights_give_new_norms_and_compile_nothing():
     engine.update(tiny_model(seed=1).params)
     compacted()
     assert programs.compact._cache_size() == before
+
+
+MOMENTS = QueryMoments(np.zeros((2, 4, 64), np.float32), np.zeros((2, 4, 32), np.float32))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [jkv.critical_kv(64), jkv.expected_attention(64), jkv.tri_attention(64, QueryStatistics(MOMENTS))],
+    ids=lambda policy: policy.name,
+)
+def test_no_compaction_that_reads_the_model_copies_the_pool(policy):
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    config = dataclasses.replace(TINY, head_size=64)
+    needs = jkv.Needs(window=policy.needs.window)
+    shapes = shapes_of(config, dtype=jnp.float32, page_size=16, sharding=sharding, needs=needs)
+    row, facts = shapes.leaf(1), facts_for(policy, jkv.Model(shapes.params))
+    options = {"evict": policy.evict.static, "is_traced": False, "facts": facts}
+    traced = programs.compact.trace(shapes.state, row, shapes.leaf(2, 1), row, shapes.leaf(2, 1), **options)
+    assert_no_pool_copy(traced.lower().compile(), shapes.state.cache.pool)
 
 
 def test_a_share_out_of_range_is_refused():
