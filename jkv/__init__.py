@@ -23,6 +23,7 @@ if not hasattr(pallas_kernels, "KERNELS"):
 
 from jkv import rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
+from jkv.analysis.calibration import calibrate
 from jkv.engine.engine import Engine
 from jkv.engine.mesh import shard, shardings
 from jkv.engine.options import EngineOptions
@@ -50,6 +51,7 @@ from jkv.policies import (
     chain,
     evict_by,
 )
+from jkv.policies.query_statistics import QueryStatistics
 from jkv.policies.table import *  # noqa: F403 -- the recipes, `jkv.r_kv` and so on
 from jkv.reasoning.steering import SteeringVector
 from jkv.replay.score import Trace, score
@@ -78,6 +80,7 @@ __all__ = [
     "Params",
     "Plan",
     "Policy",
+    "QueryStatistics",
     "Read",
     "RequestOptions",
     "Result",
@@ -87,6 +90,7 @@ __all__ = [
     "SteeringVector",
     "Trace",
     "analyze",
+    "calibrate",
     "chain",
     "evict_by",
     "generate",

@@ -11,6 +11,8 @@ import numpy as np
 
 from jkv.cache.pool import EMPTY
 from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
+from jkv.model.rope import Rope, pair_norms
+from jkv.policies.query_statistics import QueryMoments, QueryStatistics, identity_of
 from jkv.policies.view import CacheView
 
 TINY = ModelConfig(
@@ -111,6 +113,10 @@ def random_view(
         np.where(position == EMPTY, np.float32(np.nan), x) for x in rng.random((3, *position.shape), np.float32)
     )
     similarity = np.where(similarity < 0.7, np.float32(0), similarity)  # a third has been repeated
+    norm = np.where(position == EMPTY, np.float32(np.nan), rng.random(position.shape, np.float32))
+    rope = Rope(jnp.broadcast_to(10.0 ** -jnp.arange(4.0), (batch, 4)), jnp.ones(batch))
+    mean = jnp.asarray(rng.standard_normal((batch, heads * group, 8)), jnp.float32)
+    moments = QueryMoments(mean, pair_norms(mean, 4) + jnp.asarray(rng.random((batch, heads * group, 4)), jnp.float32))
     return CacheView(
         jnp.asarray(key, dtype),
         jnp.asarray(value, dtype),
@@ -122,7 +128,19 @@ def random_view(
         layer=0,
         budget=budgets,
         prompt_length=prompt_length,
+        rope=rope,
+        projected_norm=jnp.asarray(norm),
+        query_moments=moments,
     )
+
+
+def random_statistics(model: Model, seed: int = 0) -> QueryStatistics:
+    """Random statistics of queries that a policy takes for those of this model."""
+    config, rng = model.config, np.random.default_rng(seed)
+    mean: Any = rng.standard_normal((config.num_layers, config.num_query_heads, config.head_size)).astype(np.float32)
+    length = np.asarray(pair_norms(jnp.asarray(mean), (config.rotary_size or config.head_size) // 2))
+    modulus: Any = length + rng.random(length.shape, np.float32)
+    return QueryStatistics(QueryMoments(mean, modulus), identity_of(model))
 
 
 def assert_no_pool_copy(compiled: Any, pool: Any, other_bytes: int = 0) -> None:

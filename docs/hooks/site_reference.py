@@ -59,6 +59,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.reasoning.sentences.Sentences",
             "jkv.reasoning.steering.Steer",
             "jkv.SteeringVector",
+            "jkv.QueryStatistics",
         ),
     ),
     "replay": Group(
@@ -111,6 +112,7 @@ GROUPS: Mapping[str, Group] = {
         "How much traces repeat, and pictures for notebooks and files. [Evaluation](../evaluation.md) is the guide.",
         (
             "jkv.analyze",
+            "jkv.calibrate",
             "jkv.Analysis",
             "jkv.viz.kept",
             "jkv.viz.Kept",

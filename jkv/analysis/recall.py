@@ -243,14 +243,16 @@ def share_read(received: Float[np.ndarray, "K T1 T"], columns: Sequence[np.ndarr
     for head in range(num_heads):
         of_head = received[head]
         everything += float((of_head[total] - of_head[first, position]).sum())
-        source, begin, end = distinct(*(field[head] for field in columns), total)
+        source, begin, end = distinct(*(np.asarray(field[head]) for field in columns), total=total)
         begin = np.maximum(begin, first[source])
         is_read = begin < end
         read += float((of_head[end, source] - of_head[begin, source])[is_read].sum())
     return read / everything if everything > 0 else 1.0
 
 
-def distinct(source: np.ndarray, begin: np.ndarray, end: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def distinct(
+    source: np.ndarray, begin: np.ndarray, end: np.ndarray, *, total: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Columns in which no query reads a token twice, for tokens of which sharing left several columns; cut to the text."""
     order = np.lexsort((begin, source))
     source, begin, end = (x[order].astype(np.int64) for x in (source, begin, np.minimum(end, total)))

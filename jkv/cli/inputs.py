@@ -26,6 +26,8 @@ examples:
   jkv analyze --policies full,r_kv --budgets 256 --out results
   jkv steer --problems 100 --out steer.safetensors
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy seal --vector steer.safetensors
+  jkv calibrate --out queries.safetensors
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy tri_attention --budget 128 --statistics queries.safetensors
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy reason_cache --percentile 100 --page-size 4
   jkv plan r1-llama-8b --device h200 --policy r_kv --budget 1024 --length 16384
   jkv models

@@ -400,7 +400,7 @@ class Engine:
         sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": self.capacity.page_size}
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes)
-        check_policy(request.policy, self.needs, self.model, self.mesh)
+        check_policy(request.policy, self.needs, self.model, self.mesh, self.runner.version > 0 or self.is_asleep)
         if len(request.stop_ids) > self.options.max_stop_ids:
             raise ValueError(
                 f"This engine takes at most {self.options.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. "
@@ -440,9 +440,9 @@ class Engine:
         self.runner.free(prefixes)
 
 
-def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None) -> None:
+def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None, is_trained: bool = False) -> None:
     """Refuses a policy that needs more than the engine keeps, or that compares KV heads of different shards."""
     needs.check(policy.name, policy.needs)
-    check_parts(policy, model)
+    check_parts(policy, model, is_trained)
     if mesh is not None:
         meshes.check_policy(policy, mesh.size)

@@ -20,6 +20,7 @@ from jkv.cache.moved_sinks import SinkRules
 from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import EMPTY, BlockTable
+from jkv.engine.model_facts import ModelFacts, projected_norms
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows
@@ -185,6 +186,7 @@ def compact(
     is_traced: bool,
     sentences: SentenceMap | None = None,
     first_head: int | Int[Array, ""] | None = None,
+    facts: ModelFacts | None = None,
 ) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
     """Compacts rows to their budgets. When traced, also returns the dropped positions (EMPTY where a slot stays).
 
@@ -194,11 +196,11 @@ def compact(
     slots stays would depend on the batch. Temporaries are the row's keys, and values if a score reads them, in all layers.
 
     `protected` holds each row's number of sinks and of recent tokens; `evict` is an `Evict.static`; `first_head` is the index
-    of the pool's first KV head if the pool holds only some of the heads.
+    of the pool's first KV head if the pool holds only some of the heads; `facts` are what the score reads of the model.
     """
     cache = state.cache
     pool = cache.pool
-    view = view_of_rows(cache, row, evict, budget, prompt_length, first_head)
+    view = view_of_rows(cache, row, evict, budget, prompt_length, first_head, facts)
     if sentences is not None:
         view = view._replace(similarity=similarity_of_slots(sentences, view.position))
     num_layers = pool.page_table.shape[0]
@@ -222,6 +224,7 @@ def view_of_rows(
     budget: Int[Array, "L R"],
     prompt_length: Int[Array, " R"],
     first_head: int | Int[Array, ""] | None = None,
+    facts: ModelFacts | None = None,
 ) -> CacheView:
     """The view that a score gets of some rows, in all layers at once: batch row `l * R + r` is row r in layer l."""
     pool, num_layers = cache.pool, cache.pool.page_table.shape[0]
@@ -231,6 +234,12 @@ def view_of_rows(
     query = None
     if cache.query_ring is not None and evict.needs.window:
         query = last_queries(cache.query_ring, layer, row, pool.logical_length[row], evict.needs.window)
+    rope = moments = projected = None
+    if facts is not None:
+        rope, moments = jax.tree.map(lambda x: x[layer], (facts.rope, facts.query_moments))
+        if facts.out is not None:
+            by_layer = value.reshape(num_layers, -1, *value.shape[1:])
+            projected = projected_norms(by_layer, facts.out).reshape(position.shape)
     return CacheView(
         key,
         value,
@@ -243,6 +252,9 @@ def view_of_rows(
         prompt_length=jnp.tile(prompt_length, num_layers),
         log_weight=pool.slot_data[pages.LOG_WEIGHT][layer, row] if pages.LOG_WEIGHT in pool.slot_data else None,
         first_head=first_head,
+        rope=rope,
+        projected_norm=projected,
+        query_moments=moments,
     )
 
 

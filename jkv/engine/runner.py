@@ -20,6 +20,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine import programs, swap
 from jkv.engine.chunk_inputs import empty_state, for_chunk, row_settings
 from jkv.engine.kernels import programs_for
+from jkv.engine.model_facts import facts_for
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.samples import Prefix, RowOutputs, Sample, Start
 from jkv.engine.scheduler import Capacity, Turn
@@ -326,6 +327,7 @@ class Runner:
             evict=evict.static,
             is_traced=self.is_traced,
             sentences=sentences,
+            facts=facts_for(request.policy, self.model),
         )
         return dropped, is_left
 

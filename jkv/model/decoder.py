@@ -154,7 +154,7 @@ def llama3_frequency(frequency: Float[Array, " half"], scaling: Any) -> Float[Ar
 
 
 def rotate(
-    x: Float[Array, "B T heads H"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
+    x: Float[Array, "B T heads H"], cos: Float[Array, "#B #T half"], sin: Float[Array, "#B #T half"]
 ) -> Float[Array, "B T heads H"]:
     """Rotary embedding in the half-split convention of Hugging Face; channels beyond the rotary size are unchanged."""
     half = cos.shape[-1]

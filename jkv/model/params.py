@@ -5,12 +5,15 @@ shapes do not compile anything again.
 """
 
 import dataclasses
+import functools
+import hashlib
 import math
 from typing import Annotated, Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jkv import notebook
@@ -132,12 +135,25 @@ class Model:
         """The static configuration, a field of `params`."""
         return self.params.config
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies the weights by the first numbers of each in bfloat16, whatever dtype they were loaded in."""
+        numbers = b"".join(np.asarray(row).tobytes() for row in first_numbers(self.params))
+        return hashlib.blake2s(numbers, digest_size=8).hexdigest()
+
     def __repr__(self) -> str:
         c = self.config
         return f"Model({self.name or c.family}: {c.num_layers} layers, width {c.width}, {count_weights(self.params):,} weights)"
 
     def _repr_html_(self) -> str:
         return notebook.text(repr(self))
+
+
+@jax.jit
+def first_numbers(params: Params) -> list[Array]:
+    """The first 64 numbers of each weight, or its first row if that is shorter, in bfloat16."""
+    rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(params)]
+    return [jax.lax.bitcast_convert_type(row[:64].astype(jnp.bfloat16), jnp.uint16) for row in rows]
 
 
 def count_weights(params: Params) -> int:

@@ -64,6 +64,7 @@ def scratch_of(
     evict, compaction = policy.evict, 0
     if evict is not None:
         compaction = config.num_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
+        compaction += 4 * policy.needs.projected * config.width * max_slots  # of one query head
     if is_plain:
         columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
         joined = config.width * (2 * config.mlp_width + columns) * itemsize

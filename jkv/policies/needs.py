@@ -10,6 +10,7 @@ from typing import Protocol
 DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 IN_STEP = ("", "sum", "last")
 OF_ONE_SCORE = ("in_step", "keeps_window")
+NOT_KEPT = ("compares_keys", "rope", "projected", "statistics")  # an engine keeps nothing for them
 
 
 class Needing(Protocol):
@@ -23,8 +24,8 @@ class Needing(Protocol):
 class Needs:
     """What a score reads besides keys, values and positions, and what the engine keeps for the other parts of a policy.
 
-    A score of your own declares `window`, `mass`, `carried` and `compares_keys`; `Needs()` says that it reads no more than
-    keys, values, positions, the prompt's length and the budget.
+    A score of your own declares `window`, `mass`, `carried`, `compares_keys`, `rope` and `projected`; `Needs()` says that it
+    reads no more than keys, values, positions, the prompt's length and the budget.
 
     Attributes:
       window: how many of the last queries the score reads (`CacheView.query`).
@@ -38,6 +39,9 @@ class Needs:
       steering: whether vectors are added to hidden states.
       sharing: whether slots have a multiplicity.
       aligning: whether thoughts start on pages of their own.
+      rope: whether it reads the model's rotary embedding (`CacheView.rope`).
+      projected: whether it reads the norm of each value after the output projection (`CacheView.projected_norm`).
+      statistics: whether it reads statistics of queries (`CacheView.query_moments`), which the policy's `statistics` holds.
       in_step: how a decode step can compute the score by itself: "sum" if the score is the accumulated attention mass, "last"
         if it is the mass from the last query, and "" if it cannot.
       keeps_window: whether the slots that the score keeps, apart from the sinks, are always the most recent ones.
@@ -59,6 +63,9 @@ class Needs:
     steering: bool = False
     sharing: bool = False
     aligning: bool = False
+    rope: bool = False
+    projected: bool = False
+    statistics: bool = False
     in_step: str = ""
     keeps_window: bool = False
 
@@ -98,8 +105,8 @@ class Needs:
         Raises:
           ValueError: what is missing, and how to get it.
         """
-        kept, wanted = vars(self), vars(dataclasses.replace(needs, compares_keys=False))
-        missing = [field for field in wanted if wanted[field] > kept[field]]
+        kept, wanted = vars(self), vars(needs)
+        missing = [field for field in wanted if field not in NOT_KEPT and wanted[field] > kept[field]]
         if missing:
             asked, built = (", ".join(f"{field}={values[field]}" for field in missing) for values in (wanted, kept))
             raise ValueError(

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
@@ -18,7 +19,9 @@ from jkv.cache.pool import num_pages_of
 from jkv.model.params import Model
 from jkv.policies.evict import Evict, least_slots
 from jkv.policies.needs import Needs
+from jkv.policies.query_statistics import QueryStatistics, check_statistics
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget, check_schedule
+from jkv.policies.scores import layer_of
 from jkv.policies.view import CacheView, FunctionScore, Score, Scored
 from jkv.reasoning.sentences import Sentences, ends_of
 from jkv.reasoning.sharing import Share, check_tokenizer
@@ -70,6 +73,7 @@ class Policy:
       moves_sinks: whether sinks are read at their place in the cache, right before the slots that are left, instead of at
         their true positions (`jkv.cache.moved_sinks`). The slots that are left must be a window.
       steer: what is added to hidden states (`jkv.reasoning.steering`).
+      statistics: calibrated statistics of the model's queries, for a score that reads them (`jkv.policies.query_statistics`).
       sentences: how repeated sentences are found, for a score that reads their similarity (`jkv.reasoning.sentences`).
       until: the text of a token, such as `</think>`, after which a row keeps all tokens; None evicts to the end.
       share: how pages to share are found (`jkv.reasoning.sharing`). If the policy also evicts, sharing stops at a row's first
@@ -87,6 +91,7 @@ class Policy:
     read: Read | None = None
     moves_sinks: bool = False
     steer: Steer | None = None
+    statistics: QueryStatistics | None = None
     sentences: Sentences | None = None
     share: Share | None = None
     until: str | None = None
@@ -110,6 +115,8 @@ class Policy:
             check_sharing(self, self.share)
         if (self.sentences is not None) != (self.evict is not None and self.evict.needs.similarity):
             raise ValueError(f"{self.name} needs both sentences and a score that reads their similarity, or neither.")
+        if (self.statistics is not None) != (self.evict is not None and self.evict.needs.statistics):
+            raise ValueError(f"{self.name} needs both statistics of queries and a score that reads them, or neither.")
         if self.evict is not None and self.schedule is not None:
             check_schedule(self.name, self.schedule)
             check_eviction(self, self.evict)
@@ -258,15 +265,18 @@ class Policy:
         if needs.window and (view.query is None or view.query.shape[2] < needs.window):
             got = "none" if view.query is None else str(view.query.shape[2])
             raise ValueError(f"{self.name} reads the last {needs.window} queries; the view has {got}. Pass CacheView(query=).")
-        if needs.mass and view.mass is None:
-            raise ValueError(f"{self.name} reads the accumulated attention mass; the view has none. Pass CacheView(mass=).")
-        if needs.similarity and view.similarity is None:
-            raise ValueError(f"{self.name} reads the similarity of sentences; the view has none. Pass CacheView(similarity=).")
-        if needs.carried and view.carried is None:
-            raise ValueError(
-                f"{self.name} reads what its last compaction carried on; the view has none. Pass CacheView(carried=), zeros if "
-                "there was no compaction yet."
-            )
+        for field, is_read, words in (
+            ("mass", needs.mass, "the accumulated attention mass"),
+            ("similarity", needs.similarity, "the similarity of sentences"),
+            ("carried", needs.carried, "what its last compaction carried on (zeros if there was none)"),
+            ("rope", needs.rope, "the rotary embedding"),
+            ("projected_norm", needs.projected, "the norms of projected values"),
+        ):
+            if is_read and getattr(view, field) is None:
+                raise ValueError(f"{self.name} reads {words}; the view has none. Pass CacheView({field}=).")
+        if self.statistics is not None and view.query_moments is None:
+            moments = jax.tree.map(lambda x: jnp.asarray(x)[layer_of(view)], self.statistics.moments)
+            view = view._replace(query_moments=moments)
         if view.budget is None:
             if self.budget is None:
                 raise ValueError(f"{self.name}'s budget grows with the sequence. Pass it in the view: CacheView(budget=).")
@@ -320,12 +330,15 @@ def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -
     return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled), prompt + generated))
 
 
-def check_parts(policy: Policy, model: Model) -> None:
+def check_parts(policy: Policy, model: Model, is_trained: bool = False) -> None:
     """Refuses a policy with a part that cannot work with the model.
 
+    Statistics of queries stay in use while the model is trained (`is_trained`), although its weights are no longer those that
+    were calibrated.
+
     Raises:
-      ValueError: a window longer than any sequence, a steering vector of another model, or a tokenizer that is missing or that
-        cannot write what a part looks for.
+      ValueError: a window longer than any sequence, a steering vector or statistics of another model, or a tokenizer that is
+        missing or that cannot write what a part looks for.
     """
     if policy.needs.window > model.config.max_positions:
         raise ValueError(
@@ -340,6 +353,8 @@ def check_parts(policy: Policy, model: Model) -> None:
                 f"{got[0]} of {got[1]}. Extract one with `jkv steer`."
             )
         marks_of(model.tokenizer, config.vocab_size)
+    if policy.statistics is not None:
+        check_statistics(policy.name, policy.statistics, model, is_trained)
     if policy.sentences is not None:
         ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
     if policy.share is not None:

@@ -6,7 +6,9 @@ rather than names made at run time, are what type checkers and editors understan
 
 from jkv.policies.ada_kv import ada_kv as ada_kv
 from jkv.policies.caote import caote as caote
+from jkv.policies.critical_kv import critical_kv as critical_kv
 from jkv.policies.cur import cur as cur
+from jkv.policies.expected_attention import expected_attention as expected_attention
 from jkv.policies.full import full as full
 from jkv.policies.g_kv import g_kv as g_kv
 from jkv.policies.h2o import h2o as h2o
@@ -26,4 +28,5 @@ from jkv.policies.skip_kv import skip_kv as skip_kv
 from jkv.policies.snap_kv import snap_kv as snap_kv
 from jkv.policies.streaming_llm import streaming_llm as streaming_llm
 from jkv.policies.tova import tova as tova
+from jkv.policies.tri_attention import tri_attention as tri_attention
 from jkv.policies.vase import vase as vase

@@ -7,7 +7,19 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
+from jkv.model.rope import Rope
 from jkv.policies.needs import Needs
+from jkv.policies.query_statistics import QueryMoments
+
+OPTIONAL = (
+    "query",
+    "mass",
+    "similarity",
+    "carried",
+    "rope",
+    "projected_norm",
+    "query_moments",
+)  # fields that a score must declare
 
 # The scores, or with `Needs.carried` a pair: the scores, and a number of each slot that the next compaction sees if it is kept.
 Scored = Float[Array, "B K S"] | tuple[Float[Array, "B K S"], Float[Array, "B K S"]]
@@ -38,6 +50,10 @@ class CacheView(NamedTuple):
       prompt_length: tokens of the prompt.
       log_weight: `ln m` for a slot with multiplicity m (`jkv.reasoning.sharing`). None when nothing is shared.
       first_head: index of the view's first KV head, if a mesh splits the heads of a layer (`jkv.engine.mesh`).
+      rope: the rotary embedding of each batch row. None unless `Needs.rope`.
+      projected_norm: the L1 norm of the slot's value after the layer's output projection, mean over the query heads of its KV
+        head. None unless `Needs.projected`.
+      query_moments: calibrated statistics of each batch row's queries before RoPE. None unless `Needs.statistics`.
     """
 
     key: Float[Array, "B K S H"]
@@ -52,6 +68,9 @@ class CacheView(NamedTuple):
     prompt_length: Int[Array, " B"] | None = None
     log_weight: Float[Array, "B K S"] | None = None
     first_head: int | Int[Array, ""] | None = None
+    rope: Rope | None = None
+    projected_norm: Float[Array, "B K S"] | None = None
+    query_moments: QueryMoments | None = None
 
     @property
     def is_filled(self) -> Bool[Array, "B K S"]:
@@ -101,7 +120,7 @@ class FunctionScore:
         try:
             score = self.function(view)
         except (AttributeError, TypeError, ValueError) as error:
-            absent = [field for field in ("query", "mass", "similarity", "carried") if getattr(view, field) is None]
+            absent = [field for field in OPTIONAL if getattr(view, field) is None]
             if not absent:
                 raise
             raise ValueError(

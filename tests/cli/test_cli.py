@@ -121,7 +121,7 @@ def test_help_shows_examples(capsys):
     assert cli.main([]) == 2
 
 
-@pytest.mark.parametrize("command", ["generate", "eval", "analyze", "steer", "policies"])
+@pytest.mark.parametrize("command", ["generate", "eval", "analyze", "steer", "calibrate", "policies"])
 def test_help_of_a_command_shows_its_own_examples(capsys, command):
     with pytest.raises(SystemExit):
         cli.main([command, "--help"])

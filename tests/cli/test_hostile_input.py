@@ -86,6 +86,12 @@ READERS = {  # by what is read: the ending, the command, and the kinds of files 
     "traces' configuration": (".toml", ("analyze", "--config"), {"empty", "blank"}),
     "steering prompts": (".txt", ("steer", "--max-new-tokens", 1, "--out", os.devnull, "--file"), set(PLACES) - set(TEXT)),
     "steering vector": (".safetensors", ("generate", "a", "--policy", "seal", "--set"), set()),
+    "query statistics": (".safetensors", ("generate", "a", "--policy", "tri_attention", "--budget", 64, "--set"), set()),
+    "calibration text": (
+        ".txt",
+        ("calibrate", "--tokens", 1, "--out", os.devnull, "--text"),
+        set(PLACES) - set(TEXT) | {"blank"},
+    ),
     "shape": (".toml", ("plan", "--device", "h100"), set()),
     "bench shape": (".toml", ("bench", "cost", "--quick", "--model"), set()),
     "page": (".md", ("policies", "--page"), set()),
@@ -108,7 +114,8 @@ def test_a_bad_file_is_refused_in_a_line(capsys, place, reader, kind):
     ending, arguments, _ = READERS[reader]
     path = place(kind, ending)
     main = grpo.main if reader == "course" else cli.main
-    assert_one_line(capsys, main, *arguments, f"vector={path}" if reader == "steering vector" else path)
+    setting = {"steering vector": "vector=", "query statistics": "statistics="}.get(reader)
+    assert_one_line(capsys, main, *arguments, f"{setting}{path}" if setting else path)
 
 
 NONSENSE = [

@@ -12,17 +12,19 @@ import jkv
 from jkv.cache.pool import EMPTY
 from jkv.engine.runner import Runner
 from jkv.policies import POLICIES, make
-from jkv.testing import random_view
+from jkv.testing import random_statistics, random_view, tiny_model
 from jkv.verify import CHECKS, Case, is_hashable, keeps_protected_slots, selects_filled_slots
 
-SMALL = {"budget": 24, "interval": 16, "window": 4, "growth": 0.1, "tau": 0.3}
+SMALL = {"budget": 24, "interval": 16, "window": 4, "num_queries": 4, "growth": 0.1, "tau": 0.3}
 VECTOR = jkv.SteeringVector(np.ones((2, 32), np.float32))
+STATISTICS = random_statistics(tiny_model())
 
 
 def build(name, **changes):
     """A policy at test size: only the settings that its recipe has."""
     fields = inspect.signature(POLICIES[name]).parameters
-    return make(name, {field: value for field, value in (SMALL | {"vector": VECTOR} | changes).items() if field in fields})
+    settings = SMALL | {"vector": VECTOR, "statistics": STATISTICS} | changes
+    return make(name, {field: value for field, value in settings.items() if field in fields})
 
 
 EVICTING = [name for name in POLICIES if build(name).evict]

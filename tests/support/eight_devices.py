@@ -20,7 +20,7 @@ from jkv.model.sampling import rows_of
 from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteeringVector
-from jkv.testing import TINY, adapted, tiny_model, unfolded
+from jkv.testing import TINY, adapted, random_statistics, tiny_model, unfolded
 from tests.cache.test_pool import assert_allocator_is_consistent
 from tests.support.mixes import LOOSE, BreakingTokenizer
 
@@ -30,6 +30,7 @@ ROW = CONFIG.num_layers * CONFIG.num_kv_heads * MAX_SLOTS // PAGE_SIZE  # pages 
 PROMPT, LONG = [5, 1, 9], list(range(20))
 GREEDY, SAMPLED = jkv.Sampling(temperature=0.0), jkv.Sampling(seed=7)
 VECTOR = SteeringVector(np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32))
+STATISTICS = random_statistics(tiny_model(config=CONFIG))
 # Name -> arguments of `submit`. The requests cover the outputs and the cross-head operations of all policies.
 REQUESTS = {
     "full": {"prompt": PROMPT, "policy": jkv.full(), "sampling": GREEDY},
@@ -41,6 +42,9 @@ REQUESTS = {
     "skip_kv": {"prompt": LONG, "policy": jkv.skip_kv(14, 8, window=4, tau=0.2, ends=(1, 5, 9, 17)), "sampling": GREEDY},
     "random": {"prompt": PROMPT, "policy": jkv.random(14, 8), "sampling": SAMPLED},
     "moving-sinks": {"prompt": PROMPT, "policy": jkv.streaming_llm(12, interval=8, positions="cache"), "sampling": GREEDY},
+    "critical_kv": {"prompt": LONG, "policy": jkv.critical_kv(16, 8, window=4), "sampling": GREEDY},
+    "expected_attention": {"prompt": LONG, "policy": jkv.expected_attention(16, 8, num_queries=8), "sampling": GREEDY},
+    "tri_attention": {"prompt": PROMPT, "policy": jkv.tri_attention(16, STATISTICS, 8), "sampling": GREEDY},
     "seal": {"prompt": PROMPT, "policy": jkv.seal(VECTOR, strength=-0.7), "sampling": SAMPLED},
     "reason_cache": {"prompt": LONG, "policy": jkv.reason_cache(include_prompt=True, **LOOSE), "sampling": GREEDY},
     "aligned": {"prompt": PROMPT, "policy": jkv.reason_cache(align_steps=True, **LOOSE), "sampling": SAMPLED},

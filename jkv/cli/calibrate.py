@@ -1,0 +1,49 @@
+"""`jkv calibrate` measures the statistics of a model's queries."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from jkv.cli.inputs import LOOKS, check_target
+
+
+def add(commands: Any) -> None:
+    """The command's options."""
+    command = commands.add_parser(
+        "calibrate",
+        help="measure the statistics of a model's queries",
+        description="Measures statistics of a model's queries over plain text, for the policy tri_attention.",
+        **LOOKS,
+    )
+    command.set_defaults(run=run)
+    command.add_argument(
+        "--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name"
+    )
+    command.add_argument("--text", type=Path, help="any plain text; default: the model's own traces of unseen chains")
+    command.add_argument("--problems", type=int, default=100, help="how many unseen chains, without --text; default: 100")
+    command.add_argument("--tokens", type=int, default=32_768, help="at most so many of the text (default %(default)s)")
+    command.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Reads or generates the text, measures its queries and saves their statistics."""
+    from jkv.analysis.calibration import calibrate
+    from jkv.checks import check_counts
+    from jkv.generate import generate
+    from jkv.model import checkpoint
+    from jkv.model.sampling import Sampling
+    from jkv.tasks.evaluate import held_out
+    from jkv.text_files import read_text
+
+    check_counts(problems=options.problems, tokens=options.tokens)
+    check_target(options.out)
+    texts: Any = read_text(options.text) if options.text else None
+    model = checkpoint.load(options.model)
+    if texts is None:
+        out = generate(model, [problem.prompt for problem in held_out(options.problems)], sampling=Sampling(temperature=0.0))
+        texts = [[*prompt, *row[:length]] for prompt, row, length in zip(out.prompts, out.tokens, out.lengths, strict=True)]
+    statistics = calibrate(model, texts, options.tokens)
+    statistics.save(options.out)
+    print(f"wrote {options.out}: {statistics}", file=sys.stderr)
+    return 0

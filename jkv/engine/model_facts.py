@@ -1,0 +1,55 @@
+"""What compaction passes to scores that read more of the model than its keys and values (`jkv.policies.needs`)."""
+
+from typing import Annotated, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jkv.model.params import LowRank, Model, fold
+from jkv.model.rope import Rope, rope_of
+from jkv.policies import Policy
+from jkv.policies.query_statistics import QueryMoments
+
+
+class ModelFacts(NamedTuple):
+    """What a score reads of the model; None for what it does not declare."""
+
+    rope: Rope | None
+    query_moments: QueryMoments | None
+    out: tuple[Annotated[Any, "N*H D"], ...] | None  # output projection of each layer
+
+
+def facts_for(policy: Policy, model: Model) -> ModelFacts | None:
+    """The facts that a policy's score declares; None if it declares none, so that its programs take no argument more."""
+    needs, statistics = policy.needs, policy.statistics
+    if not (needs.rope or needs.projected or needs.statistics):
+        return None
+    return ModelFacts(
+        rope=rope_of(model.config) if needs.rope else None,
+        query_moments=None if statistics is None else statistics.moments,
+        out=tuple(layer.out for layer in model.params.layers) if needs.projected else None,
+    )
+
+
+def projected_norms(value: Float[Array, "L R K S H"], out: tuple[Any, ...]) -> Float[Array, "L R K S"]:
+    """The L1 norms of values after their layer's output projection, mean over the query heads of each KV head.
+
+    It loops over the query heads, so that the projected values of only one of them exist at once.
+    """
+    _, rows, kv_heads, slots, size = value.shape
+
+    def of_layer(value: Float[Array, "R K S H"], weight: Any) -> Float[Array, "R K S"]:
+        base = weight.base if isinstance(weight, LowRank) else weight
+        width = base.shape[-1]
+        matrix = fold(weight, (base.size // width, width)).reshape(-1, size, width)
+        group = len(matrix) // kv_heads
+
+        def of_head(head: Array) -> Float[Array, "R S"]:
+            product = jnp.einsum("rsh,hd->rsd", value[:, head // group], matrix[head], preferred_element_type=jnp.float32)
+            return jnp.abs(product).sum(axis=-1)
+
+        norm = jax.lax.map(of_head, jnp.arange(len(matrix), dtype=jnp.int32))
+        return norm.reshape(kv_heads, group, rows, slots).mean(axis=1).swapaxes(0, 1)
+
+    return jnp.stack([of_layer(*layer) for layer in zip(value, out, strict=True)])

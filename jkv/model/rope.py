@@ -1,0 +1,57 @@
+"""The rotary embedding (RoPE) of a model as data, for scores that rotate queries to other positions."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jkv.model import decoder
+from jkv.model.params import ModelConfig
+
+
+class Rope(NamedTuple):
+    """RoPE of each layer, or of each batch row of a view.
+
+    At position p, the channels (f, f + half) of a query or key are rotated by `p * frequency[f]` and multiplied by `factor`.
+    Channels from 2 * half on are left alone.
+
+    Attributes:
+      frequency: radians per position, with RoPE scaling.
+      factor: the attention factor of YaRN; 1 in other models.
+    """
+
+    frequency: Float[Array, "L half"]
+    factor: Float[Array, " L"]
+
+
+@functools.lru_cache
+def rope_of(config: ModelConfig) -> Rope:
+    """The RoPE of each layer of a model, on the host. No supported model has an attention factor."""
+    frequency = np.asarray(decoder.rotary_frequency(config))
+    of_layers: Any = np.tile(frequency, (config.num_layers, 1)), np.ones(config.num_layers, np.float32)
+    return Rope(*of_layers)
+
+
+def turn(rope: Rope, position: Int[Array, "B n"]) -> tuple[Float[Array, "B n half"], Float[Array, "B n half"]]:
+    """The cosines and sines, times the factor, that rotate a query or key to its position (`decoder.rotate`)."""
+    angle = position[..., None].astype(jnp.float32) * rope.frequency[:, None]
+    return jnp.cos(angle) * rope.factor[:, None, None], jnp.sin(angle) * rope.factor[:, None, None]
+
+
+def mean_turn(rope: Rope, position: Int[Array, "B n"]) -> tuple[Float[Array, "B 1 half"], Float[Array, "B 1 half"]]:
+    """The means of `turn` over positions: what rotates a vector to all of them on average."""
+    cos, sin = turn(rope, position)
+    return cos.mean(axis=1, keepdims=True), sin.mean(axis=1, keepdims=True)
+
+
+def unrotate(rope: Rope, x: Float[Array, "B n heads H"], position: Int[Array, "B n"]) -> Float[Array, "B n heads H"]:
+    """Queries or keys as they were before RoPE, in float32."""
+    cos, sin = (part / rope.factor[:, None, None] ** 2 for part in turn(rope, position))
+    return decoder.rotate(x.astype(jnp.float32), cos, -sin)
+
+
+def pair_norms(x: Float[Array, "*B H"], half: int) -> Float[Array, "*B half"]:
+    """The length of each rotated pair of channels, which no rotation changes."""
+    return jnp.hypot(x[..., :half], x[..., half : 2 * half])
