@@ -24,6 +24,8 @@ if not hasattr(pallas_kernels, "KERNELS"):
 from jkv import rl, testing, viz
 from jkv.analysis.analysis import Analysis, analyze
 from jkv.analysis.calibration import calibrate
+from jkv.analysis.foresee import foresee
+from jkv.analysis.recall import Recall, recall
 from jkv.engine.engine import Engine
 from jkv.engine.mesh import shard, shardings
 from jkv.engine.options import EngineOptions
@@ -51,6 +53,7 @@ from jkv.policies import (
     chain,
     evict_by,
 )
+from jkv.policies.foresight import Foresight
 from jkv.policies.query_statistics import QueryStatistics
 from jkv.policies.table import *  # noqa: F403 -- the recipes, `jkv.r_kv` and so on
 from jkv.reasoning.steering import SteeringVector
@@ -80,7 +83,9 @@ __all__ = [
     "Params",
     "Plan",
     "Policy",
+    "Foresight",
     "QueryStatistics",
+    "Recall",
     "Read",
     "RequestOptions",
     "Result",
@@ -91,6 +96,8 @@ __all__ = [
     "Trace",
     "analyze",
     "calibrate",
+    "foresee",
+    "recall",
     "chain",
     "evict_by",
     "generate",

@@ -12,7 +12,9 @@ import numpy as np
 from jkv.cache.pool import EMPTY
 from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
 from jkv.model.rope import Rope, pair_norms
-from jkv.policies.query_statistics import QueryMoments, QueryStatistics, identity_of
+from jkv.policies.calibration import Calibration, identity_of
+from jkv.policies.foresight import Foresight, Network
+from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.view import CacheView
 
 TINY = ModelConfig(
@@ -130,7 +132,7 @@ def random_view(
         prompt_length=prompt_length,
         rope=rope,
         projected_norm=jnp.asarray(norm),
-        query_moments=moments,
+        calibration=moments,
     )
 
 
@@ -141,6 +143,24 @@ def random_statistics(model: Model, seed: int = 0) -> QueryStatistics:
     length = np.asarray(pair_norms(jnp.asarray(mean), (config.rotary_size or config.head_size) // 2))
     modulus: Any = length + rng.random(length.shape, np.float32)
     return QueryStatistics(QueryMoments(mean, modulus), identity_of(model))
+
+
+def random_networks(model: Model, hidden: int = 4, seed: int = 0) -> Foresight:
+    """Random networks that `jkv.foresight` takes for those of this model."""
+    heads = model.config.num_layers, model.config.num_kv_heads
+    arrays: Any = (np.zeros((*heads, *rest), np.float32) for rest in ((1, hidden), (hidden,), (hidden,)))
+    like = random_calibration(Foresight(Network(*arrays)), model, seed)
+    assert isinstance(like, Foresight)
+    return like
+
+
+def random_calibration(like: Calibration, model: Model, seed: int = 0) -> Calibration:
+    """A random calibration of the same kind that a policy takes for one of this model."""
+    if isinstance(like, QueryStatistics):
+        return random_statistics(model, seed)
+    rng = np.random.default_rng(seed)
+    arrays = (rng.standard_normal(shape).astype(np.float32) for shape in like.shapes_for(model.config).values())
+    return type(like)(like.kind(*arrays), identity_of(model))
 
 
 def assert_no_pool_copy(compiled: Any, pool: Any, other_bytes: int = 0) -> None:

@@ -23,7 +23,7 @@ from jkv.model.sampling import Sampling
 from jkv.policies import CacheView, Policy, full
 from jkv.reasoning.steering import SteeringVector
 from jkv.replay.score import round_up, score
-from jkv.testing import TINY, TinyTokenizer, random_statistics, random_view, tiny_model
+from jkv.testing import TINY, TinyTokenizer, random_calibration, random_view, tiny_model
 
 SAMPLING = Sampling(temperature=1.0, seed=3)
 PAGE_SIZE = 4
@@ -74,8 +74,8 @@ class Case:
             layer = min(policy.steer.layer, config.num_layers - 1)
             steer = dataclasses.replace(policy.steer, vector=SteeringVector(values), layer=layer)
             self.policy = dataclasses.replace(policy, steer=steer)
-        if policy.statistics:  # of this model
-            self.policy = dataclasses.replace(policy, statistics=random_statistics(self.model))
+        if policy.calibration:  # of this model
+            self.policy = dataclasses.replace(policy, calibration=random_calibration(policy.calibration, self.model))
         if policy.share:  # random text repeats little, so all thoughts count as similar
             alike = dataclasses.replace(policy.share.filter, strict=0.0, soft=0.0, structure=False)
             share = dataclasses.replace(policy.share, filter=alike, match=0.0, threshold=math.inf, cap=None)

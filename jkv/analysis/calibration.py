@@ -12,7 +12,8 @@ from jkv.checks import check_counts, shown
 from jkv.model import decoder
 from jkv.model.params import Model, Params
 from jkv.model.rope import Rope, pair_norms, rope_of, unrotate
-from jkv.policies.query_statistics import QueryMoments, QueryStatistics, identity_of
+from jkv.policies.calibration import identity_of
+from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.replay.score import ReplayAttention, check_tokens, dense_columns, round_up
 
 MOST_TOKENS = 32_768  # of the text, by default

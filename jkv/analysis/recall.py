@@ -14,7 +14,7 @@ how much of the attention is lost, and not what the loss does to an answer.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -80,7 +80,7 @@ class Kept(NamedTuple):
 def recall(
     model: Model,
     texts: Sequence[Text],
-    policies: Mapping[str, Policy],
+    policies: Sequence[Policy],
     *,
     interval: int = 16,
     recent: int = 1,
@@ -92,7 +92,7 @@ def recall(
     Args:
       model: whose attention it is.
       texts: pairs of token ids, the prompt and its continuation.
-      policies: by the name that their line is to have.
+      policies: whose kept slots are compared.
       interval: generated tokens between two evictions of the oracle.
       recent: last tokens that the oracle always keeps.
       local: queries nearer to a key than this are not counted for it.
@@ -103,7 +103,7 @@ def recall(
     """
     if not texts or not all(len(prompt) and len(rest) for prompt, rest in texts):
         raise ValueError("Recall needs texts, each with a prompt and tokens that follow; got none, or an empty one.")
-    dense, *runs = [decode(model, texts, name, policy, settings) for name, policy in {"full": full(), **policies}.items()]
+    dense, *runs = [decode(model, texts, policy, settings) for policy in (full(), *policies)]
     budgets = sorted({run.budget for run in runs if run.budget is not None})
     ends: dict[int, list[Any]] = {budget: [] for budget in budgets}
     shares: list[list[Any]] = [[] for _ in range(len(budgets) + len(runs))]  # of the oracles, then of the policies
@@ -136,13 +136,13 @@ def loss_of(dense: Kept, run: Kept) -> Float[np.ndarray, " texts"]:
     return np.array([(full - own).mean() for full, own in zip(dense.log_probs, run.log_probs, strict=True)])
 
 
-def decode(model: Model, texts: Sequence[Text], name: str, policy: Policy, settings: dict[str, Any]) -> Kept:
+def decode(model: Model, texts: Sequence[Text], policy: Policy, settings: dict[str, Any]) -> Kept:
     """The texts decoded under a policy."""
     prompts, forced = ([list(part) for part in parts] for parts in zip(*texts, strict=True))
     out = generate(model, prompts, policy, forced_tokens=forced, return_trace=True, progress=False, **settings)
     traces = [jax.tree.map(lambda field, i=i: field[i : i + 1], out.trace) for i in range(len(texts))]
     log_probs = [row[:length] for row, length in zip(np.asarray(out.logprobs), out.lengths, strict=True)]
-    return Kept(name, policy.budget, traces, log_probs)
+    return Kept(policy.name, policy.budget, traces, log_probs)
 
 
 def replay(model: Model, texts: Sequence[Text], name: str, budget: int, traces: list[Trace]) -> Kept:
@@ -154,26 +154,26 @@ def replay(model: Model, texts: Sequence[Text], name: str, budget: int, traces: 
     return Kept(name, budget, traces, log_probs, np.array(identical))
 
 
-def padded(tokens: Sequence[int]) -> Int[np.ndarray, "1 T"]:
+def padded(tokens: Sequence[int] | np.ndarray) -> Int[np.ndarray, "1 T"]:
     """Tokens at one of a few widths."""
     return np.pad(np.asarray(tokens, np.int32), (0, round_up(len(tokens)) - len(tokens)))[None]
 
 
-class KeepQueries(NamedTuple):
-    """Attention over the full cache that also collects every layer's queries and keys (`jkv.model.decoder.Attend`)."""
+class Watch(NamedTuple):
+    """Attention over the full cache that also collects each layer's queries, keys and values (`jkv.model.decoder.Attend`)."""
 
     dense: ReplayAttention
 
     def __call__(self, layer: int, query: Array, key: Array, value: Array, cache: tuple[Any, ...]) -> tuple[Array, Any]:
-        return self.dense(layer, query, key, value, None)[0], (*cache, (query[0], key[0]))
+        return self.dense(layer, query, key, value, None)[0], (*cache, (query[0], key[0], value[0]))
 
 
 @jax.jit
-def queries_and_keys(params: Params, token: Int[Array, "1 T"]) -> tuple[Any, ...]:
-    """Each layer's queries [T, N, H] and keys [T, K, H]."""
+def queries_keys_values(params: Params, token: Int[Array, "1 T"]) -> tuple[Any, ...]:
+    """Each layer's queries [T, N, H], keys and values [T, K, H]."""
     position = jnp.arange(token.shape[1], dtype=jnp.int32)[None]
     dense = ReplayAttention(position, dense_columns(params.config, 1, token.shape[1]), None)
-    return decoder.forward(params, token, position, KeepQueries(dense), ())[1]
+    return decoder.forward(params, token, position, Watch(dense), ())[1]
 
 
 @functools.partial(jax.jit, static_argnames="power")
@@ -194,7 +194,7 @@ def received_so_far(query: Float[Array, "T N H"], key: Float[Array, "T K H"], po
 
 def attention_received(params: Params, tokens: Sequence[int]) -> Iterator[list[Float[np.ndarray, "K T1 T"]]]:
     """`received_so_far` of each layer, for each of `POWERS`."""
-    for query, key in queries_and_keys(params, padded(tokens)):
+    for query, key, _ in queries_keys_values(params, padded(tokens)):
         yield [np.asarray(received_so_far(query, key, power))[:, : len(tokens) + 1, : len(tokens)] for power in POWERS]
 
 

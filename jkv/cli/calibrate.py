@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, check_target
+from jkv.cli.inputs import LOOKS, check_target, own_traces
 
 
 def add(commands: Any) -> None:
@@ -30,10 +30,7 @@ def run(options: argparse.Namespace) -> int:
     """Reads or generates the text, measures its queries and saves their statistics."""
     from jkv.analysis.calibration import calibrate
     from jkv.checks import check_counts
-    from jkv.generate import generate
     from jkv.model import checkpoint
-    from jkv.model.sampling import Sampling
-    from jkv.tasks.evaluate import held_out
     from jkv.text_files import read_text
 
     check_counts(problems=options.problems, tokens=options.tokens)
@@ -41,8 +38,7 @@ def run(options: argparse.Namespace) -> int:
     texts: Any = read_text(options.text) if options.text else None
     model = checkpoint.load(options.model)
     if texts is None:
-        out = generate(model, [problem.prompt for problem in held_out(options.problems)], sampling=Sampling(temperature=0.0))
-        texts = [[*prompt, *row[:length]] for prompt, row, length in zip(out.prompts, out.tokens, out.lengths, strict=True)]
+        texts = [[*prompt, *rest] for prompt, rest in own_traces(model, options.problems)]
     statistics = calibrate(model, texts, options.tokens)
     statistics.save(options.out)
     print(f"wrote {options.out}: {statistics}", file=sys.stderr)

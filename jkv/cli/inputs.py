@@ -28,6 +28,9 @@ examples:
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy seal --vector steer.safetensors
   jkv calibrate --out queries.safetensors
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy tri_attention --budget 128 --statistics queries.safetensors
+  jkv foresee --out foresight.safetensors
+  jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy foresight --budget 64 --network foresight.safetensors
+  jkv recall --policies r_kv,h2o,cur --budgets 25%
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy reason_cache --percentile 100 --page-size 4
   jkv plan r1-llama-8b --device h200 --policy r_kv --budget 1024 --length 16384
   jkv models
@@ -173,6 +176,44 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
         if not isinstance(one, str | list):
             raise ValueError(f"A prompt is a string or a list of token ids; prompt {i} of {file} is {shown(one)}.")
     return prompts
+
+
+def passages(model: Any, text: Path | None, count: int, length: int, prompt: int) -> list[tuple[list[int], list[int]]]:
+    """Texts as pairs of token ids, what is prefilled and what follows: passages of a file, at even distances, or, without one,
+    the model's greedy traces of chains that no evaluation uses.
+
+    Raises:
+      ValueError: a file with fewer tokens, or a model without a tokenizer.
+    """
+    from jkv.text_files import read_text
+
+    if model.tokenizer is None:
+        raise ValueError(f"Text needs a model with a tokenizer; {model.name} has none. Take another model.")
+    if text is None:
+        return own_traces(model, count)
+    if prompt >= length:
+        raise ValueError(
+            f"--prompt is the beginning of a passage and must be shorter than --length; got {prompt} and {length}."
+        )
+    tokens = model.tokenizer.encode(read_text(text), add_special_tokens=False)
+    if len(tokens) < count * length:
+        raise ValueError(
+            f"{text} must hold {count} passages of {length} tokens; it has {len(tokens):,}. Lower --passages or --length."
+        )
+    starts = [i * (len(tokens) - length) // max(count - 1, 1) for i in range(count)]
+    return [(tokens[i : i + prompt], tokens[i + prompt : i + length]) for i in starts]
+
+
+def own_traces(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
+    """Prompts and greedy completions of unseen chains, which are not those of `jkv eval`."""
+    from jkv.generate import generate
+    from jkv.model.sampling import Sampling
+    from jkv.tasks.evaluate import CALIBRATION_SEED, held_out
+
+    chains = [problem.prompt for problem in held_out(count, CALIBRATION_SEED)]
+    out = generate(model, chains, sampling=Sampling(temperature=0.0))
+    rows = zip(out.prompts, out.tokens, out.lengths, strict=True)
+    return [(prompt.tolist(), tokens[:length].tolist()) for prompt, tokens, length in rows]
 
 
 def check_target(path: Path, option: str = "--out") -> None:

@@ -9,25 +9,24 @@ from jaxtyping import Array, Float
 from jkv.model.params import LowRank, Model, fold
 from jkv.model.rope import Rope, rope_of
 from jkv.policies import Policy
-from jkv.policies.query_statistics import QueryMoments
 
 
 class ModelFacts(NamedTuple):
     """What a score reads of the model; None for what it does not declare."""
 
     rope: Rope | None
-    query_moments: QueryMoments | None
+    calibration: Any  # the arrays of the policy's calibration, of each layer
     out: tuple[Annotated[Any, "N*H D"], ...] | None  # output projection of each layer
 
 
 def facts_for(policy: Policy, model: Model) -> ModelFacts | None:
     """The facts that a policy's score declares; None if it declares none, so that its programs take no argument more."""
-    needs, statistics = policy.needs, policy.statistics
-    if not (needs.rope or needs.projected or needs.statistics):
+    needs, calibration = policy.needs, policy.calibration
+    if not (needs.rope or needs.projected or needs.calibration):
         return None
     return ModelFacts(
         rope=rope_of(model.config) if needs.rope else None,
-        query_moments=None if statistics is None else statistics.moments,
+        calibration=None if calibration is None else calibration.arrays,
         out=tuple(layer.out for layer in model.params.layers) if needs.projected else None,
     )
 

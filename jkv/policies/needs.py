@@ -10,7 +10,7 @@ from typing import Protocol
 DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 IN_STEP = ("", "sum", "last")
 OF_ONE_SCORE = ("in_step", "keeps_window")
-NOT_KEPT = ("compares_keys", "rope", "projected", "statistics")  # an engine keeps nothing for them
+NOT_KEPT = ("compares_keys", "rope", "projected", "calibration")  # an engine keeps nothing for them
 
 
 class Needing(Protocol):
@@ -41,7 +41,7 @@ class Needs:
       aligning: whether thoughts start on pages of their own.
       rope: whether it reads the model's rotary embedding (`CacheView.rope`).
       projected: whether it reads the norm of each value after the output projection (`CacheView.projected_norm`).
-      statistics: whether it reads statistics of queries (`CacheView.query_moments`), which the policy's `statistics` holds.
+      calibration: whether it reads what was measured of the model (`CacheView.calibration`), which the policy holds.
       in_step: how a decode step can compute the score by itself: "sum" if the score is the accumulated attention mass, "last"
         if it is the mass from the last query, and "" if it cannot.
       keeps_window: whether the slots that the score keeps, apart from the sinks, are always the most recent ones.
@@ -65,7 +65,7 @@ class Needs:
     aligning: bool = False
     rope: bool = False
     projected: bool = False
-    statistics: bool = False
+    calibration: bool = False
     in_step: str = ""
     keeps_window: bool = False
 

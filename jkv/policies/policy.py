@@ -17,9 +17,9 @@ from jkv import notebook
 from jkv.cache.moved_sinks import MOST_SINKS
 from jkv.cache.pool import num_pages_of
 from jkv.model.params import Model
+from jkv.policies.calibration import Calibration
 from jkv.policies.evict import Evict, least_slots
 from jkv.policies.needs import Needs
-from jkv.policies.query_statistics import QueryStatistics, check_statistics
 from jkv.policies.schedules import EachStep, Every, Schedule, check_budget, check_schedule
 from jkv.policies.scores import layer_of
 from jkv.policies.view import CacheView, FunctionScore, Score, Scored
@@ -73,7 +73,7 @@ class Policy:
       moves_sinks: whether sinks are read at their place in the cache, right before the slots that are left, instead of at
         their true positions (`jkv.cache.moved_sinks`). The slots that are left must be a window.
       steer: what is added to hidden states (`jkv.reasoning.steering`).
-      statistics: calibrated statistics of the model's queries, for a score that reads them (`jkv.policies.query_statistics`).
+      calibration: what was measured of the model, for a score that reads it (`jkv.policies.calibration`).
       sentences: how repeated sentences are found, for a score that reads their similarity (`jkv.reasoning.sentences`).
       until: the text of a token, such as `</think>`, after which a row keeps all tokens; None evicts to the end.
       share: how pages to share are found (`jkv.reasoning.sharing`). If the policy also evicts, sharing stops at a row's first
@@ -91,7 +91,7 @@ class Policy:
     read: Read | None = None
     moves_sinks: bool = False
     steer: Steer | None = None
-    statistics: QueryStatistics | None = None
+    calibration: Calibration | None = None
     sentences: Sentences | None = None
     share: Share | None = None
     until: str | None = None
@@ -115,8 +115,8 @@ class Policy:
             check_sharing(self, self.share)
         if (self.sentences is not None) != (self.evict is not None and self.evict.needs.similarity):
             raise ValueError(f"{self.name} needs both sentences and a score that reads their similarity, or neither.")
-        if (self.statistics is not None) != (self.evict is not None and self.evict.needs.statistics):
-            raise ValueError(f"{self.name} needs both statistics of queries and a score that reads them, or neither.")
+        if (self.calibration is not None) != (self.evict is not None and self.evict.needs.calibration):
+            raise ValueError(f"{self.name} needs both a calibration and a score that reads it, or neither.")
         if self.evict is not None and self.schedule is not None:
             check_schedule(self.name, self.schedule)
             check_eviction(self, self.evict)
@@ -274,9 +274,9 @@ class Policy:
         ):
             if is_read and getattr(view, field) is None:
                 raise ValueError(f"{self.name} reads {words}; the view has none. Pass CacheView({field}=).")
-        if self.statistics is not None and view.query_moments is None:
-            moments = jax.tree.map(lambda x: jnp.asarray(x)[layer_of(view)], self.statistics.moments)
-            view = view._replace(query_moments=moments)
+        if self.calibration is not None and view.calibration is None:
+            moments = jax.tree.map(lambda x: jnp.asarray(x)[layer_of(view)], self.calibration.arrays)
+            view = view._replace(calibration=moments)
         if view.budget is None:
             if self.budget is None:
                 raise ValueError(f"{self.name}'s budget grows with the sequence. Pass it in the view: CacheView(budget=).")
@@ -337,7 +337,7 @@ def check_parts(policy: Policy, model: Model, is_trained: bool = False) -> None:
     were calibrated.
 
     Raises:
-      ValueError: a window longer than any sequence, a steering vector or statistics of another model, or a tokenizer that is
+      ValueError: a window longer than any sequence, a steering vector or a calibration of another model, or a tokenizer that is
         missing or that cannot write what a part looks for.
     """
     if policy.needs.window > model.config.max_positions:
@@ -353,8 +353,8 @@ def check_parts(policy: Policy, model: Model, is_trained: bool = False) -> None:
                 f"{got[0]} of {got[1]}. Extract one with `jkv steer`."
             )
         marks_of(model.tokenizer, config.vocab_size)
-    if policy.statistics is not None:
-        check_statistics(policy.name, policy.statistics, model, is_trained)
+    if policy.calibration is not None:
+        policy.calibration.check(policy.name, model, is_trained)
     if policy.sentences is not None:
         ends_of(model.tokenizer, model.config.vocab_size, policy.sentences.ends)
     if policy.share is not None:

@@ -9,6 +9,7 @@ from jkv.policies.caote import caote as caote
 from jkv.policies.critical_kv import critical_kv as critical_kv
 from jkv.policies.cur import cur as cur
 from jkv.policies.expected_attention import expected_attention as expected_attention
+from jkv.policies.foresight import foresight as foresight
 from jkv.policies.full import full as full
 from jkv.policies.g_kv import g_kv as g_kv
 from jkv.policies.h2o import h2o as h2o

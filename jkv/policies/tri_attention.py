@@ -13,7 +13,7 @@ from jkv.model.rope import mean_turn, pair_norms
 from jkv.policies.evict import Evict
 from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
-from jkv.policies.query_statistics import QueryStatistics, load_statistics
+from jkv.policies.query_statistics import QueryStatistics
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.view import CacheView
@@ -31,12 +31,12 @@ class TrigonometricSeries:
     """
 
     protects_prompt: bool
-    needs = Needs(rope=True, statistics=True)
+    needs = Needs(rope=True, calibration=True)
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         assert view.rope is not None
-        assert view.query_moments is not None
-        mean, modulus = view.query_moments
+        assert view.calibration is not None
+        mean, modulus = view.calibration
         half = view.rope.frequency.shape[-1]
         # A cached key holds its own rotation, so the sum of cosines is its product with the query, rotated to each distance.
         cos, sin = mean_turn(view.rope, view.num_seen[:, None] + jnp.asarray(DISTANCES, jnp.int32))
@@ -96,6 +96,6 @@ def tri_attention(
       ValueError: a file that holds no statistics, or a setting out of its range. Statistics of another model are refused when
         an engine meets them.
     """
-    loaded = statistics if isinstance(statistics, QueryStatistics) else load_statistics(statistics)
+    loaded = statistics if isinstance(statistics, QueryStatistics) else QueryStatistics.load(statistics)
     evict = Evict(TrigonometricSeries(protect_prompt), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
-    return Policy("tri_attention", evict, Every(budget, interval), statistics=loaded)
+    return Policy("tri_attention", evict, Every(budget, interval), calibration=loaded)

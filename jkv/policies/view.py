@@ -2,14 +2,13 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
 from jkv.model.rope import Rope
 from jkv.policies.needs import Needs
-from jkv.policies.query_statistics import QueryMoments
 
 OPTIONAL = (
     "query",
@@ -18,7 +17,7 @@ OPTIONAL = (
     "carried",
     "rope",
     "projected_norm",
-    "query_moments",
+    "calibration",
 )  # fields that a score must declare
 
 # The scores, or with `Needs.carried` a pair: the scores, and a number of each slot that the next compaction sees if it is kept.
@@ -53,7 +52,7 @@ class CacheView(NamedTuple):
       rope: the rotary embedding of each batch row. None unless `Needs.rope`.
       projected_norm: the L1 norm of the slot's value after the layer's output projection, mean over the query heads of its KV
         head. None unless `Needs.projected`.
-      query_moments: calibrated statistics of each batch row's queries before RoPE. None unless `Needs.statistics`.
+      calibration: the arrays of the policy's calibration, of each batch row's layer. None unless `Needs.calibration`.
     """
 
     key: Float[Array, "B K S H"]
@@ -70,7 +69,7 @@ class CacheView(NamedTuple):
     first_head: int | Int[Array, ""] | None = None
     rope: Rope | None = None
     projected_norm: Float[Array, "B K S"] | None = None
-    query_moments: QueryMoments | None = None
+    calibration: Any = None
 
     @property
     def is_filled(self) -> Bool[Array, "B K S"]:

@@ -23,6 +23,7 @@ from jkv.statistics import wilson
 from jkv.tasks.chains import Problem, draw_problem, read_answer
 
 HELD_OUT_SEED = 2_000_003
+CALIBRATION_SEED = 3_000_017  # of chains from which policies learn about a model
 PAGE = Path("docs/results.md")  # from the root of the repository
 MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
 

@@ -13,7 +13,7 @@ from jkv import cli
 from jkv.analysis import calibration
 from jkv.model import decoder
 from jkv.model.params import RopeScaling
-from jkv.policies.query_statistics import QueryMoments, QueryStatistics, load_statistics
+from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.replay.score import ReplayAttention, dense_columns
 from jkv.testing import TINY, TinyTokenizer, random_statistics, tiny_model
 
@@ -64,8 +64,8 @@ def test_moments_are_those_of_the_queries_before_rope(config, monkeypatch):
     query = np.concatenate([plain_queries(model, piece) for piece in pieces], axis=1)
     half = (config.rotary_size or config.head_size) // 2
     lengths = np.sqrt(query[..., :half] ** 2 + query[..., half : 2 * half] ** 2)
-    np.testing.assert_allclose(statistics.moments.mean, query.mean(axis=1), atol=2e-5)
-    np.testing.assert_allclose(statistics.moments.modulus, lengths.mean(axis=1), atol=2e-5)
+    np.testing.assert_allclose(statistics.arrays.mean, query.mean(axis=1), atol=2e-5)
+    np.testing.assert_allclose(statistics.arrays.modulus, lengths.mean(axis=1), atol=2e-5)
     assert statistics.about["tokens"] == "71"
 
 
@@ -81,7 +81,7 @@ def test_statistics_survive_their_file_and_make_equal_policies(tmp_path):
     statistics = jkv.calibrate(tiny_model(), range(20))
     path = tmp_path / "queries.safetensors"
     statistics.save(path)
-    loaded = load_statistics(path)
+    loaded = QueryStatistics.load(path)
     assert loaded == statistics
     assert loaded.about == statistics.about
     one, two = jkv.tri_attention(64, path), jkv.tri_attention(64, statistics=statistics)

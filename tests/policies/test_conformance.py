@@ -12,18 +12,18 @@ import jkv
 from jkv.cache.pool import EMPTY
 from jkv.engine.runner import Runner
 from jkv.policies import POLICIES, make
-from jkv.testing import random_statistics, random_view, tiny_model
+from jkv.testing import random_networks, random_statistics, random_view, tiny_model
 from jkv.verify import CHECKS, Case, is_hashable, keeps_protected_slots, selects_filled_slots
 
 SMALL = {"budget": 24, "interval": 16, "window": 4, "num_queries": 4, "growth": 0.1, "tau": 0.3}
 VECTOR = jkv.SteeringVector(np.ones((2, 32), np.float32))
-STATISTICS = random_statistics(tiny_model())
+STATISTICS, NETWORKS = random_statistics(tiny_model()), random_networks(tiny_model())
 
 
 def build(name, **changes):
     """A policy at test size: only the settings that its recipe has."""
     fields = inspect.signature(POLICIES[name]).parameters
-    settings = SMALL | {"vector": VECTOR, "statistics": STATISTICS} | changes
+    settings = SMALL | {"vector": VECTOR, "statistics": STATISTICS, "network": NETWORKS} | changes
     return make(name, {field: value for field, value in settings.items() if field in fields})
 
 

@@ -21,8 +21,8 @@ def view_with(half, factor, seed=0, **settings):
     view = random_view(np.random.default_rng(seed), **settings)
     batch = len(view.key)
     rope = Rope(jnp.tile(jnp.asarray(FREQUENCIES[:half]), (batch, 1)), jnp.full(batch, factor))
-    moments = view.query_moments._replace(modulus=view.query_moments.modulus[..., :half] + 1.5)
-    return view._replace(rope=rope, query_moments=moments)
+    moments = view.calibration._replace(modulus=view.calibration.modulus[..., :half] + 1.5)
+    return view._replace(rope=rope, calibration=moments)
 
 
 def pairs_of(x, half):
@@ -49,8 +49,8 @@ def trigonometric_series(view, b, k, head, positions, total):
     """The series of one query head, slot after slot, from keys before RoPE."""
     half, factor = view.rope.frequency.shape[-1], float(view.rope.factor[b])
     frequency = np.asarray(view.rope.frequency[b], np.float64)
-    query, rest = pairs_of(np.asarray(view.query_moments.mean[b, head], np.float64), half)
-    modulus = np.asarray(view.query_moments.modulus[b, head], np.float64)
+    query, rest = pairs_of(np.asarray(view.calibration.mean[b, head], np.float64), half)
+    modulus = np.asarray(view.calibration.modulus[b, head], np.float64)
     series = []
     for s, position in enumerate(positions):
         key, others = before_rope(view.key[b, k, s], position, view.rope)
@@ -93,10 +93,10 @@ def test_tri_attention_pins_the_prompt_and_keeps_the_best_of_the_others():
 
 def test_tri_attention_reads_the_statistics_of_the_views_layer():
     """A view of the engine's own brings them; `select` takes them from the policy."""
-    view = random_view(np.random.default_rng(0), batch=2)._replace(query_moments=None, layer=1)
-    moments = type(STATISTICS.moments)(*(jnp.stack([jnp.asarray(x[1])] * 2) for x in STATISTICS.moments))
+    view = random_view(np.random.default_rng(0), batch=2)._replace(calibration=None, layer=1)
+    moments = type(STATISTICS.arrays)(*(jnp.stack([jnp.asarray(x[1])] * 2) for x in STATISTICS.arrays))
     policy = jkv.tri_attention(BUDGET, STATISTICS)
-    np.testing.assert_array_equal(policy.select(view), policy.select(view._replace(query_moments=moments)))
+    np.testing.assert_array_equal(policy.select(view), policy.select(view._replace(calibration=moments)))
     assert (policy.select(view) != policy.select(view._replace(layer=0))).any()
 
 
@@ -173,9 +173,9 @@ def test_expected_attention_leaves_out_queries_that_do_not_exist():
         ),
         (
             lambda: jkv.Policy("mine", jkv.tri_attention(64, STATISTICS).evict, jkv.Every(64)),
-            "needs both statistics of queries and a score that reads them",
+            "needs both a calibration and a score that reads it",
         ),
-        (lambda: jkv.Policy("mine", statistics=STATISTICS), "needs both statistics of queries and a score that reads them"),
+        (lambda: jkv.Policy("mine", calibration=STATISTICS), "needs both a calibration and a score that reads it"),
     ],
 )
 def test_what_cannot_be_is_refused(build, words):

@@ -69,8 +69,8 @@ def test_a_view_of_the_engine_has_the_facts_of_each_layer_and_only_those_declare
         return jax.jit(lambda facts: view_of(facts=facts))(facts_for(policy, model))
 
     view = view_for(jkv.tri_attention(8, statistics))
-    for name, of_layers in statistics.moments._asdict().items():
-        np.testing.assert_array_equal(getattr(view.query_moments, name), of_layers)  # one row: batch row l is layer l
+    for name, of_layers in statistics.arrays._asdict().items():
+        np.testing.assert_array_equal(getattr(view.calibration, name), of_layers)  # one row: batch row l is layer l
     frequency = [config.rope_theta ** (-2 * f / config.head_size) for f in range(config.head_size // 2)]
     np.testing.assert_allclose(view.rope.frequency, [frequency] * 2, rtol=1e-6)
     np.testing.assert_array_equal(view.rope.factor, [1, 1])
@@ -82,7 +82,7 @@ def test_a_view_of_the_engine_has_the_facts_of_each_layer_and_only_those_declare
         value = np.asarray(view.value[layer, :, :16], np.float64)
         norms = np.abs(np.einsum("ksh,kghd->kgsd", value, matrix)).sum(axis=-1).mean(axis=1)
         np.testing.assert_allclose(view.projected_norm[layer, :, :16], norms, rtol=1e-5)
-    assert view.rope is view.query_moments is None
+    assert view.rope is view.calibration is None
     assert facts_for(jkv.snap_kv(8), model) is None
 
 

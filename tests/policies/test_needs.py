@@ -114,7 +114,7 @@ def test_the_needs_of_a_policy_are_those_of_its_parts_together():
         jkv.skip_kv(64, steer=vector): Needs(window=8, compares_keys=True, similarity=True, steering=True),
         jkv.expected_attention(64): Needs(window=64, rope=True),
         jkv.critical_kv(64): Needs(window=8, projected=True),
-        jkv.tri_attention(64, random_statistics(tiny_model())): Needs(rope=True, statistics=True),
+        jkv.tri_attention(64, random_statistics(tiny_model())): Needs(rope=True, calibration=True),
         jkv.reason_cache(align_steps=True): Needs(sharing=True, aligning=True),
         jkv.chain(jkv.mem_share(), jkv.snap_kv(64)): Needs(window=8, sharing=True),
     }

@@ -1,0 +1,185 @@
+"""Trains the networks of `jkv.foresight`: what will be read of each slot, from full-cache passes whose end is known.
+
+Each text is run once. At moments `STRIDE` tokens apart, the networks see the slots that are then old, and learn the
+distribution of the squared attention that all later queries of the text give them. One step of training takes a few moments,
+all of them equally likely, in all layers and KV heads at once.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jkv.analysis.calibration import is_one
+from jkv.analysis.recall import padded, queries_keys_values, received_so_far
+from jkv.checks import check_counts
+from jkv.model.params import Model
+from jkv.model.rope import rope_of
+from jkv.policies.calibration import identity_of
+from jkv.policies.foresight import Foresight, Network, expected_reads, features
+from jkv.replay.score import check_tokens
+from jkv.reports import Report
+
+REPORTED = 100  # steps between two reports
+STRIDE = 16  # tokens between two moments
+RECENT = 4  # slots that are never candidates, as the policy keeps them
+FIRST = 4  # moment; before it, few slots are old
+POWER = 2  # of the attention that is foreseen
+RATE, DECAY = 3e-3, 1e-3  # of AdamW, the rate falling to 0 along a cosine
+
+
+class Moments(NamedTuple):
+    """The texts: what the slots hold, and what is read of them from each moment on. Stored in 16 bits."""
+
+    key: Float[Array, "n L K S H"]  # as cached
+    value: Float[Array, "n L K S H"]
+    reads: Float[Array, "n E L K S"]  # squared attention of all later queries, as a share
+    num: Int[Array, " n"]  # moments from the first on
+
+
+def foresee(
+    model: Model,
+    texts: Sequence[Any],
+    *,
+    hidden: int = 32,
+    steps: int = 2_000,
+    batch: int = 8,
+    seed: int = 0,
+    report: Report = lambda figures: None,
+) -> Foresight:
+    """The networks of `jkv.foresight` for a model, trained on texts such as its own completions with the full cache.
+
+    Args:
+      model: whose keys and values they will read.
+      texts: each a string or token ids; those shorter than 80 tokens teach nothing and are left out.
+      hidden: size of the hidden layer of each network.
+      steps: of training.
+      batch: moments of a step.
+      seed: of the first weights and of the order of the texts.
+      report: receives the mean loss, in nats, of every hundred steps.
+
+    Raises:
+      ValueError: no text that is long enough, or text for a model without a tokenizer.
+    """
+    check_counts(hidden=hidden, steps=steps, batch=batch)
+    sequences = [encode(model, text) for text in ([texts] if is_one(texts) else texts)]
+    shortest = (FIRST + 1) * STRIDE
+    sequences = [sequence for sequence in sequences if len(sequence) >= shortest]
+    if not sequences:
+        raise ValueError(f"Foresight is trained on texts of at least {shortest} tokens; got none. Pass longer ones.")
+    moments = watch(model, sequences)
+    rope = jax.tree.map(jnp.asarray, rope_of(model.config))
+    network = fit(rope, moments, spread_of(rope, moments), hidden, steps, batch, seed, report)
+    about = identity_of(model) | {"tokens": str(sum(map(len, sequences)))}
+    return Foresight(jax.tree.map(np.asarray, network), about)
+
+
+def encode(model: Model, text: Any) -> np.ndarray:
+    """The token ids of a text."""
+    if isinstance(text, str):
+        if model.tokenizer is None:
+            raise ValueError("Text needs a model with a tokenizer; this one has none. Pass token ids.")
+        text = model.tokenizer.encode(text, add_special_tokens=True)
+    ids = np.asarray(text, np.int32)
+    check_tokens(model.params, ids, [])
+    return ids[: model.config.max_positions]
+
+
+def watch(model: Model, sequences: Sequence[np.ndarray]) -> Moments:
+    """One full-cache pass over each text."""
+    width = max(padded(sequence).shape[1] for sequence in sequences)
+    num_moments = width // STRIDE
+    config, n = model.config, len(sequences)
+    heads = config.num_layers, config.num_kv_heads
+    shape = (n, *heads, width, config.head_size)
+    key, value = (np.zeros(shape, jnp.bfloat16) for _ in range(2))
+    reads = np.zeros((n, num_moments, *heads, width), np.float16)
+    for i, sequence in enumerate(sequences):
+        total = len(sequence)
+        for layer, (query, *cached) in enumerate(queries_keys_values(model.params, padded(sequence))):
+            for kept, of_layer in zip((key, value), cached, strict=True):
+                kept[i, layer, :, :total] = np.asarray(of_layer)[:total].swapaxes(0, 1)
+            received = np.asarray(received_so_far(query, cached[0], POWER))[:, :, :total]
+            later = received[:, total, None] - received[:, : total + 1 : STRIDE]  # [K, E, S]
+            later /= np.maximum(later.sum(axis=-1, keepdims=True), 1e-9)
+            reads[i, : later.shape[1], layer, :, :total] = later.swapaxes(0, 1)
+    num = np.array([len(sequence) // STRIDE - FIRST for sequence in sequences], np.int32)
+    return Moments(*map(jnp.asarray, (key, value, reads, num)))
+
+
+def spread_of(rope: Any, moments: Moments, num_texts: int = 8) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each feature over the slots of a few texts: [L, K, F] each."""
+    seen = []
+    for i in range(min(num_texts, len(moments.key))):
+        total = (FIRST + int(moments.num[i])) * STRIDE
+        key, value = moments.key[i, :, :, :total], moments.value[i, :, :, :total]
+        age = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), key.shape[:3])
+        seen.append(np.asarray(features(rope, key, value, age, age)))
+    x = np.concatenate(seen, axis=2)
+    return x.mean(axis=2), x.std(axis=2) + 1e-3
+
+
+def fit(
+    rope: Any,
+    moments: Moments,
+    spread: tuple[np.ndarray, np.ndarray],
+    hidden: int,
+    steps: int,
+    batch: int,
+    seed: int,
+    report: Report,
+) -> Network:
+    """The networks after training; their inputs are what `features` returns, with `spread` folded into the first weights."""
+    import optax
+
+    mean, deviation = (jnp.asarray(x) for x in spread)
+    shape = mean.shape
+    key = jax.random.key(seed)
+    network = Network(
+        jax.random.normal(jax.random.fold_in(key, 0), (*shape, hidden)) * shape[-1] ** -0.5,
+        jnp.zeros((*shape[:2], hidden)),
+        jax.random.normal(jax.random.fold_in(key, 1), (*shape[:2], hidden)) * hidden**-0.5,
+    )
+
+    optimiser = optax.adamw(optax.cosine_decay_schedule(RATE, steps), weight_decay=DECAY)
+
+    def loss_of(network: Network, moments: Moments, text: Int[Array, ""], at: Int[Array, ""]) -> Float[Array, ""]:
+        """The cross-entropy between what is read from moment `at` on and what the networks expect, mean over the heads."""
+        moment = FIRST + at
+        now = moment * STRIDE
+        position = jnp.broadcast_to(jnp.arange(moments.key.shape[3], dtype=jnp.int32), moments.key.shape[1:4])
+        x = features(rope, moments.key[text], moments.value[text], position, now - 1 - position)
+        expected = expected_reads(network, (x - mean[:, :, None]) / deviation[:, :, None])
+        is_old = position < now - RECENT
+        reads = jnp.where(is_old, moments.reads[text, moment].astype(jnp.float32), 0.0)
+        reads = reads / jnp.maximum(reads.sum(axis=-1, keepdims=True), 1e-6)
+        return -(reads * jnp.where(is_old, jax.nn.log_softmax(expected, axis=-1, where=is_old), 0.0)).sum(axis=-1).mean()
+
+    @jax.jit
+    def several(carry: Any, moments: Moments, indices: Int[Array, " _"]) -> tuple[Any, Float[Array, " _"]]:
+        def step(carry: Any, index: Int[Array, ""]) -> tuple[Any, Float[Array, ""]]:
+            network, state = carry
+            which, when = jax.random.split(jax.random.fold_in(key, 2 + index))
+            text = jax.random.categorical(which, jnp.log(moments.num.astype(jnp.float32)), shape=(batch,))
+            at = jax.random.randint(when, (batch,), 0, moments.num[text])
+
+            def mean_loss(network: Network) -> Float[Array, ""]:
+                return jax.lax.map(lambda one: loss_of(network, moments, *one), (text, at)).mean()
+
+            loss, slope = jax.value_and_grad(mean_loss)(network)
+            with jax.numpy_dtype_promotion("standard"):  # optax multiplies counts by rates, which strict promotion refuses
+                change, state = optimiser.update(slope, state, network)
+            return (optax.apply_updates(network, change), state), loss
+
+        return jax.lax.scan(step, carry, indices)
+
+    carry = network, optimiser.init(network)
+    for start in range(0, steps, REPORTED):
+        carry, losses = several(carry, moments, jnp.arange(start, min(start + REPORTED, steps)))
+        report({"step": start + len(losses), "loss": float(losses.mean())})
+    into, bias, out = carry[0]
+    into = into / deviation[..., None]
+    return Network(into, bias - jnp.einsum("lkf,lkfi->lki", mean, into), out)

@@ -1,0 +1,51 @@
+"""`jkv foresee` trains the networks of the policy foresight."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from jkv.cli.inputs import LOOKS, check_target, passages
+
+
+def add(commands: Any) -> None:
+    """The command's options."""
+    command = commands.add_parser(
+        "foresee",
+        help="train the networks of the policy foresight",
+        description="Trains small networks that expect which slots a model will read, for the policy foresight.",
+        **LOOKS,
+    )
+    command.set_defaults(run=run)
+    command.add_argument(
+        "--model", default="tiny-reasoner", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name"
+    )
+    command.add_argument(
+        "--text", type=Path, help="plain text like what the model will read; default: its own traces of unseen chains"
+    )
+    command.add_argument("--passages", type=int, default=400, help="how many texts (default %(default)s)")
+    command.add_argument("--length", type=int, default=1024, help="tokens of each passage of --text (default %(default)s)")
+    command.add_argument("--hidden", type=int, default=32, help="hidden units of each network (default %(default)s)")
+    command.add_argument("--steps", type=int, default=2_000, help="of training (default %(default)s)")
+    command.add_argument("--seed", type=int, default=0, help="of the training (default %(default)s)")
+    command.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Trains and saves."""
+    from jkv.analysis.foresee import foresee
+    from jkv.checks import check_counts
+    from jkv.model import checkpoint
+
+    check_counts(**{name: getattr(options, name) for name in ("passages", "length", "hidden", "steps")})
+    check_target(options.out)
+    model = checkpoint.load(options.model)
+    texts = [[*prompt, *rest] for prompt, rest in passages(model, options.text, options.passages, options.length, 1)]
+
+    def report(figures: dict[str, Any]) -> None:
+        print(f"step {figures['step']:,} of {options.steps:,}: loss {figures['loss']:.3f} nats", file=sys.stderr, flush=True)
+
+    network = foresee(model, texts, hidden=options.hidden, steps=options.steps, seed=options.seed, report=report)
+    network.save(options.out)
+    print(f"wrote {options.out}: {network}", file=sys.stderr)
+    return 0

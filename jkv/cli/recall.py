@@ -1,0 +1,88 @@
+"""`jkv recall` measures how much of the attention each policy keeps, and by how much tokens become less likely."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.cli.evaluate import read_options
+from jkv.cli.inputs import LOOKS, make_folder, passages, words
+
+DEFAULTS: dict[str, Any] = {
+    "model": "tiny-reasoner",
+    "policies": ["r_kv", "snap_kv", "h2o", "cur", "streaming_llm", "random"],
+    "budgets": ["25%"],
+    "settings": {},
+    "text": None,
+    "passages": 20,
+    "length": 1024,
+    "prompt": 64,
+    "interval": 16,
+    "recent": 4,
+    "max_running": 32,
+    "page_size": DEFAULT_PAGE_SIZE,
+}
+
+
+def add(commands: Any) -> None:
+    """The command's options."""
+    command = commands.add_parser(
+        "recall",
+        help="measure how much of the attention policies keep, against an oracle",
+        description="Decodes texts as they stand under each policy, and compares what it keeps with what the full cache reads.",
+        **LOOKS,
+    )
+    command.set_defaults(run=run)
+    command.add_argument(
+        "--model", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name; default: tiny-reasoner"
+    )
+    command.add_argument("--text", type=Path, help="any plain text; default: the model's own traces of unseen chains")
+    command.add_argument("--passages", type=int, help="how many texts; default: 20")
+    command.add_argument("--length", type=int, help="tokens of each passage of --text; default: 1024")
+    command.add_argument("--prompt", type=int, help="tokens of it that are prefilled; default: 64")
+    command.add_argument("--config", type=Path, help="a TOML file with any of these options and [settings.<policy>]")
+    command.add_argument("--policies", type=words, help="comma-separated; see `jkv policies`")
+    command.add_argument("--budgets", type=words, help='comma-separated, in slots, or shares of the mean length, "25%%"')
+    command.add_argument("--interval", type=int, help="tokens between two evictions of the oracle; default: 16")
+    command.add_argument("--recent", type=int, help="last tokens that the oracle keeps; default: 4")
+    command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
+    command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
+    command.add_argument("--out", type=Path, help="a folder for the table and the JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints the table and writes it."""
+    from jkv.analysis.recall import recall, table
+    from jkv.checks import check_counts
+    from jkv.evaluation.budgets import parse_budget
+    from jkv.evaluation.compare import build
+    from jkv.model import checkpoint
+    from jkv.policies import has_budget
+    from jkv.reports import about, write
+
+    chosen = read_options(options, DEFAULTS)
+    check_counts(**{name: chosen[name] for name in ("passages", "length", "prompt", "interval", "max_running", "page_size")})
+    if options.out:
+        make_folder(options.out)
+    record = {"about": about("jkv recall"), "chosen": {name: str(value) for name, value in chosen.items()}}
+    model = checkpoint.load(str(chosen["model"]))
+    texts = passages(model, chosen["text"], chosen["passages"], chosen["length"], chosen["prompt"])
+    mean_length = sum(len(prompt) + len(rest) for prompt, rest in texts) / len(texts)
+    policies = []
+    for name in chosen["policies"]:
+        recipe = chosen["settings"].get(name, {}).get("policy", name)
+        for budget in chosen["budgets"] if has_budget(recipe) else [None]:
+            share = parse_budget(budget).share if budget is not None else None
+            slots = None if budget is None else round(share * mean_length) if share else int(budget)
+            policies.append(build(name, slots, chosen["settings"]))
+    settings = {name: chosen[name] for name in ("max_running", "page_size")}
+    figures = recall(model, texts, policies, interval=chosen["interval"], recent=chosen["recent"], **settings)
+    lines = f"{len(texts)} texts of {mean_length:.0f} tokens on average, {model!r}.\n\n{table(figures)}"
+    print(lines)
+    if options.out:
+        stem = f"{options.config.stem if options.config else 'recall'}-{Path(str(chosen['model'])).name}"
+        each = [{name: getattr(value, "tolist", lambda v=value: v)() for name, value in vars(one).items()} for one in figures]
+        write(stem, record | {"policies": each}, lines, options.out)
+        print(f"wrote {stem}.json and {stem}.md to {options.out}", file=sys.stderr)
+    return 0

@@ -1,0 +1,124 @@
+"""What is measured of a model once, for scores that read it: arrays of each layer in a safetensors file.
+
+The engine passes the arrays to the score (`CacheView.calibration`), and refuses those of another model.
+"""
+
+import dataclasses
+import functools
+import hashlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jkv.checks import shown
+from jkv.model.params import Model, ModelConfig
+from jkv.reports import write_bytes
+from jkv.text_files import check_file
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Calibration:
+    """Arrays measured of a model, and how they were made. A subclass says which arrays.
+
+    Attributes:
+      arrays: a `kind`, of float32 NumPy arrays that begin with the layer.
+      about: the model, the number of tokens, the RoPE and a digest of the weights, as strings.
+
+    Raises:
+      ValueError: arrays that are not finite, or that do not fit each other.
+    """
+
+    arrays: Any
+    about: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    kind: ClassVar[Any]  # the NamedTuple of the arrays
+    what: ClassVar[str]  # in errors
+    command: ClassVar[str]  # which makes it
+
+    def __post_init__(self) -> None:
+        self.check_shapes()
+        if not all(np.isfinite(array).all() for array in self.arrays):
+            raise ValueError(f"{self.what} must be finite; these are not. Calibrate again.")
+
+    def check_shapes(self) -> None:
+        """Refuses arrays that do not fit each other."""
+        raise NotImplementedError
+
+    def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """The shapes that the arrays must have for a model, by name."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies the content: equal for equal arrays and records."""
+        content = hashlib.blake2s(repr(sorted(self.about.items())).encode(), digest_size=8)
+        for x in self.arrays:
+            content.update(np.ascontiguousarray(x).tobytes())
+        return content.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and isinstance(other, Calibration) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        size = f"{len(self.arrays[0])} layers, {self.about.get('tokens', '?')} tokens"
+        return f"{type(self).__name__}({size}, {self.digest})"
+
+    def save(self, path: Path | str) -> None:
+        """Writes a safetensors file."""
+        from safetensors.numpy import save
+
+        write_bytes(path, save(self.arrays._asdict(), metadata=self.about))
+
+    @classmethod
+    def load(cls, path: Path | str) -> Any:
+        """Reads a file of `save`.
+
+        Raises:
+          ValueError: there is no such file, or it holds something else.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            check_file(Path(path))
+            with safe_open(str(path), framework="numpy") as file:
+                arrays = cls.kind(*(file.get_tensor(name).astype(np.float32) for name in cls.kind._fields))
+                return cls(arrays, dict(file.metadata() or {}))
+        except (OSError, TypeError, ValueError, SafetensorError) as error:
+            why = str(error).replace(str(path), "it").rstrip(".")[:300]
+            raise ValueError(
+                f"{cls.what} must be a safetensors file made by `{cls.command}`; {shown(str(path))}: {why}."
+            ) from error
+
+    def check(self, name: str, model: Model, is_trained: bool = False) -> None:
+        """Refuses what is of another model: of other shapes or RoPE, or of other weights unless those are being trained.
+
+        Raises:
+          ValueError: what differs.
+        """
+        wanted = self.shapes_for(model.config) | {"RoPE": rope_words(model.config)}
+        got: dict[str, Any] = {field: array.shape for field, array in self.arrays._asdict().items()}
+        got["RoPE"] = self.about.get("rope")
+        if not is_trained:
+            wanted["weights with the digest"], got["weights with the digest"] = model.digest, self.about.get("weights")
+        for trait, value in wanted.items():
+            if got[trait] != value:
+                raise ValueError(
+                    f"{self.what} must be of this model, with {trait} {value}; {name} has {shown(got[trait])}. Make them with "
+                    f"`{self.command}`."
+                )
+
+
+def rope_words(config: ModelConfig) -> Any:
+    """The RoPE of a model in words, equal for equal RoPE."""
+    scaling = config.rope_scaling
+    how = "no scaling" if scaling.kind == "default" else str(scaling)
+    return f"theta {config.rope_theta} for {config.rotary_size or config.head_size} channels, {how}"
+
+
+def identity_of(model: Model) -> dict[str, str]:
+    """What a calibration records of its model, to be compared when it is used."""
+    return {"model": model.name, "rope": rope_words(model.config), "weights": model.digest}

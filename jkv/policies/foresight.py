@@ -1,0 +1,118 @@
+"""Foresight, jkv's own policy: keeps the slots that a small network expects to be read, trained on what will be read."""
+
+import dataclasses
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jkv.model.params import ModelConfig
+from jkv.model.rope import Rope, unrotate
+from jkv.policies.calibration import Calibration
+from jkv.policies.evict import Evict
+from jkv.policies.needs import Needs
+from jkv.policies.policy import Policy
+from jkv.policies.recipe import recipe
+from jkv.policies.schedules import Every
+from jkv.policies.view import CacheView
+
+HALF_LIVES = (4, 16, 64, 256, 1024, 4096)  # tokens: how old a slot is, in numbers between 0 and 1
+
+
+class Network(NamedTuple):
+    """A network with one hidden layer for each layer and KV head of a model, or for each batch row of a view.
+
+    It reads a slot's key before RoPE, its value and its age, F numbers, and returns how much the slot is expected to be read.
+    """
+
+    into: Float[Array, "L K F I"]
+    bias: Float[Array, "L K I"]
+    out: Float[Array, "L K I"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Foresight(Calibration):
+    """The `Network` of a model, as `jkv.foresee` trains it."""
+
+    kind = Network
+    what = "The networks of foresight"
+    command = "jkv foresee"
+
+    def check_shapes(self) -> None:
+        into, bias, out = self.arrays
+        if into.ndim != 4 or not (*into.shape[:2], into.shape[3]) == bias.shape == out.shape:
+            raise ValueError(f"into must be [L, K, F, I], bias and out [L, K, I]; got {into.shape}, {bias.shape}, {out.shape}.")
+
+    def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        heads, hidden = (config.num_layers, config.num_kv_heads), self.arrays.into.shape[-1]
+        num_features = 2 * config.head_size + len(HALF_LIVES)
+        return {"into": (*heads, num_features, hidden), "bias": (*heads, hidden), "out": (*heads, hidden)}
+
+
+def features(
+    rope: Rope, key: Float[Array, "B K S H"], value: Float[Array, "B K S H"], position: Int[Array, "B K S"], age: Array
+) -> Float[Array, "B K S F"]:
+    """What the network reads of each slot: the key before RoPE, the value, and the age as decays of several half-lives."""
+    batch, heads, slots, _ = key.shape
+
+    def of_head(key: Float[Array, "B S H"], position: Int[Array, "B S"]) -> Float[Array, "B S H"]:
+        return unrotate(rope, key[:, :, None], position)[:, :, 0]
+
+    plain = jax.vmap(of_head, in_axes=1, out_axes=1)(key, position)
+    decays = jnp.exp2(-jnp.maximum(age, 0)[..., None].astype(jnp.float32) / jnp.asarray(HALF_LIVES, jnp.float32))
+    ages = jnp.broadcast_to(decays, (batch, heads, slots, len(HALF_LIVES)))
+    return jnp.concatenate([plain, value.astype(jnp.float32), ages], axis=-1)
+
+
+def expected_reads(network: Network, x: Float[Array, "B K S F"]) -> Float[Array, "B K S"]:
+    """The logarithm of how much each slot will be read, up to a constant of its row and head."""
+    hidden = jnp.einsum("bksf,bkfi->bksi", x, network.into, precision="highest") + network.bias[:, :, None]
+    return jnp.einsum("bksi,bki->bks", jax.nn.silu(hidden), network.out, precision="highest")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedReads:
+    """What the network of each layer and KV head expects of each slot."""
+
+    needs = Needs(rope=True, calibration=True)
+
+    def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
+        assert view.rope is not None
+        assert view.calibration is not None
+        return expected_reads(view.calibration, features(view.rope, view.key, view.value, view.position, view.age))
+
+
+@recipe("Foresight", idea="keeps the slots that a small network, trained on the model's own text, expects to be looked up")
+def foresight(
+    budget: int,
+    network: Foresight | Path | str,
+    interval: int = 128,
+    sinks: int = 4,
+    recent: int = 4,
+    protect_prompt: bool = False,
+) -> Policy:
+    """Foresight with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
+
+    `network` is what `jkv.foresee` returns, or the file that `jkv foresee` writes; it is trained once for each model, in
+    minutes. The first `sinks` tokens, the last `recent` and, with `protect_prompt`, the prompt are never evicted. It reads no
+    queries and stores nothing beside keys and values: the network is applied to the cached slots at each compaction.
+
+    Rule:
+      x = (key before RoPE, value, 2^(-age / h) for half-lives h of 4, 16, 64, 256, 1,024 and 4,096 tokens)
+      score = out . silu(into x + bias), with weights of each layer and KV head
+      trained so that the softmax of the scores over old slots is the distribution of the squared attention that all later
+          queries of the text give them, which is known in training
+
+    Squared attention counts sharp look-ups and leaves out attention that is spread thinly (`jkv.analysis.recall`). Networks
+    that foresee attention are known (ForesightKV; KVzap, arXiv 2601.07891; Fast KVzip, arXiv 2601.17668); those are applied to
+    hidden states as tokens are written, and know no age.
+
+    Raises:
+      ValueError: a file that holds no networks, or a setting out of its range. Networks of another model are refused when an
+        engine meets them.
+    """
+    loaded = network if isinstance(network, Foresight) else Foresight.load(network)
+    evict = Evict(ExpectedReads(), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
+    return Policy("foresight", evict, Every(budget, interval), calibration=loaded)

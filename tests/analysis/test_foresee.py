@@ -1,0 +1,93 @@
+"""Training of foresight: what it learns from, what it learns, its file, and the command."""
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv import cli
+from jkv.analysis import foresee as training
+from jkv.analysis.recall import attention_received, recall
+from jkv.policies.foresight import Foresight
+from jkv.testing import TINY, TinyTokenizer, random_networks, tiny_model
+
+
+def drawn_texts(model, count, length=150, seed=0):
+    """Texts that the model drew."""
+    prompts = np.random.default_rng(seed).integers(4, TINY.vocab_size, (count, 5)).tolist()
+    out = jkv.generate(model, prompts, max_new_tokens=length, stop_ids=())
+    return [[*prompt, *row] for prompt, row in zip(prompts, out.tokens.tolist(), strict=True)]
+
+
+def test_the_targets_are_what_later_queries_read():
+    model = tiny_model()
+    texts = [np.array(text) for text in drawn_texts(model, 2, 100)]
+    moments = training.watch(model, texts)
+    assert moments.num.tolist() == [105 // 16 - 4] * 2
+    for layer, received in enumerate(attention_received(model.params, texts[1].tolist())):
+        for moment in (4, 5, 6):
+            later = received[1][:, -1] - received[1][:, 16 * moment]
+            later /= later.sum(axis=-1, keepdims=True)
+            np.testing.assert_allclose(moments.reads[1, moment, layer, :, :105], later, atol=1e-3)
+
+
+def test_trained_networks_keep_more_than_random_ones_on_texts_that_they_never_saw():
+    model = tiny_model()
+    losses = []
+    trained = jkv.foresee(
+        model, drawn_texts(model, 12), hidden=8, steps=300, report=lambda figures: losses.append(figures["loss"])
+    )
+    assert losses[-1] < losses[0] - 0.2
+    texts = [(text[:5], text[5:]) for text in drawn_texts(model, 6, seed=1)]
+    policies = [jkv.foresight(32, network, interval=8) for network in (trained, random_networks(model))]
+    oracle, own, random = recall(model, texts, policies, interval=8, page_size=4)
+    assert own.sharp_recall.mean() > random.sharp_recall.mean() + 0.1
+    assert oracle.sharp_recall.mean() > own.sharp_recall.mean()
+
+
+def test_training_is_repeatable_and_its_file_returns_it(tmp_path):
+    model = tiny_model()
+    texts = drawn_texts(model, 3, 100)
+    one, two = (jkv.foresee(model, texts, hidden=4, steps=20) for _ in range(2))
+    assert one == two
+    assert one != jkv.foresee(model, texts, hidden=4, steps=20, seed=1)
+    one.save(tmp_path / "networks.safetensors")
+    loaded = Foresight.load(tmp_path / "networks.safetensors")
+    assert loaded == one
+    assert loaded.about["tokens"] == str(3 * 105)
+    assert jkv.foresight(16, tmp_path / "networks.safetensors") == jkv.foresight(16, network=one)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "at least 80 tokens; got none"),
+        ([[1] * 79], "at least 80 tokens; got none"),
+        ("LETTERS", "has none. Pass token ids"),
+        ([[99] * 100], r"must lie in \[0, 32\)"),
+    ],
+)
+def test_texts_that_teach_nothing_are_refused(texts, message):
+    with pytest.raises(ValueError, match=message):
+        jkv.foresee(tiny_model(), texts)
+
+
+def test_texts_may_be_strings():
+    model = tiny_model(tokenizer=TinyTokenizer())
+    network = jkv.foresee(model, ["LETTERS" * 20], hidden=2, steps=2)
+    assert network.about["tokens"] == "140"
+
+
+def test_the_command_trains_on_traces_and_files(tmp_path, capsys):
+    path, problem = tmp_path / "networks.safetensors", "b=3;c=7;d=b*c;?d"
+    assert cli.main(["foresee", "--passages", "3", "--steps", "3", "--hidden", "4", "--out", str(path)]) == 0
+    assert "step 3 of 3: loss" in capsys.readouterr().err
+    given = ["generate", problem, "--policy", "foresight", "--budget", "64", "--network", str(path), "--max-new-tokens", "60"]
+    assert cli.main(given) == 0
+    file = tmp_path / "text.txt"
+    file.write_text(problem * 40)
+    assert (
+        cli.main(["foresee", "--text", str(file), "--passages", "2", "--length", "100", "--steps", "2", "--out", str(path)])
+        == 0
+    )
+    assert cli.main(["foresee", "--passages", "0", "--out", str(path)]) == 2
+    assert "passages must be" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Foresight against plain NumPy, and in the engine."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import jkv
+from jkv.policies.foresight import HALF_LIVES, Foresight, Network
+from jkv.testing import TINY, random_networks, random_view, tiny_model
+
+PROMPT = [4, 5, 6, 7, 8]
+
+
+def plain_score(network, layer, head, view, b, s):
+    """The score of one slot, in float64."""
+    frequency = np.asarray(view.rope.frequency[b], np.float64)
+    position, half = int(view.position[b, head, s]), len(frequency)
+    key = np.asarray(view.key[b, head, s], np.float64)
+    turned = (key[:half] + 1j * key[half : 2 * half]) * np.exp(-1j * position * frequency) / float(view.rope.factor[b])
+    age = int(view.position[b].max()) - position
+    x = [*turned.real, *turned.imag, *key[2 * half :], *np.asarray(view.value[b, head, s], np.float64)]
+    x += [0.5 ** (age / half_life) for half_life in HALF_LIVES]
+    into, bias, out = (np.asarray(array[layer, head], np.float64) for array in network.arrays)
+    hidden = x @ into + bias
+    return (hidden / (1 + np.exp(-hidden))) @ out
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_slots_of_the_largest_scores_stay(layer):
+    network = random_networks(tiny_model(), hidden=5)
+    view = random_view(np.random.default_rng(layer), slots=60)._replace(layer=layer, calibration=None)
+    slots = np.asarray(jkv.foresight(24, network, sinks=2, recent=5).select(view))
+    for b, head in np.ndindex(view.position.shape[:2]):
+        position = np.asarray(view.position[b, head])
+        score = np.full(int((position >= 0).sum()), np.inf)
+        for s in range(len(score)):
+            if position[s] >= 2 and position.max() - position[s] >= 5:
+                score[s] = plain_score(network, layer, head, view, b, s)
+        kept = slots[b, head][slots[b, head] >= 0]
+        np.testing.assert_array_equal(kept, np.sort(np.argsort(-score, kind="stable")[:24]))
+
+
+def test_every_layer_and_head_has_its_own_network():
+    model, network = tiny_model(), random_networks(tiny_model())
+    settings = {"max_new_tokens": 40, "stop_ids": (), "return_trace": True, "page_size": 4}
+
+    def ends(arrays):
+        policy = jkv.foresight(16, Foresight(arrays, network.about), interval=8, sinks=0)
+        return jkv.generate(model, PROMPT, policy, **settings).trace.end[0]
+
+    before = ends(network.arrays)
+    for layer, head in np.ndindex(2, 2):
+        out = network.arrays.out.copy()
+        out[layer, head] *= -1
+        after = ends(network.arrays._replace(out=out))
+        is_first = np.minimum(before, after) <= 24  # the first compaction, on whose states the later ones depend
+        differs = ((before != after) & is_first).any(axis=-1)
+        assert np.argwhere(differs).tolist() == [[layer, head]]
+
+
+def test_replay_and_preemption_keep_it_exact():
+    model = tiny_model()
+    policy = jkv.foresight(16, random_networks(model), interval=8)
+    out = jkv.generate(model, [PROMPT, PROMPT[::-1]], policy, max_new_tokens=60, stop_ids=(), return_trace=True, page_size=4)
+    np.testing.assert_allclose(out.logprobs, jkv.score(model, out, trace=out.trace).logprobs, atol=2e-5)
+    assert out.stats.evicted > 40
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Foresight(Network(np.ones((2, 2, 22, 4)), np.ones((2, 2, 4)), np.ones((2, 2, 5)))), "out .L, K, I."),
+        (lambda: Foresight(Network(np.full((2, 2, 22, 4), np.nan), np.ones((2, 2, 4)), np.ones((2, 2, 4)))), "must be finite"),
+        (
+            lambda: jkv.foresight(64, "absent.safetensors"),
+            "networks of foresight must be a safetensors file made by `jkv foresee`",
+        ),
+        (lambda: jkv.foresight(4, random_networks(tiny_model())), "budget"),
+    ],
+)
+def test_what_cannot_be_a_network_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_networks_of_another_model_are_refused_before_anything_compiles():
+    policy = jkv.foresight(16, random_networks(tiny_model()))
+    with pytest.raises(ValueError, match="networks of foresight must be of this model, with weights with the digest"):
+        jkv.generate(tiny_model(seed=1), PROMPT, policy)
+    with pytest.raises(ValueError, match="with into"):
+        jkv.generate(tiny_model(config=dataclasses.replace(TINY, num_layers=3)), PROMPT, policy)
