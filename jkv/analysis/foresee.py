@@ -119,7 +119,7 @@ def spread_of(rope: Any, moments: Moments, num_texts: int = 8) -> tuple[np.ndarr
         age = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), key.shape[:3])
         seen.append(np.asarray(features(rope, key, value, age, age)))
     x = np.concatenate(seen, axis=2)
-    return x.mean(axis=2), x.std(axis=2) + 1e-3
+    return x.mean(axis=2), x.std(axis=2) + 0.05
 
 
 def fit(

@@ -18,7 +18,7 @@ from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.view import CacheView
 
-HALF_LIVES = (4, 16, 64, 256, 1024, 4096)  # tokens: how old a slot is, in numbers between 0 and 1
+AGES = tuple(2 ** (i / 4) for i in range(8, 57))  # tokens, from 4 to 16,384: the nodes between which a slot's age lies
 
 
 class Network(NamedTuple):
@@ -47,23 +47,25 @@ class Foresight(Calibration):
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         heads, hidden = (config.num_layers, config.num_kv_heads), self.arrays.into.shape[-1]
-        num_features = 2 * config.head_size + len(HALF_LIVES)
+        num_features = 2 * config.head_size + len(AGES)
         return {"into": (*heads, num_features, hidden), "bias": (*heads, hidden), "out": (*heads, hidden)}
 
 
 def features(
     rope: Rope, key: Float[Array, "B K S H"], value: Float[Array, "B K S H"], position: Int[Array, "B K S"], age: Array
 ) -> Float[Array, "B K S F"]:
-    """What the network reads of each slot: the key before RoPE, the value, and the age as decays of several half-lives."""
-    batch, heads, slots, _ = key.shape
+    """What the network reads of each slot: the key before RoPE, the value, and where its age lies between the nodes of `AGES`.
+
+    The last is one number a node: 1 at the node, falling to 0 at its neighbours, evenly in the logarithm of the age.
+    """
 
     def of_head(key: Float[Array, "B S H"], position: Int[Array, "B S"]) -> Float[Array, "B S H"]:
         return unrotate(rope, key[:, :, None], position)[:, :, 0]
 
     plain = jax.vmap(of_head, in_axes=1, out_axes=1)(key, position)
-    decays = jnp.exp2(-jnp.maximum(age, 0)[..., None].astype(jnp.float32) / jnp.asarray(HALF_LIVES, jnp.float32))
-    ages = jnp.broadcast_to(decays, (batch, heads, slots, len(HALF_LIVES)))
-    return jnp.concatenate([plain, value.astype(jnp.float32), ages], axis=-1)
+    place = 4 * jnp.log2(jnp.clip(age.astype(jnp.float32), AGES[0], AGES[-1])) - 8
+    hats = jnp.maximum(0.0, 1.0 - jnp.abs(place[..., None] - jnp.arange(len(AGES), dtype=jnp.float32)))
+    return jnp.concatenate([plain, value.astype(jnp.float32), hats], axis=-1)
 
 
 def expected_reads(network: Network, x: Float[Array, "B K S F"]) -> Float[Array, "B K S"]:
@@ -100,7 +102,7 @@ def foresight(
     queries and stores nothing beside keys and values: the network is applied to the cached slots at each compaction.
 
     Rule:
-      x = (key before RoPE, value, 2^(-age / h) for half-lives h of 4, 16, 64, 256, 1,024 and 4,096 tokens)
+      x = (key before RoPE, value, age: 49 nodes from 4 to 16,384 tokens, and between two of them a share of each)
       score = out . silu(into x + bias), with weights of each layer and KV head
       trained so that the softmax of the scores over old slots is the distribution of the squared attention that all later
           queries of the text give them, which is known in training

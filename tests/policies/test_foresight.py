@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.policies.foresight import HALF_LIVES, Foresight, Network
+from jkv.policies.foresight import AGES, Foresight, Network
 from jkv.testing import TINY, random_networks, random_view, tiny_model
 
 PROMPT = [4, 5, 6, 7, 8]
@@ -20,7 +20,7 @@ def plain_score(network, layer, head, view, b, s):
     turned = (key[:half] + 1j * key[half : 2 * half]) * np.exp(-1j * position * frequency) / float(view.rope.factor[b])
     age = int(view.position[b].max()) - position
     x = [*turned.real, *turned.imag, *key[2 * half :], *np.asarray(view.value[b, head, s], np.float64)]
-    x += [0.5 ** (age / half_life) for half_life in HALF_LIVES]
+    x += [np.interp(np.log2(min(max(age, 4), 2**14)), np.log2(AGES), node) for node in np.eye(len(AGES))]
     into, bias, out = (np.asarray(array[layer, head], np.float64) for array in network.arrays)
     hidden = x @ into + bias
     return (hidden / (1 + np.exp(-hidden))) @ out
