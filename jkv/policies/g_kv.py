@@ -57,12 +57,13 @@ def largest_attention(view: CacheView, window: int) -> Float[Array, "B K S"]:
     """The mean over the last `window` queries of the largest softmax among a KV head's query heads, over all slots seen."""
     assert view.query is not None
     batch, heads, _, size = view.key.shape
-    query = view.query[:, :, -window:].reshape(batch, heads, -1, window, size).astype(jnp.float32)
-    key = jnp.where(view.is_filled[..., None], view.key, 0).astype(jnp.float32)
+    query = view.query[:, :, -window:].reshape(batch, heads, -1, window, size)
     is_seen = is_query(view, window)
 
     def add(total: Float[Array, "B K S"], w: Array) -> tuple[Float[Array, "B K S"], None]:
-        logits = jnp.einsum("bkgh,bksh->bkgs", query[:, :, :, w], key, precision="highest") * size**-0.5
+        logits = size**-0.5 * jnp.einsum(
+            "bkgh,bksh->bkgs", query[:, :, :, w], view.key, precision="highest", preferred_element_type=jnp.float32
+        )
         if view.log_weight is not None:
             logits += view.log_weight[:, :, None]
         where = view.is_filled & (view.age >= window - 1 - w)
