@@ -60,6 +60,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.reasoning.steering.Steer",
             "jkv.SteeringVector",
             "jkv.QueryStatistics",
+            "jkv.Foresight",
         ),
     ),
     "replay": Group(
@@ -112,7 +113,13 @@ GROUPS: Mapping[str, Group] = {
         "How much traces repeat, and pictures for notebooks and files. [Evaluation](../evaluation.md) is the guide.",
         (
             "jkv.analyze",
+            "jkv.recall",
+            "jkv.Recall",
+            "jkv.foresee",
             "jkv.calibrate",
+            "jkv.recall",
+            "jkv.Recall",
+            "jkv.foresee",
             "jkv.Analysis",
             "jkv.viz.kept",
             "jkv.viz.Kept",

@@ -103,7 +103,7 @@ def watch(model: Model, sequences: Sequence[np.ndarray]) -> Moments:
             for kept, of_layer in zip((key, value), cached, strict=True):
                 kept[i, layer, :, :total] = np.asarray(of_layer)[:total].swapaxes(0, 1)
             received = np.asarray(received_so_far(query, cached[0], POWER))[:, :, :total]
-            later = received[:, total, None] - received[:, : total + 1 : STRIDE]  # [K, E, S]
+            later = received[:, total, None] - received[:, :total:STRIDE]  # [K, E, S]
             later /= np.maximum(later.sum(axis=-1, keepdims=True), 1e-9)
             reads[i, : later.shape[1], layer, :, :total] = later.swapaxes(0, 1)
     num = np.array([len(sequence) // STRIDE - FIRST for sequence in sequences], np.int32)

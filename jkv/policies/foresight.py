@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jkv.model.checkpoint import shipped_folders
 from jkv.model.params import ModelConfig
 from jkv.model.rope import Rope, unrotate
 from jkv.policies.calibration import Calibration
@@ -86,6 +87,12 @@ class ExpectedReads:
         return expected_reads(view.calibration, features(view.rope, view.key, view.value, view.position, view.age))
 
 
+def shipped_networks() -> dict[str, Path]:
+    """The files of networks in the package, by the name of their model."""
+    files = {name: folder / "foresight.safetensors" for name, folder in shipped_folders().items()}
+    return {name: file for name, file in files.items() if file.exists()}
+
+
 @recipe("Foresight", idea="keeps the slots that a small network, trained on the model's own text, expects to be looked up")
 def foresight(
     budget: int,
@@ -97,8 +104,8 @@ def foresight(
 ) -> Policy:
     """Foresight with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
-    `network` is what `jkv.foresee` returns, or the file that `jkv foresee` writes; it is trained once for each model, in
-    minutes. The first `sinks` tokens, the last `recent` and, with `protect_prompt`, the prompt are never evicted. It reads no
+    `network` is what `jkv.foresee` returns, the file that `jkv foresee` writes, or the name of a model in the package; it is
+    trained once for each model, in minutes. The first `sinks` tokens, the last `recent` and, with `protect_prompt`, the prompt are never evicted. It reads no
     queries and stores nothing beside keys and values: the network is applied to the cached slots at each compaction.
 
     Rule:
@@ -115,6 +122,6 @@ def foresight(
       ValueError: a file that holds no networks, or a setting out of its range. Networks of another model are refused when an
         engine meets them.
     """
-    loaded = network if isinstance(network, Foresight) else Foresight.load(network)
+    loaded = network if isinstance(network, Foresight) else Foresight.load(shipped_networks().get(str(network), network))
     evict = Evict(ExpectedReads(), sinks=sinks, recent=recent, protect_prompt=protect_prompt)
     return Policy("foresight", evict, Every(budget, interval), calibration=loaded)

@@ -18,16 +18,17 @@ def drawn_texts(model, count, length=150, seed=0):
     return [[*prompt, *row] for prompt, row in zip(prompts, out.tokens.tolist(), strict=True)]
 
 
-def test_the_targets_are_what_later_queries_read():
+@pytest.mark.parametrize("total", [105, 256])  # the second fills its row to the end
+def test_the_targets_are_what_later_queries_read(total):
     model = tiny_model()
-    texts = [np.array(text) for text in drawn_texts(model, 2, 100)]
+    texts = [np.array(text) for text in drawn_texts(model, 2, total - 5)]
     moments = training.watch(model, texts)
-    assert moments.num.tolist() == [105 // 16 - 4] * 2
+    assert moments.num.tolist() == [total // 16 - 4] * 2
     for layer, received in enumerate(attention_received(model.params, texts[1].tolist())):
         for moment in (4, 5, 6):
             later = received[1][:, -1] - received[1][:, 16 * moment]
             later /= later.sum(axis=-1, keepdims=True)
-            np.testing.assert_allclose(moments.reads[1, moment, layer, :, :105], later, atol=1e-3)
+            np.testing.assert_allclose(moments.reads[1, moment, layer, :, :total], later, atol=1e-3)
 
 
 def test_trained_networks_keep_more_than_random_ones_on_texts_that_they_never_saw():

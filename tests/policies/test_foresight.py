@@ -90,3 +90,14 @@ def test_networks_of_another_model_are_refused_before_anything_compiles():
         jkv.generate(tiny_model(seed=1), PROMPT, policy)
     with pytest.raises(ValueError, match="with into"):
         jkv.generate(tiny_model(config=dataclasses.replace(TINY, num_layers=3)), PROMPT, policy)
+
+
+def test_the_networks_of_tiny_reasoner_are_in_the_package():
+    model = jkv.load("tiny-reasoner")
+    policy = jkv.foresight(budget=64, network="tiny-reasoner", interval=16)
+    problem = "b=3;c=7;d=b*c;e=d+b;f=e*c;g=f-d;?g"
+    out = jkv.generate(model, problem, policy)
+    assert out.text[0].endswith("\\boxed{g=7}")
+    assert out.stats.evicted > 100
+    with pytest.raises(ValueError, match="must be of this model"):
+        jkv.generate(tiny_model(), PROMPT, policy)
