@@ -113,9 +113,6 @@ GROUPS: Mapping[str, Group] = {
         "How much traces repeat, and pictures for notebooks and files. [Evaluation](../evaluation.md) is the guide.",
         (
             "jkv.analyze",
-            "jkv.recall",
-            "jkv.Recall",
-            "jkv.foresee",
             "jkv.calibrate",
             "jkv.recall",
             "jkv.Recall",

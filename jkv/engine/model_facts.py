@@ -9,13 +9,15 @@ from jaxtyping import Array, Float
 from jkv.model.params import LowRank, Model, fold
 from jkv.model.rope import Rope, rope_of
 from jkv.policies import Policy
+from jkv.policies.foresight import Network
+from jkv.policies.query_statistics import QueryMoments
 
 
 class ModelFacts(NamedTuple):
     """What a score reads of the model; None for what it does not declare."""
 
     rope: Rope | None
-    calibration: Any  # the arrays of the policy's calibration, of each layer
+    calibration: QueryMoments | Network | None  # the arrays of the policy's calibration
     out: tuple[Annotated[Any, "N*H D"], ...] | None  # output projection of each layer
 
 

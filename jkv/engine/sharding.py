@@ -77,8 +77,9 @@ def specs_of(hint: Any, value: Any = ANY, name: str = "value", is_weight: bool =
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         arrays = [member for member in members if member not in (type(None), int, float, bool)]
-        if len(arrays) == 1:
-            return specs_of(arrays[0], value, name, is_weight)
+        present = [member for member in arrays if len(arrays) == 1 or value is ANY or type(value) is member]
+        if present:  # of several records, the value's own
+            return specs_of(present[0], value, name, is_weight)
     if origin is dict:
         spec = specs_of(members[1], name=name, is_weight=is_weight)
         return spec if value is ANY else dict.fromkeys(value, spec)

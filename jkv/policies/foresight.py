@@ -105,8 +105,9 @@ def foresight(
     """Foresight with `budget` slots for each layer and KV head, compacted every `interval` generated tokens.
 
     `network` is what `jkv.foresee` returns, the file that `jkv foresee` writes, or the name of a model in the package; it is
-    trained once for each model, in minutes. The first `sinks` tokens, the last `recent` and, with `protect_prompt`, the prompt are never evicted. It reads no
-    queries and stores nothing beside keys and values: the network is applied to the cached slots at each compaction.
+    trained once for each model, in minutes. The first `sinks` tokens, the last `recent` and, with `protect_prompt`, the prompt
+    are never evicted. It reads no queries and stores nothing beside keys and values: the network is applied to the cached slots
+    at each compaction.
 
     Rule:
       x = (key before RoPE, value, age: 49 nodes from 4 to 16,384 tokens, and between two of them a share of each)

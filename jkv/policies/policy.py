@@ -274,7 +274,7 @@ class Policy:
         ):
             if is_read and getattr(view, field) is None:
                 raise ValueError(f"{self.name} reads {words}; the view has none. Pass CacheView({field}=).")
-        if self.calibration is not None and view.calibration is None:
+        if self.calibration is not None and not isinstance(view.calibration, self.calibration.kind):
             moments = jax.tree.map(lambda x: jnp.asarray(x)[layer_of(view)], self.calibration.arrays)
             view = view._replace(calibration=moments)
         if view.budget is None:

@@ -108,17 +108,20 @@ def other(**fields):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: tiny_model(seed=1), "with weights with the digest [0-9a-f]{16}; got '[0-9a-f]{16}'.*jkv calibrate"),
+        (
+            lambda: tiny_model(seed=1),
+            "with weights with the digest [0-9a-f]{16}; tri_attention has '[0-9a-f]{16}'.*jkv calibrate",
+        ),
         (
             lambda: tiny_model(config=other(rope_theta=5e5)),
-            "with RoPE theta 500000.0 for 8 channels, no scaling; got 'theta 10000.0",
+            "with RoPE theta 500000.0 for 8 channels, no scaling; tri_attention has 'theta 10000.0",
         ),
         (
             lambda: tiny_model(config=other(rope_scaling=RopeScaling("linear", 2.0))),
-            "with RoPE .*linear.*factor=2.0.*; got .*no scaling",
+            "with RoPE .*linear.*factor=2.0.*; tri_attention has .*no scaling",
         ),
-        (lambda: tiny_model(config=other(num_layers=3)), r"rotated pairs \(3, 4, 8, 4\); got \(2, 4, 8, 4\)"),
-        (lambda: tiny_model(config=other(rotary_size=4)), r"rotated pairs \(2, 4, 8, 2\); got \(2, 4, 8, 4\)"),
+        (lambda: tiny_model(config=other(num_layers=3)), r"mean \(3, 4, 8\); tri_attention has \(2, 4, 8\)"),
+        (lambda: tiny_model(config=other(rotary_size=4)), r"modulus \(2, 4, 2\); tri_attention has \(2, 4, 4\)"),
     ],
     ids=["weights", "theta", "scaling", "layers", "partial"],
 )
@@ -209,7 +212,7 @@ def test_the_command_writes_statistics_that_a_policy_takes(tmp_path, capsys, sou
     text.write_text("b=3;c=7;d=b*c;?d " * 20)
     options = ["--text", str(text)] if source == "text" else ["--problems", "2"]
     assert cli.main(["calibrate", "--tokens", "200", *options, "--out", str(path)]) == 0
-    assert "4 layers, 4 heads, 200 tokens" in capsys.readouterr().err
+    assert "4 layers, 200 tokens" in capsys.readouterr().err
     problem = ["generate", "b=3;c=7;d=b*c;?d", "--policy", "tri_attention", "--budget", "48", "--interval", "16"]
     assert cli.main([*problem, "--statistics", str(path), "--max-new-tokens", "60"]) == 0
     assert "evicted" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from jkv.policies import rpc as rpc_policy
 from jkv.reasoning.steering import SteeringVector
 from jkv.statistics import paired_change, pass_figures
 from jkv.tasks.evaluate import held_out
+from jkv.testing import random_statistics, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -238,18 +239,19 @@ EXPERIMENTS = sorted(path for path in FOLDER.glob("*.toml") if not path.stem.sta
 def test_every_experiment_names_policies_that_there_are(path, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     SteeringVector(np.ones((4, 8), np.float32)).save("steer.safetensors")
+    random_statistics(tiny_model()).save("queries.safetensors")
     encoders = types.ModuleType("sentence_transformers")  # an extra that need not be installed
     encoders.__spec__ = importlib.machinery.ModuleSpec("sentence_transformers", None)
     monkeypatch.setitem(sys.modules, "sentence_transformers", encoders)
     config = command.read_config(path)
-    settings = config["settings"]
+    settings = command.with_protection(config["settings"], config["policies"], config.get("protection", {}))
     recipes = {name: settings.get(name, {}).get("policy", name) for name in config["policies"][1:]}
     built = [bench.build(name, 64 if bench.has_budget(recipe) else None, settings) for name, recipe in recipes.items()]
     assert len(set(built)) == len(built) == len({dataclasses.replace(policy, name="") for policy in built})
     assert set(config) <= {*command.DEFAULTS, "policies"}
     assert {"extends", "train"}.isdisjoint(config)
     assert config["page_size"] == {"share-page-1": 1, "share-page-2": 2}.get(path.stem, 4)  # of tiny.toml
-    assert config["settings"]["r_kv"] == {"interval": 16, "window": 4}
+    assert config["settings"]["r_kv"] == {"interval": 16, "window": 16 if path.stem == "all" else 4}
 
 
 def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):
@@ -403,7 +405,7 @@ def test_seeds_are_runs_of_their_own_whose_means_are_one_row(reasoner, problems,
     for name, seeds in (("random", (0, 1, 2)), ("later", (1, 2, 3))):
         for seed in seeds:
             records = generations.read_records(tmp_path / f"{name}-48-seed{seed}.jsonl")
-            assert {f"Uniform(seed={seed})" in record["settings"] for record in records} == {True}
+            assert {f"Uniform(seed={seed}" in record["settings"] for record in records} == {True}
             runs[name, seed] = {record["problem"]: record for record in records}
     texts = [[runs["random", seed][i]["text"] for i in range(6)] for seed in range(3)]
     assert texts[0] != texts[1] != texts[2]
