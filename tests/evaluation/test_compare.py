@@ -320,7 +320,8 @@ RECORDED = [path for path in FIGURES if "outcomes" in json.loads(path.read_text(
 
 def rows_of(page):
     """The rows of the first table of a page, by column."""
-    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    lines = page.partition("| contrast |")[0].splitlines()
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
     return [dict(zip(head, row, strict=True)) for row in rows]
 
 
