@@ -1,5 +1,6 @@
 """What compaction passes to scores that read more of the model than its keys and values (`jkv.policies.needs`)."""
 
+import functools
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float
 from jkv.model.params import LowRank, Model, fold
 from jkv.model.rope import Rope, rope_of
 from jkv.policies import Policy
+from jkv.policies.calibration import Calibration
 from jkv.policies.foresight import Network
 from jkv.policies.query_statistics import QueryMoments
 
@@ -28,9 +30,15 @@ def facts_for(policy: Policy, model: Model) -> ModelFacts | None:
         return None
     return ModelFacts(
         rope=rope_of(model.config) if needs.rope else None,
-        calibration=None if calibration is None else calibration.arrays,
+        calibration=None if calibration is None else arrays_of(calibration),
         out=tuple(layer.out for layer in model.params.layers) if needs.projected else None,
     )
+
+
+@functools.lru_cache(maxsize=8)
+def arrays_of(calibration: Calibration) -> Any:
+    """The arrays of a calibration, moved to the device once and not at each compaction."""
+    return jax.tree.map(jnp.asarray, calibration.arrays)
 
 
 def projected_norms(value: Float[Array, "L R K S H"], out: tuple[Any, ...]) -> Float[Array, "L R K S"]:

@@ -234,9 +234,9 @@ def view_of_rows(
     query = None
     if cache.query_ring is not None and evict.needs.window:
         query = last_queries(cache.query_ring, layer, row, pool.logical_length[row], evict.needs.window)
-    rope = moments = projected = None
+    rope = calibration = projected = None
     if facts is not None:
-        rope, moments = jax.tree.map(lambda x: x[layer], (facts.rope, facts.calibration))
+        rope, calibration = jax.tree.map(lambda x: x[layer], (facts.rope, facts.calibration))
         if facts.out is not None:
             by_layer = value.reshape(num_layers, -1, *value.shape[1:])
             projected = projected_norms(by_layer, facts.out).reshape(position.shape)
@@ -254,7 +254,7 @@ def view_of_rows(
         first_head=first_head,
         rope=rope,
         projected_norm=projected,
-        calibration=moments,
+        calibration=calibration,
     )
 
 

@@ -88,7 +88,7 @@ def spread(x, after):
 
 
 def lag_score(key, value, lag, sinks):
-    """The score of each slot by the rule; what has no full next chunk goes by age alone, above all ranks."""
+    """The score of each slot by the rule; slots without a full next chunk are scored by age, above all others."""
     score = np.array([2.0 + s / len(key) for s in range(len(key))])
     first = sinks
     while first + 2 * lag <= len(key):
