@@ -158,6 +158,21 @@ def paired_p(this: Bool[np.ndarray, "problems n"], base: Bool[np.ndarray, "probl
     return min(1.0, float(chance[is_as_far].sum()))
 
 
+def sign_flip_p(differences: Float[np.ndarray, " _"], resamples: int = RESAMPLES) -> float:
+    """The two-sided p of paired differences: by chance, each has either sign (exact for a few, else of random signs).
+
+    >>> sign_flip_p(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))
+    0.0625
+    """
+    from scipy import stats
+
+    if not has_spread(np.append(differences, -differences)):
+        return 1.0
+    rng = np.random.default_rng(0)
+    found = stats.permutation_test((differences,), mean_of, permutation_type="samples", n_resamples=resamples, rng=rng)
+    return float(found.pvalue)
+
+
 def holm(ps: Sequence[float]) -> list[float]:
     """The p of several tests, corrected for their number (Holm 1979), in the same order.
 

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from jkv.checks import DISTRIBUTION, did_you_mean
-from jkv.cli import analyze, bench, calibrate, chat, evaluate, foresee, generate, models, plan, policies, recall, steer
+from jkv.cli import analyze, bench, calibrate, chat, evaluate, foresee, generate, models, plan, policies, probe, recall, steer
 from jkv.cli.inputs import LOOKS, examples_of, expand_flags
 from jkv.cli_errors import run_safely
 
 MOST_KEPT = 1 << 30  # bytes of compiled programs
-COMMANDS = (generate, chat, evaluate, analyze, recall, plan, bench, steer, calibrate, foresee, policies, models)
+COMMANDS = (generate, chat, evaluate, analyze, recall, probe, plan, bench, steer, calibrate, foresee, policies, models)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,301 @@
+"""`jkv probe`: by how much policies make the tokens of given texts less likely, compared pair by pair on the same texts.
+
+The engine decodes each text as it stands (`forced_tokens`) under every policy and budget, so the kept sets are those of real
+decoding. A text counts as one observation: the mean loss of its scored tokens. An oracle that knows what the full cache will
+read (`jkv.analysis.recall`) shows what a budget allows.
+
+Runs are written one by one as they end, and an interrupted comparison goes on with those that are there.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from jkv.analysis.recall import attention_received, keep_what_is_read, trace_of
+from jkv.evaluation.budgets import parse_budget
+from jkv.evaluation.compare import build, seeds_of, settings_of
+from jkv.evaluation.contrasts import p_cell
+from jkv.evaluation.probe_texts import KINDS, Probe
+from jkv.generate import generate
+from jkv.model.params import Model
+from jkv.policies import Policy, has_budget
+from jkv.policies.calibration import identity_of
+from jkv.replay.score import score
+from jkv.reports import append_text, json_lines, markdown, read_json_lines, write_text
+from jkv.statistics import bootstrap, holm, sign_flip_p
+
+ORACLE = "oracle"
+INTERVAL, RECENT = 16, 4  # of the oracle
+COLUMNS = "policy", "slots", "KV kB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One policy on all texts of one set.
+
+    Attributes:
+      texts: the name of the set.
+      policy: its name; "oracle" for the best that the budget allows.
+      settings: the policy's definition.
+      budget: slots of each layer and KV head; None where the policy has none.
+      seed: of its draws; None where it draws nothing or runs once.
+      groups: the group of each text.
+      log_prob: nats, the mean over the scored tokens of each text.
+      kv_bytes: that a row holds, a mean over decode chunks; 0 for the oracle, which is computed without a pool.
+      made_of: the model, the texts and the engine's options; a reading made of others is no answer to this question.
+    """
+
+    texts: str
+    policy: str
+    settings: str
+    budget: int | None
+    seed: int | None
+    groups: list[str]
+    log_prob: list[float]
+    kv_bytes: float
+    made_of: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a reading is of."""
+        return self.texts, self.policy, self.settings, self.budget, self.seed, self.made_of
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSet:
+    """Texts of one kind with their budgets: `options` go to the function of `KINDS`."""
+
+    name: str
+    kind: str
+    budgets: list[str | int]
+    options: dict[str, Any]
+
+    def probes(self, tokenizer: Any) -> list[Probe]:
+        """The texts."""
+        return KINDS[self.kind](tokenizer, **self.options)
+
+
+def text_sets(tables: dict[str, Any]) -> list[TextSet]:
+    """The sets of texts of a config file: a table each, with `budgets`, the `kind` (its name, if none is given) and options.
+
+    Raises:
+      ValueError: no set, an unknown kind, no budgets.
+    """
+    if not tables or not all(isinstance(table, dict) for table in tables.values()):
+        raise ValueError(f"A probe needs texts, one table each, such as [texts.stream] with budgets = [128]; got {tables!r}.")
+    sets = []
+    for name, table in tables.items():
+        options = dict(table)
+        kind, budgets = options.pop("kind", name), options.pop("budgets", [])
+        if kind not in KINDS:
+            raise ValueError(f"[texts.{name}] must be of a kind of {', '.join(KINDS)}; got {kind!r}. Set kind, or name it so.")
+        if not isinstance(budgets, list) or not budgets:
+            raise ValueError(f'[texts.{name}] needs budgets, such as ["12.5%", 256]; got {budgets!r}.')
+        for budget in budgets:
+            parse_budget(budget)
+        sets.append(TextSet(name, kind, budgets, options))
+    return sets
+
+
+def probe(
+    model: Model,
+    sets: Sequence[TextSet],
+    policies: Sequence[str],
+    settings: dict[str, dict[str, Any]] | None = None,
+    *,
+    seeds: int = 1,
+    path: Path | None = None,
+    report: Callable[[Reading], None] = lambda reading: None,
+    **options: Any,
+) -> list[Reading]:
+    """Every policy on every text, the full cache first, and the oracle where `policies` name it.
+
+    Args:
+      model: with a tokenizer.
+      sets: the texts that are read.
+      policies: names, or variants that `settings` define (`jkv.evaluation.compare`).
+      settings: of policies, by name.
+      seeds: of policies that draw at random.
+      path: a JSON-lines file that receives each reading, and from which those that it holds are taken.
+      report: receives each reading.
+      options: of the engine (`jkv.EngineOptions`).
+
+    Raises:
+      ValueError: a model without a tokenizer, texts longer than its positions, or what a policy refuses.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"Probes are made of text; {model.name} has no tokenizer. Take a model with one.")
+    settings = settings or {}
+    known = {one.key: one for one in read_known(path)}
+    if path is not None:
+        write_text(path, json_lines(dataclasses.asdict(one) for one in known.values()))  # without a line that was cut off
+    identity = identity_of(model)
+    wanted = [(texts, texts.probes(model.tokenizer)) for texts in sets]
+    for texts, probes in wanted:
+        check_lengths(model, texts, probes)
+        for name, slots, seed in runs_of(texts, policies, probes, settings, seeds):
+            if name != ORACLE:
+                build(name, slots, settings, seed)  # which refuses before anything runs
+    readings = []
+    for texts, probes in wanted:
+        made_of = json.dumps([identity, texts.kind, texts.options, options], sort_keys=True, default=str)
+        for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
+            policy = None if name == ORACLE else build(name, slots, settings, seed)
+            definition = policy.definition if policy else f"interval {INTERVAL}, recent {RECENT}"
+            empty = Reading(texts.name, name, definition, slots, seed, [one.group for one in probes], [], 0.0, made_of)
+            reading = known.get(empty.key)
+            if reading is None:
+                found = decode(model, probes, policy, options) if policy else foretold(model, probes, slots or 0)
+                reading = dataclasses.replace(empty, log_prob=found[0], kv_bytes=found[1])
+                if path is not None:
+                    append_text(path, json_lines([dataclasses.asdict(reading)]))
+            readings.append(reading)
+            report(reading)
+    return readings
+
+
+def read_known(path: Path | None) -> list[Reading]:
+    """The readings of a file; none where there is no file.
+
+    Raises:
+      ValueError: a line that is no reading, other than a last one that was cut off.
+    """
+    if path is None or not path.exists():
+        return []
+    fields = [field.name for field in dataclasses.fields(Reading)]
+    records = read_json_lines(path, fields, what="a reading of `jkv probe`", fix="Remove the file.", drops_cut_line=True)
+    return [Reading(**{name: record[name] for name in fields}) for record in records]
+
+
+def check_lengths(model: Model, texts: TextSet, probes: Sequence[Probe]) -> None:
+    """Refuses texts that the model has no positions for."""
+    longest, most = max(len(one.prompt) + len(one.rest) for one in probes), model.config.max_positions
+    if longest > most:
+        raise ValueError(f"Texts of {texts.name} must fit the model's {most} positions; one has {longest}. Make them shorter.")
+
+
+def runs_of(
+    texts: TextSet, policies: Sequence[str], probes: Sequence[Probe], settings: dict[str, dict[str, Any]], seeds: int
+) -> list[tuple[str, int | None, int | None]]:
+    """Each policy's name, slots and seed; shares are of the texts' mean length."""
+    lengths = [len(one.prompt) + len(one.rest) for one in probes]
+    slots = [parse_budget(budget).slots_for(lengths)[0] for budget in texts.budgets]
+    runs: list[tuple[str, int | None, int | None]] = []
+    for name in policies:
+        if name == ORACLE:
+            runs += [(name, count, None) for count in slots]
+            continue
+        sizes = slots if has_budget(settings_of(name, settings)[0]) else [None]
+        runs += [(name, count, seed) for count in sizes for seed in seeds_of(name, settings, seeds)]
+    return runs
+
+
+def decode(model: Model, probes: Sequence[Probe], policy: Policy, options: dict[str, Any]) -> tuple[list[float], float]:
+    """The mean log-probability of each text's scored tokens under a policy, and the bytes that a row held."""
+    out = generate(
+        model,
+        [one.prompt for one in probes],
+        policy,
+        forced_tokens=[one.rest for one in probes],
+        progress=False,
+        **options,
+    )
+    rows = np.asarray(out.logprobs, np.float64)
+    return [float(row[one.scored].mean()) for row, one in zip(rows, probes, strict=True)], out.stats.kv_bytes_per_sample
+
+
+def foretold(model: Model, probes: Sequence[Probe], budget: int) -> tuple[list[float], float]:
+    """The same under an oracle that keeps in each layer and KV head what later queries read most."""
+    found = []
+    for one in probes:
+        received = attention_received(model.params, [*one.prompt, *one.rest])
+        ends = [keep_what_is_read(powers[-1], len(one.prompt), budget, INTERVAL, RECENT) for powers in received]
+        rows = score(model, np.array([one.rest]), trace_of(np.stack(ends)), prompts=[one.prompt]).logprobs
+        found.append(float(np.asarray(rows, np.float64)[0, one.scored].mean()))
+    return found, 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A policy at a budget on one set of texts: the mean over seeds of its loss on each text, nats a scored token."""
+
+    policy: str
+    budget: int | None
+    loss: np.ndarray  # [texts]
+    kv_bytes: float
+
+
+def rows_of(readings: Sequence[Reading], texts: str) -> list[Row]:
+    """The rows of one set of texts, the full cache first, then by budget and loss."""
+    of_set = [one for one in readings if one.texts == texts]
+    full = np.array(next(one.log_prob for one in of_set if one.policy == "full"))
+    rows = []
+    for policy, budget in dict.fromkeys((one.policy, one.budget) for one in of_set):
+        same = [one for one in of_set if (one.policy, one.budget) == (policy, budget)]
+        loss = np.mean([full - np.array(one.log_prob) for one in same], axis=0)
+        rows.append(Row(policy, budget, loss, float(np.mean([one.kv_bytes for one in same]))))
+    return sorted(rows, key=lambda row: (row.policy != "full", row.budget or 0, row.loss.mean()))
+
+
+def groups_of(readings: Sequence[Reading], texts: str) -> dict[str, np.ndarray]:
+    """Which texts belong to each group of a set."""
+    groups = np.array(next(one.groups for one in readings if one.texts == texts))
+    return {name: groups == name for name in dict.fromkeys(groups.tolist())}
+
+
+def table(readings: Sequence[Reading], texts: str) -> str:
+    """One line for each policy and budget, with its loss in each group and 95 % intervals over texts.
+
+    Of the full cache it has the nats themselves.
+    """
+    groups = groups_of(readings, texts)
+    full = np.array(next(one.log_prob for one in readings if one.texts == texts and one.policy == "full"))
+    lines = []
+    for row in rows_of(readings, texts):
+        cells = [
+            f"{-full[of].mean():.3f} nats" if row.policy == "full" else with_interval(row.loss[of]) for of in groups.values()
+        ]
+        kv_bytes = f"{row.kv_bytes / 1e3:,.0f}" if row.kv_bytes else ""
+        lines.append((row.policy, "" if row.budget is None else row.budget, kv_bytes, *cells))
+    names = [f"loss, {name}" if name else "loss" for name in groups]
+    return markdown((*COLUMNS, *names), lines)
+
+
+def with_interval(values: Float[np.ndarray, " texts"]) -> str:
+    """A mean loss with its interval."""
+    low, high = bootstrap(values) if len(values) > 1 else (np.nan, np.nan)
+    return f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def contrasts_table(readings: Sequence[Reading], pairs: Sequence[Sequence[str]]) -> str:
+    """The difference of losses of each pair, in each set, group and budget that both have; below 0, the first loses less.
+
+    p is of random signs of the paired differences, and corrected for all of them by Holm's method.
+    """
+    found = []
+    for texts in dict.fromkeys(one.texts for one in readings):
+        rows, groups = rows_of(readings, texts), groups_of(readings, texts)
+        for this, other in pairs:
+            both = [
+                (a, b) for a in rows for b in rows if (a.policy, b.policy) == (this, other) and b.budget in (a.budget, None)
+            ]
+            found += [(texts, group, a, b, a.loss[of] - b.loss[of]) for a, b in both for group, of in groups.items()]
+    ps = [sign_flip_p(difference) for *_, difference in found]
+    lines = [
+        (
+            f"{a.policy} - {b.policy}",
+            texts,
+            group,
+            a.budget or b.budget or "",
+            with_interval(difference),
+            p_cell(p),
+            p_cell(own),
+        )
+        for (texts, group, a, b, difference), p, own in zip(found, ps, holm(ps), strict=True)
+    ]
+    return markdown(("contrast", "texts", "group", "slots", "difference of losses (95 %)", "p", "p, corrected"), lines)
