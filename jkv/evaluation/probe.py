@@ -31,7 +31,7 @@ from jkv.statistics import bootstrap, holm, sign_flip_p
 
 ORACLE = "oracle"
 INTERVAL, RECENT = 16, 4  # of the oracle
-COLUMNS = "policy", "slots", "KV kB"
+COLUMNS = "policy", "slots", "KV kB", "pages read"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Reading:
       groups: the group of each text.
       log_prob: nats, the mean over the scored tokens of each text.
       kv_bytes: that a row holds, a mean over decode chunks; 0 for the oracle, which is computed without a pool.
+      pages_read: the share of the full cache's pages that a decode step reads, a mean over steps; 0 for the oracle.
       made_of: the model, the texts and the engine's options; a reading made of others is no answer to this question.
     """
 
@@ -58,6 +59,7 @@ class Reading:
     groups: list[str]
     log_prob: list[float]
     kv_bytes: float
+    pages_read: float
     made_of: str
 
     @property
@@ -147,11 +149,11 @@ def probe(
         for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
             policy = None if name == ORACLE else build(name, slots, settings, seed)
             definition = policy.definition if policy else f"interval {INTERVAL}, recent {RECENT}"
-            empty = Reading(texts.name, name, definition, slots, seed, [one.group for one in probes], [], 0.0, made_of)
+            empty = Reading(texts.name, name, definition, slots, seed, [one.group for one in probes], [], 0.0, 0.0, made_of)
             reading = known.get(empty.key)
             if reading is None:
                 found = decode(model, probes, policy, options) if policy else foretold(model, probes, slots or 0)
-                reading = dataclasses.replace(empty, log_prob=found[0], kv_bytes=found[1])
+                reading = dataclasses.replace(empty, log_prob=found[0], kv_bytes=found[1], pages_read=found[2])
                 if path is not None:
                     append_text(path, json_lines([dataclasses.asdict(reading)]))
             readings.append(reading)
@@ -195,8 +197,10 @@ def runs_of(
     return runs
 
 
-def decode(model: Model, probes: Sequence[Probe], policy: Policy, options: dict[str, Any]) -> tuple[list[float], float]:
-    """The mean log-probability of each text's scored tokens under a policy, and the bytes that a row held."""
+def decode(model: Model, probes: Sequence[Probe], policy: Policy, options: dict[str, Any]) -> tuple[list[float], float, float]:
+    """The mean log-probability of each text's scored tokens under a policy, the bytes that a row held, and the share of its
+    pages that a step read.
+    """
     out = generate(
         model,
         [one.prompt for one in probes],
@@ -206,10 +210,11 @@ def decode(model: Model, probes: Sequence[Probe], policy: Policy, options: dict[
         **options,
     )
     rows = np.asarray(out.logprobs, np.float64)
-    return [float(row[one.scored].mean()) for row, one in zip(rows, probes, strict=True)], out.stats.kv_bytes_per_sample
+    log_prob = [float(row[one.scored].mean()) for row, one in zip(rows, probes, strict=True)]
+    return log_prob, out.stats.kv_bytes_per_sample, 1 - out.stats.amsr
 
 
-def foretold(model: Model, probes: Sequence[Probe], budget: int) -> tuple[list[float], float]:
+def foretold(model: Model, probes: Sequence[Probe], budget: int) -> tuple[list[float], float, float]:
     """The same under an oracle that keeps in each layer and KV head what later queries read most."""
     found = []
     for one in probes:
@@ -217,7 +222,7 @@ def foretold(model: Model, probes: Sequence[Probe], budget: int) -> tuple[list[f
         ends = [keep_what_is_read(powers[-1], len(one.prompt), budget, INTERVAL, RECENT) for powers in received]
         rows = score(model, np.array([one.rest]), trace_of(np.stack(ends)), prompts=[one.prompt]).logprobs
         found.append(float(np.asarray(rows, np.float64)[0, one.scored].mean()))
-    return found, 0.0
+    return found, 0.0, 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +233,7 @@ class Row:
     budget: int | None
     loss: np.ndarray  # [texts]
     kv_bytes: float
+    pages_read: float
 
 
 def rows_of(readings: Sequence[Reading], texts: str) -> list[Row]:
@@ -238,7 +244,8 @@ def rows_of(readings: Sequence[Reading], texts: str) -> list[Row]:
     for policy, budget in dict.fromkeys((one.policy, one.budget) for one in of_set):
         same = [one for one in of_set if (one.policy, one.budget) == (policy, budget)]
         loss = np.mean([full - np.array(one.log_prob) for one in same], axis=0)
-        rows.append(Row(policy, budget, loss, float(np.mean([one.kv_bytes for one in same]))))
+        sizes = (float(np.mean([getattr(one, name) for one in same])) for name in ("kv_bytes", "pages_read"))
+        rows.append(Row(policy, budget, loss, *sizes))
     return sorted(rows, key=lambda row: (row.policy != "full", row.budget or 0, row.loss.mean()))
 
 
@@ -261,7 +268,8 @@ def table(readings: Sequence[Reading], texts: str) -> str:
             f"{-full[of].mean():.3f} nats" if row.policy == "full" else with_interval(row.loss[of]) for of in groups.values()
         ]
         kv_bytes = f"{row.kv_bytes / 1e3:,.0f}" if row.kv_bytes else ""
-        lines.append((row.policy, "" if row.budget is None else row.budget, kv_bytes, *cells))
+        read = f"{row.pages_read:.1%}" if row.pages_read else ""
+        lines.append((row.policy, "" if row.budget is None else row.budget, kv_bytes, read, *cells))
     names = [f"loss, {name}" if name else "loss" for name in groups]
     return markdown((*COLUMNS, *names), lines)
 

@@ -232,7 +232,9 @@ def test_a_variant_has_its_policys_settings_and_its_own_on_top():
 
 
 FOLDER = Path("configs/experiments").absolute()
-EXPERIMENTS = sorted(path for path in FOLDER.glob("*.toml") if not path.stem.startswith(("train", "grpo")))  # read by others
+EXPERIMENTS = sorted(
+    path for path in FOLDER.glob("*.toml") if not path.stem.startswith(("train", "grpo", "probe"))
+)  # read by others
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=[path.stem for path in EXPERIMENTS])

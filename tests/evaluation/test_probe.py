@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,25 @@ from scipy import stats
 
 import jkv
 from jkv import cli
+from jkv.cli.evaluate import read_config, with_protection
+from jkv.cli.probe import DEFAULTS
 from jkv.evaluation import probe as module
-from jkv.evaluation.probe import ORACLE, Reading, contrasts_table, groups_of, probe, read_known, rows_of, table, text_sets
+from jkv.evaluation.compare import build
+from jkv.evaluation.contrasts import check_contrasts
+from jkv.evaluation.probe import (
+    ORACLE,
+    Reading,
+    contrasts_table,
+    groups_of,
+    probe,
+    read_known,
+    rows_of,
+    runs_of,
+    table,
+    text_sets,
+)
 from jkv.statistics import sign_flip_p
+from jkv.testing import random_networks, random_statistics, tiny_model
 
 SETTINGS = {"r_kv": {"interval": 8, "window": 4}, "random": {"interval": 8}}
 TABLES = {"chains": {"budgets": [48], "count": 2, "steps": 3, "passes": [0, 1]}}
@@ -45,10 +62,11 @@ def test_log_probabilities_are_those_of_a_replay(reasoner, readings):
         out = jkv.generate(
             reasoner, [t.prompt for t in texts], policy, forced_tokens=[t.rest for t in texts], return_trace=True
         )
-        replayed = np.asarray(jkv.score(reasoner, out).logprobs)
+        replayed = np.asarray(jkv.score(reasoner, out, out.trace).logprobs)
         expected = [replayed[i, text.scored].mean() for i, text in enumerate(texts)]
         np.testing.assert_allclose(reading.log_prob, expected, atol=2e-4)
         assert reading.kv_bytes == pytest.approx(out.stats.kv_bytes_per_sample)
+        assert reading.pages_read == 1 - out.stats.amsr
 
 
 def test_the_oracle_loses_less_than_chance(readings):
@@ -84,7 +102,7 @@ def test_an_interrupted_probe_goes_on_and_other_texts_are_read_again(reasoner, t
 
 
 def made(policy, log_prob, budget=None, groups=None):
-    return Reading("t", policy, policy, budget, None, groups or [""] * len(log_prob), list(log_prob), 1e3, "")
+    return Reading("t", policy, policy, budget, None, groups or [""] * len(log_prob), list(log_prob), 1e3, 0.5, "")
 
 
 def test_contrasts_are_the_paired_differences_of_each_group_with_holms_correction():
@@ -120,8 +138,8 @@ def test_tables_have_a_column_for_each_group_and_means_over_seeds():
     ]
     assert {name: of.tolist() for name, of in groups_of(readings, "t").items()}["x"] == [True, False, True, False]
     text = table(readings, "t").splitlines()
-    assert text[0] == "| policy | slots | KV kB | loss, x | loss, y |"
-    assert "1.000 nats | 2.000 nats" in text[2]
+    assert text[0] == "| policy | slots | KV kB | pages read | loss, x | loss, y |"
+    assert "| full |  | 1 | 50.0% | 1.000 nats | 2.000 nats |" in text[2]
     assert "+0.600 [+0.600, +0.600] | +0.500 [+0.500, +0.500]" in text[3]
 
 
@@ -171,3 +189,31 @@ def test_the_command_writes_tables_and_goes_on(tmp_path, capsys):
     assert cli.main(["probe", "--config", str(config), "--out", str(out), "--resume"]) == 0
     assert json.loads((out / "small.json").read_text())["readings"] == record["readings"]
     assert cli.main(["probe", "--config", str(config), "--resume"]) == 2
+
+
+FOLDER = Path("configs/experiments").absolute()
+EXPERIMENTS = sorted(FOLDER.glob("probe*.toml"))
+
+
+class Words:
+    """A tokenizer whose tokens are words, of about as many tokens as a chat model's."""
+
+    def encode(self, text, add_special_tokens=True):
+        return text.split()
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=[path.stem for path in EXPERIMENTS])
+def test_every_experiment_names_policies_and_texts_that_there_are(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    random_statistics(tiny_model()).save("queries.safetensors")
+    random_networks(tiny_model()).save("foresight.safetensors")
+    config = DEFAULTS | read_config(path)
+    assert set(config) == set(DEFAULTS)
+    check_contrasts(config["contrasts"], config["policies"])
+    named = [name for name in config["policies"] if name != ORACLE]
+    settings = with_protection(config["settings"], named, config["protection"])
+    for texts in text_sets(config["texts"]):
+        small = dataclasses.replace(texts, options=texts.options | {"count": 1})
+        runs = runs_of(texts, named, small.probes(Words()), settings, config["seeds"])
+        built = [dataclasses.replace(build(name, slots, settings, seed), name="") for name, slots, seed in runs]
+        assert len(set(built)) == len(built) >= len(named)
