@@ -27,6 +27,8 @@ from jkv.generate import generate
 from jkv.model import decoder
 from jkv.model.params import Model, Params
 from jkv.policies import Policy, full
+from jkv.policies.calibration import identity_of
+from jkv.policies.oracle import FutureReads, Reads
 from jkv.replay.score import Columns, ReplayAttention, dense_columns, hidden_states, over_blocks, round_up, score, trace_columns
 from jkv.replay.trace import Trace, join_traces
 from jkv.reports import markdown
@@ -214,6 +216,23 @@ def keep_what_is_read(
         np.put_along_axis(drops, order, True, axis=1)
         end[drops & (later > -np.inf)] = now
     return end
+
+
+def future_reads(model: Model, text: Text, interval: int, width: int = 0) -> FutureReads:
+    """What an oracle knows of a text that follows a prompt: how much each token will be read, every `interval` tokens.
+
+    Attention is squared, as runs depend on sharp look-ups. `width` is the text's length in tokens, padded so that the arrays of
+    several texts have one shape.
+    """
+    prompt, rest = text
+    total = len(prompt) + len(rest)
+    width = max(width, total)
+    shape = model.config.num_layers, model.config.num_kv_heads, 1 + width // interval, width
+    later = np.zeros(shape, np.float32)
+    for layer, received in enumerate(attention_received(model.params, [*prompt, *rest])):
+        from_moment = received[-1][:, total, None] - received[-1][:, len(prompt) : total : interval]
+        later[layer, :, : from_moment.shape[1], :total] = from_moment
+    return FutureReads(Reads(later), identity_of(model) | {"tokens": str(total)})
 
 
 def trace_of(end: Int[np.ndarray, "L K T"]) -> Trace:

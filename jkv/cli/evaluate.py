@@ -248,8 +248,9 @@ def protection_note(chosen: dict[str, Any]) -> str:
     """What every policy that evicts protects, and which of them protect something else."""
     from jkv.evaluation.budgets import LARGE
     from jkv.evaluation.compare import build
+    from jkv.evaluation.oracles import ORACLE
 
-    evicts = {name: build(name, LARGE, chosen["settings"]).evict for name in chosen["policies"]}
+    evicts = {name: build(name, LARGE, chosen["settings"]).evict for name in chosen["policies"] if name != ORACLE}
     shared = chosen["protection"].items()
     others = [name for name, evict in evicts.items() if evict and any(getattr(evict, key) != value for key, value in shared)]
     rest = f" By rules of their own: {', '.join(others)}." if others else ""
@@ -264,11 +265,13 @@ def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], give
     """
     import inspect
 
+    from jkv.evaluation.oracles import ORACLE
     from jkv.policies import POLICIES
+    from jkv.policies.oracle import oracle
 
-    fields = {}
+    fields, recipes = {}, POLICIES | {ORACLE: oracle}
     for name in policies:
-        recipe = POLICIES.get(settings.get(name, {}).get("policy", name))  # an unknown one is refused later
+        recipe = recipes.get(settings.get(name, {}).get("policy", name))  # an unknown one is refused later
         fields[name] = set(inspect.signature(recipe).parameters) if recipe else set()
     for field in given:
         if not any(field in known for known in fields.values()):

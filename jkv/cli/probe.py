@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures, prints each reading, then the tables, and writes them."""
     from jkv.checks import check_counts
     from jkv.evaluation.contrasts import check_contrasts
-    from jkv.evaluation.probe import ORACLE, Reading, contrasts_table, probe, table, text_sets
+    from jkv.evaluation.probe import Reading, contrasts_table, probe, table, text_sets
     from jkv.model import checkpoint
     from jkv.reports import about, write
 
@@ -59,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
     check_counts(**{name: chosen[name] for name in ("seeds", "max_running", "page_size")})
     sets = text_sets(chosen["texts"])
     check_contrasts(chosen["contrasts"], chosen["policies"])
-    named = [name for name in chosen["policies"] if name not in (ORACLE, "full")]
-    chosen["settings"] = with_protection(chosen["settings"], named, chosen["protection"])
+    wanted = [name for name in chosen["policies"] if name != "full"]
+    chosen["settings"] = with_protection(chosen["settings"], wanted, chosen["protection"])
     stem, path = options.config.stem, None
     record = {"about": about(f"jkv probe --config {options.config.name}"), "chosen": chosen}
     if options.out:
@@ -78,13 +78,12 @@ def run(options: argparse.Namespace) -> int:
         print(f"{one.texts}: {one.policy}{slots}: {nats:.4f} nats a token", file=sys.stderr, flush=True)
 
     settings = {name: chosen[name] for name in ("max_running", "page_size")}
-    wanted = [name for name in chosen["policies"] if name != "full"]
     readings = probe(model, sets, wanted, chosen["settings"], seeds=chosen["seeds"], path=path, report=report, **settings)
     parts = [f"## {texts.name}\n\n{table(readings, texts.name)}" for texts in sets]
     if chosen["contrasts"]:
         parts.append(f"## Contrasts\n\n{contrasts_table(readings, chosen['contrasts'])}")
     if chosen["protection"]:
-        parts.append(protection_note(chosen | {"policies": named}))
+        parts.append(protection_note(chosen | {"policies": wanted}))
     lines = "\n\n".join(parts)
     print(lines)
     if options.out:

@@ -12,6 +12,7 @@ from jkv.model.rope import Rope, rope_of
 from jkv.policies import Policy
 from jkv.policies.calibration import Calibration
 from jkv.policies.foresight import Network
+from jkv.policies.oracle import Reads
 from jkv.policies.query_statistics import QueryMoments
 
 
@@ -19,7 +20,7 @@ class ModelFacts(NamedTuple):
     """What a score reads of the model; None for what it does not declare."""
 
     rope: Rope | None
-    calibration: QueryMoments | Network | None  # the arrays of the policy's calibration
+    calibration: QueryMoments | Network | Reads | None  # the arrays of the policy's calibration
     out: tuple[Annotated[Any, "N*H D"], ...] | None  # output projection of each layer
 
 

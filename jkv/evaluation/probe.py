@@ -1,8 +1,8 @@
 """`jkv probe`: by how much policies make the tokens of given texts less likely, compared pair by pair on the same texts.
 
 The engine decodes each text as it stands (`forced_tokens`) under every policy and budget, so the kept sets are those of real
-decoding. A text counts as one observation: the mean loss of its scored tokens. An oracle that knows what the full cache will
-read (`jkv.analysis.recall`) shows what a budget allows.
+decoding. A text counts as one observation: the mean loss of its scored tokens. An oracle that knows what will be read
+(`jkv.evaluation.oracles`) shows what a budget allows.
 
 Runs are written one by one as they end, and an interrupted comparison goes on with those that are there.
 """
@@ -16,21 +16,18 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jkv.analysis.recall import attention_received, keep_what_is_read, trace_of
 from jkv.evaluation.budgets import parse_budget
 from jkv.evaluation.compare import build, seeds_of, settings_of
 from jkv.evaluation.contrasts import p_cell
+from jkv.evaluation.oracles import ORACLE, oracles_of
 from jkv.evaluation.probe_texts import KINDS, Probe
 from jkv.generate import generate
 from jkv.model.params import Model
 from jkv.policies import Policy, has_budget
 from jkv.policies.calibration import identity_of
-from jkv.replay.score import score
 from jkv.reports import append_text, json_lines, markdown, read_json_lines, write_text
 from jkv.statistics import bootstrap, holm, sign_flip_p
 
-ORACLE = "oracle"
-INTERVAL, RECENT = 16, 4  # of the oracle
 COLUMNS = "policy", "slots", "KV kB", "pages read"
 
 
@@ -41,13 +38,13 @@ class Reading:
     Attributes:
       texts: the name of the set.
       policy: its name; "oracle" for the best that the budget allows.
-      settings: the policy's definition.
+      settings: the policy's definition; of the oracle, its settings.
       budget: slots of each layer and KV head; None where the policy has none.
       seed: of its draws; None where it draws nothing or runs once.
       groups: the group of each text.
       log_prob: nats, the mean over the scored tokens of each text.
-      kv_bytes: that a row holds, a mean over decode chunks; 0 for the oracle, which is computed without a pool.
-      pages_read: the share of the full cache's pages that a decode step reads, a mean over steps; 0 for the oracle.
+      kv_bytes: that a row holds, a mean over decode chunks.
+      pages_read: the share of the full cache's pages that a decode step reads, a mean over steps.
       made_of: the model, the texts and the engine's options; a reading made of others is no answer to this question.
     """
 
@@ -146,13 +143,14 @@ def probe(
     readings = []
     for texts, probes in wanted:
         made_of = json.dumps([identity, texts.kind, texts.options, options], sort_keys=True, default=str)
+        oracles = oracles_of(model, [(one.prompt, one.rest) for one in probes], settings)
         for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
             policy = None if name == ORACLE else build(name, slots, settings, seed)
-            definition = policy.definition if policy else f"interval {INTERVAL}, recent {RECENT}"
+            definition = policy.definition if policy else repr(settings.get(ORACLE, {}))
             empty = Reading(texts.name, name, definition, slots, seed, [one.group for one in probes], [], 0.0, 0.0, made_of)
             reading = known.get(empty.key)
             if reading is None:
-                found = decode(model, probes, policy, options) if policy else foretold(model, probes, slots or 0)
+                found = decode(model, probes, policy or oracles([slots or 0] * len(probes)), options)
                 reading = dataclasses.replace(empty, log_prob=found[0], kv_bytes=found[1], pages_read=found[2])
                 if path is not None:
                     append_text(path, json_lines([dataclasses.asdict(reading)]))
@@ -197,9 +195,11 @@ def runs_of(
     return runs
 
 
-def decode(model: Model, probes: Sequence[Probe], policy: Policy, options: dict[str, Any]) -> tuple[list[float], float, float]:
-    """The mean log-probability of each text's scored tokens under a policy, the bytes that a row held, and the share of its
-    pages that a step read.
+def decode(
+    model: Model, probes: Sequence[Probe], policy: Policy | Sequence[Policy], options: dict[str, Any]
+) -> tuple[list[float], float, float]:
+    """The mean log-probability of each text's scored tokens, the bytes that a row held, and the share of its pages that a step
+    read, under a policy, or one for each text.
     """
     out = generate(
         model,
@@ -212,17 +212,6 @@ def decode(model: Model, probes: Sequence[Probe], policy: Policy, options: dict[
     rows = np.asarray(out.logprobs, np.float64)
     log_prob = [float(row[one.scored].mean()) for row, one in zip(rows, probes, strict=True)]
     return log_prob, out.stats.kv_bytes_per_sample, 1 - out.stats.amsr
-
-
-def foretold(model: Model, probes: Sequence[Probe], budget: int) -> tuple[list[float], float, float]:
-    """The same under an oracle that keeps in each layer and KV head what later queries read most."""
-    found = []
-    for one in probes:
-        received = attention_received(model.params, [*one.prompt, *one.rest])
-        ends = [keep_what_is_read(powers[-1], len(one.prompt), budget, INTERVAL, RECENT) for powers in received]
-        rows = score(model, np.array([one.rest]), trace_of(np.stack(ends)), prompts=[one.prompt]).logprobs
-        found.append(float(np.asarray(rows, np.float64)[0, one.scored].mean()))
-    return found, 0.0, 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,9 +256,8 @@ def table(readings: Sequence[Reading], texts: str) -> str:
         cells = [
             f"{-full[of].mean():.3f} nats" if row.policy == "full" else with_interval(row.loss[of]) for of in groups.values()
         ]
-        kv_bytes = f"{row.kv_bytes / 1e3:,.0f}" if row.kv_bytes else ""
-        read = f"{row.pages_read:.1%}" if row.pages_read else ""
-        lines.append((row.policy, "" if row.budget is None else row.budget, kv_bytes, read, *cells))
+        budget = "" if row.budget is None else row.budget
+        lines.append((row.policy, budget, f"{row.kv_bytes / 1e3:,.0f}", f"{row.pages_read:.1%}", *cells))
     names = [f"loss, {name}" if name else "loss" for name in groups]
     return markdown((*COLUMNS, *names), lines)
 
