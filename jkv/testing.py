@@ -3,16 +3,20 @@
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.analysis.recall import future_reads
 from jkv.cache.pool import EMPTY
 from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
 from jkv.model.rope import Rope, pair_norms
 from jkv.policies.calibration import Calibration, identity_of
+from jkv.policies import Policy
+from jkv.policies import oracle as oracles
 from jkv.policies.foresight import Foresight, Network
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.view import CacheView
@@ -161,6 +165,23 @@ def random_calibration(like: Calibration, model: Model, seed: int = 0) -> Calibr
     rng = np.random.default_rng(seed)
     arrays = (rng.standard_normal(shape).astype(np.float32) for shape in like.shapes_for(model.config).values())
     return type(like)(like.kind(*arrays), identity_of(model))
+
+
+def oracle(
+    model: Model, prompt: Sequence[int], tokens: Sequence[int], budget: int, interval: int = 16, sinks: int = 0, recent: int = 4
+) -> Policy:
+    """The policy that knows what will be read when `tokens` follow `prompt`, and keeps it: the best that a budget allows.
+
+    `jkv eval` and `jkv probe` have it as "oracle". `jkv.policies.oracle` has its rule.
+
+    Raises:
+      ValueError: a setting out of its range.
+
+    >>> model = tiny_model()
+    >>> oracle(model, [4, 5, 6], [7, 8, 9], budget=16).budget
+    16
+    """
+    return oracles.oracle(future_reads(model, (prompt, tokens), interval), budget, interval, sinks, recent)
 
 
 def assert_no_pool_copy(compiled: Any, pool: Any, other_bytes: int = 0) -> None:

@@ -21,10 +21,12 @@ from jkv import viz
 from jkv.checks import check_counts
 from jkv.engine.prompts import encode_prompts
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
-from jkv.evaluation.generations import Run, budget_of, joined, run
+from jkv.evaluation.generations import Run, budget_of, default_limit, joined, run
 from jkv.evaluation.graders import check_gold, grader_of
+from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
 from jkv.model.params import Model
+from jkv.model.sampling import Sampling
 from jkv.policies import POLICIES, Policy, full, has_budget, has_setting, make
 from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
@@ -102,13 +104,14 @@ def compare(
 
     A name of your own is a variant: its settings name the `policy` that it varies, and override that one's. A policy without a
     budget (RPC's grows with the sequence) runs once, with its settings. A policy with a setting `seed` runs with so many
-    `seeds`, from its own on, and has one outcome, of means.
+    `seeds`, from its own on, and has one outcome, of means. "oracle" is what a budget allows: for each problem, a policy that
+    knows what the full cache's greedy answer reads (`jkv.policies.oracle`).
 
     Raises:
-      ValueError: an unknown policy or setting, a gold answer that the grader does not mark right, or a budget that a policy
-        cannot hold. Raised before anything runs; for shares of the mean length, whose slots depend on the full cache's lengths,
-        before any other policy runs. Where a share of a problem's own length is too small, the policy has the least budget that
-        it accepts.
+      ValueError: an unknown policy or setting, an oracle where answers are drawn, a gold answer that the grader does not mark
+        right, or a budget that a policy cannot hold. Raised before anything runs; for shares of the mean length, whose slots
+        depend on the full cache's lengths, before any other policy runs. Where a share of a problem's own length is too small,
+        the policy has the least budget that it accepts.
     """
     if model.tokenizer is None:
         raise ValueError("Answers are read from text, and this model has no tokenizer. Compare with one that has.")
@@ -116,7 +119,7 @@ def compare(
     check_counts(seeds=seeds)
     ks, settings = check_ks(pass_at, samples), settings or {}
     recipes = {name: own.get("policy", name) for name, own in settings.items()}
-    if unknown := sorted(set(recipes.values()) - set(POLICIES)):
+    if unknown := sorted(set(recipes.values()) - {*POLICIES, ORACLE}):
         raise ValueError(f"settings are for policies, {', '.join(POLICIES)}; got {', '.join(unknown)}.")
     sizes = [parse_budget(budget) for budget in budgets]
     wanted: list[tuple[str, Budget]] = []
@@ -124,7 +127,11 @@ def compare(
         if name != "full":
             wanted += [(name, size) for size in (sizes if has_budget(recipes.get(name, name)) else [Budget()])]
     for name, size in wanted:
-        build(name, size.slots_or_large, settings)
+        if name != ORACLE:
+            build(name, size.slots_or_large, settings)
+    if ORACLE in policies:
+        settings_of_oracle(settings)
+        check_greedy(samples, options.get("sampling"))
     done = {(outcome.policy, outcome.settings, outcome.share, outcome.is_each): outcome for outcome in known}
 
     def outcome_of(versions: dict[int | None, list[Policy]], size: Budget, base: Outcome | None) -> Outcome:
@@ -135,18 +142,28 @@ def compare(
         runs = []
         for seed, each in versions.items():
             path = None if generations is None else generations / file_name(first, size, seed)
-            policy = each if size.is_each else each[0]
-            runs.append(run(model, problems, policy, grader=grader, samples=samples, path=path, **options))
+            runs.append(run(model, problems, each, grader=grader, samples=samples, path=path, **options))
         return summarise(joined(runs), base, size.share, ks)
 
-    outcomes = [outcome_of({None: [full()]}, Budget(), None)]
+    outcomes = [outcome_of({None: [full()] * len(problems)}, Budget(), None)]
     report(outcomes)
     base = outcomes[0]
-    prompts = [len(prompt) for prompt in encode_prompts(model, [tokens_of(model, problem) for problem in problems])]
+    ids = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
+    prompts = list(map(len, ids))
     new = np.reshape(base.lengths, (len(problems), -1)).mean(axis=1) if base.lengths else base.mean_tokens
     lengths = (np.array(prompts) + new).tolist()
 
-    prepared = [(versions_of(name, size, settings, seeds, prompts, lengths), size) for name, size in wanted]
+    def maker_of(name: str, seed: int | None) -> Callable[[int, int], Policy]:
+        """A function of a problem's index and a budget."""
+        if name == ORACLE:
+            knowing = {name: value for name, value in options.items() if name not in ("sampling", "max_new_tokens", "progress")}
+            limit = options.get("max_new_tokens") or default_limit(model, ids)
+            return oracles_of(model, greedy_texts(model, ids, limit, knowing), settings)
+        of_all = functools.cache(lambda slots: build(name, slots, settings, seed))
+        return lambda _, slots: of_all(slots)
+
+    makers = {name: {seed: maker_of(name, seed) for seed in seeds_of(name, settings, seeds)} for name, _ in wanted}
+    prepared = [(versions_of(makers[name], size, prompts, lengths), size) for name, size in wanted]
     for versions, size in prepared:
         outcome = outcome_of(versions, size, base)
         if size.is_each:
@@ -157,22 +174,31 @@ def compare(
 
 
 def versions_of(
-    name: str,
-    size: Budget,
-    settings: dict[str, dict[str, Any]],
-    seeds: int,
-    prompts: Sequence[int],
-    lengths: Sequence[float],
+    makers: dict[int | None, Callable[[int, int], Policy]], size: Budget, prompts: Sequence[int], lengths: Sequence[float]
 ) -> dict[int | None, list[Policy]]:
     """The policy for each problem, by seed; `prompts` and `lengths` (with the full cache) are tokens of each problem."""
     slots, found = size.slots_for(lengths), {}
-    for seed in seeds_of(name, settings, seeds):
-        make = functools.partial(build, name, settings=settings, seed=seed)
+    for seed, of_problem in makers.items():
         if size.is_each:
-            found[seed] = [least_policy(make, count, prompt) for count, prompt in zip(slots, prompts, strict=True)]
+            found[seed] = [
+                least_policy(functools.partial(of_problem, i), count, prompt)
+                for i, (count, prompt) in enumerate(zip(slots, prompts, strict=True))
+            ]
         else:
-            found[seed] = [make(slots[0])] * len(prompts)
+            found[seed] = [of_problem(i, count) for i, count in enumerate(slots)]
     return found
+
+
+def check_greedy(samples: int, sampling: Sampling | None) -> None:
+    """Refuses an oracle where answers are drawn: it knows one text of each problem.
+
+    Raises:
+      ValueError: several samples, or a temperature.
+    """
+    if samples > 1 or (sampling is not None and sampling.temperature > 0):
+        raise ValueError(
+            "The oracle knows the greedy answer of each problem. Set temperature to 0 and samples to 1, or leave it out."
+        )
 
 
 def with_own_budgets(outcome: Outcome, policies: Sequence[Policy], slots: Sequence[int]) -> Outcome:

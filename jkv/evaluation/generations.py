@@ -111,8 +111,8 @@ def run(
     if path is not None and draws.temperature > 0 and draws.seed is None:
         raise ValueError("A run that is written to be resumed needs a seed; got None. Give sampling one.")
     prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
-    if max_new_tokens is None:  # the same for every policy, whatever the memory
-        max_new_tokens = min(DEFAULT_NEW_TOKENS, max(1, model.config.max_positions - max(map(len, prompts))))
+    if max_new_tokens is None:
+        max_new_tokens = default_limit(model, prompts)
     policies = spread_policies(policy, len(problems))
     policy = policies[0]
     asked = RequestOptions(policy=policies, sampling=draws, n=samples, max_new_tokens=max_new_tokens)
@@ -139,6 +139,11 @@ def run(
         if policy.name == "full":
             warn_if_none_is_right(records)
     return sum_up(policy, records, samples)
+
+
+def default_limit(model: Model, prompts: Sequence[Sequence[int]]) -> int:
+    """New tokens of each problem if no limit is given: the same for every policy, whatever the memory."""
+    return min(DEFAULT_NEW_TOKENS, max(1, model.config.max_positions - max(map(len, prompts))))
 
 
 def warn_if_none_is_right(records: Sequence[Record]) -> None:

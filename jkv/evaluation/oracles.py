@@ -3,9 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jkv.analysis.recall import Text, future_reads
+from jkv.generate import generate
 from jkv.model.params import Model
-from jkv.policies import Policy
+from jkv.model.sampling import Sampling
+from jkv.policies import Policy, full
 from jkv.policies.oracle import FutureReads, oracle
 from jkv.replay.score import round_up
 
@@ -13,23 +17,39 @@ ORACLE = "oracle"  # its name where policies are named; it is none of `jkv.POLIC
 INTERVAL = 16  # tokens between its compactions, unless settings say otherwise
 
 
-def oracles_of(
-    model: Model, texts: Sequence[Text], settings: dict[str, dict[str, Any]]
-) -> Callable[[Sequence[int]], list[Policy]]:
-    """A function that gives the oracle of each text with so many slots.
+def oracles_of(model: Model, texts: Sequence[Text], settings: dict[str, dict[str, Any]]) -> Callable[[int, int], Policy]:
+    """A function of an index and a budget that gives the oracle of that text; what it knows is computed at the first call.
 
     Raises:
       ValueError: settings that the oracle has not.
     """
-    own = {"interval": INTERVAL} | settings.get(ORACLE, {})
-    if unknown := sorted(set(own) - {"interval", "sinks", "recent"}):
-        raise ValueError(f"The oracle has the settings interval, sinks and recent; got {', '.join(unknown)}.")
+    own = settings_of_oracle(settings)
     width = round_up(max(len(prompt) + len(rest) for prompt, rest in texts))
     known: list[FutureReads] = []
 
-    def with_slots(slots: Sequence[int]) -> list[Policy]:
+    def of_text(index: int, slots: int) -> Policy:
         if not known:
             known.extend(future_reads(model, text, own["interval"], width) for text in texts)
-        return [oracle(reads, count, **own) for reads, count in zip(known, slots, strict=True)]
+        return oracle(known[index], slots, **own)
 
-    return with_slots
+    return of_text
+
+
+def settings_of_oracle(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The oracle's own settings among those of policies.
+
+    Raises:
+      ValueError: one that it has not.
+    """
+    own = {"interval": INTERVAL} | settings.get(ORACLE, {})
+    if unknown := sorted(set(own) - {"interval", "sinks", "recent"}):
+        raise ValueError(f"The oracle has the settings interval, sinks and recent; got {', '.join(unknown)}.")
+    return own
+
+
+def greedy_texts(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int, options: dict[str, Any]) -> list[Text]:
+    """Each prompt with what the model writes after it with the full cache."""
+    out = generate(model, prompts, full(), Sampling(temperature=0.0), max_new_tokens=max_new_tokens, progress=False, **options)
+    return [
+        (np.asarray(prompt).tolist(), row[:n].tolist()) for prompt, row, n in zip(prompts, out.tokens, out.lengths, strict=True)
+    ]

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from jkv.evaluation.budgets import parse_budget
 from jkv.evaluation.compare import build, seeds_of, settings_of
 from jkv.evaluation.contrasts import p_cell
-from jkv.evaluation.oracles import ORACLE, oracles_of
+from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
 from jkv.evaluation.probe_texts import KINDS, Probe
 from jkv.generate import generate
 from jkv.model.params import Model
@@ -146,11 +146,11 @@ def probe(
         oracles = oracles_of(model, [(one.prompt, one.rest) for one in probes], settings)
         for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
             policy = None if name == ORACLE else build(name, slots, settings, seed)
-            definition = policy.definition if policy else repr(settings.get(ORACLE, {}))
+            definition = policy.definition if policy else repr(settings_of_oracle(settings))
             empty = Reading(texts.name, name, definition, slots, seed, [one.group for one in probes], [], 0.0, 0.0, made_of)
             reading = known.get(empty.key)
             if reading is None:
-                found = decode(model, probes, policy or oracles([slots or 0] * len(probes)), options)
+                found = decode(model, probes, policy or [oracles(i, slots or 0) for i in range(len(probes))], options)
                 reading = dataclasses.replace(empty, log_prob=found[0], kv_bytes=found[1], pages_read=found[2])
                 if path is not None:
                     append_text(path, json_lines([dataclasses.asdict(reading)]))

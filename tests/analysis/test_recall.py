@@ -10,15 +10,18 @@ import jkv
 from jkv import cli
 from jkv.analysis.recall import (
     attention_received,
+    columns_in,
     columns_of,
     distinct,
     follows,
+    future_reads,
     keep_what_is_read,
     recall,
     share_read,
     trace_of,
 )
 from jkv.cache.attention import OPEN_END
+from jkv.policies.oracle import oracle
 from jkv.testing import TINY, tiny_model
 
 PROMPT = [4, 5, 6, 7, 8]
@@ -140,3 +143,24 @@ def test_the_command_measures_traces_and_files(tmp_path, capsys):
     assert "must hold 2 passages of 12000 tokens" in capsys.readouterr().err
     assert cli.main([*shared, "--text", str(file), "--length", "20", "--prompt", "20"]) == 2
     assert "must be shorter than --length" in capsys.readouterr().err
+
+
+def test_the_policy_of_the_oracle_evicts_what_the_oracle_evicts():
+    """The engine's compactions under the policy are those of `keep_what_is_read`, which is written independently."""
+    model, interval = tiny_model(), 8
+    rest = jkv.generate(model, PROMPT, max_new_tokens=60, stop_ids=()).tokens[0].tolist()
+    reads = future_reads(model, (PROMPT, rest), interval, width=128)
+    policy = oracle(reads, budget=20, interval=interval, recent=2)
+    out = jkv.generate(model, PROMPT, policy, forced_tokens=rest, return_trace=True, page_size=4)
+    for layer, received in enumerate(attention_received(model.params, [*PROMPT, *rest])):
+        expected = keep_what_is_read(received[-1], len(PROMPT), 20, interval, recent=2)
+        source, _, end = columns_in(out.trace, layer)
+        for head in range(2):
+            found = dict(zip(source[head].tolist(), end[head].tolist(), strict=True))
+            assert [found[i] for i in range(len(PROMPT) + len(rest) - 1)] == expected[head, :-1].tolist()
+
+
+def test_an_oracle_of_another_model_is_refused():
+    reads = future_reads(tiny_model(seed=1), (PROMPT, [4, 5, 6]), 8)
+    with pytest.raises(ValueError, match="The reads that an oracle knows must be of this model"):
+        jkv.generate(tiny_model(), PROMPT, oracle(reads, budget=20), max_new_tokens=4)

@@ -67,11 +67,11 @@ def ready_runs(judged, monkeypatch):
     """Every comparison takes the graded run's first problems as its own; the policies that it asked for."""
     asked = []
 
-    def run(model, problems, policy, **options):
-        asked.append(policy)
+    def run(model, problems, policies, **options):
+        asked.append(policies[0])
         count = len(problems)
         fields = {name: getattr(judged, name)[:count] for name in ("is_right", "is_touched", "lengths", "finish_reason")}
-        return dataclasses.replace(judged, policy=policy, **fields)
+        return dataclasses.replace(judged, policy=policies[0], **fields)
 
     monkeypatch.setattr(bench, "run", run)
     return asked
@@ -484,3 +484,28 @@ def test_protection_goes_to_every_policy_that_has_it_below_its_own_settings(read
         "Every policy that evicts protects 4 sinks and 16 recent slots. By rules of their own: free, h2o, streaming_llm, rpc."
     )
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("budget", ["25%", "25% each"])
+def test_the_oracle_answers_as_the_full_cache_where_chance_does_not(reasoner, problems, budget):
+    knobs = {"max_new_tokens": 512, "max_running": 6, "page_size": 4, "progress": False}
+    settings = {"random": {"interval": 16, "recent": 4}, "oracle": {"recent": 4}}
+    base, best, chance = bench.compare(reasoner, problems, ["oracle", "random"], [budget], settings, **knobs)
+    assert (best.policy, best.share, best.kv_share) == ("oracle", 0.25, pytest.approx(chance.kv_share, rel=0.2))
+    assert best.touched_each == "1" * len(problems)
+    same = [sum(a == b for a, b in zip(one.lengths, base.lengths, strict=True)) for one in (best, chance)]
+    assert same[0] >= 5 > 2 >= same[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"samples": 2, "sampling": Sampling(seed=0)}, "knows the greedy answer"),
+        ({"sampling": Sampling(temperature=0.6, seed=0)}, "knows the greedy answer"),
+        ({"settings": {"oracle": {"window": 4}}}, "settings interval, sinks and recent; got window"),
+    ],
+)
+def test_an_oracle_of_answers_that_are_drawn_is_refused(reasoner, problems, options, says, monkeypatch):
+    monkeypatch.setattr(bench, "run", lambda *args, **options: pytest.fail("it ran"))
+    with pytest.raises(ValueError, match=says):
+        bench.compare(reasoner, problems, ["oracle"], [32], **options)
