@@ -14,9 +14,9 @@ from jkv.analysis.recall import future_reads
 from jkv.cache.pool import EMPTY
 from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
 from jkv.model.rope import Rope, pair_norms
-from jkv.policies.calibration import Calibration, identity_of
 from jkv.policies import Policy
 from jkv.policies import oracle as oracles
+from jkv.policies.calibration import Calibration, identity_of
 from jkv.policies.foresight import Foresight, Network
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.view import CacheView

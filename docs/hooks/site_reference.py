@@ -138,6 +138,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.testing.random_statistics",
             "jkv.testing.random_networks",
             "jkv.testing.random_calibration",
+            "jkv.testing.oracle",
             "jkv.testing.assert_no_pool_copy",
             "jkv.testing.find_copies",
             "jkv.testing.unfolded",
