@@ -32,6 +32,9 @@ from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
 
 
+GROWING = {"policies", "budgets", "settings"}  # of a comparison that is resumed
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """One policy on all problems; rates are shares, memory is bytes a running sample."""
@@ -403,6 +406,8 @@ def write_figures(outcomes: Sequence[Outcome], folder: Path, name: str, about: d
 def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None) -> list[Outcome]:
     """The outcomes that an interrupted comparison wrote; none where there is no file. `unsaid` has what older files leave out.
 
+    A comparison may go on with more policies or budgets: an outcome counts if its policy has the same settings.
+
     A file that is no JSON, which a failed disk may leave, is none, with a line on stderr: its figures come from the completions
     again.
 
@@ -422,7 +427,6 @@ def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} must hold outcomes that `jkv eval` wrote; got {error!r}. Give another --out.") from None
     now = json.loads(json.dumps(about))
-    if before != now:
-        differ = ", ".join(name for name in sorted({*before, *now}) if before.get(name) != now.get(name))
+    if differ := ", ".join(name for name in sorted({*before, *now} - GROWING) if before.get(name) != now.get(name)):
         raise ValueError(f"{path} holds another comparison, by {differ}. Give another --out, or leave --resume out.")
     return outcomes
