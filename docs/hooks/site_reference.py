@@ -123,6 +123,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.viz.cache_size",
             "jkv.viz.distances",
             "jkv.viz.frontier",
+            "jkv.viz.ranking",
             "jkv.viz.learning",
             "jkv.viz.redundancy",
             "jkv.viz.throughput",

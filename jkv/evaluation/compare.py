@@ -31,7 +31,6 @@ from jkv.policies import POLICIES, Policy, full, has_budget, has_setting, make
 from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
 
-
 GROWING = {"policies", "budgets", "settings"}  # of a comparison that is resumed
 
 

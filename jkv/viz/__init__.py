@@ -8,7 +8,8 @@ from jkv.viz.distances import distances
 from jkv.viz.frontier import frontier
 from jkv.viz.kept import Kept, kept
 from jkv.viz.learning import learning
+from jkv.viz.ranking import ranking
 from jkv.viz.redundancy import redundancy
 from jkv.viz.throughput import throughput
 
-__all__ = ["Kept", "cache_size", "distances", "frontier", "kept", "learning", "redundancy", "throughput"]
+__all__ = ["Kept", "cache_size", "distances", "frontier", "kept", "learning", "ranking", "redundancy", "throughput"]

@@ -15,18 +15,15 @@ def frontier(outcomes: Sequence[Any] | str | Path, title: str | None = None) -> 
     """Accuracy with its 95 % interval against the mean KV bytes held, in percent of the full cache's.
 
     `outcomes` are those of `jkv.evaluation.compare.compare`, their records, or the JSON file that `jkv eval --out` writes; one
-    of
-    them is `full`. Returns a figure of matplotlib.
+    of them is `full`. Returns a figure of matplotlib.
 
     Raises:
       ValueError: records of another kind, or no full cache to compare with.
       ImportError: no matplotlib.
     """
-    records = outcomes
+    points = points_of(outcomes)
     if isinstance(outcomes, str | Path):
-        title, records = title or Path(outcomes).stem, read_outcomes(Path(outcomes))
-    points: list[Any] = [types.SimpleNamespace(**one) if isinstance(one, dict) else one for one in records]  # type: ignore[union-attr]
-    check(points)
+        title = title or Path(outcomes).stem
     base = next(point for point in points if point.policy == "full")
     names = list(dict.fromkeys(point.policy for point in points if point.policy != "full"))
     figure, axes = subplots(size=(8.0, 5.2 if len(names) > 6 else 4.5))
@@ -49,6 +46,18 @@ def frontier(outcomes: Sequence[Any] | str | Path, title: str | None = None) -> 
     )
     name_lines(axes, ends)
     return figure
+
+
+def points_of(outcomes: Sequence[Any] | str | Path) -> list[Any]:
+    """Outcomes, their records or the file of them as objects with `FIELDS`.
+
+    Raises:
+      ValueError: records of another kind, or no full cache to compare with.
+    """
+    records = read_outcomes(Path(outcomes)) if isinstance(outcomes, str | Path) else outcomes
+    points: list[Any] = [types.SimpleNamespace(**one) if isinstance(one, dict) else one for one in records]
+    check(points)
+    return points
 
 
 def read_outcomes(path: Path) -> list[Any]:

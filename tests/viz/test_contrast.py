@@ -134,6 +134,7 @@ def figures(out):
         "distances": jkv.viz.distances({"raw": np.eye(3)}),
         "frontier": jkv.viz.frontier(json.loads((results / "all-tiny-reasoner.json").read_text())["outcomes"]),
         "learning": jkv.viz.learning(dict.fromkeys([*names, "full"], runs)),
+        "ranking": jkv.viz.ranking(results / "all-tiny-reasoner.json", 0.25, "A quarter", ["foresight"]),
         "redundancy": jkv.viz.redundancy({"a": jkv.analyze(["a b c\n\na b c"])}),
         "throughput": jkv.viz.throughput(pools),
     }

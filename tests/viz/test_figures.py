@@ -66,6 +66,19 @@ def test_frontier_draws_recorded_outcomes():
         np.testing.assert_allclose(bars, [[100 * one["low"], 100 * one["high"]] for one in mine], atol=1e-9)
 
 
+def test_ranking_draws_a_bar_for_each_policy_of_a_budget_the_best_on_top():
+    outcomes = json.loads((RESULTS / "all-tiny-reasoner.json").read_text())["outcomes"]
+    figure = jkv.viz.ranking(outcomes, 0.25, "A quarter", mark=["foresight"], leave_out=["quest"])
+    (axes,) = figure.axes
+    wanted = {one["policy"]: 100 * one["accuracy"] for one in outcomes if one["share"] == 0.25 and one["policy"] != "quest"}
+    names = [label.get_text() for label in axes.get_yticklabels()]
+    assert dict(zip(names, (bar.get_width() for bar in axes.patches), strict=True)) == wanted
+    assert sorted(wanted.values()) == [bar.get_width() for bar in axes.patches]
+    colours = {name: bar.get_facecolor() for name, bar in zip(names, axes.patches, strict=True)}
+    assert [name for name, colour in colours.items() if colour != colours["h2o"]] == ["foresight"]
+    assert line(axes, "full cache")[0, 0] == 100 * outcomes[0]["accuracy"]
+
+
 def test_throughput_draws_a_line_for_each_policy(tmp_path):
     path = tmp_path / "speed.json"
     path.write_text(json.dumps({"machine": {"cores": 2}, "pools": RECORDS}))
@@ -116,6 +129,8 @@ def test_names_beside_lines_keep_apart_and_inside():
         (lambda out: jkv.viz.cache_size(out, sample=7), "got 7"),
         (lambda out: jkv.viz.frontier([{"policy": "full"}]), "some have no accuracy"),
         (lambda out: jkv.viz.frontier(RESULTS / "cost.json"), 'an object with "outcomes"'),
+        (lambda out: jkv.viz.ranking(RESULTS / "all-tiny-reasoner.json", 0.2, "x"), "No policy has the budget 20%"),
+        (lambda out: jkv.viz.ranking(RESULTS / "all-tiny-reasoner.json", 0.25, "x", ["me"]), "the name me"),
         (lambda out: jkv.viz.throughput([]), "got none"),
         (lambda out: jkv.viz.throughput([{"policy": "full"}]), "records with policy, pool_bytes"),
         (lambda out: jkv.viz.throughput(RESULTS / "cost.json"), "a list of records"),
