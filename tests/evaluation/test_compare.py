@@ -4,7 +4,6 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import json
-import sys
 import types
 from pathlib import Path
 
@@ -21,10 +20,8 @@ from jkv.policies import full, r_kv, streaming_llm
 from jkv.policies import h2o as h2o_policy
 from jkv.policies import random as random_policy
 from jkv.policies import rpc as rpc_policy
-from jkv.reasoning.steering import SteeringVector
 from jkv.statistics import paired_change, pass_figures
 from jkv.tasks.evaluate import held_out
-from jkv.testing import random_statistics, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -236,31 +233,6 @@ def test_a_variant_has_its_policys_settings_and_its_own_on_top():
     assert bench.build("r_kv", 64, settings) == r_kv(64, 16, window=4)
 
 
-FOLDER = Path("configs/experiments").absolute()
-EXPERIMENTS = sorted(
-    path for path in FOLDER.glob("*.toml") if not path.stem.startswith(("train", "grpo", "probe"))
-)  # read by others
-
-
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=[path.stem for path in EXPERIMENTS])
-def test_every_experiment_names_policies_that_there_are(path, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    SteeringVector(np.ones((4, 8), np.float32)).save("steer.safetensors")
-    random_statistics(tiny_model()).save("queries.safetensors")
-    encoders = types.ModuleType("sentence_transformers")  # an extra that need not be installed
-    encoders.__spec__ = importlib.machinery.ModuleSpec("sentence_transformers", None)
-    monkeypatch.setitem(sys.modules, "sentence_transformers", encoders)
-    config = command.read_config(path)
-    settings = command.with_protection(config["settings"], config["policies"], config.get("protection", {}))
-    recipes = {name: settings.get(name, {}).get("policy", name) for name in config["policies"][1:] if name != "oracle"}
-    built = [bench.build(name, 64 if bench.has_budget(recipe) else None, settings) for name, recipe in recipes.items()]
-    assert len(set(built)) == len(built) == len({dataclasses.replace(policy, name="") for policy in built})
-    assert set(config) <= {*command.DEFAULTS, "policies"}
-    assert {"extends", "train"}.isdisjoint(config)
-    assert config["page_size"] == {"share-page-1": 1, "share-page-2": 2}.get(path.stem, 4)  # of tiny.toml
-    assert config["settings"]["r_kv"] == {"interval": 16, "window": 16 if path.stem == "all" else 4}
-
-
 def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out(2, seed=4)))
@@ -321,7 +293,8 @@ def test_a_model_with_chats_has_to_be_told_whether_this_is_one():
         assert chosen["chat_template"] is said
 
 
-FIGURES = sorted(FOLDER.parent.parent.glob("results/*-tiny-reasoner.json"))
+ROOT = Path(__file__).parents[2]
+FIGURES = sorted(ROOT.glob("results/*-tiny-reasoner.json"))
 RECORDED = [path for path in FIGURES if "outcomes" in json.loads(path.read_text())]  # analyses have none
 
 
@@ -346,7 +319,7 @@ def test_comparisons_recorded_before_go_on(path):
 
 
 def test_every_column_is_explained():
-    page = (FOLDER.parent.parent / "docs" / "evaluation.md").read_text()
+    page = (ROOT / "docs" / "evaluation.md").read_text()
     assert [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| ")][
         1 : 1 + len(bench.COLUMNS)
     ] == list(bench.COLUMNS)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,11 +10,7 @@ from scipy import stats
 
 import jkv
 from jkv import cli
-from jkv.cli.evaluate import read_config, with_protection
-from jkv.cli.probe import DEFAULTS
 from jkv.evaluation import probe as module
-from jkv.evaluation.compare import build
-from jkv.evaluation.contrasts import check_contrasts
 from jkv.evaluation.probe import (
     ORACLE,
     Reading,
@@ -24,12 +19,10 @@ from jkv.evaluation.probe import (
     probe,
     read_known,
     rows_of,
-    runs_of,
     table,
     text_sets,
 )
 from jkv.statistics import sign_flip_p
-from jkv.testing import random_networks, random_statistics, tiny_model
 
 SETTINGS = {"r_kv": {"interval": 8, "window": 4}, "random": {"interval": 8}}
 TABLES = {"chains": {"budgets": [48], "count": 2, "steps": 3, "passes": [0, 1]}}
@@ -189,31 +182,3 @@ def test_the_command_writes_tables_and_goes_on(tmp_path, capsys):
     assert cli.main(["probe", "--config", str(config), "--out", str(out), "--resume"]) == 0
     assert json.loads((out / "small.json").read_text())["readings"] == record["readings"]
     assert cli.main(["probe", "--config", str(config), "--resume"]) == 2
-
-
-FOLDER = Path("configs/experiments").absolute()
-EXPERIMENTS = sorted(FOLDER.glob("probe*.toml"))
-
-
-class Words:
-    """A tokenizer whose tokens are words, of about as many tokens as a chat model's."""
-
-    def encode(self, text, add_special_tokens=True):
-        return text.split()
-
-
-@pytest.mark.parametrize("path", EXPERIMENTS, ids=[path.stem for path in EXPERIMENTS])
-def test_every_experiment_names_policies_and_texts_that_there_are(path, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    random_statistics(tiny_model()).save("queries.safetensors")
-    random_networks(tiny_model()).save("foresight.safetensors")
-    config = DEFAULTS | read_config(path)
-    assert set(config) == set(DEFAULTS)
-    check_contrasts(config["contrasts"], config["policies"])
-    named = [name for name in config["policies"] if name != ORACLE]
-    settings = with_protection(config["settings"], named, config["protection"])
-    for texts in text_sets(config["texts"]):
-        small = dataclasses.replace(texts, options=texts.options | {"count": 1})
-        runs = runs_of(texts, named, small.probes(Words()), settings, config["seeds"])
-        built = [dataclasses.replace(build(name, slots, settings, seed), name="") for name, slots, seed in runs]
-        assert len(set(built)) == len(built) >= len(named)
