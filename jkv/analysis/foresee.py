@@ -16,10 +16,10 @@ from jaxtyping import Array, Float, Int
 from jkv.analysis.calibration import is_one
 from jkv.analysis.recall import padded, queries_keys_values, received_so_far
 from jkv.checks import check_counts
-from jkv.model.params import Model
+from jkv.model.params import Model, ModelConfig
 from jkv.model.rope import rope_of
 from jkv.policies.calibration import identity_of
-from jkv.policies.foresight import Foresight, Network, expected_reads, features
+from jkv.policies.foresight import AGES, INPUTS, Foresight, Network, expected_reads, features
 from jkv.replay.score import check_tokens
 from jkv.reports import Report
 
@@ -27,7 +27,7 @@ REPORTED = 100  # steps between two reports
 STRIDE = 16  # tokens between two moments
 RECENT = 4  # slots that are never candidates, as the policy keeps them
 FIRST = 4  # moment; before it, few slots are old
-POWER = 2  # of the attention that is foreseen
+POWER = 2  # of the attention that is foreseen, by default
 RATE, DECAY = 3e-3, 1e-3  # of AdamW, the rate falling to 0 along a cosine
 
 
@@ -48,6 +48,8 @@ def foresee(
     steps: int = 2_000,
     batch: int = 8,
     seed: int = 0,
+    without: Sequence[str] = (),
+    power: int = POWER,
     report: Report = lambda figures: None,
 ) -> Foresight:
     """The networks of `jkv.foresight` for a model, trained on texts such as its own completions with the full cache.
@@ -59,22 +61,33 @@ def foresee(
       steps: of training.
       batch: moments of a step.
       seed: of the first weights and of the order of the texts.
+      without: inputs that the networks do not see, of "key", "value" and "age", to learn what each is worth.
+      power: of the attention that they learn to expect; 1 counts what is spread thinly, too.
       report: receives the mean loss, in nats, of every hundred steps.
 
     Raises:
-      ValueError: no text that is long enough, or text for a model without a tokenizer.
+      ValueError: no text that is long enough, text for a model without a tokenizer, or an input that there is not.
     """
-    check_counts(hidden=hidden, steps=steps, batch=batch)
+    check_counts(hidden=hidden, steps=steps, batch=batch, power=power)
+    is_seen = seen_inputs(model.config, without)
     sequences = [encode(model, text) for text in ([texts] if is_one(texts) else texts)]
     shortest = (FIRST + 1) * STRIDE
     sequences = [sequence for sequence in sequences if len(sequence) >= shortest]
     if not sequences:
         raise ValueError(f"Foresight is trained on texts of at least {shortest} tokens; got none. Pass longer ones.")
-    moments = watch(model, sequences)
+    moments = watch(model, sequences, power)
     rope = jax.tree.map(jnp.asarray, rope_of(model.config))
-    network = fit(rope, moments, spread_of(rope, moments), hidden, steps, batch, seed, report)
+    network = fit(rope, moments, spread_of(rope, moments), is_seen, hidden, steps, batch, seed, report)
     about = identity_of(model) | {"tokens": str(sum(map(len, sequences)))}
     return Foresight(jax.tree.map(np.asarray, network), about)
+
+
+def seen_inputs(config: ModelConfig, without: Sequence[str]) -> Float[np.ndarray, " F"]:
+    """1 for each number that the networks see of a slot, 0 for those of the inputs that are left out."""
+    if unknown := sorted(set(without) - set(INPUTS)):
+        raise ValueError(f"Foresight reads {', '.join(INPUTS)}; it cannot do without {', '.join(map(repr, unknown))}.")
+    sizes = dict(zip(INPUTS, (config.head_size, config.head_size, len(AGES)), strict=True))
+    return np.concatenate([np.full(size, name not in without, np.float32) for name, size in sizes.items()])
 
 
 def encode(model: Model, text: Any) -> np.ndarray:
@@ -88,7 +101,7 @@ def encode(model: Model, text: Any) -> np.ndarray:
     return ids[: model.config.max_positions]
 
 
-def watch(model: Model, sequences: Sequence[np.ndarray]) -> Moments:
+def watch(model: Model, sequences: Sequence[np.ndarray], power: int = POWER) -> Moments:
     """One full-cache pass over each text."""
     width = max(padded(sequence).shape[1] for sequence in sequences)
     num_moments = width // STRIDE
@@ -102,7 +115,7 @@ def watch(model: Model, sequences: Sequence[np.ndarray]) -> Moments:
         for layer, (query, *cached) in enumerate(queries_keys_values(model.params, padded(sequence))):
             for kept, of_layer in zip((key, value), cached, strict=True):
                 kept[i, layer, :, :total] = np.asarray(of_layer)[:total].swapaxes(0, 1)
-            received = np.asarray(received_so_far(query, cached[0], POWER))[:, :, :total]
+            received = np.asarray(received_so_far(query, cached[0], power))[:, :, :total]
             later = received[:, total, None] - received[:, :total:STRIDE]  # [K, E, S]
             later /= np.maximum(later.sum(axis=-1, keepdims=True), 1e-9)
             reads[i, : later.shape[1], layer, :, :total] = later.swapaxes(0, 1)
@@ -126,13 +139,17 @@ def fit(
     rope: Any,
     moments: Moments,
     spread: tuple[np.ndarray, np.ndarray],
+    is_seen: Float[np.ndarray, " F"],
     hidden: int,
     steps: int,
     batch: int,
     seed: int,
     report: Report,
 ) -> Network:
-    """The networks after training; their inputs are what `features` returns, with `spread` folded into the first weights."""
+    """The networks after training; their inputs are what `features` returns, with `spread` folded into the first weights.
+
+    Weights of inputs that `is_seen` leaves out are 0.
+    """
     import optax
 
     mean, deviation = (jnp.asarray(x) for x in spread)
@@ -152,7 +169,7 @@ def fit(
         now = moment * STRIDE
         position = jnp.broadcast_to(jnp.arange(moments.key.shape[3], dtype=jnp.int32), moments.key.shape[1:4])
         x = features(rope, moments.key[text], moments.value[text], position, now - 1 - position)
-        expected = expected_reads(network, (x - mean[:, :, None]) / deviation[:, :, None])
+        expected = expected_reads(network, is_seen * (x - mean[:, :, None]) / deviation[:, :, None])
         is_old = position < now - RECENT
         reads = jnp.where(is_old, moments.reads[text, moment].astype(jnp.float32), 0.0)
         reads = reads / jnp.maximum(reads.sum(axis=-1, keepdims=True), 1e-6)
@@ -181,5 +198,5 @@ def fit(
         carry, losses = several(carry, moments, jnp.arange(start, min(start + REPORTED, steps)))
         report({"step": start + len(losses), "loss": float(losses.mean())})
     into, bias, out = carry[0]
-    into = into / deviation[..., None]
+    into = into * is_seen[:, None] / deviation[..., None]
     return Network(into, bias - jnp.einsum("lkf,lkfi->lki", mean, into), out)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, check_target, passages
+from jkv.cli.inputs import LOOKS, check_target, passages, words
 
 
 def add(commands: Any) -> None:
@@ -28,6 +28,10 @@ def add(commands: Any) -> None:
     command.add_argument("--hidden", type=int, default=32, help="hidden units of each network (default %(default)s)")
     command.add_argument("--steps", type=int, default=2_000, help="of training (default %(default)s)")
     command.add_argument("--seed", type=int, default=0, help="of the training (default %(default)s)")
+    command.add_argument(
+        "--without", type=words, default=[], help="inputs to leave out, of key, value and age, comma-separated"
+    )
+    command.add_argument("--power", type=int, default=2, help="of the attention that is expected (default %(default)s)")
     command.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
 
 
@@ -37,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.checks import check_counts
     from jkv.model import checkpoint
 
-    check_counts(**{name: getattr(options, name) for name in ("passages", "length", "hidden", "steps")})
+    check_counts(**{name: getattr(options, name) for name in ("passages", "length", "hidden", "steps", "power")})
     check_target(options.out)
     model = checkpoint.load(options.model)
     texts = [[*prompt, *rest] for prompt, rest in passages(model, options.text, options.passages, options.length, 1)]
@@ -45,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
     def report(figures: dict[str, Any]) -> None:
         print(f"step {figures['step']:,} of {options.steps:,}: loss {figures['loss']:.3f} nats", file=sys.stderr, flush=True)
 
-    network = foresee(model, texts, hidden=options.hidden, steps=options.steps, seed=options.seed, report=report)
+    chosen = {name: getattr(options, name) for name in ("hidden", "steps", "seed", "without", "power")}
+    network = foresee(model, texts, **chosen, report=report)
     network.save(options.out)
     print(f"wrote {options.out}: {network}", file=sys.stderr)
     return 0

@@ -19,6 +19,7 @@ from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.view import CacheView
 
+INPUTS = ("key", "value", "age")  # what a network reads of a slot
 AGES = tuple(2 ** (i / 4) for i in range(8, 57))  # tokens, from 4 to 16,384: the nodes between which a slot's age lies
 
 

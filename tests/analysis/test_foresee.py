@@ -45,6 +45,24 @@ def test_trained_networks_keep_more_than_random_ones_on_texts_that_they_never_sa
     assert oracle.sharp_recall.mean() > own.sharp_recall.mean()
 
 
+def test_inputs_that_are_left_out_have_no_weights_and_others_do():
+    model, size = tiny_model(), TINY.head_size
+    into = jkv.foresee(model, drawn_texts(model, 2), hidden=4, steps=3, without=["value", "age"]).arrays.into
+    assert (into[:, :, size:] == 0).all()
+    assert (into[:, :, :size] != 0).all()
+    with pytest.raises(ValueError, match=r"Foresight reads key, value, age; it cannot do without 'ages'"):
+        jkv.foresee(model, drawn_texts(model, 2), without=["ages"])
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_the_power_is_that_of_the_attention(power):
+    model, text = tiny_model(), np.array(drawn_texts(tiny_model(), 1)[0])
+    reads = training.watch(model, [text], power).reads[0, 5, 1, :, : len(text)]
+    received = list(attention_received(model.params, text.tolist()))[1][power - 1]
+    later = received[:, -1] - received[:, 80]
+    np.testing.assert_allclose(reads, later / later.sum(axis=-1, keepdims=True), atol=1e-3)
+
+
 def test_training_is_repeatable_and_its_file_returns_it(tmp_path):
     model = tiny_model()
     texts = drawn_texts(model, 3, 100)
