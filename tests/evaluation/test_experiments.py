@@ -4,6 +4,7 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -25,6 +26,7 @@ from jkv.testing import random_networks, random_statistics, tiny_model
 
 FOLDER = Path("configs/experiments").absolute()
 EXPERIMENTS = sorted(path for path in FOLDER.glob("*.toml") if not path.stem.startswith(("train", "grpo", "probe", "real")))
+NETWORKS = sorted({name for path in FOLDER.glob("*.toml") for name in re.findall(r'"(\S+\.safetensors)"', path.read_text())})
 PROBES, REAL = (sorted(FOLDER.glob(f"{kind}*.toml")) for kind in ("probe", "real"))
 
 
@@ -36,9 +38,10 @@ def ids(paths):
 def in_folder(monkeypatch, tmp_path):
     """A folder with the files that policies are made of."""
     monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(NETWORKS):
+        random_networks(tiny_model(), seed=seed).save(name)
     SteeringVector(np.ones((4, 8), np.float32)).save("steer.safetensors")
     random_statistics(tiny_model()).save("queries.safetensors")
-    random_networks(tiny_model()).save("foresight.safetensors")
     encoders = types.ModuleType("sentence_transformers")  # an extra that need not be installed
     encoders.__spec__ = importlib.machinery.ModuleSpec("sentence_transformers", None)
     monkeypatch.setitem(sys.modules, "sentence_transformers", encoders)
