@@ -52,6 +52,7 @@ from jkv.policies import (
     Read,
     chain,
     evict_by,
+    published,
 )
 from jkv.policies.foresight import Foresight
 from jkv.policies.query_statistics import QueryStatistics
@@ -103,6 +104,7 @@ __all__ = [
     "generate",
     "load",
     "plan",
+    "published",
     "restore",
     "rl",
     "save",

@@ -83,7 +83,11 @@ def settings_of(name: str) -> str:
         return f"`jkv.{name}()` has no settings."
     rows = [f"| `{field.name}` | `{type_of(field)}` | {default_of(field)} |" for field in fields]
     call = ", ".join(field.name + "=..." for field in fields if field.default is field.empty)
-    return "\n".join([f"`jkv.{name}({call})`", "", "| setting | type | default |", "|---|---|---|", *rows])
+    lines = [f"`jkv.{name}({call})`", "", "| setting | type | default |", "|---|---|---|", *rows]
+    if own := entry_of(POLICIES[name]).published:
+        values = ", ".join(f"`{field}={value!r}`" for field, value in own.items())
+        lines += ["", f'As published, `jkv.published("{name}", {call})`: {values}.']
+    return "\n".join(lines)
 
 
 def type_of(field: inspect.Parameter) -> str:

@@ -37,6 +37,7 @@ GROUPS: Mapping[str, Group] = {
         "`jkv.POLICIES` maps each name to its recipe. [A policy of your own](../your-own-policy.md) is the guide.",
         (
             "jkv.evict_by",
+            "jkv.published",
             "jkv.chain",
             "jkv.verify",
             "jkv.Policy",

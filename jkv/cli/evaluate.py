@@ -272,7 +272,7 @@ def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], give
     fields, recipes = {}, POLICIES | {ORACLE: oracle}
     for name in policies:
         recipe = recipes.get(settings.get(name, {}).get("policy", name))  # an unknown one is refused later
-        fields[name] = set(inspect.signature(recipe).parameters) if recipe else set()
+        fields[name] = {*inspect.signature(recipe).parameters, "published"} if recipe else set()
     for field in given:
         if not any(field in known for known in fields.values()):
             raise ValueError(f"No policy of this comparison has the setting {field}; got {', '.join(policies)}. Leave it out.")

@@ -78,4 +78,6 @@ def explain(name: str) -> str:
     }
     flags = "".join(f"\n  --{flag:<18}{words}" for flag, words in said.items())
     text = inspect.getdoc(recipe) or ""
+    own = ", ".join(f"{field}={value!r}" for field, value in entry.published.items())
+    flags += f"\n\nAs published (`jkv.published`, or --set published=true): {own}" if own else ""
     return f"{entry.title}{paper}: {entry.idea}\n\n{text}\n\nSettings, as options of `jkv generate`:{flags or ' none'}"

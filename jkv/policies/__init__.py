@@ -10,7 +10,7 @@ from jkv.policies.chain import chain
 from jkv.policies.evict import Evict
 from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy, Read, evict_by
-from jkv.policies.recipe import recipes_in
+from jkv.policies.recipe import entry_of, recipes_in
 from jkv.policies.schedules import AfterPrompt, EachStep, Every, Growing
 from jkv.policies.table import *  # noqa: F403 -- the recipes
 from jkv.policies.view import CacheView
@@ -32,6 +32,7 @@ __all__ = [
     "chain",
     "evict_by",
     "make",
+    "published",
     *POLICIES,
 ]
 
@@ -53,7 +54,7 @@ def needs_no_file(name: str) -> bool:
 
 
 def make(name: str, settings: Mapping[str, Any]) -> Policy:
-    """The policy with a name and settings, as a user types them.
+    """The policy with a name and settings, as a user types them; `published=True` is the same as `published(name)`.
 
     Raises:
       ValueError: an unknown name or setting, a missing setting, or one of the wrong type; the known ones are listed.
@@ -63,6 +64,9 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
     """
     if name not in POLICIES:
         raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}.{did_you_mean(name, POLICIES)}")
+    if "published" in settings:
+        own = {field: value for field, value in settings.items() if field != "published"}
+        settings = (entry_of(POLICIES[name]).published if settings["published"] else {}) | own
     fields = inspect.signature(POLICIES[name]).parameters
     if settings and not fields:
         raise ValueError(f"{name} has no settings; got {', '.join(settings)}. Name a policy that has, such as r_kv.")
@@ -74,3 +78,17 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
         if parameter.default is parameter.empty and field not in settings:
             raise ValueError(f"{name} needs {field}=; its settings are: {known}.")
     return POLICIES[name](**settings)
+
+
+def published(name: str, **settings: Any) -> Policy:
+    """The policy of a paper as its authors run it, where the default departs from that; `settings` go before.
+
+    `jkv policies NAME` shows which settings these are. What no setting can change is listed there as a departure.
+
+    Raises:
+      ValueError: as `make`.
+
+    >>> published("snap_kv", budget=512)
+    snap_kv(budget=512, when='prefill', window=32, pool=5)
+    """
+    return make(name, {"published": True, **settings})

@@ -6,7 +6,12 @@ from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 
-@recipe("Ada-KV", idea="as `snap_kv`; the KV heads of a layer compete for the slots of the layer", arxiv="2407.11550")
+@recipe(
+    "Ada-KV",
+    idea="as `snap_kv`; the KV heads of a layer compete for the slots of the layer",
+    arxiv="2407.11550",
+    published={"when": "prefill", "window": 32},
+)
 def ada_kv(
     budget: int,
     when: str = "decode",

@@ -6,7 +6,12 @@ from jkv.policies.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 
-@recipe("PyramidKV", idea="as `snap_kv`, with larger budgets in the first layers than in the last", arxiv="2406.02069")
+@recipe(
+    "PyramidKV",
+    idea="as `snap_kv`, with larger budgets in the first layers than in the last",
+    arxiv="2406.02069",
+    published={"when": "prefill", "window": 32, "pool": 5},
+)
 def pyramid_kv(
     budget: int,
     when: str = "decode",

@@ -8,6 +8,7 @@ from jkv.policies.recipe import recipe
     "Quest",
     idea="keeps every token; each step reads only the pages with the highest bounds on attention, so no memory is freed",
     arxiv="2406.10774",
+    published={"dense_layers": 2},
 )
 def quest(budget: int, dense_layers: int | None = None, over_group: str = "max") -> Policy:
     """Quest: each query reads about `budget` slots of each layer and KV head, in whole pages, always with the current page.

@@ -53,6 +53,7 @@ def redundancy_of(view: CacheView, similarity: float, exempt: int = 1, exempt_fi
     "R-KV",
     idea="keeps tokens with high attention from the last queries, and evicts keys that are similar to another key",
     arxiv="2505.24133",
+    published={"over_group": "max-probability", "pool_first": True},
 )
 def r_kv(
     budget: int,

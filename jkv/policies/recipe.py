@@ -27,16 +27,22 @@ class Entry:
       idea: what the method keeps, shares or changes, in a line of Markdown that starts with a verb.
       arxiv: the arXiv id of the paper, if there is one.
       module: the module of the recipe.
+      published: the settings of the paper or its authors' code where they are not the defaults (`published`).
     """
 
     title: str
     idea: str
     arxiv: str | None
     module: str
+    published: dict[str, Any]
 
 
-def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Callable[P, Policy]], Callable[P, Policy]]:
+def recipe(
+    title: str, *, idea: str, arxiv: str | None = None, published: Mapping[str, Any] | None = None
+) -> Callable[[Callable[P, Policy]], Callable[P, Policy]]:
     """Makes a function a recipe: settings of the wrong type are refused by name, and NumPy numbers become Python numbers.
+
+    The arguments are the fields of `Entry`.
 
     >>> @recipe("Mine", idea="keeps every token")
     ... def mine(budget: int) -> Policy:
@@ -61,7 +67,7 @@ def recipe(title: str, *, idea: str, arxiv: str | None = None) -> Callable[[Call
                 check_size(name, given.arguments[field])
             return noted(build(*given.args, **given.kwargs), build.__name__, (), given.arguments)
 
-        vars(checked)["entry"] = Entry(title, idea, arxiv, build.__module__)
+        vars(checked)["entry"] = Entry(title, idea, arxiv, build.__module__, dict(published or {}))
         return checked
 
     return decorate

@@ -13,6 +13,7 @@ WHEN = ("decode", "prefill")
     "SnapKV",
     idea='keeps tokens with high attention from the last queries; repeatedly, or once after the prompt (`when="prefill"`)',
     arxiv="2404.14469",
+    published={"when": "prefill", "window": 32, "pool": 5},
 )
 def snap_kv(
     budget: int,

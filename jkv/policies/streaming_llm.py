@@ -7,7 +7,12 @@ from jkv.policies.schedules import Every
 from jkv.policies.scores import Recency
 
 
-@recipe("StreamingLLM", idea="keeps the first tokens and the most recent tokens", arxiv="2309.17453")
+@recipe(
+    "StreamingLLM",
+    idea="keeps the first tokens and the most recent tokens",
+    arxiv="2309.17453",
+    published={"positions": "cache", "interval": 1},
+)
 def streaming_llm(
     budget: int, sinks: int = 4, interval: int = 128, positions: str = "true", protect_prompt: bool = False
 ) -> Policy:

@@ -12,6 +12,7 @@ import pytest
 
 import jkv
 from jkv import cli, policies
+from jkv.policies import make
 from jkv.policies.recipe import entry_of, markdown, page_with_table, recipes_in
 
 ROOT = Path(__file__).parents[2]
@@ -139,3 +140,30 @@ def test_the_full_cache_comes_first_and_the_others_by_name():
 def test_a_line_of_the_table_that_enters_no_recipe_is_refused():
     with pytest.raises(ValueError, match="must have recipes only; chain is not one"):
         recipes_in({"r_kv": jkv.r_kv, "chain": jkv.chain, "__name__": "table"})
+
+
+DEPARTING = [name for name, recipe in jkv.POLICIES.items() if entry_of(recipe).published]
+
+
+@pytest.mark.parametrize("name", DEPARTING)
+def test_published_settings_are_none_of_the_defaults_and_go_after_a_users_own(name, capsys):
+    own = entry_of(jkv.POLICIES[name]).published
+    defaults = {field.name: field.default for field in inspect.signature(jkv.POLICIES[name]).parameters.values()}
+    assert all(field in defaults and defaults[field] != value for field, value in own.items())
+    policy = jkv.published(name, budget=512)
+    assert policy == jkv.POLICIES[name](budget=512, **own) != jkv.POLICIES[name](budget=512)
+    assert make(name, {"budget": 512, "published": False}) == jkv.POLICIES[name](budget=512)
+    assert make(name, {"budget": 512, "published": True}) == policy
+    first, kept = next(iter(own)), dict(list(own.items())[1:])
+    back = jkv.published(name, budget=512, **{first: defaults[first]})
+    assert back == jkv.POLICIES[name](budget=512, **kept)
+    assert cli.main(["policies", name]) == 0
+    shown = ", ".join(f"{field}={value!r}" for field, value in own.items())
+    assert f"As published (`jkv.published`, or --set published=true): {shown}" in capsys.readouterr().out
+
+
+def test_what_has_no_other_settings_is_published_as_it_is():
+    assert len(DEPARTING) == 6
+    assert jkv.published("tova", budget=64) == jkv.tova(budget=64)
+    with pytest.raises(ValueError, match="tova has these settings"):
+        jkv.published("tova", budget=64, window=4)
