@@ -196,7 +196,8 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     def report(outcomes: list[bench.Outcome]) -> None:
         print(markdown_line(bench.cells_of(outcomes[-1])), flush=True)
         if options.out:  # after each, so that nothing is lost when the next is interrupted
-            bench.write(outcomes, options.out, name, about, draws, notes)
+            written = {one.key for one in outcomes}
+            bench.write([*outcomes, *(one for one in known if one.key not in written)], options.out, name, about, draws, notes)
 
     known = start_or_resume(options, name, about)
     print(bench.table([], ks), flush=True)

@@ -76,6 +76,11 @@ class Outcome:
     num_raised: int = 0  # problems with the least budget that the policy accepts, which is more than the share
 
     @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is of, within a comparison."""
+        return self.policy, self.settings, self.share, self.is_each
+
+    @property
     def rights(self) -> np.ndarray:
         """Which samples of each problem are right: [problems, n] bool."""
         return np.array([mark == "1" for mark in self.right]).reshape(self.problems, -1)
@@ -134,7 +139,7 @@ def compare(
     if ORACLE in policies:
         settings_of_oracle(settings)
         check_greedy(samples, options.get("sampling"))
-    done = {(outcome.policy, outcome.settings, outcome.share, outcome.is_each): outcome for outcome in known}
+    done = {outcome.key: outcome for outcome in known}
 
     def outcome_of(versions: dict[int | None, list[Policy]], size: Budget, base: Outcome | None) -> Outcome:
         first = next(iter(versions.values()))[0]

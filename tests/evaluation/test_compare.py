@@ -126,6 +126,11 @@ def test_what_is_known_is_written_when_the_next_is_interrupted(ready_runs, monke
     assert cli.main(["eval", *more, "--out", str(tmp_path / "out"), "--resume"]) == 0
     assert [(policy.name, policy.budget) for policy in runs] == [("h2o", 32), ("h2o", 48)]
     assert json.loads(file.read_text())["outcomes"][:3] == after
+    runs[:] = [None]  # interrupted in the second that is new, which comes first: what was known is not lost
+    more[3] = "tova,streaming_llm"
+    assert cli.main(["eval", *more, "--out", str(tmp_path / "out"), "--resume"]) != 0
+    written = json.loads(file.read_text())["outcomes"]
+    assert {(one["policy"], one["budget"]) for one in written} >= {("tova", 32), ("streaming_llm", 32), ("streaming_llm", 48)}
     assert cli.main(["eval", *few[2:], "--problems", "3", "--out", str(tmp_path / "out"), "--resume"]) == 2
     assert "holds another comparison" in capsys.readouterr().err
 
