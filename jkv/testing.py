@@ -14,6 +14,8 @@ from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params, i
 from jkv.model.rope import Rope, pair_norms
 from jkv.policies.calibration import Calibration, identity_of
 from jkv.policies.foresight import Foresight, Network
+from jkv.policies.gate import Gate
+from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.view import CacheView
 
@@ -119,6 +121,7 @@ def random_view(
     rope = Rope(jnp.broadcast_to(10.0 ** -jnp.arange(4.0), (batch, 4)), jnp.ones(batch))
     mean = jnp.asarray(rng.standard_normal((batch, heads * group, 8)), jnp.float32)
     moments = QueryMoments(mean, pair_norms(mean, 4) + jnp.asarray(rng.random((batch, heads * group, 4)), jnp.float32))
+    gate = np.where(position == EMPTY, np.float32(np.nan), rng.standard_normal(position.shape, np.float32))
     return CacheView(
         jnp.asarray(key, dtype),
         jnp.asarray(value, dtype),
@@ -133,6 +136,7 @@ def random_view(
         rope=rope,
         projected_norm=jnp.asarray(norm),
         calibration=moments,
+        gate=jnp.asarray(gate),
     )
 
 
@@ -154,13 +158,34 @@ def random_networks(model: Model, hidden: int = 4, seed: int = 0) -> Foresight:
     return like
 
 
+def random_gate(model: Model, kind: str = "linear", seed: int = 0) -> Gate:
+    """A random gate that `jkv.learned_gate` takes for one of this model: "dms", "linear" or "mlp" (KVzap), or "fast".
+
+    About half of its numbers are below 0 ("fast": below 0.5).
+    """
+    arrays: Any = {
+        "dms": DmsGate(*(np.zeros((1,) * n, np.float32) for n in (2, 3, 2))),
+        "linear": KVzapLinearGate(*(np.zeros((1,) * n, np.float32) for n in (3, 2))),
+        "mlp": KVzapMlpGate(*(np.zeros((1, *shape), np.float32) for shape in ((5, 1), (5,), (1, 5), (1,)))),
+        "fast": FastKVzipGate(
+            *(
+                np.zeros((1, *shape), np.float32)
+                for shape in ((1, 1, 4, 1), (1, 1, 4), (4,), (1, 4, 1), (4,), (1, 3, 4), (1, 1))
+            )
+        ),
+    }
+    gate = random_calibration(Gate(arrays[kind]), model, seed)
+    assert isinstance(gate, Gate)
+    return gate
+
+
 def random_calibration(like: Calibration, model: Model, seed: int = 0) -> Calibration:
     """A random calibration of the same kind that a policy takes for one of this model."""
     if isinstance(like, QueryStatistics):
         return random_statistics(model, seed)
     rng = np.random.default_rng(seed)
     arrays = (rng.standard_normal(shape).astype(np.float32) for shape in like.shapes_for(model.config).values())
-    return type(like)(like.kind(*arrays), identity_of(model))
+    return type(like)(type(like.arrays)(*arrays), identity_of(model))
 
 
 def assert_no_pool_copy(compiled: Any, pool: Any, other_bytes: int = 0) -> None:

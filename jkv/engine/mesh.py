@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jkv.engine import chunk_inputs, programs
 from jkv.engine.programs import ChunkOutputs, State
 from jkv.engine.sharding import HEADS, P, is_spec, specs_of
+from jkv.model import weights
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Needs, Policy
 
@@ -115,6 +116,14 @@ def shardings(params: Params, mesh: Mesh) -> Params:
 def shard(params: Params, mesh: Mesh) -> Params:
     """The weights, split over the axis "tensor" of a mesh; weights that are already in place are not copied."""
     return jax.device_put(params, shardings(params, mesh))
+
+
+def place_gate(gate: Any, params: Params, mesh: Mesh | None) -> Any:
+    """The arrays of a gate on the devices of the weights; a mesh splits their KV heads."""
+    if mesh is None:
+        return jax.device_put(gate, weights.place_of(params))
+    mesh = arrange(mesh)
+    return jax.device_put(gate, placed(mesh, specs_of(type(gate), gate, "gate"), gate))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -169,11 +169,13 @@ class Sample:
     def budgets(self) -> Any:
         """The most slots that the next compaction leaves in each layer: [L]."""
         target: Any = self.request.policy.target(len(self.request.prompt), self.generated)
+        if not self.request.policy.is_planned:
+            return np.full(len(self.filled), self.num_seen)
         return self.request.policy.budgets(target, len(self.filled), self.num_seen)
 
     @property
     def compacted(self) -> Any:
-        """`filled` after the compaction that is due now, if any."""
+        """`filled` after the compaction that is due now, if any; the most that it may be, where scores decide how many stay."""
         if self.keeps_all:
             return self.filled
         return compacted(self.request.policy, self.filled, len(self.request.prompt), self.generated)
@@ -181,7 +183,12 @@ class Sample:
     @property
     def is_due(self) -> bool:
         """Whether its row is to be compacted now."""
-        return not self.is_finished and bool((self.compacted < self.filled).any())
+        if self.is_finished or self.keeps_all:
+            return False
+        if not self.request.policy.is_planned:
+            target = self.request.policy.target(len(self.request.prompt), self.generated)
+            return target is not None and bool((self.filled > target).any())
+        return bool((self.compacted < self.filled).any())
 
     def restart(self, stops: StopFinder | None, version: int) -> None:
         """Makes it fresh; `version` is of the weights that it will start with. Events go on where they stopped.
@@ -230,9 +237,12 @@ class Sample:
         if row.steered is not None and policy.steer:
             self.trace.steered(now, row.steered)
 
-    def compact(self, dropped: np.ndarray | None) -> None:
-        """Counts the compaction that was due; `dropped` are its positions ([L, K, S], EMPTY for kept), when traced."""
-        compacted = self.compacted
+    def compact(self, dropped: np.ndarray | None, left: np.ndarray | None = None) -> None:
+        """Counts the compaction that was due; `dropped` are its positions ([L, K, S], EMPTY for kept), when traced.
+
+        `left` are the slots that are left ([L, K]), where scores decided how many.
+        """
+        compacted = self.compacted if left is None else left.mean(axis=1)
         self.completion.compactions += 1
         self.completion.evicted += float((self.filled - compacted).mean())
         self.filled = compacted

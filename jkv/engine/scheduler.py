@@ -237,7 +237,7 @@ class Scheduler:
             return sample.most_pages
         slots = sample.filled + policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
         held = min(policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size), sample.most_pages)
-        return held - (sample.prefix.num_full_pages if shares else 0)
+        return held - (sample.prefix.num_full_pages if shares and policy.keeps_prefix else 0)
 
     def _num_steps(self) -> int:
         """Steps of the next chunk, which must not pass a row's next compaction."""
