@@ -163,18 +163,17 @@ def random_gate(model: Model, kind: str = "linear", seed: int = 0) -> Gate:
 
     About half of its numbers are below 0 ("fast": below 0.5).
     """
-    arrays: Any = {
-        "dms": DmsGate(*(np.zeros((1,) * n, np.float32) for n in (2, 3, 2))),
-        "linear": KVzapLinearGate(*(np.zeros((1,) * n, np.float32) for n in (3, 2))),
-        "mlp": KVzapMlpGate(*(np.zeros((1, *shape), np.float32) for shape in ((5, 1), (5,), (1, 5), (1,)))),
-        "fast": FastKVzipGate(
-            *(
-                np.zeros((1, *shape), np.float32)
-                for shape in ((1, 1, 4, 1), (1, 1, 4), (4,), (1, 4, 1), (4,), (1, 3, 4), (1, 1))
-            )
+    kinds: dict[str, tuple[Any, list[tuple[int, ...]]]] = {  # with the sizes that the model does not decide
+        "dms": (DmsGate, [(1, 1), (1, 1, 1), (1, 1)]),
+        "linear": (KVzapLinearGate, [(1, 1, 1), (1, 1)]),
+        "mlp": (KVzapMlpGate, [(1, 5, 1), (1, 5), (1, 1, 5), (1, 1)]),
+        "fast": (
+            FastKVzipGate,
+            [(1, 1, 1, 4, 1), (1, 1, 1, 4), (1, 4), (1, 1, 4, 1), (1, 4), (1, 1, 3, 4), (1, 1, 1)],
         ),
     }
-    gate = random_calibration(Gate(arrays[kind]), model, seed)
+    arrays, shapes = kinds[kind]
+    gate = random_calibration(Gate(arrays(*(np.zeros(shape, np.float32) for shape in shapes))), model, seed)
     assert isinstance(gate, Gate)
     return gate
 

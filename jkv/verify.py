@@ -236,7 +236,8 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
     elif policy.steer is not None:
         policy = dataclasses.replace(policy, steer=dataclasses.replace(policy.steer, strength=0.0, growth=0.0))
     elif not policy.is_planned:
-        policy = dataclasses.replace(policy, schedule=dataclasses.replace(schedule, threshold=-math.inf))
+        wide = schedule
+        policy = dataclasses.replace(policy, schedule=dataclasses.replace(wide, threshold=-math.inf))
     elif schedule is not None:  # it drops by its schedule, whatever the budget: stop before
         new_tokens = (schedule.steps_until_due(0) or 2) - 1
         new_tokens = new_tokens // CHUNK * CHUNK or new_tokens  # whole chunks: a shorter one is a program more

@@ -8,16 +8,14 @@ from jkv.cache.pool import EMPTY, Pool
 GATE = "gate"  # slot data
 
 
-def store_gate(
-    pool: Pool, layer: int, row: Int[Array, " R"], num_new: Int[Array, " R"], value: Float[Array, "R T K"]
-) -> Pool:
-    """The pool with the numbers of each row's next `num_new` (at most T) tokens, before `jkv.cache.pool.advance` counts them."""
-    offset = jnp.arange(value.shape[1], dtype=jnp.int32)
+def store_gate(pool: Pool, layer: int, row: Int[Array, " R"], num_new: Int[Array, " R"], number: Float[Array, "R T K"]) -> Pool:
+    """The pool with the numbers of each row's next `num_new` (at most T) tokens, which `advance` counts later."""
+    offset = jnp.arange(number.shape[1], dtype=jnp.int32)
     slot = pool.length[layer, row][..., None] + offset
     if pool.vacant_slot is not None:
         vacant_slot = pool.vacant_slot[layer, row][..., None]
         slot = jnp.where(vacant_slot == EMPTY, slot, vacant_slot)
     slot = jnp.where(offset < num_new[:, None, None], slot, pool.max_slots)
-    head = jnp.arange(value.shape[2], dtype=jnp.int32)[:, None]
-    numbers = pool.slot_data[GATE].at[layer, row[:, None, None], head, slot]
-    return pool.replace(slot_data=pool.slot_data | {GATE: numbers.set(jnp.moveaxis(value, 1, 2), mode="drop")})
+    head = jnp.arange(number.shape[2], dtype=jnp.int32)[:, None]
+    slots = pool.slot_data[GATE].at[layer, row[:, None, None], head, slot]
+    return pool.replace(slot_data=pool.slot_data | {GATE: slots.set(jnp.moveaxis(number, 1, 2), mode="drop")})

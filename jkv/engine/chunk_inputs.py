@@ -50,7 +50,10 @@ def empty_state(
         max_pages=max_pages,
         page_size=page_size,
         dtype=dtype,
-        slot_data=("mass",) * needs.mass + ("carried",) * needs.carried + (GATE,) * needs.gate + (pages.LOG_WEIGHT,) * needs.sharing,
+        slot_data=("mass",) * needs.mass
+        + ("carried",) * needs.carried
+        + (GATE,) * needs.gate
+        + (pages.LOG_WEIGHT,) * needs.sharing,
         has_vacant_slots=needs.mass,
         has_bounds=needs.bounds,
         poison=poison,

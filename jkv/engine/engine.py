@@ -15,15 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from jkv.engine import description
 from jkv.engine import mesh as meshes
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.mappings import let_programs_go
-from jkv.engine.mesh import place_gate
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes
+from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.policy_checks import check_policy, gate_of

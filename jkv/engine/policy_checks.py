@@ -19,7 +19,7 @@ def check_policy(
     is_trained: bool = False,
     gate: Gate | None = None,
 ) -> None:
-    """Refuses a policy that needs more than the engine keeps, that compares KV heads of different shards, or of another gate."""
+    """Refuses a policy that needs more than the engine keeps, compares KV heads of different shards, or reads another gate."""
     needs.check(policy.name, policy.needs)
     check_parts(policy, model, is_trained)
     if mesh is not None:

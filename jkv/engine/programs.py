@@ -33,7 +33,6 @@ from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 from jkv.reasoning.steering import SteerRules
 
-
 AnyGate = DmsGate | KVzapLinearGate | KVzapMlpGate | FastKVzipGate
 
 

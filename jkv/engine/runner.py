@@ -30,7 +30,7 @@ from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import DRAWS
 from jkv.policies import Needs
-from jkv.policies.evict import Cutoff
+from jkv.policies.policy import cutoff_of
 from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.replay.trace import TraceRecorder
 from pallas_kernels.dispatch import platform_of
@@ -325,7 +325,6 @@ class Runner:
         request, sentences = sample.request, None
         evict = request.policy.evict
         assert evict is not None
-        cutoff: Any = request.policy.cutoff
         if evict.needs.similarity:
             assert sample.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
@@ -340,9 +339,10 @@ class Runner:
             is_traced=self.is_traced,
             sentences=sentences,
             facts=facts_for(request.policy, self.model),
-            cutoff=None if cutoff is None else Cutoff(*(np.full(1, x) for x in cutoff)),
+            cutoff=cutoff_of(request.policy),
         )
-        return dropped, is_left, None if cutoff is None else self.programs.filled_slots(self.state, np.int32(row))
+        is_planned = request.policy.is_planned
+        return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 
     def _chunk_inputs(self, running: dict[int, Sample]) -> ChunkInputs:
         """The inputs of the next chunk; settings stay on the device until the rows change."""

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine.samples import Prefix, Sample
+from jkv.policies import AfterPrompt, Policy
 from jkv.reasoning.sentences import SentenceLog
 
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps of a chunk
@@ -237,7 +238,7 @@ class Scheduler:
             return sample.most_pages
         slots = sample.filled + policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
         held = min(policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size), sample.most_pages)
-        return held - (sample.prefix.num_full_pages if shares and policy.keeps_prefix else 0)
+        return held - (sample.prefix.num_full_pages if shares and keeps_prefix(policy) else 0)
 
     def _num_steps(self) -> int:
         """Steps of the next chunk, which must not pass a row's next compaction."""
@@ -276,3 +277,8 @@ class Scheduler:
     def _take_freed(self) -> list[Prefix]:
         freed, self._freed = self._freed, []
         return freed
+
+
+def keeps_prefix(policy: Policy) -> bool:
+    """Whether a row never rewrites the full pages of its prompt once it has started, so that shared ones stay shared."""
+    return policy.evict is None or isinstance(policy.schedule, AfterPrompt) or policy.evict.protect_prompt

@@ -20,8 +20,8 @@ from jkv.policies.gate_kinds import WINDOWS
 class Gate(Calibration):
     """The weights of a gate, of one of the kinds of `jkv.policies.gate_kinds`.
 
-    A gate that was saved by `save` with a record of its model is refused for other weights. A published file has no such record,
-    so only its shapes are compared; it works with the weights that it was trained with.
+    A gate with a record of its model (`about`, which `save` keeps) is refused for other weights. A published file has no such
+    record, so only its shapes are compared; it works with the weights that it was trained with.
     """
 
     kind = tuple(WINDOWS)

@@ -122,8 +122,8 @@ def read_tensors(path: Path, what: str) -> tuple[dict[str, np.ndarray], dict[str
 
     if path.suffix.lower() in PICKLES:
         raise ValueError(
-            f"{what} must be a safetensors file; {shown(str(path))} may be a pickle, which can run any code when it is read, and "
-            "is not opened. Convert it with safetensors.torch.save_file where you trust it."
+            f"{what} must be a safetensors file; {shown(str(path))} may be a pickle, which can run any code when it is read, "
+            "so it is not opened. Convert it with safetensors.torch.save_file where you trust it."
         )
     try:
         check_file(path)
@@ -134,4 +134,6 @@ def read_tensors(path: Path, what: str) -> tuple[dict[str, np.ndarray], dict[str
             return {name: file.get_tensor(name).astype(np.float32) for name in header}, dict(file.metadata() or {})
     except (OSError, TypeError, ValueError, SafetensorError) as error:
         why = str(error).replace(str(path), "it").rstrip(".")[:300]
-        raise ValueError(f"{what} must be a safetensors file, as `jkv.Gate.load` describes; {shown(str(path))}: {why}.") from error
+        raise ValueError(
+            f"{what} must be a safetensors file, as `jkv.Gate.load` describes; {shown(str(path))}: {why}."
+        ) from error

@@ -27,7 +27,7 @@ class GateArrays(Protocol):
 
 
 class DmsGate(NamedTuple):
-    """DMS (arXiv 2506.05345): a linear map of the residual stream after a norm of its own. Evicts where the number is below 0."""
+    """DMS (arXiv 2506.05345): a linear map of the residual stream after a norm of its own; tokens below 0 are evicted."""
 
     norm: Float[Array, "L D"]
     weight: Float[Array, "L K D"]

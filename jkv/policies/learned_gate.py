@@ -49,10 +49,10 @@ def learned_gate(
     `weights` are a `jkv.Gate` or a safetensors file; its tensors decide which gate it is (`jkv.Gate.load` lists them). With a
     budget, the slots of the largest numbers stay; with `scope="compete"`, the KV heads of a layer compete for its slots. With a
     threshold, a slot is dropped if its number is below it: no budget bounds a row, heads hold different numbers of slots, and
-    memory follows the text. Take 0 for DMS; the authors of KVzap take about -4. Every `interval` generated tokens a row is
-    compacted. The last `window` tokens always stay, by default as many as the gate's authors keep (DMS 512, KVzap 128, Fast
-    KVzip 8), with a budget no more than 64 or a quarter of it; and so do the first `sinks` tokens, the last `recent` (by default
-    the window) and, with `protect_prompt`, the prompt. Each slot carries 4 bytes more.
+    memory follows the text. Take 0 for DMS; the authors of KVzap take about -4. A row is compacted every `interval` generated
+    tokens. The last `window` tokens stay, by default as many as the gate's authors keep (DMS 512, KVzap 128, Fast KVzip 8), but
+    with a budget at most 64 or a quarter of it. The first `sinks` tokens, the last `recent` (by default the window) and, with
+    `protect_prompt`, the prompt stay too. Each slot carries 4 bytes more.
 
     Rule:
       x = hidden state at the input of the layer's attention, after its norm; h = the same before the norm
@@ -87,7 +87,8 @@ def learned_gate(
         schedule = Threshold(threshold, window, interval)
     else:
         raise ValueError(
-            f"learned_gate takes a budget of slots or a threshold of its gate, exactly one of them; got {budget=}, {threshold=}."
+            "learned_gate takes exactly one of a budget (slots) and a threshold (of what its gate computes); got "
+            f"{budget=}, {threshold=}."
         )
     evict = Evict(GateValue(), scope=scope, **protection(window, sinks, recent, protect_prompt))
     return Policy("learned_gate", evict, schedule, calibration=gate)

@@ -24,8 +24,8 @@ class Needing(Protocol):
 class Needs:
     """What a score reads besides keys, values and positions, and what the engine keeps for the other parts of a policy.
 
-    A score of your own declares `window`, `mass`, `carried`, `compares_keys`, `rope`, `projected` and `gate`; `Needs()` says that
-    it reads no more than keys, values, positions, the prompt's length and the budget.
+    A score of your own declares `window`, `mass`, `carried`, `compares_keys`, `rope`, `projected` and `gate`; `Needs()` says
+    that it reads no more than keys, values, positions, the prompt's length and the budget.
 
     Attributes:
       window: how many of the last queries the score reads (`CacheView.query`).

@@ -22,7 +22,7 @@ from jkv.policies.evict import Cutoff, Evict, least_slots
 from jkv.policies.gate import Gate
 from jkv.policies.needs import Needs
 from jkv.policies.read import Read
-from jkv.policies.schedules import AfterPrompt, EachStep, Every, Schedule, Threshold, check_schedule
+from jkv.policies.schedules import EachStep, Every, Schedule, Threshold, check_schedule
 from jkv.policies.scores import layer_of
 from jkv.policies.view import CacheView, FunctionScore, Score, Scored
 from jkv.reasoning.sentences import Sentences, ends_of
@@ -149,11 +149,6 @@ class Policy:
         return not isinstance(self.schedule, Threshold)
 
     @property
-    def keeps_prefix(self) -> bool:
-        """Whether a row never rewrites the full pages of its prompt after it has started, so that shared ones stay shared."""
-        return self.evict is None or isinstance(self.schedule, AfterPrompt) or self.evict.protect_prompt
-
-    @property
     def num_moving_sinks(self) -> int:
         """How many sinks are read at their place in the cache."""
         return self.evict.sinks if self.evict is not None and self.moves_sinks else 0
@@ -225,20 +220,15 @@ class Policy:
         schedule: Any = self.schedule
         return np.array([dataclasses.replace(schedule, budget=int(b)).most_slots(prompt, new) for b in budgets])
 
-    @property
-    def is_uneven(self) -> bool:
-        """Whether the heads of a layer may hold different numbers of slots."""
-        return self.evict is not None and (self.evict.scope == "compete" or not self.is_planned)
-
     def num_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
         """The most pages of a row whose layers hold `slots` ([L]) slots in a KV head, on average over the heads."""
-        if self.is_uneven:  # any head's last page may hold a single slot
+        if is_uneven(self):  # any head's last page may hold a single slot
             return int(((np.rint(num_kv_heads * slots).astype(int) + num_kv_heads * (page_size - 1)) // page_size).sum())
         return int(num_kv_heads * num_pages_of(slots, page_size).sum())
 
     def num_full_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
         """The fewest full pages of such a row."""
-        if self.is_uneven:
+        if is_uneven(self):
             return int(np.maximum(0, num_kv_heads * (slots - page_size + 1) // page_size).sum())
         return int(num_kv_heads * (slots // page_size).sum())
 
@@ -280,18 +270,23 @@ class Policy:
     def rate(self, view: CacheView) -> Float[Array, "B K S"]:
         """The scores that `select` ranks: `+inf` for protected slots, `-inf` for empty ones and those below a `Threshold`."""
         assert self.evict is not None
-        score, cutoff = self.evict.rate(view), self.cutoff
+        score, cutoff = self.evict.rate(view), cutoff_of(self)
         if cutoff is None:
             return score
-        rows = (jnp.full(len(score), x) for x in cutoff)
-        return Cutoff(*rows)(score, view.age)
+        return Cutoff(*(jnp.tile(x, len(score)) for x in cutoff))(score, view.age)
 
-    @property
-    def cutoff(self) -> Any:
-        """The threshold and the window of its schedule as NumPy scalars, if it has one."""
-        if not isinstance(self.schedule, Threshold):
-            return None
-        return np.float32(self.schedule.threshold), np.int32(self.schedule.window)
+
+def cutoff_of(policy: Policy) -> Cutoff | None:
+    """The cutoff of one row, on the host, if the schedule is a `Threshold`."""
+    if not isinstance(policy.schedule, Threshold):
+        return None
+    arrays: Any = np.full(1, policy.schedule.threshold, np.float32), np.full(1, policy.schedule.window, np.int32)
+    return Cutoff(*arrays)
+
+
+def is_uneven(policy: Policy) -> bool:
+    """Whether the heads of a layer may hold different numbers of slots."""
+    return policy.evict is not None and (policy.evict.scope == "compete" or not policy.is_planned)
 
 
 def noted(policy: Policy, function: str, args: Sequence[Any], settings: Mapping[str, Any]) -> Policy:
