@@ -90,6 +90,7 @@ class Engine:
             check_policy(policy, self.needs, model, mesh, gate=self.gate)
         gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
         max_running, page_size = options.max_running or DEFAULT_RUNNING, options.page_size
+        num_shards = 1 if mesh is None else mesh.size
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds)
         self.num_pages = num_pool_pages(
@@ -100,7 +101,7 @@ class Engine:
             bytes_per_page=self.page_bytes,
             kv_memory=options.kv_memory,
             num_pages=options.num_pages,
-            num_shards=1 if mesh is None else mesh.size,
+            num_shards=num_shards,
         )
         self.capacity = Capacity(
             config.num_layers,
@@ -110,6 +111,7 @@ class Engine:
             max_running,
             options.chunk,
             options.order,
+            num_shards,
         )
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._guard = itertools.count(), Guard()

@@ -134,14 +134,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 # On a shard.
 
 
-def local_bytes(params: Params, num_shards: int) -> int:
-    """Bytes of the weights (or their shapes) on each shard: its part of split arrays, and a copy of the others."""
+def local_bytes(params: Any, num_shards: int) -> int:
+    """Bytes of weights, or of a gate's, or of their shapes on each shard: its part of split arrays, a copy of the others."""
 
     def of_shard(spec: Any, arrays: Any) -> int:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
         return size if spec == P() else size // num_shards
 
-    specs = specs_of(Params, params, "params")
+    specs = specs_of(type(params), params, "params")
     return sum(jax.tree.leaves(jax.tree.map(of_shard, specs, params, is_leaf=is_spec)))
 
 

@@ -230,7 +230,7 @@ class Runner:
     def _prefill(self, row: int, sample: Sample) -> None:
         """Prefills a prompt into its row, and compacts it if it is longer than the budget."""
         prompt, config = sample.request.prompt, self.model.config
-        sample.filled, sample.version = np.full(config.num_layers, len(prompt)), self.version
+        sample.filled, sample.heads, sample.version = np.full(config.num_layers, len(prompt)), None, self.version
         sample.sentences = new_log(self.model, sample.request.policy.sentences)
         sample.trace = self._new_trace(sample)
         with self.meter.clock("prefill_seconds"):
@@ -258,16 +258,17 @@ class Runner:
             self.state, snapshot = self.programs.detach(self.state, np.int32(first))
             done, table = copy.copy(sample.completion), np.asarray(snapshot.block_table.page_table)
             prefix.start = Start(snapshot, table, done, sample.sentences, sample.trace)
-            prefix.filled = sample.filled  # with fewer slots than were reserved, if scores decided how many
-            size = self.capacity.num_kv_heads, self.capacity.page_size
-            prefix.num_pages = min(prefix.num_pages, sample.request.policy.num_pages(sample.filled, *size))
+            prefix.filled, prefix.heads = sample.filled, sample.heads  # fewer than were reserved, if scores decided how many
+            sizes = self.capacity.num_kv_heads, self.capacity.page_size, self.capacity.num_shards
+            prefix.num_pages = min(prefix.num_pages, sample.num_pages(0, *sizes))
         start = prefix.start
         with self.meter.clock("prefill_seconds"):
             for owns_all, group in split_by_ownership(admitted):
                 self.state = self.programs.fork(self.state, start.snapshot, self._pad_rows(group), owns_all)
         for sample in admitted.values():
             completion, done = sample.completion, start.completion
-            sample.filled, completion.is_forked, sample.version = prefix.filled, True, self.version
+            sample.filled, sample.heads, sample.version = prefix.filled, prefix.heads, self.version
+            completion.is_forked = True
             completion.compactions, completion.evicted = done.compactions, done.evicted
             sample.sentences = None if start.sentences is None else start.sentences.copy()
             self.sharer.start(sample)

@@ -39,6 +39,7 @@ class Capacity:
       max_running: rows.
       chunk: the most decode steps of a chunk.
       order: whom to admit first: "arrival", or "longest" (prompt and limit).
+      num_shards: devices of a mesh, each with an equal part of the KV heads and pages.
     """
 
     num_layers: int
@@ -48,6 +49,7 @@ class Capacity:
     max_running: int
     chunk: int = CHUNKS[0]
     order: str = "arrival"
+    num_shards: int = 1
 
 
 class Turn(NamedTuple):
@@ -236,8 +238,9 @@ class Scheduler:
         policy, capacity = sample.request.policy, self.capacity
         if policy.is_bounded:
             return sample.most_pages
-        slots = sample.filled + policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
-        held = min(policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size), sample.most_pages)
+        growth = policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
+        sizes = capacity.num_kv_heads, capacity.page_size, capacity.num_shards
+        held = min(sample.num_pages(growth, *sizes), sample.most_pages)
         return held - (sample.prefix.num_full_pages if shares and keeps_prefix(policy) else 0)
 
     def _num_steps(self) -> int:

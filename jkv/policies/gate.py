@@ -42,11 +42,6 @@ class Gate(Calibration):
         """Tokens that the gate's authors keep whatever it says."""
         return WINDOWS[type(self.arrays)]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights on a device."""
-        return sum(array.size * 4 for array in self.arrays)
-
     def __repr__(self) -> str:
         return f"Gate({type(self.arrays).__name__}, {len(self.arrays[0])} layers, {self.digest})"
 

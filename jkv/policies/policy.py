@@ -187,8 +187,6 @@ class Policy:
 
     def most_pages(self, prompt: int, new: int, num_layers: int, num_kv_heads: int, page_size: int) -> int:
         """The most pages that a row holds after prefill and its compaction."""
-        if not self.is_planned:  # no head has more than all tokens
-            return num_layers * num_kv_heads * num_pages_of(prompt + new, page_size)
         if self.pyramid == 1:
             return self.num_pages(self.most_slots(prompt, new, num_layers), num_kv_heads, page_size)
         # No slope has more slots in all than equal layers have, and each layer may begin one page more.
@@ -222,13 +220,13 @@ class Policy:
 
     def num_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
         """The most pages of a row whose layers hold `slots` ([L]) slots in a KV head, on average over the heads."""
-        if is_uneven(self):  # any head's last page may hold a single slot
-            return int(((np.rint(num_kv_heads * slots).astype(int) + num_kv_heads * (page_size - 1)) // page_size).sum())
+        if self.evict is not None and self.evict.scope == "compete":  # any head's last page may hold a single slot
+            return int((num_kv_heads * (slots + page_size - 1) // page_size).sum())
         return int(num_kv_heads * num_pages_of(slots, page_size).sum())
 
     def num_full_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
         """The fewest full pages of such a row."""
-        if is_uneven(self):
+        if self.evict is not None and self.evict.scope == "compete":
             return int(np.maximum(0, num_kv_heads * (slots - page_size + 1) // page_size).sum())
         return int(num_kv_heads * (slots // page_size).sum())
 
@@ -282,11 +280,6 @@ def cutoff_of(policy: Policy) -> Cutoff | None:
         return None
     arrays: Any = np.full(1, policy.schedule.threshold, np.float32), np.full(1, policy.schedule.window, np.int32)
     return Cutoff(*arrays)
-
-
-def is_uneven(policy: Policy) -> bool:
-    """Whether the heads of a layer may hold different numbers of slots."""
-    return policy.evict is not None and (policy.evict.scope == "compete" or not policy.is_planned)
 
 
 def noted(policy: Policy, function: str, args: Sequence[Any], settings: Mapping[str, Any]) -> Policy:

@@ -22,23 +22,23 @@ def norm(x, weight, epsilon):
     return weight * x / np.sqrt((x * x).mean() + epsilon)
 
 
-def dms(arrays, layer, k, hidden, normed):
+def dms(arrays, layer, k, hidden, normed, epsilon):
     """One number: 5 - 100 times the logit of the eviction, which reads the residual stream."""
-    x = norm(hidden, arrays.norm[layer], EPSILON)
+    x = norm(hidden, arrays.norm[layer], epsilon)
     return -((arrays.weight[layer, k] @ x + arrays.bias[layer, k]) * 100 - 5)
 
 
-def linear(arrays, layer, k, hidden, normed):
+def linear(arrays, layer, k, hidden, normed, epsilon):
     return arrays.weight[layer, k] @ normed + arrays.bias[layer, k]
 
 
-def mlp(arrays, layer, k, hidden, normed):
+def mlp(arrays, layer, k, hidden, normed, epsilon):
     inner = arrays.into[layer] @ normed + arrays.into_bias[layer]
     gelu = np.array([0.5 * x * (1 + math.erf(x / math.sqrt(2))) for x in inner])
     return arrays.out[layer, k] @ gelu + arrays.out_bias[layer, k]
 
 
-def fast(arrays, layer, k, hidden, normed):
+def fast(arrays, layer, k, hidden, normed, epsilon):
     key = norm(arrays.key[layer, k] @ normed, arrays.key_norm[layer], 1e-6)
     total = []
     for g in range(arrays.query.shape[2]):
@@ -53,12 +53,12 @@ def fast(arrays, layer, k, hidden, normed):
 REFERENCES = {"dms": dms, "linear": linear, "mlp": mlp, "fast": fast}
 
 
-def reference(gate, name, layer, hidden, normed):
+def reference(gate, name, layer, hidden, normed, epsilon):
     """[T, K] in float64, from [T, D]."""
     arrays = type(gate.arrays)(*map(wide, gate.arrays))
     pairs = zip(wide(hidden), wide(normed), strict=True)
     heads = range(arrays[1].shape[1] if name != "mlp" else arrays.out.shape[1])
-    return np.array([[REFERENCES[name](arrays, layer, k, *pair) for k in heads] for pair in pairs])
+    return np.array([[REFERENCES[name](arrays, layer, k, *pair, epsilon) for k in heads] for pair in pairs])
 
 
 @pytest.mark.parametrize("layer", [0, 1])
@@ -72,7 +72,7 @@ def test_a_gate_computes_the_formula_of_its_authors(name, layer):
     assert ours.shape == (2, 3, TINY.num_kv_heads)
     assert ours.dtype == np.float32
     for b in range(2):
-        np.testing.assert_allclose(ours[b], reference(gate, name, layer, hidden[b], normed[b]), rtol=2e-5, atol=1e-4)
+        np.testing.assert_allclose(ours[b], reference(gate, name, layer, hidden[b], normed[b], EPSILON), rtol=2e-5, atol=1e-4)
 
 
 def test_a_fast_kvzip_gate_is_finite_whatever_its_logits():
