@@ -50,11 +50,13 @@ from jkv.policies import (
     Needs,
     Policy,
     Read,
+    Threshold,
     chain,
     evict_by,
     published,
 )
 from jkv.policies.foresight import Foresight
+from jkv.policies.gate import Gate
 from jkv.policies.query_statistics import QueryStatistics
 from jkv.policies.table import *  # noqa: F403 -- the recipes, `jkv.r_kv` and so on
 from jkv.reasoning.steering import SteeringVector
@@ -85,6 +87,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Foresight",
+    "Gate",
     "QueryStatistics",
     "Recall",
     "Read",
@@ -94,6 +97,7 @@ __all__ = [
     "Rollouts",
     "Sampling",
     "SteeringVector",
+    "Threshold",
     "Trace",
     "analyze",
     "calibrate",

@@ -18,6 +18,8 @@ from jkv.policies import Policy
 from jkv.policies import oracle as oracles
 from jkv.policies.calibration import Calibration, identity_of
 from jkv.policies.foresight import Foresight, Network
+from jkv.policies.gate import Gate
+from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.view import CacheView
 
@@ -123,6 +125,7 @@ def random_view(
     rope = Rope(jnp.broadcast_to(10.0 ** -jnp.arange(4.0), (batch, 4)), jnp.ones(batch))
     mean = jnp.asarray(rng.standard_normal((batch, heads * group, 8)), jnp.float32)
     moments = QueryMoments(mean, pair_norms(mean, 4) + jnp.asarray(rng.random((batch, heads * group, 4)), jnp.float32))
+    gate = np.where(position == EMPTY, np.float32(np.nan), rng.standard_normal(position.shape, np.float32))
     return CacheView(
         jnp.asarray(key, dtype),
         jnp.asarray(value, dtype),
@@ -137,6 +140,7 @@ def random_view(
         rope=rope,
         projected_norm=jnp.asarray(norm),
         calibration=moments,
+        gate=jnp.asarray(gate),
     )
 
 
@@ -158,13 +162,33 @@ def random_networks(model: Model, hidden: int = 4, seed: int = 0) -> Foresight:
     return like
 
 
+def random_gate(model: Model, kind: str = "linear", seed: int = 0) -> Gate:
+    """A random gate that `jkv.learned_gate` takes for one of this model: "dms", "linear" or "mlp" (KVzap), or "fast".
+
+    About half of its numbers are below 0 ("fast": below 0.5).
+    """
+    kinds: dict[str, tuple[Any, list[tuple[int, ...]]]] = {  # with the sizes that the model does not decide
+        "dms": (DmsGate, [(1, 1), (1, 1, 1), (1, 1)]),
+        "linear": (KVzapLinearGate, [(1, 1, 1), (1, 1)]),
+        "mlp": (KVzapMlpGate, [(1, 5, 1), (1, 5), (1, 1, 5), (1, 1)]),
+        "fast": (
+            FastKVzipGate,
+            [(1, 1, 1, 4, 1), (1, 1, 1, 4), (1, 4), (1, 1, 4, 1), (1, 4), (1, 1, 3, 4), (1, 1, 1)],
+        ),
+    }
+    arrays, shapes = kinds[kind]
+    gate = random_calibration(Gate(arrays(*(np.zeros(shape, np.float32) for shape in shapes))), model, seed)
+    assert isinstance(gate, Gate)
+    return gate
+
+
 def random_calibration(like: Calibration, model: Model, seed: int = 0) -> Calibration:
     """A random calibration of the same kind that a policy takes for one of this model."""
     if isinstance(like, QueryStatistics):
         return random_statistics(model, seed)
     rng = np.random.default_rng(seed)
     arrays = (rng.standard_normal(shape).astype(np.float32) for shape in like.shapes_for(model.config).values())
-    return type(like)(like.kind(*arrays), identity_of(model))
+    return type(like)(type(like.arrays)(*arrays), identity_of(model))
 
 
 def oracle(

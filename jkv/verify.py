@@ -163,7 +163,8 @@ def selects_filled_slots(case: Case) -> str | None:
         return None
     view = case.view(1)
     slots, filled = np.asarray(case.policy.select(view)), np.asarray(view.is_filled)
-    count, wanted = (slots != EMPTY).sum(axis=-1), np.minimum(case.num_kept, filled.sum(axis=-1))
+    able = filled if case.policy.is_planned else np.asarray(case.policy.rate(view)) > -np.inf  # not below its threshold
+    count, wanted = (slots != EMPTY).sum(axis=-1), np.minimum(case.num_kept, able.sum(axis=-1))
     if case.policy.evict.scope == "compete":
         count, wanted = count.sum(axis=-1), wanted.sum(axis=-1)
     if (count != wanted).any():
@@ -221,7 +222,7 @@ def treats_rows_independently(case: Case) -> str | None:
 
 
 def equals_full_when_nothing_is_due(case: Case) -> str | None:
-    """A budget as long as the sequence, or a strength or distance of zero, gives the full cache's results."""
+    """A budget as long as the sequence, no threshold, or a strength or distance of zero gives the full cache's results."""
     policy, schedule = case.policy, case.policy.schedule
     if policy.share is not None:
         policy = dataclasses.replace(policy, share=dataclasses.replace(policy.share, threshold=0.0, percentile=1e-9))
@@ -234,6 +235,9 @@ def equals_full_when_nothing_is_due(case: Case) -> str | None:
         policy = dataclasses.replace(policy, schedule=dataclasses.replace(wide, budget=enough), evict=evict, pyramid=1.0)
     elif policy.steer is not None:
         policy = dataclasses.replace(policy, steer=dataclasses.replace(policy.steer, strength=0.0, growth=0.0))
+    elif not policy.is_planned:
+        wide = schedule
+        policy = dataclasses.replace(policy, schedule=dataclasses.replace(wide, threshold=-math.inf))
     elif schedule is not None:  # it drops by its schedule, whatever the budget: stop before
         new_tokens = (schedule.steps_until_due(0) or 2) - 1
         new_tokens = new_tokens // CHUNK * CHUNK or new_tokens  # whole chunks: a shorter one is a program more

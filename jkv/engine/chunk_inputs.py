@@ -14,6 +14,7 @@ import numpy as np
 
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
+from jkv.cache.gating import GATE
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules
 from jkv.cache.page_selection import ReadRules, pages_read
 from jkv.engine.programs import AlignRules, ChunkInputs, State
@@ -49,7 +50,10 @@ def empty_state(
         max_pages=max_pages,
         page_size=page_size,
         dtype=dtype,
-        slot_data=("mass",) * needs.mass + ("carried",) * needs.carried + (pages.LOG_WEIGHT,) * needs.sharing,
+        slot_data=("mass",) * needs.mass
+        + ("carried",) * needs.carried
+        + (GATE,) * needs.gate
+        + (pages.LOG_WEIGHT,) * needs.sharing,
         has_vacant_slots=needs.mass,
         has_bounds=needs.bounds,
         poison=poison,

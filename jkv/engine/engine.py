@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from jkv.engine import description
 from jkv.engine import mesh as meshes
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.mappings import let_programs_go
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes
+from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
+from jkv.engine.policy_checks import check_policy, gate_of
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import (
     Request,
@@ -44,7 +44,6 @@ from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Needs, Policy
-from jkv.policies.policy import check_parts
 from jkv.replay.trace import TraceRecorder
 
 DEFAULT_RUNNING = 8  # rows
@@ -69,6 +68,7 @@ class Engine:
       runner: executes turns on the device.
       outputs: collects tokens and emits events.
       tickets: the samples of each request.
+      gate: the gate that its policies read, if one does.
 
     Raises:
       ValueError: a setting out of its range, or a mesh that the model cannot be split over.
@@ -85,9 +85,12 @@ class Engine:
         model = dataclasses.replace(model, params=weights.committed(params))
         named = [] if policies is None else spread_policies(policies, len(policies))
         self.needs = Needs.of(None if policies is None else named)
+        self.gate = gate_of(named)
         for policy in named:
-            check_policy(policy, self.needs, model, mesh)
+            check_policy(policy, self.needs, model, mesh, gate=self.gate)
+        gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
         max_running, page_size = options.max_running or DEFAULT_RUNNING, options.page_size
+        num_shards = 1 if mesh is None else mesh.size
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds)
         self.num_pages = num_pool_pages(
@@ -98,7 +101,7 @@ class Engine:
             bytes_per_page=self.page_bytes,
             kv_memory=options.kv_memory,
             num_pages=options.num_pages,
-            num_shards=1 if mesh is None else mesh.size,
+            num_shards=num_shards,
         )
         self.capacity = Capacity(
             config.num_layers,
@@ -108,6 +111,7 @@ class Engine:
             max_running,
             options.chunk,
             options.order,
+            num_shards,
         )
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._guard = itertools.count(), Guard()
@@ -124,6 +128,7 @@ class Engine:
             mesh=mesh,
             kernels=options.kernels,
             poison=options.poison,
+            gate=gate,
         )
         self.runner.is_traced = options.return_trace
         self.reset_stats()
@@ -400,7 +405,8 @@ class Engine:
         sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": self.capacity.page_size}
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes)
-        check_policy(request.policy, self.needs, self.model, self.mesh, self.runner.version > 0 or self.is_asleep)
+        is_trained = self.runner.version > 0 or self.is_asleep
+        check_policy(request.policy, self.needs, self.model, self.mesh, is_trained, self.gate)
         if len(request.stop_ids) > self.options.max_stop_ids:
             raise ValueError(
                 f"This engine takes at most {self.options.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. "
@@ -438,11 +444,3 @@ class Engine:
         rows, prefixes = self.scheduler.release()
         self.runner.release(rows)
         self.runner.free(prefixes)
-
-
-def check_policy(policy: Policy, needs: Needs, model: Model, mesh: jax.sharding.Mesh | None, is_trained: bool = False) -> None:
-    """Refuses a policy that needs more than the engine keeps, or that compares KV heads of different shards."""
-    needs.check(policy.name, policy.needs)
-    check_parts(policy, model, is_trained)
-    if mesh is not None:
-        meshes.check_policy(policy, mesh.size)

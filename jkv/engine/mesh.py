@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jkv.engine import chunk_inputs, programs
 from jkv.engine.programs import ChunkOutputs, State
 from jkv.engine.sharding import HEADS, P, is_spec, specs_of
+from jkv.model import weights
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Needs, Policy
 
@@ -117,6 +118,14 @@ def shard(params: Params, mesh: Mesh) -> Params:
     return jax.device_put(params, shardings(params, mesh))
 
 
+def place_gate(gate: Any, params: Params, mesh: Mesh | None) -> Any:
+    """The arrays of a gate on the devices of the weights; a mesh splits their KV heads."""
+    if mesh is None:
+        return jax.device_put(gate, weights.place_of(params))
+    mesh = arrange(mesh)
+    return jax.device_put(gate, placed(mesh, specs_of(type(gate), gate, "gate"), gate))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of an array that every device has a copy of."""
     return NamedSharding(arrange(mesh), P())
@@ -125,14 +134,14 @@ def replicated(mesh: Mesh) -> NamedSharding:
 # On a shard.
 
 
-def local_bytes(params: Params, num_shards: int) -> int:
-    """Bytes of the weights (or their shapes) on each shard: its part of split arrays, and a copy of the others."""
+def local_bytes(params: Any, num_shards: int) -> int:
+    """Bytes of weights, or of a gate's, or of their shapes on each shard: its part of split arrays, a copy of the others."""
 
     def of_shard(spec: Any, arrays: Any) -> int:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
         return size if spec == P() else size // num_shards
 
-    specs = specs_of(Params, params, "params")
+    specs = specs_of(type(params), params, "params")
     return sum(jax.tree.leaves(jax.tree.map(of_shard, specs, params, is_leaf=is_spec)))
 
 

@@ -5,6 +5,7 @@ copies it (`tests/engine/test_pool_copies.py`, `tests/aot`).
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ import pallas_kernels as kernels
 from jkv.cache import page_content
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention, last_queries
+from jkv.cache.gating import GATE, store_gate
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.moved_sinks import SinkRules
 from jkv.cache.page_content import PageContent
@@ -24,11 +26,14 @@ from jkv.engine.model_facts import ModelFacts, projected_norms
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
 from jkv.model.sampling import SamplingRows
-from jkv.policies.evict import Evict, Limits
+from jkv.policies.evict import Cutoff, Evict, Limits
+from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
 from jkv.policies.view import CacheView
 from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 from jkv.reasoning.steering import SteerRules
+
+AnyGate = DmsGate | KVzapLinearGate | KVzapMlpGate | FastKVzipGate
 
 
 class State(NamedTuple):
@@ -94,6 +99,7 @@ def decode_chunk(
     draws: str,
     is_traced: bool = False,
     returns_hidden: bool = False,
+    gate: AnyGate | None = None,
 ) -> tuple[State, ChunkOutputs]:
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
     row = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32)
@@ -126,7 +132,8 @@ def decode_chunk(
         if inputs.steer is not None:
             steered, is_thinking = steering.amounts(inputs.steer, token, is_thinking)
             enter = functools.partial(steering.push, inputs.steer.vector, inputs.steer.layer, steered[:, None])
-        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache, enter)
+        observe = None if gate is None else gating(params, gate, row, num_new)
+        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache, enter, observe)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
         if cache.victim is not None:
             pool, dropped = pages.vacate(pool, cache.victim)
@@ -146,6 +153,18 @@ def decode_chunk(
     return state, ChunkOutputs(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, *events)
 
 
+def gating(params: Params, gate: AnyGate, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Callable[[int, Array, Any], Any]:
+    """An `observe` of the decoder that stores the gate of each row's new tokens."""
+    epsilon = params.config.norm_epsilon
+
+    def observe(layer: int, hidden: Float[Array, "R T D"], cache: Cache) -> Cache:
+        normed = decoder.rms_norm(hidden, params.layers[layer].attention_norm, epsilon)
+        value = gate(layer, hidden.astype(jnp.float32), normed.astype(jnp.float32), epsilon)
+        return cache._replace(pool=store_gate(cache.pool, layer, row, num_new, value))
+
+    return observe
+
+
 def start_page(
     align: AlignRules, pool: pages.Pool, token: Int[Array, " B"], is_active: Bool[Array, " B"]
 ) -> tuple[AlignRules, pages.Pool]:
@@ -162,14 +181,20 @@ def start_page(
 
 @functools.partial(jax.jit, donate_argnames="state")
 def prefill_chunk(
-    params: Params, state: State, row: Int[Array, " 1"], token: Int[Array, "1 T"], num_new: Int[Array, " 1"]
+    params: Params,
+    state: State,
+    row: Int[Array, " 1"],
+    token: Int[Array, "1 T"],
+    num_new: Int[Array, " 1"],
+    gate: AnyGate | None = None,
 ) -> tuple[State, Float[Array, "1 T D"]]:
     """Appends the first `num_new` of T prompt tokens to a row, and sets its logits; also returns the hidden states."""
     cache = state.cache
     position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
     attend = PrefillAttention(address, row, position, num_new)
-    hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool))
+    observe = None if gate is None else gating(params, gate, row, num_new)
+    hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool), observe=observe)
     cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
     logits = decoder.unembed(params, hidden[:, num_new[0] - 1])
     return State(cache, state.logits.at[row].set(logits)), hidden
@@ -187,6 +212,7 @@ def compact(
     sentences: SentenceMap | None = None,
     first_head: int | Int[Array, ""] | None = None,
     facts: ModelFacts | None = None,
+    cutoff: Cutoff | None = None,
 ) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
     """Compacts rows to their budgets. When traced, also returns the dropped positions (EMPTY where a slot stays).
 
@@ -196,7 +222,8 @@ def compact(
     slots stays would depend on the batch. Temporaries are the row's keys, and values if a score reads them, in all layers.
 
     `protected` holds each row's number of sinks and of recent tokens; `evict` is an `Evict.static`; `first_head` is the index
-    of the pool's first KV head if the pool holds only some of the heads; `facts` are what the score reads of the model.
+    of the pool's first KV head if the pool holds only some of the heads; `facts` are what the score reads of the model; slots
+    below the row's `cutoff` are dropped whatever its budget.
     """
     cache = state.cache
     pool = cache.pool
@@ -207,6 +234,8 @@ def compact(
     limits = Limits(jnp.tile(protected[0], num_layers), jnp.tile(protected[1], num_layers))
     by_layer = num_layers, len(row)
     score, carried = evict.rate_and_carry(view, limits)
+    if cutoff is not None:
+        score = Cutoff(*(jnp.tile(x, num_layers) for x in cutoff))(score, view.age)
     score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (score, view.position))
     if carried is not None:
         numbers = pool.slot_data["carried"].at[:, row].set(carried.reshape(position.shape))
@@ -255,6 +284,7 @@ def view_of_rows(
         rope=rope,
         projected_norm=projected,
         calibration=calibration,
+        gate=pool.slot_data[GATE][layer, row] if evict.needs.gate else None,
     )
 
 
@@ -271,6 +301,12 @@ def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K 
     place = jnp.where(slots == EMPTY, slots.shape[-1], slots)
     is_kept = jnp.zeros(slots.shape, bool).at[layer, row, head, place].set(True, mode="drop")
     return jnp.where(is_kept, EMPTY, position)
+
+
+@jax.jit
+def filled_slots(state: State, row: Int[Array, ""]) -> Int[Array, "L K"]:
+    """The filled slots of a row in each layer and KV head."""
+    return state.cache.pool.length[:, row]
 
 
 @jax.jit

@@ -30,6 +30,7 @@ from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import DRAWS
 from jkv.policies import Needs
+from jkv.policies.policy import cutoff_of
 from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.replay.trace import TraceRecorder
 from pallas_kernels.dispatch import platform_of
@@ -53,6 +54,7 @@ class Runner:
       mesh: the devices of a tensor-parallel engine.
       kernels: kernels chosen by hand; None for the best.
       poison: for tests: freed pages become NaN.
+      gate: the arrays of the gate that all steps compute, on the device or mesh.
 
     Attributes:
       state: a `jkv.engine.programs.State`; None while the engine sleeps.
@@ -78,7 +80,9 @@ class Runner:
         mesh: jax.sharding.Mesh | None = None,
         kernels: str | None = None,
         poison: bool = False,
+        gate: Any = None,
     ) -> None:
+        self.gate = gate
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
@@ -226,7 +230,7 @@ class Runner:
     def _prefill(self, row: int, sample: Sample) -> None:
         """Prefills a prompt into its row, and compacts it if it is longer than the budget."""
         prompt, config = sample.request.prompt, self.model.config
-        sample.filled, sample.version = np.full(config.num_layers, len(prompt)), self.version
+        sample.filled, sample.heads, sample.version = np.full(config.num_layers, len(prompt)), None, self.version
         sample.sentences = new_log(self.model, sample.request.policy.sentences)
         sample.trace = self._new_trace(sample)
         with self.meter.clock("prefill_seconds"):
@@ -234,7 +238,7 @@ class Runner:
                 padded = np.zeros((1, next(size for size in PREFILL_SIZES if size >= len(piece))), np.int32)
                 padded[0, : len(piece)] = piece
                 self.state, hidden = self.programs.prefill_chunk(
-                    self.params, self.state, np.asarray([row], np.int32), padded, np.asarray([len(piece)], np.int32)
+                    self.params, self.state, np.asarray([row], np.int32), padded, np.asarray([len(piece)], np.int32), self.gate
                 )
                 if sample.sentences is not None:
                     sample.sentences.take(piece, np.asarray(hidden)[0, : len(piece)])
@@ -254,13 +258,17 @@ class Runner:
             self.state, snapshot = self.programs.detach(self.state, np.int32(first))
             done, table = copy.copy(sample.completion), np.asarray(snapshot.block_table.page_table)
             prefix.start = Start(snapshot, table, done, sample.sentences, sample.trace)
+            prefix.filled, prefix.heads = sample.filled, sample.heads  # fewer than were reserved, if scores decided how many
+            sizes = self.capacity.num_kv_heads, self.capacity.page_size, self.capacity.num_shards
+            prefix.num_pages = min(prefix.num_pages, sample.num_pages(0, *sizes))
         start = prefix.start
         with self.meter.clock("prefill_seconds"):
             for owns_all, group in split_by_ownership(admitted):
                 self.state = self.programs.fork(self.state, start.snapshot, self._pad_rows(group), owns_all)
         for sample in admitted.values():
             completion, done = sample.completion, start.completion
-            sample.filled, completion.is_forked, sample.version = prefix.filled, True, self.version
+            sample.filled, sample.heads, sample.version = prefix.filled, prefix.heads, self.version
+            completion.is_forked = True
             completion.compactions, completion.evicted = done.compactions, done.evicted
             sample.sentences = None if start.sentences is None else start.sentences.copy()
             self.sharer.start(sample)
@@ -275,7 +283,7 @@ class Runner:
         inputs = self._chunk_inputs(running)
         with self.meter.clock("decode_seconds"):
             self.state, outputs = self.programs.decode_chunk(
-                self.params, self.state, inputs, num_steps, self.draws, is_traced, self.needs.similarity
+                self.params, self.state, inputs, num_steps, self.draws, is_traced, self.needs.similarity, self.gate
             )
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)
@@ -304,13 +312,17 @@ class Runner:
         """
         with self.meter.clock("decode_seconds"):
             results = [(sample, *self._compact_row(row, sample)) for row, sample in due.items()]
-            for sample, dropped, is_left in results:
+            for sample, dropped, is_left, left in results:
                 if sample.sentences is not None and is_left is not None:
                     sample.sentences.forget(np.asarray(is_left)[0])
-                sample.compact(None if dropped is None else np.asarray(dropped)[:, 0])
+                sample.compact(
+                    None if dropped is None else np.asarray(dropped)[:, 0], None if left is None else np.asarray(left)
+                )
 
-    def _compact_row(self, row: int, sample: Sample) -> tuple[Any, Any]:
-        """Dispatches one row's compaction; returns the positions dropped (when traced) and left, still on the device."""
+    def _compact_row(self, row: int, sample: Sample) -> tuple[Any, Any, Any]:
+        """Dispatches one row's compaction; returns what is still on the device: the positions dropped (when traced), those left
+        (when sentences are compared), and the slots left in each head (when scores decide how many).
+        """
         request, sentences = sample.request, None
         evict = request.policy.evict
         assert evict is not None
@@ -328,8 +340,10 @@ class Runner:
             is_traced=self.is_traced,
             sentences=sentences,
             facts=facts_for(request.policy, self.model),
+            cutoff=cutoff_of(request.policy),
         )
-        return dropped, is_left
+        is_planned = request.policy.is_planned
+        return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 
     def _chunk_inputs(self, running: dict[int, Sample]) -> ChunkInputs:
         """The inputs of the next chunk; settings stay on the device until the rows change."""

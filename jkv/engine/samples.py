@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jkv.cache.pool import num_pages_of
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
@@ -73,6 +74,7 @@ class Prefix:
     samples: "set[Sample]" = dataclasses.field(default_factory=set)  # unfinished ones
     is_held: bool = False  # whether its pages are in the pool, or are about to be
     filled: Any = None  # [L] mean slots of a KV head in each layer
+    heads: Any = None  # [L, K] slots of each KV head, where scores decided how many stay; None where all have `filled`
     num_pages: int = 0  # the most that it holds
     num_full_pages: int = 0  # the fewest full pages, which rows can share
     start: "Start | None" = None  # None until it is prefilled
@@ -127,6 +129,7 @@ class Sample:
     generated: int = 0
     keeps_all: bool = False  # whether the token has come after which its policy evicts no more
     filled: Any = None  # [L] mean slots of a KV head in each layer; None until admission is tried
+    heads: Any = None  # [L, K] slots of each KV head, where scores decided how many stay; None where the schedule did
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # progress that sets the strength of steering
     sentences: SentenceLog | None = None  # of a row whose policy compares sentences
     sharing: Sharing | None = None  # of a row whose policy shares pages
@@ -165,15 +168,24 @@ class Sample:
         """Tokens until its limit."""
         return self.request.max_new_tokens - self.generated
 
+    def num_pages(self, growth: int, num_kv_heads: int, page_size: int, num_shards: int = 1) -> int:
+        """The most pages of its row with `growth` more slots; each of the shards of a mesh takes as many as the fullest."""
+        if self.heads is None:
+            return self.request.policy.num_pages(self.filled + growth, num_kv_heads, page_size)
+        of_heads = num_pages_of(self.heads + growth, page_size).sum(axis=0)
+        return num_shards * int(of_heads.reshape(num_shards, -1).sum(axis=1).max())
+
     @property
     def budgets(self) -> Any:
         """The most slots that the next compaction leaves in each layer: [L]."""
         target: Any = self.request.policy.target(len(self.request.prompt), self.generated)
+        if not self.request.policy.is_planned:
+            return np.full(len(self.filled), self.num_seen)
         return self.request.policy.budgets(target, len(self.filled), self.num_seen)
 
     @property
     def compacted(self) -> Any:
-        """`filled` after the compaction that is due now, if any."""
+        """`filled` after the compaction that is due now, if any; the most that it may be, where scores decide how many stay."""
         if self.keeps_all:
             return self.filled
         return compacted(self.request.policy, self.filled, len(self.request.prompt), self.generated)
@@ -181,7 +193,12 @@ class Sample:
     @property
     def is_due(self) -> bool:
         """Whether its row is to be compacted now."""
-        return not self.is_finished and bool((self.compacted < self.filled).any())
+        if self.is_finished or self.keeps_all:
+            return False
+        if not self.request.policy.is_planned:
+            target = self.request.policy.target(len(self.request.prompt), self.generated)
+            return target is not None and bool((self.filled > target).any())
+        return bool((self.compacted < self.filled).any())
 
     def restart(self, stops: StopFinder | None, version: int) -> None:
         """Makes it fresh; `version` is of the weights that it will start with. Events go on where they stopped.
@@ -203,6 +220,7 @@ class Sample:
         if self.trace is not None:
             self._record(row)
         self.filled = self.filled + count
+        self.heads = None if self.heads is None else self.heads + count
         if policy.evicts_in_steps:  # the last step of a sample evicts nothing
             evicted = np.maximum(0, self.filled - (not row.goes_on) - policy.layer_budgets(len(self.filled)))
             self.filled = self.filled - evicted
@@ -230,9 +248,13 @@ class Sample:
         if row.steered is not None and policy.steer:
             self.trace.steered(now, row.steered)
 
-    def compact(self, dropped: np.ndarray | None) -> None:
-        """Counts the compaction that was due; `dropped` are its positions ([L, K, S], EMPTY for kept), when traced."""
-        compacted = self.compacted
+    def compact(self, dropped: np.ndarray | None, left: np.ndarray | None = None) -> None:
+        """Counts the compaction that was due; `dropped` are its positions ([L, K, S], EMPTY for kept), when traced.
+
+        `left` are the slots that are left ([L, K]), where scores decided how many.
+        """
+        self.heads = left
+        compacted = self.compacted if left is None else left.mean(axis=1)
         self.completion.compactions += 1
         self.completion.evicted += float((self.filled - compacted).mean())
         self.filled = compacted

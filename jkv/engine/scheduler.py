@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine.samples import Prefix, Sample
+from jkv.policies import AfterPrompt, Policy
 from jkv.reasoning.sentences import SentenceLog
 
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps of a chunk
@@ -38,6 +39,7 @@ class Capacity:
       max_running: rows.
       chunk: the most decode steps of a chunk.
       order: whom to admit first: "arrival", or "longest" (prompt and limit).
+      num_shards: devices of a mesh, each with an equal part of the KV heads and pages.
     """
 
     num_layers: int
@@ -47,6 +49,7 @@ class Capacity:
     max_running: int
     chunk: int = CHUNKS[0]
     order: str = "arrival"
+    num_shards: int = 1
 
 
 class Turn(NamedTuple):
@@ -235,9 +238,10 @@ class Scheduler:
         policy, capacity = sample.request.policy, self.capacity
         if policy.is_bounded:
             return sample.most_pages
-        slots = sample.filled + policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
-        held = min(policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size), sample.most_pages)
-        return held - (sample.prefix.num_full_pages if shares else 0)
+        growth = policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
+        sizes = capacity.num_kv_heads, capacity.page_size, capacity.num_shards
+        held = min(sample.num_pages(growth, *sizes), sample.most_pages)
+        return held - (sample.prefix.num_full_pages if shares and keeps_prefix(policy) else 0)
 
     def _num_steps(self) -> int:
         """Steps of the next chunk, which must not pass a row's next compaction."""
@@ -276,3 +280,8 @@ class Scheduler:
     def _take_freed(self) -> list[Prefix]:
         freed, self._freed = self._freed, []
         return freed
+
+
+def keeps_prefix(policy: Policy) -> bool:
+    """Whether a row never rewrites the full pages of its prompt once it has started, so that shared ones stay shared."""
+    return policy.evict is None or isinstance(policy.schedule, AfterPrompt) or policy.evict.protect_prompt

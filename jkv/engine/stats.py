@@ -314,7 +314,7 @@ class Meter:
 
     def row(self, sample: Sample) -> None:
         """Counts the pages of one row."""
-        num_pages = sample.request.policy.num_pages(sample.filled, self.config.num_kv_heads, self.page_size)
+        num_pages = sample.num_pages(0, self.config.num_kv_heads, self.page_size)
         sample.completion.peak_kv_bytes = max(sample.completion.peak_kv_bytes, num_pages * self.page_bytes)
 
     def sentences(self, logs: Collection[SentenceLog]) -> None:
@@ -335,6 +335,8 @@ class Meter:
         policy, config = sample.request.policy, self.config
         whole = num_pages_of(sample.num_seen, self.page_size)
         held = float(config.num_kv_heads * num_pages_of(sample.filled, self.page_size).sum())
+        if sample.heads is not None:
+            held = float(num_pages_of(sample.heads, self.page_size).sum())
         if policy.read is not None:
             dense = policy.read.num_dense(config.num_layers) / config.num_layers
             read = min(whole, pages_read(policy.read.budget, self.page_size))

@@ -37,11 +37,13 @@ def forward(
     attend: Attend,
     cache: Any,
     enter: Callable[[int, Array], Array] | None = None,
+    observe: Callable[[int, Array, Any], Any] | None = None,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """The hidden state of every token after the final norm, and the new cache.
 
     RoPE uses `position` alone, the index of each token in its sequence. The keys passed to `attend` are rotated. `enter` may
-    change the hidden states at the input of each layer.
+    change the hidden states at the input of each layer. `observe` sees them afterwards, before the layer's norm and attention,
+    and returns the cache.
     """
     config = params.config
     angle_BTH = rotary_angle(config, position)
@@ -49,6 +51,7 @@ def forward(
     hidden = embed(params, token)
     for layer, weights in enumerate(params.layers):
         hidden = hidden if enter is None else enter(layer, hidden)
+        cache = cache if observe is None else observe(layer, hidden, cache)
         query, key, value = project(config, weights, hidden, cos, sin)
         mixed, cache = attend(layer, query, key, value, cache)
         hidden = hidden + add_shards(params, times(mixed.reshape(*token.shape, -1), weights.out))

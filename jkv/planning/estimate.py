@@ -36,7 +36,7 @@ class Estimate:
       row_bytes: bytes of one more row: the pages that the engine reserves for it, its page tables, last queries and logits.
       state_bytes: bytes that stay allocated between programs, without weights, at `batch` rows (one row if none fits).
       scratch: the most bytes that programs take while they run.
-      total_bytes: weights, state and the largest scratch.
+      total_bytes: weights (with a gate's), state and the largest scratch.
       mean_slots: slots of a KV head while a row decodes, averaged over time and layers.
       tokens_per_second: of all rows; a bound from the device's figures, not a measurement. None if it has no figures.
       limited_by: "memory bandwidth" or "arithmetic".
@@ -165,8 +165,11 @@ class Setting:
         def state(rows: int) -> int:
             return size.of(rows, layout.pool_pages(rows) // self.num_devices, layout.max_pages)
 
+        gate = policy.calibration if policy.needs.gate else None
+        gate_bytes = 0 if gate is None else meshes.local_bytes(gate.arrays, self.num_devices)
+
         def total(rows: int) -> int:
-            return self.weight_bytes + state(rows) + self.scratch(policy, layout, rows).most
+            return self.weight_bytes + gate_bytes + state(rows) + self.scratch(policy, layout, rows).most
 
         if batch is None:
             batch = bisect.bisect_right(range(1, MOST_ROWS), self.usable_bytes, key=total)

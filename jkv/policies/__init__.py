@@ -9,9 +9,10 @@ from jkv.policies import table
 from jkv.policies.chain import chain
 from jkv.policies.evict import Evict
 from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy, Read, evict_by
+from jkv.policies.policy import Policy, evict_by
+from jkv.policies.read import Read
 from jkv.policies.recipe import entry_of, recipes_in
-from jkv.policies.schedules import AfterPrompt, EachStep, Every, Growing
+from jkv.policies.schedules import AfterPrompt, EachStep, Every, Growing, Threshold
 from jkv.policies.table import *  # noqa: F403 -- the recipes
 from jkv.policies.view import CacheView
 
@@ -29,6 +30,7 @@ __all__ = [
     "Needs",
     "Policy",
     "Read",
+    "Threshold",
     "chain",
     "evict_by",
     "make",

@@ -34,7 +34,12 @@ class Calibration:
 
     kind: ClassVar[Any]  # the NamedTuple of the arrays
     what: ClassVar[str]  # in errors
-    command: ClassVar[str]  # which makes it
+    command: ClassVar[str] = ""  # which makes it
+
+    @property
+    def remedy(self) -> str:
+        """What to do about one of another model."""
+        return f"Make them with `{self.command}`."
 
     def __post_init__(self) -> None:
         self.check_shapes()
@@ -48,6 +53,11 @@ class Calibration:
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """The shapes that the arrays must have for a model, by name."""
         raise NotImplementedError
+
+    def traits(self, model: Model, is_trained: bool) -> dict[str, Any]:
+        """What the calibration must have for a model, by name."""
+        wanted: dict[str, Any] = self.shapes_for(model.config) | {"RoPE": rope_words(model.config)}
+        return wanted if is_trained else wanted | {"weights with the digest": model.digest}
 
     @functools.cached_property
     def digest(self) -> str:
@@ -99,16 +109,13 @@ class Calibration:
         Raises:
           ValueError: what differs.
         """
-        wanted = self.shapes_for(model.config) | {"RoPE": rope_words(model.config)}
+        wanted = self.traits(model, is_trained)
         got: dict[str, Any] = {field: array.shape for field, array in self.arrays._asdict().items()}
-        got["RoPE"] = self.about.get("rope")
-        if not is_trained:
-            wanted["weights with the digest"], got["weights with the digest"] = model.digest, self.about.get("weights")
+        got |= {"RoPE": self.about.get("rope"), "weights with the digest": self.about.get("weights")}
         for trait, value in wanted.items():
             if got[trait] != value:
                 raise ValueError(
-                    f"{self.what} must be of this model, with {trait} {value}; {name} has {shown(got[trait])}. Make them with "
-                    f"`{self.command}`."
+                    f"{self.what} must be of this model, with {trait} {value}; {name} has {shown(got[trait])}. {self.remedy}"
                 )
 
 

@@ -23,6 +23,18 @@ class Limits(NamedTuple):
     recent: Int[Array, " B"]  # last positions
 
 
+class Cutoff(NamedTuple):
+    """Below which score each row drops its slots, whatever its budget, as data."""
+
+    threshold: Float[Array, " B"]
+    window: Int[Array, " B"]  # the slots of so many last positions stay
+
+    def __call__(self, score: Float[Array, "B K S"], age: Int[Array, "B K S"]) -> Float[Array, "B K S"]:
+        """The scores of `Evict.rate`, with `-inf` for the slots to drop; protected ones have `+inf` and stay."""
+        stays = (score >= self.threshold[:, None, None]) | (age < self.window[:, None, None])
+        return jnp.where(stays, score, -jnp.inf)
+
+
 def protection(window: int, sinks: int, recent: int | None, protect_prompt: bool) -> dict[str, Any]:
     """What a recipe's settings protect: `recent` is by default the `window`, whose tokens get no score.
 

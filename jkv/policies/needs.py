@@ -24,8 +24,8 @@ class Needing(Protocol):
 class Needs:
     """What a score reads besides keys, values and positions, and what the engine keeps for the other parts of a policy.
 
-    A score of your own declares `window`, `mass`, `carried`, `compares_keys`, `rope` and `projected`; `Needs()` says that it
-    reads no more than keys, values, positions, the prompt's length and the budget.
+    A score of your own declares `window`, `mass`, `carried`, `compares_keys`, `rope`, `projected` and `gate`; `Needs()` says
+    that it reads no more than keys, values, positions, the prompt's length and the budget.
 
     Attributes:
       window: how many of the last queries the score reads (`CacheView.query`).
@@ -42,6 +42,7 @@ class Needs:
       rope: whether it reads the model's rotary embedding (`CacheView.rope`).
       projected: whether it reads the norm of each value after the output projection (`CacheView.projected_norm`).
       calibration: whether it reads what was measured of the model (`CacheView.calibration`), which the policy holds.
+      gate: whether it reads the number that the policy's gate computed when the slot was written (`CacheView.gate`).
       in_step: how a decode step can compute the score by itself: "sum" if the score is the accumulated attention mass, "last"
         if it is the mass from the last query, and "" if it cannot.
       keeps_window: whether the slots that the score keeps, apart from the sinks, are always the most recent ones.
@@ -66,6 +67,7 @@ class Needs:
     rope: bool = False
     projected: bool = False
     calibration: bool = False
+    gate: bool = False
     in_step: str = ""
     keeps_window: bool = False
 

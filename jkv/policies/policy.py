@@ -11,52 +11,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from jkv import notebook
 from jkv.cache.moved_sinks import MOST_SINKS
 from jkv.cache.pool import num_pages_of
 from jkv.model.params import Model
 from jkv.policies.calibration import Calibration
-from jkv.policies.evict import Evict, least_slots
+from jkv.policies.evict import Cutoff, Evict, least_slots
+from jkv.policies.gate import Gate
 from jkv.policies.needs import Needs
-from jkv.policies.schedules import EachStep, Every, Schedule, check_budget, check_schedule
+from jkv.policies.read import Read
+from jkv.policies.schedules import EachStep, Every, Schedule, Threshold, check_schedule
 from jkv.policies.scores import layer_of
 from jkv.policies.view import CacheView, FunctionScore, Score, Scored
 from jkv.reasoning.sentences import Sentences, ends_of
 from jkv.reasoning.sharing import Share, check_tokenizer
 from jkv.reasoning.steering import Steer, marks_of
 from jkv.reasoning.token_text import token_of
-
-
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """Which pages a decode step reads (Quest): those that may hold the keys with the largest logits.
-
-    Attributes:
-      budget: slots read in a layer and KV head, rounded down to whole pages; the current page is always read.
-      dense_layers: how many first layers read all pages; None is `num_dense`.
-      over_group: how the query heads of a KV head choose: by the largest of their bounds ("max") or by the mean ("mean").
-
-    Raises:
-      ValueError: a field out of its range.
-    """
-
-    needs = Needs(bounds=True)
-    budget: int
-    dense_layers: int | None = None
-    over_group: str = "max"
-
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
-        if self.dense_layers is not None and self.dense_layers < 0:
-            raise ValueError(f"dense_layers is how many first layers read all pages, at least 0; got {self.dense_layers}.")
-        if self.over_group not in ("max", "mean"):
-            raise ValueError(f"over_group must be 'max' or 'mean'; got {self.over_group!r}.")
-
-    def num_dense(self, num_layers: int) -> int:
-        """How many first layers of a model read all pages: by default 2, as in Quest's code, and none of fewer than 16."""
-        return min(num_layers, (2 if num_layers >= 16 else 0) if self.dense_layers is None else self.dense_layers)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -73,7 +45,8 @@ class Policy:
       moves_sinks: whether sinks are read at their place in the cache, right before the slots that are left, instead of at
         their true positions (`jkv.cache.moved_sinks`). The slots that are left must be a window.
       steer: what is added to hidden states (`jkv.reasoning.steering`).
-      calibration: what was measured of the model, for a score that reads it (`jkv.policies.calibration`).
+      calibration: what was measured of the model, for a score that reads it (`jkv.policies.calibration`); for one that reads a
+        gate, the gate (`jkv.policies.gate`).
       sentences: how repeated sentences are found, for a score that reads their similarity (`jkv.reasoning.sentences`).
       until: the text of a token, such as `</think>`, after which a row keeps all tokens; None evicts to the end.
       share: how pages to share are found (`jkv.reasoning.sharing`). If the policy also evicts, sharing stops at a row's first
@@ -115,8 +88,9 @@ class Policy:
             check_sharing(self, self.share)
         if (self.sentences is not None) != (self.evict is not None and self.evict.needs.similarity):
             raise ValueError(f"{self.name} needs both sentences and a score that reads their similarity, or neither.")
-        if (self.calibration is not None) != (self.evict is not None and self.evict.needs.calibration):
-            raise ValueError(f"{self.name} needs both a calibration and a score that reads it, or neither.")
+        reads = (False, False) if self.evict is None else (self.evict.needs.gate, self.evict.needs.calibration)
+        if reads != (isinstance(self.calibration, Gate), not isinstance(self.calibration, Gate | None)):
+            raise ValueError(f"{self.name} needs both a calibration (or a gate) and a score that reads it, or neither.")
         if self.evict is not None and self.schedule is not None:
             check_schedule(self.name, self.schedule)
             check_eviction(self, self.evict)
@@ -168,6 +142,11 @@ class Policy:
     def evicts_in_steps(self) -> bool:
         """Whether the decode step itself evicts (`jkv.cache.in_step_eviction`)."""
         return isinstance(self.schedule, EachStep)
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether it is known before a compaction how many slots it leaves."""
+        return not isinstance(self.schedule, Threshold)
 
     @property
     def num_moving_sinks(self) -> int:
@@ -271,18 +250,36 @@ class Policy:
             ("carried", needs.carried, "what its last compaction carried on (zeros if there was none)"),
             ("rope", needs.rope, "the rotary embedding"),
             ("projected_norm", needs.projected, "the norms of projected values"),
+            ("gate", needs.gate, "what its gate computed of each slot"),
         ):
             if is_read and getattr(view, field) is None:
                 raise ValueError(f"{self.name} reads {words}; the view has none. Pass CacheView({field}=).")
-        if self.calibration is not None and not isinstance(view.calibration, self.calibration.kind):
+        if needs.calibration and self.calibration and not isinstance(view.calibration, self.calibration.kind):
             moments = jax.tree.map(lambda x: jnp.asarray(x)[layer_of(view)], self.calibration.arrays)
             view = view._replace(calibration=moments)
         if view.budget is None:
-            if self.budget is None:
+            if self.budget is None and self.is_planned:
                 raise ValueError(f"{self.name}'s budget grows with the sequence. Pass it in the view: CacheView(budget=).")
-            view = view._replace(budget=jnp.full(view.position.shape[:2], self.budget, jnp.int32))
+            budget = view.position.shape[-1] if self.budget is None else self.budget
+            view = view._replace(budget=jnp.full(view.position.shape[:2], budget, jnp.int32))
         assert view.budget is not None
-        return self.evict.choose(self.evict.rate(view)[None], view.budget[None])[0]
+        return self.evict.choose(self.rate(view)[None], view.budget[None])[0]
+
+    def rate(self, view: CacheView) -> Float[Array, "B K S"]:
+        """The scores that `select` ranks: `+inf` for protected slots, `-inf` for empty ones and those below a `Threshold`."""
+        assert self.evict is not None
+        score, cutoff = self.evict.rate(view), cutoff_of(self)
+        if cutoff is None:
+            return score
+        return Cutoff(*(jnp.tile(x, len(score)) for x in cutoff))(score, view.age)
+
+
+def cutoff_of(policy: Policy) -> Cutoff | None:
+    """The cutoff of one row, on the host, if the schedule is a `Threshold`."""
+    if not isinstance(policy.schedule, Threshold):
+        return None
+    arrays: Any = np.full(1, policy.schedule.threshold, np.float32), np.full(1, policy.schedule.window, np.int32)
+    return Cutoff(*arrays)
 
 
 def noted(policy: Policy, function: str, args: Sequence[Any], settings: Mapping[str, Any]) -> Policy:
@@ -325,8 +322,11 @@ def evict_by(
 
 
 def compacted(policy: Policy, filled: np.ndarray, prompt: int, generated: int) -> np.ndarray:
-    """Slots of each layer, on average over its heads, after the compaction that is due now, if any: [L]."""
-    target = policy.target(prompt, generated)
+    """Slots of each layer, on average over its heads, after the compaction that is due now, if any: [L].
+
+    With a `Threshold`, they are the most that may stay: all.
+    """
+    target = policy.target(prompt, generated) if policy.is_planned else None
     return filled if target is None else np.minimum(filled, policy.budgets(target, len(filled), prompt + generated))
 
 
@@ -394,7 +394,9 @@ def check_eviction(policy: Policy, evict: Evict) -> None:
     if policy.budget is None:
         if policy.pyramid > 1 or evict.scope == "compete":
             raise ValueError(f"{name} has no fixed budget, so layers or heads cannot divide it; got {policy.schedule}.")
-        if not evict.protect_prompt:
+        if not policy.is_planned and evict.scope != "head":
+            raise ValueError(f"{name} compares each KV head's scores with a threshold; got scope {evict.scope!r}. Use 'head'.")
+        if policy.is_planned and not evict.protect_prompt:
             raise ValueError(f"{name}'s schedule counts the prompt as kept: set protect_prompt=True in evict.")
         return
     if policy.pyramid > 1 and not policy.protected:

@@ -5,6 +5,7 @@ if a policy spreads them unevenly.
 """
 
 import dataclasses
+import math
 from typing import Protocol, runtime_checkable
 
 from jkv.checks import shown
@@ -25,7 +26,7 @@ class Schedule(Protocol):
         ...
 
     def target(self, prompt: int, generated: int) -> int | None:
-        """Slots that a row keeps now, if it has more; None if no compaction is due."""
+        """Slots that a row keeps now, if it has more (`Threshold`: at least); None if no compaction is due."""
         ...
 
     def steps_until_due(self, generated: int) -> int | None:
@@ -138,6 +139,40 @@ class Growing:
         kept = self.interval // self.ratio
         before_the_last = prompt + (cycles - 1) * kept + self.interval + self.window
         return max(before_the_last, prompt + cycles * kept + new - cycles * self.interval)
+
+
+@dataclasses.dataclass(frozen=True)
+class Threshold:
+    """Every `interval` generated tokens, and once after the prompt, drops each slot whose score is below the threshold.
+
+    The slots of the last `window` tokens stay whatever their score, and so does what `Evict` protects. Nothing else bounds a
+    row: its memory follows the text, and how many slots stay in a KV head is known only once they are compacted.
+    """
+
+    threshold: float
+    window: int
+    interval: int = 128
+    budget = None
+    is_bounded = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or math.isnan(self.threshold):
+            raise ValueError(f"threshold must be a number, below which a score drops its slot; got {shown(self.threshold)}.")
+        if self.window < 1 or self.interval < 1:
+            raise ValueError(
+                f"window and interval must be at least 1 token, as the newest one always stays; got {self.window=}, "
+                f"{self.interval=}."
+            )
+
+    def target(self, prompt: int, generated: int) -> int | None:
+        """The fewest slots that may stay; the scores decide about all others."""
+        return None if generated % self.interval else self.window
+
+    def steps_until_due(self, generated: int) -> int | None:
+        return self.interval - generated % self.interval
+
+    def most_slots(self, prompt: int, new: int) -> int:
+        return prompt + new
 
 
 def check_schedule(name: str, schedule: object) -> None:

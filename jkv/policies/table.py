@@ -15,6 +15,7 @@ from jkv.policies.g_kv import g_kv as g_kv
 from jkv.policies.h2o import h2o as h2o
 from jkv.policies.key_diff import key_diff as key_diff
 from jkv.policies.lag_kv import lag_kv as lag_kv
+from jkv.policies.learned_gate import learned_gate as learned_gate
 from jkv.policies.mem_share import mem_share as mem_share
 from jkv.policies.pyramid_kv import pyramid_kv as pyramid_kv
 from jkv.policies.quest import quest as quest

@@ -18,6 +18,7 @@ OPTIONAL = (
     "rope",
     "projected_norm",
     "calibration",
+    "gate",
 )  # fields that a score must declare
 
 # The scores, or with `Needs.carried` a pair: the scores, and a number of each slot that the next compaction sees if it is kept.
@@ -53,6 +54,8 @@ class CacheView(NamedTuple):
       projected_norm: the L1 norm of the slot's value after the layer's output projection, mean over the query heads of its KV
         head. None unless `Needs.projected`.
       calibration: the arrays of the policy's calibration, of each batch row's layer. None unless `Needs.calibration`.
+      gate: what the policy's gate (`jkv.policies.gate`) computed from the hidden state when the slot was written. None unless
+        `Needs.gate`.
     """
 
     key: Float[Array, "B K S H"]
@@ -70,6 +73,7 @@ class CacheView(NamedTuple):
     rope: Rope | None = None
     projected_norm: Float[Array, "B K S"] | None = None
     calibration: Any = None
+    gate: Float[Array, "B K S"] | None = None
 
     @property
     def is_filled(self) -> Bool[Array, "B K S"]:

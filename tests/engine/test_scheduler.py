@@ -7,6 +7,7 @@ import jkv
 from jkv.engine.requests import Request
 from jkv.engine.samples import Completion, RowOutputs, Sample, Start
 from jkv.engine.scheduler import CHUNKS, Capacity, Scheduler
+from jkv.policies.scores import Recency
 
 LAYERS, HEADS, PAGE = 2, 2, 4
 MOST_PAGES = LAYERS * HEADS * 16  # of a request
@@ -19,7 +20,10 @@ POLICIES = [
     jkv.snap_kv(budget=10, when="prefill", window=4),
     jkv.rpc(interval=8, window=4),
     jkv.h2o(budget=14),
+    jkv.r_kv(budget=16, interval=4, window=4, until="</think>"),
+    jkv.Policy("below", jkv.Evict(Recency(), recent=3), jkv.Threshold(0.0, 6, 4)),
 ]
+REWRITING = ("r_kv", "below")  # unbounded, and their compactions rewrite the prompt
 PROMPTS = [np.arange(length, dtype=np.int32) for length in (1, 3, 8, 17, 30)]
 
 
@@ -35,9 +39,10 @@ class FakeRunner:
         return sum(self.rows.values()) + sum(self.prefixes.values())
 
     def pages(self, sample):
-        """Pages of a row without those of its prefix; a bounded policy's compaction rewrites these, others keep the prompt."""
-        whole = sample.request.policy.num_pages(sample.filled, HEADS, PAGE)
-        is_rewritten = sample.request.policy.is_bounded and sample.completion.compactions > 0
+        """Pages of a row without those of its prefix; the compactions of bounded and of some other policies rewrite these."""
+        policy, heads = sample.request.policy, sample.heads
+        whole = policy.num_pages(sample.filled, HEADS, PAGE) if heads is None else int(np.ceil(heads / PAGE).sum())
+        is_rewritten = (policy.is_bounded or policy.name in REWRITING) and sample.completion.compactions > 0
         return whole - (sample.prefix.num_full_pages if sample.shares and not is_rewritten else 0)
 
     def execute(self, turn):
@@ -90,7 +95,11 @@ class FakeRunner:
         self.check()
         for row, sample in self.scheduler.running.items():
             if sample.is_due:
-                sample.compact(None)
+                left = None
+                if not sample.request.policy.is_planned:  # any number of slots, from those of the window to all
+                    held = np.tile(sample.filled[:, None], HEADS) if sample.heads is None else sample.heads
+                    left = rng.integers(np.minimum(held, 6), held + 1)
+                sample.compact(None, left)
             self.rows[row] = self.pages(sample)
         self.check()
 

@@ -167,16 +167,16 @@ def assert_fits(hint, value, name, seen):
 
 
 def make_state():
-    needs = Needs(window=SIZES["W"], mass=True, carried=True, bounds=True, sharing=True)
+    needs = Needs(window=SIZES["W"], mass=True, carried=True, gate=True, bounds=True, sharing=True)
     return empty_state(CONFIG, needs, num_rows=SIZES["B"], num_pages=SIZES["P"] - 1, max_pages=SIZES["MP"], page_size=4)
 
 
 def test_every_array_of_the_state_has_the_axes_of_its_annotation():
     state, seen = make_state(), []
     assert_fits(State, state, "state", seen)
-    assert len(seen) == len(jax.tree.leaves(state)) == 15
+    assert len(seen) == len(jax.tree.leaves(state)) == 16
     assert_fits(programs.Snapshot, programs.snapshot_row(state, jnp.int32(0)), "snapshot", seen := [])
-    assert len(seen) == 9
+    assert len(seen) == 10
 
 
 def test_every_weight_has_the_axes_of_its_annotation():
@@ -212,7 +212,7 @@ def test_what_is_absent_has_no_spec():
 
 
 def test_every_program_says_how_its_arguments_are_split():
-    assert len(mesh.PROGRAMS) == 13
+    assert len(mesh.PROGRAMS) == 14
     assert {"decode_chunk", "prefill_chunk", "compact"} < set(mesh.PROGRAMS)
     for name in mesh.PROGRAMS:
         assert set(inspect.signature(getattr(programs, name)).parameters) - set(mesh.SETTINGS) >= {"state"}

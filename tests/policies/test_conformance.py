@@ -14,18 +14,18 @@ from jkv.cache.pool import EMPTY
 from jkv.engine.mappings import limit, num_mappings
 from jkv.engine.runner import Runner
 from jkv.policies import POLICIES, make
-from jkv.testing import random_networks, random_statistics, random_view, tiny_model
+from jkv.testing import random_gate, random_networks, random_statistics, random_view, tiny_model
 from jkv.verify import CHECKS, Case, is_hashable, keeps_protected_slots, selects_filled_slots
 
 SMALL = {"budget": 24, "interval": 16, "window": 4, "num_queries": 4, "growth": 0.1, "tau": 0.3}
 VECTOR = jkv.SteeringVector(np.ones((2, 32), np.float32))
-STATISTICS, NETWORKS = random_statistics(tiny_model()), random_networks(tiny_model())
+STATISTICS, NETWORKS, GATE = (draw(tiny_model()) for draw in (random_statistics, random_networks, random_gate))
 
 
 def build(name, **changes):
     """A policy at test size: only the settings that its recipe has."""
     fields = inspect.signature(POLICIES[name]).parameters
-    settings = SMALL | {"vector": VECTOR, "statistics": STATISTICS, "network": NETWORKS} | changes
+    settings = SMALL | {"vector": VECTOR, "statistics": STATISTICS, "network": NETWORKS, "weights": GATE} | changes
     return make(name, {field: value for field, value in settings.items() if field in fields})
 
 

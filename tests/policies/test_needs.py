@@ -11,7 +11,7 @@ import jkv
 from jkv.policies import Needs
 from jkv.policies.scores import AccumulatedMass, AttentionMass, Recency
 from jkv.policies.skip_kv import LessRepeated
-from jkv.testing import random_statistics, tiny_model
+from jkv.testing import random_gate, random_statistics, tiny_model
 
 KNOBS = {"max_new_tokens": 40, "stop_ids": (), "page_size": 4, "progress": False}
 
@@ -115,12 +115,14 @@ def test_the_needs_of_a_policy_are_those_of_its_parts_together():
         jkv.expected_attention(64): Needs(window=64, rope=True),
         jkv.critical_kv(64): Needs(window=8, projected=True),
         jkv.tri_attention(64, random_statistics(tiny_model())): Needs(rope=True, calibration=True),
+        jkv.learned_gate(random_gate(tiny_model()), 64): Needs(gate=True),
+        jkv.learned_gate(random_gate(tiny_model()), threshold=0.0): Needs(gate=True),
         jkv.reason_cache(align_steps=True): Needs(sharing=True, aligning=True),
         jkv.chain(jkv.mem_share(), jkv.snap_kv(64)): Needs(window=8, sharing=True),
     }
     for policy, needs in expected.items():
         assert policy.needs == needs, policy
-    assert Needs.of(expected) == Needs(64, *[True] * 12)
+    assert Needs.of(expected) == Needs(64, *[True] * 13)
     assert Needs.of([]) == Needs()
 
 

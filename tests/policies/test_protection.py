@@ -7,7 +7,7 @@ import pytest
 
 import jkv
 from jkv.policies import POLICIES
-from jkv.testing import TinyTokenizer, random_networks, random_statistics, tiny_model
+from jkv.testing import TinyTokenizer, random_gate, random_networks, random_statistics, tiny_model
 
 KNOBS = {"stop_ids": (), "page_size": 4, "progress": False, "max_new_tokens": 60, "return_trace": True}
 PROMPT = list(range(1, 12))
@@ -26,6 +26,7 @@ def build(name, **settings):
         "num_queries": 4,
         "statistics": random_statistics(tiny_model()),
         "network": random_networks(tiny_model()),
+        "weights": random_gate(tiny_model()),
         "protect_prompt": False,
     }
     small = own | {"budget": 24, "interval": 1 if name in ("h2o", "tova") else 8, "window": 4, "ends": (1, 5, 9), "beta": 1.2}
@@ -62,7 +63,8 @@ def test_every_policy_with_a_budget_takes_protection():
 def test_sinks_and_the_prompt_stay(runs, name):
     i, count = EVICTING.index(name), len(EVICTING)
     plain, sinks, prompt = (held_to_the_end(runs, i + k * count) for k in range(3))
-    own = 4 if name in ("streaming_llm", "cur", "vase", "key_diff", "lag_kv", "expected_attention", "foresight") else 0
+    with_sinks = ("streaming_llm", "cur", "vase", "key_diff", "lag_kv", "expected_attention", "foresight", "learned_gate")
+    own = 4 if name in with_sinks else 0
     assert sinks[..., :3].all()
     assert not plain[..., own : len(PROMPT)].all()  # without it, something of the prompt goes
     assert not sinks[..., max(3, own) : len(PROMPT)].all()

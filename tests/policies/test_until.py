@@ -52,3 +52,17 @@ def test_what_is_no_token_or_cannot_be_waited_for_is_refused(model):
     schedule = jkv.EachStep(64)
     with pytest.raises(ValueError, match="can keep all tokens after until='a' only if it evicts between steps"):
         jkv.Policy("mine", jkv.h2o(64).evict, schedule, until="a")
+
+
+@pytest.mark.parametrize("num_pages", [64, 90])
+def test_rows_that_rewrite_a_shared_prompt_reserve_its_pages(model, num_pages):
+    """They share the prompt's pages until their first compaction, and then hold copies; 64 pages are those of one row."""
+    policy = r_kv("</think>")
+    engine = jkv.Engine(model, max_running=4, max_slots=64, page_size=4, num_pages=num_pages, policies=[policy], chunk=8)
+    ticket = engine.submit(PROMPT, policy, jkv.Sampling(seed=3), max_new_tokens=32, n=4, stop_ids=())
+    while not engine.is_idle:
+        engine.step()
+        assert engine.runner.num_held_pages <= engine.scheduler.reserved
+    assert engine.stats.forks > 0
+    assert engine.runner.num_held_pages == 0
+    assert np.isfinite(engine.result(ticket).logprobs).all()

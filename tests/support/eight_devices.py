@@ -20,7 +20,7 @@ from jkv.model.sampling import rows_of
 from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteeringVector
-from jkv.testing import TINY, adapted, random_statistics, tiny_model, unfolded
+from jkv.testing import TINY, adapted, random_gate, random_statistics, tiny_model, unfolded
 from tests.cache.test_pool import assert_allocator_is_consistent
 from tests.support.mixes import LOOSE, BreakingTokenizer
 
@@ -30,7 +30,8 @@ ROW = CONFIG.num_layers * CONFIG.num_kv_heads * MAX_SLOTS // PAGE_SIZE  # pages 
 PROMPT, LONG = [5, 1, 9], list(range(20))
 GREEDY, SAMPLED = jkv.Sampling(temperature=0.0), jkv.Sampling(seed=7)
 VECTOR = SteeringVector(np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32))
-STATISTICS = random_statistics(tiny_model(config=CONFIG))
+STATISTICS, GATE = random_statistics(tiny_model(config=CONFIG)), random_gate(tiny_model(config=CONFIG), "mlp")
+BELOW = jkv.learned_gate(GATE, threshold=0.0, window=4, interval=8)
 # Name -> arguments of `submit`. The requests cover the outputs and the cross-head operations of all policies.
 REQUESTS = {
     "full": {"prompt": PROMPT, "policy": jkv.full(), "sampling": GREEDY},
@@ -45,10 +46,13 @@ REQUESTS = {
     "critical_kv": {"prompt": LONG, "policy": jkv.critical_kv(16, 8, window=4), "sampling": GREEDY},
     "expected_attention": {"prompt": LONG, "policy": jkv.expected_attention(16, 8, num_queries=8), "sampling": GREEDY},
     "tri_attention": {"prompt": PROMPT, "policy": jkv.tri_attention(16, STATISTICS, 8), "sampling": GREEDY},
+    "learned_gate": {"prompt": LONG, "policy": jkv.learned_gate(GATE, 16, interval=8), "sampling": GREEDY},
     "seal": {"prompt": PROMPT, "policy": jkv.seal(VECTOR, strength=-0.7), "sampling": SAMPLED},
     "reason_cache": {"prompt": LONG, "policy": jkv.reason_cache(include_prompt=True, **LOOSE), "sampling": GREEDY},
     "aligned": {"prompt": PROMPT, "policy": jkv.reason_cache(align_steps=True, **LOOSE), "sampling": SAMPLED},
 }
+# Its heads hold unequal numbers of slots, so shards are not full at the same time, and rows are preempted at other times.
+UNEVEN = {"below_threshold": {"prompt": LONG, "policy": BELOW, "sampling": SAMPLED, "n": 4}}
 # Devices -> requests. On four devices a shard has two of the eight KV heads, on eight one, and on two four.
 MESHES = {4: tuple(REQUESTS), 8: tuple(REQUESTS), 2: ("forked", "r_kv", "skip_kv", "random", "reason_cache")}
 
@@ -96,14 +100,14 @@ def play(model, on, names):
         max_slots=MAX_SLOTS,
         page_size=PAGE_SIZE,
         num_pages=ROW + ROW // 2 + 7,
-        policies=[REQUESTS[name]["policy"] for name in names],
+        policies=[(REQUESTS | UNEVEN)[name]["policy"] for name in names],
         chunk=4,
         return_trace=True,
         poison=True,
         mesh=on,
     )
     num_shards, before = 1 if on is None else on.size, cache_sizes(engine)
-    tickets = {name: engine.submit(**REQUESTS[name], max_new_tokens=22, stop_ids=()) for name in names}
+    tickets = {name: engine.submit(**(REQUESTS | UNEVEN)[name], max_new_tokens=22, stop_ids=()) for name in names}
     while not engine.is_idle:
         engine.step()
         block_tables = [
@@ -141,8 +145,20 @@ def test_a_mesh_changes_no_token(on_one_device, on_devices, count, name):
     for field in ("source", "begin", "end"):  # which tokens each head read and evicted
         np.testing.assert_array_equal(getattr(many.trace, field), getattr(one.trace, field))
     assert len(set(map(tuple, one.tokens.tolist()))) == REQUESTS[name].get("n", 1)
-    if name in ("r_kv", "rpc", "h2o", "skip_kv", "random", "moving-sinks"):
+    if name in ("r_kv", "rpc", "h2o", "skip_kv", "random", "moving-sinks", "learned_gate"):
         assert many.samples[0].evicted == one.samples[0].evicted > 0
+
+
+@meshes
+def test_shards_whose_heads_hold_unequal_numbers_of_slots_never_run_out_of_pages(model, count):
+    (one, *_), (many, engine, _) = (play(model, on, tuple(UNEVEN)) for on in (None, devices_of(count)))
+    one, many = one["below_threshold"], many["below_threshold"]
+    np.testing.assert_array_equal(many.tokens, one.tokens)
+    np.testing.assert_allclose(many.logprobs, one.logprobs, atol=1e-4)
+    np.testing.assert_array_equal(many.trace.end, one.trace.end)
+    held = (one.trace.end == 2**31 - 1).sum(axis=-1).reshape(4, CONFIG.num_layers, count, -1).sum(axis=(1, 3))
+    assert (held.max(axis=-1) > held.min(axis=-1)).all()  # of the shards of each sample
+    assert np.asarray(engine.runner.state.cache.pool.free_top).tolist() == [engine.num_pages // count] * count
 
 
 @meshes

@@ -8,7 +8,7 @@ import numpy as np
 
 import jkv
 from jkv.engine.engine import Engine
-from jkv.testing import TinyTokenizer
+from jkv.testing import TinyTokenizer, random_gate, tiny_model
 from tests.cache.test_pool import assert_allocator_is_consistent
 
 PAGE_SIZE = 4
@@ -34,6 +34,7 @@ POLICIES = [
     jkv.reason_cache(include_prompt=True, **LOOSE),
     jkv.random_share(jkv.reason_cache(**LOOSE)),
     jkv.chain(jkv.reason_cache(include_prompt=True, **LOOSE), jkv.r_kv(budget=36, interval=8, window=WINDOW)),
+    jkv.learned_gate(random_gate(tiny_model()), threshold=0.0, window=WINDOW, interval=8, sinks=1),
 ]
 
 

@@ -1,0 +1,37 @@
+"""What an engine refuses of policies, before anything compiles: more than it keeps, another model's parts, a second gate."""
+
+from collections.abc import Iterable
+
+import jax
+
+from jkv.engine import mesh as meshes
+from jkv.model.params import Model
+from jkv.policies import Needs, Policy
+from jkv.policies.gate import Gate
+from jkv.policies.policy import check_parts
+
+
+def check_policy(
+    policy: Policy,
+    needs: Needs,
+    model: Model,
+    mesh: jax.sharding.Mesh | None,
+    is_trained: bool = False,
+    gate: Gate | None = None,
+) -> None:
+    """Refuses a policy that needs more than the engine keeps, compares KV heads of different shards, or reads another gate."""
+    needs.check(policy.name, policy.needs)
+    check_parts(policy, model, is_trained)
+    if mesh is not None:
+        meshes.check_policy(policy, mesh.size)
+    if policy.needs.gate and policy.calibration != gate:
+        raise ValueError(
+            f"An engine computes one gate for all of its rows; it has {gate}, and {policy.name} reads {policy.calibration}. "
+            "Build an engine for each gate."
+        )
+
+
+def gate_of(policies: Iterable[Policy]) -> Gate | None:
+    """The gate that policies read: the first's, with which `check_policy` compares the others'; None if none reads any."""
+    gates = (policy.calibration for policy in policies if policy.needs.gate)
+    return next((gate for gate in gates if isinstance(gate, Gate)), None)
