@@ -66,7 +66,7 @@ def test_planned_bytes_are_the_compilers(target, model, name, num_layers):
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     config = dataclasses.replace(MODELS[model], num_layers=num_layers)
-    policy = programs.POLICIES["r_kv"]
+    policy = jkv.r_kv(programs.BUDGET, programs.INTERVAL)
     device = dataclasses.replace(jkv.DEVICES[DEVICES[target]], memory=10**12)
     plan = jkv.plan(config, device, policy, length=LENGTH, batch=programs.NUM_ROWS, truncates=name == "cutting decode")
     shapes = shapes_of(plan, config, policy, target)

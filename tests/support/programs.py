@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 import jkv
 from jkv.cache import page_content, pool
+from jkv.cache.gating import GATE
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import LOG_WEIGHT
@@ -18,7 +19,9 @@ from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
 from jkv.model.params import ModelConfig, Params, weight_shapes
 from jkv.model.sampling import SamplingRows
-from jkv.policies import Needs
+from jkv.policies import Evict, Needs
+from jkv.policies.gate_kinds import KVzapLinearGate
+from jkv.policies.learned_gate import GateValue
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteerRules
 
@@ -26,15 +29,17 @@ DEEP = 28  # layers of the pool, even if fewer layers of the model are compiled
 NUM_ROWS = 32
 NUM_POSITIONS = 32_768  # positions of the sentence map of a compaction
 BUDGET, INTERVAL = 1024, 128  # of R-KV
-POLICIES = {
-    "r_kv": jkv.r_kv(BUDGET, INTERVAL),
-    "streaming_llm": jkv.streaming_llm(BUDGET),
-    "random": jkv.random(BUDGET, INTERVAL),
-    "h2o": jkv.h2o(BUDGET, interval=INTERVAL),
-    "skip_kv": jkv.skip_kv(BUDGET, interval=INTERVAL),
+EVICTS = {
+    "r_kv": jkv.r_kv(BUDGET, INTERVAL).evict,
+    "streaming_llm": jkv.streaming_llm(BUDGET).evict,
+    "random": jkv.random(BUDGET, INTERVAL).evict,
+    "h2o": jkv.h2o(BUDGET, interval=INTERVAL).evict,
+    "skip_kv": jkv.skip_kv(BUDGET, interval=INTERVAL).evict,
+    "gate": Evict(GateValue()),
 }
 
 NOTHING, QUERIES, MASS, BOUNDS = Needs(), Needs(window=8), Needs(mass=True), Needs(bounds=True)
+GATED = Needs(gate=True)
 SHARING = Needs(window=8, sharing=True, aligning=True)
 
 # The widths of DeepSeek-R1-Distill-Qwen-1.5B.
@@ -125,20 +130,29 @@ def decode(
         flags = leaf(rows, dtype=bool)
         align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
     inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, steer, align)
-    options = {"num_steps": scheduler.CHUNKS[0], "draws": draws, "returns_hidden": returns_hidden}
+    options = {"num_steps": scheduler.CHUNKS[0], "draws": draws, "returns_hidden": returns_hidden, "gate": gate_of(shapes)}
     return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options)
 
 
 def prefill(shapes: Shapes) -> Any:
     """The largest chunk of a prompt."""
     token = shapes.leaf(1, runner.PREFILL_SIZES[-1])
-    return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1))
+    return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1), gate_of(shapes))
+
+
+def gate_of(shapes: Shapes) -> KVzapLinearGate | None:
+    """The gate of an engine that keeps its numbers."""
+    if GATE not in shapes.state.cache.pool.slot_data:
+        return None
+    heads = shapes.params.config.num_layers, shapes.params.config.num_kv_heads
+    sizes = (*heads, shapes.params.config.width), heads
+    return KVzapLinearGate(*(shapes.leaf(*size, dtype=jnp.float32) for size in sizes))
 
 
 def compact(policy: str, shapes: Shapes) -> Any:
     """Compaction of a row."""
     row, budget = shapes.leaf(1), shapes.leaf(shapes.params.config.num_layers, 1)
-    protected, evict = shapes.leaf(2, 1), POLICIES[policy].evict.static
+    protected, evict = shapes.leaf(2, 1), EVICTS[policy].static
     sentences = None
     if evict.needs.similarity:
         sentences = SentenceMap(shapes.leaf(1, NUM_POSITIONS), shapes.leaf(1, NUM_POSITIONS, dtype=jnp.float32))
@@ -226,6 +240,9 @@ PROGRAMS: dict[str, Program] = {
     "compact-streaming_llm": Program(functools.partial(compact, "streaming_llm")),
     "compact-random": Program(functools.partial(compact, "random")),
     "compact-h2o": Program(functools.partial(compact, "h2o"), MASS),
+    "decode-gate": Program(decode, GATED),
+    "compact-gate": Program(functools.partial(compact, "gate"), GATED),
+    "prefill-gate": Program(prefill, GATED),
     "prefill": Program(prefill, QUERIES),
     "prefill-h2o": Program(prefill, MASS),
     "prefill-quest": Program(prefill, BOUNDS),
