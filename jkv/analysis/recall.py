@@ -194,10 +194,12 @@ def received_so_far(query: Float[Array, "T N H"], key: Float[Array, "T K H"], po
     return jax.lax.map(of_head, (jnp.moveaxis(grouped, 1, 0), jnp.moveaxis(key, 1, 0).astype(jnp.float32)))
 
 
-def attention_received(params: Params, tokens: Sequence[int]) -> Iterator[list[Float[np.ndarray, "K T1 T"]]]:
-    """`received_so_far` of each layer, for each of `POWERS`."""
+def attention_received(
+    params: Params, tokens: Sequence[int], powers: Sequence[int] = POWERS
+) -> Iterator[list[Float[np.ndarray, "K T1 T"]]]:
+    """`received_so_far` of each layer, for each of the powers."""
     for query, key, _ in queries_keys_values(params, padded(tokens)):
-        yield [np.asarray(received_so_far(query, key, power))[:, : len(tokens) + 1, : len(tokens)] for power in POWERS]
+        yield [np.asarray(received_so_far(query, key, power))[:, : len(tokens) + 1, : len(tokens)] for power in powers]
 
 
 def keep_what_is_read(
@@ -229,8 +231,8 @@ def future_reads(model: Model, text: Text, interval: int, width: int = 0) -> Fut
     width = max(width, total)
     shape = model.config.num_layers, model.config.num_kv_heads, 1 + width // interval, width
     later = np.zeros(shape, np.float32)
-    for layer, received in enumerate(attention_received(model.params, [*prompt, *rest])):
-        from_moment = received[-1][:, total, None] - received[-1][:, len(prompt) : total : interval]
+    for layer, (received,) in enumerate(attention_received(model.params, [*prompt, *rest], powers=(2,))):
+        from_moment = received[:, total, None] - received[:, len(prompt) : total : interval]
         later[layer, :, : from_moment.shape[1], :total] = from_moment
     return FutureReads(Reads(later), identity_of(model) | {"tokens": str(total)})
 
