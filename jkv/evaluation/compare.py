@@ -233,7 +233,7 @@ def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, di
 def seeds_of(name: str, settings: dict[str, dict[str, Any]], count: int) -> list[int | None]:
     """The seeds that a policy runs with; `[None]` where it draws nothing, or one seed is enough."""
     recipe, chosen = settings_of(name, settings)
-    if count == 1 or not has_setting(recipe, "seed"):
+    if count == 1 or recipe == ORACLE or not has_setting(recipe, "seed"):
         return [None]
     return [chosen.get("seed", 0) + i for i in range(count)]
 
