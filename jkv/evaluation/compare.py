@@ -132,7 +132,7 @@ def compare(
     wanted: list[tuple[str, Budget]] = []
     for name in policies:
         if name != "full":
-            wanted += [(name, size) for size in (sizes if has_budget(recipes.get(name, name)) else [Budget()])]
+            wanted += [(name, size) for size in (sizes if takes_budget(name, settings) else [Budget()])]
     for name, size in wanted:
         if name != ORACLE:
             build(name, size.slots_or_large, settings)
@@ -216,11 +216,22 @@ def with_own_budgets(outcome: Outcome, policies: Sequence[Policy], slots: Sequen
 
 
 def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]], seed: int | None = None) -> Policy:
-    """The policy, or the variant of one, by its name. `slots` are for one that has a budget; None leaves it to the settings."""
+    """The policy, or the variant of one, by its name. `slots` are for one that is given a budget (`takes_budget`)."""
     recipe, chosen = settings_of(name, settings)
-    budget = {"budget": slots} if slots is not None and has_budget(recipe) else {}
+    budget = {} if slots is None or not takes_budget(name, settings) else {"budget": slots}
     policy = make(recipe, budget | chosen | ({} if seed is None else {"seed": seed}))
     return dataclasses.replace(policy, name=name)
+
+
+def takes_budget(name: str, settings: dict[str, dict[str, Any]]) -> bool:
+    """Whether a policy or variant is given budgets: not if it has none, or if its settings are complete without one."""
+    if not has_budget(settings_of(name, settings)[0]):
+        return False
+    try:
+        build(name, None, settings)
+    except ValueError:
+        return True
+    return False
 
 
 def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:

@@ -17,13 +17,13 @@ import numpy as np
 from jaxtyping import Float
 
 from jkv.evaluation.budgets import parse_budget
-from jkv.evaluation.compare import build, seeds_of, settings_of
+from jkv.evaluation.compare import build, seeds_of, takes_budget
 from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
 from jkv.evaluation.probe_texts import KINDS, Probe
 from jkv.generate import generate
 from jkv.model.params import Model
-from jkv.policies import Policy, has_budget
+from jkv.policies import Policy
 from jkv.policies.calibration import identity_of
 from jkv.reports import append_text, json_lines, markdown, read_json_lines, write_text
 from jkv.statistics import bootstrap, holm, sign_flip_p
@@ -190,7 +190,7 @@ def runs_of(
         if name == ORACLE:
             runs += [(name, count, None) for count in slots]
             continue
-        sizes = slots if has_budget(settings_of(name, settings)[0]) else [None]
+        sizes = slots if takes_budget(name, settings) else [None]
         runs += [(name, count, seed) for count in sizes for seed in seeds_of(name, settings, seeds)]
     return runs
 

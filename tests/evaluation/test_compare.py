@@ -22,6 +22,7 @@ from jkv.policies import random as random_policy
 from jkv.policies import rpc as rpc_policy
 from jkv.statistics import paired_change, pass_figures
 from jkv.tasks.evaluate import held_out
+from jkv.testing import random_gate
 
 
 @pytest.fixture(scope="module")
@@ -494,3 +495,13 @@ def test_an_oracle_of_answers_that_are_drawn_is_refused(reasoner, problems, opti
     monkeypatch.setattr(bench, "run", lambda *args, **options: pytest.fail("it ran"))
     with pytest.raises(ValueError, match=says):
         bench.compare(reasoner, problems, ["oracle"], [32], **options)
+
+
+def test_only_policies_whose_settings_leave_a_budget_open_are_given_one(reasoner):
+    gate = {"policy": "learned_gate", "weights": random_gate(reasoner)}
+    settings = {"fixed": {"policy": "r_kv", "budget": 48}, "gate": gate, "by-threshold": gate | {"threshold": 0.0}}
+    names = ("r_kv", "gate", "nobody", "rpc", "fixed", "by-threshold")
+    assert [bench.takes_budget(name, settings) for name in names] == [True, True, True, False, False, False]
+    assert bench.build("gate", 64, settings).budget == 64
+    assert bench.build("fixed", 64, settings).budget == 48
+    assert bench.build("by-threshold", 64, settings).budget is None
