@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv.analysis.calibration import is_one
 from jkv.analysis.recall import padded, queries_keys_values, received_so_far
-from jkv.checks import check_counts
+from jkv.checks import check_counts, check_most
 from jkv.model.params import Model
 from jkv.model.rope import rope_of
 from jkv.policies.calibration import identity_of
@@ -27,6 +27,7 @@ REPORTED = 100  # steps between two reports
 STRIDE = 16  # tokens between two moments
 RECENT = 4  # slots that are never candidates, as the policy keeps them
 FIRST = 4  # moment; before it, few slots are old
+MOST_HIDDEN = 4_096
 POWER = 2  # of the attention that is foreseen
 RATE, DECAY = 3e-3, 1e-3  # of AdamW, the rate falling to 0 along a cosine
 
@@ -65,6 +66,7 @@ def foresee(
       ValueError: no text that is long enough, or text for a model without a tokenizer.
     """
     check_counts(hidden=hidden, steps=steps, batch=batch)
+    check_most(MOST_HIDDEN, hidden=hidden)
     sequences = [encode(model, text) for text in ([texts] if is_one(texts) else texts)]
     shortest = (FIRST + 1) * STRIDE
     sequences = [sequence for sequence in sequences if len(sequence) >= shortest]
