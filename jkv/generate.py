@@ -107,10 +107,17 @@ def warn_of_length(samples: Sequence[Sample]) -> None:
     limits = [sample.request.max_new_tokens for sample in may_stop if sample.completion.finish_reason == "length"]
     if 2 * len(limits) > len(may_stop):
         LOGGER.info("%d of %d samples were cut after %d tokens", len(limits), len(samples), max(limits))
+        is_open = any(sample.request.has_open_limit for sample in may_stop)
+        limit, remedy = (
+            (
+                "the default limit (what positions and memory leave, up to 32,768 tokens)",
+                "Give max_new_tokens, or a policy with a budget",
+            )
+            if is_open
+            else ("max_new_tokens", "Raise it for whole answers")
+        )
         warnings.warn(  # without figures, so that Python shows it once
-            "More than half of the samples were cut by the limit of new tokens before the model ended them. Raise "
-            "max_new_tokens, or use a policy with a budget where the memory is the limit.",
-            stacklevel=4,
+            f"More than half of the samples were cut by {limit} before the model ended them. {remedy}.", stacklevel=4
         )
 
 

@@ -55,6 +55,19 @@ def bootstrap(*groups: Float[np.ndarray, " _"], resamples: int = RESAMPLES) -> t
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
 
 
+def with_interval(values: Float[np.ndarray, " _"], form: str = "+.3f") -> str:
+    """A group's mean with its 95 % interval, as text; one observation has no interval.
+
+    >>> with_interval(np.array([0.0, 0.0, 1.0, 1.0]), ".1f"), with_interval(np.array([0.5]))
+    ('0.5 [0.0, 1.0]', '+0.500')
+    """
+    mean = f"{values.mean():{form}}"
+    if len(values) < 2:
+        return mean
+    low, high = bootstrap(values)
+    return f"{mean} [{low:{form}}, {high:{form}}]"
+
+
 def has_spread(values: np.ndarray) -> bool:
     """Whether values differ by more than rounding."""
     return bool(np.ptp(values) > ROUNDING * np.abs(values).max())

@@ -32,7 +32,7 @@ from jkv.policies.oracle import FutureReads, Reads
 from jkv.replay.score import Columns, ReplayAttention, dense_columns, hidden_states, over_blocks, round_up, score, trace_columns
 from jkv.replay.trace import Trace, join_traces
 from jkv.reports import markdown
-from jkv.statistics import bootstrap
+from jkv.statistics import with_interval
 
 POWERS = (1, 2)  # of the attention that is counted
 LOCAL = 16  # attention to keys nearer than this is left out: nearly every policy keeps them
@@ -305,18 +305,13 @@ def follows(params: Params, tokens: Sequence[int], start: int, trace: Trace) -> 
 
 def table(figures: Sequence[Recall]) -> str:
     """One line for each policy and budget, with 95 % intervals over texts."""
-
-    def with_interval(values: np.ndarray, form: str) -> str:
-        low, high = bootstrap(values) if len(values) > 1 else (np.nan, np.nan)
-        return f"{values.mean():{form}} [{low:{form}}, {high:{form}}]"
-
     rows = [
         (
             one.name,
             "" if one.budget is None else one.budget,
             with_interval(one.recall, ".3f"),
             with_interval(one.sharp_recall, ".3f"),
-            with_interval(one.loss, "+.3f"),
+            with_interval(one.loss),
             "" if one.identical is None else f"{one.identical.mean():.0%}",
         )
         for one in sorted(figures, key=lambda one: (one.budget or 0, -one.sharp_recall.mean()))

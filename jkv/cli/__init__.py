@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         commands = commands_of(parser)
         if given[0] not in commands:
             parser.error(f"there is no command {given[0]!r}.{did_you_mean(given[0], commands)} See `jkv --help`.")
-        given = [given[0], *expand_flags(commands[given[0]], given[1:])]
+        command, rest = commands[given[0]], given[1:]
+        command = commands_of(command).get(rest[0], command) if rest else command  # `jkv bench throughput`
+        given = [given[0], *expand_flags(command, rest)]
     options = parser.parse_args(given)
     if vars(options).pop("version"):
         print("jkv", importlib.metadata.version(DISTRIBUTION))
@@ -80,8 +82,9 @@ def keep_programs() -> None:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command."""
-    assert parser._subparsers is not None
+    """The parser of each command; none where there are no commands."""
+    if parser._subparsers is None:
+        return {}
     choices: Any = parser._subparsers._group_actions[0].choices
     return dict(choices)
 
@@ -95,4 +98,6 @@ def make_parser() -> argparse.ArgumentParser:
         command.add(commands)
     for name, subparser in commands.choices.items():
         subparser.epilog, subparser.formatter_class = examples_of(name), LOOKS["formatter_class"]
+        for benchmark, inner in commands_of(subparser).items():
+            inner.epilog = examples_of(f"{name} {benchmark}")
     return parser

@@ -75,7 +75,6 @@ def run(options: argparse.Namespace) -> int:
             log_programs(engine.stats)
             assert out.text is not None
             messages.append({"role": "assistant", "content": out.text[0]})
-            print(flush=True)
             print(summarise(policy, out), file=sys.stderr)
     return 0
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.checks import did_you_mean
 from jkv.cli.inputs import LOOKS, add_settings, can_draw, make_folder, read_settings, words
 
 DEFAULTS: dict[str, Any] = {
@@ -44,10 +45,12 @@ DEFAULTS: dict[str, Any] = {
 TYPES: dict[str, Any] = (
     dict.fromkeys(("problems", "kv_memory", "max_running", "page_size", "max_new_tokens", "samples", "top_k"), int)
     | dict.fromkeys(("seed", "seeds", "shuffle_seed"), int)
-    | dict.fromkeys(("model", "file", "dataset", "preset", "split", "subset", "question", "answer", "template", "grader"), str)
+    | dict.fromkeys(
+        ("model", "text", "file", "dataset", "preset", "split", "subset", "question", "answer", "template", "grader"), str
+    )
     | dict.fromkeys(("temperature", "top_p", "min_p"), float)
     | dict.fromkeys(("budgets", "policies", "pass_at", "contrasts"), list)
-    | {"settings": dict, "protection": dict, "chat_template": bool, "skip_ungradable": bool}
+    | {"settings": dict, "protection": dict, "texts": dict, "chat_template": bool, "skip_ungradable": bool}
 )
 UNSAID = {  # what records of older versions leave out, and stood for then
     "protection": {},
@@ -175,6 +178,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
     chosen["settings"] = with_protection(chosen["settings"], chosen["policies"], chosen["protection"])
     chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
+    check_policies(chosen)
     check_contrasts(chosen["contrasts"], chosen["policies"])
     questions = read_questions(chosen)
     sampling = Sampling(*(chosen[field] for field in ("temperature", "top_p", "top_k", "min_p", "seed")))
@@ -243,6 +247,19 @@ def with_protection(
         raise ValueError(f"protection has {' and '.join(PROTECTION)}, in slots; got {wrong[0]} = {protection[wrong[0]]!r}.")
     recipes = [settings.get(name, {}).get("policy", name) for name in policies]
     return settings | {name: own | settings.get(name, {}) for name, own in with_settings({}, recipes, protection).items()}
+
+
+def check_policies(chosen: dict[str, Any]) -> None:
+    """Refuses unknown policies and settings before a model is loaded."""
+    from jkv.evaluation.budgets import LARGE
+    from jkv.evaluation.compare import build
+    from jkv.evaluation.oracles import ORACLE, settings_of_oracle
+
+    for name in chosen["policies"]:
+        if name == ORACLE:
+            settings_of_oracle(chosen["settings"])
+        else:
+            build(name, LARGE, chosen["settings"])
 
 
 def protection_note(chosen: dict[str, Any]) -> str:
@@ -348,7 +365,8 @@ def read_options(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[
     """Options of the command line before those of the file before the defaults."""
     written = {} if options.config is None else read_config(options.config)
     if unknown := sorted(set(written) - set(defaults)):
-        raise ValueError(f"{options.config} may set {', '.join(sorted(defaults))}; got {', '.join(unknown)}.")
+        known, near = ", ".join(sorted(defaults)), did_you_mean(unknown[0], defaults)
+        raise ValueError(f"{options.config} may set {known}; got {', '.join(unknown)}.{near}")
     for name, kind in TYPES.items():
         kind = (int, float) if kind is float else kind
         if name in written and (not isinstance(written[name], kind) or isinstance(written[name], bool) > (kind is bool)):

@@ -26,8 +26,10 @@ def add(commands: Any) -> None:
     command.add_argument("--passages", type=int, default=400, help="how many texts (default %(default)s)")
     command.add_argument("--length", type=int, default=1024, help="tokens of each passage of --text (default %(default)s)")
     command.add_argument("--hidden", type=int, default=32, help="hidden units of each network (default %(default)s)")
-    command.add_argument("--steps", type=int, default=2_000, help="of training (default %(default)s)")
-    command.add_argument("--seed", type=int, default=0, help="of the training (default %(default)s)")
+    command.add_argument("--steps", type=int, default=2_000, help="steps of training (default %(default)s)")
+    command.add_argument(
+        "--seed", type=int, default=0, help="of the first weights and of the order of texts (default %(default)s)"
+    )
     command.add_argument(
         "--without", type=words, default=[], help="inputs to leave out, of key, value and age, comma-separated"
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jkv.checks import counted
 from jkv.cli.inputs import LOOKS, add_model_options, check_target, read_prompts, read_settings, sampling_of
 from jkv.cli_errors import discard_output
 
@@ -72,9 +73,7 @@ def run(options: argparse.Namespace) -> int:
             sys.stdout.write(text)
         else:
             write_text(options.out, text)
-    elif streams and out.text:
-        print(flush=True)
-    else:
+    elif not streams or model.tokenizer is None:
         for i in range(len(out.lengths)):
             if len(out.lengths) > 1:
                 print(f"--- {for_terminal(str(prompts[i // options.n]))}")
@@ -84,9 +83,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show_text(event: Any) -> None:
-    """Prints what a sample has said since the last event."""
+    """Prints a sample's new text, and ends the line before anything else is said."""
     try:
-        sys.stdout.write(for_terminal(event.text or ""))
+        sys.stdout.write(for_terminal(event.text or "") + "\n" * bool(event.finish_reason))
         sys.stdout.flush()
     except BrokenPipeError:  # `jkv generate ... | head`
         discard_output()
@@ -116,4 +115,5 @@ def make_records(prompts: Sequence[Any], n: int, out: Any, tokenizer: Any) -> It
 def summarise(policy: Any, out: Any) -> str:
     """One line of statistics."""
     reasons = "/".join(sorted(set(out.finish_reason)))
-    return f"[{policy.name}] {out.stats.generated_tokens} tokens, finished by {reasons}; {out.stats.summary}"
+    tokens = counted(out.stats.generated_tokens, "token")
+    return f"[{policy.name}] {tokens}, finished by {reasons}; {out.stats.summary}"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.checks import did_you_mean, install, shown
+from jkv.checks import check_most, did_you_mean, install, shown
 
 EXAMPLES = """\
 examples:
@@ -31,8 +31,10 @@ examples:
   jkv foresee --out foresight.safetensors
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy foresight --budget 64 --network foresight.safetensors
   jkv recall --policies r_kv,h2o,cur --budgets 25%
+  jkv probe --config configs/experiments/probe-smollm2.toml --out results
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy reason_cache --percentile 100 --page-size 4
   jkv plan r1-llama-8b --device h200 --policy r_kv --budget 1024 --length 16384
+  jkv bench latency --model smollm2-135m
   jkv models
   jkv policies
   jkv policies r_kv
@@ -40,9 +42,10 @@ examples:
 
 
 def examples_of(command: str) -> str:
-    """The examples of one command."""
+    """The examples of one command; empty if there is none."""
     title, *lines = EXAMPLES.splitlines()
-    return "\n".join([title, *(line for line in lines if line.startswith(f"  jkv {command}"))])
+    own = [line for line in lines if f"{line} ".startswith(f"  jkv {command} ")]
+    return "\n".join([title, *own]) if own else ""
 
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", flags=re.DOTALL)
@@ -94,25 +97,32 @@ def add_settings(command: argparse.ArgumentParser) -> None:
 def sampling_of(options: argparse.Namespace, model: Any) -> Any:
     """The model's own sampling, with what the command line changes; None where both say nothing."""
     import dataclasses
+    import warnings
 
     from jkv.model.sampling import Sampling
 
     given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
     given = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given) if given else None
+    sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
+    if sampling.seed is not None and not sampling.temperature:
+        warnings.warn("--seed changes nothing: tokens are drawn greedily. Give --temperature above 0.", stacklevel=2)
+    return sampling if given else None
 
 
 def expand_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
     """The arguments, with a policy's settings as `--set`: `--interval 16` and `--interval=16` are `--set interval=16`.
 
-    A flag that is neither an option of the command nor a setting of any policy ends the program with the nearest name.
+    A flag that is neither an option of the command nor a setting of any policy, where it takes these, ends the program with
+    the nearest name.
     """
     end = arguments.index("--") if "--" in arguments else len(arguments)  # what follows is no flag
     flags = [text.partition("=")[0] for text in arguments[:end] if FLAG.fullmatch(text)]
     options = set(parser._option_string_actions)
     unknown = [flag for flag in flags if not any(name.startswith(flag) for name in options)]
-    if not unknown or "--set" not in options:
+    if not unknown or parser._subparsers is not None:
         return list(arguments)
+    if "--set" not in options:
+        parser.error(f"{unknown[0]} is no option of this command.{did_you_mean(unknown[0], options)}")
     import inspect
 
     from jkv.policies import POLICIES
@@ -206,10 +216,12 @@ def passages(model: Any, text: Path | None, count: int, length: int, prompt: int
 
 def own_traces(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
     """Prompts and greedy completions of unseen chains, which are not those of `jkv eval`."""
+    from jkv.engine.prompts import MOST_SAMPLES
     from jkv.generate import generate
     from jkv.model.sampling import Sampling
     from jkv.tasks.evaluate import CALIBRATION_SEED, held_out
 
+    check_most(MOST_SAMPLES, texts=count)
     chains = [problem.prompt for problem in held_out(count, CALIBRATION_SEED)]
     out = generate(model, chains, sampling=Sampling(temperature=0.0))
     rows = zip(out.prompts, out.tokens, out.lengths, strict=True)

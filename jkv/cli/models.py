@@ -6,7 +6,12 @@ from typing import Any
 
 def add(commands: Any) -> None:
     """Adds the command."""
-    command = commands.add_parser("models", help="list the models that have names")
+    command = commands.add_parser(
+        "models",
+        help="list the models that have names",
+        description="Lists the models that have names: where the weights are, their number, the positions, how tokens are "
+        "drawn, and a budget to begin with.",
+    )
     command.set_defaults(run=run)
 
 

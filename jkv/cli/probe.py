@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.cli.evaluate import protection_note, read_options, with_protection
+from jkv.cli.evaluate import check_policies, protection_note, read_options, with_protection
 from jkv.cli.inputs import LOOKS, make_folder, words
 
 DEFAULTS: dict[str, Any] = {
@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
     check_contrasts(chosen["contrasts"], chosen["policies"])
     wanted = [name for name in chosen["policies"] if name != "full"]
     chosen["settings"] = with_protection(chosen["settings"], wanted, chosen["protection"])
+    check_policies(chosen)
     stem, path = options.config.stem, None
     record = {"about": about(f"jkv probe --config {options.config.name}"), "chosen": chosen}
     if options.out:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.cli.evaluate import read_options
+from jkv.cli.evaluate import check_policies, read_options
 from jkv.cli.inputs import LOOKS, make_folder, passages, words
 
 DEFAULTS: dict[str, Any] = {
@@ -30,7 +30,9 @@ def add(commands: Any) -> None:
     command = commands.add_parser(
         "recall",
         help="measure how much of the attention policies keep, against an oracle",
-        description="Decodes texts as they stand under each policy, and compares what it keeps with what the full cache reads.",
+        description="Decodes texts as they stand under each policy, and compares what it keeps with what the full cache reads. "
+        "The table has the share of the full cache's attention that goes to kept keys (recall; of look-ups, for squared "
+        "attention), and by how many nats a token is less likely (loss), with 95 % intervals over texts.",
         **LOOKS,
     )
     command.set_defaults(run=run)
@@ -42,8 +44,8 @@ def add(commands: Any) -> None:
     command.add_argument("--length", type=int, help="tokens of each passage of --text; default: 1024")
     command.add_argument("--prompt", type=int, help="tokens of it that are prefilled; default: 64")
     command.add_argument("--config", type=Path, help="a TOML file with any of these options and [settings.<policy>]")
-    command.add_argument("--policies", type=words, help="comma-separated; see `jkv policies`")
-    command.add_argument("--budgets", type=words, help='comma-separated, in slots, or shares of the mean length, "25%%"')
+    command.add_argument("--policies", type=words, help=f"comma-separated; default: {','.join(DEFAULTS['policies'])}")
+    command.add_argument("--budgets", type=words, help='comma-separated: slots, or shares of the mean length; default: "25%%"')
     command.add_argument("--interval", type=int, help="tokens between two evictions of the oracle; default: 16")
     command.add_argument("--recent", type=int, help="last tokens that the oracle keeps; default: 4")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
@@ -54,31 +56,38 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures, prints the table and writes it."""
     from jkv.analysis.recall import recall, table
-    from jkv.checks import check_counts
-    from jkv.evaluation.budgets import parse_budget
-    from jkv.evaluation.compare import build
+    from jkv.checks import check_counts, counted, typed
+    from jkv.evaluation.budgets import parse_mean_budget
+    from jkv.evaluation.compare import build, takes_budget
     from jkv.model import checkpoint
-    from jkv.policies import has_budget
     from jkv.reports import about, write
 
     chosen = read_options(options, DEFAULTS)
     check_counts(**{name: chosen[name] for name in ("passages", "length", "prompt", "interval", "max_running", "page_size")})
+    if typed("recent", chosen["recent"], int) < 0:
+        raise ValueError(f"recent must be at least 0; got {chosen['recent']}.")
+    for name in ("policies", "budgets"):
+        if not chosen[name]:
+            raise ValueError(f"{name} must be a list of at least one; got none. Leave it out for the default.")
+    budgets = [parse_mean_budget(budget) for budget in chosen["budgets"]]
+    check_policies(chosen)
     if options.out:
         make_folder(options.out)
     record = {"about": about("jkv recall"), "chosen": {name: str(value) for name, value in chosen.items()}}
     model = checkpoint.load(str(chosen["model"]))
-    texts = passages(model, chosen["text"], chosen["passages"], chosen["length"], chosen["prompt"])
-    mean_length = sum(len(prompt) + len(rest) for prompt, rest in texts) / len(texts)
+    text = None if chosen["text"] is None else Path(chosen["text"])
+    texts = passages(model, text, chosen["passages"], chosen["length"], chosen["prompt"])
+    lengths = [len(prompt) + len(rest) for prompt, rest in texts]
     policies = []
     for name in chosen["policies"]:
-        recipe = chosen["settings"].get(name, {}).get("policy", name)
-        for budget in chosen["budgets"] if has_budget(recipe) else [None]:
-            share = parse_budget(budget).share if budget is not None else None
-            slots = None if budget is None else round(share * mean_length) if share else int(budget)
-            policies.append(build(name, slots, chosen["settings"]))
+        is_open = takes_budget(name, chosen["settings"])
+        slots = [budget.slots_for(lengths)[0] for budget in budgets] if is_open else [None]
+        policies += [build(name, count, chosen["settings"]) for count in slots]
     settings = {name: chosen[name] for name in ("max_running", "page_size")}
     figures = recall(model, texts, policies, interval=chosen["interval"], recent=chosen["recent"], **settings)
-    lines = f"{len(texts)} texts of {mean_length:.0f} tokens on average, {model!r}.\n\n{table(figures)}"
+    lines = (
+        f"{counted(len(texts), 'text')} of {sum(lengths) / len(lengths):.0f} tokens on average, {model!r}.\n\n{table(figures)}"
+    )
     print(lines)
     if options.out:
         stem = f"{options.config.stem if options.config else 'recall'}-{Path(str(chosen['model'])).name}"

@@ -22,6 +22,8 @@ MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
 }
 PLACES = {  # settings that are not the engine's: where they are given
     **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
+    "stop": " Write stop_strings=[...].",
+    "do_sample": " Write sampling=jkv.Sampling(...); temperature=0 is greedy.",
     **{name: f" Write policy=jkv.r_kv({name}=...), or another of `jkv policies`." for name in ("budget", "interval", "window")},
 }
 MOST_POLICIES = 10_000  # of an engine's later requests
@@ -106,10 +108,10 @@ class EngineOptions:
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 
     def changed(self, settings: Mapping[str, Any], others: Iterable[str] = ()) -> "EngineOptions":
-        """These options with other settings, by name; `others` are further arguments of the call that takes them.
+        """These options with other settings, by name; `others` are further parameters of the call that takes them.
 
         Raises:
-          TypeError: a name that is no setting; the known ones are listed, and where the setting belongs, if it is another's.
+          TypeError: an unknown name; the known ones are listed, and where the setting belongs, if it is another's.
 
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
@@ -117,8 +119,11 @@ class EngineOptions:
 max_slots, page_size, kv_memory, num_pages, policies, chunk, order, max_stop_ids, return_trace, mesh, kernels, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
+        others = [name for name in others if name not in ("self", "settings")]
         for name in settings:
             if name not in known:
                 hint = PLACES[name] if name in PLACES else did_you_mean(name, [*others, *known, *PLACES])
-                raise TypeError(f"{name!r} is no setting of an engine.{hint} The settings are: {', '.join(known)}.")
+                what = "argument of this call, nor a setting" if others else "setting"
+                taken = f" The call takes: {', '.join(others)}." if others else ""
+                raise TypeError(f"{name!r} is no {what} of an engine.{hint}{taken} The settings are: {', '.join(known)}.")
         return dataclasses.replace(self, **settings)

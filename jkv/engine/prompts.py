@@ -155,11 +155,28 @@ def encode_text(model: Model, index: int, prompt: str, is_chat: bool) -> Any:
         if not any(mark in prompt for mark in marks):  # with its marks, it is a text that a template made
             warn_of_bare_text(model.name)
     try:
-        return model.tokenizer.encode(prompt, **({"add_special_tokens": False} if is_chat else {}))
+        ids = model.tokenizer.encode(prompt, **({"add_special_tokens": False} if is_chat else {}))
     except BaseException as error:  # a panic of the tokenizers library, such as of a pattern that backtracks, is no Exception
         if type(error).__name__ != "PanicException":
             raise
         raise ValueError(f"The tokenizer must encode every prompt; it failed at prompt {index}. Pass token ids.") from error
+    warn_of_unknown(model, index, prompt, ids)
+    return ids
+
+
+def warn_of_unknown(model: Model, index: int, prompt: str, ids: Sequence[int]) -> None:
+    """Warns of characters that the tokenizer has no token for: the model cannot read them."""
+    unknown = getattr(model.tokenizer, "unk_token_id", None)
+    others = [getattr(model.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]  # which some use for it
+    if unknown is None or unknown in others or unknown not in ids:
+        return
+    encode = functools.partial(model.tokenizer.encode, add_special_tokens=False)
+    unread = [character for character in dict.fromkeys(prompt) if unknown in encode(character)]
+    warnings.warn(
+        f"{model.name or 'The model'} has no tokens for {shown(''.join(unread))} of prompt {index}, and reads "
+        f"{model.tokenizer.unk_token} for each. Write the prompt without, or take another model (`jkv models`).",
+        stacklevel=2,
+    )
 
 
 def too_long(index: int, prompt_length: str, asked: int | None, max_positions: int) -> str:

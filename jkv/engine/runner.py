@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jkv.cache.pool import NULL_PAGE, num_pages_of
+from jkv.checks import counted, size
 from jkv.engine import mesh as meshes
 from jkv.engine import programs, swap
 from jkv.engine.chunk_inputs import empty_state, for_chunk, row_settings
@@ -120,14 +121,14 @@ class Runner:
             platform=self.platform,
         )
         LOGGER.info(
-            "%s: %s weights on %s; a pool of %d pages of %d slots, %.3g GB, for %d rows of at most %d slots",
+            "%s: %s weights on %s; a pool of %d pages of %d slots, %s, for %s of at most %d slots",
             model.name or config.family,
             model.params.embedding.dtype,
             ", ".join(sorted(str(device) for device in devices)),
             capacity.num_pages,
             capacity.page_size,
-            capacity.num_pages * page_bytes / 1e9,
-            capacity.max_running,
+            size(capacity.num_pages * page_bytes),
+            counted(capacity.max_running, "row"),
             max_slots,
         )
         self.sharer = Sharer(self.programs, model, capacity.page_size, capacity.max_running, max_pages)

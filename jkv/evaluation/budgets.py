@@ -62,6 +62,18 @@ def parse_budget(budget: str | int) -> Budget:
     )
 
 
+def parse_mean_budget(budget: str | int) -> Budget:
+    """A budget that all texts have in common: slots, or a share of their mean length.
+
+    Raises:
+      ValueError: neither of them.
+    """
+    found = parse_budget(budget)
+    if found.is_each:
+        raise ValueError(f'All texts have one budget here, slots or a share of the mean length; got {budget!r}. Drop "{EACH}".')
+    return found
+
+
 def least_policy(make: Callable[[int], Policy], slots: int, prompt: int) -> Policy:
     """The policy of a prompt of so many tokens with `slots`, or with the fewest above that it accepts."""
 

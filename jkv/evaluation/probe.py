@@ -8,15 +8,17 @@ Runs are written one by one as they end, and an interrupted comparison goes on w
 """
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
-from jkv.evaluation.budgets import parse_budget
+from jkv.checks import check_most, did_you_mean, shown, typed
+from jkv.engine.prompts import MOST_SAMPLES
+from jkv.evaluation.budgets import parse_mean_budget
 from jkv.evaluation.compare import build, seeds_of, takes_budget
 from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
@@ -26,7 +28,7 @@ from jkv.model.params import Model
 from jkv.policies import Policy
 from jkv.policies.calibration import identity_of
 from jkv.reports import append_text, json_lines, markdown, read_json_lines, write_text
-from jkv.statistics import bootstrap, holm, sign_flip_p
+from jkv.statistics import holm, sign_flip_p, with_interval
 
 COLUMNS = "policy", "slots", "KV kB", "pages read"
 
@@ -83,7 +85,7 @@ def text_sets(tables: dict[str, Any]) -> list[TextSet]:
     """The sets of texts of a config file: a table each, with `budgets`, the `kind` (its name, if none is given) and options.
 
     Raises:
-      ValueError: no set, an unknown kind, no budgets.
+      ValueError: no set, an unknown kind, no budgets, or options that the kind does not have.
     """
     if not tables or not all(isinstance(table, dict) for table in tables.values()):
         raise ValueError(f"A probe needs texts, one table each, such as [texts.stream] with budgets = [128]; got {tables!r}.")
@@ -96,9 +98,29 @@ def text_sets(tables: dict[str, Any]) -> list[TextSet]:
         if not isinstance(budgets, list) or not budgets:
             raise ValueError(f'[texts.{name}] needs budgets, such as ["12.5%", 256]; got {budgets!r}.')
         for budget in budgets:
-            parse_budget(budget)
+            parse_mean_budget(budget)
+        check_options(f"[texts.{name}]", kind, options)
         sets.append(TextSet(name, kind, budgets, options))
     return sets
+
+
+def check_options(where: str, kind: str, options: dict[str, Any]) -> None:
+    """Refuses options that texts of a kind do not have, or of another type, and missing ones."""
+    fields = dict(inspect.signature(KINDS[kind]).parameters)
+    del fields["tokenizer"]
+    for name, value in options.items():
+        if name not in fields:
+            known = ", ".join(("kind", "budgets", *fields))
+            raise ValueError(f"{where} may set {known}; got {shown(name)}.{did_you_mean(name, fields)}")
+        is_one, least = fields[name].annotation is int, int(name not in ("first", "passes", "seed", "times"))
+        numbers = [value] if is_one else value
+        if not isinstance(numbers, list) or not numbers:
+            raise ValueError(f"{where} {name} must be a list of whole numbers; got {shown(value)}.")
+        if any(typed(f"{where} {name}", number, int) < least for number in numbers):
+            raise ValueError(f"{where} {name} must be at least {least}; got {shown(value)}.")
+    if missing := [name for name, field in fields.items() if field.default is field.empty and name not in options]:
+        raise ValueError(f"{where} needs {missing[0]}, such as {missing[0]} = 16; got {', '.join(options) or 'no options'}.")
+    check_most(MOST_SAMPLES, **{f"{where} count": options["count"]})
 
 
 def probe(
@@ -184,7 +206,7 @@ def runs_of(
 ) -> list[tuple[str, int | None, int | None]]:
     """Each policy's name, slots and seed; shares are of the texts' mean length."""
     lengths = [len(one.prompt) + len(one.rest) for one in probes]
-    slots = [parse_budget(budget).slots_for(lengths)[0] for budget in texts.budgets]
+    slots = [parse_mean_budget(budget).slots_for(lengths)[0] for budget in texts.budgets]
     runs: list[tuple[str, int | None, int | None]] = []
     for name in policies:
         if name == ORACLE:
@@ -260,12 +282,6 @@ def table(readings: Sequence[Reading], texts: str) -> str:
         lines.append((row.policy, budget, f"{row.kv_bytes / 1e3:,.0f}", f"{row.pages_read:.1%}", *cells))
     names = [f"loss, {name}" if name else "loss" for name in groups]
     return markdown((*COLUMNS, *names), lines)
-
-
-def with_interval(values: Float[np.ndarray, " texts"]) -> str:
-    """A mean loss with its interval."""
-    low, high = bootstrap(values) if len(values) > 1 else (np.nan, np.nan)
-    return f"{values.mean():+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def contrasts_table(readings: Sequence[Reading], pairs: Sequence[Sequence[str]]) -> str:

@@ -88,8 +88,10 @@ def stream(tokenizer: Any, count: int, length: int, *, prompt: int = 32, first: 
         was full; a quarter of the length, if 0.
 
     Raises:
-      ValueError: passages that the manual is too short for.
+      ValueError: passages that the manual is too short for, or shorter than their prompt.
     """
+    if max(prompt, first) >= length:
+        raise ValueError(f"prompt and first must lie in a passage; got {prompt} and {first} of length {length}. Raise length.")
     tokens = tokenizer.encode(manual(), add_special_tokens=False)
     if count * length > len(tokens):
         raise ValueError(f"The manual has {len(tokens):,} tokens; got {count} passages of {length}. Lower count or length.")
@@ -172,7 +174,12 @@ def chains(tokenizer: Any, count: int, *, passes: Sequence[int] = (0, 2, 4), ste
       passes: verifications after the solution.
       steps: of a solution.
       seed: of the problems.
+
+    Raises:
+      ValueError: more steps than there are people.
     """
+    if steps >= len(NAMES):
+        raise ValueError(f"steps must be below {len(NAMES)}, the number of people; got {steps}.")
     probes = []
     for i in range(count):
         for verified in passes:

@@ -138,7 +138,8 @@ def score(
         got = f"{num_samples} rows of tokens, {len(prompts)} prompts, {len(counts)} lengths, {len(settings)} settings"
         raise ValueError(f"Every row of tokens needs one prompt, one length and one sampling setting; got {got}.")
     check_tokens(params, tokens, prompts)
-    check_trace(columns, params, [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)])
+    totals = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
+    check_trace(columns, params, totals, is_whole=isinstance(out_or_tokens, Completed))
     parts = []
     for start in range(0, num_samples, MAX_ROWS):
         rows = slice(start, min(start + MAX_ROWS, num_samples))
@@ -163,8 +164,11 @@ def check_tokens(params: Params, tokens: np.ndarray, prompts: Sequence[Any]) -> 
             raise ValueError(f"Token ids must lie in [0, {size}); {name} holds {ids[(ids < 0) | (ids >= size)][0]}.")
 
 
-def check_trace(trace: Trace | None, params: Params, totals: Sequence[int]) -> None:
-    """Refuses a trace of another model or batch, or of texts that were shorter than the rows of `totals` tokens."""
+def check_trace(trace: Trace | None, params: Params, totals: Sequence[int], is_whole: bool) -> None:
+    """Refuses a trace of another model or batch, or of texts that were shorter than the rows of `totals` tokens.
+
+    Where the rows are whole results, so are the texts of their trace; bare tokens may be the first ones of a longer text.
+    """
     config = params.config
     expected = (len(totals), config.num_layers, config.num_kv_heads)
     if trace is not None and trace.end.shape[:3] != expected:
@@ -176,7 +180,7 @@ def check_trace(trace: Trace | None, params: Params, totals: Sequence[int]) -> N
         assert trace is not None
         is_read = trace.end[row, 0, 0] > trace.begin[row, 0, 0]
         covered = 1 + int(np.max(trace.source[row, 0, 0], where=is_read, initial=-1))
-        if covered < total:
+        if covered < total or (is_whole and covered > total):
             raise ValueError(
                 f"A trace must cover the tokens that are scored; row {row} has {total}, and the trace {covered}. Pass the "
                 "trace of the call that made the tokens, `out.trace`."

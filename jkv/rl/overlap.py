@@ -68,7 +68,8 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
     params = model.params if isinstance(model, Model) else model
     trace = need_trace(out, "full_overlap")
     num_samples = len(out.lengths)
-    check_trace(trace, params, [len(prompt) + int(length) for prompt, length in zip(out.prompts, out.lengths, strict=True)])
+    totals = [len(prompt) + int(length) for prompt, length in zip(out.prompts, out.lengths, strict=True)]
+    check_trace(trace, params, totals, is_whole=True)
     chosen = list(range(min(typed("rows", rows, int), num_samples))) if isinstance(rows, int) else [int(row) for row in rows]
     if not chosen or not all(0 <= row < num_samples for row in chosen):
         raise ValueError(f"rows must be of the {num_samples} samples there are, at least one; got {rows}.")

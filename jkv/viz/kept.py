@@ -67,6 +67,8 @@ def kept(
     Raises:
       ValueError: no trace, no such sample, more than two results, or two that cannot be compared.
     """
+    if isinstance(sample, Result):
+        raise ValueError("Two results are one argument; got two. Write jkv.viz.kept([one, other]).")
     every = [out] if isinstance(out, Result) else out
     pairs = list(every.items()) if isinstance(every, Mapping) else [(None, one) for one in every]
     if not 1 <= len(pairs) <= MAX_PANELS:

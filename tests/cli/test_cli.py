@@ -14,6 +14,7 @@ import pytest
 
 import jkv
 from jkv import cli
+from jkv.cli.generate import show_text
 from jkv.cli.inputs import expand_flags, read_prompts
 from jkv.model import checkpoint
 
@@ -121,10 +122,10 @@ def test_help_shows_examples(capsys):
     assert cli.main([]) == 2
 
 
-@pytest.mark.parametrize("command", ["generate", "eval", "analyze", "steer", "calibrate", "policies"])
+@pytest.mark.parametrize("command", [*cli.commands_of(cli.make_parser()), "bench latency"])
 def test_help_of_a_command_shows_its_own_examples(capsys, command):
     with pytest.raises(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([*command.split(), "--help"])
     examples = capsys.readouterr().out.partition("examples:\n")[2].splitlines()
     assert examples
     assert all(line.startswith(f"  jkv {command}") for line in examples)
@@ -167,6 +168,7 @@ def test_json_lines_may_hold_any_unicode_and_begin_with_a_byte_order_mark(tmp_pa
         (b"x = [", "must be TOML"),
         (b"# \xe9", "must be UTF-8 text"),
         (b"problems = true", "problems must be of type int; got True"),
+        (b"polices = ['r_kv']", "got polices. Did you mean policies?"),
     ],
 )
 def test_a_bad_configuration_is_named(capsys, tmp_path, content, words):
@@ -208,9 +210,14 @@ def test_a_flag_of_a_boolean_setting_needs_no_value(capsys):
             "--intervl is neither an option of this command nor a setting of a policy. Did you mean --interval?",
         ),
         (("plan", "r1-qwen-7b", "--devise", "t4"), "Did you mean --device?"),
+        (("recall", "--polices", "r_kv"), "--polices is no option of this command. Did you mean --policies?"),
+        (
+            ("bench", "latency", "--quik"),
+            "jkv bench latency: error: --quik is no option of this command. Did you mean --quick?",
+        ),
         (("generte", PROBLEM), "there is no command 'generte'. Did you mean generate?"),
     ],
-    ids=["generate", "plan", "command"],
+    ids=["generate", "plan", "recall", "bench", "command"],
 )
 def test_a_flag_that_is_none_names_the_nearest(capsys, arguments, words):
     with pytest.raises(SystemExit) as ended:
@@ -277,9 +284,38 @@ def test_verbose_says_where_and_with_what_it_runs(capsys, caplog):
     with caplog.at_level(logging.INFO, "jkv"):
         assert run(capsys, "generate", PROBLEM, "--max-new-tokens", 4, "--verbose", "--kernels", "reference")[0] == 0
     told = " ".join(caplog.messages)
-    for words in ("tiny-reasoner: float32 weights on", "pages of 16 slots", "compiled in", "paged_attention by"):
+    for words in (
+        "tiny-reasoner: float32 weights on",
+        "pages of 16 slots, 132 kB, for 1 row of",
+        "compiled in",
+        "paged_attention by",
+    ):
         assert words in told
     logging.getLogger("jkv").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("command", ["eval", "recall", "probe"])
+def test_unknown_policies_are_refused_before_a_model_is_loaded(capsys, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(checkpoint, "load", lambda name: pytest.fail("it was loaded"))
+    config = tmp_path / "p.toml"
+    config.write_text("[texts.chains]\nbudgets = [64]\ncount = 1\n" if command == "probe" else "")
+    status, out, err = run(capsys, command, "--config", config, "--policies", "rkv", "--out", tmp_path / "out")
+    assert (status, out) == (2, "")
+    assert "Did you mean r_kv?" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_streamed_text_ends_its_line_before_anything_else_is_said(capsys):
+    show_text(jkv.Event(0, 0, [1], [0.0], "b=", ""))
+    show_text(jkv.Event(0, 0, [2], [0.0], "3", "length"))
+    assert capsys.readouterr().out == "b=3\n"
+
+
+def test_a_seed_that_changes_nothing_is_named(capsys, recwarn):
+    assert run(capsys, "generate", PROBLEM, "--max-new-tokens", 1, "--temperature", 0.5, "--seed", 3)[0] == 0
+    assert not any("--seed" in str(warning.message) for warning in recwarn)
+    with pytest.warns(UserWarning, match="--seed changes nothing.*--temperature above 0"):
+        run(capsys, "generate", PROBLEM, "--max-new-tokens", 1, "--seed", 3)
 
 
 # Chat models.

@@ -92,6 +92,11 @@ READERS = {  # by what is read: the ending, the command, and the kinds of files 
         ("calibrate", "--tokens", 1, "--out", os.devnull, "--text"),
         set(PLACES) - set(TEXT) | {"blank"},
     ),
+    "foresight's text": (".txt", ("foresee", "--out", os.devnull, "--text"), set()),
+    "foresight's network": (".safetensors", ("generate", "a", "--policy", "foresight", "--budget", 64, "--set"), set()),
+    "recall's text": (".txt", ("recall", "--passages", 100_000, "--text"), set()),
+    "recall's configuration": (".toml", ("recall", "--passages", 2**40, "--config"), set()),
+    "probe's configuration": (".toml", ("probe", "--config"), set()),
     "shape": (".toml", ("plan", "--device", "h100"), set()),
     "bench shape": (".toml", ("bench", "cost", "--quick", "--model"), set()),
     "page": (".md", ("policies", "--page"), set()),
@@ -114,7 +119,7 @@ def test_a_bad_file_is_refused_in_a_line(capsys, place, reader, kind):
     ending, arguments, _ = READERS[reader]
     path = place(kind, ending)
     main = grpo.main if reader == "course" else cli.main
-    setting = {"steering vector": "vector=", "query statistics": "statistics="}.get(reader)
+    setting = {"steering vector": "vector=", "query statistics": "statistics=", "foresight's network": "network="}.get(reader)
     assert_one_line(capsys, main, *arguments, f"{setting}{path}" if setting else path)
 
 
@@ -156,6 +161,13 @@ NONSENSE = [
     ("analyze", "--policies", ","),
     ("steer", "--problems", 0, "--out", os.devnull),
     ("steer", "--temperature", "inf", "--out", os.devnull),
+    ("foresee", "--hidden", 2**40, "--out", os.devnull),
+    ("foresee", "--passages", 2**40, "--out", os.devnull),
+    ("calibrate", "--problems", 2**40, "--out", os.devnull),
+    ("recall", "--passages", 2**40),
+    ("recall", "--policies", ","),
+    ("recall", "--budgets", "25% each"),
+    ("recall", "--recent", -1),
     ("plan", "tiny-reasoner", "--device", "h100", "--length", 2**70),
     ("plan", "tiny-reasoner", "--device", "h100", "--memory", "nan"),
     ("plan", "tiny-reasoner", "--device", "h100", "--memory", "inf"),

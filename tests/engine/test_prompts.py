@@ -205,12 +205,22 @@ def test_without_a_limit_generate_takes_no_more_memory_than_is_free(model, monke
 
 def test_a_warning_tells_that_most_samples_were_cut(reasoner):
     settings = {"n": 3, "sampling": jkv.Sampling(seed=0), "progress": False}
-    with pytest.warns(UserWarning, match="More than half of the samples were cut.*Raise max_new_tokens"):
+    with pytest.warns(UserWarning, match="More than half of the samples were cut by max_new_tokens.*Raise it"):
         jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_new_tokens=4, **settings)
+    with pytest.warns(UserWarning, match=r"cut by the default limit.*Give max_new_tokens"):
+        jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_slots=16, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jkv.generate(reasoner, "b=3;c=7;d=b*c;?d", max_new_tokens=4, stop_ids=(), **settings)  # as it was asked
         jkv.generate(reasoner, "b=3;?b", **settings)
+
+
+def test_characters_without_a_token_are_named(reasoner):
+    with pytest.warns(UserWarning, match=r"tiny-reasoner has no tokens for 'W!' of prompt 1, and reads <\|unknown\|> for each"):
+        encode_prompts(reasoner, ["b=3;?b", "What!"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_prompts(reasoner, "b=3;?b")
 
 
 # Reasoning and answer.

@@ -144,6 +144,14 @@ def test_tables_have_a_column_for_each_group_and_means_over_seeds():
         ({"chain": {"budgets": [8]}}, r"\[texts.chain\] must be of a kind of stream, doses, chains; got 'chain'"),
         ({"chains": {}}, r"\[texts.chains\] needs budgets"),
         ({"chains": {"budgets": ["much"]}}, "A budget is a number of slots"),
+        ({"chains": {"budgets": ["25% each"], "count": 1}}, 'one budget here.*Drop "each"'),
+        ({"chains": {"budgets": [8], "cont": 1}}, r"\[texts.chains\] may set kind, budgets, count.*Did you mean count\?"),
+        ({"chains": {"budgets": [8]}}, r"\[texts.chains\] needs count, such as count = 16; got no options"),
+        ({"chains": {"budgets": [8], "count": "a"}}, r"\[texts.chains\] count must be a whole number; got 'a'"),
+        ({"chains": {"budgets": [8], "count": 0}}, "count must be at least 1; got 0"),
+        ({"chains": {"budgets": [8], "count": 2**40}}, "count must be at most 131,072"),
+        ({"chains": {"budgets": [8], "count": 1, "passes": []}}, "passes must be a list of whole numbers"),
+        ({"doses": {"budgets": [8], "count": 1, "length": 500, "times": 2}}, "times must be a list of whole numbers; got 2"),
     ],
 )
 def test_texts_that_say_too_little_are_refused(tables, says):

@@ -91,6 +91,10 @@ def test_docstrings_are_no_part_of_the_manual_and_nothing_is_imported():
 def test_texts_that_cannot_be_made_are_refused():
     with pytest.raises(ValueError, match=r"The manual has [\d,]+ tokens; got 9 passages of 100000. Lower count or length"):
         stream(Characters(), 9, 100_000)
+    with pytest.raises(ValueError, match=r"must lie in a passage; got 32 and 0 of length 16\. Raise length"):
+        stream(Characters(), 1, 16)
+    with pytest.raises(ValueError, match=r"steps must be below 12, the number of people; got 40"):
+        chains(Characters(), 1, steps=40)
     with pytest.raises(ValueError, match=r"Facts said 8 times .* must leave half of 500 tokens to filler. Raise length"):
         doses(Characters(), 1, 500, times=(8,))
 

@@ -172,3 +172,15 @@ def test_a_trace_of_a_shorter_text_is_refused(model):
     )
     with pytest.raises(ValueError, match=r"row 0 has 23, and the trace 12\. Pass the trace"):
         jkv.score(model, long, trace=short.trace)
+
+
+def test_a_trace_of_a_longer_text_is_refused_for_a_result_and_taken_for_its_first_tokens(model):
+    long, short = (
+        jkv.generate(model, [[1, 2, 3]], max_new_tokens=tokens, stop_ids=(), return_trace=True, progress=False)
+        for tokens in (20, 9)
+    )
+    with pytest.raises(ValueError, match=r"row 0 has 12, and the trace 23\. Pass the trace"):
+        jkv.score(model, short, trace=long.trace)
+    first = jkv.score(model, long.tokens[:, :9], trace=long.trace, prompts=long.prompts, sampling=long.sampling)
+    whole = jkv.score(model, long, trace=long.trace)
+    np.testing.assert_allclose(first.logprobs, whole.logprobs[:, :9], atol=1e-5)

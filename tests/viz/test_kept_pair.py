@@ -96,3 +96,8 @@ def test_results_that_cannot_be_compared_are_refused(evicting, change, sample, w
 def test_a_page_has_one_panel_or_two(evicting, count):
     with pytest.raises(ValueError, match=f"one result, or 2 side by side; got {count}"):
         jkv.viz.kept([evicting] * count)
+
+
+def test_two_results_that_are_not_a_list_are_refused(evicting):
+    with pytest.raises(ValueError, match=r"Write jkv.viz.kept\(\[one, other\]\)"):
+        jkv.viz.kept(evicting, evicting)
