@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 
+from jkv.evaluation.probe import Reading, rows_of
 from jkv.statistics import paired_change
 from tests.repository.pages import ROOT
 
@@ -21,6 +22,38 @@ def accuracies(name):
     """Whole percents by policy and share."""
     every = json.loads((ROOT / "results" / f"{name}-tiny-reasoner.json").read_text())["outcomes"]
     return {(outcome["policy"], outcome["share"]): round(100 * outcome["accuracy"]) for outcome in every}
+
+
+def said_of_a_real_model():
+    """The words of the section on SmolLM2 that hold figures, and what it says of order and contrasts."""
+    readings = [Reading(**one) for one in json.loads((ROOT / "results" / "probe-smollm2.json").read_text())["readings"]]
+    rows = rows_of(readings, "stream")
+    loss = {(row.policy, row.budget): float(row.loss.mean()) for row in rows}
+    for budget in (48, 96, 192):
+        order = [row.policy for row in rows if row.budget == budget]
+        assert order[:2] == ["oracle", "foresight"]
+        assert {"r_kv", "snap_kv"} < set(order[: order.index("random")])
+        assert "cur" in order[order.index("random") :]
+    contrasts = (ROOT / "results" / "probe-smollm2.md").read_text().partition("## Contrasts")[2]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in contrasts.splitlines() if line.startswith("| ")][1:]
+    holds = {(cell[0], int(cell[3])) for cell in cells if float(cell[6].removeprefix("< ")) < 0.05}
+    pairs = ("foresight - r_kv", "foresight - h2o", "h2o - r_kv", "r_kv - redundancy")
+    assert holds == {(pair, budget) for pair in pairs for budget in (48, 96, 192)} | {
+        ("r_kv - random", 48),
+        ("r_kv - random", 192),
+    }
+    (p_of_snap_kv,) = (cell[5] for cell in cells if cell[0] == "r_kv - snap_kv" and cell[3] == "48")
+
+    def of(name):
+        return "{:.3f}, {:.3f} and {:.3f}".format(*(loss[name, budget] for budget in (48, 96, 192)))
+
+    return [
+        f"{of('foresight')} nats under foresight, {of('r_kv')} under R-KV",
+        f"{of('snap_kv')} under SnapKV, {of('random')} with random",
+        f"and {of('oracle')} under the oracle",
+        f"Of the {len(cells)} contrasts",
+        f"(p of {p_of_snap_kv} with 48 slots",
+    ]
 
 
 def said_of_sharing():
@@ -76,6 +109,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     one = {(outcome["policy"], outcome["share"]): outcome for outcome in every}
     right = {key: f"{100 * outcome['accuracy']:.1f} %" for key, outcome in one.items()}
     said += [f"R-KV answers {right['r_kv', 0.25]}, H2O {right['h2o', 0.25]}, random slots {right['random', 0.25]}"]
+    said += [f"answers {right['oracle', 0.25]} at a quarter of the slots and {right['oracle', 0.15]} at 15 %"]
     said += [f"CUR answers {right['cur', 0.25]} and LagKV {right['lag_kv', 0.25]}, and {right['cur', 0.5]} and"]
     said += [
         f"{right['lag_kv', 0.5]} at a half",
@@ -120,6 +154,6 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
         f"{rotated['median_same']:.1f} and {rotated['median_other']:.1f}",
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
-    said += said_of_sharing()
+    said += said_of_sharing() + said_of_a_real_model()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
