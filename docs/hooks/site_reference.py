@@ -49,6 +49,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.Every",
             "jkv.EachStep",
             "jkv.AfterPrompt",
+            "jkv.Threshold",
             "jkv.Growing",
             "jkv.policies.schedules.Schedule",
             "jkv.policies.scores.AttentionMass",
@@ -62,6 +63,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.SteeringVector",
             "jkv.QueryStatistics",
             "jkv.Foresight",
+            "jkv.Gate",
         ),
     ),
     "replay": Group(
@@ -139,6 +141,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.testing.random_view",
             "jkv.testing.random_statistics",
             "jkv.testing.random_networks",
+            "jkv.testing.random_gate",
             "jkv.testing.random_calibration",
             "jkv.testing.oracle",
             "jkv.testing.assert_no_pool_copy",

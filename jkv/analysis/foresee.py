@@ -171,7 +171,7 @@ def fit(
         now = moment * STRIDE
         position = jnp.broadcast_to(jnp.arange(moments.key.shape[3], dtype=jnp.int32), moments.key.shape[1:4])
         x = features(rope, moments.key[text], moments.value[text], position, now - 1 - position)
-        expected = expected_reads(network, is_seen * (x - mean[:, :, None]) / deviation[:, :, None])
+        expected = expected_reads(network, (x - mean[:, :, None]) / deviation[:, :, None] * is_seen)
         is_old = position < now - RECENT
         reads = jnp.where(is_old, moments.reads[text, moment].astype(jnp.float32), 0.0)
         reads = reads / jnp.maximum(reads.sum(axis=-1, keepdims=True), 1e-6)

@@ -33,7 +33,9 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--without", type=words, default=[], help="inputs to leave out, of key, value and age, comma-separated"
     )
-    command.add_argument("--power", type=int, default=2, help="of the attention that is expected (default %(default)s)")
+    command.add_argument(
+        "--power", type=int, default=2, help="to which attention is raised; 2 counts sharp look-ups (default %(default)s)"
+    )
     command.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
 
 

@@ -141,7 +141,7 @@ def run(
     return sum_up(policy, records, samples)
 
 
-def default_limit(model: Model, prompts: Sequence[Sequence[int]]) -> int:
+def default_limit(model: Model, prompts: Sequence[Any]) -> int:
     """New tokens of each problem if no limit is given: the same for every policy, whatever the memory."""
     return min(DEFAULT_NEW_TOKENS, max(1, model.config.max_positions - max(map(len, prompts))))
 

@@ -47,7 +47,7 @@ def settings_of_oracle(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return own
 
 
-def greedy_texts(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int, options: dict[str, Any]) -> list[Text]:
+def greedy_texts(model: Model, prompts: Sequence[Any], max_new_tokens: int, options: dict[str, Any]) -> list[Text]:
     """Each prompt with what the model writes after it with the full cache."""
     out = generate(model, prompts, full(), Sampling(temperature=0.0), max_new_tokens=max_new_tokens, progress=False, **options)
     return [

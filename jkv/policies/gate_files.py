@@ -133,7 +133,8 @@ def read_tensors(path: Path, what: str) -> tuple[dict[str, np.ndarray], dict[str
         with safe_open(str(path), framework="numpy") as file:
             return {name: file.get_tensor(name).astype(np.float32) for name in header}, dict(file.metadata() or {})
     except (OSError, TypeError, ValueError, SafetensorError) as error:
-        why = str(error).replace(str(path), "it").rstrip(".")[:300]
+        plain = error.strerror if isinstance(error, OSError) else None  # without the number
+        why = plain or str(error).replace(str(path), "it").rstrip(".")[:300]
         raise ValueError(
             f"{what} must be a safetensors file, as `jkv.Gate.load` describes; {shown(str(path))}: {why}."
         ) from error

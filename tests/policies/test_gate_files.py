@@ -180,3 +180,8 @@ def test_no_file_and_a_folder_are_refused(tmp_path):
     for path in (tmp_path / "absent.safetensors", tmp_path):
         with pytest.raises(ValueError, match="weights of a gate must be a safetensors file"):
             jkv.learned_gate(path, 64)
+
+
+def test_a_file_that_is_missing_is_named_in_plain_words(tmp_path):
+    with pytest.raises(ValueError, match=r"none.safetensors': No such file or directory\.$"):
+        jkv.Gate.load(tmp_path / "none.safetensors")
