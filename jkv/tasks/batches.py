@@ -47,7 +47,8 @@ class Stage:
 
 def read_stage(fields: dict[str, Any]) -> Stage:
     """A stage from a table of a TOML file."""
-    return Stage(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Stage(**given)
 
 
 def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int], task: str = "chains") -> dict[str, np.ndarray]:

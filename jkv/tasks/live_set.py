@@ -41,6 +41,11 @@ def live_slots(tokens: Sequence[str], is_latest: bool = False) -> Bool[np.ndarra
     return live
 
 
+def live_share(tokens: Sequence[str], start: int) -> float:
+    """The largest live set from token `start` on, as a share of the text's length."""
+    return float(live_slots(tokens)[start:].sum(axis=1).max() / len(tokens))
+
+
 def keep_live(live: Bool[np.ndarray, "T1 T"], start: int, budget: int, interval: int) -> np.ndarray:
     """When a semantic oracle drops each token, as an end for each, `[T]`.
 

@@ -1,5 +1,6 @@
 """Trails: every stated thing is true, half of the facts are idle, few tokens are live, and passes have no part in answers."""
 
+import itertools
 import re
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from scipy import stats
 
 from jkv.model.params import ModelConfig
-from jkv.tasks import batches, train, trail_vocabulary, vocabulary
+from jkv.tasks import batches, trail_vocabulary, train, vocabulary
 from jkv.tasks.chains import read_answer
 from jkv.tasks.live_set import live_share
 from jkv.tasks.trails import CLOSE, PASSES, STOP, draw_facts, draw_trail, write_trace
@@ -26,24 +27,23 @@ def many():
 
 
 def facts_of(prompt):
-    """A prompt's values, formulas and links, read with regular expressions and none of the generator's fields."""
+    """A prompt's values, operands of sums and links, read with regular expressions and none of the generator's fields."""
     values = {name: int(digit) for name, digit in re.findall(r"(?<![a-z])([a-z])=(\d);", prompt)}
-    formulas = {name: rest for name, *rest in re.findall(r"([a-z])=([a-z])([-+*])([a-z]) ", prompt)}
+    sums = {name: operands for name, *operands in re.findall(r"([a-z])=([a-z]) \1\+([a-z]) \1>", prompt)}
     links = dict(re.findall(r"([a-zA-L])>([a-zA-L.!]);", prompt))
-    return values, formulas, links
+    return values, sums, links
 
 
 def solve(prompt):
-    """The answer, the passes and branches in order, and the names that are read, by following the links of the prompt."""
-    values, formulas, links = facts_of(prompt)
+    """The answer, the passes and branches in order, the names that are read and all values, by following the prompt's links."""
+    values, sums, links = facts_of(prompt)
     start, close, first = re.search(r"\?(.)@(.)#(.)$", prompt).groups()
     read = set()
 
     def value_of(name):
         read.add(name)
         if name not in values:
-            left, operator, right = formulas[name]
-            values[name] = eval(f"({value_of(left)}{operator}{value_of(right)}) % 10")
+            values[name] = sum(value_of(operand) for operand in sums[name]) % 10
         return values[name]
 
     def walk(name, end):
@@ -69,33 +69,33 @@ def test_a_solver_that_only_reads_the_prompt_finds_the_same_answer_and_the_same_
 def test_everything_that_a_trace_states_is_true(many):
     for trail in many:
         _, _, _, known = solve(trail.prompt)
-        _, formulas, links = facts_of(trail.prompt)
+        _, sums, links = facts_of(trail.prompt)
         trace = write_trace(trail)
         stated = re.findall(r"([a-z])=(\d)", trace)
-        sums = re.findall(r"(\d)([-+*])(\d)=(\d)", trace)
+        results = re.findall(r"(\d)\+(\d)=(\d)", trace)
         assert len(stated) > 30
-        assert len(sums) >= 4
+        assert len(results) >= 4
         assert all(known[name] == int(digit) for name, digit in stated)
-        assert all(eval(f"({left}{operator}{right}) % 10") == int(result) for left, operator, right, result in sums)
-        assert all(formulas[name] == [*rest] for name, *rest in re.findall(r"([a-z])=([a-z])([-+*])([a-z])", trace))
+        assert all((int(left) + int(right)) % 10 == int(result) for left, right, result in results)
+        assert all(sums[name] == [*rest] for name, *rest in re.findall(r"([a-z])=([a-z]) \1\+([a-z])", trace))
         assert all(links[name] == after for name, after in re.findall(r"([a-zA-L])>([a-zA-L.!])", trace))
 
 
 def test_about_half_of_the_facts_are_never_read(many):
     for trail in many:
-        values, formulas, _ = facts_of(trail.prompt)
+        values, sums, _ = facts_of(trail.prompt)
         _, _, read, _ = solve(trail.prompt)
-        assert 10 <= len(values) + len(formulas) <= 20
-        assert 0.4 <= len(read) / (len(values) + len(formulas)) <= 0.6
-        idle = (values.keys() | formulas.keys()) - read
-        assert not re.findall(f"(?<![a-z])[{''.join(idle)}][=>]", write_trace(trail))
+        assert 10 <= len(values) + len(sums) <= 20
+        assert 0.4 <= len(read) / (len(values) + len(sums)) <= 0.6
+        idle = (values.keys() | sums.keys()) - read
+        assert not re.findall(f"(?<![a-z])[{''.join(idle)}][=+>]", write_trace(trail))
 
 
 def test_three_facts_are_read_at_the_end_alone_and_branches_once(many):
     for trail in many:
-        values, formulas, _ = facts_of(trail.prompt)
+        values, sums, _ = facts_of(trail.prompt)
         passes, end = write_trace(trail).split("finally")
-        late = {name for name in values.keys() | formulas.keys() if f"{name}=" in end and f"{name}=" not in passes}
+        late = {name for name in values.keys() | sums.keys() if f"{name}=" in end and f"{name}=" not in passes}
         assert len(late) == 3
         for name in filter(str.islower, trail.order):
             assert len([thought for thought in (passes + end).split("\n\n") if f"{name}=" in thought]) == 1
@@ -104,7 +104,7 @@ def test_three_facts_are_read_at_the_end_alone_and_branches_once(many):
 def test_each_step_names_its_successor_and_each_pass_its_own(many):
     for trail in many:
         steps = [thought for thought in write_trace(trail).split("\n\n") if re.match(r"[A-L!] ", thought)]
-        for this, after in zip(steps, steps[1:], strict=False):
+        for this, after in itertools.pairwise(steps):
             named = this[-1]
             if named != STOP:
                 assert re.search(r"([a-z])=", after).group(1) == named
@@ -125,10 +125,10 @@ def kinds(trail):
 def test_the_number_of_passes_says_nothing_about_the_answer(many):
     rng = np.random.default_rng(1)
     trails = [*many, *(draw_trail(rng) for _ in range(2_700))]
-    counts = np.zeros((5, 10))
+    counts = np.zeros((4, 10))
     for trail in trails:
         counts[sum(name.isupper() for name in trail.order) - 4, int(trail.answer[-1])] += 1
-    assert (counts.sum(axis=1) > 450).all()
+    assert (counts.sum(axis=1) > 600).all()
     assert stats.chi2_contingency(counts[:, counts.sum(axis=0) > 0]).pvalue > 0.001
 
 
@@ -140,7 +140,7 @@ def test_the_live_set_is_small_and_traces_long(many, tokenizer):
         shares.append(live_share(tokenizer.convert_ids_to_tokens(prompt + trace), len(prompt)))
     assert min(lengths) > 400
     assert max(lengths) < 1500
-    assert np.mean(np.array(lengths) >= 600) > 0.85
+    assert np.mean(np.array(lengths) >= 600) > 0.75
     assert np.array(shares)[np.array(lengths) >= 600].max() <= 0.08
 
 
@@ -171,8 +171,8 @@ def test_a_drill_asks_for_the_contents_of_its_facts(tokenizer):
     learnt = [tokenizer.decode([token]) for token, is_one in zip(tokens, is_target, strict=True) if is_one]
     rng = np.random.default_rng(0)
     rng.random()  # the stage draws whether it is a drill
-    wanted = re.findall(r"[a-z]=(\d)|[a-z]=(.)(.)(.)|[a-zA-L]>(.)", draw_facts(rng)[1])
-    assert "".join(learnt) == "".join("".join(groups) for groups in wanted)
+    wanted = re.findall(r"[a-zA-L][=+>](.)", draw_facts(rng)[1])
+    assert "".join(learnt) == "".join(wanted)
 
 
 def test_a_batch_of_trails_masks_the_prompts_and_each_begins_with_the_first_token(tokenizer):
