@@ -147,7 +147,7 @@ def table(criteria: list[Criterion]) -> str:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny-reasoner-2", help="a shipped model or a checkpoint folder")
+    parser.add_argument("--model", required=True, help="a shipped model or a checkpoint folder")
     parser.add_argument("--problems", type=int, default=200, help="solved with the full cache (default %(default)s)")
     parser.add_argument("--texts", type=int, default=60, help="runs for the other criteria (default %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for the table and the JSON")
