@@ -158,8 +158,8 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
             label = name if budget is None else f"{name} {budget}"
             policies[label] = build(name, None if budget is None else int(budget), chosen["settings"])
     check_counts(problems=chosen["problems"])
-    problems = held_out(chosen["problems"])
     model = checkpoint.load(str(chosen["model"]))
+    problems = held_out(chosen["problems"], tokenizer=model.tokenizer)
     if model.tokenizer is None:
         raise ValueError(f"Traces are analyzed as text, and {chosen['model']} has no tokenizer. Take a model that has one.")
     options = {name: chosen[name] for name in ("max_new_tokens", "max_running", "page_size")}

@@ -2,7 +2,9 @@
 
 import argparse
 import contextlib
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +182,8 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
     check_policies(chosen)
     check_contrasts(chosen["contrasts"], chosen["policies"])
-    questions = read_questions(chosen)
+    load = functools.cache(lambda: checkpoint.load(str(chosen["model"])))
+    questions = read_questions(chosen, lambda: load().tokenizer)
     sampling = Sampling(*(chosen[field] for field in ("temperature", "top_p", "top_k", "min_p", "seed")))
     ks = check_ks(chosen["pass_at"], chosen["samples"])
     model_name = Path(str(chosen["model"])).name
@@ -189,7 +192,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     if options.out:
         make_folder(options.out)
         stack.enter_context(only_writer(options.out))
-    model = checkpoint.load(str(chosen["model"]))
+    model = load()
     settle_chat(chosen, model.tokenizer)
     problems = put(model.tokenizer, questions, chosen["template"], chosen["chat_template"])
     about = {field: str(value) if isinstance(value, Path) else value for field, value in chosen.items()}
@@ -298,8 +301,11 @@ def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], give
     return settings | {name: settings.get(name, {}) | set_ for name, set_ in own.items() if set_}
 
 
-def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
-    """The questions with their gold answers; fills in what `chosen` leaves to the preset and the data set."""
+def read_questions(chosen: dict[str, Any], tokenizer: Callable[[], Any]) -> list[tuple[str, str]]:
+    """The questions with their gold answers; fills in what `chosen` leaves to the preset and the data set.
+
+    `tokenizer` loads that of the model, whose own task is asked where no data set is given.
+    """
     from jkv.evaluation.graders import failing_gold, grader_of
     from jkv.evaluation.problems import preset_of, read_questions
     from jkv.tasks.evaluate import held_out
@@ -314,7 +320,7 @@ def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
         raise ValueError(f"{named[0]} selects from a data set; got none. Give --dataset.")
     preset = preset_of(chosen["preset"], chosen["question"], chosen["answer"])
     if source is None:
-        questions = [(problem.prompt, problem.answer) for problem in held_out(count or CHAINS)]
+        questions = [(problem.prompt, problem.answer) for problem in held_out(count or CHAINS, tokenizer=tokenizer())]
     else:
         questions = read_questions(Path(source), preset, chosen["split"], chosen["subset"], chosen["shuffle_seed"])[:count]
     chosen["problems"] = len(questions)

@@ -215,15 +215,15 @@ def passages(model: Any, text: Path | None, count: int, length: int, prompt: int
 
 
 def own_traces(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
-    """Prompts and greedy completions of unseen chains, which are not those of `jkv eval`."""
+    """Prompts and greedy completions of unseen problems of the model's task, which are not those of `jkv eval`."""
     from jkv.engine.prompts import MOST_SAMPLES
     from jkv.generate import generate
     from jkv.model.sampling import Sampling
     from jkv.tasks.evaluate import CALIBRATION_SEED, held_out
 
     check_most(MOST_SAMPLES, texts=count)
-    chains = [problem.prompt for problem in held_out(count, CALIBRATION_SEED)]
-    out = generate(model, chains, sampling=Sampling(temperature=0.0))
+    prompts = [problem.prompt for problem in held_out(count, CALIBRATION_SEED, model.tokenizer)]
+    out = generate(model, prompts, sampling=Sampling(temperature=0.0))
     rows = zip(out.prompts, out.tokens, out.lengths, strict=True)
     return [(prompt.tolist(), tokens[:length].tolist()) for prompt, tokens, length in rows]
 

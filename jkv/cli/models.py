@@ -18,10 +18,12 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Prints each name with its size, where its weights are, how its tokens are drawn, and a budget to begin with."""
     from jkv.model.cards import card_of
+    from jkv.model.checkpoint import shipped_folders
     from jkv.model.model_shapes import SHAPES, find_shape
     from jkv.model.params import count_weights, weight_shapes
 
-    print("tiny-reasoner: part of the package; arithmetic modulo 10; greedy")
+    for name in shipped_folders():
+        print(f"{name}: part of the package; arithmetic modulo 10; greedy")
     for name in SHAPES:
         card, config = card_of(name), find_shape(name)[1]
         assert card is not None

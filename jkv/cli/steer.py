@@ -40,8 +40,9 @@ def run(options: argparse.Namespace) -> int:
     check_counts(problems=options.problems)
     check_target(options.out)
     sampling = Sampling(options.temperature, seed=options.seed)
-    prompts = read_prompts(None, options.file) if options.file else [p.prompt for p in held_out(options.problems)]
+    prompts = read_prompts(None, options.file) if options.file else None
     model = checkpoint.load(options.model)
+    prompts = prompts or [problem.prompt for problem in held_out(options.problems, tokenizer=model.tokenizer)]
     out = generate(model, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens)
     completions = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
     vector = extract(model, out.prompts, completions)

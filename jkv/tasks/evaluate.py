@@ -1,4 +1,4 @@
-"""How many held-out chains a model solves: `python -m jkv.tasks.evaluate` records tiny-reasoner's accuracy.
+"""How many held-out problems a model solves: `python -m jkv.tasks.evaluate` records the accuracy of a shipped model.
 
 Problems come from a seed that training never used; greedy decoding; the interval is Wilson's at 95 %.
 """
@@ -6,7 +6,7 @@ Problems come from a seed that training never used; greedy decoding; the interva
 import argparse
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,25 @@ from jkv.model.sampling import Sampling
 from jkv.policies import Policy, full
 from jkv.reports import write_text
 from jkv.statistics import wilson
+from jkv.tasks import trail_vocabulary
 from jkv.tasks.chains import Problem, draw_problem, read_answer
+from jkv.tasks.trails import Trail, draw_trail
 
 HELD_OUT_SEED = 2_000_003
-CALIBRATION_SEED = 3_000_017  # of chains from which policies learn about a model
+CALIBRATION_SEED = 3_000_017  # of problems from which policies learn about a model
+GATE_SEED = 4_000_037  # of problems that say whether a model can judge policies
 PAGE = Path("docs/results.md")  # from the root of the repository
 MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
 
 
-def held_out(count: int, seed: int = HELD_OUT_SEED) -> list[Problem]:
-    """Problems of 3 to 14 definitions, drawn as in training from another seed."""
+def held_out(count: int, seed: int = HELD_OUT_SEED, tokenizer: Any = None) -> Sequence[Problem | Trail]:
+    """Problems drawn as in training from another seed: trails for a tokenizer of trails, else chains of 3 to 14 definitions."""
     rng = np.random.default_rng(seed)
-    return [draw_problem(rng) for _ in range(count)]
+    draw: Callable[[np.random.Generator], Problem | Trail] = draw_trail if trail_vocabulary.is_own(tokenizer) else draw_problem
+    return [draw(rng) for _ in range(count)]
 
 
-def evaluate(model: Model, problems: list[Problem], policy: Policy | None = None, **options: Any) -> dict[str, Any]:
+def evaluate(model: Model, problems: Sequence[Any], policy: Policy | None = None, **options: Any) -> dict[str, Any]:
     """Accuracy with its interval, lengths in tokens, and how the completions ended; `options` go to `generate`."""
     policy = full() if policy is None else policy
     out, right = solve(model, problems, policy, **options)
@@ -88,7 +92,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.page and not options.page.is_file():
         parser.error(f"--page must be a file with the marks {MARKS[0]} and {MARKS[1]}; {options.page} does not exist.")
-    result = evaluate(checkpoint.load(options.model), held_out(options.problems, options.seed))
+    model = checkpoint.load(options.model)
+    result = evaluate(model, held_out(options.problems, options.seed, model.tokenizer))
     print(json.dumps(result, indent=2))
     if options.out:
         write_text(options.out, json.dumps(result, indent=2) + "\n")

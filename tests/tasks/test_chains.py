@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jkv.model.params import ModelConfig
-from jkv.tasks import chains, train, vocabulary
+from jkv.tasks import batches, chains, train, vocabulary
 from jkv.tasks.chains import Problem, draw_problem, num_doubts, read_answer, write_trace
 
 
@@ -88,10 +88,10 @@ def test_the_tokenizer_gives_back_what_it_took(tokenizer):
 
 
 def test_a_batch_is_packed_and_masks_the_prompts(tokenizer):
-    stage = train.Stage(steps=1, rows=2, length=256, low=3, high=5)
-    batch = train.make_batch(tokenizer, stage, (0, 0))
+    stage = batches.Stage(steps=1, rows=2, length=256, low=3, high=5)
+    batch = batches.make_batch(tokenizer, stage, (0, 0))
     assert all(field.shape == (2, 257) for field in batch.values())
-    again = train.make_batch(tokenizer, stage, (0, 0))
+    again = batches.make_batch(tokenizer, stage, (0, 0))
     assert all((batch[name] == again[name]).all() for name in batch)
     first = batch["segment"][0] == 0
     text = tokenizer.decode(batch["token"][0][first])
@@ -108,7 +108,7 @@ def test_a_drill_asks_for_what_can_be_known_and_nothing_else(tokenizer):
     ids = tokenizer.encode(asked)
     learnt = [
         tokenizer.decode([i])
-        for i, is_target in zip(ids, train.drill_targets(tokenizer, ids, "values"), strict=True)
+        for i, is_target in zip(ids, batches.drill_targets(tokenizer, ids, "values"), strict=True)
         if is_target
     ]
     assert "".join(learnt) == "".join(pair[2] for pair in asked.split())
@@ -117,7 +117,7 @@ def test_a_drill_asks_for_what_can_be_known_and_nothing_else(tokenizer):
     ids = tokenizer.encode(asked)
     learnt = [
         tokenizer.decode([i])
-        for i, is_target in zip(ids, train.drill_targets(tokenizer, ids, "steps"), strict=True)
+        for i, is_target in zip(ids, batches.drill_targets(tokenizer, ids, "steps"), strict=True)
         if is_target
     ]
     steps = asked.strip().split("\n\n")
@@ -133,7 +133,7 @@ def test_training_resumes_where_it_stopped_as_if_unbroken(tmp_path):
     stage = {"rows": 2, "length": 64, "low": 3, "high": 3}
 
     def config(steps):
-        stages = (train.Stage(steps=steps, **stage),)
+        stages = (batches.Stage(steps=steps, **stage),)
         return train.TrainConfig("", 0, ((0, 0.0), (2, 1e-2)), 0.1, checkpoint_every=3, stages=stages)
 
     with jax.numpy_dtype_promotion("standard"):  # optax is not written for strict promotion

@@ -1,0 +1,114 @@
+"""The examples of a training run: stages of a curriculum, and problems of a task packed into rows."""
+
+import dataclasses
+import string
+from typing import Any
+
+import numpy as np
+
+from jkv.tasks import chains, trails
+from jkv.tasks.live_set import statements
+
+DRILLS = {"values": chains.draw_values, "steps": chains.draw_steps}
+STEP_TOKENS = 20  # d= b * c _ b= 3 _ c= 7 _ 3 * 7 = 1 _ d= 1 and the blank line
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A part of the curriculum: `steps` batches of `rows` packed rows of `length` tokens, problems of `low`..`high`.
+
+    Attributes:
+      steps, rows, length: of the stage.
+      low, high: definitions of a chain, or sums of a trail.
+      max_doubts: cuts a chain's verification passes, whose tokens are easy copies: fewer, and more of a batch is reasoning.
+      drills: the share of the sequences that are no problems but drills of what a small model learns last. For chains: `values`
+        to look up, asked for at random, or the formulas and results of `steps`; for trails: facts to look up. Only these are
+        targets.
+      drill: which drills of chains, in equal shares.
+      early: the share of the chains that ask for a variable before the last.
+      passes: the fewest and the most passes of a trail.
+      branches: the most branches of a trail.
+      sink: how strongly the loss draws the heads above the first layer to the text's first token, in nats.
+    """
+
+    steps: int
+    rows: int
+    length: int
+    low: int
+    high: int
+    max_doubts: int = 4
+    drills: float = 0.0
+    drill: tuple[str, ...] = ("values",)
+    early: float = 0.2
+    passes: tuple[int, int] = (4, 8)
+    branches: int = 2
+    sink: float = 0.0
+
+
+def read_stage(fields: dict[str, Any]) -> Stage:
+    """A stage from a table of a TOML file."""
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Stage(**given)
+
+
+def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int], task: str = "chains") -> dict[str, np.ndarray]:
+    """One packed batch: `token`, `segment` (which problem), `position` (within it) and `is_target`, all `[rows, length]`.
+
+    A trace that does not fit in what is left of a row is cut there, so no token of the batch is padding.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (stage.rows, stage.length + 1)
+    batch = {name: np.zeros(shape, np.int32) for name in ("token", "segment", "position", "is_target")}
+    for row in range(stage.rows):
+        filled, segment = 0, 0
+        while filled < shape[1]:
+            tokens, is_target = DRAWS[task](tokenizer, stage, rng)
+            size = min(len(tokens), shape[1] - filled)
+            span = slice(filled, filled + size)
+            batch["token"][row, span] = tokens[:size]
+            batch["segment"][row, span] = segment
+            batch["position"][row, span] = np.arange(size)
+            batch["is_target"][row, span] = is_target[:size]
+            filled, segment = filled + size, segment + 1
+    return batch
+
+
+def draw_chain(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
+    """A chain or a drill, and which of its tokens are to be learnt."""
+    if rng.random() < stage.drills:
+        kind = stage.drill[int(rng.integers(len(stage.drill)))]
+        given, asked = (tokenizer.encode(text) for text in DRILLS[kind](rng))
+        return given + asked, [False] * len(given) + drill_targets(tokenizer, asked, kind)
+    problem = chains.draw_problem(rng, stage.low, stage.high, stage.early)
+    prompt = tokenizer.encode(problem.prompt)
+    trace = tokenizer.encode(chains.write_trace(problem, min(chains.num_doubts(problem, rng), stage.max_doubts)))
+    return with_end(tokenizer, prompt, trace)
+
+
+def draw_trail(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
+    """A trail or a drill, and which of its tokens are to be learnt."""
+    if rng.random() < stage.drills:
+        given, text = trails.draw_facts(rng)
+        prompt, asked = tokenizer.encode(given), tokenizer.encode(text, add_special_tokens=False)
+        contents = {content for _, content in statements(tokenizer.convert_ids_to_tokens(asked))}
+        return prompt + asked, [False] * len(prompt) + [i in contents for i in range(len(asked))]
+    trail = trails.draw_trail(rng, stage.low, stage.high, stage.passes, stage.branches)
+    trace = tokenizer.encode(trails.write_trace(trail), add_special_tokens=False)
+    return with_end(tokenizer, tokenizer.encode(trail.prompt), trace)
+
+
+DRAWS = {"chains": draw_chain, "trails": draw_trail}
+
+
+def with_end(tokenizer: Any, prompt: list[int], trace: list[int]) -> tuple[list[int], list[bool]]:
+    """A problem and its trace with the end token; all but the prompt is to be learnt."""
+    tokens = [*prompt, *trace, tokenizer.eos_token_id]
+    return tokens, [i >= len(prompt) for i in range(len(tokens))]
+
+
+def drill_targets(tokenizer: Any, asked: list[int], kind: str) -> list[bool]:
+    """Which tokens of a drill can be known: every digit of values; the formula, sum and result of steps."""
+    if kind == "steps":
+        return [i % STEP_TOKENS in (1, 2, 3, 11, 12, 13, 15, 18) for i in range(len(asked))]
+    digits = set(tokenizer.convert_tokens_to_ids(list(string.digits)))
+    return [token in digits for token in asked]
