@@ -1,4 +1,4 @@
-"""Learned gates (DMS, arXiv 2506.05345; KVzap, 2601.07891; Fast KVzip, 2601.17668): tokens are judged as they are written."""
+"""Learned gates (DMS, arXiv 2506.05345; KVzap, arXiv 2601.07891; Fast KVzip, arXiv 2601.17668): tokens judged when written."""
 
 import dataclasses
 from pathlib import Path

@@ -102,9 +102,9 @@ def test_random_mixes_change_no_request_and_lose_no_page(model, engines, expecte
     assert len(reasons) - reasons.count("cancelled") > 5 * num_mixes
     assert "nan" not in reasons
     stats = [engine.stats for engine in engines.values()]
-    assert sum(one.preemptions for one in stats) > num_mixes / 20
+    assert sum(one.preemptions for one in stats) >= num_mixes / 20
     assert sum(one.forks for one in stats) > num_mixes
-    assert sum(one.sharing.shared for one in stats) > num_mixes / 20
+    assert sum(one.sharing.shared for one in stats) >= num_mixes / 20
     assert not any(engine.scheduler.prefixes for engine in engines.values())
 
 

@@ -173,9 +173,9 @@ def test_expected_attention_leaves_out_queries_that_do_not_exist():
         ),
         (
             lambda: jkv.Policy("mine", jkv.tri_attention(64, STATISTICS).evict, jkv.Every(64)),
-            "needs both a calibration and a score that reads it",
+            "needs both a calibration",
         ),
-        (lambda: jkv.Policy("mine", calibration=STATISTICS), "needs both a calibration and a score that reads it"),
+        (lambda: jkv.Policy("mine", calibration=STATISTICS), "needs both a calibration"),
     ],
 )
 def test_what_cannot_be_is_refused(build, words):
