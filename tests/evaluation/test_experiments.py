@@ -80,7 +80,7 @@ def test_policies_of_real_models_protect_the_same(path, in_folder):
 
 
 def test_an_experiment_for_real_models_runs(monkeypatch, tmp_path, capsys):
-    """The whole table, on the small model in the place of the large one and two problems in the place of the data set."""
+    """Three policies of it, on the small model and two problems in place of the large model and the data set."""
     monkeypatch.chdir(tmp_path)
     problems = [{"problem": p.prompt, "answer": p.answer.removeprefix(p.prompt[-1] + "=")} for p in held_out(2, seed=3)]
     Path("MATH-500").mkdir()
