@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jkv.analysis.calibration import is_one
 from jkv.analysis.recall import padded, queries_keys_values, received_so_far
-from jkv.checks import check_counts, check_most
+from jkv.checks import check_counts, check_most, size
+from jkv.engine.memory import free_bytes
 from jkv.model.params import Model, ModelConfig
 from jkv.model.rope import rope_of
 from jkv.policies.calibration import identity_of
@@ -77,6 +78,7 @@ def foresee(
     sequences = [sequence for sequence in sequences if len(sequence) >= shortest]
     if not sequences:
         raise ValueError(f"Foresight is trained on texts of at least {shortest} tokens; got none. Pass longer ones.")
+    check_memory(model.config, sequences)
     moments = watch(model, sequences, power)
     rope = jax.tree.map(jnp.asarray, rope_of(model.config))
     network = fit(rope, moments, spread_of(rope, moments), is_seen, hidden, steps, batch, seed, report)
@@ -101,6 +103,25 @@ def encode(model: Model, text: Any) -> np.ndarray:
     ids = np.asarray(text, np.int32)
     check_tokens(model.params, ids, [])
     return ids[: model.config.max_positions]
+
+
+def check_memory(config: ModelConfig, sequences: Sequence[np.ndarray]) -> None:
+    """Refuses texts whose `Moments`, twice while they are copied, and one layer's attention do not fit what the host has free.
+
+    Raises:
+      ValueError: they do not; the error counts the bytes.
+    """
+    width = max(padded(sequence).shape[1] for sequence in sequences)
+    heads = config.num_layers * config.num_kv_heads
+    each = 2 * heads * width * (2 * config.head_size + width // STRIDE)
+    one_layer = 4 * config.num_kv_heads * width * (width + 1)
+    needed, free = 2 * len(sequences) * each + one_layer, free_bytes(jax.devices("cpu")[0], 1.0)
+    if needed > free:
+        raise ValueError(
+            f"Texts of {width} tokens, with their keys, values and reads in {heads} layer-heads, take {size(each)} each, twice "
+            f"while they are copied, and {size(one_layer)} for one layer's attention: {size(needed)} for {len(sequences)} of "
+            f"them; {size(free)} are free. Pass fewer, or shorter ones."
+        )
 
 
 def watch(model: Model, sequences: Sequence[np.ndarray], power: int = POWER) -> Moments:

@@ -142,9 +142,8 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     """A model's greedy traces of unseen chains under each policy and budget, and its tokenizer."""
     from jkv.checks import check_counts
     from jkv.evaluation.budgets import parse_budget
-    from jkv.evaluation.compare import build
+    from jkv.evaluation.compare import build, takes_budget
     from jkv.model import checkpoint
-    from jkv.policies import has_budget
     from jkv.tasks.evaluate import held_out, solve
 
     if shares := [budget for budget in chosen["budgets"] if parse_budget(budget).share]:
@@ -153,8 +152,8 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
         raise ValueError("--policies takes at least one policy, such as full,r_kv; got none.")
     policies = {}
     for name in chosen["policies"]:
-        recipe = chosen["settings"].get(name, {}).get("policy", name)
-        for budget in chosen["budgets"] if chosen["budgets"] and has_budget(recipe) else [None]:
+        is_open = takes_budget(name, chosen["settings"])
+        for budget in chosen["budgets"] if chosen["budgets"] and is_open else [None]:
             label = name if budget is None else f"{name} {budget}"
             policies[label] = build(name, None if budget is None else int(budget), chosen["settings"])
     check_counts(problems=chosen["problems"])

@@ -7,6 +7,7 @@ import jkv
 from jkv import cli
 from jkv.analysis import foresee as training
 from jkv.analysis.recall import attention_received, recall
+from jkv.checks import size
 from jkv.policies.foresight import Foresight
 from jkv.testing import TINY, TinyTokenizer, random_networks, tiny_model
 
@@ -88,6 +89,17 @@ def test_training_is_repeatable_and_its_file_returns_it(tmp_path):
 def test_texts_that_teach_nothing_are_refused(texts, message):
     with pytest.raises(ValueError, match=message):
         jkv.foresee(tiny_model(), texts)
+
+
+def test_texts_for_which_there_is_no_memory_are_refused_before_a_pass(monkeypatch):
+    model = tiny_model()
+    monkeypatch.setattr(training, "watch", lambda *args: pytest.fail("it ran"))
+    monkeypatch.setattr(training, "free_bytes", lambda *args: 10_000)
+    heads = TINY.num_layers * TINY.num_kv_heads
+    each = heads * 112 * 2 * (2 * TINY.head_size + 7)  # 112 slots, padded, seen from 7 moments, in 16 bits
+    one_layer = TINY.num_kv_heads * 112 * 113 * 4
+    with pytest.raises(ValueError, match=f"{size(2 * 3 * each + one_layer)} for 3 of them; 10 kB are free"):
+        jkv.foresee(model, [[1] * 100] * 3)
 
 
 def test_texts_may_be_strings():
