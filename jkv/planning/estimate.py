@@ -17,7 +17,7 @@ from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import most_pages_of, num_row_pages
 from jkv.model.params import ModelConfig, Params, weight_shapes
 from jkv.planning.devices import Device
-from jkv.planning.roofline import Lifetime, compaction_cost, lifetime, step_cost
+from jkv.planning.roofline import Lifetime, compaction_cost, host_seconds, lifetime, step_costs
 from jkv.planning.scratch import Scratch, scratch_of
 from jkv.policies import Needs, Policy
 
@@ -39,7 +39,8 @@ class Estimate:
       total_bytes: weights (with a gate's), state and the largest scratch.
       mean_slots: slots of a KV head while a row decodes, averaged over time and layers.
       tokens_per_second: of all rows; a bound from the device's figures, not a measurement. None if it has no figures.
-      limited_by: "memory bandwidth" or "arithmetic".
+      phases: seconds of a decode step in products with the weights, attention, sampling, and the host; empty without a speed.
+      limited_by: "memory bandwidth" or "arithmetic": which takes more of a step's phases.
       compaction_share: share of the time that compactions take.
     """
 
@@ -53,6 +54,7 @@ class Estimate:
     total_bytes: int
     mean_slots: float
     tokens_per_second: float | None
+    phases: dict[str, float]
     limited_by: str | None
     compaction_share: float | None
 
@@ -175,7 +177,7 @@ class Setting:
             batch = bisect.bisect_right(range(1, MOST_ROWS), self.usable_bytes, key=total)
         rows, pages = max(1, batch), layout.pool_pages(max(1, batch))
         life = lifetime(policy, self.prompt, length - self.prompt, self.config.num_layers)
-        speed, limit, share = self.speed(policy, life, length - self.prompt, batch)
+        speed, phases, limit, share = self.speed(policy, life, length - self.prompt, batch)
         return Estimate(
             policy=policy.name,
             batch=batch,
@@ -187,28 +189,36 @@ class Setting:
             total_bytes=total(rows),
             mean_slots=float(life.mean_slots.mean()),
             tokens_per_second=speed,
+            phases=phases,
             limited_by=limit,
             compaction_share=share,
         )
 
-    def speed(self, policy: Policy, life: Lifetime, new: int, batch: int) -> tuple[float | None, str | None, float | None]:
-        """The most tokens a second of all rows, what limits them, and the share of the time that compactions take."""
-        if self.device.bandwidth is None:
-            return None, None, None
+    def speed(
+        self, policy: Policy, life: Lifetime, new: int, batch: int
+    ) -> tuple[float | None, dict[str, float], str | None, float | None]:
+        """The most tokens a second of all rows, a step's phases, what limits them, and the share of the time in compaction."""
+        device, itemsize = self.device, self.itemsize
+        if device.bandwidth is None:
+            return None, {}, None, None
         if batch == 0:
-            return 0.0, None, None
+            return 0.0, {}, None, None
         embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.width // self.num_devices
-        step = step_cost(
+        costs = step_costs(
             self.local,
             policy,
             life,
-            weights=self.weight_bytes // self.itemsize - embedding,
+            weights=self.weight_bytes // itemsize - embedding,
             logits=self.config.vocab_size,
-            itemsize=self.itemsize,
+            itemsize=itemsize,
             page_size=self.page_size,
             rows=batch,
         )
-        decoding = new * step.seconds(self.device, self.itemsize)
-        compacting = compaction_cost(self.local, policy, life, itemsize=self.itemsize).seconds(self.device, self.itemsize)
-        seconds = decoding + batch * compacting
-        return batch * new / seconds, step.limit(self.device, self.itemsize), batch * compacting / seconds
+        phases = {name: cost.seconds(device, itemsize) for name, cost in costs.items()}
+        limits: dict[str, float] = {}
+        for name, cost in costs.items():
+            limits[cost.limit(device, itemsize)] = limits.get(cost.limit(device, itemsize), 0.0) + phases[name]
+        phases["host"] = host_seconds(batch)
+        compacting = batch * compaction_cost(self.local, policy, life, itemsize=itemsize).seconds(device, itemsize)
+        seconds = new * sum(phases.values()) + compacting
+        return batch * new / seconds, phases, max(limits, key=limits.__getitem__), compacting / seconds

@@ -235,7 +235,10 @@ def pays_from(setting: Setting, policy: Policy, is_better: Callable[[Estimate, E
 
 def notes_of(setting: Setting, policy: Policy) -> list[str]:
     """What the figures do not include."""
-    notes = ["Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill."]
+    notes = [
+        "Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill. The host's "
+        "part was measured with a CPU."
+    ]
     if setting.device.bandwidth is None:
         notes[0] = f"No speed: {setting.device.name}'s bandwidth and rate are not known. Give a jkv.Device with both."
     if setting.device.platform == "gpu":
@@ -289,6 +292,10 @@ def report(plan: Plan) -> str:
     if own.tokens_per_second is not None:
         lines += [
             rows("tokens/s, at most", lambda estimate: f"{estimate.tokens_per_second:,.0f}"),
+            *(
+                rows(f"ms of a step: {phase}", lambda estimate, phase=phase: in_ms(estimate.phases.get(phase)))
+                for phase in own.phases or whole.phases
+            ),
             rows("limited by", lambda estimate: estimate.limited_by or "-"),
             rows(
                 "time in compaction",
@@ -303,6 +310,11 @@ def report(plan: Plan) -> str:
     of = {name: ", ".join(kernel for kernel, taken in plan.kernels.items() if taken == name) for name in names}
     lines += ["", *(f"  kernels by {'plain XLA' if name == 'reference' else name}: {kernels}" for name, kernels in of.items())]
     return "\n".join([*lines, "", *(f"  {note}" for note in plan.notes)])
+
+
+def in_ms(seconds: float | None) -> str:
+    """Milliseconds as text."""
+    return "-" if seconds is None else f"{1e3 * seconds:.3g}"
 
 
 def in_words(pays_from: int | None) -> str:

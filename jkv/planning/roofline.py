@@ -1,8 +1,10 @@
 """The fastest that a device could decode: the bytes and operations of a step, over the device's bandwidth and peak rate.
 
-This is a bound, not a measurement: a step takes at least the time of its bytes or of its operations, whichever is longer.
-Weights are read once a step for all rows, keys and values once for each row, so a small cache shortens a step and lets more
-rows share the weights. Prefill, launches, the host and traffic between devices are not included.
+This is a bound, not a measurement. A step has phases that follow each other: the products with the weights, attention, and
+sampling. Each takes at least the time of its bytes or of its operations, whichever is longer, and the bound adds them: with many
+rows the products are limited by arithmetic while attention is limited by bandwidth, and neither hides the other. Weights are read
+once a step for all rows, keys and values once for each row, so a small cache shortens a step and lets more rows share the weights.
+The host's time between two chunks is added as it was measured. Prefill, launches and traffic between devices are not included.
 """
 
 import dataclasses
@@ -15,6 +17,10 @@ from jkv.model.params import ModelConfig
 from jkv.planning.devices import Device
 from jkv.policies import Policy
 from jkv.policies.policy import compacted
+
+
+# Seconds of the host for a decode step, in chunks of 16, and for each of its rows: `jkv bench cost` on a CPU, at 1, 8 and 32 rows.
+HOST_STEP, HOST_ROW = 22e-6, 1.9e-6
 
 
 class Lifetime(NamedTuple):
@@ -92,10 +98,15 @@ class Cost:
         return max(times, key=times.__getitem__)
 
 
-def step_cost(
+def host_seconds(rows: int) -> float:
+    """What the host takes for a step of `rows` rows, while the device waits."""
+    return HOST_STEP + rows * HOST_ROW
+
+
+def step_costs(
     config: ModelConfig, policy: Policy, life: Lifetime, *, weights: int, logits: int, itemsize: int, page_size: int, rows: int
-) -> Cost:
-    """One decode step of `rows` rows on a device that has the part `config` of the model, with `weights` weights to multiply.
+) -> dict[str, Cost]:
+    """The phases of a decode step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
 
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
     and values of some. Logits are written once and read once.
@@ -106,9 +117,13 @@ def step_cost(
         chosen = np.minimum(slots, page_size * pages_read(policy.read.budget, page_size))
         read = np.where(np.arange(len(slots)) < policy.read.num_dense(len(slots)), slots, chosen)
     extra = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
-    row_bytes = config.num_kv_heads * float((read * pair + slots * extra).sum()) + 8 * logits
-    flops = 2 * weights + 4 * config.num_query_heads * config.head_size * float(read.sum())
-    return Cost(weights * itemsize + rows * row_bytes, rows * flops)
+    row_bytes = config.num_kv_heads * float((read * pair + slots * extra).sum())
+    row_flops = 4 * config.num_query_heads * config.head_size * float(read.sum())
+    return {
+        "weights": Cost(weights * itemsize, rows * 2 * weights),
+        "attention": Cost(rows * row_bytes, rows * row_flops),
+        "sampling": Cost(rows * 8 * logits, 0.0),
+    }
 
 
 def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, itemsize: int) -> Cost:

@@ -137,9 +137,15 @@ def test_the_bound_is_what_a_step_reads_over_the_bandwidth():
     plan = jkv.plan(config, slow, length=1256, prompt=256, batch=2, dtype="bfloat16")
     weights = 1_777_088_000 - 151_936 * 1536  # all but the embedding table, which is looked up
     mean = 256 + (1 + 1000) / 2
-    step = weights * 2 + 2 * (28 * 2 * mean * 2 * 128 * 2 + 8 * 151_936)
+    phases = {
+        "weights": weights * 2 / 1e9,
+        "attention": 2 * 28 * 2 * mean * 2 * 128 * 2 / 1e9,
+        "sampling": 2 * 8 * 151_936 / 1e9,
+        "host": 22e-6 + 2 * 1.9e-6,
+    }
     assert plan.own.mean_slots == mean
-    assert plan.own.tokens_per_second == pytest.approx(2 / (step / 1e9))
+    assert plan.own.phases == pytest.approx(phases)
+    assert plan.own.tokens_per_second == pytest.approx(2 / sum(phases.values()))
     assert plan.own.limited_by == "memory bandwidth"
 
 
@@ -151,10 +157,23 @@ def test_the_bound_is_what_a_step_computes_over_the_rate():
     step = 2 * (2 * weights + 4 * 28 * 12 * 128 * plan.own.mean_slots)
     compactions = 100 - 6 - 1  # the first six leave at most 1,024 slots; the end of a row is none
     one = 28 * 2 * 128 * (8 * 12 * 1152 + 2 * 1152**2)
-    seconds = (128 * 100 * step + 2 * compactions * one) / 1e12
+    passed_logits = 2 * 8 * 151_936 / 1e15
+    seconds = 128 * 100 * (step / 1e12 + passed_logits + 22e-6 + 2 * 1.9e-6) + 2 * compactions * one / 1e12
     assert plan.own.tokens_per_second == pytest.approx(2 * 128 * 100 / seconds)
     assert plan.own.compaction_share == pytest.approx(2 * compactions * one / 1e12 / seconds)
     assert plan.own.limited_by == "arithmetic"
+
+
+def test_phases_add_up_where_each_has_another_limit():
+    """703 rows of an 8B model on an H200: the products are limited by arithmetic, attention by bandwidth, and neither hides the other."""
+    plan = jkv.plan("r1-llama-8b", "h200", jkv.r_kv(budget=1024), length=16_384, batch=700)
+    phases, weights = plan.own.phases, 8_030_261_248 - 128_256 * 4096
+    assert phases["weights"] == pytest.approx(2 * 700 * weights / jkv.DEVICES["h200"].rate)
+    assert phases["attention"] == pytest.approx(
+        700 * 32 * 8 * plan.own.mean_slots * 2 * 128 * 2 / jkv.DEVICES["h200"].bandwidth
+    )
+    assert plan.own.limited_by == "memory bandwidth"
+    assert 17_000 < plan.own.tokens_per_second < 700 / (phases["weights"] + phases["attention"])
 
 
 def test_quest_reads_less_than_it_holds_and_frees_nothing():
