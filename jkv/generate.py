@@ -12,7 +12,17 @@ from typing import Any
 
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
-from jkv.engine.memory import cap_to_free, coarse, free_pool_bytes, lowered, most_pages, most_slots, num_row_pages, page_bytes
+from jkv.engine.memory import (
+    cap_to_free,
+    coarse,
+    free_pool_bytes,
+    lowered,
+    most_pages,
+    most_slots,
+    num_row_pages,
+    page_bytes,
+    page_size_for,
+)
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
@@ -123,7 +133,7 @@ def warn_of_length(samples: Sequence[Sample]) -> None:
 
 def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> Engine:
     """An engine sized for these requests, grouped by prompt; sizes that `options` give are kept."""
-    params, n, page_size = model.params, len(requests[0]), options.page_size
+    params, n, page_size = model.params, len(requests[0]), page_size_for(model.params, options.page_size)
     policies = [group[0].policy for group in requests]
     every = [request for group in lowered_to_memory(model, requests, options) for request in group]
     num_rows = options.max_running or min(1 << (len(every) - 1).bit_length(), DEFAULT_RUNNING)
@@ -146,7 +156,7 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
 
 def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> list[list[Request]]:
     """Requests whose limit of new tokens was left open, with no more than one row of the pool, or of the free memory, holds."""
-    params, page_size, config = model.params, options.page_size, model.config
+    params, page_size, config = model.params, page_size_for(model.params, options.page_size), model.config
     if not any(group[0].has_open_limit for group in requests):
         return [list(group) for group in requests]
     num_shards = 1 if options.mesh is None else options.mesh.size

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import GREEDY, in_turns
 from jkv.bench.step_breakdown import STEPS, seconds_of_parts
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
 from jkv.model.params import Model
 from jkv.policies import Policy, full, r_kv
@@ -71,7 +71,7 @@ def measure(model: Model, chosen: Sequence[Point], rounds: int, report: Report =
         )
         report(records[-1])
         jax.clear_caches()  # no later point has these shapes
-    return {"model": repr(model), "interval": INTERVAL, "page_size": DEFAULT_PAGE_SIZE, "rounds": rounds, "records": records}
+    return {"model": repr(model), "interval": INTERVAL, "page_size": usual_page_size(), "rounds": rounds, "records": records}
 
 
 def engine_step(model: Model, point: Point) -> tuple[float, float]:
@@ -85,7 +85,7 @@ def engine_step(model: Model, point: Point) -> tuple[float, float]:
     prompt = slots - INTERVAL // 2
     if not policy.evict:
         prompt -= STEPS
-    sizes: Any = {"max_running": batch, "max_slots": prompt + steps, "page_size": DEFAULT_PAGE_SIZE}
+    sizes: Any = {"max_running": batch, "max_slots": prompt + steps, "page_size": usual_page_size()}
     engine = Engine(model, **sizes, policies=[policy], max_stop_ids=1)
     for tokens in np.random.default_rng(0).integers(1, model.config.vocab_size, (batch, prompt), dtype=np.int32):
         engine.submit(tokens, policy, GREEDY, max_new_tokens=steps, stop_ids=())

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jkv.bench.fixtures import fill, new_inputs, new_state
+from jkv.bench.fixtures import fill, new_inputs, new_state, usual_page_size
 from jkv.bench.rounds import medians_in_turns, seconds_of
 from jkv.bench.step_breakdown import compact as compact_rows
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine import programs
 from jkv.engine.programs import State
 from jkv.engine.scheduler import CHUNKS
@@ -39,7 +38,7 @@ def measure(model: Model, batch: int, budget: int, interval: int, rounds: int, r
     sizes: dict[str, Any] = {"batch": batch, "budget": budget, "interval": interval}
     figures: dict[str, Any] = {"model": model.name, **sizes}
     for name, part in {"r_kv": cost_of_compaction, "steps": cost_of_steps, "memory": memory_of_redundancy}.items():
-        figures[name] = part(model.params, **sizes, page_size=DEFAULT_PAGE_SIZE, rounds=rounds)
+        figures[name] = part(model.params, **sizes, page_size=usual_page_size(), rounds=rounds)
         report({name: figures[name]})
     return figures
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, PRNGKeyArray
 
+from jkv.cache import default_page_size
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
 from jkv.engine.chunk_inputs import empty_state, step_rules
@@ -35,6 +36,11 @@ def random_model(config: ModelConfig, name: str, dtype: Any = None) -> Model:
     """Random weights, bfloat16 on an accelerator and float32 on a CPU, and no tokenizer."""
     usual = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return Model(init_params(config, jax.random.key(0), dtype=dtype or usual), None, name=name)
+
+
+def usual_page_size() -> int:
+    """The page size of an engine here that is not told one."""
+    return default_page_size(jax.default_backend())
 
 
 def new_state(params: Params, policy: Policy, batch: int, slots: int, page_size: int) -> State:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import GREEDY, in_turns
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
 from jkv.engine.stats import RunStats
 from jkv.model.params import Model
@@ -60,7 +60,7 @@ def measure(
         "model": repr(model),
         "prompt": prompt,
         "new_tokens": new_tokens,
-        "page_size": DEFAULT_PAGE_SIZE,
+        "page_size": usual_page_size(),
         "rounds": rounds,
         "records": records,
     }

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 
 from jkv.bench.countdown import Numbers, countdown, prompts_for, skewed
+from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import install
 from jkv.engine.memory import most_pages_of, num_row_pages
 from jkv.model import checkpoint
@@ -137,7 +137,7 @@ def jkv_runner(model: Any, tokenizer: Any, load: Load, rows: int, policy: Policy
     from jkv.integrations.tunix import JkvRollout
 
     settings = settings_of(load)
-    sizes: dict[str, Any] = {"max_running": rows, "page_size": DEFAULT_PAGE_SIZE, "n": load.samples}
+    sizes: dict[str, Any] = {"max_running": rows, "page_size": usual_page_size(), "n": load.samples}
     rollout = JkvRollout(model, TokenizerAdapter(tokenizer), None, settings, policy=policy, **sizes)
 
     def held() -> int:
@@ -162,12 +162,13 @@ def timed(rollout: Any, load: Load, rows: int, settings: Any, end: int, held: Ca
 
 def largest_group(params: Params, load: Load, policy: Policy, num_bytes: int) -> int:
     """The most samples of one prompt that run at once, to the limit, in a memory, by the arrays of real pools; at least 1."""
-    row = most_pages_of(params.config, policy, load.width, load.limit, DEFAULT_PAGE_SIZE)
-    prompt = num_row_pages(params, load.width, DEFAULT_PAGE_SIZE)
+    page_size = usual_page_size()
+    row = most_pages_of(params.config, policy, load.width, load.limit, page_size)
+    prompt = num_row_pages(params, load.width, page_size)
     limits: dict[str, Any] = {"max_prompt_tokens": load.width, "max_new_tokens": load.limit}
 
     def pool_bytes(n: int) -> int:
-        rollout = Rollout(params, policy, **limits, n=n, max_running=n, page_size=DEFAULT_PAGE_SIZE, num_pages=prompt + n * row)
+        rollout = Rollout(params, policy, **limits, n=n, max_running=n, page_size=page_size, num_pages=prompt + n * row)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(rollout.engine.runner.state.cache))
         rollout.sleep()
         return size

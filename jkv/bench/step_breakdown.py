@@ -14,9 +14,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from jkv.bench.fixtures import fill, new_inputs, new_state
+from jkv.bench.fixtures import fill, new_inputs, new_state, usual_page_size
 from jkv.bench.rounds import medians_in_turns, seconds_of
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.cache import pool as pages
 from jkv.engine import programs
 from jkv.engine.programs import ChunkInputs, State
@@ -55,7 +54,7 @@ def seconds_of_parts(params: Params, policy: Policy, batch: int, slots: int, int
 
 def filled(params: Params, policy: Policy, batch: int, slots: int) -> State:
     """Rows that hold so many random slots, with room for a chunk more."""
-    return fill(new_state(params, policy, batch, slots + STEPS, DEFAULT_PAGE_SIZE), jax.random.key(1), slots)
+    return fill(new_state(params, policy, batch, slots + STEPS, usual_page_size()), jax.random.key(1), slots)
 
 
 def seconds_on_fresh_state(program: Callable[[State], State], params: Params, policy: Policy, batch: int, slots: int) -> float:

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.engine import Engine
 from jkv.engine.memory import num_row_pages, page_bytes
 from jkv.engine.scheduler import CHUNKS
@@ -60,8 +60,9 @@ class Ran:
     peak_kv_bytes: int
 
 
-def run(model: Model, load: Load, policy: Policy, page_size: int = DEFAULT_PAGE_SIZE) -> Ran:
+def run(model: Model, load: Load, policy: Policy, page_size: int | None = None) -> Ran:
     """All requests of a load through a fresh engine, no end token; the pool is rounded up to whole pages."""
+    page_size = page_size or usual_page_size()
     rng = np.random.default_rng(0)
     prompts = rng.integers(1, model.config.vocab_size, (load.requests, load.prompt), dtype=np.int32)
     config = model.config
@@ -181,7 +182,8 @@ def measure(
 
 def pool_bytes(model: Model, load: Load) -> int:
     """Of whole pages in every layer and KV head."""
-    return num_row_pages(model.params, load.pool_tokens, DEFAULT_PAGE_SIZE) * page_bytes(model.params, DEFAULT_PAGE_SIZE)
+    page_size = usual_page_size()
+    return num_row_pages(model.params, load.pool_tokens, page_size) * page_bytes(model.params, page_size)
 
 
 def pays_from(records: Sequence[dict[str, Any]], policy: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_most, did_you_mean, install, shown
 
 EXAMPLES = """\
@@ -76,7 +75,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
     )
-    command.add_argument("--page-size", type=int, default=DEFAULT_PAGE_SIZE, help="slots of a page (default %(default)s)")
+    command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
     command.add_argument(
         "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
     )

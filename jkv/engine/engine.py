@@ -20,7 +20,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.mappings import let_programs_go
-from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes
+from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
@@ -89,7 +89,7 @@ class Engine:
         for policy in named:
             check_policy(policy, self.needs, model, mesh, gate=self.gate)
         gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
-        max_running, page_size = options.max_running or DEFAULT_RUNNING, options.page_size
+        max_running, page_size = options.max_running or DEFAULT_RUNNING, page_size_for(model.params, options.page_size)
         num_shards = 1 if mesh is None else mesh.size
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds)

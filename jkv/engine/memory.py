@@ -5,17 +5,24 @@ import dataclasses
 import os
 from typing import Any
 
+from jkv.cache import default_page_size
 from jkv.cache.pool import num_pages_of
 from jkv.checks import check_counts, size, typed
 from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
 from pallas_kernels.choice import is_old_gpu
+from pallas_kernels.dispatch import platform_of
 
 AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for temporaries of programs
 TABLE_SHARE = 1 / 8  # of the free memory, at most, for page tables
 PLAIN_SHARE = 0.5  # the same without Triton: plain XLA gathers the keys and values of all rows
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
+
+
+def page_size_for(params: Params, page_size: int | None) -> int:
+    """Slots of a page: those asked for, or the usual number on the devices of the weights."""
+    return page_size or default_page_size(platform_of(next(iter(params.embedding.devices()))))
 
 
 def page_bytes(params: Params, page_size: int, has_bounds: bool = False) -> int:

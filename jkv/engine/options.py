@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import check_counts, check_length, check_most, did_you_mean, shown, typed
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.policies import Policy
@@ -39,7 +38,7 @@ class EngineOptions:
       max_slots: the most slots that a request may fill in a layer and KV head: prompt and completion, or, for a bounded policy,
         the longer of prompt and budget + interval; at most 2**24. It sizes the page tables. None is the model's positions, at
         most 4,096; `generate` and `Rollout` compute it from their requests.
-      page_size: slots of a page, at most 65,536.
+      page_size: slots of a page, at most 65,536. None is 128 on a TPU and 16 elsewhere (`Stats.page_size` tells).
       kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
         run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.
@@ -68,7 +67,7 @@ class EngineOptions:
 
     max_running: int | None = None
     max_slots: int | None = None
-    page_size: int = DEFAULT_PAGE_SIZE
+    page_size: int | None = None
     kv_memory: int | str | None = None
     num_pages: int | None = None
     policies: Sequence[Policy] | None = None
@@ -82,7 +81,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
-            kind = int if name in ("page_size", "max_stop_ids") else int | None
+            kind = int if name == "max_stop_ids" else int | None
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
             check_counts(**{name: getattr(self, name)})
             check_most(most, **{name: getattr(self, name)})

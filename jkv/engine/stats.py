@@ -87,6 +87,7 @@ class RunStats:
     amsr: float = 0.0  # mean over decode steps of the share of pages that rows do not hold or do not read
     steps: int = 0  # decode steps
     platform: str = "cpu"  # of the device: cpu, tpu, cuda
+    page_size: int = 0  # slots of a page
     sharing: SharingStats = dataclasses.field(default_factory=SharingStats)
     queued_seconds: float = 0.0  # until samples had a row, summed
     first_token: Latency = dataclasses.field(default_factory=Latency)  # seconds from a sample's submission
@@ -149,6 +150,7 @@ class Stats:
     token_p50: float  # seconds between two tokens of a sample; those of a chunk reach the host together
     token_p99: float
     kernels: dict[str, str]  # implementations used so far: "tpu", "gpu", "cpu", or plain XLA's "reference"
+    page_size: int  # slots of a page
     seed: int | None  # of the random draws: given, or fresh; None where all samples are greedy
 
     @property
@@ -225,6 +227,7 @@ class Stats:
             token_p50=run.between_tokens.quantile(0.5),
             token_p99=run.between_tokens.quantile(0.99),
             kernels=run.kernels,
+            page_size=run.page_size,
             seed=next((sample.request.seed for sample in samples if sample.request.sampling.temperature), None),
         )
 
@@ -262,7 +265,7 @@ class Meter:
 
     def reset(self) -> None:
         """Starts from zero."""
-        self.stats = RunStats(platform=self.platform)
+        self.stats = RunStats(platform=self.platform, page_size=self.page_size)
 
     def clock(self, field: str) -> contextlib.AbstractContextManager[None]:
         """Adds the seconds of a block to a field, compilation excluded."""

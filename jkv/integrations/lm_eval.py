@@ -18,7 +18,6 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.engine.interrupts import ending_at_interrupt
 from jkv.generate import generate
 from jkv.model import checkpoint
@@ -62,7 +61,7 @@ class JKV(TemplateLM):
         max_length: int | None = None,
         seed: int = 0,
         think_end_token: str | None = None,
-        page_size: int = DEFAULT_PAGE_SIZE,
+        page_size: int | None = None,
         kv_memory: int | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,

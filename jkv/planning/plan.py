@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jkv import notebook
-from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.cache import default_page_size
 from jkv.checks import check_counts, size, typed
 from jkv.engine import mesh as meshes
 from jkv.engine.requests import check_prompt_fits, spread_policies
@@ -26,7 +26,6 @@ from pallas_kernels.dispatch import best
 from pallas_kernels.models import ModelShape, Workload
 
 MARGIN = 1.01  # of speeds: where arithmetic is the limit, they differ only by rounding
-PAGE_SIZES = {"tpu": 128, "gpu": DEFAULT_PAGE_SIZE, "cpu": DEFAULT_PAGE_SIZE}  # that the kernels are tiled for
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -124,7 +123,7 @@ def plan(
     name, config = find_shape(model)
     device, policy = find_device(device), spread_policies(policy, 1)[0]
     length = min(config.max_positions, 16_384) if length is None else length
-    page_size = PAGE_SIZES[device.platform] if page_size is None else page_size
+    page_size = default_page_size(device.platform) if page_size is None else page_size
     check_counts(length=length, prompt=prompt, batch=batch, page_size=page_size, num_devices=num_devices)
     check_lengths(policy, prompt, length, config.max_positions)
     if not 0 < typed("memory_share", memory_share, float) <= 1:
@@ -236,8 +235,8 @@ def pays_from(setting: Setting, policy: Policy, is_better: Callable[[Estimate, E
 def notes_of(setting: Setting, policy: Policy) -> list[str]:
     """What the figures do not include."""
     notes = [
-        "Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill. The host's "
-        "part was measured with a CPU."
+        "Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill.",
+        "The host's part of a step was measured on a CPU.",
     ]
     if setting.device.bandwidth is None:
         notes[0] = f"No speed: {setting.device.name}'s bandwidth and rate are not known. Give a jkv.Device with both."

@@ -1,10 +1,10 @@
 """The fastest that a device could decode: the bytes and operations of a step, over the device's bandwidth and peak rate.
 
-This is a bound, not a measurement. A step has phases that follow each other: the products with the weights, attention, and
-sampling. Each takes at least the time of its bytes or of its operations, whichever is longer, and the bound adds them: with many
-rows the products are limited by arithmetic while attention is limited by bandwidth, and neither hides the other. Weights are read
-once a step for all rows, keys and values once for each row, so a small cache shortens a step and lets more rows share the weights.
-The host's time between two chunks is added as it was measured. Prefill, launches and traffic between devices are not included.
+This is a bound, not a measurement. The phases of a step follow each other: products with the weights, attention, sampling. Each
+takes at least the time of its bytes or of its operations, whichever is longer, and the bound adds them: with many rows the
+products are limited by arithmetic and attention by bandwidth, and neither hides the other. Weights are read once a step for all
+rows, keys and values once for each row, so a small cache shortens a step and lets more rows share the weights. The host's time
+between two chunks is added as it was measured. Prefill, launches and traffic between devices are not included.
 """
 
 import dataclasses
@@ -18,8 +18,7 @@ from jkv.planning.devices import Device
 from jkv.policies import Policy
 from jkv.policies.policy import compacted
 
-
-# Seconds of the host for a decode step, in chunks of 16, and for each of its rows: `jkv bench cost` on a CPU, at 1, 8 and 32 rows.
+# Seconds of the host for a step, in chunks of 16, and for each of its rows: `jkv bench cost` on a CPU, 1, 8 and 32 rows.
 HOST_STEP, HOST_ROW = 22e-6, 1.9e-6
 
 
@@ -106,7 +105,7 @@ def host_seconds(rows: int) -> float:
 def step_costs(
     config: ModelConfig, policy: Policy, life: Lifetime, *, weights: int, logits: int, itemsize: int, page_size: int, rows: int
 ) -> dict[str, Cost]:
-    """The phases of a decode step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
+    """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
 
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
     and values of some. Logits are written once and read once.

@@ -165,7 +165,7 @@ def test_the_bound_is_what_a_step_computes_over_the_rate():
 
 
 def test_phases_add_up_where_each_has_another_limit():
-    """703 rows of an 8B model on an H200: the products are limited by arithmetic, attention by bandwidth, and neither hides the other."""
+    """Many rows of an 8B model on an H200: products are limited by arithmetic, attention by bandwidth."""
     plan = jkv.plan("r1-llama-8b", "h200", jkv.r_kv(budget=1024), length=16_384, batch=700)
     phases, weights = plan.own.phases, 8_030_261_248 - 128_256 * 4096
     assert phases["weights"] == pytest.approx(2 * 700 * weights / jkv.DEVICES["h200"].rate)
