@@ -20,6 +20,8 @@ from jkv.model.params import Model, ModelConfig, Params, init_params
 from jkv.model.sampling import Sampling, rows_of
 from jkv.policies import Needs, Policy
 
+MOST_NEW = 512  # slots that are filled at a time, as their random numbers are stored twice
+
 
 def model_of(name: str, dtype: Any = None) -> Model:
     """A TOML file's shape with random weights, in the device's usual type; or what `jkv.load` finds.
@@ -43,25 +45,36 @@ def usual_page_size() -> int:
     return default_page_size(jax.default_backend())
 
 
-def new_state(params: Params, policy: Policy, batch: int, slots: int, page_size: int) -> State:
-    """An empty pool of exactly these rows, with what the policy needs."""
-    max_pages = pages.num_pages_of(slots, page_size)
-    num_pages = params.config.num_layers * batch * params.config.num_kv_heads * max_pages
-    sizes = {"num_rows": batch, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
+def new_state(params: Params, policy: Policy, batch: int, slots: int | np.ndarray, page_size: int) -> State:
+    """An empty pool of exactly these rows, of so many slots or of a number each, with what the policy needs."""
+    each = pages.num_pages_of(np.broadcast_to(slots, batch), page_size)
+    num_pages = params.config.num_layers * params.config.num_kv_heads * int(each.sum())
+    sizes: Any = {"num_rows": batch, "num_pages": num_pages, "max_pages": int(each.max()), "page_size": page_size}
     return empty_state(params.config, Needs.of([policy]), **sizes, dtype=params.embedding.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="slots", donate_argnames="state")
-def fill(state: State, key: PRNGKeyArray, slots: int) -> State:
-    """Random keys, values and queries in all rows, which are empty."""
+def fill(state: State, key: PRNGKeyArray, slots: int | np.ndarray) -> State:
+    """Random keys, values and queries in all rows, which are empty: so many slots, or a number for each row."""
+    left = np.broadcast_to(slots, state.cache.pool.num_rows).astype(np.int32)
+    width = min(int(left.max()), MOST_NEW)
+    while left.any():
+        key, own = jax.random.split(key)
+        now = np.minimum(left, width)
+        state, left = append_random(state, own, now, width), left - now
+    return state
+
+
+@functools.partial(jax.jit, static_argnames="width", donate_argnames="state")
+def append_random(state: State, key: PRNGKeyArray, num_new: Int[Array, " B"], width: int) -> State:
+    """`num_new` random keys and values more in each row, `width` at most, and random queries."""
     pool, ring = state.cache.pool, state.cache.query_ring
     layers, batch, heads, _ = pool.page_table.shape
-    row, num_new = jnp.arange(batch, dtype=jnp.int32), jnp.full(batch, slots, jnp.int32)
-    pool, address = pages.reserve(pool, row, num_new, slots)
+    row = jnp.arange(batch, dtype=jnp.int32)
+    pool, address = pages.reserve(pool, row, num_new, width)
 
     def append(kv: Array, layer: tuple[Int[Array, "R K T"], PRNGKeyArray]) -> tuple[Array, None]:
         at, key = layer
-        new = jax.random.normal(key, (2, batch, slots, heads, kv.shape[-1]), kv.dtype)
+        new = jax.random.normal(key, (2, batch, width, heads, kv.shape[-1]), kv.dtype)
         return pages.append(pool.replace(kv=kv), at, new[0], new[1]).kv, None
 
     kv, _ = jax.lax.scan(append, pool.kv, (address, jax.random.split(key, layers)))

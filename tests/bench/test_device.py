@@ -1,0 +1,116 @@
+"""`python -m jkv.bench.device` at sizes of a test: every part gives figures, keeps them as they come, and survives failures."""
+
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jkv.bench import device
+from jkv.bench.fixtures import fill, new_state
+from jkv.planning.devices import Device
+from jkv.policies import full, r_kv
+from jkv.testing import TINY, tiny_model
+
+MODEL = """
+family = "qwen2"
+vocab_size = 64
+width = 32
+num_layers = 2
+num_query_heads = 4
+num_kv_heads = 2
+head_size = 8
+mlp_width = 64
+max_positions = 1024
+qkv_bias = true
+"""
+SIZES = ("--batches", "2", "--budget", "32", "--interval", "16", "--new-tokens", "64", "--most-rows", "2")
+
+
+@pytest.fixture(autouse=True)
+def a_quick_copy(monkeypatch):
+    monkeypatch.setattr(device, "copy_rate", lambda: 1e9)
+
+
+def run(folder, *options):
+    """What a run wrote."""
+    shape = folder / "small.toml"
+    shape.write_text(MODEL)
+    assert device.main(["--models", str(shape), "--out", str(folder), *SIZES, *options]) == 0
+    (written,) = folder.glob("device-*.json")
+    return json.loads(written.read_text())["rows"], (folder / f"{written.stem}.md").read_text()
+
+
+def test_steps_and_the_engine_are_timed_beside_their_roofline(tmp_path, capsys):
+    rows, table = run(tmp_path, "--parts", "step,prefill,engine,stress")
+    assert table == capsys.readouterr().out
+    step = [row for row in rows if row["part"] == "step"]
+    assert [row["name"] for row in step] == ["r_kv", "full", "full, one row 16 times as long"]
+    assert [row["slots"] for row in step] == [40, 40, 340]
+    for row in step:
+        assert row["times_roofline"] == pytest.approx(row["milliseconds"] / row["roofline_milliseconds"], rel=0.01)
+    assert 0 < step[0]["compaction_share"] < 1
+    assert step[0]["roofline_milliseconds"] == step[1]["roofline_milliseconds"] < step[2]["roofline_milliseconds"]
+    (engine,) = (row for row in rows if row["part"] == "engine")
+    assert engine["tokens_per_second"] > 0
+    assert 0 < engine["host_share"] < 1
+    stress = [row for row in rows if row["part"] == "stress"]
+    assert [(row["name"], row["batch"]) for row in stress] == [("full", 2), ("r_kv", 2), ("r_kv", 2)]
+    assert all(row["tokens_per_second"] > 0 for row in stress)
+
+
+def test_what_fails_or_has_no_time_left_is_a_row_and_not_the_end(tmp_path, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(device, "timed_step", fail)
+    rows, _ = run(tmp_path, "--parts", "step,stress")
+    assert [row["not_timed"] for row in rows] == ["RuntimeError: RESOURCE_EXHAUSTED"] * 6
+    rows, table = run(tmp_path, "--seconds", "0")
+    assert [(row["part"], row["not_timed"]) for row in rows] == [(part, "out of time") for part in device.PARTS]
+    assert table.count("out of time") == len(device.PARTS)
+    with pytest.raises(SystemExit, match=r"among step, kernels, .*; got steps"):
+        device.main(["--parts", "steps"])
+
+
+def test_the_roofline_is_the_bytes_of_a_step_over_the_rate_of_a_copy():
+    model = tiny_model()
+    bench = device.Bench(model, Device("this", "cpu", 10**9, bandwidth=1e6), (2,), 32, 16, 64, 2)
+    weights = sum(x.size for x in jax.tree.leaves(model.params)) - (0 if TINY.tie_embeddings else model.params.embedding.size)
+    slots = TINY.num_layers * TINY.num_kv_heads * 40
+    expected = 4 * weights + 2 * slots * 2 * TINY.head_size * 4 + 2 * 8 * TINY.vocab_size
+    assert device.roofline(bench, full(), 40.0, 2) == pytest.approx(expected / 1e6)
+
+
+def test_rows_of_unequal_lengths_fill_a_pool_of_exactly_their_pages(monkeypatch):
+    monkeypatch.setattr("jkv.bench.fixtures.MOST_NEW", 8)
+    model, lengths = tiny_model(), np.array([3, 20, 8])
+    state = fill(new_state(model.params, r_kv(16, interval=8), 3, lengths, 4), jax.random.key(0), lengths)
+    pool = state.cache.pool
+    np.testing.assert_array_equal(
+        pool.length, np.broadcast_to(lengths, (TINY.num_kv_heads, 3)).T[None].repeat(TINY.num_layers, 0)
+    )
+    np.testing.assert_array_equal(pool.logical_length, lengths)
+    assert int(pool.free_top) == 0
+    held = np.asarray(pool.kv[1:])
+    assert np.isfinite(held).all()
+    assert len(np.unique(held[:, :, 0].reshape(len(held), -1), axis=0)) == len(held)  # no page is filled twice with the same
+
+
+def test_time_by_kernel_sums_a_profile_s_events_on_the_device(monkeypatch):
+    def named(name, **fields):
+        return types.SimpleNamespace(name=name, **fields)
+
+    events = [named("gemm_1", duration_ns=2e6), named("gemm_2", duration_ns=3e6), named("paged_attention.7", duration_ns=1e6)]
+    lines = [named("Stream #14(Compute)", events=events), named("XLA Modules", events=[named("jit", duration_ns=9e9)])]
+    planes = [named("/device:GPU:0", lines=lines), named("/host:CPU", lines=lines)]
+    profile = types.SimpleNamespace(from_file=lambda file: types.SimpleNamespace(planes=planes))
+    monkeypatch.setattr(jax.profiler, "ProfileData", profile)
+    assert device.device_time("x.pb") == {"gemm": (pytest.approx(5e-3), 2), "paged_attention": (pytest.approx(1e-3), 1)}
+
+
+def test_a_device_takes_its_vendor_s_rate_and_the_measured_bandwidth():
+    known = device.known_device({"device": "NVIDIA H100 80GB HBM3"}, 2e12)
+    assert (known.bandwidth, known.rate) == (2e12, 989e12)
+    assert device.known_device({"device": "x86_64 CPU"}, 1e9).rate is None
