@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from jkv.cache.attention import OPEN_END
 from jkv.tasks import chains, trails
-from jkv.tasks.live_set import statements
+from jkv.tasks.live_set import keep_live, live_slots, statements
 
 DRILLS = {"values": chains.draw_values, "steps": chains.draw_steps}
+LIVE_SHARES = 0.08, 0.14  # of a trail's length, between which the budget of one with a trimmed cache lies
+LIVE_INTERVAL = 16  # tokens between two evictions of it
 STEP_TOKENS = 20  # d= b * c _ b= 3 _ c= 7 _ 3 * 7 = 1 _ d= 1 and the blank line
 
 
@@ -29,6 +32,8 @@ class Stage:
       passes: the fewest and the most passes of a trail.
       branches: the most branches of a trail.
       sink: how strongly the loss draws the heads above the first layer to the text's first token, in nats.
+      live: the share of the trails of which each query sees the first tokens, the live set and the last tokens alone, so that
+        the model learns to read nothing else: the facts' first statements or their latest, as the draw has it.
     """
 
     steps: int
@@ -43,6 +48,7 @@ class Stage:
     passes: tuple[int, int] = (4, 8)
     branches: int = 2
     sink: float = 0.0
+    live: float = 0.0
 
 
 def read_stage(fields: dict[str, Any]) -> Stage:
@@ -52,13 +58,15 @@ def read_stage(fields: dict[str, Any]) -> Stage:
 
 
 def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int], task: str = "chains") -> dict[str, np.ndarray]:
-    """One packed batch: `token`, `segment` (which problem), `position` (within it) and `is_target`, all `[rows, length]`.
+    """One packed batch: `token`, `segment` (which problem), `position` (within it), `end` (the place in its row from which on a
+    token is not seen) and `is_target`, all `[rows, length]`.
 
     A trace that does not fit in what is left of a row is cut there, so no token of the batch is padding.
     """
     rng = np.random.default_rng(seed)
     shape = (stage.rows, stage.length + 1)
     batch = {name: np.zeros(shape, np.int32) for name in ("token", "segment", "position", "is_target")}
+    batch["end"] = np.full(shape, OPEN_END, np.int32)
     for row in range(stage.rows):
         filled, segment = 0, 0
         while filled < shape[1]:
@@ -69,8 +77,18 @@ def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int], task: str = 
             batch["segment"][row, span] = segment
             batch["position"][row, span] = np.arange(size)
             batch["is_target"][row, span] = is_target[:size]
+            if stage.live and tokens[-1] == tokenizer.eos_token_id and rng.random() < stage.live:
+                end = ends(tokenizer, tokens, is_target.index(True), rng)[:size]
+                batch["end"][row, span] = np.where(end == OPEN_END, end, filled + end)
             filled, segment = filled + size, segment + 1
     return batch
+
+
+def ends(tokenizer: Any, tokens: list[int], start: int, rng: np.random.Generator) -> np.ndarray:
+    """From which token of a trail on each token is not seen, where only what the live set's oracle keeps is."""
+    live = live_slots(tokenizer.convert_ids_to_tokens(tokens), is_latest=bool(rng.random() < 0.5))
+    budget = round(rng.uniform(*LIVE_SHARES) * len(tokens))
+    return keep_live(live, start + int(rng.integers(LIVE_INTERVAL)), budget, LIVE_INTERVAL)
 
 
 def draw_chain(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:

@@ -66,11 +66,10 @@ def packed_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
-    cache: Int[Array, "B T"],
-) -> tuple[Float[Array, "B T N H"], Int[Array, "B T"]]:
-    """Causal attention within each packed problem (`jkv.model.decoder.Attend`); the cache is the problem of each token."""
-    mask = cache[:, None, :, None] == cache[:, None, None, :]
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=True), cache
+    cache: Bool[Array, "B T T"],
+) -> tuple[Float[Array, "B T N H"], Bool[Array, "B T T"]]:
+    """Attention to what each token sees (`jkv.model.decoder.Attend`); the cache says that (`seen`)."""
+    return jax.nn.dot_product_attention(query, key, value, mask=cache[:, None]), cache
 
 
 def watched_attention(
@@ -78,18 +77,24 @@ def watched_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B T K H"],
     value: Float[Array, "B T K H"],
-    cache: tuple[Int[Array, "B T"], Bool[Array, "B T"], Float[Array, ""]],
+    cache: tuple[Bool[Array, "B T T"], Bool[Array, "B T"], Float[Array, ""]],
 ) -> tuple[Float[Array, "B T N H"], Any]:
     """`packed_attention` that also sums, above the first layer, how far heads are from the first token of their problem."""
-    segment, is_first, far = cache
+    is_seen, is_first, far = cache
     (rows, total, num_heads, size), num_kv_heads = query.shape, key.shape[2]
     grouped = query.reshape(rows, total, num_kv_heads, num_heads // num_kv_heads, size)
-    is_seen = jnp.tril(jnp.ones((total, total), bool)) & (segment[:, :, None] == segment[:, None, :])
     logits = jnp.einsum("btkgh,bskh->bkgts", grouped, key) * size**-0.5
     share = jax.nn.softmax(jnp.where(is_seen[:, None, None], logits, -1e30), axis=-1)
     first = jnp.einsum("bkgts,bs->bkgt", share, is_first.astype(share.dtype))
     far = far - jnp.log(first + LEAST_SHARE).mean() * (layer > 0)
-    return jnp.einsum("bkgts,bskh->btkgh", share, value).reshape(query.shape), (segment, is_first, far)
+    return jnp.einsum("bkgts,bskh->btkgh", share, value).reshape(query.shape), (is_seen, is_first, far)
+
+
+def seen(segment: Int[Array, "B T"], end: Int[Array, "B T"]) -> Bool[Array, "B T T"]:
+    """Which tokens each token sees: those of its problem up to itself that have not ended."""
+    place = jnp.arange(segment.shape[1], dtype=jnp.int32)
+    is_open = (place[:, None] >= place) & (place[:, None] < end[:, None, :])
+    return is_open & (segment[:, :, None] == segment[:, None, :])
 
 
 def loss(params: Params, batch: dict[str, Int[Array, "B T1"]], sink: float = 0.0) -> tuple[Float[Array, ""], Float[Array, ""]]:
@@ -98,11 +103,12 @@ def loss(params: Params, batch: dict[str, Int[Array, "B T1"]], sink: float = 0.0
     `sink` times the mean of `-log(attention to the first token)` is added for each layer but the first.
     """
     segment, position = batch["segment"][:, :-1], batch["position"][:, :-1]
+    is_seen = seen(segment, batch["end"][:, :-1])
     if sink:
-        watched = (segment, position == 0, jnp.zeros(()))
+        watched = (is_seen, position == 0, jnp.zeros(()))
         hidden, (*_, far) = decoder.forward(params, batch["token"][:, :-1], position, watched_attention, watched)
     else:
-        hidden, _ = decoder.forward(params, batch["token"][:, :-1], position, packed_attention, segment)
+        hidden, _ = decoder.forward(params, batch["token"][:, :-1], position, packed_attention, is_seen)
         far = jnp.zeros(())
     log_probs = jax.nn.log_softmax(decoder.unembed(params, hidden))
     target = batch["token"][:, 1:]

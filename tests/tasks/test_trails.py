@@ -9,7 +9,7 @@ import pytest
 from scipy import stats
 
 from jkv.model.params import ModelConfig
-from jkv.tasks import batches, trail_vocabulary, train, vocabulary
+from jkv.tasks import batches, live_set, trail_vocabulary, train, vocabulary
 from jkv.tasks.chains import read_answer
 from jkv.tasks.live_set import live_share
 from jkv.tasks.trails import CLOSE, PASSES, STOP, draw_facts, draw_trail, write_trace
@@ -185,6 +185,39 @@ def test_a_batch_of_trails_masks_the_prompts_and_each_begins_with_the_first_toke
     text = tokenizer.decode(batch["token"][0][first][batch["is_target"][0][first] == 1])
     assert text.startswith("<think>\n\n")
     assert text.endswith("}<|end|>")
+
+
+def test_trails_with_a_trimmed_cache_show_each_token_the_live_set_and_little_else(tokenizer):
+    stage = batches.Stage(steps=1, rows=2, length=1024, low=1, high=2, passes=(2, 3), live=1.0)
+    batch = batches.make_batch(tokenizer, stage, (0, 0), "trails")
+    is_seen = np.asarray(train.seen(*(jax.numpy.asarray(batch[name]) for name in ("segment", "end"))))
+    cut = 0
+    for row, (token, segment) in enumerate(zip(batch["token"], batch["segment"], strict=True)):
+        for problem in range(segment[-1]):  # the last one is cut at the row's end
+            (place,) = np.nonzero(segment == problem)
+            total, names = len(place), tokenizer.convert_ids_to_tokens(token[place].tolist())
+            start = int(np.argmax(batch["is_target"][row, place]))
+            either = [live_set.live_slots(names, is_latest=is_latest) for is_latest in (False, True)]
+            assert not is_seen[row][place][:, segment != problem].any()
+            for now in range(total):
+                seen = is_seen[row, place[now], place]
+                assert not seen[now + 1 :].any()
+                assert seen[max(0, now - 3) : now + 1].all()  # itself and the tokens before it
+                assert seen[: min(now, live_set.SINKS)].all()
+                if now >= start + 2 * batches.LIVE_INTERVAL:
+                    assert seen.sum() <= batches.LIVE_SHARES[1] * total + batches.LIVE_INTERVAL + 1
+                    evicted = now - batches.LIVE_INTERVAL  # what is live since the last eviction, by one of both readings
+                    assert any((seen | ~(live[now] & live[evicted]))[:now].all() for live in either)
+                    cut += 1
+    assert cut > 500
+
+
+def test_without_a_trimmed_cache_each_token_sees_its_problem_up_to_itself(tokenizer):
+    stage = batches.Stage(steps=1, rows=1, length=128, low=1, high=1, drills=1.0, live=1.0)  # drills are never trimmed
+    batch = batches.make_batch(tokenizer, stage, (0, 0), "trails")
+    segment = batch["segment"]
+    expected = np.tril(np.ones((129, 129), bool)) & (segment[0][:, None] == segment[0])
+    np.testing.assert_array_equal(train.seen(*(jax.numpy.asarray(batch[name]) for name in ("segment", "end")))[0], expected)
 
 
 @pytest.fixture
