@@ -27,7 +27,8 @@ class Sampling:
 
     Attributes:
       temperature: divides the logits; 0 is greedy, others lie in [1e-6, 1e30].
-      top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
+      top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum, and ties with the last one; 1
+        keeps all.
       top_k: keeps this many most likely tokens, and ties with the last one; 0 keeps all.
       min_p: keeps the tokens whose probability is at least this share of the most likely one's; 0 keeps all.
       seed: the seed of the draws; None takes fresh entropy, which the result reports in `stats.seed` (None for greedy draws).
@@ -147,14 +148,33 @@ def log_distribution(logits: Float[Array, "*B V"], rows: SamplingRows, truncates
 
 
 def is_kept(scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B V"]:
-    """Which tokens stay, of logits whose largest is 0.
+    """Which tokens stay, of logits whose largest is 0, which always stays.
+
+    Top-k keeps the k most likely tokens and ties with the last. Of these, top-p keeps the fewest most likely ones whose masses
+    (`whole_masses`) sum to at least `top_p` times the sum of all, and ties with the last. Of these, min-p keeps those at
+    least `min_p` times as likely as the most likely one. All sums are of whole numbers, so what stays does not depend on the
+    order of summation, on other rows, or on how many there are.
 
     Nothing is sorted: the last token of top-k, and of top-p, is found by the bits of its distance from the most likely one.
     """
     distance = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.uint32)  # 0 for the most likely token
     most = jnp.where(rows.top_k > 0, rows.top_k, jnp.iinfo(jnp.int32).max)
     last = last_below(distance, jnp.ones_like(distance, jnp.int32), most)
-    mass = jnp.where(distance <= last[..., None], jnp.exp(scaled), 0.0)
-    share = jnp.where(rows.top_p < 1, rows.top_p * mass.sum(axis=-1), jnp.inf)
+    mass = whole_masses(jnp.where(distance <= last[..., None], jnp.exp(scaled), 0.0))
+    total = mass.sum(axis=-1, dtype=jnp.uint32)
+    share = jnp.ceil(rows.top_p * total.astype(jnp.float32)).astype(jnp.uint32)  # exact to 24 bits
+    share = jnp.where(rows.top_p < 1, jnp.clip(share, 1, total), jnp.uint32(2**32 - 1))
     last = jnp.minimum(last, last_below(distance, mass, share))
     return (distance <= last[..., None]) & (scaled >= jnp.log(rows.min_p)[..., None])
+
+
+def whole_masses(probability: Float[Array, "*B V"]) -> UInt32[Array, "*B V"]:
+    """Probabilities times a power of two of each row, rounded to whole numbers, whose sum has at most 32 bits.
+
+    The largest probability of a row is 1. The power follows from a rough sum, of probabilities rounded up to multiples of
+    2**-14 for up to 131,072 tokens. A token's mass is then right to 2**-27 of the sum of all.
+    """
+    spare = 31 - (probability.shape[-1] - 1).bit_length()  # bits for which the sum of as many ones has room
+    rough = jnp.ceil(probability * 2.0**spare).astype(jnp.uint32).sum(axis=-1, dtype=jnp.uint32)
+    power = spare - 1 + jax.lax.clz(rough).astype(jnp.int32)
+    return jnp.round(probability * jnp.ldexp(jnp.float32(1), power)[..., None]).astype(jnp.uint32)
