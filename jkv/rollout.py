@@ -202,7 +202,7 @@ class Rollout:
         Args:
           prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these.
           n, max_new_tokens, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`; None is the rollout's setting.
-          sampling: None is temperature 1 without top-k and top-p, as a policy gradient needs it.
+          sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
           seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal
             seed gives equal tokens, whatever else is in the batch.
           return_trace: whether to record what each query read, for exact replay. All policies of this package can be traced.
@@ -324,13 +324,21 @@ class Rollout:
             )
 
     def _warn_of_cuts(self, sampling: Sampling) -> None:
-        """Warns once that a distribution that is cut biases a trainer's ratios."""
+        """Warns once that a distribution that is cut or penalised biases a trainer's ratios."""
         if sampling.draws == "truncated":
             self._warn(
                 "cut",
                 f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} cut the distribution: `logprobs` are "
                 "those after the cut, `logprobs_full` those before it; a ratio of either with a trainer's log-probabilities is "
                 "biased. Sample with top_p=1, top_k=0 and min_p=0 to train on it.",
+            )
+        if sampling.penalises:
+            self._warn(
+                "penalty",
+                f"repetition_penalty={sampling.repetition_penalty}, presence_penalty={sampling.presence_penalty}, "
+                f"frequency_penalty={sampling.frequency_penalty} change the distribution: `logprobs` are those after the "
+                "penalties, `logprobs_full` those before; a ratio of either with a trainer's log-probabilities is biased. "
+                "Sample without penalties to train on it.",
             )
 
     def _warn(self, kind: str, text: str) -> None:

@@ -64,7 +64,11 @@ SAMPLING = [  # the test run checks types of its own, so these go to a process w
     ("top_k=2**31", "top_k must be 0 (all tokens) or a number of tokens below 2**31; got 2147483648."),
     ("seed=1.5", "seed must be a whole number or None; got 1.5."),
     ("seed='a'", "seed must be a whole number or None; got 'a'."),
-    ("seed=np.uint32(7), top_k=np.int32(3)", "Sampling(temperature=1.0, top_p=1.0, top_k=3, min_p=0.0, seed=7)"),
+    (
+        "seed=np.uint32(7), top_k=np.int32(3)",
+        "Sampling(temperature=1.0, top_p=1.0, top_k=3, min_p=0.0, seed=7, repetition_penalty=1.0, presence_penalty=0.0, "
+        "frequency_penalty=0.0)",
+    ),
 ]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import did_you_mean
-from jkv.cli.inputs import LOOKS, add_settings, can_draw, make_folder, read_settings, words
+from jkv.cli.inputs import LOOKS, add_penalties, add_settings, can_draw, make_folder, read_settings, words
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -40,6 +40,9 @@ DEFAULTS: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
     "seed": 0,
     "max_new_tokens": None,
     "kv_memory": None,
@@ -50,7 +53,7 @@ TYPES: dict[str, Any] = (
     | dict.fromkeys(
         ("model", "text", "file", "dataset", "preset", "split", "subset", "question", "answer", "template", "grader"), str
     )
-    | dict.fromkeys(("temperature", "top_p", "min_p"), float)
+    | dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), float)
     | dict.fromkeys(("budgets", "policies", "pass_at", "contrasts"), list)
     | {"settings": dict, "protection": dict, "texts": dict, "chat_template": bool, "skip_ungradable": bool}
 )
@@ -75,6 +78,9 @@ UNSAID = {  # what records of older versions leave out, and stood for then
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
     "seed": 0,
 }
 PROTECTION = ("sinks", "recent")
@@ -117,6 +123,7 @@ def add(commands: Any) -> None:
     command.add_argument("--top-p", type=float, help="default: 1, all tokens")
     command.add_argument("--top-k", type=int, help="default: 0, all tokens")
     command.add_argument("--min-p", type=float, help="default: 0, all tokens")
+    add_penalties(command)
     command.add_argument("--seed", type=int, help="of the draws, the same for every policy; default: 0")
     command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
@@ -172,7 +179,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from jkv.evaluation.contrasts import check_contrasts, find_contrasts, section
     from jkv.evaluation.problems import put
     from jkv.model import checkpoint
-    from jkv.model.sampling import Sampling
+    from jkv.model.sampling import SAMPLING_FIELDS, Sampling
     from jkv.policies import POLICIES, needs_no_file
     from jkv.reports import markdown_line, only_writer
     from jkv.statistics import check_ks
@@ -184,7 +191,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     check_contrasts(chosen["contrasts"], chosen["policies"])
     load = functools.cache(lambda: checkpoint.load(str(chosen["model"])))
     questions = read_questions(chosen, lambda: load().tokenizer)
-    sampling = Sampling(*(chosen[field] for field in ("temperature", "top_p", "top_k", "min_p", "seed")))
+    sampling = Sampling(**{field: chosen[field] for field in SAMPLING_FIELDS})
     ks = check_ks(chosen["pass_at"], chosen["samples"])
     model_name = Path(str(chosen["model"])).name
     name = f"{options.config.stem}-{model_name}" if options.config else model_name

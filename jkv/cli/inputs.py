@@ -71,6 +71,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--top-p", type=float, help="1 keeps all tokens; default: what the model's makers say, else 1")
     command.add_argument("--top-k", type=int, help="0 keeps all tokens; default: what the model's makers say, else 0")
     command.add_argument("--min-p", type=float, help="0 keeps all tokens; default: what the model's makers say, else 0")
+    add_penalties(command, "what the model's makers say, else ")
     command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
     command.add_argument(
         "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
@@ -80,6 +81,16 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
     )
     command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
+
+
+def add_penalties(command: argparse.ArgumentParser, default: str = "") -> None:
+    """The options of penalties on tokens that a text already holds."""
+    for name, effect, neutral in (
+        ("repetition", "above 1 makes tokens of prompt and completion less likely", 1),
+        ("presence", "above 0 makes tokens of the completion less likely", 0),
+        ("frequency", "above 0 makes tokens of the completion less likely each time", 0),
+    ):
+        command.add_argument(f"--{name}-penalty", type=float, help=f"{effect}; default: {default if neutral else ''}{neutral}")
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
@@ -98,9 +109,9 @@ def sampling_of(options: argparse.Namespace, model: Any) -> Any:
     import dataclasses
     import warnings
 
-    from jkv.model.sampling import Sampling
+    from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 
-    given = {name: getattr(options, name) for name in ("temperature", "top_p", "top_k", "min_p", "seed")}
+    given = {name: getattr(options, name) for name in SAMPLING_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
     sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
     if sampling.seed is not None and not sampling.temperature:

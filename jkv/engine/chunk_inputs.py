@@ -5,7 +5,7 @@ thoughts change with every chunk (`for_chunk`).
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jkv.engine.programs import AlignRules, ChunkInputs, State
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import CHUNKS
 from jkv.model.params import Model, ModelConfig
+from jkv.model.penalties import TokenCounts, count_tokens
 from jkv.model.sampling import Sampling, rows_of, sample_key
 from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules, marks_of
@@ -71,9 +72,13 @@ def row_settings(
     num_rows: int,
     max_stop_ids: int,
     page_size: int,
+    is_prompted: Any = None,
     sharding: jax.sharding.Sharding | None = None,
 ) -> ChunkInputs:
-    """The inputs that stay the same while the rows do, on the device or mesh; `remaining` is 0 until `for_chunk` sets it."""
+    """The inputs that stay the same while the rows do, on the device or mesh; `remaining` is 0 until `for_chunk` sets it.
+
+    `is_prompted` is of `count_rows`, where a request has penalties.
+    """
     stop_ids, key = np.full((num_rows, max_stop_ids), -1, np.int32), np.zeros((num_rows, 2), np.uint32)
     samplings = [Sampling(temperature=0.0)] * num_rows
     for i, sample in running.items():
@@ -82,14 +87,16 @@ def row_settings(
         samplings[i], key[i] = request.sampling, sample_key_of(request.seed, request.identity, request.sample)
     policies = {i: sample.request.policy for i, sample in running.items()}
     prompts = {i: len(sample.request.prompt) for i, sample in running.items()}
-    arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "sampling": rows_of(samplings), "key": key}
+    arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "key": key}
     settings = ChunkInputs(
         **arrays,
+        sampling=rows_of(samplings, penalises=is_prompted is not None),
         rules=step_rules(policies, num_rows, model.config.num_layers, prompts) if needs.mass else None,
         reads=read_rules(policies, num_rows, page_size, model.config.num_layers) if needs.bounds else None,
         sinks=moving_sinks(policies, num_rows) if needs.moving_sinks else None,
         steer=steer_rules(policies, num_rows, model) if needs.steering else None,
         align=align_rules(num_rows, model) if needs.aligning else None,
+        is_prompted=is_prompted,
     )
     return jax.device_put(settings, sharding)
 
@@ -117,6 +124,15 @@ def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model
         align=align_now(settings.align, running),
         forced=forced_now(running, num_rows) if is_forcing else None,
     )
+
+
+def count_rows(running: Mapping[int, Sample], num_rows: int, vocab_size: int) -> TokenCounts:
+    """The counts that penalties read, NumPy arrays; zero in rows without penalties."""
+    texts: list[tuple[Sequence[int], Sequence[int]]] = [((), ())] * num_rows
+    for i, sample in running.items():
+        if sample.request.sampling.penalises:
+            texts[i] = sample.request.prompt.tolist(), sample.completion.tokens
+    return count_tokens(texts, vocab_size)
 
 
 def forced_now(running: Mapping[int, Sample], num_rows: int) -> Any:

@@ -226,7 +226,8 @@ def program_on(mesh: Mesh, name: str) -> Any:
         return jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
 
     settings = [key for key in signature.parameters if key in SETTINGS]
-    donated = "state" if State in (results, *typing.get_args(results)) else ()  # a program that returns no state only reads it
+    # A program that returns no state only reads it.
+    donated = [key for key in programs.DONATED if key in arguments] if State in (results, *typing.get_args(results)) else ()
     return jax.jit(run, static_argnames=settings, donate_argnames=donated)
 
 

@@ -9,6 +9,7 @@ import jax
 
 from jkv.checks import check_counts, check_length, check_most, did_you_mean, shown, typed
 from jkv.engine.scheduler import CHUNKS, ORDERS
+from jkv.model.sampling import SAMPLING_FIELDS
 from jkv.policies import Policy
 from pallas_kernels.choice import VARIABLE, parse_choices
 
@@ -20,7 +21,7 @@ MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
     "max_stop_ids": 1 << 20,
 }
 PLACES = {  # settings that are not the engine's: where they are given
-    **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
+    **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},
     "stop": " Write stop_strings=[...].",
     "do_sample": " Write sampling=jkv.Sampling(...); temperature=0 is greedy.",
     **{name: f" Write policy=jkv.r_kv({name}=...), or another of `jkv policies`." for name in ("budget", "interval", "window")},

@@ -23,8 +23,9 @@ from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import EMPTY, BlockTable
 from jkv.engine.model_facts import ModelFacts, projected_norms
-from jkv.model import decoder, sampling
+from jkv.model import decoder, penalties, sampling
 from jkv.model.params import Params
+from jkv.model.penalties import TokenCounts
 from jkv.model.sampling import SamplingRows
 from jkv.policies.evict import Cutoff, Evict, Limits
 from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
@@ -33,6 +34,7 @@ from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 from jkv.reasoning.steering import SteerRules
 
+DONATED = ("state", "generated")  # arguments of which each program returns the next value in the same memory
 AnyGate = DmsGate | KVzapLinearGate | KVzapMlpGate | FastKVzipGate
 
 
@@ -73,6 +75,7 @@ class ChunkInputs(NamedTuple):
     steer: SteerRules | None  # None when no policy steers
     align: AlignRules | None = None  # None when no policy aligns thoughts
     forced: Int[Array, "steps B"] | None = None  # tokens in place of draws, -1 for none; None when no request forces any
+    is_prompted: Bool[Array, "B V"] | None = None  # tokens of each row's prompt; None when no request has penalties
 
 
 class ChunkOutputs(NamedTuple):
@@ -87,10 +90,11 @@ class ChunkOutputs(NamedTuple):
     is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
     steered: Float[Array, "steps B"] | None  # multiple of the steering vector added to each token; None unless traced
     hidden: Float[Array, "steps B D"] | None  # of each token, after the final norm; None unless sentences are compared
-    log_prob_full: Float[Array, "steps B"] | None  # before top-k and top-p; None where it equals `log_prob`
+    log_prob_full: Float[Array, "steps B"] | None  # before penalties, top-k, top-p and min-p; None where it equals `log_prob`
+    generated: Int[Array, "B V"] | None = None  # the argument of the next chunk, which stays on the device
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "returns_hidden"), donate_argnames="state")
+@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "returns_hidden"), donate_argnames=DONATED)
 def decode_chunk(
     params: Params,
     state: State,
@@ -100,15 +104,23 @@ def decode_chunk(
     is_traced: bool = False,
     returns_hidden: bool = False,
     gate: AnyGate | None = None,
+    generated: Int[Array, "B V"] | None = None,
 ) -> tuple[State, ChunkOutputs]:
-    """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host."""
+    """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host.
+
+    `generated` is how often each row's completion holds each token, where the inputs have penalties.
+    """
     row = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32)
 
     def step(carry: tuple[Any, ...], forced: Array | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        (cache, logits), is_active, remaining, is_thinking, align = carry
+        (cache, logits), is_active, remaining, is_thinking, align, generated = carry
         position = cache.pool.logical_length
-        token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, inputs.key, position, draws, forced)
+        counts = None
+        if generated is not None and inputs.is_prompted is not None:
+            counts = TokenCounts(inputs.is_prompted, generated)
+        token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, inputs.key, position, draws, forced, counts)
         token = jnp.where(is_active, token, 0)
+        generated = None if generated is None else penalties.count_next(generated, token, is_active)
         is_stop = (token[:, None] == inputs.stop_ids).any(axis=-1)
         is_stop = is_stop if forced is None else is_stop & (forced < 0)
         is_last = is_stop | (remaining <= 1) | ~jnp.isfinite(log_prob)
@@ -144,13 +156,15 @@ def decode_chunk(
             hidden[:, 0] if returns_hidden else None,
             log_prob_full,
         )
-        return (state, goes_on, remaining - 1, is_thinking, align), (token, log_prob, is_active, *events)
+        return (state, goes_on, remaining - 1, is_thinking, align, generated), (token, log_prob, is_active, *events)
 
     is_thinking = None if inputs.steer is None else inputs.steer.is_thinking
-    start = (state, inputs.remaining > 0, inputs.remaining, is_thinking, inputs.align)
+    start = (state, inputs.remaining > 0, inputs.remaining, is_thinking, inputs.align, generated)
     forced = None if inputs.forced is None else inputs.forced[:num_steps]
-    (state, is_running, *_), (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
-    return state, ChunkOutputs(token, log_prob, is_real, pages.held_pages(state.cache.pool), is_running, *events)
+    end, (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
+    state, is_running, *_, generated = end
+    held = pages.held_pages(state.cache.pool)
+    return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, generated=generated)
 
 
 def gating(params: Params, gate: AnyGate, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Callable[[int, Array, Any], Any]:

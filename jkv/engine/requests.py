@@ -86,8 +86,8 @@ class RequestOptions:
     Attributes:
       policy: how the cache stays small, such as `jkv.r_kv(budget=256)`; None keeps the full cache. For several prompts, one
         policy or a list of one for each.
-      sampling: temperature, top-p, top-k, min-p, seed; None is what the model's generation_config.json says, and greedy where
-        it says nothing (for `Rollout`, temperature 1).
+      sampling: temperature, top-p, top-k, min-p, penalties, seed; None is what the model's generation_config.json says, and
+        greedy where it says nothing (for `Rollout`, temperature 1).
       max_new_tokens: the most tokens of a completion; None is what the model's positions leave, up to 32,768, and for a policy
         without a fixed budget no more than the pool or the free memory holds (for `Rollout`, up to 1,024).
       n: samples of each prompt; a call may have 131,072 samples in all.

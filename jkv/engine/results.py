@@ -30,7 +30,7 @@ class Result:
       lengths: `[n]` tokens of each completion.
       logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (for temperature 0, under that of
         temperature 1); 0 in padding.
-      logprobs_full: the same before top-k, top-p and min-p: under the whole vocabulary's distribution, with temperature.
+      logprobs_full: the same before penalties, top-k, top-p and min-p: under the model's own distribution, with temperature.
       finish_reason: of each sample: "stop" (an end token of the model, or a stop id or stop string), "length",
         "cancelled" (by the caller, or Ctrl-C; its tokens are kept), "error" (its callback or encoder raised), or "nan" (the
         model gave no finite probabilities).

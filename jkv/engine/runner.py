@@ -19,7 +19,7 @@ from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.checks import counted, size
 from jkv.engine import mesh as meshes
 from jkv.engine import programs, swap
-from jkv.engine.chunk_inputs import empty_state, for_chunk, row_settings
+from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.kernels import programs_for
 from jkv.engine.model_facts import facts_for
 from jkv.engine.programs import ChunkInputs
@@ -91,6 +91,7 @@ class Runner:
         self.platform = platform_of(next(iter(devices)))
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
+        self.is_penalising = False  # whether a request has had penalties; likewise
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
             "num_rows": capacity.max_running,
@@ -106,6 +107,7 @@ class Runner:
         self._place = weights.place_of(model.params)
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
+        self._generated: Any = None  # how often each row has drawn each token, on the device; None without penalties
         # A longer request widens it to a power of two; then compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
@@ -157,10 +159,10 @@ class Runner:
 
     def sleep(self) -> None:
         """Frees the pool and the rest of the device state, whatever of it is left."""
-        for leaf in jax.tree.leaves((self.state, self._settings)):
+        for leaf in jax.tree.leaves((self.state, self._settings, self._generated)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
-        self.state, self._settings = None, None
+        self.state, self._settings, self._generated = None, None, None
 
     def reset(self) -> None:
         """Replaces the device state, which may be lost, by that of an empty pool."""
@@ -283,9 +285,9 @@ class Runner:
         is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)
         with self.meter.clock("decode_seconds"):
-            self.state, outputs = self.programs.decode_chunk(
-                self.params, self.state, inputs, num_steps, self.draws, is_traced, self.needs.similarity, self.gate
-            )
+            options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated
+            self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
+            self._generated, outputs = outputs.generated, outputs._replace(generated=None)
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)
             outputs = jax.device_get(outputs)
@@ -349,9 +351,15 @@ class Runner:
     def _chunk_inputs(self, running: dict[int, Sample]) -> ChunkInputs:
         """The inputs of the next chunk; settings stay on the device until the rows change."""
         if self._settings is None:
-            demands = [sample.request.sampling.draws for sample in running.values()]
-            self.draws = max([self.draws, *demands], key=DRAWS.index)
-            self.is_forcing |= any(len(sample.request.forced) for sample in running.values())
+            requests = [sample.request for sample in running.values()]
+            self.draws = max([self.draws, *(request.sampling.draws for request in requests)], key=DRAWS.index)
+            self.is_forcing |= any(len(request.forced) for request in requests)
+            self.is_penalising |= any(request.sampling.penalises for request in requests)
+            sharding = None if self.mesh is None else meshes.replicated(self.mesh)
+            is_prompted = None
+            if self.is_penalising:
+                is_prompted, generated = count_rows(running, self.capacity.max_running, self.model.config.vocab_size)
+                self._generated = jax.device_put(generated, sharding)
             self._settings = row_settings(
                 running,
                 self.needs,
@@ -359,7 +367,8 @@ class Runner:
                 num_rows=self.capacity.max_running,
                 max_stop_ids=self.max_stop_ids,
                 page_size=self.capacity.page_size,
-                sharding=None if self.mesh is None else meshes.replicated(self.mesh),
+                is_prompted=is_prompted,
+                sharding=sharding,
             )
         return for_chunk(self._settings, running, self.model, self.is_forcing)
 

@@ -26,7 +26,7 @@ class Completion:
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
-    log_probs_full: list[float] = dataclasses.field(default_factory=list)  # before top-k and top-p
+    log_probs_full: list[float] = dataclasses.field(default_factory=list)  # before penalties and cuts
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights behind each token
     finish_reason: str = ""
     trace: Trace | None = None  # of the finished sample, when traced

@@ -197,14 +197,15 @@ def versions_of(
 
 
 def check_greedy(samples: int, sampling: Sampling | None) -> None:
-    """Refuses an oracle where answers are drawn: it knows one text of each problem.
+    """Refuses an oracle where answers are drawn or penalised: it knows one text of each problem.
 
     Raises:
-      ValueError: several samples, or a temperature.
+      ValueError: several samples, a temperature, or penalties.
     """
-    if samples > 1 or (sampling is not None and sampling.temperature > 0):
+    if samples > 1 or (sampling is not None and (sampling.temperature > 0 or sampling.penalises)):
         raise ValueError(
-            "The oracle knows the greedy answer of each problem. Set temperature to 0 and samples to 1, or leave it out."
+            "The oracle knows the greedy answer of each problem. Set temperature to 0 and samples to 1, without penalties, or "
+            "leave it out."
         )
 
 

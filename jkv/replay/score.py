@@ -21,6 +21,7 @@ from jkv.cache.attention import OPEN_END
 from jkv.model import decoder
 from jkv.model import sampling as distributions
 from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.penalties import TokenCounts, counts_in_block
 from jkv.model.sampling import Sampling, SamplingRows, rows_of
 from jkv.reasoning import steering
 from jkv.replay.trace import SteerTrace, Trace
@@ -206,6 +207,7 @@ def score_rows(
         columns,
         rows_of(settings),
         truncates=any(s.draws == "truncated" for s in settings),
+        start=starts,
     )
     offset = np.arange(width, dtype=np.int32)
     picked = jnp.take_along_axis(log_probs, np.minimum(starts[:, None] + offset, total - 1), axis=1)
@@ -263,22 +265,43 @@ def sequence_log_probs(
     columns: Columns,
     settings: SamplingRows,
     truncates: bool,
+    start: Int[Array, " n"] | None = None,
 ) -> Float[Array, "n T"]:
-    """The log-probability of each token given those before it; 0 for the first. Logits are computed in blocks."""
-    hidden_nTD = hidden_states(params, token, columns)
+    """The log-probability of each token given those before it; 0 for the first. Logits are computed in blocks.
+
+    `start` is where completions begin, which penalties need.
+    """
+    hidden_nTD, count = hidden_states(params, token, columns), counter_of(params, settings, token, start)
 
     @jax.checkpoint
-    def pick(hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"]) -> Float[Array, "n I"]:
-        log_probs_nIV = log_distributions(params, hidden_nID, settings, truncates)
+    def pick(
+        hidden_nID: Float[Array, "n I D"], target_nI: Int[Array, "n I"], position_nI: Int[Array, "n I"]
+    ) -> Float[Array, "n I"]:
+        log_probs_nIV = log_distributions(params, hidden_nID, settings, truncates, count(position_nI))
         return jnp.take_along_axis(log_probs_nIV, target_nI[..., None], axis=-1)[..., 0]
 
-    picked_nT = over_blocks(pick, hidden_nTD, jnp.roll(token, -1, axis=1))
+    picked_nT = over_blocks(pick, hidden_nTD, jnp.roll(token, -1, axis=1), positions_of(token))
     return jnp.roll(picked_nT, 1, axis=1).at[:, 0].set(0.0)
+
+
+def counter_of(
+    params: Params, settings: SamplingRows, token: Int[Array, "n T"], start: Int[Array, " n"] | None
+) -> Callable[[Int[Array, "n I"]], TokenCounts | None]:
+    """A function of a block of positions: the counts after the token at each, which penalties read; None without any."""
+    if settings.penalties is None:
+        return lambda position: None
+    assert start is not None
+    return lambda position: counts_in_block(token, start, position, params.config.vocab_size)
+
+
+def positions_of(token: Int[Array, "n T"]) -> Int[Array, "n T"]:
+    """The position of each token."""
+    return jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
 
 
 def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) -> Float[Array, "n T D"]:
     """The final hidden state of each token when attention reads `columns`; unembedded, it gives the next token's logits."""
-    position = jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
+    position = positions_of(token)
     turn = None if columns.sink_shift is None else decoder.rotary_angle(params.config, columns.sink_shift)
     enter, steer = None, columns.steer
     if steer is not None:
@@ -291,10 +314,11 @@ def log_distributions(
     hidden: Float[Array, "n I D"],
     settings: SamplingRows,
     truncates: bool,
+    counts: TokenCounts | None = None,
 ) -> Float[Array, "n I V"]:
     """The log-probabilities of every vocabulary token as the next one, under each row's settings."""
     settings = jax.tree.map(lambda x: jnp.broadcast_to(x[:, None], hidden.shape[:2]), settings)
-    return distributions.log_distribution(decoder.unembed(params, hidden), settings, truncates)
+    return distributions.log_distribution(decoder.unembed(params, hidden), settings, truncates, counts)
 
 
 def over_blocks(f: Callable[..., Float[Array, "n I"]], *arrays: Array) -> Float[Array, "n T"]:

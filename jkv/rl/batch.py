@@ -27,6 +27,7 @@ class Batch(flax.struct.PyTreeNode):
     advantage: Any  # [N, T] float32
     settings: SamplingRows  # each [N]
     columns: Columns | None = None  # of the compressed cache, whose replay is trained; None trains the dense policy
+    start: Any = None  # [N] int32: where completions begin
     truncates: bool = flax.struct.field(pytree_node=False, default=False)  # whether any row cuts its distribution
 
     @property
@@ -95,6 +96,7 @@ def make_batch(
         advantage=place(advantage),
         settings=jax.tree.map(more, jax.tree.map(jnp.asarray, rows_of(out.sampling))),
         columns=columns,
+        start=more(jnp.asarray(starts)),
         truncates=any(one.draws == "truncated" for one in out.sampling),
     )
 
@@ -117,7 +119,7 @@ def log_probs(params: Model | Params, batch: Batch) -> Float[Array, "N T"]:
             f"A batch's columns are of each row, layer and KV head, here {(num_rows, config.num_layers, config.num_kv_heads)}; "
             f"got {columns.end.shape[:3]}. Make the batch of what this model sampled."
         )
-    log_prob = sequence_log_probs(weights, batch.token, columns, batch.settings, truncates=batch.truncates)
+    log_prob = sequence_log_probs(weights, batch.token, columns, batch.settings, truncates=batch.truncates, start=batch.start)
     return jnp.where(batch.mask, log_prob, 0.0)
 
 

@@ -17,11 +17,13 @@ from jkv.model.sampling import SamplingRows, rows_of
 from jkv.replay.score import (
     Columns,
     check_trace,
+    counter_of,
     dense_columns,
     hidden_states,
     join,
     log_distributions,
     over_blocks,
+    positions_of,
     trace_columns,
 )
 from jkv.rl.batch import need_trace
@@ -83,6 +85,7 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
         trace_columns(some, sequence.shape[1]),
         rows_of(sampling),
         truncates=any(one.draws == "truncated" for one in sampling),
+        start=starts,
     )
     offset = np.arange(tokens.shape[1])
     before = np.minimum(starts[:, None] + offset, sequence.shape[1]) - 1  # a token's distribution is made by the one before it
@@ -97,13 +100,19 @@ def sequence_overlap(
     columns: Columns,
     settings: SamplingRows,
     truncates: bool,
+    start: Int[Array, " n"] | None = None,
 ) -> Float[Array, "n T"]:
-    """The overlap of the distributions that follow each token, over these columns and over all tokens."""
+    """The overlap of the distributions that follow each token, over these columns and over all tokens.
+
+    `start` is where completions begin, which penalties need.
+    """
+    count = counter_of(params, settings, token, start)
     replayed = hidden_states(params, token, columns)
     dense = hidden_states(params, token, dense_columns(params.config, *token.shape))
 
-    def share(one: Float[Array, "n I D"], other: Float[Array, "n I D"]) -> Float[Array, "n I"]:
-        p, q = (jnp.exp(log_distributions(params, x, settings, truncates)) for x in (one, other))
+    def share(one: Float[Array, "n I D"], other: Float[Array, "n I D"], position_nI: Int[Array, "n I"]) -> Float[Array, "n I"]:
+        counts = count(position_nI)
+        p, q = (jnp.exp(log_distributions(params, x, settings, truncates, counts)) for x in (one, other))
         return jnp.minimum(p, q).sum(axis=-1)
 
-    return over_blocks(share, replayed, dense)
+    return over_blocks(share, replayed, dense, positions_of(token))

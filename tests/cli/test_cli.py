@@ -92,6 +92,8 @@ def test_policies_are_listed_with_their_settings(capsys):
         ((PROBLEM, "--html", "x", "--out", "./x"), "--html and --out must be two files"),
         ((PROBLEM, "-n", 0), "n must be at least 1"),
         ((PROBLEM, "--temperature", -1), "temperature must be 0"),
+        ((PROBLEM, "--repetition-penalty", 0), "repetition_penalty must lie in [0.01, 100]"),
+        ((PROBLEM, "--presence-penalty", 3), "presence_penalty must lie in [-2, 2]"),
         ((PROBLEM, "--model", "no-such-model"), "tiny-reasoner"),
         ((PROBLEM, "--model", ""), "got '', which is none of these"),
         ((PROBLEM, "--max-new-tokens", 10_000), "must fit the model's 2048 positions"),
@@ -105,6 +107,16 @@ def test_each_error_is_one_line_that_says_what_to_do(capsys, arguments, words):
     assert err.startswith("jkv: error: ")
     assert words in err
     assert err.count("\n") == 1
+
+
+def test_flags_set_penalties(capsys, tmp_path):
+    target = tmp_path / "out.jsonl"
+    flags = ("--frequency-penalty", 2, "--presence-penalty", 1.5, "--repetition-penalty", 20, "--max-new-tokens", 24)
+    assert run(capsys, "generate", PROBLEM, *flags, "--out", target)[0] == 0
+    sampling = jkv.Sampling(temperature=0.0, repetition_penalty=20.0, presence_penalty=1.5, frequency_penalty=2.0)
+    out = jkv.generate(jkv.load("tiny-reasoner"), PROBLEM, sampling=sampling, max_new_tokens=24)
+    assert json.loads(target.read_text())["tokens"] == out.tokens[0].tolist()
+    assert out.tokens.tolist() != jkv.generate(jkv.load("tiny-reasoner"), PROBLEM, max_new_tokens=24).tokens.tolist()
 
 
 def test_a_broken_json_line_is_named(capsys, tmp_path):

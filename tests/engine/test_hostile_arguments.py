@@ -126,7 +126,7 @@ def test_a_setting_of_sampling_or_a_policy_is_refused_or_kept():
     code = """
 import inspect, jkv
 from tests.engine.test_hostile_arguments import try_settings
-try_settings(jkv.Sampling, ("temperature", "top_p", "top_k", "seed"), {})
+try_settings(jkv.Sampling, jkv.model.sampling.SAMPLING_FIELDS, {})
 for recipe in jkv.POLICIES.values():
     names = inspect.signature(recipe).parameters
     try_settings(recipe, names, {"budget": 64} if "budget" in names else {})

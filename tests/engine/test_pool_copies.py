@@ -1,6 +1,7 @@
 """No device program copies the pool on the CPU, where float32 is the type to use: 0.10.2 rewrites a bf16 pool in float32."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,17 @@ def test_program_updates_the_pool_in_place(name):
     program = programs.PROGRAMS[name]
     shapes = shapes_on_the_cpu(program.needs)
     assert_no_pool_copy(program.trace(shapes).lower().compile(), shapes.state.cache.pool)
+
+
+@pytest.mark.parametrize("name", [name for name in programs.PROGRAMS if name.startswith("decode-")])
+def test_no_decode_program_sorts_the_vocabulary(name):
+    """Draws that cut, and penalise. Quest sorts pages, of which there are few."""
+    program = programs.PROGRAMS[name]
+    decode = functools.partial(program.trace, draws="truncated", penalises=True)
+    text = decode(shapes_on_the_cpu(program.needs)).lower().as_text()
+    assert f"tensor<{programs.NUM_ROWS}x{TINY.vocab_size}xi32>" in text  # the counts of penalties
+    assert ("stablehlo.sort" in text) == (name == "decode-quest")
+    assert "chlo.top_k" not in text
 
 
 @pytest.mark.parametrize("name", ["read_pages", "measure_pages"])

@@ -192,6 +192,7 @@ def test_answers_need_text(reasoner, problems):
         (["--samples", "4", "--temperature", "1", "--pass-at", "5"], "pass_at must lie in [1, samples], which is 4; got 5"),
         (["--samples", "0"], "samples must be at least 1; got 0"),
         (["--temperature", "-1"], "temperature must be 0 (greedy)"),
+        (["--frequency-penalty", "9"], "frequency_penalty must lie in [-2, 2]"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )
@@ -206,7 +207,7 @@ def test_a_config_file_may_set_only_what_there_is(tmp_path, capsys):
     config = tmp_path / "mine.toml"
     config.write_text("budget = 3\n")
     assert cli.main(["eval", "--config", str(config)]) == 2
-    assert "may set answer, budgets, chat_template, contrasts, dataset, file, grader" in capsys.readouterr().err
+    assert "may set answer, budgets, chat_template, contrasts, dataset, file, frequency_penalty, " in capsys.readouterr().err
     config.write_text('[settings.mine]\npolicy = "no_kv"\n')
     assert cli.main(["eval", "--config", str(config)]) == 2
     assert "settings are for policies" in capsys.readouterr().err

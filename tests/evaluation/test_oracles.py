@@ -37,6 +37,7 @@ def test_the_oracle_answers_as_the_full_cache_where_chance_does_not(reasoner, pr
     [
         ({"samples": 2, "sampling": Sampling(seed=0)}, "knows the greedy answer"),
         ({"sampling": Sampling(temperature=0.6, seed=0)}, "knows the greedy answer"),
+        ({"sampling": Sampling(temperature=0.0, repetition_penalty=1.1)}, "knows the greedy answer"),
         ({"settings": {"oracle": {"window": 4}}}, "settings interval, sinks and recent; got window"),
     ],
 )

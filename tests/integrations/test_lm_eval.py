@@ -78,6 +78,8 @@ def test_settings_are_read_as_the_harness_means_them(harness):
     assert harness.read_settings({"do_sample": True})[2].temperature == 1
     sampling = harness.read_settings({"temperature": 0.6, "top_p": 0.9, "top_k": 5})[2]
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (0.6, 0.9, 5, 0)
+    sampling = harness.read_settings({"repetition_penalty": 1.1, "frequency_penalty": 0.2})[2]
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.1, 0.0, 0.2)
     with pytest.raises(ValueError, match="got num_beams"):
         harness.read_settings({"num_beams": 4})
 

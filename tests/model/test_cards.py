@@ -54,6 +54,8 @@ def test_a_card_without_a_temperature_is_greedy():
     card = card_of("phi-4")
     assert card.sampling is None
     assert dataclasses.replace(card, temperature=0.6).sampling == jkv.Sampling(0.6)
+    assert dataclasses.replace(card, temperature=0.6, min_p=0.1).sampling == jkv.Sampling(0.6, min_p=0.1)
+    assert dataclasses.replace(card, repetition_penalty=1.1).sampling == jkv.Sampling(0.0, repetition_penalty=1.1)
 
 
 def test_a_package_that_is_installed_brings_the_weights(tmp_path, monkeypatch):

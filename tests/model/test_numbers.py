@@ -24,8 +24,8 @@ def make_model(dtype=jnp.float32, scale=0.3, **fields):
     return jkv.Model(init_params(dataclasses.replace(TINY, **fields), jax.random.key(0), scale=scale, dtype=dtype))
 
 
-def reference_log_probs(params, tokens):
-    """The log-probabilities of each next token, in float64: [T, V]."""
+def reference_logits(params, tokens):
+    """The logits of each next token, in float64: [T, V]."""
     config, wide = params.config, jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     size, half, count = config.head_size, config.head_size // 2, len(tokens)
     angle = np.arange(count)[:, None] * config.rope_theta ** (-np.arange(0, size, 2) / size)
@@ -54,7 +54,12 @@ def reference_log_probs(params, tokens):
         normed = norm(hidden, layer.mlp_norm)
         gate = normed @ layer.gate
         hidden = hidden + (gate / (1 + np.exp(-gate)) * (normed @ layer.up)) @ layer.down
-    logits = norm(hidden, wide.final_norm) @ wide.embedding.T
+    return norm(hidden, wide.final_norm) @ wide.embedding.T
+
+
+def reference_log_probs(params, tokens):
+    """The log-probabilities of each next token, in float64: [T, V]."""
+    logits = reference_logits(params, tokens)
     logits -= logits.max(axis=-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 

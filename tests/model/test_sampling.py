@@ -5,10 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.model.sampling import DRAWS, Sampling, draw, log_distribution, request_id, rows_of, sample_key
+from jkv.model.sampling import (
+    DRAWS,
+    Sampling,
+    draw,
+    is_kept,
+    log_distribution,
+    request_id,
+    rows_of,
+    sample_key,
+    whole_masses,
+)
 
 DISTRIBUTION = jax.jit(log_distribution, static_argnums=2)  # as programs run them
 DRAW = jax.jit(draw, static_argnums=4)
+KEPT, MASSES = jax.jit(is_kept), jax.jit(whole_masses)
 LOGITS = np.array([2.0, 1.0, 0.5, 0.5, -1.0, -3.0], np.float32)
 
 
@@ -75,6 +86,93 @@ def test_many_rows_of_many_settings_keep_what_plain_sorting_keeps_ties_included(
         wanted = expected(logits[row], sampling)
         np.testing.assert_array_equal(got[row] > 0, wanted > 1e-38, str(sampling))
         np.testing.assert_allclose(got[row], wanted, rtol=2e-5, atol=1e-30, err_msg=str(sampling))
+
+
+HARD = {  # rows of logits
+    "normal": lambda rng, size: rng.standard_normal(size) * 4,
+    "peaked": lambda rng, size: rng.standard_normal(size) * 30,
+    "flat": lambda rng, size: rng.standard_normal(size) * 1e-4,
+    "all equal": lambda rng, size: np.full(size, 7.0),
+    "few values": lambda rng, size: np.round(rng.standard_normal(size)),
+    "of bfloat16": lambda rng, size: np.asarray(jnp.asarray(rng.standard_normal(size) * 4, jnp.bfloat16), np.float32),
+    "mostly out of reach": lambda rng, size: np.where((rng.random(size) < 0.95) & (np.arange(size) > 0), -np.inf, 1.0),
+    "one within reach": lambda rng, size: np.where(np.arange(size) == size // 2, 0.0, -np.inf),
+}
+CUTS = [
+    Sampling(top_k=1),
+    Sampling(top_k=7),
+    Sampling(top_k=10**6),
+    Sampling(top_p=1e-45),
+    Sampling(top_p=0.3),
+    Sampling(top_p=0.95),
+    Sampling(top_p=1 - 2**-24),
+    Sampling(min_p=1.0),
+    Sampling(min_p=0.02),
+    Sampling(top_k=50, top_p=0.8),
+    Sampling(top_k=300, top_p=0.999, min_p=0.01),
+    Sampling(),
+]
+
+
+def kept_by_sorting(scaled, mass, sampling):
+    """What stays of a row, given the masses of those that top-k leaves: with sorts and Python's whole numbers."""
+    order = np.argsort(-scaled, kind="stable")
+    ranked = scaled[order]
+    floor = ranked[min(sampling.top_k or len(ranked), len(ranked)) - 1]
+    if sampling.top_p < 1:
+        total, so_far = sum(mass.tolist()), 0
+        share = max(1, min(total, int(np.ceil(np.float32(sampling.top_p) * np.float32(total)))))
+        for token in order:
+            so_far += int(mass[token])
+            if so_far >= share:
+                floor = max(floor, scaled[token])
+                break
+    return (scaled >= floor) & (scaled >= np.log(np.float32(sampling.min_p)))
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("size", [1, 2, 3000])
+def test_what_stays_is_exactly_what_sorting_and_adding_whole_numbers_keep(kind, size):
+    rng = np.random.default_rng(size)
+    logits = np.stack([HARD[kind](rng, size) for _ in CUTS]).astype(np.float32)
+    scaled = logits - logits.max(axis=-1, keepdims=True)
+    floors = [np.sort(row)[::-1][min(one.top_k or size, size) - 1] for row, one in zip(scaled, CUTS, strict=True)]
+    mass = np.asarray(MASSES(jnp.where(scaled >= np.array(floors)[:, None], jnp.exp(scaled), 0)))
+    got = np.asarray(KEPT(jnp.asarray(scaled), rows_of(CUTS)))
+    for row, sampling in enumerate(CUTS):
+        np.testing.assert_array_equal(got[row], kept_by_sorting(scaled[row], mass[row], sampling), str(sampling))
+        assert got[row, scaled[row].argmax()]
+
+
+@pytest.mark.parametrize("kind", HARD)
+@pytest.mark.parametrize("size", [1, 2, 2**11, 128_256])
+def test_whole_masses_are_the_probabilities_times_a_power_of_two(kind, size):
+    logits = HARD[kind](np.random.default_rng(0), size).astype(np.float32)
+    probability = np.asarray(jnp.exp(logits - logits.max()))
+    mass = np.asarray(MASSES(jnp.asarray(probability)[None])[0]).astype(np.float64)
+    scale = mass.max()  # of the most likely token, whose probability is 1
+    assert np.log2(scale) == round(np.log2(scale))
+    assert mass.sum() < 2**32
+    np.testing.assert_allclose(mass / scale, probability, rtol=0, atol=0.5 / scale)
+    exact = probability.astype(np.float64)
+    np.testing.assert_allclose(mass.sum() / scale, exact.sum(), rtol=1e-4)
+
+
+def test_what_stays_depends_neither_on_the_order_of_tokens_nor_on_the_batch():
+    """The share of top-p is that of a token to a float32's rounding: a sum in another order would keep one more or less."""
+    rng, size = np.random.default_rng(0), 5000
+    logits = (rng.standard_normal((8, size)) * rng.uniform(0.1, 4, (8, 1))).astype(np.float32)
+    ranked = -np.sort(-logits.astype(np.float64), axis=-1)
+    shares = np.cumsum(np.exp(ranked), axis=-1) / np.exp(ranked).sum(axis=-1, keepdims=True)
+    for rank in rng.integers(1, size - 1, 25):
+        settings = [Sampling(top_p=float(np.float32(share))) for share in shares[:, rank]]
+        scaled = jnp.asarray(logits - logits.max(axis=-1, keepdims=True))
+        kept = np.asarray(KEPT(scaled, rows_of(settings)))
+        order = rng.permutation(size)
+        np.testing.assert_array_equal(KEPT(scaled[:, order], rows_of(settings)), kept[:, order])
+        np.testing.assert_array_equal(KEPT(scaled[2:3], rows_of(settings[2:3])), kept[2:3])
+        np.testing.assert_array_equal(KEPT(jnp.tile(scaled, (4, 1)), rows_of(settings * 4)), np.tile(kept, (4, 1)))
 
 
 def test_cuts_are_made_without_a_sort():

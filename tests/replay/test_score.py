@@ -1,5 +1,6 @@
 """Scoring and replay: exact against the engine, wrong when the trace is wrong, differentiable, and small in memory."""
 
+import dataclasses
 import importlib
 import re
 
@@ -10,8 +11,9 @@ import pytest
 
 import jkv
 from jkv.cache.attention import OPEN_END
+from jkv.model.penalties import PenaltyRows
 from jkv.model.sampling import SamplingRows
-from jkv.replay.score import Columns, sequence_log_probs
+from jkv.replay.score import UNEMBED_BLOCK, Columns, sequence_log_probs
 
 PROMPTS = [[5, 1, 9], [3, 7] * 16 + [1]]
 KNOBS = {"max_new_tokens": 64, "page_size": 4, "stop_ids": (), "progress": False, "return_trace": True}
@@ -50,8 +52,9 @@ def test_an_eviction_off_by_one_breaks_replay(model, squeezed, shift):
         jkv.Sampling(seed=1),
         jkv.Sampling(0.6, 0.9, seed=1),
         jkv.Sampling(top_k=4, min_p=0.05, seed=1),
+        jkv.Sampling(0.7, seed=1, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=-0.1),
     ],
-    ids=["greedy", "plain", "top_p", "top_k"],
+    ids=["greedy", "plain", "top_p", "top_k", "penalties"],
 )
 def test_scores_are_of_the_distribution_that_was_drawn_from(model, sampling):
     out = jkv.generate(model, PROMPTS, sampling=sampling, **KNOBS)
@@ -114,24 +117,28 @@ def test_the_gradient_of_a_score_is_that_of_finite_differences(model, squeezed):
     np.testing.assert_allclose(slope, measured, rtol=0.05)
 
 
-def test_no_array_is_quadratic_in_the_length_or_holds_all_logits(model):
+@pytest.mark.parametrize("penalises", [False, True])
+def test_no_array_is_quadratic_in_the_length_or_holds_all_logits(model, penalises):
     n, total = 2, 2048
     config = model.config
     shape = (n, config.num_layers, config.num_kv_heads, total)
     columns = Columns(None, jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.int32))
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
-    settings = SamplingRows(row, row, jax.ShapeDtypeStruct((n,), jnp.int32), row)
-    wide = model.params.replace(embedding=jax.ShapeDtypeStruct((50_000, config.width), jnp.float32))
+    start = jax.ShapeDtypeStruct((n,), jnp.int32)
+    settings = SamplingRows(row, row, start, row, PenaltyRows(row, row, row) if penalises else None)
+    embedding = jax.ShapeDtypeStruct((50_000, config.width), jnp.float32)
+    wide = model.params.replace(embedding=embedding, config=dataclasses.replace(config, vocab_size=50_000))
 
-    def gradient(params, token, columns, settings):
-        run = lambda p: sequence_log_probs(p, token, columns, settings, True).sum()  # noqa: E731
+    def gradient(params, token, columns, settings, start):
+        run = lambda p: sequence_log_probs(p, token, columns, settings, True, start).sum()  # noqa: E731
         return jax.value_and_grad(run)(params)
 
-    text = str(jax.make_jaxpr(gradient)(wide, jax.ShapeDtypeStruct((n, total), jnp.int32), columns, settings))
+    text = str(jax.make_jaxpr(gradient)(wide, jax.ShapeDtypeStruct((n, total), jnp.int32), columns, settings, start))
     for shape_text in set(re.findall(r"\w+\d+\[([\d,]+)\]", text)):
         sizes = [int(size) for size in shape_text.split(",")]
         assert sizes.count(total) < 2, f"an array of shape {sizes} is quadratic in the length"
         assert not (50_000 in sizes and total in sizes), f"an array of shape {sizes} holds all logits"
+        assert 50_000 not in sizes or np.prod(sizes) <= n * UNEMBED_BLOCK * 50_000, f"{sizes} holds more than a block of logits"
 
 
 def test_tokens_without_prompts_and_foreign_traces_are_refused(model, squeezed):

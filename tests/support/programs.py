@@ -18,6 +18,7 @@ from jkv.engine import runner, scheduler, sharer, swap
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
 from jkv.model.params import ModelConfig, Params, weight_shapes
+from jkv.model.penalties import PenaltyRows
 from jkv.model.sampling import SamplingRows
 from jkv.policies import Evict, Needs
 from jkv.policies.gate_kinds import KVzapLinearGate
@@ -107,11 +108,17 @@ def decode(
     steers: bool = False,
     returns_hidden: bool = False,
     draws: str = "sampled",
+    penalises: bool = False,
 ) -> Any:
     """A chunk of decode steps."""
     leaf, rows = shapes.leaf, NUM_ROWS
     wide = leaf(rows, dtype=jnp.float32)
     settings, key = SamplingRows(wide, wide, leaf(rows), wide), leaf(rows, 2, dtype=jnp.uint32)
+    is_prompted = generated = None
+    if penalises:
+        settings = settings._replace(penalties=PenaltyRows(wide, wide, wide))
+        generated = leaf(rows, shapes.params.config.vocab_size)
+        is_prompted = leaf(*generated.shape, dtype=bool)
     rules = None
     if shapes.state.cache.pool.vacant_slot is not None:
         flags = leaf(rows, dtype=bool)
@@ -129,9 +136,9 @@ def decode(
     if LOG_WEIGHT in shapes.state.cache.pool.slot_data:
         flags = leaf(rows, dtype=bool)
         align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
-    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, steer, align)
+    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, steer, align, None, is_prompted)
     options = {"num_steps": scheduler.CHUNKS[0], "draws": draws, "returns_hidden": returns_hidden, "gate": gate_of(shapes)}
-    return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options)
+    return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options, generated=generated)
 
 
 def prefill(shapes: Shapes) -> Any:
