@@ -235,7 +235,7 @@ class Engine:
         self.runner.execute(turn)
         if running:
             flight = self.runner.dispatch(running, turn.num_steps, self._flight)
-            if self.runner.ahead and not self.needs.similarity and all(sample.can_plan for sample in running.values()):
+            if self.runner.ahead and all(sample.can_plan for sample in running.values()):
                 self.runner.plan(flight)
                 last, self._flight = self._flight, flight
                 if last is not None:  # it is read while the next one runs
