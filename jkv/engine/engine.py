@@ -35,8 +35,8 @@ from jkv.engine.requests import (
     spread_policies,
 )
 from jkv.engine.results import Result, make_result
-from jkv.engine.runner import Runner
-from jkv.engine.samples import Completion, RowOutputs, Sample, stop_finder
+from jkv.engine.runner import Flight, Runner
+from jkv.engine.samples import Completion, Sample, stop_finder
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
 from jkv.engine.timing import COMPILING
@@ -115,6 +115,7 @@ class Engine:
         )
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._guard = itertools.count(), Guard()
+        self._flight: Flight | None = None  # a chunk that is dispatched and not read yet
         self.scheduler = Scheduler(self.capacity)
         self.outputs = Outputs(model, self.tickets, self._finish)
         self.runner = Runner(
@@ -129,6 +130,7 @@ class Engine:
             kernels=options.kernels,
             poison=options.poison,
             gate=gate,
+            ahead=options.ahead,
         )
         self.runner.is_traced = options.return_trace
         self.reset_stats()
@@ -226,19 +228,37 @@ class Engine:
         return self.outputs.take()
 
     def _turn(self) -> None:
+        if not self.scheduler.goes_on:
+            self._land()
         turn, running = self.scheduler.next(), self.scheduler.running
         self.runner.meter.scheduled(turn)
         self.runner.execute(turn)
         if running:
-            rows, held = self.runner.decode(running, turn.num_steps)
-            assert held <= self.num_pages, "rows hold more pages than were reserved"
-            self._collect(rows, held, turn.num_steps)
-            self.runner.compact({row: sample for row, sample in running.items() if sample.is_due})
+            flight = self.runner.dispatch(running, turn.num_steps, self._flight)
+            if self.runner.ahead and all(sample.can_plan for sample in running.values()):
+                self.runner.plan(flight)
+                last, self._flight = self._flight, flight
+                if last is not None:  # it is read while the next one runs
+                    self._collect(last)
+            else:
+                self._collect(flight)
+                self.runner.compact({row: sample for row, sample in running.items() if sample.is_due})
         self._release()
 
-    def _collect(self, rows: dict[int, RowOutputs], held: int, num_steps: int) -> None:
+    def _land(self) -> None:
+        """Collects the chunk that is not read yet, if any, and frees the rows that it ended."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._collect(flight)
+            self._release()
+
+    def _collect(self, flight: Flight) -> None:
         """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events."""
-        samples, meter = {row: self.scheduler.running[row] for row in rows}, self.runner.meter
+        rows, held = self.runner.read(flight)
+        assert held <= self.num_pages, "rows hold more pages than were reserved"
+        num_steps, meter = flight.num_steps, self.runner.meter
+        samples = {row: flight.rows[row] for row in rows}
+        plans = {sample: sample.land() for sample in samples.values() if sample.planned}
         for row, sample in samples.items():
             meter.tokens(sample, len(rows[row].tokens))
             sample.advance(rows[row])
@@ -246,7 +266,7 @@ class Engine:
         meter.sentences(self.scheduler.sentence_logs)
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
         for row, sample in samples.items():
-            self.outputs.collect(sample, rows[row], self.runner.version)
+            self.outputs.collect(sample, rows[row], flight.version)
         try:
             for sample, error in self.runner.share():
                 if not sample.is_finished:
@@ -254,6 +274,10 @@ class Engine:
                     self._finish(sample, "error")
         finally:  # also where sharing fails: what is finished stays finished, and its events must say so
             self.outputs.emit_collected()
+        self.runner.count(flight.compactions)
+        for sample, plan in plans.items():
+            if not sample.is_finished:
+                sample.plan_again(*plan)
 
     @property
     def is_idle(self) -> bool:
@@ -367,6 +391,7 @@ class Engine:
                 self.runner.set_params(weights.shapes_of(self.model.params))
             if not self.is_asleep:
                 with self.runner.meter.clock("seconds"):
+                    self._land()
                     self.runner.execute(self.scheduler.sleep())
                 self.runner.sleep()
 
@@ -390,6 +415,7 @@ class Engine:
             samples = [sample for group in self.tickets.values() for sample in group if not sample.is_finished]
             for sample in samples:
                 sample.restart(stop_finder(self.model.tokenizer, sample.request), self.runner.version)
+            self._flight = None
             self.scheduler.restart(samples)
             self.outputs.forget()
             self.runner.reset()
@@ -429,6 +455,8 @@ class Engine:
 
     def _finish(self, sample: Sample, reason: str) -> None:
         """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the turn."""
+        if sample.planned:  # what is dispatched and not read yet does not count
+            sample.land()
         completion, config = sample.completion, self.model.config
         completion.finish_reason, completion.seconds = reason, sample.seconds
         if sample.generated:

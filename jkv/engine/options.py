@@ -48,6 +48,10 @@ class EngineOptions:
         vectors (SEAL). A request may have any policy that needs no other data. None keeps 8 queries, the default of R-KV and
         SnapKV. `generate` and `Rollout` set it.
       chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
+      ahead: whether a chunk is dispatched before the tokens of the last one are read, so that the device does not wait for the
+        host. Completions are the same, but events come a chunk later, and a row that ends by a stop token is free a chunk
+        later. Policies that share, steer, compare sentences, stop evicting (`until`) or evict by a threshold wait for the
+        tokens all the same. None is True except on a CPU, which would do both by itself.
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.
       return_trace: whether results carry attention columns for exact replay with `jkv.score`.
@@ -73,6 +77,7 @@ class EngineOptions:
     num_pages: int | None = None
     policies: Sequence[Policy] | None = None
     chunk: int = CHUNKS[0]
+    ahead: bool | None = None
     order: str = "arrival"
     max_stop_ids: int = 8
     return_trace: bool = False
@@ -104,6 +109,7 @@ class EngineOptions:
             check_counts(kv_memory=self.kv_memory)
         kernels = typed("kernels", self.kernels, str | None)
         parse_choices(os.environ.get(VARIABLE, "") if kernels is None else str(kernels))
+        object.__setattr__(self, "ahead", typed("ahead", self.ahead, bool | None))
         for name in ("return_trace", "poison"):
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 
@@ -116,7 +122,7 @@ class EngineOptions:
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
-max_slots, page_size, kv_memory, num_pages, policies, chunk, order, max_stop_ids, return_trace, mesh, kernels, poison.
+max_slots, page_size, kv_memory, num_pages, policies, chunk, ahead, order, max_stop_ids, return_trace, mesh, kernels, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

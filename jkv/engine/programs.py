@@ -74,6 +74,7 @@ class ChunkInputs(NamedTuple):
     sinks: Int[Array, " B"] | None  # number of each row that moves them, 0 for others; None when no policy does
     steer: SteerRules | None  # None when no policy steers
     align: AlignRules | None = None  # None when no policy aligns thoughts
+    is_alive: Bool[Array, " B"] | None = None  # rows that the last chunk left running; None where the host knows by `remaining`
     forced: Int[Array, "steps B"] | None = None  # tokens in place of draws, -1 for none; None when no request forces any
     is_prompted: Bool[Array, "B V"] | None = None  # tokens of each row's prompt; None when no request has penalties
 
@@ -159,7 +160,8 @@ def decode_chunk(
         return (state, goes_on, remaining - 1, is_thinking, align, generated), (token, log_prob, is_active, *events)
 
     is_thinking = None if inputs.steer is None else inputs.steer.is_thinking
-    start = (state, inputs.remaining > 0, inputs.remaining, is_thinking, inputs.align, generated)
+    is_active = inputs.remaining > 0 if inputs.is_alive is None else (inputs.remaining > 0) & inputs.is_alive
+    start = (state, is_active, inputs.remaining, is_thinking, inputs.align, generated)
     forced = None if inputs.forced is None else inputs.forced[:num_steps]
     end, (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
     state, is_running, *_, generated = end

@@ -41,6 +41,25 @@ PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
 
 
+@dataclasses.dataclass
+class Flight:
+    """A chunk that is dispatched and not read yet.
+
+    Attributes:
+      rows: the samples that it decodes, by row.
+      outputs: a `ChunkOutputs` on the device.
+      num_steps: its decode steps.
+      version: of the weights that run it.
+      compactions: those dispatched after it before it was read: the sample and what `Runner._compact_row` returned.
+    """
+
+    rows: dict[int, Sample]
+    outputs: Any
+    num_steps: int
+    version: int
+    compactions: list[tuple[Sample, Any, Any, Any]] = dataclasses.field(default_factory=list)
+
+
 class Runner:
     """The device side of an engine.
 
@@ -56,6 +75,7 @@ class Runner:
       kernels: kernels chosen by hand; None for the best.
       poison: for tests: freed pages become NaN.
       gate: the arrays of the gate that all steps compute, on the device or mesh.
+      ahead: whether a chunk may be dispatched before the last one is read; None is True except on a CPU.
 
     Attributes:
       state: a `jkv.engine.programs.State`; None while the engine sleeps.
@@ -82,6 +102,7 @@ class Runner:
         kernels: str | None = None,
         poison: bool = False,
         gate: Any = None,
+        ahead: bool | None = None,
     ) -> None:
         self.gate = gate
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
@@ -89,6 +110,8 @@ class Runner:
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
         self.version, self.is_traced = 0, False
         self.platform = platform_of(next(iter(devices)))
+        self.ahead = self.platform != "cpu" if ahead is None else ahead
+        self._all_alive = np.ones(capacity.max_running, bool)
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
         self.is_penalising = False  # whether a request has had penalties; likewise
@@ -280,17 +303,35 @@ class Runner:
                 sample.trace.fork_from(start.trace, len(sample.request.prompt))
         self.meter.stats.forks += len(admitted)
 
-    def decode(self, running: dict[int, Sample], num_steps: int) -> tuple[dict[int, RowOutputs], int]:
-        """Decodes one chunk; returns each row's outputs, and how many pages are then in use."""
+    def dispatch(self, running: dict[int, Sample], num_steps: int, last: Flight | None = None) -> Flight:
+        """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""
         is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)
+        if self.ahead:
+            inputs = inputs._replace(is_alive=self._all_alive if last is None else last.outputs.is_running)
         with self.meter.clock("decode_seconds"):
             options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated
             self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
             self._generated, outputs = outputs.generated, outputs._replace(generated=None)
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)
-            outputs = jax.device_get(outputs)
+        return Flight(dict(running), outputs, num_steps, self.version)
+
+    def plan(self, flight: Flight) -> None:
+        """Counts a chunk before its tokens are read, and dispatches the compactions that are then due."""
+        for x in jax.tree.leaves(flight.outputs):
+            x.copy_to_host_async()
+        for row, sample in flight.rows.items():
+            sample.plan(flight.num_steps)
+            if sample.remaining > 0 and sample.is_due:
+                with self.meter.clock("decode_seconds"):
+                    flight.compactions.append((sample, *self._compact_row(row, sample)))
+                sample.plan_compaction()
+
+    def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
+        """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""
+        with self.meter.clock("decode_seconds"):
+            outputs = jax.device_get(flight.outputs)
         log_prob_full = outputs.log_prob if outputs.log_prob_full is None else outputs.log_prob_full
         counts = outputs.is_real.sum(axis=0)
 
@@ -301,7 +342,7 @@ class Runner:
             goes_on = bool(outputs.is_running[i])
             return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden)
 
-        return {i: row(i) for i in running}, int(outputs.held_pages)
+        return {i: row(i) for i, sample in flight.rows.items() if not sample.is_finished}, int(outputs.held_pages)
 
     def share(self) -> list[tuple[Sample, Exception]]:
         """Shares similar pages found during the chunk; returns samples whose encoder raised, with the error."""
@@ -314,13 +355,16 @@ class Runner:
         The host reads nothing back before all of them are dispatched.
         """
         with self.meter.clock("decode_seconds"):
-            results = [(sample, *self._compact_row(row, sample)) for row, sample in due.items()]
-            for sample, dropped, is_left, left in results:
-                if sample.sentences is not None and is_left is not None:
-                    sample.sentences.forget(np.asarray(is_left)[0])
-                sample.compact(
-                    None if dropped is None else np.asarray(dropped)[:, 0], None if left is None else np.asarray(left)
-                )
+            self.count([(sample, *self._compact_row(row, sample)) for row, sample in due.items()])
+
+    def count(self, compactions: Sequence[tuple[Sample, Any, Any, Any]]) -> None:
+        """Counts dispatched compactions, once what they return is there."""
+        for sample, dropped, is_left, left in compactions:
+            if sample.is_finished:
+                continue
+            if sample.sentences is not None and is_left is not None:
+                sample.sentences.forget(np.asarray(is_left)[0])
+            sample.compact(None if dropped is None else np.asarray(dropped)[:, 0], None if left is None else np.asarray(left))
 
     def _compact_row(self, row: int, sample: Sample) -> tuple[Any, Any, Any]:
         """Dispatches one row's compaction; returns what is still on the device: the positions dropped (when traced), those left

@@ -62,6 +62,13 @@ class RowOutputs(NamedTuple):
     hidden: np.ndarray | None  # [steps, D] after the final norm; None unless sentences are compared
 
 
+class Progress(NamedTuple):
+    """The counters of a sample that grow with each chunk."""
+
+    generated: int
+    filled: Any  # [L] mean slots of a KV head in each layer
+
+
 @dataclasses.dataclass(eq=False)
 class Prefix:
     """A prompt that samples start from; when several do, it is prefilled once and its full pages are shared.
@@ -137,6 +144,12 @@ class Sample:
     text: TextStream | None = None
     num_emitted: int = 0  # characters of the text that events have had
     num_emitted_tokens: int = 0
+    planned: list[Progress] = dataclasses.field(default_factory=list)  # before each chunk that is dispatched and not read yet
+
+    @property
+    def progress(self) -> Progress:
+        """Its counters, which run ahead of its tokens while chunks are planned."""
+        return Progress(self.generated, self.filled)
 
     @property
     def seconds(self) -> float:
@@ -214,18 +227,54 @@ class Sample:
             fresh.text, fresh.num_emitted, fresh.num_emitted_tokens = self.text, self.num_emitted, self.num_emitted_tokens
         vars(self).update(vars(fresh))
 
+    @property
+    def can_plan(self) -> bool:
+        """Whether its counters after a chunk are known before its tokens are, unless it ends."""
+        policy = self.request.policy
+        reads_text = policy.share or policy.steer or policy.sentences or self.request.until is not None
+        return policy.is_planned and not reads_text
+
+    def plan(self, num_steps: int) -> None:
+        """Counts a chunk that is dispatched, as if no token ended the sample before its limit."""
+        self.planned.append(self.progress)
+        count = min(num_steps, self.remaining)
+        self.filled = self.filled + count
+        self.filled = self.filled - self._evicted_in_steps(goes_on=self.remaining > count)
+        self.generated += count
+
+    def plan_compaction(self) -> None:
+        """Counts the compaction that is dispatched after a planned chunk."""
+        self.filled = self.compacted
+
+    def land(self) -> tuple[Progress, list[Progress]]:
+        """Goes back to before the first planned chunk, which is to be counted now; returns what `plan_again` takes."""
+        now, (first, *others) = self.progress, self.planned
+        (self.generated, self.filled), self.planned = first, []
+        return now, others
+
+    def plan_again(self, progress: Progress, planned: list[Progress]) -> None:
+        """Runs ahead again by the chunks that are not read yet, once the first one is counted."""
+        assert not planned or (self.generated, list(self.filled)) == (planned[0].generated, list(planned[0].filled))
+        (self.generated, self.filled), self.planned = progress, planned
+
+    def _evicted_in_steps(self, goes_on: bool) -> Any:
+        """[L] slots that steps have evicted, given those filled if they had not. The last step of a sample evicts nothing."""
+        policy = self.request.policy
+        if not policy.evicts_in_steps:
+            return np.zeros_like(self.filled)
+        return np.maximum(0, self.filled - (not goes_on) - policy.layer_budgets(len(self.filled)))
+
     def advance(self, row: RowOutputs) -> None:
         """Counts a chunk's tokens and slots, and records them in the trace."""
-        count, policy = len(row.tokens), self.request.policy
+        count = len(row.tokens)
         if self.trace is not None:
             self._record(row)
         self.filled = self.filled + count
         self.heads = None if self.heads is None else self.heads + count
-        if policy.evicts_in_steps:  # the last step of a sample evicts nothing
-            evicted = np.maximum(0, self.filled - (not row.goes_on) - policy.layer_budgets(len(self.filled)))
-            self.filled = self.filled - evicted
-            self.completion.compactions += int(evicted.max())
-            self.completion.evicted += float(evicted.mean())
+        evicted = self._evicted_in_steps(row.goes_on)
+        self.filled = self.filled - evicted
+        self.completion.compactions += int(evicted.max())
+        self.completion.evicted += float(evicted.mean())
         if self.sharing is not None:
             self.sharing.append(row.tokens)
             if not self.sharing.is_over:

@@ -97,6 +97,18 @@ class Scheduler:
         return Turn(release, swap_out, freed, admit, self._num_steps())
 
     @property
+    def goes_on(self) -> bool:
+        """Whether the next turn decodes the same rows and does nothing else, whatever tokens the last chunk drew."""
+        has_free_row = len(self.running) < self.capacity.max_running
+        rows_stay = all(not sample.is_finished and sample.remaining > 0 for sample in self.running.values())
+        return (
+            bool(self.running)
+            and rows_stay
+            and not (self.waiting and has_free_row)
+            and self.reserved <= self.capacity.num_pages
+        )
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether any sample runs or waits; cancelled ones may still be queued."""
         return bool(self.running) or any(not sample.is_finished for _, sample in self.waiting)

@@ -32,9 +32,9 @@ def expected(model):
 
 @pytest.fixture(scope="module")
 def engines(model):
-    """Rows -> an engine whose pool holds far less than full rows; used again and again, as a server would."""
+    """Rows -> an engine whose pool holds far less than full rows; used again and again, as a server would. Half run ahead."""
     pages = {1: ROW, 3: ROW, 8: ROW + ROW // 4, 32: 2 * ROW}
-    return {rows: make_engine(model, rows, pages[rows], return_trace=True) for rows in pages}
+    return {rows: make_engine(model, rows, pages[rows], return_trace=True, ahead=rows > 3) for rows in pages}
 
 
 def play(engine, rng, expected):
