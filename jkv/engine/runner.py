@@ -111,7 +111,7 @@ class Runner:
         self.version, self.is_traced = 0, False
         self.platform = platform_of(next(iter(devices)))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
-        self._all_alive = np.ones(capacity.max_running, bool)
+        self._all_alive: Any = np.ones(capacity.max_running, bool)
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
         self.is_penalising = False  # whether a request has had penalties; likewise
