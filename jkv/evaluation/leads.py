@@ -96,7 +96,7 @@ class Stratified:
 
 @dataclasses.dataclass(frozen=True)
 class Remembered:
-    """The attention of the last queries, remembered from compaction to compaction: the largest, or the sum, fading by `decay`."""
+    """The attention of the last queries, remembered from compaction to compaction: the largest, or the fading sum."""
 
     decay: float
     is_sum: bool = False
