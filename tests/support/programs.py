@@ -136,7 +136,8 @@ def decode(
     if LOG_WEIGHT in shapes.state.cache.pool.slot_data:
         flags = leaf(rows, dtype=bool)
         align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
-    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, steer, align, None, is_prompted)
+    alive = leaf(rows, dtype=bool)  # as an engine that runs a chunk ahead passes it
+    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, steer, align, alive, None, is_prompted)
     options = {"num_steps": scheduler.CHUNKS[0], "draws": draws, "returns_hidden": returns_hidden, "gate": gate_of(shapes)}
     return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options, generated=generated)
 
