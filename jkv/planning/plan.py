@@ -236,7 +236,6 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
     """What the figures do not include."""
     notes = [
         "Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill.",
-        "The host's part of a step was measured on a CPU.",
     ]
     if setting.device.bandwidth is None:
         notes[0] = f"No speed: {setting.device.name}'s bandwidth and rate are not known. Give a jkv.Device with both."

@@ -3,8 +3,9 @@
 This is a bound, not a measurement. The phases of a step follow each other: products with the weights, attention, sampling. Each
 takes at least the time of its bytes or of its operations, whichever is longer, and the bound adds them: with many rows the
 products are limited by arithmetic and attention by bandwidth, and neither hides the other. Weights are read once a step for all
-rows, keys and values once for each row, so a small cache shortens a step and lets more rows share the weights. The host's time
-between two chunks is added as it was measured. Prefill, launches and traffic between devices are not included.
+rows, keys and values once for each row, so a small cache shortens a step and lets more rows share the weights. The host works
+while the device decodes (`EngineOptions.ahead`), and counts where it would take longer. Prefill, launches and traffic between
+devices are not included.
 """
 
 import dataclasses
@@ -98,7 +99,7 @@ class Cost:
 
 
 def host_seconds(rows: int) -> float:
-    """What the host takes for a step of `rows` rows, while the device waits."""
+    """What the host takes for a step of `rows` rows."""
     return HOST_STEP + rows * HOST_ROW
 
 
