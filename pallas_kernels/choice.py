@@ -18,6 +18,10 @@ from pallas_kernels.launch import triton
 VARIABLE = "JKV_KERNELS"
 LEAST_CAPABILITY = (8, 0)  # of Triton, in which the GPU kernels are written, and of arithmetic in bfloat16
 
+# Shared memory of a multiprocessor from a compute capability on (CUDA C++ Programming Guide, "Technical Specifications").
+SHARED_KIB = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (9, 0): 228, (12, 0): 100}
+RESERVED_BYTES = 1024  # of each program, by CUDA
+
 NAMES: dict[str, tuple[str, ...]] = {}  # kernel -> its implementations, best first; the package fills it
 
 Choices = tuple[tuple[str, str], ...]  # (kernel or "*", implementation)
@@ -61,6 +65,22 @@ def capability() -> tuple[int, int] | None:
 def own_capability() -> tuple[int, int] | None:
     """The lowest compute capability of this process's GPUs."""
     return lowest_capability(jax.local_devices())
+
+
+def num_resident(shared_bytes: int, most: int) -> int:
+    """Programs with so many bytes of shared memory that a GPU of this process runs at once, `most` or fewer per multiprocessor.
+
+    Without a GPU, as many as an H200 runs.
+    """
+    known = max(one for one in SHARED_KIB if one <= max(capability() or (9, 0), min(SHARED_KIB)))
+    fitting = SHARED_KIB[known] * 1024 // (shared_bytes + RESERVED_BYTES)
+    return num_multiprocessors() * max(1, min(most, fitting))
+
+
+@functools.cache
+def num_multiprocessors() -> int:
+    """Multiprocessors of this process's smallest GPU; an H200's without a GPU."""
+    return min((device.core_count for device in jax.local_devices() if device.platform == "gpu"), default=132)
 
 
 def why_no_triton() -> str | None:

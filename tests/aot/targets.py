@@ -103,11 +103,13 @@ def sharding_of(target: str) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(described.devices[0])
 
 
-def compile_for(target: str, trace: Callable[..., jax.stages.Traced], *args: Any) -> jax.stages.Compiled:
+def compile_for(
+    target: str, trace: Callable[..., jax.stages.Traced], *args: Any, compiler_options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
     """The program that `trace` gives for these arguments, as the target would run it."""
     platform = TARGETS[target][0]
     with described(platform), choice.tracing_for(choice.lowest_capability(sharding_of(target).device_set)):
-        return trace(*args).lower(lowering_platforms=(platform,)).compile()
+        return trace(*args).lower(lowering_platforms=(platform,)).compile(compiler_options)
 
 
 def described(platform: str) -> Any:

@@ -129,12 +129,18 @@ IN_A_PROCESS = """
 import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # a JAX without it
 import jax, jax.numpy as jnp, pallas_kernels
-from pallas_kernels import KERNELS, choice
-from pallas_kernels.dispatch import best
+from pallas_kernels import KERNELS, choice, dispatch
 from pallas_kernels.models import MODELS, Workload
-_, table, shapes = KERNELS["paged_attention"]
-args = shapes.arguments(MODELS["r1-qwen-1.5b"], Workload(batch=2, page_size=16, layers=1))
-print(best(table, "cuda", *args), choice.chosen("take_slots"), "no Triton backend" in str(choice.why_no_triton()))
+chosen, told = set(), set()
+dispatch.own_platform = lambda: "cuda"
+for call, table, shapes in KERNELS.values():
+    args = shapes.arguments(MODELS["r1-qwen-1.5b"], Workload(batch=2, page_size=16, layers=1), **shapes.CASES[0].options)
+    chosen.add(dispatch.best(table, "cuda", *args))
+    try:
+        call(*args, implementation="gpu")
+    except ValueError as error:
+        told.add("no Triton backend of Pallas" in str(error))
+print(*chosen, choice.chosen("take_slots"), *told)
 """
 
 

@@ -16,7 +16,15 @@ from pallas_kernels import KERNELS
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "pallas_kernels"
 REQUIRED = {"__init__.py", "reference.py", "shapes.py"}
-OPTIONAL = {"cpu.py", "gpu.py", "tpu.py", "native.py", "native.cc", "pallas.py"}  # `pallas`: what gpu and tpu share
+OPTIONAL = {
+    "cpu.py",
+    "gpu.py",
+    "tpu.py",
+    "native.py",
+    "native.cc",
+    "pallas.py",
+    "pieces.py",
+}  # `pallas`: what gpu and tpu share
 ORDER = (
     {"choice", "dispatch", "launch", "models", "native_library", "prebuilt", "timing"},
     {"peers"},

@@ -228,7 +228,7 @@ def test_a_planted_race_is_found(monkeypatch):
 def test_what_a_kernel_cannot_take_is_named():
     args = random_case([7, 20], 2, 8, 4, 5, jnp.float32)
     assert "multiple of 128; got 8" in tpu.why_not(*args, None)
-    assert "power of two" in gpu.why_not(*args, None)
+    assert "multiple of 16 up to 256; got 8" in gpu.why_not(*args, None)
     query, kv, page_table, length = random_case([3], 17, 128, 16, 1, jnp.float32)
     assert "at most 16 query heads; got 17" in gpu.why_not(query, kv, page_table, length, None)
     assert "multiple of 16 slots; got 8" in tpu.why_not(
