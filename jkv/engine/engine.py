@@ -26,14 +26,7 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.policy_checks import check_policy, gate_of
 from jkv.engine.prompts import encode_prompts
-from jkv.engine.requests import (
-    Request,
-    RequestOptions,
-    check_model,
-    check_weights,
-    make_requests,
-    spread_policies,
-)
+from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
 from jkv.engine.runner import Flight, Runner
 from jkv.engine.samples import Completion, Sample, stop_finder
@@ -103,35 +96,16 @@ class Engine:
             num_pages=options.num_pages,
             num_shards=num_shards,
         )
-        self.capacity = Capacity(
-            config.num_layers,
-            config.num_kv_heads,
-            page_size,
-            self.num_pages,
-            max_running,
-            options.chunk,
-            options.order,
-            num_shards,
-        )
+        heads = config.num_layers, config.num_kv_heads
+        self.capacity = Capacity(*heads, page_size, self.num_pages, max_running, options.chunk, options.order, num_shards)
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._guard = itertools.count(), Guard()
         self._flight: Flight | None = None  # a chunk that is dispatched and not read yet
         self.scheduler = Scheduler(self.capacity)
         self.outputs = Outputs(model, self.tickets, self._finish)
-        self.runner = Runner(
-            model,
-            self.capacity,
-            self.needs,
-            self.scheduler.running,
-            page_bytes=self.page_bytes,
-            max_slots=self.max_slots,
-            max_stop_ids=options.max_stop_ids,
-            mesh=mesh,
-            kernels=options.kernels,
-            poison=options.poison,
-            gate=gate,
-            ahead=options.ahead,
-        )
+        sizes: Any = {"page_bytes": self.page_bytes, "max_slots": self.max_slots, "max_stop_ids": options.max_stop_ids}
+        given: Any = {"mesh": mesh, "kernels": options.kernels, "poison": options.poison, "gate": gate, "ahead": options.ahead}
+        self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **sizes, **given)
         self.runner.is_traced = options.return_trace
         self.reset_stats()
 
