@@ -203,7 +203,7 @@ class Engine:
 
     def _turn(self) -> None:
         if not self.scheduler.goes_on:
-            self._land()
+            self._collect()
         turn, running = self.scheduler.next(), self.scheduler.running
         self.runner.meter.scheduled(turn)
         self.runner.execute(turn)
@@ -219,15 +219,15 @@ class Engine:
                 self.runner.compact({row: sample for row, sample in running.items() if sample.is_due})
         self._release()
 
-    def _land(self) -> None:
-        """Collects the chunk that is not read yet, if any, and frees the rows that it ended."""
-        flight, self._flight = self._flight, None
-        if flight is not None:
-            self._collect(flight)
-            self._release()
+    def _collect(self, flight: Flight | None = None) -> None:
+        """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events.
 
-    def _collect(self, flight: Flight) -> None:
-        """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events."""
+        None is the chunk that is dispatched and not read yet, if there is one.
+        """
+        if flight is None:
+            flight, self._flight = self._flight, None
+        if flight is None:
+            return
         rows, held = self.runner.read(flight)
         assert held <= self.num_pages, "rows hold more pages than were reserved"
         num_steps, meter = flight.num_steps, self.runner.meter
@@ -365,7 +365,7 @@ class Engine:
                 self.runner.set_params(weights.shapes_of(self.model.params))
             if not self.is_asleep:
                 with self.runner.meter.clock("seconds"):
-                    self._land()
+                    self._collect()
                     self.runner.execute(self.scheduler.sleep())
                 self.runner.sleep()
 
