@@ -176,7 +176,7 @@ def test_a_run_that_shares_pages_starts_anew(reasoner, problems, tmp_path):
     assert again.stats.sharing["candidates"] == judged.stats.sharing["candidates"]
 
 
-@pytest.mark.parametrize("place", ["Runner.decode", "record_of"], ids=["while it decodes", "while it grades"])
+@pytest.mark.parametrize("place", ["Runner.read", "record_of"], ids=["while it decodes", "while it grades"])
 def test_ctrl_c_keeps_what_is_finished(place, reasoner, problems, whole, tmp_path, monkeypatch):
     path, calls = tmp_path / "r_kv-40.jsonl", []
     owner = Runner if place.startswith("Runner") else generations
