@@ -69,7 +69,7 @@ def test_trainers_see_the_penalised_distribution(model):
         batch = make_batch(out, np.zeros(6), replay=replay, rows=8)
         got = np.asarray(jax.jit(log_probs)(model.params, batch))
         for row, prompt in enumerate(out.prompts):
-            np.testing.assert_allclose(got[row, len(prompt) :][:50], out.logprobs[row], atol=1e-5)
+            np.testing.assert_allclose(got[row, len(prompt) :][:50], out.logprobs[row], atol=2e-5)
 
 
 @pytest.mark.parametrize("sampling", [DRAWN, CUT], ids=["drawn", "cut"])
