@@ -56,6 +56,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {close[0]}?" if close else ""
 
 
+def words(text: str) -> list[str]:
+    """The parts of a comma-separated list.
+
+    >>> words("r_kv, snap_kv,")
+    ['r_kv', 'snap_kv']
+    """
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
 def install(extra: str) -> str:
     """How to install an extra.
 

@@ -31,12 +31,13 @@ import numpy as np
 from jkv.bench.fixtures import fill, new_inputs, new_state, random_model, usual_page_size
 from jkv.bench.rounds import GREEDY, seconds_of
 from jkv.bench.step_breakdown import compact
+from jkv.checks import check_counts, words
 from jkv.engine import programs
 from jkv.engine.engine import Engine
 from jkv.engine.mesh import local_bytes
 from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model
-from jkv.planning.devices import DEVICES, Device
+from jkv.planning.devices import DEVICES, Device, find_device
 from jkv.planning.plan import plan
 from jkv.planning.roofline import Lifetime, step_costs
 from jkv.policies import Policy, full, r_kv
@@ -67,9 +68,16 @@ class Bench(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line."""
-    options = parser().parse_args(argv)
+    options = (command := parser()).parse_args(argv)
     if unknown := sorted(set(options.parts) - set(PARTS)):
-        raise SystemExit(f"--parts must be among {', '.join(PARTS)}; got {', '.join(unknown)}.")
+        command.error(f"--parts must be among {', '.join(PARTS)}; got {', '.join(unknown)}.")
+    try:
+        check_counts(**{name: getattr(options, name) for name in ("budget", "interval", "new_tokens", "most_rows")})
+        for batch in options.batches:
+            check_counts(batches=batch)
+        shapes = [find_shape(model) for model in options.models]
+    except (ValueError, FileNotFoundError) as error:
+        command.error(str(error))
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
     until = time.perf_counter() + options.seconds
@@ -86,8 +94,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.out:
             write(f"device-{name}", record, table(record), options.out)
 
-    for model in options.models:
-        title, config = find_shape(model)
+    for title, config in shapes:
         bench: Bench | None = None
         for part in options.parts:
             if time.perf_counter() > until:
@@ -101,11 +108,6 @@ def main(argv: list[str] | None = None) -> int:
         del bench
     print(table(record))
     return 0
-
-
-def words(text: str) -> list[str]:
-    """The parts of a comma-separated list."""
-    return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -127,11 +129,8 @@ def known_device(machine: dict[str, Any], copy: float) -> Device:
     """The first device: its vendor's figures, but the bandwidth that a copy reaches; no rate if it has no name here."""
     kind = machine["device"].lower()
     known = next((device for name, device in DEVICES.items() if name in kind), None)
-    stats = jax.devices()[0].memory_stats() or {}
-    memory = int(stats.get("bytes_limit", 0)) or (known.memory if known else 8 * 10**9)
-    platform = {"gpu": "gpu", "tpu": "tpu"}.get(jax.default_backend(), "cpu")
-    rates = (known.rate, known.rate_float32) if known else (None, None)
-    return Device(kind, platform, memory, copy, *rates)
+    stats, like = jax.devices()[0].memory_stats() or {}, known or find_device("cpu")
+    return Device(kind, jax.default_backend(), int(stats.get("bytes_limit", like.memory)), copy, like.rate, like.rate_float32)
 
 
 def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
@@ -154,12 +153,15 @@ def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
                 row |= timed_step(bench, own, lengths)
                 if own is policy:
                     row |= timed_compaction(bench, own, batch, row["milliseconds"])
-                yield row
-                if not by_kernel and jax.default_backend() != "cpu":
-                    by_kernel = True
-                    yield from kernel_rows(bench, own, lengths)
             except Exception as error:  # a failure on a device is a result, not the end of the run
-                yield row | {"not_timed": described(error)}
+                row |= {"not_timed": described(error)}
+            yield row
+            if not by_kernel and jax.default_backend() != "cpu":
+                by_kernel = True
+                try:
+                    yield from kernel_rows(bench, own, lengths)
+                except Exception as error:  # as above
+                    yield {"name": "time by kernel", "batch": batch, "not_timed": described(error)}
 
 
 def described(error: Exception) -> str:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.checks import words
 from jkv.cli.evaluate import read_options
-from jkv.cli.inputs import LOOKS, can_draw, make_folder, words
+from jkv.cli.inputs import LOOKS, can_draw, make_folder
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",

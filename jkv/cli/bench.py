@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import install, shown
-from jkv.cli.inputs import LOOKS, make_folder, words
+from jkv.checks import install, shown, words
+from jkv.cli.inputs import LOOKS, make_folder
 
 BENCHES = {
     "throughput": "tokens a second of policies in fixed pools, from ample to tight (R-KV's stress test)",

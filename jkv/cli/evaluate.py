@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.checks import did_you_mean
-from jkv.cli.inputs import LOOKS, add_penalties, add_settings, can_draw, make_folder, read_settings, words
+from jkv.checks import did_you_mean, words
+from jkv.cli.inputs import LOOKS, add_penalties, add_settings, can_draw, make_folder, read_settings
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",

@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, check_target, passages, words
+from jkv.checks import words
+from jkv.cli.inputs import LOOKS, check_target, passages
 
 
 def add(commands: Any) -> None:

@@ -52,11 +52,6 @@ BOOLEANS = {"true": "True", "false": "False", "none": "None"}
 LOOKS: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
-def words(text: str) -> list[str]:
-    """The parts of a comma-separated list."""
-    return [word.strip() for word in text.split(",") if word.strip()]
-
-
 def add_model_options(command: argparse.ArgumentParser) -> None:
     """The options of a model, a policy and its sampling, which several commands share."""
     command.add_argument(

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.checks import words
 from jkv.cli.evaluate import check_policies, protection_note, read_options, with_protection
-from jkv.cli.inputs import LOOKS, make_folder, words
+from jkv.cli.inputs import LOOKS, make_folder
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",

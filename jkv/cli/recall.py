@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
+from jkv.checks import words
 from jkv.cli.evaluate import check_policies, read_options
-from jkv.cli.inputs import LOOKS, make_folder, passages, words
+from jkv.cli.inputs import LOOKS, make_folder, passages
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",

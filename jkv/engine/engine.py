@@ -202,7 +202,7 @@ class Engine:
         return self.outputs.take()
 
     def _turn(self) -> None:
-        if not self.scheduler.goes_on:
+        if self._flight is not None and not self.scheduler.goes_on:
             self._collect()
         turn, running = self.scheduler.next(), self.scheduler.running
         self.runner.meter.scheduled(turn)

@@ -39,7 +39,7 @@ class EngineOptions:
       max_slots: the most slots that a request may fill in a layer and KV head: prompt and completion, or, for a bounded policy,
         the longer of prompt and budget + interval; at most 2**24. It sizes the page tables. None is the model's positions, at
         most 4,096; `generate` and `Rollout` compute it from their requests.
-      page_size: slots of a page, at most 65,536. None is 128 on a TPU and 16 elsewhere (`Stats.page_size` tells).
+      page_size: slots of a page, at most 65,536. None is 128 on a TPU and 16 elsewhere; `Stats.page_size` has it.
       kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
         run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.

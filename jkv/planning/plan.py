@@ -234,9 +234,7 @@ def pays_from(setting: Setting, policy: Policy, is_better: Callable[[Estimate, E
 
 def notes_of(setting: Setting, policy: Policy) -> list[str]:
     """What the figures do not include."""
-    notes = [
-        "Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill.",
-    ]
+    notes = ["Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill."]
     if setting.device.bandwidth is None:
         notes[0] = f"No speed: {setting.device.name}'s bandwidth and rate are not known. Give a jkv.Device with both."
     if setting.device.platform == "gpu":

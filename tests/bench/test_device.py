@@ -13,18 +13,6 @@ from jkv.planning.devices import Device
 from jkv.policies import full, r_kv
 from jkv.testing import TINY, tiny_model
 
-MODEL = """
-family = "qwen2"
-vocab_size = 64
-width = 32
-num_layers = 2
-num_query_heads = 4
-num_kv_heads = 2
-head_size = 8
-mlp_width = 64
-max_positions = 1024
-qkv_bias = true
-"""
 SIZES = ("--batches", "2", "--budget", "32", "--interval", "16", "--new-tokens", "64", "--most-rows", "2")
 
 
@@ -33,17 +21,15 @@ def a_quick_copy(monkeypatch):
     monkeypatch.setattr(device, "copy_rate", lambda: 1e9)
 
 
-def run(folder, *options):
+def run(shape, folder, *options):
     """What a run wrote."""
-    shape = folder / "small.toml"
-    shape.write_text(MODEL)
     assert device.main(["--models", str(shape), "--out", str(folder), *SIZES, *options]) == 0
     (written,) = folder.glob("device-*.json")
     return json.loads(written.read_text())["rows"], (folder / f"{written.stem}.md").read_text()
 
 
-def test_steps_and_the_engine_are_timed_beside_their_roofline(tmp_path, capsys):
-    rows, table = run(tmp_path, "--parts", "step,prefill,engine,stress")
+def test_steps_and_the_engine_are_timed_beside_their_roofline(shape, tmp_path, capsys):
+    rows, table = run(shape, tmp_path, "--parts", "step,prefill,engine,stress")
     assert table == capsys.readouterr().out
     step = [row for row in rows if row["part"] == "step"]
     assert [row["name"] for row in step] == ["r_kv", "full", "full, one row 16 times as long"]
@@ -60,18 +46,32 @@ def test_steps_and_the_engine_are_timed_beside_their_roofline(tmp_path, capsys):
     assert all(row["tokens_per_second"] > 0 for row in stress)
 
 
-def test_what_fails_or_has_no_time_left_is_a_row_and_not_the_end(tmp_path, monkeypatch):
+def test_what_fails_or_has_no_time_left_is_a_row_and_not_the_end(shape, tmp_path, monkeypatch):
     def fail(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
     monkeypatch.setattr(device, "timed_step", fail)
-    rows, _ = run(tmp_path, "--parts", "step,stress")
+    rows, _ = run(shape, tmp_path, "--parts", "step,stress")
     assert [row["not_timed"] for row in rows] == ["RuntimeError: RESOURCE_EXHAUSTED"] * 6
-    rows, table = run(tmp_path, "--seconds", "0")
+    rows, table = run(shape, tmp_path, "--seconds", "0")
     assert [(row["part"], row["not_timed"]) for row in rows] == [(part, "out of time") for part in device.PARTS]
     assert table.count("out of time") == len(device.PARTS)
-    with pytest.raises(SystemExit, match=r"among step, kernels, .*; got steps"):
-        device.main(["--parts", "steps"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--parts", "steps"), "must be among step, kernels, peers, prefill, engine, stress; got steps"),
+        (("--models", "r1-llama-9b"), "r1-llama-8b"),
+        (("--batches", "8,0"), "batches must be"),
+        (("--budget", "-1"), "budget must be"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(arguments, says, capsys, monkeypatch):
+    monkeypatch.setattr(device, "random_model", lambda *args: pytest.fail("it ran"))
+    with pytest.raises(SystemExit):
+        device.main(arguments)
+    assert says in capsys.readouterr().err
 
 
 def test_the_roofline_is_the_bytes_of_a_step_over_the_rate_of_a_copy():

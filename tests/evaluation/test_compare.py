@@ -14,7 +14,6 @@ from jkv import cli
 from jkv.cli import evaluate as command
 from jkv.evaluation import compare as bench
 from jkv.evaluation import generations
-from jkv.model import checkpoint
 from jkv.model.sampling import Sampling
 from jkv.policies import full, r_kv, streaming_llm
 from jkv.policies import h2o as h2o_policy
@@ -23,16 +22,6 @@ from jkv.policies import rpc as rpc_policy
 from jkv.statistics import paired_change, pass_figures
 from jkv.tasks.evaluate import held_out
 from jkv.testing import random_gate
-
-
-@pytest.fixture(scope="module")
-def reasoner():
-    return checkpoint.load("tiny-reasoner")
-
-
-@pytest.fixture(scope="module")
-def problems():
-    return [bench.Problem(problem.prompt, problem.answer) for problem in held_out(6, seed=3)]
 
 
 @pytest.fixture(scope="module")

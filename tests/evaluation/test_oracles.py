@@ -4,19 +4,7 @@ import numpy as np
 import pytest
 
 from jkv.evaluation import compare as bench
-from jkv.model import checkpoint
 from jkv.model.sampling import Sampling
-from jkv.tasks.evaluate import held_out
-
-
-@pytest.fixture(scope="module")
-def reasoner():
-    return checkpoint.load("tiny-reasoner")
-
-
-@pytest.fixture(scope="module")
-def problems():
-    return [bench.Problem(problem.prompt, problem.answer) for problem in held_out(6, seed=3)]
 
 
 @pytest.mark.parametrize("budget", ["25%", "25% each"])

@@ -157,3 +157,45 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     said += said_of_sharing() + said_of_a_real_model()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
+
+
+def test_the_log_of_leads_and_the_gate_are_quoted_as_recorded():
+    def lines(name):
+        return {line["name"]: line for line in json.loads((ROOT / "results" / "leads.json").read_text())[name]}
+
+    leads, parts = lines("leads"), lines("ablation")
+    section = (ROOT / "docs" / "methods.md").read_text().partition("### What was tried")[2].partition("## Learned")[0]
+    words = " ".join(section.split())
+
+    def loss(name):
+        return f"{leads[name]['loss']:.3f}"
+
+    def change(name):
+        return f"{leads[name]['change']:+.3f}"
+
+    def part(name):
+        return f"{abs(parts[name]['change']):.3f}"
+
+    for said in (
+        f"The oracle loses {loss('oracle')}, foresight {loss('foresight')}, CUR {loss('cur')}, random slots {loss('random')}.",
+        f"which lose {parts['whole']['loss']:.3f}). Without the age a token loses {part('without age')} nats more",
+        f"the target {part('plain attention')}, without the key {part('without key')}, with 4",
+        f"hidden units {part('4 hidden units')}. Without the value it loses {part('without value')} less",
+        f"({change('foresight, heads compete, floor 0.2')} and {change('foresight, heads compete, floor 0.5')}, both",
+        f"({change('foresight and memory, weight 0.25')}, {change('foresight and memory, weight 1')})",
+        f"({change('cur, exact norms, drawn, temperature 1')}), and the largest",
+        f"exact norms lose more ({change('cur, exact norms')})",
+        f"({change('foresight, drawn, temperature 0.5')} at temperature 0.5, {change('foresight, drawn, temperature 1')} at 1)",
+        f"({change('cur, projections by head')}, covers 0), and slots",
+        f"stratified by position lose a lot ({change('cur, stratified by 8 positions')})",
+    ):
+        assert said in words, said
+    criteria = json.loads((ROOT / "results" / "gate-tiny-reasoner-2.json").read_text())["criteria"]
+    share = {one["name"]: f"{100 * one['value']:.1f} %" for one in criteria}
+    page = " ".join(PAGE.read_text().split())
+    assert f"foresees {share['foreseen']} of what the oracle keeps" in page
+    assert f"{share['full']} of the answers are right" in page
+    assert f"{share['oracle']} of the runs stay the same" in page
+    assert f"and {share['semantic']} with the live set alone" in page
+    assert "two of five hold" in page
+    assert sum(one["passed"] for one in criteria) == 2
