@@ -313,7 +313,7 @@ def never_compiles_again(case: Case) -> str | None:
 def num_compiled() -> int:
     """Programs that the engine has compiled in this process."""
     names = ("decode_chunk", "prefill_chunk", "compact", "release", "take_pages", "measure_pages")
-    return sum(getattr(programs, name)._cache_size() for name in names)
+    return sum(getattr(programs, name).num_compiled() for name in names)
 
 
 def frees_memory(case: Case) -> str | None:

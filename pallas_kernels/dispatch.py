@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from pallas_kernels.choice import chosen, is_old_gpu, why_no_triton
 
@@ -54,7 +55,7 @@ def reason_against(implementation: Implementation, *args: Any, **settings: Any) 
         return None
     if implementation.platform == "cuda" and (reason := why_no_triton()):
         return reason
-    if any(0 in x.shape for x in jax.tree.leaves(args)):
+    if any(0 in np.shape(x) for x in jax.tree.leaves(args)):
         return "an argument is empty"
     return implementation.why_not(*args, **settings)
 
@@ -82,7 +83,8 @@ def call(kernel: str, table: Table, implementation: str | None, *args: Any, **se
     """The result of the named implementation; None takes the one chosen by hand, or the best one for the platform that the
     program is compiled for.
 
-    Warns when this process computes on an accelerator and None chooses the reference there.
+    Warns when this process computes on an accelerator and None chooses the reference there, except where the kernel has no
+    implementation for an accelerator that others are for: XLA's is meant.
 
     Raises:
       ValueError: the kernel has no implementation of that name, or that one cannot run here or with these arguments.
@@ -94,7 +96,9 @@ def call(kernel: str, table: Table, implementation: str | None, *args: Any, **se
         names = {platform: best(table, platform, *args, **settings) for platform in PLATFORMS}
         for platform, name in names.items():
             TAKEN.setdefault((kernel, platform), set()).add(name)
-        if here != "cpu" and names.get(here, "reference") == "reference" and not (here == "cuda" and is_old_gpu()):
+        is_for_here = here not in PLATFORMS or any(one.platform == here for one in table.values())
+        is_plain = is_for_here and names.get(here, "reference") == "reference"
+        if here != "cpu" and is_plain and not (here == "cuda" and is_old_gpu()):
             found = refusals({name: one for name, one in table.items() if one.platform == here}, here, *args, **settings)
             reasons = "; ".join(f"{name}: {reason}" for name, reason in found.items()) or "it has no other implementation"
             warnings.warn(f"{kernel} is computed by plain XLA on this {here}: {reasons}.", stacklevel=3)

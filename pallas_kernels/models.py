@@ -67,7 +67,7 @@ class Case(NamedTuple):
     workload: dict[str, Any] = {}  # fields of the `Workload` to replace  # noqa: RUF012
     options: dict[str, Any] = {}  # of `shapes.arguments` and `shapes.values`  # noqa: RUF012
     is_gradient: bool = False  # differentiates the sum of the results by the first three arguments
-    is_updated: bool = False  # the first argument is donated and returned
+    is_updated: bool = False  # the first argument is donated, and is the first result
 
 
 def of(dtype: Any, *sizes: int) -> jax.ShapeDtypeStruct:

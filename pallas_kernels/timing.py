@@ -22,7 +22,7 @@ SECONDS = 0.05  # minimum length of one measurement
 def seconds_of(run: Callable[..., Any], args: tuple[Any, ...], is_updated: bool = False) -> tuple[float, str]:
     """Device seconds of one call and the name of the clock, "cupti" or "queue".
 
-    With `is_updated`, the first argument is donated to each call and the call returns it; CUPTI cannot measure that, so such
+    With `is_updated`, the first argument is donated to each call and is its first result; CUPTI cannot measure that, so such
     calls are always queued. A queue hides the dispatch of a call that takes longer than its dispatch.
     """
     if own_platform() == "cuda" and not is_updated:
@@ -44,7 +44,7 @@ def seconds_of(run: Callable[..., Any], args: tuple[Any, ...], is_updated: bool 
         began = time.perf_counter()
         for _ in range(calls):
             out = program(first, *args[1:])
-            first = out if is_updated else first
+            first = jax.tree.leaves(out)[0] if is_updated else first
         jax.block_until_ready(out)
         return time.perf_counter() - began
 

@@ -122,14 +122,14 @@ def test_nothing_compiles_again_for_other_prompts_lengths_budgets_or_weights(rec
         sampling = jkv.Sampling(temperature, seed=0)
         jkv.generate(model, PROMPTS, policy=recipe(budget=24, interval=16), **knobs | {"sampling": sampling})
     device = (programs.decode_chunk, programs.prefill_chunk, programs.compact, programs.release)
-    before = [program._cache_size() for program in device]
+    before = [program.num_compiled() for program in device]
     others = jkv.testing.tiny_model(seed=9)
     for budget, prompts, temperature in [(20, PROMPTS[::-1], 0.7), (22, [[1, 2, 3, 4], [9] * 13], 0.0)]:
         for weights in (model, others):
             changed = recipe(budget=budget, interval=16)
             sampling = jkv.Sampling(temperature, seed=budget)
             jkv.generate(weights, prompts, policy=changed, **knobs | {"sampling": sampling, "max_new_tokens": 40})
-    assert [program._cache_size() for program in device] == before
+    assert [program.num_compiled() for program in device] == before
 
 
 def test_the_same_seed_gives_the_same_tokens_and_none_draws_a_fresh_one(model):
@@ -234,11 +234,11 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize(("changes", "words"), BAD_INPUT.values(), ids=BAD_INPUT)
 def test_bad_input_is_refused_before_anything_compiles(model, changes, words):
-    before = programs.decode_chunk._cache_size(), programs.prefill_chunk._cache_size()
+    before = programs.decode_chunk.num_compiled(), programs.prefill_chunk.num_compiled()
     arguments = KNOBS | {"prompt": PROMPTS[0]} | changes
     with pytest.raises(ValueError, match=words):
         jkv.generate(model, arguments.pop("prompt"), **arguments)
-    assert (programs.decode_chunk._cache_size(), programs.prefill_chunk._cache_size()) == before
+    assert (programs.decode_chunk.num_compiled(), programs.prefill_chunk.num_compiled()) == before
 
 
 def test_other_types_than_a_model_or_sampling_are_refused():
@@ -253,12 +253,12 @@ def test_equal_prompts_compile_nothing_that_different_ones_did_not(model):
     for sampling in (None, jkv.Sampling(seed=0)):
         jkv.generate(model, [a, b, c, d], sampling=sampling, policy=POLICY, max_running=4, **KNOBS)
     jkv.generate(model, [a, a, a, b], policy=POLICY, max_running=4, **KNOBS)  # forks, once
-    before = [program._cache_size() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compact)]
-    before += [programs.fork._cache_size()]
+    before = [program.num_compiled() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compact)]
+    before += [programs.fork.num_compiled()]
     for prompts in ([a, a, b, c], [a, a, a, a], [a, a, b, b], [d, c, b, a]):
         jkv.generate(model, prompts, policy=POLICY, max_running=4, **KNOBS)
-    after = [program._cache_size() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compact)]
-    assert [*after, programs.fork._cache_size()] == before
+    after = [program.num_compiled() for program in (programs.decode_chunk, programs.prefill_chunk, programs.compact)]
+    assert [*after, programs.fork.num_compiled()] == before
 
 
 def test_a_policy_by_its_bare_name_is_refused_with_the_known_ones():

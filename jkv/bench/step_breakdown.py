@@ -73,7 +73,7 @@ def attention(params: Params, state: State) -> Float[Array, "R G H"]:
 
     def step(query: Array, _: None) -> tuple[Array, None]:
         for layer in range(config.num_layers):
-            out = kernels.paged_attention(query, pool.kv, table[layer], length[layer], None, with_logits=False)[0]
+            out = kernels.paged_attention(query, pool.kv, table, length, None, layer)[0]
             query = query + jnp.asarray(LEAST, out.dtype) * out
         return query, None
 

@@ -34,6 +34,8 @@ class DecodeAttention(NamedTuple):
     address: Int[Array, "L B K T"]
     length: Int[Array, "L B K"]  # filled slots, the new ones included
     position: Int[Array, " B"]
+    cos: Float[Array, "B half"]  # of the new token's rotation
+    sin: Float[Array, "B half"]
     rules: StepRules | None  # None if no policy needs the accumulated mass or evicts inside steps
     reads: ReadRules | None  # None if every policy reads all pages
     sinks: SinkRules | None  # None if no policy moves its sinks
@@ -47,14 +49,18 @@ class DecodeAttention(NamedTuple):
         value: Float[Array, "B T K H"],
         cache: Cache,
     ) -> tuple[Float[Array, "B T N H"], Cache]:
-        """`jkv.model.decoder.Attend`."""
+        """`jkv.model.decoder.Attend`, which rotates queries and keys."""
         batch, _, num_heads, head_size = query.shape
-        pool = pages.append(cache.pool, self.address[layer], key, value)
-        rows = batch * key.shape[2]
+        pool, query, ring = self.append(layer, query[:, 0], key[:, 0], value[:, 0], cache)
+        num_layers, rows = len(self.length), batch * key.shape[2]
         query_RGH = query.reshape(rows, -1, head_size)
-        page_table, length = pool.page_table[layer].reshape(rows, -1), self.length[layer].reshape(rows)
+        page_table, length = pool.page_table.reshape(num_layers, rows, -1), self.length.reshape(num_layers, rows)
         log_weight = pool.slot_data.get(pages.LOG_WEIGHT)
-        log_weight = None if log_weight is None else log_weight[layer].reshape(rows, -1)
+        log_weight = None if log_weight is None else log_weight.reshape(num_layers, rows, -1)
+        of_layer: int | None = layer  # the kernel reads the tables of all layers in place
+        if self.reads is not None or self.sinks is not None:
+            page_table, length, of_layer = page_table[layer], length[layer], None
+            log_weight = None if log_weight is None else log_weight[layer]
         is_read = cache.is_read
         if self.reads is not None:
             assert is_read is not None
@@ -68,10 +74,10 @@ class DecodeAttention(NamedTuple):
             is_sink = jnp.arange(pool.max_slots, dtype=jnp.int32) < jnp.repeat(self.sinks.num_sinks, key.shape[2])[:, None]
             log_weight = jnp.where(is_sink, -jnp.inf, 0.0 if log_weight is None else log_weight)
         out, log_total, logits = kernels.paged_attention(
-            query_RGH, pool.kv, page_table, length, log_weight, with_logits=self.rules is not None
+            query_RGH, pool.kv, page_table, length, log_weight, of_layer, with_logits=self.rules is not None
         )
         if self.sinks is not None:
-            turned = decoder.rotate(query, self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
+            turned = decoder.rotate(query[:, None], self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
             first_pages = page_table[:, : pages.num_pages_of(MOST_SINKS, pool.page_size)]
             num_sinks = jnp.minimum(length, jnp.repeat(self.sinks.num_sinks, key.shape[2]))
             sinks_out, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
@@ -91,11 +97,27 @@ class DecodeAttention(NamedTuple):
             slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
             victim = victim.at[layer].set(slot)
-        ring = cache.query_ring
-        if ring is not None:
-            row = jnp.arange(batch, dtype=jnp.int32)
-            ring = ring.at[layer, row, self.position % ring.shape[2]].set(query[:, 0])
         return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring, victim, is_read)
+
+    def append(
+        self, layer: int, query: Float[Array, "B N H"], key: Float[Array, "B K H"], value: Float[Array, "B K H"], cache: Cache
+    ) -> tuple[Pool, Float[Array, "B N H"], Float[Array, "L B W N H"] | None]:
+        """The pool with each row's new token, the rotated queries, and the ring with them."""
+        pool, ring = cache.pool, cache.query_ring
+        ring_at = flat_ring = None
+        if ring is not None:
+            num_rows, window = ring.shape[1:3]
+            ring_at = (layer * num_rows + jnp.arange(num_rows, dtype=jnp.int32)) * window + self.position % window
+            flat_ring = ring.reshape(-1, *ring.shape[3:])
+        # XLA computes the three in one product; concatenated without their heads, they are its result, which is not copied.
+        flat = jnp.concatenate([x.reshape(len(x), -1) for x in (query, key, value)], axis=1)
+        projected, address = flat.reshape(len(flat), -1, query.shape[-1]), self.address[..., 0]
+        turn = self.cos, self.sin
+        kv, query, flat_ring = kernels.rotate_append(pool.kv, projected, *turn, address, flat_ring, ring_at, layer)
+        pool = pool.replace(kv=kv)
+        if pool.bounds is not None:
+            pool = pages.widen_bounds(pool, address[layer], decoder.rotate(key, *turn))
+        return pool, query, None if ring is None else flat_ring.reshape(ring.shape)
 
     def choose(
         self, layer: int, query: Float[Array, "R G H"], pool: Pool, page_table: Int[Array, "R MP"], length: Int[Array, " R"]

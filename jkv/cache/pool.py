@@ -159,10 +159,14 @@ def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"
     kv_RKT2H = jnp.stack([jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)], axis=3).astype(pool.kv.dtype)
     page, offset = address // pool.page_size, address % pool.page_size
     kv = pool.kv.at[page[..., None], key_or_value, offset[..., None]].set(kv_RKT2H, mode="promise_in_bounds")
-    bounds = pool.bounds
-    if bounds is not None:
-        bounds = bounds.at[page, 0].min(kv_RKT2H[..., 0, :]).at[page, 1].max(kv_RKT2H[..., 0, :])
-    return pool.replace(kv=kv, bounds=bounds)
+    pool = pool.replace(kv=kv)
+    return pool if pool.bounds is None else widen_bounds(pool, address, kv_RKT2H[..., 0, :])
+
+
+def widen_bounds(pool: Pool, address: Int[Array, "*A"], key: Float[Array, "*A H"]) -> Pool:
+    """The pool whose pages' bounds hold new keys at these addresses too."""
+    page, key = address // pool.page_size, key.astype(pool.bounds.dtype)
+    return pool.replace(bounds=pool.bounds.at[page, 0].min(key).at[page, 1].max(key))
 
 
 def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Pool:

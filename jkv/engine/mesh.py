@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jkv.engine import chunk_inputs, programs
+from jkv.engine.device_program import DeviceProgram
 from jkv.engine.programs import ChunkOutputs, State
 from jkv.engine.sharding import HEADS, P, is_spec, specs_of
 from jkv.model import weights
@@ -174,20 +175,20 @@ def with_free_top(state: Any, free_top: Any) -> Any:
 
 def decode_chunk(**arguments: Any) -> tuple[State, ChunkOutputs]:
     """`programs.decode_chunk` on a shard; `held_pages` counts all shards."""
-    state, outputs = programs.decode_chunk(**arguments)
+    state, outputs = programs.decode_chunk.function(**arguments)
     return state, outputs._replace(held_pages=jax.lax.psum(outputs.held_pages, HEADS))
 
 
 def compact(**arguments: Any) -> tuple[State, Any, Any]:
     """`programs.compact` on a shard; a position is left if any head of any shard keeps it."""
     first = jax.lax.axis_index(HEADS) * arguments["state"].cache.pool.page_table.shape[2]
-    state, dropped, is_left = programs.compact(**arguments | {"first_head": first})
+    state, dropped, is_left = programs.compact.function(**arguments | {"first_head": first})
     return state, dropped, None if is_left is None else jax.lax.psum(is_left.astype(jnp.int32), HEADS) > 0
 
 
 def measure_pages(**arguments: Any) -> Any:
     """`programs.measure_pages` on a shard, summed over all shards."""
-    return jax.lax.psum(programs.measure_pages(**arguments), HEADS)
+    return jax.lax.psum(programs.measure_pages.function(**arguments), HEADS)
 
 
 ON_SHARD: dict[str, Any] = {"decode_chunk": decode_chunk, "compact": compact, "measure_pages": measure_pages}
@@ -203,7 +204,7 @@ def program_on(mesh: Mesh, name: str) -> Any:
       ValueError: an argument, result or field whose annotation names no axes; or a mesh that `arrange` refuses.
     """
     mesh, program = arrange(mesh), getattr(programs, name)
-    shard_program = ON_SHARD.get(name, program)
+    shard_program = ON_SHARD.get(name, inspect.unwrap(program))
     signature, hints = inspect.signature(program), typing.get_type_hints(inspect.unwrap(program), include_extras=True)
     arguments = {key: hints.get(key) for key in signature.parameters if key not in SETTINGS}
     for key, hint in arguments.items():
@@ -228,7 +229,7 @@ def program_on(mesh: Mesh, name: str) -> Any:
     settings = [key for key in signature.parameters if key in SETTINGS]
     # A program that returns no state only reads it.
     donated = [key for key in programs.DONATED if key in arguments] if State in (results, *typing.get_args(results)) else ()
-    return jax.jit(run, static_argnames=settings, donate_argnames=donated)
+    return DeviceProgram(run, {"static_argnames": settings, "donate_argnames": donated})
 
 
 def argument_specs(hint: Any, value: Any, name: str) -> Any:
@@ -245,7 +246,7 @@ def result_specs(hint: Any, state: Any) -> Any:
     return specs_of(hint)
 
 
-PROGRAMS = tuple(name for name, value in vars(programs).items() if isinstance(value, jax.stages.Wrapped))
+PROGRAMS = tuple(name for name, value in vars(programs).items() if isinstance(value, DeviceProgram))
 
 
 @functools.lru_cache(maxsize=8)

@@ -22,6 +22,7 @@ from jkv.cache.moved_sinks import SinkRules
 from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import EMPTY, BlockTable
+from jkv.engine.device_program import device_program
 from jkv.engine.model_facts import ModelFacts, projected_norms
 from jkv.model import decoder, penalties, sampling
 from jkv.model.params import Params
@@ -95,7 +96,7 @@ class ChunkOutputs(NamedTuple):
     generated: Int[Array, "B V"] | None = None  # the argument of the next chunk, which stays on the device
 
 
-@functools.partial(jax.jit, static_argnames=("num_steps", "draws", "is_traced", "returns_hidden"), donate_argnames=DONATED)
+@device_program(static_argnames=("num_steps", "draws", "is_traced", "returns_hidden"), donate_argnames=DONATED)
 def decode_chunk(
     params: Params,
     state: State,
@@ -135,7 +136,10 @@ def decode_chunk(
         if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
             angle = decoder.rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
             sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
-        attend = DecodeAttention(address, length, position, inputs.rules, inputs.reads, sinks, goes_on)
+        angle = decoder.rotary_angle(params.config, position[:, None])[:, 0]
+        attend = DecodeAttention(
+            address, length, position, jnp.cos(angle), jnp.sin(angle), inputs.rules, inputs.reads, sinks, goes_on
+        )
         cache = cache._replace(
             pool=pool,
             victim=None if inputs.rules is None else jnp.full_like(length, EMPTY),
@@ -146,7 +150,7 @@ def decode_chunk(
             steered, is_thinking = steering.amounts(inputs.steer, token, is_thinking)
             enter = functools.partial(steering.push, inputs.steer.vector, inputs.steer.layer, steered[:, None])
         observe = None if gate is None else gating(params, gate, row, num_new)
-        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache, enter, observe)
+        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache, enter, observe, rotates=False)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
         if cache.victim is not None:
             pool, dropped = pages.vacate(pool, cache.victim)
@@ -195,7 +199,7 @@ def start_page(
     return align, pages.fill_page(pool, starts)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@device_program(donate_argnames="state")
 def prefill_chunk(
     params: Params,
     state: State,
@@ -216,7 +220,7 @@ def prefill_chunk(
     return State(cache, state.logits.at[row].set(logits)), hidden
 
 
-@functools.partial(jax.jit, static_argnames=("evict", "is_traced"), donate_argnames="state")
+@device_program(static_argnames=("evict", "is_traced"), donate_argnames="state")
 def compact(
     state: State,
     row: Int[Array, " R"],
@@ -319,13 +323,13 @@ def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K 
     return jnp.where(is_kept, EMPTY, position)
 
 
-@jax.jit
+@device_program()
 def filled_slots(state: State, row: Int[Array, ""]) -> Int[Array, "L K"]:
     """The filled slots of a row in each layer and KV head."""
     return state.cache.pool.length[:, row]
 
 
-@jax.jit
+@device_program()
 def measure_pages(
     state: State,
     row: Int[Array, " I"],
@@ -340,41 +344,41 @@ def measure_pages(
     return kernels.block_distance(pool.kv, first_page, second_page, num_tokens, angle)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@device_program(donate_argnames="state")
 def take_pages(state: State, row: Int[Array, " B"], entries: Int[Array, "B MP"], log_weight: Float[Array, "B MP"]) -> State:
     """Keeps some entries of rows' page tables (`pool.take_pages`)."""
     pool = pages.take_pages(state.cache.pool, row, entries, log_weight)
     return state._replace(cache=state.cache._replace(pool=pool))
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@device_program(donate_argnames="state")
 def release(state: State, row: Int[Array, " B"]) -> State:
     """Frees rows."""
     return state._replace(cache=state.cache._replace(pool=pages.release(state.cache.pool, row)))
 
 
-@jax.jit
+@device_program()
 def snapshot_row(state: State, row: Int[Array, ""]) -> Snapshot:
     """A row's snapshot, which holds no page references."""
     ring = state.cache.query_ring
     return Snapshot(pages.block_table_of(state.cache.pool, row), state.logits[row], None if ring is None else ring[:, row])
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@device_program(donate_argnames="state")
 def detach(state: State, row: Int[Array, ""]) -> tuple[State, Snapshot]:
     """Detaches a row from the batch; its snapshot holds the page references until `free`."""
-    snapshot = snapshot_row(state, row)
+    snapshot = snapshot_row.function(state, row)
     pool, _ = pages.detach(state.cache.pool, row)
     return state._replace(cache=state.cache._replace(pool=pool)), snapshot
 
 
-@functools.partial(jax.jit, static_argnames="owns_all", donate_argnames="state")
+@device_program(static_argnames="owns_all", donate_argnames="state")
 def fork(state: State, snapshot: Snapshot, target: Int[Array, " B"], owns_all: bool = False) -> State:
     """Starts empty rows `target` from a snapshot, whose full pages they share, or copy if `owns_all`."""
     return place(state, pages.fork(state.cache.pool, snapshot.block_table, target, owns_all), snapshot, target)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@device_program(donate_argnames="state")
 def attach(state: State, snapshot: Snapshot, row: Int[Array, ""], is_own: Bool[Array, "L K MP"]) -> State:
     """Starts an empty row from a snapshot; entries marked by `is_own` get new pages, which `write_pages` then fills."""
     pool = pages.attach(state.cache.pool, snapshot.block_table, row[None], is_own)
@@ -390,19 +394,19 @@ def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array,
     return State(Cache(pool, ring), state.logits.at[target].set(snapshot.logits, mode="drop"))
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@device_program(donate_argnames="state")
 def free(state: State, block_table: BlockTable) -> State:
     """Frees the pages of a detached row."""
     return state._replace(cache=state.cache._replace(pool=pages.free(state.cache.pool, block_table)))
 
 
-@jax.jit
+@device_program()
 def read_pages(state: State, page: Int[Array, "K I"]) -> PageContent:
     """The content of pages of each KV head, to be swapped out."""
     return page_content.read_pages(state.cache.pool, page)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
+@device_program(donate_argnames="state")
 def write_pages(state: State, page: Int[Array, "K I"], content: PageContent) -> State:
     """Writes swapped-out pages back to the pool."""
     return state._replace(cache=state.cache._replace(pool=page_content.write_pages(state.cache.pool, page, content)))

@@ -20,6 +20,7 @@ from jkv.checks import counted, size
 from jkv.engine import mesh as meshes
 from jkv.engine import programs, swap
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
+from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.kernels import programs_for
 from jkv.engine.model_facts import facts_for
 from jkv.engine.programs import ChunkInputs
@@ -110,14 +111,15 @@ class Runner:
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
         self.version, self.is_traced = 0, False
         self.platform = platform_of(next(iter(devices)))
+        self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
-        self._all_alive: Any = np.ones(capacity.max_running, bool)
+        self._all_alive: Any = np.ones(self.num_rows, bool)
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
         self.is_penalising = False  # whether a request has had penalties; likewise
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
-            "num_rows": capacity.max_running,
+            "num_rows": self.num_rows,
             "num_pages": capacity.num_pages,
             "max_pages": max_pages,
             "page_size": capacity.page_size,
@@ -156,7 +158,7 @@ class Runner:
             counted(capacity.max_running, "row"),
             max_slots,
         )
-        self.sharer = Sharer(self.programs, model, capacity.page_size, capacity.max_running, max_pages)
+        self.sharer = Sharer(self.programs, model, capacity.page_size, self.num_rows, max_pages)
 
     @property
     def params(self) -> Params:
@@ -402,13 +404,13 @@ class Runner:
             sharding = None if self.mesh is None else meshes.replicated(self.mesh)
             is_prompted = None
             if self.is_penalising:
-                is_prompted, generated = count_rows(running, self.capacity.max_running, self.model.config.vocab_size)
+                is_prompted, generated = count_rows(running, self.num_rows, self.model.config.vocab_size)
                 self._generated = jax.device_put(generated, sharding)
             self._settings = row_settings(
                 running,
                 self.needs,
                 self.model,
-                num_rows=self.capacity.max_running,
+                num_rows=self.num_rows,
                 max_stop_ids=self.max_stop_ids,
                 page_size=self.capacity.page_size,
                 is_prompted=is_prompted,
@@ -425,9 +427,8 @@ class Runner:
         return TraceRecorder(*size, sinks=policy.num_moving_sinks, steer=policy.steer)
 
     def _pad_rows(self, rows: Sequence[int]) -> np.ndarray:
-        """Row indices padded to `max_running` entries with an index out of range, which programs ignore."""
-        num_rows = self.capacity.max_running
-        return np.pad(np.asarray(rows, np.int32), (0, num_rows - len(rows)), constant_values=num_rows)
+        """Row indices padded to all rows of the pool with an index out of range, which programs ignore."""
+        return np.pad(np.asarray(rows, np.int32), (0, self.num_rows - len(rows)), constant_values=self.num_rows)
 
 
 def source_of(sample: Sample) -> int | None:

@@ -13,7 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+import pallas_kernels as kernels
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
+from pallas_kernels.add_norm.reference import rms_norm
+from pallas_kernels.rotate_append.reference import rotate
 
 
 @runtime_checkable
@@ -38,25 +41,37 @@ def forward(
     cache: Any,
     enter: Callable[[int, Array], Array] | None = None,
     observe: Callable[[int, Array, Any], Any] | None = None,
+    *,
+    rotates: bool = True,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """The hidden state of every token after the final norm, and the new cache.
 
-    RoPE uses `position` alone, the index of each token in its sequence. The keys passed to `attend` are rotated. `enter` may
-    change the hidden states at the input of each layer. `observe` sees them afterwards, before the layer's norm and attention,
-    and returns the cache.
+    RoPE uses `position` alone, the index of each token in its sequence. The queries and keys passed to `attend` are rotated,
+    unless `rotates` is false: then `attend` rotates them. `enter` may change the hidden states at the input of each layer.
+    `observe` sees them afterwards, before the layer's norm and attention, and returns the cache.
     """
     config = params.config
     angle_BTH = rotary_angle(config, position)
     cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    norms = [*(weights.attention_norm for weights in params.layers), params.final_norm]
+
+    def add(hidden: Array, added: Array, norm: Array) -> tuple[Array, Array]:
+        return kernels.add_norm(hidden, add_shards(params, added), norm, epsilon=config.norm_epsilon)
+
     hidden = embed(params, token)
+    normed = rms_norm(hidden, norms[0], config.norm_epsilon)
     for layer, weights in enumerate(params.layers):
-        hidden = hidden if enter is None else enter(layer, hidden)
+        if enter is not None:
+            hidden = enter(layer, hidden)
+            normed = rms_norm(hidden, norms[layer], config.norm_epsilon)
         cache = cache if observe is None else observe(layer, hidden, cache)
-        query, key, value = project(config, weights, hidden, cos, sin)
+        query, key, value = project(config, weights, normed)
+        if rotates:
+            query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed, cache = attend(layer, query, key, value, cache)
-        hidden = hidden + add_shards(params, times(mixed.reshape(*token.shape, -1), weights.out))
-        hidden = hidden + add_shards(params, mlp(config, weights, hidden))
-    return rms_norm(hidden, params.final_norm, config.norm_epsilon), cache
+        hidden, normed = add(hidden, times(mixed.reshape(*token.shape, -1), weights.out), weights.mlp_norm)
+        hidden, normed = add(hidden, mlp(weights, normed), norms[layer + 1])
+    return normed, cache
 
 
 def embed(params: Params, token: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -86,12 +101,9 @@ def add_shards(params: Params, partial: Float[Array, "*B D"]) -> Float[Array, "*
 def project(
     config: ModelConfig,
     weights: LayerParams,
-    hidden: Float[Array, "B T D"],
-    cos: Float[Array, "B T half"],
-    sin: Float[Array, "B T half"],
+    normed: Float[Array, "B T D"],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """A layer's query, key (both rotated) and value."""
-    normed = rms_norm(hidden, weights.attention_norm, config.norm_epsilon)
+    """A layer's query, key (neither is rotated) and value."""
 
     def heads(matrix: Any, bias: Array | None, count: int) -> Array:
         flat = times(normed, matrix)
@@ -104,12 +116,11 @@ def project(
     if config.qk_norm:
         query = rms_norm(query, weights.query_norm, config.norm_epsilon)
         key = rms_norm(key, weights.key_norm, config.norm_epsilon)
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
+    return query, key, value
 
 
-def mlp(config: ModelConfig, weights: LayerParams, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The gated feed-forward block (SwiGLU) with its norm."""
-    normed = rms_norm(hidden, weights.mlp_norm, config.norm_epsilon)
+def mlp(weights: LayerParams, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The gated feed-forward block (SwiGLU)."""
     return times(jax.nn.silu(times(normed, weights.gate)) * times(normed, weights.up), weights.down)
 
 
@@ -122,13 +133,6 @@ def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float
         added = times(times(x, weight.down), weight.up, dtype)
         return times(x, weight.base, dtype) + added * weight.scale
     return jnp.matmul(x, weight.reshape(x.shape[-1], -1), preferred_element_type=dtype)
-
-
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:
-    """Root-mean-square normalisation, in float32."""
-    wide = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
-    return weight * (wide * scale).astype(x.dtype)
 
 
 def rotary_angle(config: ModelConfig, position: Int[Array, "B T"]) -> Float[Array, "B T half"]:
@@ -154,15 +158,3 @@ def llama3_frequency(frequency: Float[Array, " half"], scaling: Any) -> Float[Ar
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(ramp, 0.0, 1.0)
     return kept * frequency + (1.0 - kept) * frequency / scaling.factor
-
-
-def rotate(
-    x: Float[Array, "B T heads H"], cos: Float[Array, "#B #T half"], sin: Float[Array, "#B #T half"]
-) -> Float[Array, "B T heads H"]:
-    """Rotary embedding in the half-split convention of Hugging Face; channels beyond the rotary size are unchanged."""
-    half = cos.shape[-1]
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    wide = x[..., : 2 * half].astype(jnp.float32)
-    first, second = wide[..., :half], wide[..., half:]
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return turned if 2 * half == x.shape[-1] else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)

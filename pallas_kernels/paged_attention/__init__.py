@@ -1,25 +1,50 @@
 """Decode attention of one query position over the pages of each row."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, call
 from pallas_kernels.paged_attention import cpu, gpu, native, reference, tpu
 
+
+def of_layer(run: Callable[..., Any], platform: str | None = None, why_not: Callable[..., str | None] | None = None) -> Any:
+    """An implementation that takes the tables of one layer, which XLA cuts out of those of all."""
+
+    def cut_and_run(query: Any, kv: Any, *tables: Any, with_logits: bool = False) -> Any:
+        return run(query, kv, *cut(*tables), with_logits=with_logits)
+
+    def why_not_cut(query: Any, kv: Any, *tables: Any, with_logits: bool = False) -> str | None:
+        return why_not(query, kv, *jax.eval_shape(cut, *tables), with_logits=with_logits) if why_not else None
+
+    return Implementation(cut_and_run, platform, why_not_cut)
+
+
+def cut(page_table: Any, length: Any, log_weight: Any = None, layer: Any = None) -> tuple[Any, Any, Any]:
+    """The tables of one layer; without `layer`, the arguments."""
+    if layer is None:
+        return page_table, length, log_weight
+    return page_table[layer], length[layer], None if log_weight is None else log_weight[layer]
+
+
 IMPLEMENTATIONS = {
-    "tpu": Implementation(tpu.paged_attention, "tpu", tpu.why_not),
+    "tpu": of_layer(tpu.paged_attention, "tpu", tpu.why_not),
     "gpu": Implementation(gpu.paged_attention, "cuda", gpu.why_not),
-    "native": Implementation(native.paged_attention, "cpu", native.why_not),
-    "cpu": Implementation(cpu.paged_attention, "cpu"),
-    "reference": Implementation(reference.paged_attention),
+    "native": of_layer(native.paged_attention, "cpu", native.why_not),
+    "cpu": of_layer(cpu.paged_attention, "cpu"),
+    "reference": of_layer(reference.paged_attention),
 }
 
 
 def paged_attention(
     query: Float[Array, "R G H"],
     kv: Float[Array, "P 2 page H"],
-    page_table: Int[Array, "R MP"],
-    length: Int[Array, " R"],
-    log_weight: Float[Array, "R S"] | None = None,
+    page_table: Int[Array, "*L R MP"],
+    length: Int[Array, "*L R"],
+    log_weight: Float[Array, "*L R S"] | None = None,
+    layer: Int[Array, ""] | int | None = None,
     *,
     with_logits: bool = False,
     implementation: str | None = None,
@@ -32,8 +57,10 @@ def paged_attention(
     Logits are scaled by H ** -0.5. `with_logits` also returns them, float32, with the log-weight, `-inf` where no slot is
     filled, for policies that evict by attention at each step.
 
+    With `layer`, tables, lengths and log-weights are those of all layers, and the kernel reads those of this layer in place.
+
     Raises:
       ValueError: an unknown implementation, or one that cannot run here or with these arguments.
     """
-    args = query, kv, page_table, length, log_weight
+    args = query, kv, page_table, length, log_weight, layer
     return call("paged_attention", IMPLEMENTATIONS, implementation, *args, with_logits=with_logits)

@@ -6,6 +6,7 @@ of the pieces. Rows of tables that hold one piece have neither list nor second k
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +28,9 @@ COMBINED = 16  # pieces that are combined at once
 CLEARED = 1024  # logits of a head that are cleared at once
 
 
-def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, with_logits: bool = False) -> str | None:
+def why_not(
+    query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, layer: Any = None, with_logits: bool = False
+) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
     if kv.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or query.dtype != kv.dtype:
         return f"queries and pool must both be float32, bfloat16 or float16; got {query.dtype} and {kv.dtype}"
@@ -67,16 +70,20 @@ def num_pieces(num_slots: int) -> int:
 def paged_attention(
     query: Float[Array, "R G H"],
     kv: Float[Array, "P 2 page H"],
-    page_table: Int[Array, "R MP"],
-    length: Int[Array, " R"],
-    log_weight: Float[Array, "R S"] | None,
-    with_logits: bool,
+    page_table: Int[Array, "*L R MP"],
+    length: Int[Array, "*L R"],
+    log_weight: Float[Array, "*L R S"] | None,
+    layer: Int[Array, ""] | int | None = None,
+    with_logits: bool = False,
     programs: int | None = None,
     interpret: Any = False,
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """See `pallas_kernels.paged_attention`. `programs` changes no result; None is as many as the GPU runs at once."""
     num_rows, group, head_size = query.shape
-    num_slots = page_table.shape[1] * kv.shape[2]
+    num_slots = page_table.shape[-1] * kv.shape[2]
+    if layer is None:
+        page_table, length, log_weight = jax.tree.map(lambda x: x[None], (page_table, length, log_weight))
+    layer = jnp.reshape(jnp.int32(0 if layer is None else layer), (1,))
     pieces = num_pieces(num_slots)
     if programs is None:
         programs = num_resident(shared_bytes(head_size, kv.dtype.itemsize), RESIDENT)
@@ -90,7 +97,7 @@ def paged_attention(
     weights = [] if log_weight is None else [log_weight]
     part_RCGH, log_total_RCG, *logits = launch(
         functools.partial(attend_share, programs, bool(weights)),
-        *(query, kv, page_table, length, *weights),
+        *(query, kv, page_table, length, layer, *weights),
         name="paged_attention",
         grid=(programs,),
         out_shape=shapes,
@@ -102,7 +109,7 @@ def paged_attention(
         return part_RCGH[:, 0], log_total_RCG[:, 0], logits[0] if logits else None
     out_RGH, log_total_RG = launch(
         combine_row,
-        *(part_RCGH, log_total_RCG, length),
+        *(part_RCGH, log_total_RCG, length, layer),
         name="paged_attention_combine",
         grid=(num_rows, group),
         out_shape=[
@@ -116,38 +123,39 @@ def paged_attention(
 
 
 def attend_share(
-    programs: int, is_weighted: bool, query_ref: Any, kv_ref: Any, table_ref: Any, length_ref: Any, *refs: Any
+    programs: int, is_weighted: bool, query_ref: Any, kv_ref: Any, table_ref: Any, length_ref: Any, layer_ref: Any, *refs: Any
 ) -> None:
     """Attends to a program's pieces, and clears its share of the logits beyond the rows' lengths."""
     weight_ref, *outputs = refs if is_weighted else (None, *refs)
-    program = pl.program_id(0)
-    attend = functools.partial(attend_piece, (query_ref, kv_ref, table_ref, weight_ref, *outputs))
-    (num_rows, pieces), num_slots = outputs[0].shape[:2], table_ref.shape[1] * kv_ref.shape[2]
+    program, layer = pl.program_id(0), layer_ref[0]
+    attend = functools.partial(attend_piece, (query_ref, kv_ref, table_ref, layer, weight_ref, *outputs))
+    (num_rows, pieces), num_slots = outputs[0].shape[:2], table_ref.shape[2] * kv_ref.shape[2]
+    length_of = functools.partial(length_in, length_ref, layer, num_slots)
     if pieces == 1:
-        attend(program, jnp.int32(0), length_of(length_ref, program, num_slots))
+        attend(program, jnp.int32(0), length_of(program))
     else:
         block = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize)
 
         def blocks_of(row_R: Any) -> Any:
-            return lax.div(length_of(length_ref, row_R, num_slots) + block - 1, block)
+            return lax.div(length_of(row_R) + block - 1, block)
 
         def visit(row: Any, piece: Any, _: None) -> None:
-            attend(row, piece, length_of(length_ref, row, num_slots))
+            attend(row, piece, length_of(row))
 
         walk(blocks_of, num_rows, PIECE // block, program, programs, visit)
     for logits_ref in outputs[2:]:
-        clear(logits_ref, length_ref, program, programs)
+        clear(logits_ref, length_of, program, programs)
 
 
-def length_of(length_ref: Any, row: Any, num_slots: int) -> Any:
-    """The filled slots of a row, or of an array of rows; 0 beyond the last row."""
-    length = load(length_ref.at[row], mask=row < length_ref.shape[0], other=0)
+def length_in(length_ref: Any, layer: Any, num_slots: int, row: Any) -> Any:
+    """The filled slots of a row of a layer, or of an array of rows; 0 beyond the last row."""
+    length = load(length_ref.at[layer, row], mask=row < length_ref.shape[1], other=0)
     return lax.clamp(jnp.zeros_like(length), length, jnp.full_like(length, num_slots))
 
 
 def attend_piece(refs: tuple[Any, ...], row: Any, piece: Any, length: Any) -> None:
     """Attends to one piece of one row."""
-    query_ref, kv_ref, table_ref, weight_ref, part_ref, log_total_ref, *logits_refs = refs
+    query_ref, kv_ref, table_ref, layer, weight_ref, part_ref, log_total_ref, *logits_refs = refs
     (group, head_size), page_size = query_ref.shape[1:], kv_ref.shape[2]
     block = block_size(head_size, kv_ref.dtype.itemsize)
     head, channel = jnp.arange(LEAST_GROUP, dtype=jnp.int32), jnp.arange(whole_head(head_size), dtype=jnp.int32)
@@ -161,9 +169,9 @@ def attend_piece(refs: tuple[Any, ...], row: Any, piece: Any, length: Any) -> No
     def look_up(slot_S: Any) -> tuple[Any, Any]:
         """The page and, if there are any, the log-weight of slots."""
         is_filled_S, weight_S = slot_S < end, None
-        page_S = load(table_ref.at[row, lax.div(slot_S, page_size)], mask=is_filled_S, other=0)
+        page_S = load(table_ref.at[layer, row, lax.div(slot_S, page_size)], mask=is_filled_S, other=0)
         if weight_ref is not None:
-            weight_S = load(weight_ref.at[row, slot_S], mask=is_filled_S, other=-jnp.inf)
+            weight_S = load(weight_ref.at[layer, row, slot_S], mask=is_filled_S, other=-jnp.inf)
         return page_S, weight_S
 
     # Which slots to read is looked up one iteration ahead. In the same iteration, the look-up would take the place in the
@@ -204,7 +212,7 @@ def attend_piece(refs: tuple[Any, ...], row: Any, piece: Any, length: Any) -> No
     store(log_total_ref.at[row, piece, head], log_total_G, mask=is_head)
 
 
-def clear(logits_ref: Any, length_ref: Any, program: Any, programs: int) -> None:
+def clear(logits_ref: Any, length_of: Callable[[Any], Any], program: Any, programs: int) -> None:
     """Writes `-inf` beyond the lengths of rows. Programs take chunks of slots in turn: these depend on no length."""
     num_rows, group, num_slots = logits_ref.shape
     offset_S, nothing_S = jnp.arange(CLEARED, dtype=jnp.int32), jnp.full((CLEARED,), -jnp.inf, jnp.float32)
@@ -213,17 +221,17 @@ def clear(logits_ref: Any, length_ref: Any, program: Any, programs: int) -> None
     def clear_chunk(turn: Any, _: None) -> None:
         index = turn * programs + program
         row, slot_S = lax.div(index, chunks), lax.rem(index, chunks) * CLEARED + offset_S
-        is_beyond_S = (slot_S >= length_of(length_ref, row, num_slots)) & (slot_S < num_slots) & (row < num_rows)
+        is_beyond_S = (slot_S >= length_of(row)) & (slot_S < num_slots) & (row < num_rows)
         for head in range(group):
             store(logits_ref.at[row, head, slot_S], nothing_S, mask=is_beyond_S)
 
     lax.fori_loop(0, -(-num_rows * chunks // programs), clear_chunk, None)
 
 
-def combine_row(part_ref: Any, log_total_ref: Any, length_ref: Any, out_ref: Any, total_ref: Any) -> None:
+def combine_row(part_ref: Any, log_total_ref: Any, length_ref: Any, layer_ref: Any, out_ref: Any, total_ref: Any) -> None:
     """Combines the parts of one row and query head in the order of its pieces; a piece without a slot to read has weight 0."""
     row, head = pl.program_id(0), pl.program_id(1)
-    (_, pieces, _, head_size), length = part_ref.shape, load(length_ref.at[row])
+    (_, pieces, _, head_size), length = part_ref.shape, load(length_ref.at[layer_ref[0], row])
     own = lax.clamp(0, lax.div(length + PIECE - 1, PIECE), pieces)
     channel = jnp.arange(whole_head(head_size), dtype=jnp.int32)
     is_channel = channel < head_size

@@ -15,6 +15,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
+from jkv.engine.device_program import OPTIONS
 from pallas_kernels import choice
 
 # Written by hand. A real H200 prints its own: `jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
@@ -32,6 +33,8 @@ platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 8 }
 device_description_str: "NVIDIA H200"
 """
+
+H100 = H200.replace("4800000000000", "3350000000000").replace("150000000000", "85000000000").replace("H200", "H100 80GB HBM3")
 
 # In the same words, from NVIDIA's white papers of Turing and Volta.
 T4 = """
@@ -71,12 +74,14 @@ TARGETS = {
     "tpu-v6e": ("tpu", "v6e:2x2", 128),
     "tpu7x": ("tpu", "tpu7x:2x2x1", 128),
     "h200": ("cuda", "1x1x1", 16),
+    "h100": ("cuda", "1x1x1", 16),
     "t4": ("cuda", "1x1x1", 16),
     "v100": ("cuda", "1x1x1", 16),
 }
-GPUS = {"h200": H200, "t4": T4, "v100": V100}
+GPUS = {"h200": H200, "h100": H100, "t4": T4, "v100": V100}
 OLD_GPUS = ("t4", "v100")  # without Triton: plain XLA computes the kernels
-WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS)
+ALIKE = ("h100",)  # differs from another target in memory alone
+WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS + ALIKE)
 TPUS = tuple(target for target, (platform, *_) in TARGETS.items() if platform == "tpu")
 COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}  # any one of them
 ASSEMBLER = "nvidia-cuda-nvcc-cu12"  # CUDA 13 has none for Volta
@@ -109,7 +114,8 @@ def compile_for(
     """The program that `trace` gives for these arguments, as the target would run it."""
     platform = TARGETS[target][0]
     with described(platform), choice.tracing_for(choice.lowest_capability(sharding_of(target).device_set)):
-        return trace(*args).lower(lowering_platforms=(platform,)).compile(compiler_options)
+        options = OPTIONS.get(platform, {}) | (compiler_options or {})
+        return trace(*args).lower(lowering_platforms=(platform,)).compile(options)
 
 
 def described(platform: str) -> Any:

@@ -81,7 +81,8 @@ def decode_step(pool, query, key, value, is_active, goes_on):
     position = pool.logical_length
     pool, address = pages.reserve(pool, row, num_new, 1)
     length = pool.length + pages.num_growing(pool, row, num_new)
-    attend = DecodeAttention(address, length, position, RULES, None, None, goes_on)
+    unturned = jnp.ones((B, H // 2)), jnp.zeros((B, H // 2))
+    attend = DecodeAttention(address, length, position, *unturned, RULES, None, None, goes_on)
     cache = Cache(pool, None, jnp.full_like(length, EMPTY))
     for layer in range(L):
         _, cache = attend(layer, query[layer], key[layer], value[layer], cache)

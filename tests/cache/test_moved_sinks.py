@@ -51,7 +51,8 @@ def test_a_step_reads_what_keys_at_their_place_in_the_cache_would_give(group):
     length, place = pool.length + 1, len(kept)
     angle = decoder.rotary_angle(TINY, jnp.full((2, 1), place - SEEN, jnp.int32))
     sinks = SinkRules(jnp.asarray([SINKS, 0], jnp.int32), jnp.cos(angle), jnp.sin(angle))
-    attend = DecodeAttention(address, length, pool.logical_length, None, None, sinks, jnp.ones(2, bool))
+    unturned = jnp.ones((2, H // 2)), jnp.zeros((2, H // 2))  # the keys given are rotated
+    attend = DecodeAttention(address, length, pool.logical_length, *unturned, None, None, sinks, jnp.ones(2, bool))
     at_true = jnp.asarray(rope(query, SEEN), jnp.float32)[:, None]
     out, _ = jax.jit(lambda *arrays: attend(0, *arrays))(at_true, *rotated(SEEN), Cache(pool, None))
 

@@ -93,10 +93,10 @@ def test_other_texts_compile_nothing():
     engine = jkv.Engine(model, max_running=2, max_slots=128)
     engine.submit(PROMPT, forced_tokens=random_text(1, 31))
     engine.run()
-    before = programs.decode_chunk._cache_size()
+    before = programs.decode_chunk.num_compiled()
     engine.submit(PROMPT, forced_tokens=random_text(2, 31))
     engine.run()
-    assert programs.decode_chunk._cache_size() == before
+    assert programs.decode_chunk.num_compiled() == before
 
 
 def test_a_preempted_sample_is_forced_to_the_end():

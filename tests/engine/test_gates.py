@@ -250,7 +250,9 @@ def test_the_whole_suite_holds_with_a_threshold():
 
 def test_other_weights_thresholds_and_windows_compile_nothing():
     def sizes():
-        return {name: getattr(jkv.engine.programs, name)._cache_size() for name in ("decode_chunk", "prefill_chunk", "compact")}
+        return {
+            name: getattr(jkv.engine.programs, name).num_compiled() for name in ("decode_chunk", "prefill_chunk", "compact")
+        }
 
     def tokens(gate, **settings):
         policy = jkv.learned_gate(gate, **{"threshold": 0.0, "window": WINDOW, "interval": INTERVAL} | settings)

@@ -170,11 +170,11 @@ def test_later_requests_compile_nothing(model):
     for sampling in (DRAWN, CUT):
         engine.submit(PROMPTS[0], sampling=sampling, max_new_tokens=31, stop_ids=())
         engine.run()
-    before = programs.decode_chunk._cache_size()
+    before = programs.decode_chunk.num_compiled()
     for sampling in (CUT, DRAWN, None, jkv.Sampling(seed=2, presence_penalty=1.0)):
         engine.submit(PROMPTS[1], sampling=sampling, max_new_tokens=31, stop_ids=())
         engine.run()
-    assert programs.decode_chunk._cache_size() == before
+    assert programs.decode_chunk.num_compiled() == before
 
 
 def test_an_engine_keeps_counts_only_once_a_request_needs_them(model):

@@ -168,12 +168,12 @@ def test_nothing_compiles_for_other_texts_or_thresholds(model):
         submit_all(engine, policy)
     engine.run()
     names = ("decode_chunk", "take_pages", "measure_pages")
-    before = [getattr(programs, name)._cache_size() for name in names]
+    before = [getattr(programs, name).num_compiled() for name in names]
     other = jkv.reason_cache(**LOOSE | {"threshold": 0.4, "strict": 0.5, "match": 0.1})
     for prompt in ([5, 6, 7], [2] * 9, list(range(4, 30))):
         engine.submit(prompt, other, jkv.Sampling(seed=1), max_new_tokens=50, stop_ids=())
     engine.run()
-    assert [getattr(programs, name)._cache_size() for name in names] == before
+    assert [getattr(programs, name).num_compiled() for name in names] == before
 
 
 def test_an_encoder_that_fails_ends_only_its_own_request(model):

@@ -90,7 +90,7 @@ def test_reading_unfolded_weights_copies_none():
     shapes = jax.eval_shape(unfolded, weight_shapes(config))
 
     def run(weights, x):
-        return decoder.project(config, weights, x, jnp.ones((1, 1, 16)), jnp.ones((1, 1, 16)))
+        return decoder.project(config, weights, x)
 
     compiled = jax.jit(run).lower(shapes.layers[0], jax.ShapeDtypeStruct((1, 1, 128), jnp.float32)).compile()
     assert not jkv.testing.find_copies(compiled.as_text(), shapes.layers[0].query.shape)

@@ -93,6 +93,18 @@ def test_plain_xla_on_an_accelerator_is_not_silent(monkeypatch):
         call("some kernel", table, None, jnp.zeros(2))
 
 
+def test_a_kernel_that_is_meant_for_other_platforms_is_plain_xla_without_a_warning(monkeypatch):
+    """An unknown platform has no implementation of any kernel, which is told."""
+    table = table_of(gpu=("cuda",), reference=())
+    monkeypatch.setattr(dispatch, "own_platform", lambda: "tpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call("some kernel", table, None, jnp.zeros(1))
+    monkeypatch.setattr(dispatch, "own_platform", lambda: "rocm")
+    with pytest.warns(UserWarning, match="some kernel is computed by plain XLA on this rocm"):
+        call("some kernel", table, None, jnp.zeros(1))
+
+
 def small_call(name):
     """The arguments' shapes of a kernel's first real call, in a small size."""
     shapes = KERNELS[name].shapes

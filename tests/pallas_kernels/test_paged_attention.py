@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels as kernels
 from pallas_kernels import dispatch
-from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, gpu, native, reference, tpu
+from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, cut, gpu, native, reference, tpu
 from tests.pallas_kernels import tpu_interpreter
 
 RUNS = {
@@ -155,6 +155,27 @@ def test_log_weights_are_added_to_the_logits_and_minus_infinity_is_a_vacant_slot
     log_weight[2, :12] = -np.inf  # all but the last slot
     log_weight[np.arange(20) >= np.asarray(lengths)[:, None]] = np.nan
     assert_agrees(paged_attention, args, jnp.asarray(log_weight, jnp.float32), dtype)
+
+
+@pytest.mark.parametrize("implementation", ["gpu", "reference", "cpu", "native", "tpu"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_the_tables_of_all_layers_are_read_at_the_layer(implementation, weighted):
+    query, kv, page_table, length = random_case([130, 7, 300, 0], 4, 128, 64, 6, jnp.float32)
+    weight = jnp.zeros((4, 384)).at[:, ::3].set(math.log(2)) if weighted else None
+    args = page_table, length, weight
+    others = jax.tree.map(lambda x: jnp.stack([jnp.full_like(x, 2), x, jnp.zeros_like(x)]), args)
+    run = IMPLEMENTATIONS[implementation]
+    if reason := run.why_not(query, kv, *others, jnp.int32(1)):
+        pytest.skip(reason)
+    expected = RUNS[implementation](query, kv, *args, with_logits=False)
+    if implementation == "gpu":
+        got = RUNS["gpu"](query, kv, *others, jnp.int32(1))
+    elif implementation == "tpu":  # which XLA gives one layer's tables
+        got = RUNS["tpu"](query, kv, *cut(*others, jnp.int32(1)), with_logits=False)
+    else:
+        got = run.run(query, kv, *others, jnp.int32(1))
+    for x, y in zip(got[:2], expected[:2], strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_a_slot_of_log_weight_ln_m_has_multiplicity_m(paged_attention):

@@ -96,10 +96,10 @@ def test_new_weights_give_new_norms_and_compile_nothing():
         return engine.take([ticket])
 
     compacted()
-    before = programs.compact._cache_size()
+    before = programs.compact.num_compiled()
     engine.update(tiny_model(seed=1).params)
     compacted()
-    assert programs.compact._cache_size() == before
+    assert programs.compact.num_compiled() == before
 
 
 MOMENTS = QueryMoments(np.zeros((2, 4, 64), np.float32), np.zeros((2, 4, 32), np.float32))

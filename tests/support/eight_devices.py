@@ -89,7 +89,7 @@ def shards_of(pool, num_shards):
 
 
 def cache_sizes(engine):
-    return {name: getattr(engine.runner.programs, name)._cache_size() for name in mesh.PROGRAMS}
+    return {name: getattr(engine.runner.programs, name).num_compiled() for name in mesh.PROGRAMS}
 
 
 def play(model, on, names):

@@ -87,15 +87,23 @@ def shapes_of(
     sharding: Any,
     needs: Needs = NOTHING,
     layout: Callable[[Params], Params] = lambda params: params,
+    num_rows: int = NUM_ROWS,
+    slots: int = BUDGET + INTERVAL,
+    pool_gb: float | None = None,
 ) -> Shapes:
-    """A full engine of 32 rows, each with the slots of R-KV's budget and interval in 28 layers; weights in a `layout`."""
+    """A full engine, with 32 rows of the slots of R-KV's budget and interval in 28 layers by default; weights in a `layout`.
+
+    `pool_gb` is the size of the keys and values where it is not that of all rows' slots.
+    """
 
     def leaf(*sizes: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-    max_pages = pool.num_pages_of(BUDGET + INTERVAL, page_size)
-    num_pages = DEEP * NUM_ROWS * config.num_kv_heads * max_pages
-    sizes = {"num_rows": NUM_ROWS, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
+    max_pages = pool.num_pages_of(slots, page_size)
+    num_pages = DEEP * num_rows * config.num_kv_heads * max_pages
+    if pool_gb is not None:
+        num_pages = int(pool_gb * 1e9) // (2 * page_size * config.head_size * jnp.dtype(dtype).itemsize)
+    sizes = {"num_rows": num_rows, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
     state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype))
     weights = jax.eval_shape(layout, weight_shapes(config, dtype))
     params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weights, state))
@@ -111,7 +119,7 @@ def decode(
     penalises: bool = False,
 ) -> Any:
     """A chunk of decode steps."""
-    leaf, rows = shapes.leaf, NUM_ROWS
+    leaf, rows = shapes.leaf, shapes.state.logits.shape[0]
     wide = leaf(rows, dtype=jnp.float32)
     settings, key = SamplingRows(wide, wide, leaf(rows), wide), leaf(rows, 2, dtype=jnp.uint32)
     is_prompted = generated = None
