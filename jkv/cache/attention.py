@@ -117,7 +117,7 @@ class DecodeAttention(NamedTuple):
         pool = pool.replace(kv=kv)
         if pool.bounds is not None:
             pool = pages.widen_bounds(pool, address[layer], decoder.rotate(key, *turn))
-        return pool, query, None if ring is None else flat_ring.reshape(ring.shape)
+        return pool, query, None if ring is None or flat_ring is None else flat_ring.reshape(ring.shape)
 
     def choose(
         self, layer: int, query: Float[Array, "R G H"], pool: Pool, page_table: Int[Array, "R MP"], length: Int[Array, " R"]

@@ -25,11 +25,12 @@ def rotate_append(
 ) -> tuple[Float[Array, "P 2 page H"], Float[Array, "B N H"], Float[Array, "C N H"] | None]:
     """The pool with each row's new token, the rotated queries, and the ring of queries.
 
-    Donate pool and ring, or they are copied. `projected` holds a token's query heads, key heads and value heads, in this order,
-    not rotated. Channel c < `half` turns with channel c + `half`, as in Hugging Face; channels from 2 * `half` on are unchanged.
-    The key and value of KV head k go to `address[b, k]`, which is `page * page_size + offset`. Tokens that are not stored go to
-    page 0, the null page, which may hold anything; no two others may share a page. The queries of a row go to entry `ring_at[b]`
-    of the ring. With `layer`, addresses are those of all layers, and the kernel reads those of this layer in place.
+    Donate pool and ring, or they are copied. `projected` holds a token's query heads, key heads and value heads, in this
+    order, not rotated. Channel c < `half` turns with channel c + `half`, as in Hugging Face; channels from 2 * `half` on are
+    unchanged. The key and value of KV head k go to `address[b, k]`, which is `page * page_size + offset`. Tokens that are not
+    stored go to page 0, the null page, which may hold anything; no two others may share a page. The queries of a row go to
+    entry `ring_at[b]` of the ring. With `layer`, addresses are those of all layers, and the kernel reads those of this layer in
+    place.
 
     Raises:
       ValueError: an unknown implementation, or one that cannot run here or with these arguments.

@@ -50,8 +50,8 @@ def rotate_append(
     elements = pl.next_power_of_2(group) * pl.next_power_of_2(head_size)
     address = address if layer is not None else address[None]
     layer = jnp.reshape(jnp.int32(0 if layer is None else layer), (1,))
-    rings = [] if ring is None else [ring, ring_at]
-    shapes = [kv, jax.ShapeDtypeStruct((batch, num_heads, head_size), projected.dtype), *rings[:1]]
+    rings: list[Any] = [] if ring is None else [ring, ring_at]
+    shapes: list[Any] = [kv, jax.ShapeDtypeStruct((batch, num_heads, head_size), projected.dtype), *rings[:1]]
     kv, query, *new_ring = launch(
         rotate_head,
         *(projected, cos, sin, address, layer, kv, *rings),

@@ -27,7 +27,7 @@ def values(model: ModelShape, workload: Workload, *, has_ring: bool = True) -> t
     pages = 1 + jax.random.permutation(keys[0], kv.shape[0] - 1)[: address.size].reshape(address.shape)
     slot = pages * kv.shape[2] + jax.random.randint(keys[1], address.shape, 0, kv.shape[2])
     turn = jax.random.uniform(keys[2], angle.shape, jnp.float32, 0, 6.28)
-    rings = (None, None)
+    rings: tuple[Any, Any] = None, None
     if ring is not None:
         entry = jnp.arange(workload.batch, dtype=jnp.int32) * WINDOW
         rings = jax.random.normal(keys[5], ring.shape, ring.dtype), entry.astype(ring_at.dtype)

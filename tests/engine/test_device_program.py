@@ -68,4 +68,4 @@ def test_a_row_that_never_runs_changes_nothing(monkeypatch, policy):
     got = jkv.generate(tiny_model(), prompts, policy, **settings)
     np.testing.assert_array_equal(got.tokens, expected.tokens)
     np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=1e-5)
-    assert got.stats.peak_kv_bytes == expected.stats.peak_kv_bytes
+    assert got.stats.compactions == expected.stats.compactions
