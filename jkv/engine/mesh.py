@@ -179,6 +179,12 @@ def decode_chunk(**arguments: Any) -> tuple[State, ChunkOutputs]:
     return state, outputs._replace(held_pages=jax.lax.psum(outputs.held_pages, HEADS))
 
 
+def prefill_chunk(**arguments: Any) -> tuple[State, Any, Any]:
+    """`programs.prefill_chunk` on a shard; pages in use are those of all shards."""
+    state, hidden, held = programs.prefill_chunk.function(**arguments)
+    return state, hidden, jax.lax.psum(held, HEADS)
+
+
 def compact(**arguments: Any) -> tuple[State, Any, Any]:
     """`programs.compact` on a shard; a position is left if any head of any shard keeps it."""
     first = jax.lax.axis_index(HEADS) * arguments["state"].cache.pool.page_table.shape[2]
@@ -191,7 +197,12 @@ def measure_pages(**arguments: Any) -> Any:
     return jax.lax.psum(programs.measure_pages.function(**arguments), HEADS)
 
 
-ON_SHARD: dict[str, Any] = {"decode_chunk": decode_chunk, "compact": compact, "measure_pages": measure_pages}
+ON_SHARD: dict[str, Any] = {
+    "decode_chunk": decode_chunk,
+    "prefill_chunk": prefill_chunk,
+    "compact": compact,
+    "measure_pages": measure_pages,
+}
 
 
 # Programs on the mesh.

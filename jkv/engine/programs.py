@@ -207,8 +207,11 @@ def prefill_chunk(
     token: Int[Array, "1 T"],
     num_new: Int[Array, " 1"],
     gate: AnyGate | None = None,
-) -> tuple[State, Float[Array, "1 T D"]]:
-    """Appends the first `num_new` of T prompt tokens to a row, and sets its logits; also returns the hidden states."""
+) -> tuple[State, Float[Array, "1 T D"], Int[Array, ""]]:
+    """Appends the first `num_new` of T prompt tokens to a row, and sets its logits.
+
+    Also returns the hidden states and the number of pages in use, which the host need not wait for.
+    """
     cache = state.cache
     position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
@@ -217,7 +220,7 @@ def prefill_chunk(
     hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool), observe=observe)
     cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
     logits = decoder.unembed(params, hidden[:, num_new[0] - 1])
-    return State(cache, state.logits.at[row].set(logits)), hidden
+    return State(cache, state.logits.at[row].set(logits)), hidden, pages.held_pages(cache.pool)
 
 
 @device_program(static_argnames=("evict", "is_traced"), donate_argnames="state")

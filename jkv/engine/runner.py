@@ -18,7 +18,7 @@ import numpy as np
 from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.checks import counted, size
 from jkv.engine import mesh as meshes
-from jkv.engine import programs, swap
+from jkv.engine import prefill, programs, swap
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.kernels import programs_for
@@ -35,10 +35,10 @@ from jkv.policies import Needs
 from jkv.policies.policy import cutoff_of
 from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.replay.trace import TraceRecorder
+from pallas_kernels.choice import lowest_capability
 from pallas_kernels.dispatch import platform_of
 
 LOGGER = logging.getLogger("jkv")
-PREFILL_SIZES = (16, 64, 256)  # tokens of a prefill program
 MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
 
 
@@ -111,6 +111,8 @@ class Runner:
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
         self.version, self.is_traced = 0, False
         self.platform = platform_of(next(iter(devices)))
+        self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
+        self._held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self._all_alive: Any = np.ones(self.num_rows, bool)
@@ -262,15 +264,12 @@ class Runner:
         sample.sentences = new_log(self.model, sample.request.policy.sentences)
         sample.trace = self._new_trace(sample)
         with self.meter.clock("prefill_seconds"):
-            for piece in split_prompt(prompt):
-                padded = np.zeros((1, next(size for size in PREFILL_SIZES if size >= len(piece))), np.int32)
-                padded[0, : len(piece)] = piece
-                self.state, hidden = self.programs.prefill_chunk(
-                    self.params, self.state, np.asarray([row], np.int32), padded, np.asarray([len(piece)], np.int32), self.gate
-                )
+            for token, count in prefill.chunks(prompt, self.prefill_sizes):
+                args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
+                self.state, hidden, held = self.programs.prefill_chunk(*args)
+                self._held.append(held)
                 if sample.sentences is not None:
-                    sample.sentences.take(piece, np.asarray(hidden)[0, : len(piece)])
-            self.meter.peak(self.num_held_pages)
+                    sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
         self.sharer.start(sample)
         self.meter.row(sample)
         self.meter.stats.prefills += 1
@@ -284,8 +283,7 @@ class Runner:
         if prefix.start is None:
             self._prefill(first, sample)
             self.state, snapshot = self.programs.detach(self.state, np.int32(first))
-            done, table = copy.copy(sample.completion), np.asarray(snapshot.block_table.page_table)
-            prefix.start = Start(snapshot, table, done, sample.sentences, sample.trace)
+            prefix.start = Start(snapshot, copy.copy(sample.completion), sample.sentences, sample.trace)
             prefix.filled, prefix.heads = sample.filled, sample.heads  # fewer than were reserved, if scores decided how many
             sizes = self.capacity.num_kv_heads, self.capacity.page_size, self.capacity.num_shards
             prefix.num_pages = min(prefix.num_pages, sample.num_pages(0, *sizes))
@@ -333,7 +331,9 @@ class Runner:
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""
         with self.meter.clock("decode_seconds"):
-            outputs = jax.device_get(flight.outputs)
+            outputs, held = jax.device_get((flight.outputs, self._held))
+        self._held.clear()
+        self.meter.peak(max(map(int, held), default=0))
         log_prob_full = outputs.log_prob if outputs.log_prob_full is None else outputs.log_prob_full
         counts = outputs.is_real.sum(axis=0)
 
@@ -442,8 +442,3 @@ def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list
         group = [row for row, sample in admitted.items() if sample.request.policy.evicts_in_steps == owns_all]
         if group:
             yield owns_all, group
-
-
-def split_prompt(prompt: np.ndarray) -> list[np.ndarray]:
-    """The pieces of a prompt that are prefilled one after the other."""
-    return [prompt[start : start + PREFILL_SIZES[-1]] for start in range(0, len(prompt), PREFILL_SIZES[-1])]

@@ -108,10 +108,14 @@ class Start:
     """A prefilled prompt on the device."""
 
     snapshot: Snapshot
-    page_table: np.ndarray  # the snapshot's, on the host
     completion: Completion  # the counts of the prompt's compaction
     sentences: SentenceLog | None  # of the prompt, for policies that compare sentences
     trace: TraceRecorder | None
+
+    @property
+    def page_table(self) -> np.ndarray:
+        """The snapshot's, on the host; waits for the device."""
+        return np.asarray(self.snapshot.block_table.page_table)
 
 
 @dataclasses.dataclass(eq=False)

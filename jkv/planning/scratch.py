@@ -6,7 +6,7 @@ for TPU v5e, v6e, the H200 and the T4; `tests/aot/test_plan.py` compares them wi
 
 import dataclasses
 
-from jkv.engine.runner import PREFILL_SIZES
+from jkv.engine import prefill as chunks
 from jkv.model.params import ModelConfig
 from jkv.policies import Policy
 from pallas_kernels.paged_attention.pieces import PIECE
@@ -16,7 +16,6 @@ SPLITS = 32  # float32 partial sums, as wide as the residual stream, of products
 LISTED = 7  # 4-byte values per slot in a compaction: scores, positions and indices
 MASS_COPIES = 12  # of a chunk's attention, where plain XLA adds it up
 KEY_COPIES = 9  # of one layer's keys in a compaction, where plain XLA computes it
-CHUNK = PREFILL_SIZES[-1]  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +62,8 @@ def scratch_of(
     parts = 4 * pieces * config.num_query_heads * (config.head_size + 1)
     decode = layouts + num_rows * (sums + mass + parts + truncates * CUT * 4 * logits)
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
-    prefill = 2 * key_bytes + CHUNK * sums // 2
+    chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
+    prefill = 2 * key_bytes + chunk * sums // 2
     evict, compaction = policy.evict, 0
     if evict is not None:
         compaction = config.num_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
@@ -74,7 +74,7 @@ def scratch_of(
         logits_of_step = 4 * config.num_query_heads * max_slots
         decode += max(joined, num_rows * (2 * key_bytes + logits_of_step))
         decode += num_rows * policy.needs.mass * config.num_layers * logits_of_step
-        prefill += joined + CHUNK * config.num_layers * config.width * itemsize
-        prefill += MASS_COPIES * CHUNK * policy.needs.mass * logits_of_step
+        prefill += joined + chunk * config.num_layers * config.width * itemsize
+        prefill += MASS_COPIES * chunk * policy.needs.mass * logits_of_step
         compaction = compaction * 23 // 20 + (evict is not None) * KEY_COPIES * key_bytes
     return Scratch(prefill, decode, compaction)

@@ -56,7 +56,7 @@ class FakeRunner:
             assert row < self.capacity.max_running
             prefix = sample.prefix
             if sample.shares and prefix.start is None:
-                prefix.start = Start(None, None, None, None, None)
+                prefix.start = Start(None, None, None, None)
                 self.prefixes[id(prefix)] = prefix.num_pages
             if sample.shares:
                 self.readers[row] = prefix

@@ -53,7 +53,7 @@ def test_logits_of_every_prompt_position_through_the_pool_match(golden, piece):
         count = len(prompt[start : start + piece])
         tokens[0, :count] = prompt[start : start + piece]
         row = np.asarray([1], np.int32), tokens, np.asarray([count], np.int32)
-        state, hidden = programs.prefill_chunk(model.params, state, *row)
+        state, hidden, _ = programs.prefill_chunk(model.params, state, *row)
         logits.append(decoder.unembed(model.params, hidden[0, :count]))
     np.testing.assert_allclose(np.concatenate(logits), reference["prompt_logits"], atol=1e-4)
 

@@ -61,7 +61,7 @@ def test_a_view_of_the_engine_has_the_facts_of_each_layer_and_only_those_declare
     config, statistics = model.config, random_statistics(model)
     state = empty_state(config, jkv.Needs(window=4), num_rows=3, num_pages=64, max_pages=8, page_size=4)
     token = np.arange(16, dtype=np.int32)[None]
-    state, _ = programs.prefill_chunk(model.params, state, np.asarray([1], np.int32), token, np.asarray([16], np.int32))
+    state, *_ = programs.prefill_chunk(model.params, state, np.asarray([1], np.int32), token, np.asarray([16], np.int32))
     row, budget = jnp.asarray([1]), jnp.full((2, 1), 8)
 
     def view_for(policy):

@@ -254,7 +254,7 @@ def prefilled(params, on, rows):
     for i, row in enumerate(rows):
         token = jnp.asarray([PROMPTS[row] + [0] * (16 - len(PROMPTS[row]))], jnp.int32)
         count = jnp.asarray([len(PROMPTS[row])], jnp.int32)
-        state, _ = prefill.prefill_chunk(params, state, jnp.asarray([i], jnp.int32), token, count)
+        state, *_ = prefill.prefill_chunk(params, state, jnp.asarray([i], jnp.int32), token, count)
     return state
 
 

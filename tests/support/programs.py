@@ -14,8 +14,9 @@ from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import LOG_WEIGHT
 from jkv.engine import programs as device
-from jkv.engine import runner, scheduler, sharer, swap
+from jkv.engine import scheduler, sharer, swap
 from jkv.engine.chunk_inputs import empty_state
+from jkv.engine.prefill import LARGE
 from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
 from jkv.model.params import ModelConfig, Params, weight_shapes
 from jkv.model.penalties import PenaltyRows
@@ -150,9 +151,9 @@ def decode(
     return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options, generated=generated)
 
 
-def prefill(shapes: Shapes) -> Any:
+def prefill(shapes: Shapes, num_tokens: int = LARGE) -> Any:
     """The largest chunk of a prompt."""
-    token = shapes.leaf(1, runner.PREFILL_SIZES[-1])
+    token = shapes.leaf(1, num_tokens)
     return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1), gate_of(shapes))
 
 
