@@ -189,7 +189,7 @@ def attend_rows(
         """Waits for as many bytes as that many pages have. A wait has a constant size: 13 pages are waits for 8, 4 and 1."""
         for bit in range(block_pages.bit_length()):
             pages = buffer_vmem_ref.at[which, pl.ds(0, 1 << bit)]
-            pl.when((num_pages >> bit) % 2 == 1)(pltpu.make_async_copy(pages, pages, semaphores.at[which]).wait)
+            pl.when((num_pages >> bit) & 1 == 1)(pltpu.make_async_copy(pages, pages, semaphores.at[which]).wait)
 
     def clear(num_pages: Any, num_filled: Any, which: Any) -> None:
         """Writes zeros to the values of a block that no slot of the row fills: 0 * NaN is NaN."""
