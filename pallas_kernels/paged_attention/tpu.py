@@ -242,9 +242,10 @@ def attend_rows(
             if weight_vmem_ref is not None:
                 weight_1S = weight_vmem_ref[local_row, pl.ds(index, 1), :]
                 logits_GS = logits_GS + weight_1S
-                is_filled_1S &= weight_1S > -jnp.inf
-                is_filled = is_filled_1S if is_transposed else is_filled_1S.reshape(block, 1)
-                value = jnp.where(is_filled, value, jnp.zeros_like(value))
+                weight_1S = jnp.where(is_filled_1S, weight_1S, -jnp.inf)
+                is_filled_1S = weight_1S > -jnp.inf
+                is_read = (weight_1S if is_transposed else weight_1S.reshape(block, 1)) > -jnp.inf
+                value = jnp.where(is_read, value, jnp.zeros_like(value))
             logits_GS = jnp.where(is_filled_1S, logits_GS, -jnp.inf)
             for logits_ref in logits_refs:
                 logits_ref[local_row, :, pl.ds(index * block, block)] = logits_GS
