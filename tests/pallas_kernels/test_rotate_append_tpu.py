@@ -74,10 +74,11 @@ def test_rotates_and_stores_each_token_in_its_slot(case, dtype):
 
 
 def test_every_other_slot_keeps_its_bits():
+    """Those of the null page too."""
     args = random_case(3, 8, 2, 128, 64, 32, "bfloat16")
     kv, address = args[3], np.asarray(args[4]).ravel()
     _, got, got_ring = tpu.rotate_append(*args, interpret=True)
-    others = np.setdiff1d(np.arange(32, kv.shape[0] * 32), address)
+    others = np.setdiff1d(np.arange(kv.shape[0] * 32), address[address >= 32])
     for part in range(2):
         x, y = (np.asarray(pool).view(np.uint16)[:, part].reshape(-1, 128)[others] for pool in (got, kv))
         np.testing.assert_array_equal(x, y)
@@ -88,7 +89,7 @@ def test_every_other_slot_keeps_its_bits():
 def test_values_and_channels_beyond_the_pairs_keep_their_bits():
     args = random_case(2, 8, 2, 128, 32, 16, "bfloat16")
     projected, address = args[0], np.asarray(args[4])
-    projected = projected.at[0, 0, 100].set(jnp.inf)
+    projected = projected.at[0, 0, 70].set(jnp.inf)
     query, kv, _ = tpu.rotate_append(projected, *args[1:], interpret=True)
     np.testing.assert_array_equal(query[..., 64:], projected[:, :8, 64:])
     for head, slot in enumerate(address[0]):
