@@ -17,14 +17,14 @@ from jaxtyping import Array, Float, Int
 
 LANES = 128
 SUBLANES = 8
-STEP_BYTES = 4 << 20  # of the tiles of a grid step
-MOST_ROW_BYTES = 1 << 20  # of a row's heads and tiles
+STEP_BYTES = 8 << 20  # of the rows of a grid step, of the 16 MiB of vector memory that a kernel has
+MOST_ROW_BYTES = 1 << 20
 MOST_SMEM = 512 << 10  # bytes of addresses
 
 
 def why_not(projected: Any, cos: Any, sin: Any, kv: Any, address: Any, ring: Any, ring_at: Any) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    (num_rows, num_heads, head_size), page_size, tile = projected.shape, kv.shape[2], 32 // kv.dtype.itemsize
+    (num_rows, _, head_size), page_size, tile = projected.shape, kv.shape[2], 32 // kv.dtype.itemsize
     if kv.dtype not in (jnp.float32, jnp.bfloat16) or projected.dtype != kv.dtype:
         return f"heads and pool must both be float32 or bfloat16; got {projected.dtype} and {kv.dtype}"
     if head_size % LANES:
@@ -33,17 +33,20 @@ def why_not(projected: Any, cos: Any, sin: Any, kv: Any, address: Any, ring: Any
         return f"a page of {kv.dtype} must be a multiple of {tile} slots; got {page_size}"
     if ring is not None and ring.dtype != kv.dtype:
         return f"ring and pool must have the same dtype; got {ring.dtype} and {kv.dtype}"
-    if (size := num_heads * head_size * kv.dtype.itemsize + tile_bytes(kv) * address.shape[1]) > MOST_ROW_BYTES:
+    if (size := row_bytes(projected, kv, address.shape[1])) > MOST_ROW_BYTES:
         return f"heads and tiles of a row must take at most {MOST_ROW_BYTES} bytes; got {size}"
     if (size := 4 * num_rows * (address.shape[1] + 1)) > MOST_SMEM:
         return f"addresses must take at most {MOST_SMEM} bytes; got {size}"
     return None
 
 
-def tile_bytes(kv: Any) -> int:
-    """Bytes of the tiles of a slot's key and value."""
-    tile = 32 // kv.dtype.itemsize
-    return int(2 * tile * kv.shape[3] * kv.dtype.itemsize)
+def row_bytes(projected: Any, kv: Any, num_kv_heads: int) -> int:
+    """Bytes of vector memory for a row: its heads and rotated queries, double-buffered, its tiles, and their new slots."""
+    _, num_heads, head_size = projected.shape
+    itemsize = kv.dtype.itemsize
+    tile = 32 // itemsize
+    heads, new = num_heads + -num_heads % tile, 2 * num_kv_heads + -2 * num_kv_heads % SUBLANES
+    return int(head_size * (4 * heads * itemsize + 2 * num_kv_heads * tile * itemsize + 4 * new))
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -60,8 +63,7 @@ def rotate_append(
     """See `pallas_kernels.rotate_append`."""
     (num_rows, num_heads, head_size), num_kv_heads = projected.shape, address.shape[1]
     num_query_heads, half, tile = num_heads - 2 * num_kv_heads, cos.shape[1], 32 // kv.dtype.itemsize
-    row_bytes = num_kv_heads * tile_bytes(kv) + num_heads * head_size * kv.dtype.itemsize
-    steps = pl.cdiv(num_rows, max(1, STEP_BYTES // row_bytes))
+    steps = pl.cdiv(num_rows, max(1, STEP_BYTES // row_bytes(projected, kv, num_kv_heads)))
     rows = pl.cdiv(num_rows, steps)
 
     def pad(x: Array) -> Array:
