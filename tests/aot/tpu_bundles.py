@@ -27,7 +27,7 @@ from tests.aot import targets
 
 
 class Chip(NamedTuple):
-    """What a row's bundles are compared with, from Google's pages on each TPU."""
+    """What a row's bundles are compared with. The clock is an estimate: it is not published."""
 
     clock_ghz: float
     hbm_gb_per_s: float
