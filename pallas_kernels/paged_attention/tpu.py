@@ -1,8 +1,10 @@
 """Pallas for TPU: DMAs fetch the pages of the next block into one buffer while the kernel attends to the other, across rows.
 
-After compaction a row is a few blocks long, so a pipeline that drains at the end of every row would mostly wait. A grid step
-takes eight rows, and its last block starts the fetch for the first block of the next step, whose piece of the table is loaded
+After compaction a row is one block, so a pipeline that drains at the end of every row would mostly wait. A grid step takes
+eight rows, and its last block starts the fetch for the first block of the next step, whose piece of the table is loaded
 already. The table passes through scalar memory in such pieces, so scalar memory does not limit its size.
+
+Heads that do not fill the lanes of a tile are read from transposed pages, whose slots do. XLA stores such a pool that way.
 """
 
 import functools
@@ -15,8 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-BLOCK = 256  # slots per buffer, or a page if that is larger
+BLOCK = 1280  # slots per buffer, or a page if that is larger; a row with a budget of 1024 is one block until it is compacted
+BLOCK_BYTES = 2 << 20  # of a buffer, at most, or a page if that is larger
+CHUNK = 256  # slots that are summed at once; the sums are added in the order of the slots, however long a block is
+STARTED = 8  # pages whose fetches start without a branch between them
 ROWS = 8  # per grid step
+LANES = 128
 SUBLANES = 8  # query heads are padded to a multiple
 MOST_SMEM = 960 << 10  # bytes of scalar memory, which has 1 MiB
 MOST_VMEM = 12 << 20  # bytes of vector memory, of the 16 MiB that a kernel has
@@ -24,13 +30,13 @@ MOST_VMEM = 12 << 20  # bytes of vector memory, of the 16 MiB that a kernel has
 
 def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, with_logits: bool = False) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    page_size, max_pages, tile = kv.shape[2], page_table.shape[1], 32 // kv.dtype.itemsize
+    (page_size, head_size), max_pages, tile = kv.shape[2:], page_table.shape[1], 32 // kv.dtype.itemsize
     if kv.dtype not in (jnp.float32, jnp.bfloat16) or query.dtype != kv.dtype:
         return f"queries and pool must both be float32 or bfloat16; got {query.dtype} and {kv.dtype}"
-    if kv.shape[3] % 128:
-        return f"the head size must be a multiple of 128; got {kv.shape[3]}"
-    if page_size % tile:
-        return f"a page of {kv.dtype} must be a multiple of {tile} slots; got {page_size}"
+    if head_size % LANES and page_size % LANES:
+        return f"the head size or the page size must be a multiple of {LANES}; got {head_size} and {page_size}"
+    if head_size % tile or page_size % tile:
+        return f"heads and pages of {kv.dtype} must be multiples of {tile}; got {head_size} and {page_size}"
     smem, vmem = memory(query, kv, max_pages, log_weight is not None, with_logits)
     if smem > MOST_SMEM:
         return f"lengths, and the tables of {ROWS} rows four times, must take at most {MOST_SMEM} bytes; got {smem}"
@@ -39,13 +45,21 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, 
     return None
 
 
+def pages_of_block(kv: Any, max_pages: int) -> int:
+    """How many pages a buffer holds."""
+    _, _, page_size, head_size = kv.shape
+    page_bytes = 2 * page_size * head_size * kv.dtype.itemsize
+    return max(1, min(BLOCK // page_size, BLOCK_BYTES // page_bytes, max_pages))
+
+
 def memory(query: Any, kv: Any, max_pages: int, is_weighted: bool, with_logits: bool) -> tuple[int, int]:
     """Bytes of scalar and of vector memory; the inputs and outputs of a grid step are double-buffered."""
     (num_rows, group, head_size), page_size, itemsize = query.shape, kv.shape[2], kv.dtype.itemsize
-    block_pages = max(1, min(BLOCK // page_size, max_pages))
+    block_pages = pages_of_block(kv, max_pages)
     blocks = -(-max_pages // block_pages)
     group, slots = group + -group % SUBLANES, blocks * block_pages * page_size
-    row = 2 * group * head_size * itemsize + 4 * group * 128  # query and output; a log-total takes 128 lanes
+    lanes = head_size + -head_size % LANES
+    row = 2 * group * lanes * itemsize + 4 * group * LANES  # query and output; a log-total takes all lanes
     row += 4 * (blocks + -blocks % SUBLANES) * block_pages * page_size * is_weighted + 4 * group * slots * with_logits
     buffers = 4 * block_pages * page_size * head_size * itemsize
     smem = 4 * (num_rows + -num_rows % ROWS) + 4 * ROWS * 4 * blocks * block_pages
@@ -64,9 +78,12 @@ def paged_attention(
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """See `pallas_kernels.paged_attention`."""
     (num_rows, group, head_size), page_size, max_pages = query.shape, kv.shape[2], page_table.shape[1]
-    block_pages = max(1, min(BLOCK // page_size, max_pages))
+    block_pages = pages_of_block(kv, max_pages)
     padded_rows, padded_pages = num_rows + -num_rows % ROWS, max_pages + -max_pages % block_pages
     padded_group, num_slots = group + -group % SUBLANES, padded_pages * page_size
+    is_transposed = head_size % LANES != 0
+    if is_transposed:
+        kv = jnp.swapaxes(kv, 2, 3)  # as XLA stores it, so nothing moves
 
     def pad(x: Array, *sizes: int) -> Array:
         return jnp.pad(x, [(0, size - old) for size, old in zip(sizes, x.shape, strict=True)])
@@ -81,11 +98,11 @@ def paged_attention(
     def following(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
         return core * steps + lax.min(step + 1, steps - 1), 0, 0
 
-    table = pad(page_table, padded_rows, padded_pages).reshape(cores * steps, ROWS, padded_pages)
-    table_block = (1, ROWS, padded_pages)
+    # One line a step: the address of an entry of a tiled table takes longer to compute than the fetch takes to start.
+    table = pad(page_table, padded_rows, padded_pages).reshape(cores * steps, 1, ROWS * padded_pages)
     in_specs = [
-        pl.BlockSpec(table_block, this, memory_space=pltpu.SMEM),
-        pl.BlockSpec(table_block, following, memory_space=pltpu.SMEM),
+        pl.BlockSpec((1, *table.shape[1:]), this, memory_space=pltpu.SMEM),
+        pl.BlockSpec((1, *table.shape[1:]), following, memory_space=pltpu.SMEM),
         pl.BlockSpec((ROWS, padded_group, head_size), this),
         pl.BlockSpec(memory_space=pl.ANY),
     ]
@@ -98,20 +115,21 @@ def paged_attention(
     if with_logits:
         shapes.append(((padded_group, num_slots), jnp.float32))
     outs = pl.pallas_call(
-        functools.partial(attend_rows, block_pages, steps, log_weight is not None),
+        functools.partial(attend_rows, steps, is_transposed, log_weight is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(cores, steps),
             in_specs=in_specs,
             out_specs=[pl.BlockSpec((ROWS, *shape), this) for shape, _ in shapes],
             scratch_shapes=[
-                pltpu.VMEM((2, block_pages, 2, page_size, head_size), kv.dtype),
+                pltpu.VMEM((2, block_pages, *kv.shape[1:]), kv.dtype),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
         ),
         out_shape=[jax.ShapeDtypeStruct((padded_rows, *shape), dtype) for shape, dtype in shapes],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        # Page ids are in bounds, as XLA's gather assumes too; checking one takes longer than to start its fetch.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         interpret=interpret,
         name="paged_attention",
     )(pad(length, padded_rows), *inputs)
@@ -120,8 +138,8 @@ def paged_attention(
 
 
 def attend_rows(
-    block_pages: int,
     steps: int,
+    is_transposed: bool,
     is_weighted: bool,
     # inputs
     length_smem_ref: Any,
@@ -134,29 +152,62 @@ def attend_rows(
     """Attends for eight rows. The log-weights (an input) and the logits (an output) are optional."""
     weight_vmem_ref, *others = refs if is_weighted else (None, *refs)
     out_vmem_ref, log_total_vmem_ref, *logits_refs, buffer_vmem_ref, semaphores, which_smem_ref = others
-    page_size, head_size = kv_hbm_ref.shape[2:]
-    block = block_pages * page_size
+    block_pages, padded_pages = buffer_vmem_ref.shape[1], table_smem_ref.shape[2] // ROWS
+    page_size = kv_hbm_ref.shape[3 if is_transposed else 2]
+    block, head_size = block_pages * page_size, query_vmem_ref.shape[2]
+    head_axis = 0 if is_transposed else 1  # of keys and values
     core, step = pl.program_id(0), pl.program_id(1)
     first_row = (core * steps + step) * ROWS
-    precision = lax.Precision.HIGHEST if kv_hbm_ref.dtype == jnp.float32 else None
+    product = functools.partial(
+        lax.dot_general,
+        precision=lax.Precision.HIGHEST if kv_hbm_ref.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
 
-    def each_page(row: Any, index: Any, act: Any) -> None:
-        """Calls `act` for each page of a row's block that holds a filled slot."""
+    def num_pages_of(row: Any, index: Any) -> Any:
+        """Pages of a row's block that hold a filled slot."""
         num_pages = lax.div(length_smem_ref[row] + page_size - 1, page_size) - index * block_pages
-        lax.fori_loop(0, lax.min(num_pages, block_pages), lambda i, _: act(i), None)
+        return lax.clamp(0, num_pages, block_pages)
 
     def start(table_ref: Any, local_row: Any, row: Any, index: Any, which: Any) -> None:
-        def begin(i: Any) -> None:
-            page = table_ref[0, local_row, index * block_pages + i]
-            pltpu.make_async_copy(kv_hbm_ref.at[page], buffer_vmem_ref.at[which, i], semaphores.at[which]).start()
+        """Starts to fetch the pages of a row's block."""
+        num_pages, first = num_pages_of(row, index), local_row * padded_pages + index * block_pages
 
-        each_page(row, index, begin)
+        def begin(i: Any, offset: int = 0) -> None:
+            page, place = table_ref[0, 0, first + i + offset], buffer_vmem_ref.at[which, i + offset]
+            pltpu.make_async_copy(kv_hbm_ref.at[page], place, semaphores.at[which]).start()
 
-    def wait(row: Any, index: Any, which: Any) -> None:
-        def end(i: Any) -> None:
-            pltpu.make_async_copy(kv_hbm_ref.at[0], buffer_vmem_ref.at[which, i], semaphores.at[which]).wait()
+        def begin_several(group: Any, _: None) -> None:
+            for offset in range(STARTED):
+                begin(group * STARTED, offset)
 
-        each_page(row, index, end)
+        num_groups = lax.div(num_pages, STARTED)
+        lax.fori_loop(0, num_groups, begin_several, None)
+        lax.fori_loop(num_groups * STARTED, num_pages, lambda i, _: begin(i), None)
+
+    def wait(num_pages: Any, which: Any) -> None:
+        """Waits for as many bytes as that many pages have. A wait has a constant size: 13 pages are waits for 8, 4 and 1."""
+        for bit in range(block_pages.bit_length()):
+            pages = buffer_vmem_ref.at[which, pl.ds(0, 1 << bit)]
+            pl.when((num_pages >> bit) & 1 == 1)(pltpu.make_async_copy(pages, pages, semaphores.at[which]).wait)
+
+    def clear(num_pages: Any, num_filled: Any, which: Any) -> None:
+        """Writes zeros to the values of a block that no slot of the row fills: 0 * NaN is NaN."""
+        last = lax.max(num_pages - 1, 0)
+        value = buffer_vmem_ref[which, last, 1]
+        slot = last * page_size + lax.broadcasted_iota(jnp.int32, value.shape, 1 - head_axis)
+        buffer_vmem_ref[which, last, 1] = jnp.where(slot < num_filled, value, jnp.zeros_like(value))
+
+        def empty(i: Any, _: None) -> None:
+            buffer_vmem_ref[which, i, 1] = jnp.zeros_like(value)
+
+        lax.fori_loop(num_pages, block_pages, empty, None)
+
+    def slots_of(part: int, which: Any) -> Array:
+        """The keys (part 0) or values (1) of a buffer, page after page."""
+        if is_transposed:
+            return jnp.concatenate([buffer_vmem_ref[which, i, part] for i in range(block_pages)], axis=1)
+        return buffer_vmem_ref[which, :, part].reshape(block, head_size)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -171,43 +222,43 @@ def attend_rows(
         for logits_ref in logits_refs:
             logits_ref[local_row] = jnp.full(logits_ref.shape[1:], -jnp.inf, jnp.float32)
 
+        def start_following(index: Any, which: Any) -> None:
+            is_last = index + 1 == num_blocks
+            next_row, next_index = jnp.where(is_last, local_row + 1, local_row), jnp.where(is_last, 0, index + 1)
+            is_here = next_row < ROWS
+            pl.when(is_here)(lambda: start(table_smem_ref, next_row, first_row + next_row, next_index, which))
+            pl.when(~is_here & (step + 1 < steps))(lambda: start(next_table_smem_ref, 0, row + 1, 0, which))
+
         def attend(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             which, peak_G1, total_G1, out_GH = carry
-            is_last, is_last_row = index + 1 == num_blocks, local_row + 1 == ROWS
-            pl.when(~is_last)(lambda: start(table_smem_ref, local_row, row, index + 1, 1 - which))
-            pl.when(is_last & ~is_last_row)(lambda: start(table_smem_ref, local_row + 1, row + 1, 0, 1 - which))
-            pl.when(is_last & is_last_row & (step + 1 < steps))(lambda: start(next_table_smem_ref, 0, row + 1, 0, 1 - which))
-            wait(row, index, which)
-            key_SH = buffer_vmem_ref[which, :, 0].reshape(block, head_size)
-            value_SH = buffer_vmem_ref[which, :, 1].reshape(block, head_size)
-            slot_1S = index * block + lax.broadcasted_iota(jnp.int32, (1, block), 1)
-            slot_S1 = index * block + lax.broadcasted_iota(jnp.int32, (block, 1), 0)
-            logits_GS = lax.dot_general(
-                query_GH, key_SH, (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-            )
-            logits_GS = logits_GS * head_size**-0.5
-            is_filled_1S, is_filled_S1 = slot_1S < length, slot_S1 < length
+            num_pages, num_filled = num_pages_of(row, index), length - index * block
+            start_following(index, 1 - which)
+            wait(num_pages, which)
+            if weight_vmem_ref is None:
+                clear(num_pages, num_filled, which)
+            key, value = (slots_of(part, which) for part in range(2))
+            is_filled_1S = lax.broadcasted_iota(jnp.int32, (1, block), 1) < num_filled
+            logits_GS = product(query_GH, key, (((1,), (head_axis,)), ((), ()))) * head_size**-0.5
             if weight_vmem_ref is not None:
                 weight_1S = weight_vmem_ref[local_row, pl.ds(index, 1), :]
                 logits_GS = logits_GS + weight_1S
-                is_filled_1S &= weight_1S > -jnp.inf
-                is_filled_S1 &= weight_1S.reshape(block, 1) > -jnp.inf
+                weight_1S = jnp.where(is_filled_1S, weight_1S, -jnp.inf)
+                is_filled_1S = weight_1S > -jnp.inf
+                is_read = (weight_1S if is_transposed else weight_1S.reshape(block, 1)) > -jnp.inf
+                value = jnp.where(is_read, value, jnp.zeros_like(value))
             logits_GS = jnp.where(is_filled_1S, logits_GS, -jnp.inf)
             for logits_ref in logits_refs:
                 logits_ref[local_row, :, pl.ds(index * block, block)] = logits_GS
             new_peak_G1 = jnp.maximum(peak_G1, jnp.max(logits_GS, axis=1, keepdims=True))
             base_G1 = jnp.where(new_peak_G1 == -jnp.inf, 0.0, new_peak_G1)  # the row reads nothing so far
             weight_GS, scale_G1 = jnp.exp(logits_GS - base_G1), jnp.exp(peak_G1 - base_G1)
-            value_SH = jnp.where(is_filled_S1, value_SH, jnp.zeros_like(value_SH))  # 0 * NaN is NaN
-            added_GH = lax.dot_general(
-                weight_GS.astype(value_SH.dtype),
-                value_SH,
-                (((1,), (0,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
-            total_G1 = total_G1 * scale_G1 + weight_GS.sum(axis=1, keepdims=True)
-            return 1 - which, new_peak_G1, total_G1, out_GH * scale_G1 + added_GH
+            total_G1, out_GH = total_G1 * scale_G1, out_GH * scale_G1
+            for first in range(0, block, CHUNK):
+                last = min(first + CHUNK, block)
+                chunk_GS, chunk = weight_GS[:, first:last], lax.slice_in_dim(value, first, last, axis=1 - head_axis)
+                total_G1 = total_G1 + chunk_GS.sum(axis=1, keepdims=True)
+                out_GH = out_GH + product(chunk_GS.astype(value.dtype), chunk, (((1,), (1 - head_axis,)), ((), ())))
+            return 1 - which, new_peak_G1, total_G1, out_GH
 
         group = query_GH.shape[0]
         begin = (

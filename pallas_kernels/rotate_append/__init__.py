@@ -3,9 +3,10 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, call
-from pallas_kernels.rotate_append import gpu, reference
+from pallas_kernels.rotate_append import gpu, reference, tpu
 
 IMPLEMENTATIONS = {
+    "tpu": Implementation(tpu.rotate_append, "tpu", tpu.why_not),
     "gpu": Implementation(gpu.rotate_append, "cuda", gpu.why_not),
     "reference": Implementation(reference.rotate_append),
 }

@@ -49,6 +49,7 @@ WIDE = {  # of the kernels alone: rows of several grid steps, and several blocks
     "head_64_page_16": (RAGGED, 7, 64, 16, 8),
     "head_128_page_64": ([300, 0, 64, 383, 1, 256, 257, 13, 320], 5, 128, 64, 6),
     "head_128_page_128": ([130, 256, 1, 385], 8, 128, 128, 4),
+    "head_64_page_128": ([130, 0, 1, 385], 4, 64, 128, 4),
     "head_64_page_4": ([5, 0, 300, 12], 6, 64, 4, 75),
     "one_query_head": ([270, 1], 1, 128, 16, 17),
     "four_query_heads": ([17, 40, 0], 4, 64, 16, 3),
@@ -121,10 +122,19 @@ def test_reads_the_filled_slots_of_permuted_pages_and_nothing_else(paged_attenti
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    slow_but_for({("head_64_page_16", "float32"), ("head_128_page_64", "bfloat16"), ("head_64_page_4", "bfloat16")}, WIDE),
+    slow_but_for(
+        {
+            ("head_64_page_16", "float32"),
+            ("head_128_page_64", "bfloat16"),
+            ("head_64_page_4", "bfloat16"),
+            ("head_64_page_128", "bfloat16"),
+        },
+        WIDE,
+    ),
 )
 @pytest.mark.parametrize("name", ["native", "tpu", "gpu"])
-def test_kernels_read_rows_of_many_blocks_and_weights(name, case, dtype):
+def test_kernels_read_rows_of_many_blocks_and_weights(monkeypatch, name, case, dtype):
+    monkeypatch.setattr(tpu, "BLOCK", 128)
     args = random_case(*case, dtype)
     if name == "native" and (reason := native.why_not(*args)):
         pytest.skip(reason)
@@ -220,6 +230,31 @@ def test_on_a_cpu_a_row_s_bits_depend_on_nothing_but_the_row(name):
         np.testing.assert_array_equal(x[0::2, ..., : z.shape[-1]], z[0::2])
 
 
+@pytest.mark.parametrize(("head_size", "narrow_pages"), [(8, 20), (128, 64)])
+def test_on_a_tpu_a_row_s_bits_depend_on_nothing_but_the_row(head_size, narrow_pages):
+    """The wide table has two blocks, and the narrow one has one that is shorter."""
+    query, kv, page_table, length = random_case([300, 70, 301, 1300], 2, head_size, 16, 84, jnp.float32)
+    run = jax.jit(functools.partial(RUNS["tpu"], log_weight=None, with_logits=True))
+    together = run(query, kv, page_table, length)
+    shorter = length.at[1].set(0).at[3].set(1)
+    narrow = run(query, kv, page_table[:, :narrow_pages], shorter)
+    for x, y, z in zip(together, run(query, kv, page_table, shorter), narrow, strict=True):
+        np.testing.assert_array_equal(x[0:3:2], y[0:3:2])
+        np.testing.assert_array_equal(x[0:3:2, ..., : z.shape[-1]], z[0:3:2])
+
+
+@pytest.mark.parametrize("head_size", [8, 128])
+def test_on_a_tpu_no_value_of_a_longer_neighbour_stays_in_a_buffer(head_size):
+    """Infinite values of one row are in the pages of a buffer that the next rows do not fill."""
+    lengths = [60, 60, 60, 0, 7, 33]
+    query, kv, page_table, length = random_case(lengths, 2, head_size, 16, 4, jnp.float32)
+    kv = kv.at[page_table[:3].ravel(), 1].set(jnp.inf)
+    out, log_total, _ = RUNS["tpu"](query, kv, page_table, length, None, with_logits=False)
+    expected_out, expected_total, _ = by_hand(query[3:], kv, page_table[3:], length[3:])
+    np.testing.assert_allclose(out[3:], expected_out, atol=2e-5, rtol=0)
+    np.testing.assert_allclose(log_total[3:], expected_total, atol=2e-5, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_a_kernel_s_row_has_the_same_bits_whatever_its_neighbours_hold(name):
     query, kv, page_table, length = random_case([20, 24, 5, 17], 2, 8, 4, 6, jnp.float32)
@@ -248,16 +283,16 @@ def test_a_planted_race_is_found(monkeypatch):
 
 def test_what_a_kernel_cannot_take_is_named():
     args = random_case([7, 20], 2, 8, 4, 5, jnp.float32)
-    assert "multiple of 128; got 8" in tpu.why_not(*args, None)
+    assert "head size or the page size must be a multiple of 128; got 8 and 4" in tpu.why_not(*args, None)
     assert "multiple of 16 up to 256; got 8" in gpu.why_not(*args, None)
     query, kv, page_table, length = random_case([3], 17, 128, 16, 1, jnp.float32)
     assert "at most 16 query heads; got 17" in gpu.why_not(query, kv, page_table, length, None)
-    assert "multiple of 16 slots; got 8" in tpu.why_not(
+    assert "heads and pages of bfloat16 must be multiples of 16; got 128 and 8" in tpu.why_not(
         query.astype(jnp.bfloat16), kv[:, :, :8].astype(jnp.bfloat16), page_table, length, None
     )
     assert "float16 and float32" in tpu.why_not(query.astype(jnp.float16), kv, page_table, length, None)
     wide = jnp.zeros((1, 8193), jnp.int32)
-    assert "four times, must take at most 983040 bytes; got 1050" in tpu.why_not(query, kv, wide, length, None)
+    assert "four times, must take at most 983040 bytes; got 1054752" in tpu.why_not(query, kv, wide, length, None)
     assert "logits must take at most" in tpu.why_not(query, kv, wide[:, :2048], length, None, with_logits=True)
     assert gpu.why_not(query[:, :8], kv, wide, length, None) is None
 

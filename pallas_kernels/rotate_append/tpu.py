@@ -1,0 +1,226 @@
+"""Pallas for TPU: rotates queries and keys, and writes the new slots into their pages, all in flight at once.
+
+A slot is one sublane of a packed tile, which a DMA cannot write alone. So the tile around each slot is read, changed and
+written back. The reads of all rows and heads start before the rotation and are waited for after it. No two tokens share a
+page, so their tiles do not overlap. Tokens of the null page are not stored.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+LANES = 128
+SUBLANES = 8
+STEP_BYTES = 8 << 20  # of the rows of a grid step, of the 16 MiB of vector memory that a kernel has
+MOST_ROW_BYTES = 1 << 20
+MOST_SMEM = 512 << 10  # bytes of addresses
+
+
+def why_not(
+    kv: Any, projected: Any, cos: Any, sin: Any, address: Any, ring: Any = None, ring_at: Any = None, layer: Any = None
+) -> str | None:
+    """Why the kernel cannot take these arguments; None when it can."""
+    (num_rows, _, head_size), page_size, tile = projected.shape, kv.shape[2], 32 // kv.dtype.itemsize
+    if kv.dtype not in (jnp.float32, jnp.bfloat16) or projected.dtype != kv.dtype:
+        return f"heads and pool must both be float32 or bfloat16; got {projected.dtype} and {kv.dtype}"
+    if head_size % LANES:
+        return f"the head size must be a multiple of {LANES}; got {head_size}"
+    if page_size % tile:
+        return f"a page of {kv.dtype} must be a multiple of {tile} slots; got {page_size}"
+    if ring is not None and ring.dtype != kv.dtype:
+        return f"ring and pool must have the same dtype; got {ring.dtype} and {kv.dtype}"
+    if (size := row_bytes(projected, kv, address.shape[-1])) > MOST_ROW_BYTES:
+        return f"heads and tiles of a row must take at most {MOST_ROW_BYTES} bytes; got {size}"
+    if (size := 4 * num_rows * (address.shape[-1] + 1)) > MOST_SMEM:
+        return f"addresses must take at most {MOST_SMEM} bytes; got {size}"
+    return None
+
+
+def row_bytes(projected: Any, kv: Any, num_kv_heads: int) -> int:
+    """Bytes of vector memory for a row: its heads and rotated queries, double-buffered, its tiles, and their new slots."""
+    _, num_heads, head_size = projected.shape
+    itemsize = kv.dtype.itemsize
+    tile = 32 // itemsize
+    heads, new = num_heads + -num_heads % tile, 2 * num_kv_heads + -2 * num_kv_heads % SUBLANES
+    return int(head_size * (4 * heads * itemsize + 2 * num_kv_heads * tile * itemsize + 4 * new))
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def rotate_append(
+    kv: Float[Array, "P 2 page H"],
+    projected: Float[Array, "B heads H"],
+    cos: Float[Array, "B half"],
+    sin: Float[Array, "B half"],
+    address: Int[Array, "*L B K"],
+    ring: Float[Array, "C N H"] | None = None,
+    ring_at: Int[Array, " B"] | None = None,
+    layer: Int[Array, ""] | int | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "P 2 page H"], Float[Array, "B N H"], Float[Array, "C N H"] | None]:
+    """See `pallas_kernels.rotate_append`."""
+    address = address if layer is None else address[layer]
+    (num_rows, num_heads, head_size), num_kv_heads = projected.shape, address.shape[1]
+    num_query_heads, half, tile = num_heads - 2 * num_kv_heads, cos.shape[1], 32 // kv.dtype.itemsize
+    steps = pl.cdiv(num_rows, max(1, STEP_BYTES // row_bytes(projected, kv, num_kv_heads)))
+    rows = pl.cdiv(num_rows, steps)
+
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, [(0, steps * rows - num_rows), *[(0, 0)] * (x.ndim - 1)])
+
+    # Every channel's factors: of itself, and of the other channel of its pair. Channels beyond the pairs have 1 and 0.
+    beyond = [(0, 0), (0, head_size - 2 * half)]
+    own = jnp.pad(jnp.concatenate([cos, cos], axis=1), beyond, constant_values=1)
+    other = jnp.pad(jnp.concatenate([-sin, sin], axis=1), beyond)
+    factors = jnp.stack([own, other], axis=1)
+
+    def this(step: Any, *_: Any) -> tuple[Any, ...]:
+        return step, 0, 0
+
+    hbm = pl.BlockSpec(memory_space=pl.ANY)
+    # XLA stores a ring whose heads do not fill its tiles in another order, and would copy it for the kernel.
+    kernel_ring = ring if num_query_heads % SUBLANES == 0 else None
+    pools = [x for x in (kv, kernel_ring) if x is not None]
+    places = jnp.zeros_like(address[:, 0]) if ring_at is None else ring_at
+    query, kv, *rings = pl.pallas_call(
+        functools.partial(rotate_rows, half, num_rows, rows, num_kv_heads),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(steps,),
+            in_specs=[
+                pl.BlockSpec((rows, num_heads, head_size), this),
+                pl.BlockSpec((rows, 2, head_size), this),
+                *[hbm for _ in pools],
+            ],
+            out_specs=[pl.BlockSpec((rows, num_query_heads, head_size), this), *[hbm for _ in pools]],
+            scratch_shapes=[
+                pltpu.VMEM((rows * num_kv_heads, 2, tile, head_size), kv.dtype),
+                pltpu.VMEM((rows, 2 * num_kv_heads, head_size), jnp.float32),
+                pltpu.SemaphoreType.DMA((3,)),
+            ],
+        ),
+        out_shape=[
+            jax.ShapeDtypeStruct((steps * rows, num_query_heads, head_size), kv.dtype),
+            *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
+        ],
+        input_output_aliases={4 + i: 1 + i for i in range(len(pools))},
+        # Addresses are in bounds, as XLA's scatter assumes too.
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
+        interpret=interpret,
+        name="rotate_append",
+    )(pad(address).reshape(-1), pad(places), pad(projected), pad(factors), *pools)
+    query = query[:num_rows]
+    if ring is not None:
+        ring = rings[0] if rings else ring.at[ring_at].set(query)
+    return kv, query, ring
+
+
+def rotate_rows(
+    half: int,
+    num_rows: int,
+    rows: int,
+    num_kv_heads: int,
+    # inputs
+    address_smem_ref: Any,
+    ring_at_smem_ref: Any,
+    projected_vmem_ref: Any,
+    factors_vmem_ref: Any,
+    *refs: Any,
+) -> None:
+    """Rotates and stores some rows. The pool and the ring, if there is one, are the same as the inputs before."""
+    *pools, tile_vmem_ref, new_vmem_ref, semaphores = refs
+    query_vmem_ref, kv_hbm_ref, *rings = pools[len(pools) // 2 :]
+    num_queries, page_size, tile = query_vmem_ref.shape[1], kv_hbm_ref.shape[2], tile_vmem_ref.shape[2]
+    first_row = pl.program_id(0) * rows
+    num_real = lax.min(num_rows - first_row, rows)
+    reads, writes, ring_writes = (semaphores.at[i] for i in range(3))
+
+    def address_of(row: Any, head: int) -> Any:
+        return address_smem_ref[(first_row + row) * num_kv_heads + head]
+
+    def tile_of(row: Any, head: int) -> tuple[Any, Any]:
+        """The tile around a slot, in the pool and in vector memory."""
+        page, offset = divided(address_of(row, head), page_size)
+        first = pl.multiple_of(offset - divided(offset, tile)[1], tile)
+        return kv_hbm_ref.at[page, :, pl.ds(first, tile)], tile_vmem_ref.at[row * num_kv_heads + head]
+
+    def is_stored(row: Any, head: int) -> Any:
+        return address_of(row, head) >= page_size
+
+    def read(row: Any, num_stored: Any) -> Any:
+        for head in range(num_kv_heads):
+            place, own = tile_of(row, head)
+            pl.when(is_stored(row, head))(pltpu.make_async_copy(place, own, reads).start)
+            num_stored += is_stored(row, head).astype(jnp.int32)
+        return num_stored
+
+    def rotate(row: Any, _: None) -> None:
+        x = projected_vmem_ref[row].astype(jnp.float32)
+        own, other = (factors_vmem_ref[row, i : i + 1] for i in range(2))
+        turned = x * own + partners(x, half) * other
+        is_rotated = lax.broadcasted_iota(jnp.int32, x.shape, 1) < 2 * half
+        is_value = lax.broadcasted_iota(jnp.int32, x.shape, 0) >= num_queries + num_kv_heads
+        out = jnp.where(is_rotated & ~is_value, turned, x).astype(query_vmem_ref.dtype)
+        query_vmem_ref[row] = out[:num_queries]
+        new_vmem_ref[row] = out[num_queries:].astype(jnp.float32)
+
+    def write(row: Any, _: None) -> None:
+        for head in range(num_kv_heads):
+            (place, own), (_, offset) = tile_of(row, head), divided(address_of(row, head), tile)
+            for part in range(2):
+                new_1H = new_vmem_ref[row, pl.ds(part * num_kv_heads + head, 1)]
+                own[part] = replaced(own[part], new_1H, offset)
+            pl.when(is_stored(row, head))(pltpu.make_async_copy(own, place, writes).start)
+
+    def wait(num_tiles: Any, semaphore: Any) -> None:
+        """Waits for that many tiles. A wait has a constant size: 13 tiles are waits for 8, 4 and 1."""
+        for bit in range((rows * num_kv_heads).bit_length()):
+            some = tile_vmem_ref.at[pl.ds(0, 1 << bit)]
+            pl.when((num_tiles >> bit) & 1 == 1)(pltpu.make_async_copy(some, some, semaphore).wait)
+
+    def ring_copy(row: Any) -> Any:
+        place = rings[0].at[ring_at_smem_ref[first_row + row]]
+        return pltpu.make_async_copy(query_vmem_ref.at[row], place, ring_writes)
+
+    num_stored = lax.fori_loop(0, rows, read, jnp.int32(0))
+    lax.fori_loop(0, rows, rotate, None)
+    if rings:
+        lax.fori_loop(0, num_real, lambda row, _: ring_copy(row).start(), None)
+    wait(num_stored, reads)
+    lax.fori_loop(0, rows, write, None)
+    wait(num_stored, writes)
+    if rings:
+        lax.fori_loop(0, num_real, lambda row, _: ring_copy(row).wait(), None)
+
+
+def divided(x: Any, size: int) -> tuple[Any, Any]:
+    """Quotient and rest of a number that is not negative. A signed division takes longer than all else of a slot."""
+    if size & (size - 1):
+        return lax.div(x, size), lax.rem(x, size)
+    return x >> (size.bit_length() - 1), x & (size - 1)
+
+
+def partners(x: Float[Array, "heads H"], half: int) -> Float[Array, "heads H"]:
+    """The other channel of each channel's pair; channels beyond the pairs get any."""
+    head_size = x.shape[1]
+    later = pltpu.roll(x, head_size - half, 1)
+    if 2 * half == head_size:
+        return later
+    return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 1) < half, later, pltpu.roll(x, half, 1))
+
+
+def replaced(old: Float[Array, "tile H"], new: Float[Array, "1 H"], offset: Any) -> Float[Array, "tile H"]:
+    """A tile with another slot at an offset. Two slots of 16 bits are one word, the even one in its lower half."""
+    if old.dtype == jnp.float32:
+        return jnp.where(lax.broadcasted_iota(jnp.int32, old.shape, 0) == offset, new, old)
+    index, parity = divided(offset, 2)
+    words, word = pltpu.bitcast(old, jnp.uint32), pltpu.bitcast(new, jnp.uint32)  # whose lower half is empty
+    kept = jnp.where(parity == 1, jnp.uint32(0xFFFF), jnp.uint32(0xFFFF0000))
+    word = jnp.where(parity == 1, word, word >> 16)
+    is_place = lax.broadcasted_iota(jnp.int32, words.shape, 0) == index
+    return pltpu.bitcast(jnp.where(is_place, words & kept | word, words), old.dtype)
