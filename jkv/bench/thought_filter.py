@@ -33,7 +33,8 @@ def cost_of_a_thought(earlier: int, rounds: int) -> dict[str, float]:
     """Milliseconds per thought after `earlier` others: the median, the 99th percentile, and the share of similar pairs."""
     rng, ones, stats = np.random.default_rng(0), np.ones(VOCABULARY, np.int64), FilterStats()
     is_end = np.arange(VOCABULARY) == END
-    facts = TokenFacts(is_break=is_end, is_blank=is_end, num_bytes=4 * ones, think=np.array([-1, -1], np.int32))
+    never = np.zeros(VOCABULARY, bool)
+    facts = TokenFacts(is_end, is_end, 4 * ones, np.array([-1, -1], np.int32), starts_line=never, ends_line=never)
     weight = 1 / (np.arange(1, VOCABULARY) + 20.0)
     weight /= weight.sum()
     finder = ThoughtFinder(Filter(), facts, text_of, TokenBags(VOCABULARY), stats)

@@ -166,7 +166,7 @@ def take(order: Sequence[int], filler: Sequence[str], encode: Any, length: int) 
 
 def chains(tokenizer: Any, count: int, *, passes: Sequence[int] = (0, 2, 4), steps: int = 6, seed: int = 0) -> list[Probe]:
     """Word problems with a solution and so many verifications in other words; the numbers of the last pass are scored, and
-    those of the answer.
+    those of the answer. A blank line ends each, as it ends a thought.
 
     Args:
       tokenizer: of the model.
@@ -190,7 +190,7 @@ def chains(tokenizer: Any, count: int, *, passes: Sequence[int] = (0, 2, 4), ste
             for j, extra in enumerate(more):
                 problem += f" {people[j + 1]} has {extra} more than {people[j]}."
             problem += f" How many {thing} does {people[-1]} have?\n\nLet us go step by step.\n"
-            solution = "".join(one_pass(people, thing, start, more, done) for done in range(verified))
+            solution = "".join(one_pass(people, thing, start, more, done) + "\n" for done in range(verified))
             last = one_pass(people, thing, start, more, verified) + f"So {people[-1]} has< {start + sum(more)}> {thing}.\n"
             name = f"{verified} verifications"
             probes.append(marked(tokenizer, name, problem, solution.translate({60: None, 62: None}) + last))

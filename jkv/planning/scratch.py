@@ -12,7 +12,7 @@ from jkv.policies import Policy
 from pallas_kernels.paged_attention.pieces import PIECE
 
 CUT = 2  # copies of the logits in float32 that draws with a cut read again and again; others are fused
-SPLITS = 32  # float32 partial sums, as wide as the residual stream, of products that a GPU splits along their depth
+RESIDUALS = 6  # arrays as wide as the residual stream that a token takes, beside three as wide as the MLP
 LISTED = 7  # 4-byte values per slot in a compaction: scores, positions and indices
 MASS_COPIES = 12  # of a chunk's attention, where plain XLA adds it up
 KEY_COPIES = 9  # of one layer's keys in a compaction, where plain XLA computes it
@@ -46,24 +46,19 @@ def scratch_of(
 ) -> Scratch:
     """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` is the number of one row.
 
-    On a TPU a decode program may keep the weights of the query, key and value projections in a second layout: all for
-    Llama-8B, half for Qwen-1.5B, one layer's for Qwen-32B; all are counted. On a GPU, decode attention leaves an output per
-    piece of a row. A compaction may gather the keys and values of its one row in all layers. A GPU without Triton (`is_plain`)
-    gathers the keys and values of all rows in a layer, joins the weights of products with one operand in common for each
-    call, and keeps each layer's hidden states, or its attention where a policy adds it up.
+    Decode programs keep the arrays of two layers. On a GPU, decode attention leaves an output per piece of a row. A compaction
+    may gather the keys and values of its one row in all layers. A GPU without Triton (`is_plain`) gathers the keys and values
+    of all rows in a layer, joins the weights of products with one operand in common for each call, and keeps each layer's
+    hidden states, or its attention where a policy adds it up.
     """
-    layouts = 0
-    if platform == "tpu":
-        columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
-        layouts = config.num_layers * config.width * columns * itemsize
-    sums = 4 * SPLITS * config.width + 2 * config.mlp_width * itemsize
+    token = (RESIDUALS * config.width + 3 * config.mlp_width) * itemsize
     mass = 8 * policy.needs.mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
     pieces = -(-max_slots // PIECE) * (platform == "gpu" and not is_plain and max_slots > PIECE)
     parts = 4 * pieces * config.num_query_heads * (config.head_size + 1)
-    decode = layouts + num_rows * (sums + mass + parts + truncates * CUT * 4 * logits)
+    decode = num_rows * (2 * token + mass + parts + truncates * CUT * 4 * logits)
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
-    prefill = 2 * key_bytes + chunk * sums // 2
+    prefill = 2 * key_bytes + chunk * token
     evict, compaction = policy.evict, 0
     if evict is not None:
         compaction = config.num_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)

@@ -49,9 +49,9 @@ def reason_cache(
       - The paper shares a page by writing it into the page table twice. Reading it once with the logarithm of two added to its
         logits gives the same result up to rounding, and reads less. `bias=False` leaves the logarithm out, which amounts to
         evicting the newer page.
-      - The paper leaves some points open. Here a thought ends with a token that holds a blank line, and is compared with all
-        earlier ones of its completion. Lengths are in bytes. Syntax trees are compared for equality, which is a tree edit
-        distance of zero.
+      - The paper leaves some points open. Here a thought ends with a token that holds a blank line, or with two that make one,
+        and is compared with all earlier ones of its completion. Lengths are in bytes. Syntax trees are compared for equality,
+        which is a tree edit distance of zero. `align_steps` sees only blank lines of one token.
       - A shared page lies entirely inside its thought. The nearest candidate wins, and the page that replaces another is always
         still held. Pages of the prompt never leave. `match`, of ours, also asks for a share of equal tokens, slot by slot.
       - The distances of all requests of an engine go into one threshold, which is set again after every `refresh` of them, so

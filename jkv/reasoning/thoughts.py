@@ -1,10 +1,10 @@
 """Splits a stream of tokens into thoughts and finds similar earlier ones: stage 1 of ReasonCache (arXiv 2507.21433).
 
-A thought ends with a token whose text contains a blank line, or where thinking begins or ends. One sparse product compares it
-with all earlier thoughts of its sequence: the cosine of two bags of tokens (or of two embeddings), times the ratio of the
-shorter length to the longer, in bytes. Pairs above the threshold are candidates, unless their formulas or code differ
-(`jkv.reasoning.formulas`). The threshold falls as the sequence repeats itself. All of this runs on the host while the device
-decodes.
+A thought ends with a token whose text contains a blank line, with the second of two tokens that make one (some tokenizers have
+a token for every end of a line), or where thinking begins or ends. One sparse product compares it with all earlier thoughts of
+its sequence: the cosine of two bags of tokens (or of two embeddings), times the ratio of the shorter length to the longer, in
+bytes. Pairs above the threshold are candidates, unless their formulas or code differ (`jkv.reasoning.formulas`). The threshold
+falls as the sequence repeats itself. All of this runs on the host while the device decodes.
 """
 
 import dataclasses
@@ -167,6 +167,7 @@ class ThoughtFinder:
         self._begin = self._position = position
         self._compared: list[int] = []  # tokens of the open thought that are compared ...
         self._tokens: list[int] = []  # ... and all of them, white space included
+        self._was_line = False  # whether the last token ended a line
 
     def take(self, token: int, generated: int) -> tuple[int, list[int]] | None:
         """Adds the next token. If it ends a thought, returns the index of the thought and those of similar earlier ones."""
@@ -175,7 +176,9 @@ class ThoughtFinder:
             self._tokens.append(token)
         if self.facts.has_content[token]:
             self._compared.append(token)
-        return self.close(generated) if self.facts.ends_thought[token] else None
+        is_end = self.facts.ends_thought[token] or (self._was_line and self.facts.starts_line[token])
+        self._was_line = bool(self.facts.ends_line[token])
+        return self.close(generated) if is_end else None
 
     def close(self, generated: int) -> tuple[int, list[int]] | None:
         """Ends the open thought, as at the end of a text. Returns what `take` does; None for white space alone."""

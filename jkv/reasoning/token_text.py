@@ -109,6 +109,8 @@ class TokenFacts:
     is_blank: np.ndarray  # [V] whether its text is white space or empty
     num_bytes: np.ndarray  # [V] bytes of its text in UTF-8; 3 for each incomplete character
     think: np.ndarray  # [2] the tokens <think> and </think>; -1 for a mark that is not a single token
+    starts_line: np.ndarray  # [V] whether its text begins with the end of a line
+    ends_line: np.ndarray  # [V] whether its text ends with it
 
     @functools.cached_property
     def ends_thought(self) -> np.ndarray:
@@ -131,6 +133,8 @@ def facts_of(tokenizer: Any, vocab_size: int) -> TokenFacts:
         is_blank=np.array([not text.strip() for text in texts]),
         num_bytes=np.array([len(text.encode(errors="surrogatepass")) for text in texts]),
         think=np.array([token_of(tokenizer, mark) for mark in (THINK, END_OF_THINKING)], np.int32),
+        starts_line=np.array([text.startswith("\n") for text in texts]),
+        ends_line=np.array([text.endswith("\n") for text in texts]),
     )
 
 

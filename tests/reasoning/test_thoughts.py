@@ -9,6 +9,7 @@ from jkv.reasoning.token_text import facts_of
 from jkv.testing import TinyTokenizer
 
 FACTS = facts_of(TinyTokenizer(), 32)
+NEW_LINE = 31  # of a tokenizer that has a token for the end of a line
 
 
 def finder(rule=None, stats=None, index=None):
@@ -26,6 +27,23 @@ def found(tokens, **settings):
 def test_thoughts_end_at_blank_lines_and_where_thinking_begins_or_ends():
     tokens = TinyTokenizer().encode("<think>\n\nAB.\n\nCD\n\n\n\nEF</think>GH")
     assert found(tokens) == [(0, (2, 5), []), (1, (5, 8), []), (2, (9, 12), [])]
+
+
+def test_two_ends_of_lines_are_a_blank_line():
+    """Other tokens between them, or a new line after the blank one, end no thought."""
+
+    class Lines(TinyTokenizer):
+        def decode(self, ids, **settings):
+            return "".join("\n" if i == NEW_LINE else super(Lines, self).decode([i], **settings) for i in ids)
+
+    letter = TinyTokenizer().encode("A")[0]
+    facts = facts_of(Lines(), 32)
+    assert (facts.starts_line[NEW_LINE], facts.ends_line[NEW_LINE], facts.is_break[NEW_LINE]) == (True, True, False)
+    one = ThoughtFinder(Filter(), facts, Lines().decode, TokenBags(32), FilterStats())
+    tokens = [letter, NEW_LINE, letter, NEW_LINE, NEW_LINE, NEW_LINE, letter, NEW_LINE, letter, letter, NEW_LINE, NEW_LINE]
+    ends = [i for i, token in enumerate(tokens) if one.take(token, i + 1)]
+    assert ends == [4, 11]
+    assert [(thought.begin, thought.end) for thought in one.thoughts] == [(0, 5), (6, 12)]
 
 
 def test_an_unfinished_thought_is_not_found():

@@ -56,6 +56,27 @@ def said_of_a_real_model():
     ]
 
 
+def said_of_protection():
+    """The words on what protecting tokens is worth."""
+    report = (ROOT / "results" / "probe-smollm2-protection.md").read_text()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith("| ")]
+    loss = {cells[0]: cells[4].split()[0] for cells in lines if len(cells) == 5}
+    contrasts = {cells[0]: cells for cells in lines if " - " in cells[0]}
+    gain = {name: cells[4].split()[0] for name, cells in contrasts.items()}
+    below = [name for name, cells in contrasts.items() if float(cells[4].split(",")[1].strip(" ]")) < 0]
+    assert below == ["random-sinks - random", "random-recent - random-sinks"]
+    first, second = (contrasts[name][6] for name in below)
+    assert all(float(cells[6]) > 0.05 for cells in contrasts.values())
+    return [
+        f"by {gain['r_kv-sinks - r_kv']} nats, of SnapKV by {gain['snap_kv-sinks - snap_kv']}, of H2O by "
+        f"{gain['h2o-sinks - h2o']} and of TOVA by {gain['tova-sinks - tova']}",
+        f"costs R-KV {gain['r_kv-recent - r_kv-sinks'].lstrip('+')} more",
+        f"they lose {loss['random'].lstrip('+')} nats without protection, {loss['random-sinks'].lstrip('+')} with 4 sinks, and "
+        f"{loss['random-recent'].lstrip('+')} with 24 recent",
+        f"(p of {first} and {second})",
+    ]
+
+
 def said_of_sharing():
     """The words of the paragraphs on sharing that hold figures."""
     pages_of_one, shared, encoded = (
@@ -154,7 +175,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
         f"{rotated['median_same']:.1f} and {rotated['median_other']:.1f}",
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
-    said += said_of_sharing() + said_of_a_real_model()
+    said += said_of_sharing() + said_of_a_real_model() + said_of_protection()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 
