@@ -103,16 +103,17 @@ def compiled_step(setting: Setting, num_layers: int, **options: Any) -> Compiled
         dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if platform == "cuda" else {}
         program = targets.compile_for(setting.target, programs.decode, shapes, compiler_options=dumps | options)
         if platform != "cuda":
-            return Compiled(program, len(OF_A_TPU.findall(longest_computation(program.as_text()))), 0, shapes.state)
+            return Compiled(program, len(OF_A_TPU.findall(loop_body(program.as_text()))), 0, shapes.state)
         thunks = max((path.read_text() for path in Path(folder).glob("*.thunk_sequence_after*.txt")), key=len)
     body = thunks.split("  body:", 1)[1]
     body = re.split(r"\n\d", body)[0]  # the loop's body is indented
     return Compiled(program, len(LAUNCHED.findall(body)), body.count("kCommandBuffer"), shapes.state)
 
 
-def longest_computation(text: str) -> str:
-    """The computation with most instructions that is no fusion's: the body of the loop over steps."""
-    return max(re.split(r"\n}\n", text), key=lambda one: 0 if "fused_computation" in one.split("(", 1)[0] else one.count("\n"))
+def loop_body(text: str) -> str:
+    """The longest body of a loop: that over decode steps."""
+    computations = {one.split(maxsplit=1)[0].lstrip("%"): one for one in re.split(r"\n}\n+", text) if one.strip()}
+    return max((computations[name] for name in re.findall(r"body=%([\w.-]+)", text)), key=lambda one: one.count("\n"))
 
 
 def computed_twice(program: jax.stages.Compiled) -> int:
