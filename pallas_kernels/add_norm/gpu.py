@@ -32,7 +32,7 @@ def why_not(hidden: Any, added: Any, weight: Any, epsilon: float = 0.0) -> str |
     return None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnames=("epsilon", "interpret"))
 def add_norm(
     hidden: Float[Array, "*B D"],
     added: Float[Array, "*B D"],
@@ -41,6 +41,12 @@ def add_norm(
     interpret: Any = False,
 ) -> tuple[Float[Array, "*B D"], Float[Array, "*B D"]]:
     """See `pallas_kernels.add_norm`."""
+    return launched(hidden, added, weight, epsilon, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def launched(hidden: Array, added: Array, weight: Array, epsilon: float, interpret: Any) -> tuple[Array, Array]:
+    """The kernel, with a gradient."""
     width = hidden.shape[-1]
     rows = [x.reshape(-1, width) for x in (hidden, added)]
     total, normed = launch(
@@ -57,7 +63,7 @@ def add_norm(
 
 def forward(hidden: Array, added: Array, weight: Array, epsilon: float, interpret: Any) -> tuple[Any, tuple[Array, ...]]:
     """The result, and what its gradient needs."""
-    total, normed = add_norm(hidden, added, weight, epsilon, interpret)
+    total, normed = launched(hidden, added, weight, epsilon, interpret)
     return (total, normed), (total, weight)
 
 
@@ -68,7 +74,7 @@ def backward(epsilon: float, interpret: Any, kept: tuple[Array, Array], grads: t
     return grads[0] + grad, grads[0] + grad, of_weight
 
 
-add_norm.defvjp(forward, backward)
+launched.defvjp(forward, backward)
 
 
 def add_norm_row(epsilon: float, hidden_ref: Any, added_ref: Any, weight_ref: Any, total_ref: Any, normed_ref: Any) -> None:
