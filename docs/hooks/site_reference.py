@@ -156,6 +156,8 @@ GROUPS: Mapping[str, Group] = {
         "implementation is chosen.",
         (
             "pallas_kernels.paged_attention",
+            "pallas_kernels.rotate_append",
+            "pallas_kernels.add_norm",
             "pallas_kernels.take_slots",
             "pallas_kernels.attention_mass",
             "pallas_kernels.key_redundancy",
