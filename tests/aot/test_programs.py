@@ -1,6 +1,7 @@
 """No device program copies the pool on a TPU or GPU, by compiling for each without having it."""
 
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jkv.engine.prefill import SIZES
 from jkv.model.params import ModelConfig
 from jkv.testing import assert_no_pool_copy, find_copies, unfolded
 from tests.aot import targets
@@ -110,14 +112,18 @@ def test_program_updates_the_pool_in_place(target, name):
 def test_an_old_gpu_runs_every_program_by_plain_xla(target, name):
     program = programs.PROGRAMS[name]
     shapes = shapes_on(target, needs=program.needs, dtype=jnp.float32)
-    compiled = targets.compile_for(target, program.trace, shapes)
+    trace = functools.partial(program.trace, num_tokens=SIZES[-1]) if name.startswith("prefill") else program.trace
+    compiled = targets.compile_for(target, trace, shapes)
     assert "triton" not in compiled.as_text()
     assert_no_pool_copy(compiled, shapes.state.cache.pool)
 
 
 @pytest.mark.parametrize("target", ["tpu-v5e", "h200"])
 def test_decoding_reads_unfolded_weights_where_they_lie(target):
-    """As tunix holds them: the program needs no more beside its arguments than with weights in our own layout."""
+    """As tunix holds them: the program needs no more beside its arguments than with weights in our own layout.
+
+    But on a TPU, which pads the two heads of a key's or value's weights: it lays these out anew for each chunk.
+    """
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     program = programs.PROGRAMS["decode-r_kv"]
@@ -129,7 +135,8 @@ def test_decoding_reads_unfolded_weights_where_they_lie(target):
         .temp_size_in_bytes
         for layout in (lambda params: params, unfolded)
     ]
-    assert memory[1] <= memory[0] + 2**20
+    keys_and_values = 2 * config.num_layers * config.width * config.num_kv_heads * config.head_size * 2
+    assert memory[1] <= memory[0] + 2**20 + keys_and_values * target.startswith("tpu")
 
 
 @pytest.mark.parametrize("target", PROGRAM_TARGETS)
