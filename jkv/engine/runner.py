@@ -180,7 +180,8 @@ class Runner:
         self.sharer.set_model(self.model)
 
     def wake(self) -> None:
-        """Allocates an empty pool."""
+        """Allocates an empty pool. What a failed program left unread is forgotten."""
+        self._held.clear()
         state = self._make_state()
         self.state = state if self.mesh is not None else jax.device_put(state, self._place)
 

@@ -65,7 +65,7 @@ def test_every_group_and_head_size_compiles(group, head_size):
 
 
 def test_a_layer_of_a_decode_step_has_10_kernels():
-    """Which ones docs/kernels.md tells. The second layer and the third differ from each other in their weights alone."""
+    """docs/kernels.md lists them. The second layer and the third differ from each other in their weights alone."""
     if reason := targets.why_missing("h200"):
         pytest.skip(reason)
     program, found = programs.PROGRAMS["decode-r_kv"], []

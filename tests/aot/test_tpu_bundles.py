@@ -33,7 +33,7 @@ CODE = """
 
 @pytest.fixture(scope="module")
 def figures():
-    """Of all chips and calls. libtpu is told where to write the code when it is loaded, so it is another process."""
+    """Of all chips and calls. libtpu reads where to write the code when it is loaded, so this runs in another process."""
     for target in tpu_bundles.CHIPS:
         if reason := targets.why_missing(target):
             pytest.skip(reason)

@@ -57,3 +57,14 @@ def test_nothing_is_read_from_the_device_before_a_chunk_of_decode_steps(monkeypa
     assert unread == [2]
     assert engine.runner._held == []
     assert engine.stats.peak_kv_bytes > 0
+
+
+def test_a_prefill_that_failed_is_forgotten_with_its_pool():
+    """Reading its result would raise again, in the first turn after a reset."""
+    engine = jkv.Engine(tiny_model(), max_running=1, max_slots=64)
+    engine.runner._held.append(jax.numpy.zeros(()))
+    engine.runner._held[0].delete()
+    engine.reset()
+    ticket = engine.submit([4, 5, 6], max_new_tokens=4, stop_ids=())
+    engine.run()
+    assert len(engine.result(ticket).tokens[0]) == 4

@@ -94,7 +94,7 @@ def test_plain_xla_on_an_accelerator_is_not_silent(monkeypatch):
 
 
 def test_a_kernel_that_is_meant_for_other_platforms_is_plain_xla_without_a_warning(monkeypatch):
-    """An unknown platform has no implementation of any kernel, which is told."""
+    """An unknown platform has no implementation of any kernel, and the warning says so."""
     table = table_of(gpu=("cuda",), reference=())
     monkeypatch.setattr(dispatch, "own_platform", lambda: "tpu")
     with warnings.catch_warnings():
