@@ -77,6 +77,33 @@ def said_of_protection():
     ]
 
 
+def said_of_facts():
+    """The words on facts and chains that hold figures, and what they say of contrasts."""
+    report = (ROOT / "results" / "probe-smollm2-facts.md").read_text()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith("| ")]
+    doses = {cells[0]: [cell.split()[0].lstrip("+") for cell in cells[4:]] for cells in reversed(lines) if cells[1] == "64"}
+    contrasts = {(cells[0], cells[2]): cells for cells in lines if " - " in cells[0]}
+    holds = {pair for pair, cells in contrasts.items() if float(cells[6].removeprefix("< ")) < 0.05}
+    groups = [f"said {times} times" for times in (1, 2, 4)], [f"{times} verifications" for times in (0, 2, 4)]
+    for group in groups[0]:
+        assert {("r_kv - snap_kv", group), ("r_kv - random", group), ("r_kv - redundancy", group)} < holds
+        assert contrasts["r_kv - redundancy", group][4].startswith("+")
+    for group in groups[1]:
+        assert not {("r_kv - snap_kv", group), ("r_kv - random", group)} & holds
+        assert (("r_kv - redundancy", group) in holds) == (("h2o - r_kv", group) in holds) == (group != groups[1][0])
+    return [
+        f"{of(doses['foresight'])} nats a token of the answer over the full cache against {of(doses['r_kv'])}",
+        f"redundancy alone loses {of(doses['redundancy'])}",
+        f"adds up attention: {of(doses['h2o'])}",
+        f"The oracle loses {of(doses['oracle'])}",
+        f"Foresight loses {contrasts['foresight - r_kv', '4 verifications'][4].split()[0].lstrip('+')} more than R-KV with 4",
+    ]
+
+
+def of(figures):
+    return "{}, {} and {}".format(*figures)
+
+
 def said_of_sharing():
     """The words of the paragraphs on sharing that hold figures."""
     pages_of_one, shared, encoded = (
@@ -175,7 +202,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
         f"{rotated['median_same']:.1f} and {rotated['median_other']:.1f}",
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
-    said += said_of_sharing() + said_of_a_real_model() + said_of_protection()
+    said += said_of_sharing() + said_of_a_real_model() + said_of_protection() + said_of_facts()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 
