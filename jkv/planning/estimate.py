@@ -16,12 +16,14 @@ from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import most_pages_of, num_row_pages
 from jkv.model.params import ModelConfig, Params, weight_shapes
+from jkv.model.sampling import Sampling
 from jkv.planning.devices import Device
 from jkv.planning.roofline import Lifetime, compaction_cost, host_seconds, lifetime, step_costs
 from jkv.planning.scratch import Scratch, scratch_of
 from jkv.policies import Needs, Policy
 
 MOST_ROWS = 1 << 16
+COUNTED = 5  # bytes for each row and token of the vocabulary that penalties read: a count, and whether the prompt holds it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Setting:
     num_devices: int
     page_size: int
     prompt: int
-    truncates: bool
+    sampling: Sampling
     memory_share: float
 
     @functools.cached_property
@@ -155,7 +157,8 @@ class Setting:
             num_rows=rows,
             max_slots=layout.max_pages * self.page_size,
             logits=self.config.vocab_size,
-            truncates=self.truncates,
+            truncates=self.sampling.draws == "truncated",
+            penalises=self.sampling.penalises,
             is_plain=self.device.is_old_gpu,
         )
 
@@ -163,9 +166,10 @@ class Setting:
         """The estimate of one policy at one length, for `batch` rows or as many as fit."""
         layout = self.layout(policy, length)
         size = state_size(self.local, Needs.of([policy]), self.page_size, jnp.dtype(self.dtype).name)
+        counts = self.sampling.penalises * COUNTED * self.config.vocab_size
 
         def state(rows: int) -> int:
-            return size.of(rows, layout.pool_pages(rows) // self.num_devices, layout.max_pages)
+            return size.of(rows, layout.pool_pages(rows) // self.num_devices, layout.max_pages) + rows * counts
 
         gate = policy.calibration if policy.needs.gate else None
         gate_bytes = 0 if gate is None else meshes.local_bytes(gate.arrays, self.num_devices)

@@ -18,6 +18,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model, ModelConfig, Params, count_weights
+from jkv.model.sampling import Sampling
 from jkv.planning.devices import Device, find_device
 from jkv.planning.estimate import Estimate, Setting
 from jkv.policies import Policy, full
@@ -92,7 +93,7 @@ def plan(
     page_size: int | None = None,
     dtype: Any = None,
     num_devices: int = 1,
-    truncates: bool = True,
+    sampling: Sampling | None = None,
     memory_share: float = 0.9,
 ) -> Plan:
     """Computes what fits a device, how fast it could be, and whether compression pays, from a model's shape alone.
@@ -110,7 +111,8 @@ def plan(
         CPU and on a GPU of compute capability below 8.0, and bfloat16 elsewhere.
       num_devices: devices over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For
         more rows than such a group holds, plan one engine for each replica.
-      truncates: whether draws are cut by top-k, top-p or min-p, which keeps two copies of the logits.
+      sampling: how tokens are drawn. A cut by top-k, top-p or min-p keeps two copies of the logits, penalties keep counts of
+        every token in every row. None plans for draws that are cut, without penalties.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine
@@ -131,7 +133,8 @@ def plan(
     meshes.check_divides(config, num_devices)
     meshes.check_policy(policy, num_devices)
     dtype = dtype_of(model, device, dtype)
-    setting = Setting(config, device, dtype, num_devices, page_size, prompt, truncates, memory_share)
+    sampling = Sampling(top_p=0.95) if sampling is None else typed("sampling", sampling, Sampling)
+    setting = Setting(config, device, dtype, num_devices, page_size, prompt, sampling, memory_share)
     own = setting.estimate(policy, length, batch)
     check_fits(setting, policy, length, own)
     most_full = setting.estimate(full(), length)

@@ -27,14 +27,18 @@ CASES = [
     ("t4", "r1-qwen-1.5b", "prefill", 28),
     ("t4", "r1-qwen-1.5b", "compaction", 28),
     ("h200", "r1-qwen-1.5b", "cutting decode", 4),
+    ("h200", "r1-qwen-1.5b", "penalising decode", 4),
     ("tpu-v5e", "r1-llama-8b", "decode", 4),
+    ("tpu-v5e", "r1-qwen-1.5b", "penalising decode", 4),
     ("tpu-v5e", "r1-qwen-1.5b", "cutting decode", 4),
     ("tpu-v5e", "r1-qwen-1.5b", "prefill", 4),
     ("tpu-v5e", "r1-qwen-1.5b", "compaction", 8),
 ]
+DRAWS = {"cutting decode": jkv.Sampling(top_p=0.9), "penalising decode": jkv.Sampling(top_p=0.9, presence_penalty=1.0)}
 TRACES = {
     "decode": programs.decode,
     "cutting decode": functools.partial(programs.decode, draws="truncated"),
+    "penalising decode": functools.partial(programs.decode, draws="truncated", penalises=True),
     "prefill": programs.prefill,
     "compaction": functools.partial(programs.compact, "r_kv"),
 }
@@ -68,7 +72,7 @@ def test_planned_bytes_are_the_compilers(target, model, name, num_layers):
     config = dataclasses.replace(MODELS[model], num_layers=num_layers)
     policy = jkv.r_kv(programs.BUDGET, programs.INTERVAL)
     device = dataclasses.replace(jkv.DEVICES[DEVICES[target]], memory=10**12)
-    plan = jkv.plan(config, device, policy, length=LENGTH, batch=programs.NUM_ROWS, truncates=name == "cutting decode")
+    plan = jkv.plan(config, device, policy, length=LENGTH, batch=programs.NUM_ROWS, sampling=DRAWS.get(name, jkv.Sampling()))
     shapes = shapes_of(plan, config, policy, target)
     trace = TRACES[name]
     if (target, name) == ("t4", "prefill"):

@@ -76,6 +76,19 @@ def test_bytes_are_those_of_the_engine_that_is_built(name):
     assert plan.bytes_per_token == of_token // pool.position.size
 
 
+def test_the_counts_of_penalties_are_those_of_the_engine():
+    model = tiny_model(tokenizer=BreakingTokenizer())
+    sampling = jkv.Sampling(presence_penalty=0.5, seed=0)
+    setting = {"length": 60, "prompt": 20, "page_size": 4, "batch": 3}
+    plain, own = (jkv.plan(model, SMALL, **setting, sampling=one) for one in (jkv.Sampling(), sampling))
+    engine = jkv.Engine(model, **own.engine)
+    engine.submit(range(20), max_new_tokens=8, sampling=sampling)
+    engine.step()
+    counts = engine.runner._generated.nbytes + engine.runner._settings.is_prompted.nbytes
+    assert own.own.state_bytes - plain.own.state_bytes == counts
+    assert own.own.scratch.decode > plain.own.scratch.decode
+
+
 @pytest.mark.parametrize("name", ["full", "r_kv"])
 def test_as_many_rows_run_as_were_planned_and_not_one_page_is_to_spare(name):
     model = tiny_model(tokenizer=BreakingTokenizer())
@@ -304,6 +317,7 @@ def test_float32_has_its_own_rate(itemsize):
         ({"num_devices": 3}, "num_kv_heads=8 must be a multiple of the 3 devices"),
         ({"num_devices": 2, "policy": jkv.rpc()}, "rpc chooses slots by the scores of all KV heads"),
         ({"memory_share": 1.5}, "must lie in"),
+        ({"sampling": 0.7}, "sampling must be"),
         ({"device": "t4"}, "1 row of full must fit t4: weights 32.1 GB "),
         ({"model": 3}, "A model must be a jkv.Model"),
     ],
