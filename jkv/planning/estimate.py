@@ -35,7 +35,8 @@ class Estimate:
       batch: rows that decode together: those given, or as many as fit, 0 if none fits.
       max_slots: the most slots of a row in any layer and KV head.
       num_pages: pages of the pool, of all devices together.
-      row_bytes: bytes of one more row: the pages that the engine reserves for it, its page tables, last queries and logits.
+      row_bytes: bytes of one more row: the pages that the engine reserves for it, its page tables, last queries, logits
+        and, with penalties, counts.
       state_bytes: bytes that stay allocated between programs, without weights, at `batch` rows (one row if none fits).
       scratch: the most bytes that programs take while they run.
       total_bytes: weights (with a gate's), state and the largest scratch.
@@ -157,8 +158,7 @@ class Setting:
             num_rows=rows,
             max_slots=layout.max_pages * self.page_size,
             logits=self.config.vocab_size,
-            truncates=self.sampling.draws == "truncated",
-            penalises=self.sampling.penalises,
+            sampling=self.sampling,
             is_plain=self.device.is_old_gpu,
         )
 

@@ -8,11 +8,12 @@ import dataclasses
 
 from jkv.engine import prefill as chunks
 from jkv.model.params import ModelConfig
+from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from pallas_kernels.paged_attention.pieces import PIECE
 
 CUT = 2  # copies of the logits in float32 that draws with a cut read again and again; others are fused
-COUNTED = 1  # likewise, of draws with penalties
+PENALISED = 1  # likewise, of draws with penalties
 RESIDUALS = 6  # arrays as wide as the residual stream that a token takes, beside three as wide as the MLP
 LISTED = 7  # 4-byte values per slot in a compaction: scores, positions and indices
 MASS_COPIES = 12  # of a chunk's attention, where plain XLA adds it up
@@ -42,8 +43,7 @@ def scratch_of(
     num_rows: int,
     max_slots: int,
     logits: int,
-    truncates: bool,
-    penalises: bool,
+    sampling: Sampling,
     is_plain: bool = False,
 ) -> Scratch:
     """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` is the number of one row.
@@ -57,7 +57,8 @@ def scratch_of(
     mass = 8 * policy.needs.mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
     pieces = -(-max_slots // PIECE) * (platform == "gpu" and not is_plain and max_slots > PIECE)
     parts = 4 * pieces * config.num_query_heads * (config.head_size + 1)
-    decode = num_rows * (2 * token + mass + parts + (truncates * CUT + penalises * COUNTED) * 4 * logits)
+    copies = CUT * (sampling.draws == "truncated") + PENALISED * sampling.penalises
+    decode = num_rows * (2 * token + mass + parts + copies * 4 * logits)
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
     prefill = 2 * key_bytes + chunk * token

@@ -24,6 +24,12 @@ def accuracies(name):
     return {(outcome["policy"], outcome["share"]): round(100 * outcome["accuracy"]) for outcome in every}
 
 
+def cells_of(name):
+    """The cells of each line of a report's tables."""
+    report = (ROOT / "results" / f"{name}.md").read_text()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith("| ")]
+
+
 def said_of_a_real_model():
     """The words of the section on SmolLM2 that hold figures, and what it says of order and contrasts."""
     readings = [Reading(**one) for one in json.loads((ROOT / "results" / "probe-smollm2.json").read_text())["readings"]]
@@ -34,8 +40,7 @@ def said_of_a_real_model():
         assert order[:2] == ["oracle", "foresight"]
         assert {"r_kv", "snap_kv"} < set(order[: order.index("random")])
         assert "cur" in order[order.index("random") :]
-    contrasts = (ROOT / "results" / "probe-smollm2.md").read_text().partition("## Contrasts")[2]
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in contrasts.splitlines() if line.startswith("| ")][1:]
+    cells = [cells for cells in cells_of("probe-smollm2") if " - " in cells[0]]
     holds = {(cell[0], int(cell[3])) for cell in cells if float(cell[6].removeprefix("< ")) < 0.05}
     pairs = ("foresight - r_kv", "foresight - h2o", "h2o - r_kv", "r_kv - redundancy")
     assert holds == {(pair, budget) for pair in pairs for budget in (48, 96, 192)} | {
@@ -58,8 +63,7 @@ def said_of_a_real_model():
 
 def said_of_protection():
     """The words on what protecting tokens is worth."""
-    report = (ROOT / "results" / "probe-smollm2-protection.md").read_text()
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith("| ")]
+    lines = cells_of("probe-smollm2-protection")
     loss = {cells[0]: cells[4].split()[0] for cells in lines if len(cells) == 5}
     contrasts = {cells[0]: cells for cells in lines if " - " in cells[0]}
     gain = {name: cells[4].split()[0] for name, cells in contrasts.items()}
@@ -79,8 +83,7 @@ def said_of_protection():
 
 def said_of_facts():
     """The words on facts and chains that hold figures, and what they say of contrasts."""
-    report = (ROOT / "results" / "probe-smollm2-facts.md").read_text()
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines() if line.startswith("| ")]
+    lines = cells_of("probe-smollm2-facts")
     doses = {cells[0]: [cell.split()[0].lstrip("+") for cell in cells[4:]] for cells in reversed(lines) if cells[1] == "64"}
     contrasts = {(cells[0], cells[2]): cells for cells in lines if " - " in cells[0]}
     holds = {pair for pair, cells in contrasts.items() if float(cells[6].removeprefix("< ")) < 0.05}
@@ -88,20 +91,21 @@ def said_of_facts():
     for group in groups[0]:
         assert {("r_kv - snap_kv", group), ("r_kv - random", group), ("r_kv - redundancy", group)} < holds
         assert contrasts["r_kv - redundancy", group][4].startswith("+")
+        assert (("foresight - r_kv", group) in holds) == (group != groups[0][0])
     for group in groups[1]:
         assert not {("r_kv - snap_kv", group), ("r_kv - random", group)} & holds
         assert (("r_kv - redundancy", group) in holds) == (("h2o - r_kv", group) in holds) == (group != groups[1][0])
+
+    def of(policy):
+        return "{}, {} and {}".format(*doses[policy])
+
     return [
-        f"{of(doses['foresight'])} nats a token of the answer over the full cache against {of(doses['r_kv'])}",
-        f"redundancy alone loses {of(doses['redundancy'])}",
-        f"adds up attention: {of(doses['h2o'])}",
-        f"The oracle loses {of(doses['oracle'])}",
+        f"{of('foresight')} nats a token of the answer over the full cache against {of('r_kv')}",
+        f"redundancy alone loses {of('redundancy')}",
+        f"adds up attention: {of('h2o')}",
+        f"The oracle loses {of('oracle')}",
         f"Foresight loses {contrasts['foresight - r_kv', '4 verifications'][4].split()[0].lstrip('+')} more than R-KV with 4",
     ]
-
-
-def of(figures):
-    return "{}, {} and {}".format(*figures)
 
 
 def said_of_sharing():
