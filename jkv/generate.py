@@ -142,7 +142,7 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
     if options.kv_memory is None and num_pages is None:
         num_pages = default_num_pages(params, every, n, num_rows, max_slots, page_size)
         has_bounds = any(policy.read is not None for policy in policies)
-        num_pages = cap_to_free(params, num_pages, page_bytes(params, page_size, has_bounds))
+        num_pages = cap_to_free(params, num_pages, page_bytes(params, page_size, has_bounds, options.kv_format))
     return Engine(
         model,
         options,
@@ -160,7 +160,8 @@ def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], optio
     if not any(group[0].has_open_limit for group in requests):
         return [list(group) for group in requests]
     num_shards = 1 if options.mesh is None else options.mesh.size
-    bytes_per_page = page_bytes(params, page_size, any(group[0].policy.read is not None for group in requests))
+    has_bounds = any(group[0].policy.read is not None for group in requests)
+    bytes_per_page = page_bytes(params, page_size, has_bounds, options.kv_format)
     num_pages = options.num_pages
     if num_pages is None:
         num_bytes = options.kv_memory if isinstance(options.kv_memory, int) else free_pool_bytes(params, num_shards)

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.choice import chosen, is_old_gpu, why_no_triton
+from pallas_kernels.quantised import Quantised
 
 PLATFORMS = ("cpu", "tpu", "cuda")
 
@@ -29,6 +30,7 @@ class Implementation(NamedTuple):
     run: Callable[..., Any]
     platform: str | None = None  # None: all
     why_not: Callable[..., str | None] = takes_all  # the kernel's arguments -> why it cannot take them, or None
+    reads_codes: bool = False  # whether it takes quantised pages; one for all platforms does
 
 
 Table = Mapping[str, Implementation]
@@ -57,6 +59,8 @@ def reason_against(implementation: Implementation, *args: Any, **settings: Any) 
         return reason
     if any(0 in np.shape(x) for x in jax.tree.leaves(args)):
         return "an argument is empty"
+    if not implementation.reads_codes and any(isinstance(x, Quantised) for x in args):
+        return "it does not take quantised pages"
     return implementation.why_not(*args, **settings)
 
 

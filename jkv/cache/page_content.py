@@ -1,6 +1,6 @@
 """The content of pages, moved between the pool and host memory when rows are swapped out and in."""
 
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -11,14 +11,15 @@ from jkv.cache.pool import Pool
 class PageContent(NamedTuple):
     """The content of pages, by KV head."""
 
-    kv: Float[Array, "K I 2 page H"]
+    kv: Annotated[Any, "K I 2 page H"]  # floats or a `Quantised`
     position: Int[Array, "K I page"]
     bounds: Float[Array, "K I 2 H"] | None
 
 
 def read_pages(pool: Pool, page: Int[Array, "K I"]) -> PageContent:
     """The content of some pages of each KV head, to be swapped out."""
-    return PageContent(pool.kv[page], pool.position[page], None if pool.bounds is None else pool.bounds[page])
+    kv = jax.tree.map(lambda x: x[page], pool.kv)
+    return PageContent(kv, pool.position[page], None if pool.bounds is None else pool.bounds[page])
 
 
 def write_pages(pool: Pool, page: Int[Array, "K I"], content: PageContent) -> Pool:

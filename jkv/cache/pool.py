@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
+from pallas_kernels.quantised import Format, Numbers, dequantise, like, put, take, zeros
 
 EMPTY = -1  # the position of an empty slot, and an entry that `take_slots` ignores
 NULL_PAGE = 0  # the page that receives masked-out writes
@@ -37,7 +38,7 @@ class Pool(flax.struct.PyTreeNode):
     the arrays by these axes (`jkv.engine.sharding`).
     """
 
-    kv: Annotated[Any, "P 2 page H"]  # keys (rotated at their true position) and values
+    kv: Annotated[Any, "P 2 page H"]  # keys (rotated at their true position) and values; floats or a `Quantised`
     position: Annotated[Any, "P page"]  # position of each slot's token in its sequence
     page_table: Annotated[Any, "L B K MP"]  # pages of each layer, row and KV head; NULL_PAGE beyond the last
     length: Annotated[Any, "L B K"]  # filled slots
@@ -90,12 +91,19 @@ def create(
     has_vacant_slots: bool = False,
     has_bounds: bool = False,
     poison: bool = False,
+    kv_format: Format | None = None,
 ) -> Pool:
-    """An empty pool of `num_pages` pages, not counting the null page, and of rows with up to `max_pages` pages each."""
+    """An empty pool of `num_pages` pages, not counting the null page, and of rows with up to `max_pages` pages each.
+
+    With `kv_format`, keys and values are quantised when they are written; `dtype` is that of attention's products.
+    """
     table = (num_layers, num_rows, num_kv_heads, max_pages)
     total = num_pages + 1
+    kv = zeros((total, 2, page_size, head_size), dtype, kv_format)
+    if poison:
+        kv = poisoned(kv, jnp.arange(1, total))
     return Pool(
-        kv=jnp.full((total, 2, page_size, head_size), jnp.nan if poison else 0, dtype).at[NULL_PAGE].set(0),
+        kv=kv,
         position=jnp.full((total, page_size), EMPTY, jnp.int32),
         page_table=jnp.full(table, NULL_PAGE, jnp.int32),
         length=jnp.zeros(table[:3], jnp.int32),
@@ -156,16 +164,15 @@ def num_growing(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) ->
 def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"], value: Float[Array, "R T K H"]) -> Pool:
     """Writes one layer's new keys and values at the addresses that `reserve` returned for that layer."""
     key_or_value = jnp.arange(2, dtype=jnp.int32)
-    kv_RKT2H = jnp.stack([jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)], axis=3).astype(pool.kv.dtype)
+    kv_RKT2H = like(pool.kv, jnp.stack([jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)], axis=3))
     page, offset = address // pool.page_size, address % pool.page_size
-    kv = pool.kv.at[page[..., None], key_or_value, offset[..., None]].set(kv_RKT2H, mode="promise_in_bounds")
-    pool = pool.replace(kv=kv)
-    return pool if pool.bounds is None else widen_bounds(pool, address, kv_RKT2H[..., 0, :])
+    pool = pool.replace(kv=put(pool.kv, (page[..., None], key_or_value, offset[..., None]), kv_RKT2H))
+    return pool if pool.bounds is None else widen_bounds(pool, address, jnp.moveaxis(key, 1, 2))
 
 
 def widen_bounds(pool: Pool, address: Int[Array, "*A"], key: Float[Array, "*A H"]) -> Pool:
     """The pool whose pages' bounds hold new keys at these addresses too."""
-    page, key = address // pool.page_size, key.astype(pool.bounds.dtype)
+    page, key = address // pool.page_size, dequantise(like(pool.kv, key), pool.bounds.dtype)
     return pool.replace(bounds=pool.bounds.at[page, 0].min(key).at[page, 1].max(key))
 
 
@@ -387,8 +394,7 @@ def gather(
     """Keys, values and positions (EMPTY in empty slots) of rows, slot by slot; in one layer, or a layer for each row."""
     table = pool.page_table[layer, row]
     shape = (*table.shape[:2], pool.max_slots)
-    key = pool.kv.at[table, 0].get(mode="promise_in_bounds").reshape(*shape, -1)
-    value = pool.kv.at[table, 1].get(mode="promise_in_bounds").reshape(*shape, -1)
+    key, value = (dequantise(take(pool.kv, (table, half))).reshape(*shape, -1) for half in (0, 1))
     return key, value, positions(pool, layer, row)
 
 
@@ -421,9 +427,18 @@ def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array,
     free_stack = pool.free_stack.at[where].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
     kv = pool.kv
     if pool.poison:
-        kv = kv.at[jnp.where(is_dropped & is_freed[page], page, total)].set(jnp.nan, mode="drop")
+        kv = poisoned(kv, jnp.where(is_dropped & is_freed[page], page, total))
     free_top = pool.free_top + jnp.sum(is_freed, dtype=jnp.int32)
     return pool.replace(kv=kv, refcount=refcount, free_stack=free_stack, free_top=free_top)
+
+
+def poisoned(kv: Numbers, page: Int[Array, "..."]) -> Numbers:
+    """Keys and values with NaN in some pages, or in their scales."""
+
+    def fill(x: Array) -> Array:
+        return x.at[page].set(jnp.nan, mode="drop") if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(fill, kv)
 
 
 def is_entry_used(pool: Pool, length: Int[Array, "..."]) -> Bool[Array, "... MP"]:

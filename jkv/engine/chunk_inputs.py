@@ -26,6 +26,7 @@ from jkv.model.sampling import Sampling, rows_of, sample_key
 from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules, marks_of
 from jkv.reasoning.token_text import facts_of
+from pallas_kernels.quantised import Format
 
 MOST_STEPS = max(CHUNKS)
 
@@ -40,6 +41,7 @@ def empty_state(
     page_size: int,
     dtype: Any = jnp.float32,
     poison: bool = False,
+    kv_format: Format | None = None,
 ) -> State:
     """The state of an idle engine: an empty pool (`pool.create`), the last queries, the logits."""
     pool = pages.create(
@@ -58,6 +60,7 @@ def empty_state(
         has_vacant_slots=needs.mass,
         has_bounds=needs.bounds,
         poison=poison,
+        kv_format=kv_format,
     )
     ring = (config.num_layers, num_rows, needs.window, config.num_query_heads, config.head_size)
     cache = Cache(pool, jnp.zeros(ring, dtype) if needs.window else None)

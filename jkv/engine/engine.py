@@ -85,7 +85,7 @@ class Engine:
         max_running, page_size = options.max_running or DEFAULT_RUNNING, page_size_for(model.params, options.page_size)
         num_shards = 1 if mesh is None else mesh.size
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
-        self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds)
+        self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds, options.kv_format)
         self.num_pages = num_pool_pages(
             model.params,
             max_running,
@@ -105,6 +105,7 @@ class Engine:
         self.outputs = Outputs(model, self.tickets, self._finish)
         sizes: Any = {"page_bytes": self.page_bytes, "max_slots": self.max_slots, "max_stop_ids": options.max_stop_ids}
         given: Any = {"mesh": mesh, "kernels": options.kernels, "poison": options.poison, "gate": gate, "ahead": options.ahead}
+        given["kv_format"] = options.kv_format
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **sizes, **given)
         self.runner.is_traced = options.return_trace
         self.reset_stats()
@@ -404,7 +405,7 @@ class Engine:
         """
         sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": self.capacity.page_size}
         request = lowered(self.model.params, request, **sizes)
-        check_fits(self.model.params, request, **sizes)
+        check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
         is_trained = self.runner.version > 0 or self.is_asleep
         check_policy(request.policy, self.needs, self.model, self.mesh, is_trained, self.gate)
         if len(request.stop_ids) > self.options.max_stop_ids:
@@ -437,7 +438,8 @@ class Engine:
             completion.saved = self.runner.meter.saved(sample)
         if self.runner.is_traced:
             trace = sample.trace or TraceRecorder(config.num_layers, config.num_kv_heads, sample.num_seen)
-            completion.trace = trace.finish(sample.num_seen, len(sample.request.prompt), self.capacity.page_size)
+            sizes = sample.num_seen, len(sample.request.prompt), self.capacity.page_size
+            completion.trace = trace.finish(*sizes, self.options.kv_format)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None
         self.scheduler.finish(sample)
 

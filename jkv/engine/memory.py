@@ -13,6 +13,7 @@ from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
 from pallas_kernels.choice import is_old_gpu
 from pallas_kernels.dispatch import platform_of
+from pallas_kernels.quantised import Format, vector_bytes
 
 AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for temporaries of programs
 TABLE_SHARE = 1 / 8  # of the free memory, at most, for page tables
@@ -25,10 +26,10 @@ def page_size_for(params: Params, page_size: int | None) -> int:
     return page_size or default_page_size(platform_of(next(iter(params.embedding.devices()))))
 
 
-def page_bytes(params: Params, page_size: int, has_bounds: bool = False) -> int:
+def page_bytes(params: Params, page_size: int, has_bounds: bool = False, kv_format: Format | None = None) -> int:
     """Bytes of one page: keys, values and positions, and the bounds of its keys where a policy needs them."""
-    pair = 2 * params.config.head_size * params.embedding.dtype.itemsize
-    return page_size * (pair + 4) + has_bounds * pair
+    size, dtype = params.config.head_size, params.embedding.dtype
+    return page_size * (2 * vector_bytes(size, dtype, kv_format) + 4) + has_bounds * 2 * vector_bytes(size, dtype, None)
 
 
 def num_layer_heads(params: Params) -> int:
@@ -152,9 +153,11 @@ def lowered(params: Params, request: Request, *, max_slots: int, num_pages: int,
     return dataclasses.replace(request, max_new_tokens=max(1, most))
 
 
-def check_fits(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> None:
+def check_fits(
+    params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int, bytes_per_page: int
+) -> None:
     """Refuses a request that an engine of this size could not serve even by itself."""
-    slots, of_page = most_slots(params, request), page_bytes(params, page_size, request.policy.read is not None)
+    slots, of_page = most_slots(params, request), bytes_per_page
     if slots > max_slots:
         raise ValueError(
             f"A request may fill {max_slots} slots in a layer and KV head, the engine's max_slots; this one fills {slots} "

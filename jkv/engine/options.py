@@ -12,6 +12,7 @@ from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.model.sampling import SAMPLING_FIELDS
 from jkv.policies import Policy
 from pallas_kernels.choice import VARIABLE, parse_choices
+from pallas_kernels.quantised import FORMATS, Format
 
 MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
     "max_running": 1 << 16,
@@ -40,6 +41,8 @@ class EngineOptions:
         the longer of prompt and budget + interval; at most 2**24. It sizes the page tables. None is the model's positions, at
         most 4,096; `generate` and `Rollout` compute it from their requests.
       page_size: slots of a page, at most 65,536. None is 128 on a TPU and 16 elsewhere; `Stats.page_size` has it.
+      kv_dtype: how the pool keeps keys and values: None as the weights' dtype has them; "int8" or "fp8" as codes of 8 bits with a
+        scale for each slot's key and value, in about half the bytes of bfloat16 and a quarter of float32's.
       kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
         run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.
@@ -73,6 +76,7 @@ class EngineOptions:
     max_running: int | None = None
     max_slots: int | None = None
     page_size: int | None = None
+    kv_dtype: str | None = None
     kv_memory: int | str | None = None
     num_pages: int | None = None
     policies: Sequence[Policy] | None = None
@@ -104,6 +108,10 @@ class EngineOptions:
             raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {shown(self.chunk)}.")
         if typed("order", self.order, str) not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}; got {shown(self.order)}.")
+        if typed("kv_dtype", self.kv_dtype, str | None) not in (None, *FORMATS):
+            raise ValueError(
+                f"kv_dtype must be one of {', '.join(FORMATS)}, or None for the dtype of the weights; got {shown(self.kv_dtype)}."
+            )
         if self.kv_memory is not None and self.kv_memory != "auto":
             object.__setattr__(self, "kv_memory", typed('kv_memory, unless "auto",', self.kv_memory, int))
             check_counts(kv_memory=self.kv_memory)
@@ -112,6 +120,11 @@ class EngineOptions:
         object.__setattr__(self, "ahead", typed("ahead", self.ahead, bool | None))
         for name in ("return_trace", "poison"):
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
+
+    @property
+    def kv_format(self) -> Format | None:
+        """How the pool quantises keys and values; None if it does not."""
+        return None if self.kv_dtype is None else FORMATS[self.kv_dtype]
 
     def changed(self, settings: Mapping[str, Any], others: Iterable[str] = ()) -> "EngineOptions":
         """These options with other settings, by name; `others` are further parameters of the call that takes them.
@@ -122,7 +135,7 @@ class EngineOptions:
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
-max_slots, page_size, kv_memory, num_pages, policies, chunk, ahead, order, max_stop_ids, return_trace, mesh, kernels, poison.
+max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, ahead, order, max_stop_ids, return_trace, mesh, kernels, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

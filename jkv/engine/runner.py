@@ -37,6 +37,7 @@ from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.replay.trace import TraceRecorder
 from pallas_kernels.choice import lowest_capability
 from pallas_kernels.dispatch import platform_of
+from pallas_kernels.quantised import Format
 
 LOGGER = logging.getLogger("jkv")
 MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
@@ -76,6 +77,7 @@ class Runner:
       kernels: kernels chosen by hand; None for the best.
       poison: for tests: freed pages become NaN.
       gate: the arrays of the gate that all steps compute, on the device or mesh.
+      kv_format: how the pool quantises keys and values; None if it does not.
       ahead: whether a chunk may be dispatched before the last one is read; None is True except on a CPU.
 
     Attributes:
@@ -103,6 +105,7 @@ class Runner:
         kernels: str | None = None,
         poison: bool = False,
         gate: Any = None,
+        kv_format: Format | None = None,
         ahead: bool | None = None,
     ) -> None:
         self.gate = gate
@@ -127,6 +130,7 @@ class Runner:
             "page_size": capacity.page_size,
             "dtype": model.params.embedding.dtype,
             "poison": poison,
+            "kv_format": kv_format,
         }
         self._make_state: Callable[[], Any] = functools.partial(empty_state, config, needs, **sizes)
         if mesh is not None:

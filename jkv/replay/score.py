@@ -25,6 +25,7 @@ from jkv.model.penalties import TokenCounts, counts_in_block
 from jkv.model.sampling import Sampling, SamplingRows, rows_of
 from jkv.reasoning import steering
 from jkv.replay.trace import SteerTrace, Trace
+from pallas_kernels.quantised import Format, straight_through
 
 UNEMBED_BLOCK = 64  # tokens whose logits exist at once
 MAX_ROWS = 8  # samples of a program
@@ -64,10 +65,14 @@ class Columns(NamedTuple):
     sinks: Int[Array, " n"] | None = None
     sink_shift: Int[Array, "n T"] | None = None
     steer: SteerTrace | None = None
+    kv_format: Format | None = None  # keys and values are read as a pool of this format gives them back
 
 
 class ReplayAttention(NamedTuple):
-    """Every token of a sequence attends over columns (`jkv.model.decoder.Attend`); nothing is cached."""
+    """Every token of a sequence attends over columns (`jkv.model.decoder.Attend`); nothing is cached.
+
+    Where the columns have a format, keys and values are quantised and dequantised first, with the gradient of doing neither.
+    """
 
     position: Int[Array, "n T"]
     columns: Columns
@@ -83,6 +88,8 @@ class ReplayAttention(NamedTuple):
     ) -> tuple[Float[Array, "n T N H"], None]:
         """Attention over the columns of a layer."""
         source, begin, end, sinks, *_ = self.columns
+        if self.columns.kv_format is not None:
+            key, value = (straight_through(x, self.columns.kv_format) for x in (key, value))
         columns = begin[:, layer], end[:, layer], None if source is None else source[:, layer]
         if sinks is None:
             return kernels.replay_attention(query, key, value, self.position, *columns), None
@@ -240,10 +247,11 @@ def trace_columns(trace: Trace, total: int) -> Columns:
     if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
         end = np.full(shape, OPEN_END, np.int32)
         end[..., :num_columns] = trace.end[..., :num_columns]
-        return Columns(None, jnp.asarray(own), jnp.asarray(end), *sinks_and_steering(trace, total))
+        return Columns(None, jnp.asarray(own), jnp.asarray(end), *sinks_and_steering(trace, total), trace.kv_format)
     end = np.where(trace.source < total, trace.end, trace.begin)
     source = np.minimum(trace.source, total - 1)
-    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *sinks_and_steering(trace, total))
+    rest = *sinks_and_steering(trace, total), trace.kv_format
+    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *rest)
 
 
 def sinks_and_steering(trace: Trace, total: int) -> tuple[Any, Any, Any]:

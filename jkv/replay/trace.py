@@ -32,6 +32,7 @@ class Trace(NamedTuple):
     sinks: np.ndarray | None = None  # [n] first tokens that queries read from another position (`jkv.cache.moved_sinks`)
     sink_shift: np.ndarray | None = None  # [n, T] positions by which each query is rotated for them, at most 0
     steer: SteerTrace | None = None
+    kv_format: Any = None  # the `pallas_kernels.quantised.Format` of the pool; None if it held floats
 
     def __repr__(self) -> str:
         n, num_layers, num_kv_heads, num_columns = self.source.shape
@@ -101,7 +102,7 @@ class TraceRecorder:
         """The next steps added these multiples of the steering vector: [steps]."""
         self._amount[now : now + len(amount)] = amount
 
-    def finish(self, num_seen: int, prompt: int, page_size: int) -> Trace:
+    def finish(self, num_seen: int, prompt: int, page_size: int, kv_format: Any = None) -> Trace:
         """The trace of this one sample (n = 1), which has `num_seen` tokens, `prompt` of them in its prompt."""
         end = self.end[..., :num_seen]
         own = np.broadcast_to(np.arange(num_seen, dtype=np.int32), end.shape)  # a view: costs no memory
@@ -118,7 +119,7 @@ class TraceRecorder:
             layer, vector = np.array([self._steer.layer], np.int32), self._steer.values.astype(np.float32)[None]
             steer = SteerTrace(self._amount[None], layer, vector)
         whole = own[None] if source is own else source[None]
-        return Trace(whole, whole if begin is own else begin[None], end[None], sinks, shift, steer)
+        return Trace(whole, whole if begin is own else begin[None], end[None], sinks, shift, steer, kv_format)
 
     def _end_extra(self, is_dropped: np.ndarray, now: int) -> None:
         """Ends the extra columns of dropped tokens, by position: [T] or [L, K, T]."""
@@ -131,7 +132,7 @@ class TraceRecorder:
 
 
 def join_traces(traces: Sequence[Trace]) -> Trace:
-    """One trace of several samples, padded to the widest with columns that no query reads."""
+    """One trace of several samples of one engine, padded to the widest with columns that no query reads."""
     end = stack_padded([trace.end[0] for trace in traces])
     if all(trace.source is trace.begin for trace in traces):  # only every token's own column
         source = begin = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)
@@ -142,7 +143,8 @@ def join_traces(traces: Sequence[Trace]) -> Trace:
         sinks = np.array([0 if trace.sinks is None else trace.sinks[0] for trace in traces], np.int32)
         none = np.zeros(1, np.int32)
         shift = stack_padded([none if trace.sink_shift is None else trace.sink_shift[0] for trace in traces])
-    return Trace(source, begin, end, sinks, shift, join_steering([trace.steer for trace in traces]))
+    steer = join_steering([trace.steer for trace in traces])
+    return Trace(source, begin, end, sinks, shift, steer, traces[0].kv_format)
 
 
 def join_steering(steers: Sequence[SteerTrace | None]) -> SteerTrace | None:

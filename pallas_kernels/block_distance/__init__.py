@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_distance import gpu, reference, tpu
 from pallas_kernels.dispatch import Implementation, call
+from pallas_kernels.quantised import Numbers
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.block_distance, "tpu", tpu.why_not),
@@ -13,7 +14,7 @@ IMPLEMENTATIONS = {
 
 
 def block_distance(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     first: Int[Array, "I L K"],
     second: Int[Array, "I L K"],
     num_tokens: Int[Array, " I"],
@@ -23,7 +24,7 @@ def block_distance(
 ) -> Float[Array, "I L 2 3"]:
     """Squared norms of both pages of each pair and of their difference, by layer, for keys and for values, float32.
 
-    A page is one long vector over its first `num_tokens` slots and all KV heads; `first` and `second` hold the page of each
+    The pool `kv` is `[P, 2, page, H]`, of floats or quantised. A page is one long vector over its first `num_tokens` slots and all KV heads; `first` and `second` hold the page of each
     head. The last axis holds `|a|^2`, `|b|^2` and `|a - b|^2`. `angle` (radians for each rotating pair of channels, in the
     half-split convention) rotates the keys of the second page first, so that two pages are compared at the same position. The
     difference is summed directly: computed from norms and a product, it would lose half of its float32 digits for similar pages

@@ -8,9 +8,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, call
 from pallas_kernels.paged_attention import cpu, gpu, native, reference, tpu
+from pallas_kernels.quantised import Numbers
 
 
-def of_layer(run: Callable[..., Any], platform: str | None = None, why_not: Callable[..., str | None] | None = None) -> Any:
+def of_layer(
+    run: Callable[..., Any],
+    platform: str | None = None,
+    why_not: Callable[..., str | None] | None = None,
+    reads_codes: bool = False,
+) -> Any:
     """An implementation that takes the tables of one layer, which XLA cuts out of those of all."""
 
     def cut_and_run(query: Any, kv: Any, *tables: Any, with_logits: bool = False) -> Any:
@@ -19,7 +25,7 @@ def of_layer(run: Callable[..., Any], platform: str | None = None, why_not: Call
     def why_not_cut(query: Any, kv: Any, *tables: Any, with_logits: bool = False) -> str | None:
         return why_not(query, kv, *jax.eval_shape(cut, *tables), with_logits=with_logits) if why_not else None
 
-    return Implementation(cut_and_run, platform, why_not_cut)
+    return Implementation(cut_and_run, platform, why_not_cut, reads_codes)
 
 
 def cut(page_table: Any, length: Any, log_weight: Any = None, layer: Any = None) -> tuple[Any, Any, Any]:
@@ -32,15 +38,15 @@ def cut(page_table: Any, length: Any, log_weight: Any = None, layer: Any = None)
 IMPLEMENTATIONS = {
     "tpu": of_layer(tpu.paged_attention, "tpu", tpu.why_not),
     "gpu": Implementation(gpu.paged_attention, "cuda", gpu.why_not),
-    "native": of_layer(native.paged_attention, "cpu", native.why_not),
-    "cpu": of_layer(cpu.paged_attention, "cpu"),
+    "native": of_layer(native.paged_attention, "cpu", native.why_not, reads_codes=True),
+    "cpu": of_layer(cpu.paged_attention, "cpu", reads_codes=True),
     "reference": of_layer(reference.paged_attention),
 }
 
 
 def paged_attention(
     query: Float[Array, "R G H"],
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     page_table: Int[Array, "*L R MP"],
     length: Int[Array, "*L R"],
     log_weight: Float[Array, "*L R S"] | None = None,
@@ -54,7 +60,7 @@ def paged_attention(
     Slot s of a row is in page `page_table[r, s // page]` at offset `s % page`. The first `length[r]` slots are filled; later
     ones are not used and may hold anything. `log_weight` (S = MP * page) is added to a slot's logit: `ln m` for a slot with
     multiplicity m, `-inf` for a vacant slot, which may hold anything. A row without a slot to read gives zeros and `-inf`.
-    Logits are scaled by H ** -0.5. `with_logits` also returns them, float32, with the log-weight, `-inf` where no slot is
+    Logits are scaled by H ** -0.5. The pool may be quantised, with codes `[P, 2, page, H]`. `with_logits` also returns them, float32, with the log-weight, `-inf` where no slot is
     filled, for policies that evict by attention at each step.
 
     With `layer`, tables, lengths and log-weights are those of all layers, and the kernel reads those of this layer in place.

@@ -13,13 +13,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.paged_attention.reference import slots_of
+from pallas_kernels.quantised import Numbers
+
 BLOCK = 128  # slots
 GROUP = 8  # rows
 
 
 def paged_attention(
     query_RGH: Float[Array, "R G H"],
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     page_table: Int[Array, "R MP"],
     length: Int[Array, " R"],
     log_weight: Float[Array, "R S"] | None,
@@ -48,7 +51,7 @@ def paged_attention(
 
 
 def attend_group(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     block_pages: int,
     with_logits: bool,
     group: tuple[Float[Array, "R G H"], Int[Array, "R MP"], Int[Array, " R"], Float[Array, "R S"] | None],
@@ -62,11 +65,12 @@ def attend_group(
     def attend(block: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
         peak_RG1, total_RG1, out_RGH, *seen = carry
         page = jax.lax.dynamic_slice_in_dim(page_table, block * block_pages, block_pages, axis=1)
-        key_RSH = kv.at[page, 0].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
-        value_RSH = kv.at[page, 1].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
+        (key_RSH, key_scale_RS), (value_RSH, value_scale_RS) = (slots_of(kv, page, half) for half in (0, 1))
         is_filled_RS = block * num_slots + offset < length[:, None]
         logits_RSG = jnp.einsum("rsh,rgh->rsg", key_RSH, query_RGH, preferred_element_type=jnp.float32)
         logits_RGS = jnp.swapaxes(logits_RSG, 1, 2) * head_size**-0.5
+        if key_scale_RS is not None:
+            logits_RGS = logits_RGS * key_scale_RS[:, None]
         if log_weight is not None:
             weight_RS = jax.lax.dynamic_slice_in_dim(log_weight, block * num_slots, num_slots, axis=1)
             logits_RGS = logits_RGS + weight_RS[:, None]
@@ -77,9 +81,10 @@ def attend_group(
         base_RG1 = jnp.where(new_peak_RG1 == -jnp.inf, 0.0, new_peak_RG1)  # the row reads nothing so far
         weight_RGS, scale_RG1 = jnp.exp(logits_RGS - base_RG1), jnp.exp(peak_RG1 - base_RG1)
         value_RSH = jnp.where(is_filled_RS[..., None], value_RSH, 0)  # 0 * NaN is NaN: stale slots must not be multiplied
-        added_RGH = jnp.einsum(
-            "rgs,rsh->rgh", weight_RGS.astype(value_RSH.dtype), value_RSH, preferred_element_type=jnp.float32
-        )
+        share_RGS = weight_RGS
+        if value_scale_RS is not None:
+            share_RGS = weight_RGS * jnp.where(is_filled_RS, value_scale_RS, 0)[:, None]
+        added_RGH = jnp.einsum("rgs,rsh->rgh", share_RGS.astype(value_RSH.dtype), value_RSH, preferred_element_type=jnp.float32)
         total_RG1 = total_RG1 * scale_RG1 + weight_RGS.sum(axis=-1, keepdims=True)
         return new_peak_RG1, total_RG1, out_RGH * scale_RG1 + added_RGH, *seen
 

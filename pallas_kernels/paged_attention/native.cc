@@ -3,6 +3,9 @@
 // One thread computes a row, in a fixed order, so the row's bits do not depend on its neighbours, its place in the batch or the
 // width of the table. Letters: R rows, G query heads of a KV head, S slots, H head size.
 //
+// The pool holds floats, or codes of 8 bits and a scale for each slot's key and value. A page of codes becomes floats in a thread's
+// own memory, one page at a time, so a row's bits are those of a pool that holds these floats.
+//
 // Nothing outside of the arrays is read or written, whatever they hold: shapes are checked once a call, lengths are limited to
 // the table's slots, and page ids to the pool as the reference has them (one below 0 counts from the end, then the nearest).
 
@@ -53,7 +56,8 @@ inline Lanes Exp(Lanes x) {
 
 struct Arguments {
   const float* query;       // [R, G, H]
-  const float* kv;          // [P, 2, page, H]
+  const void* kv;           // [P, 2, page, H], float or int8_t
+  const float* kv_scale;    // [P, 2, page]; null for floats
   const int32_t* table;     // [R, MP]
   const int32_t* length;    // [R]
   const float* log_weight;  // [R, MP * page], or null
@@ -113,24 +117,45 @@ float Softmax(float* logits, int64_t padded) {
   return std::log(total) + base;
 }
 
-void AttendRow(const Arguments& a, int64_t row, std::vector<float>& scratch) {
+// The numbers of `slots` slots from this one on, counted over the whole pool.
+inline const float* Numbers(const float* kv, const float*, int64_t at, int64_t, int64_t size, float*) { return kv + at * size; }
+
+inline const float* Numbers(const int8_t* kv, const float* scale, int64_t at, int64_t slots, int64_t size, float* to) {
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    const int8_t* codes = kv + (at + slot) * size;
+    const float of_slot = scale[at + slot];
+    for (int64_t h = 0; h < size; ++h) to[slot * size + h] = codes[h] * of_slot;
+  }
+  return to;
+}
+
+struct Scratch {
+  std::vector<float> logits, page;
+};
+
+template <typename Number>
+void AttendRow(const Arguments& a, int64_t row, Scratch& memory) {
   const int64_t slots = a.max_pages * a.page, filled = std::clamp<int64_t>(a.length[row], 0, slots);
   const int64_t stride = (filled + kLanes - 1) / kLanes * kLanes;
   const float scale = 1.0f / std::sqrt((float)a.size);
   const float* query = a.query + row * a.group * a.size;
   const float* weight = a.log_weight ? a.log_weight + row * slots : nullptr;
+  std::vector<float>& scratch = memory.logits;
   scratch.resize(a.group * stride);
+  if (a.kv_scale) memory.page.resize(a.page * a.size);
   const auto each_page = [&](int64_t half, auto&& visit) {  // visits keys (0) or values (1) by page, first slot and count
     const int32_t* table = a.table + row * a.max_pages;
-    const auto at = [&](int64_t entry) { return a.kv + (InPool(table[entry], a.num_pages) * 2 + half) * a.page * a.size; };
-    const float* next = filled ? at(0) : nullptr;
+    const auto at = [&](int64_t entry) { return (InPool(table[entry], a.num_pages) * 2 + half) * a.page; };  // its first slot
+    const Number* kv = (const Number*)a.kv;
+    int64_t next = filled ? at(0) : 0;
     for (int64_t first = 0, entry = 0; first < filled; first += a.page, ++entry) {
-      const float* now = next;
+      const int64_t now = next, count = std::min(a.page, filled - first);
       if (first + a.page < filled) {
         next = at(entry + 1);  // it may be anywhere
-        for (int64_t i = 0; i < a.page * a.size; i += 16) __builtin_prefetch(next + i);
+        const char* bytes = (const char*)(kv + next * a.size);
+        for (int64_t i = 0; i < a.page * a.size * (int64_t)sizeof(Number); i += 64) __builtin_prefetch(bytes + i);
       }
-      visit(now, first, std::min(a.page, filled - first));
+      visit(Numbers(kv, a.kv_scale, now, count, a.size, memory.page.data()), first, count);
     }
   };
   each_page(0, [&](const float* key, int64_t first, int64_t count) {
@@ -174,11 +199,11 @@ struct Work {
   std::condition_variable is_done;
 
   void Run() {
-    std::vector<float> scratch;
+    Scratch scratch;
     int64_t row, finished = 0;
     while ((row = next.fetch_add(1)) < arguments.rows) {
       try {
-        AttendRow(arguments, row, scratch);
+        arguments.kv_scale ? AttendRow<int8_t>(arguments, row, scratch) : AttendRow<float>(arguments, row, scratch);
       } catch (const std::bad_alloc&) {  // nobody would catch it in a thread of the pool
         is_out_of_memory = true;
       }
@@ -206,8 +231,8 @@ bool Fits(const char* name, Shape shape, std::vector<int64_t> wanted, std::strin
   return fits;
 }
 
-ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::F32> kv, ffi::Buffer<ffi::S32> table,
-                  ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::F32> log_weight, ffi::ResultBuffer<ffi::F32> out,
+ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer kv, ffi::Buffer<ffi::F32> kv_scale,
+                  ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::F32> log_weight, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::F32> log_total, ffi::ResultBuffer<ffi::F32> logits) {
   const Shape of_query = query.dimensions(), of_kv = kv.dimensions(), of_table = table.dimensions();
   if (of_query.size() != 3 || of_kv.size() != 4 || of_table.size() != 2)
@@ -215,10 +240,13 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer
                                        Text(of_kv) + " and " + Text(of_table));
   const int64_t rows = of_query[0], group = of_query[1], size = of_query[2], page = of_kv[2], slots = of_table[1] * page;
   const bool is_weighted = log_weight.element_count(), has_logits = logits->element_count();
+  const bool is_coded = kv.element_type() == ffi::DataType::S8;
   std::string error;
   if (size % kLanes) error = "head size must be a multiple of " + std::to_string(kLanes) + "; got " + std::to_string(size);
+  if (!is_coded && kv.element_type() != ffi::DataType::F32) error = "kv must hold float32 or int8";
   if (of_kv[0] < 1) error = "kv must have a page; got " + Text(of_kv);
   if (!error.empty() || !Fits("kv", of_kv, {of_kv[0], 2, page, size}, error) ||
+      !Fits("scales", kv_scale.dimensions(), is_coded ? std::vector<int64_t>{of_kv[0], 2, page} : std::vector<int64_t>{0}, error) ||
       !Fits("page table", of_table, {rows, of_table[1]}, error) || !Fits("lengths", length.dimensions(), {rows}, error) ||
       !Fits("log-weights", log_weight.dimensions(), {rows, is_weighted ? slots : 0}, error) ||
       !Fits("the output", out->dimensions(), {rows, group, size}, error) ||
@@ -226,7 +254,7 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer
       !Fits("the logits", logits->dimensions(), {rows, group, has_logits ? slots : 0}, error))
     return ffi::Error::InvalidArgument("paged_attention: " + error);
   auto work = std::make_shared<Work>();
-  work->arguments = {query.typed_data(), kv.typed_data(), table.typed_data(), length.typed_data(),
+  work->arguments = {query.typed_data(), kv.untyped_data(), is_coded ? kv_scale.typed_data() : nullptr, table.typed_data(), length.typed_data(),
                      is_weighted ? log_weight.typed_data() : nullptr, out->typed_data(), log_total->typed_data(),
                      has_logits ? logits->typed_data() : nullptr, rows, group, size, page, of_table[1], of_kv[0]};
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), rows) - 1;
@@ -244,6 +272,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, Attend,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import native_library, prebuilt
 from pallas_kernels.dispatch import own_platform
+from pallas_kernels.quantised import Numbers, Quantised
 
 SOURCE = Path(__file__).with_name("native.cc")
 LANES = 8  # numbers of a head per multiplication
@@ -27,6 +28,8 @@ LOADING = threading.Lock()
 
 def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any = None, with_logits: bool = False) -> str | None:
     """Why the library cannot take these arguments; None when it can."""
+    if isinstance(kv, Quantised) and kv.format.stored != "int8":
+        return f"quantised pages must be int8; got {kv.format.name}"
     if not query.dtype == kv.dtype == jnp.float32:
         return f"query and kv must be float32; got {query.dtype} and {kv.dtype}"
     if not page_table.dtype == length.dtype == jnp.int32:
@@ -40,7 +43,7 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any =
 
 def paged_attention(
     query: Float[Array, "R G H"],
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     page_table: Int[Array, "R MP"],
     length: Int[Array, " R"],
     log_weight: Float[Array, "R S"] | None = None,
@@ -53,7 +56,8 @@ def paged_attention(
         TARGET, (result(query.shape), result((rows, group)), result((rows, group, num_slots if with_logits else 0)))
     )
     weight = jnp.zeros((rows, 0), jnp.float32) if log_weight is None else log_weight
-    out, log_total, logits = call(query, kv, page_table, length, weight)
+    numbers, scale = (kv.codes, kv.scale) if isinstance(kv, Quantised) else (kv, jnp.zeros(0, jnp.float32))
+    out, log_total, logits = call(query, numbers, scale, page_table, length, weight)
     return out, log_total, logits if with_logits else None
 
 

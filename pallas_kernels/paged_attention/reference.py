@@ -6,10 +6,12 @@ On a CPU, two gathers are 3-8x faster than one gather and slices of it.
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.quantised import Numbers, factors, take
+
 
 def paged_attention(
     query_RGH: Float[Array, "R G H"],
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     page_table: Int[Array, "R MP"],
     length: Int[Array, " R"],
     log_weight: Float[Array, "R S"] | None,
@@ -18,13 +20,14 @@ def paged_attention(
     """See `pallas_kernels.paged_attention`."""
     rows, max_pages = page_table.shape
     num_slots, head_size = max_pages * kv.shape[2], kv.shape[3]
-    key_RSH = kv.at[page_table, 0].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
-    value_RSH = kv.at[page_table, 1].get(mode="promise_in_bounds").reshape(rows, num_slots, head_size)
+    (key_RSH, key_scale_RS), (value_RSH, value_scale_RS) = (slots_of(kv, page_table, half) for half in (0, 1))
     is_filled_RS = jnp.arange(num_slots, dtype=length.dtype) < length[:, None]
     if log_weight is not None:
         is_filled_RS &= log_weight > -jnp.inf
 
     logits_RGS = jnp.einsum("rgh,rsh->rgs", query_RGH, key_RSH, preferred_element_type=jnp.float32) * head_size**-0.5
+    if key_scale_RS is not None:
+        logits_RGS = logits_RGS * key_scale_RS[:, None]
     if log_weight is not None:
         logits_RGS = logits_RGS + log_weight[:, None]
     logits_RGS = jnp.where(is_filled_RS[:, None], logits_RGS, -jnp.inf)
@@ -34,7 +37,18 @@ def paged_attention(
     total_RG = weight_RGS.sum(axis=-1)
 
     value_RSH = jnp.where(is_filled_RS[..., None], value_RSH, 0)  # 0 * NaN is NaN: stale slots must not be multiplied
+    if value_scale_RS is not None:
+        weight_RGS = weight_RGS * jnp.where(is_filled_RS, value_scale_RS, 0)[:, None]
     out_RGH = jnp.einsum("rgs,rsh->rgh", weight_RGS.astype(value_RSH.dtype), value_RSH, preferred_element_type=jnp.float32)
     out_RGH = out_RGH / jnp.where(total_RG == 0, 1.0, total_RG)[..., None]
     log_total_RG = jnp.log(total_RG) + peak_RG1[..., 0]
     return out_RGH.astype(query_RGH.dtype), log_total_RG, logits_RGS if with_logits else None
+
+
+def slots_of(
+    kv: Numbers, page_table: Int[Array, "R MP"], half: int
+) -> tuple[Float[Array, "R S H"], Float[Array, "R S"] | None]:
+    """Keys (0) or values (1) of rows, slot by slot, as products take them; and the scales of the products."""
+    vectors, scale = factors(take(kv, (page_table, half)))
+    rows = len(page_table)
+    return vectors.reshape(rows, -1, vectors.shape[-1]), None if scale is None else scale.reshape(rows, -1)

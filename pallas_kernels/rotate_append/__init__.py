@@ -4,6 +4,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, call
 from pallas_kernels.rotate_append import gpu, reference, tpu
+from pallas_kernels.quantised import Numbers
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.rotate_append, "tpu", tpu.why_not),
@@ -13,7 +14,7 @@ IMPLEMENTATIONS = {
 
 
 def rotate_append(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     projected: Float[Array, "B heads H"],
     cos: Float[Array, "B half"],
     sin: Float[Array, "B half"],
@@ -23,8 +24,8 @@ def rotate_append(
     layer: Int[Array, ""] | int | None = None,
     *,
     implementation: str | None = None,
-) -> tuple[Float[Array, "P 2 page H"], Float[Array, "B N H"], Float[Array, "C N H"] | None]:
-    """The pool with each row's new token, the rotated queries, and the ring of queries.
+) -> tuple[Numbers, Float[Array, "B N H"], Float[Array, "C N H"] | None]:
+    """The pool (`kv`: `[P, 2, page, H]`, of floats or quantised) with each row's new token, the rotated queries, and the ring of queries.
 
     Donate pool and ring, or they are copied. `projected` holds a token's query heads, key heads and value heads, in this
     order, not rotated. Channel c < `half` turns with channel c + `half`, as in Hugging Face; channels from 2 * `half` on are

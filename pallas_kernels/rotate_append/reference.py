@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.quantised import Numbers, like, put
+
 
 def rotate_append(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     projected: Float[Array, "B heads H"],
     cos: Float[Array, "B half"],
     sin: Float[Array, "B half"],
@@ -13,17 +15,17 @@ def rotate_append(
     ring: Float[Array, "C N H"] | None = None,
     ring_at: Int[Array, " B"] | None = None,
     layer: Int[Array, ""] | int | None = None,
-) -> tuple[Float[Array, "P 2 page H"], Float[Array, "B N H"], Float[Array, "C N H"] | None]:
+) -> tuple[Numbers, Float[Array, "B N H"], Float[Array, "C N H"] | None]:
     """See `pallas_kernels.rotate_append`."""
     address = address if layer is None else address[layer]
     num_kv_heads, page_size = address.shape[1], kv.shape[2]
     num_heads = projected.shape[1] - 2 * num_kv_heads
     turned = rotate(projected[:, : num_heads + num_kv_heads], cos, sin)
     query, key, value = turned[:, :num_heads], turned[:, num_heads:], projected[:, num_heads + num_kv_heads :]
-    kv_BK2H = jnp.stack([key, value], axis=2).astype(kv.dtype)
+    kv_BK2H = like(kv, jnp.stack([key, value], axis=2))
     page, offset = address // page_size, address % page_size
     key_or_value = jnp.arange(2, dtype=jnp.int32)
-    kv = kv.at[page[..., None], key_or_value, offset[..., None]].set(kv_BK2H, mode="promise_in_bounds")
+    kv = put(kv, (page[..., None], key_or_value, offset[..., None]), kv_BK2H)
     if ring is not None:
         ring = ring.at[ring_at].set(query.astype(ring.dtype), mode="promise_in_bounds")
     return kv, query, ring

@@ -1,9 +1,10 @@
 """The data movement of compaction: moves keys and values between slots of the pool."""
 
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.dispatch import Implementation, call
 from pallas_kernels.take_slots import gpu, reference, tpu
+from pallas_kernels.quantised import Numbers
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.take_slots, "tpu", tpu.why_not),
@@ -13,14 +14,14 @@ IMPLEMENTATIONS = {
 
 
 def take_slots(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     slots: Int[Array, "R S"],
     source: Int[Array, "R MP"],
     target: Int[Array, "R MP"],
     *,
     implementation: str | None = None,
-) -> Float[Array, "P 2 page H"]:
-    """The pool after each row's kept slots are moved together. Donate the pool, or it is copied.
+) -> Numbers:
+    """The pool (`kv`: `[P, 2, page, H]`, of floats or quantised) after each row's kept slots are moved together. Donate the pool, or it is copied.
 
     Slot s of a row (S = MP * page), in page `target[r, s // page]`, receives the contents of slot `slots[r, s]` of the row, in
     page `source[r, slots[r, s] // page]`. A target of 0, the null page, is not written. Afterwards, slots of a written page

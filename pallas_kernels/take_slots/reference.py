@@ -1,12 +1,14 @@
 """Plain XLA: a gather, then a scatter with full advanced indices; with other indices, some backend copies the pool."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
+
+from pallas_kernels.quantised import Numbers, put, take
 
 
 def take_slots(
-    kv: Float[Array, "P 2 page H"], slots: Int[Array, "R S"], source: Int[Array, "R MP"], target: Int[Array, "R MP"]
-) -> Float[Array, "P 2 page H"]:
+    kv: Numbers, slots: Int[Array, "R S"], source: Int[Array, "R MP"], target: Int[Array, "R MP"]
+) -> Numbers:
     """See `pallas_kernels.take_slots`."""
     page_size = jnp.int32(kv.shape[2])
     key_or_value = jnp.arange(2, dtype=jnp.int32)
@@ -16,8 +18,7 @@ def take_slots(
         return page[..., None], key_or_value, offset[..., None]
 
     begin, end = addresses(kv.shape[2], slots, source, target)
-    moved_RS2H = kv.at[indices(begin)].get(mode="promise_in_bounds")
-    return kv.at[indices(end)].set(moved_RS2H, mode="promise_in_bounds")
+    return put(kv, indices(end), take(kv, indices(begin)))
 
 
 def addresses(
