@@ -217,7 +217,7 @@ def assert_no_pool_copy(compiled: Any, pool: Any, other_bytes: int = 0) -> None:
     optimised HLO makes an array with as many elements as the pool.
     """
     shape = pool.kv.shape
-    pool_bytes = pool.kv.size * pool.kv.dtype.itemsize
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool.kv))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes, (
         f"the program aliases {memory.alias_size_in_bytes} bytes, less than the pool's {pool_bytes}: is it donated?"

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.quantised import FORMATS, Numbers, like, vector_bytes, zeros
+
 
 class ModelShape(NamedTuple):
     """The sizes of a model on which its cache depends."""
@@ -45,6 +47,7 @@ class Workload(NamedTuple):
     page_size: int = 128
     dtype: Any = jnp.bfloat16
     layers: int | None = None  # layers whose pages the pool holds; None: all of the model's
+    kv_format: str | None = None  # of quantised pages, a key of `FORMATS`; None: the pool holds numbers of `dtype`
 
     def num_rows(self, model: ModelShape) -> int:
         """Rows of one KV head each."""
@@ -54,10 +57,20 @@ class Workload(NamedTuple):
         """Pages per row's table."""
         return -(-self.slots // self.page_size)
 
-    def pool(self, model: ModelShape) -> jax.ShapeDtypeStruct:
-        """Shape of the keys and values of a pool that holds all slots of every row, and the null page."""
+    def pool(self, model: ModelShape) -> Any:
+        """Shapes of the keys and values of a pool that holds all slots of every row, and the null page."""
         num_pages = 1 + (self.layers or model.num_layers) * self.num_rows(model) * self.max_pages()
-        return jax.ShapeDtypeStruct((num_pages, 2, self.page_size, model.head_size), self.dtype)
+        shape = num_pages, 2, self.page_size, model.head_size
+        return jax.eval_shape(lambda: zeros(shape, self.dtype, None if self.kv_format is None else FORMATS[self.kv_format]))
+
+    def random_pool(self, model: ModelShape, key: jax.Array) -> Numbers:
+        """Normal keys and values."""
+        pool = self.pool(model)
+        return jax.jit(lambda: like(pool, jax.random.normal(key, pool.shape, pool.dtype)))()
+
+    def vector_bytes(self, model: ModelShape) -> int:
+        """Bytes of a key or value in the pool, its scale included."""
+        return vector_bytes(model.head_size, self.dtype, None if self.kv_format is None else FORMATS[self.kv_format])
 
 
 class Case(NamedTuple):

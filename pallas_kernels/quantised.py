@@ -77,15 +77,27 @@ def quantise(x: Float[Array, "*A H"], format: Format, dtype: Any = None) -> Quan
     Codes are rounded to the nearest (ties to even). A vector with NaN has the scale NaN. `dtype` is that of the numbers; None
     is the array's.
     """
-    wide = x.astype(jnp.float32)
-    scale = jnp.maximum(jnp.max(jnp.abs(wide), axis=-1), SMALLEST) / format.most
-    codes = jnp.clip(wide / scale[..., None], -format.most, format.most)
+    codes, scale = codes_of(x.astype(jnp.float32), format)
+    return Quantised(codes, scale, format, np.dtype(x.dtype if dtype is None else dtype))
+
+
+def codes_of(x: Float[Array, "*A H"], format: Format) -> tuple[Array, Float[Array, "*A"]]:
+    """The codes of float32 vectors as they are stored, and their scales."""
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), SMALLEST) * (1 / format.most)  # XLA would turn a division into this
+    codes = jnp.clip(x / scale[..., None], -format.most, format.most)
     if format.meant == "int8":
-        codes = jnp.round(codes)
+        codes = nearest(codes)
     codes = codes.astype(format.meant)
     if format.stored != format.meant:
         codes = jax.lax.bitcast_convert_type(codes, jnp.dtype(format.stored))
-    return Quantised(codes, scale, format, np.dtype(x.dtype if dtype is None else dtype))
+    return codes, scale
+
+
+def nearest(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The nearest integers, ties to even, of operations that all backends have: Triton's has no rounding."""
+    low = jnp.floor(x)
+    rest, is_odd = x - low, low - 2 * jnp.floor(low / 2) == 1
+    return jnp.where((rest > 0.5) | ((rest == 0.5) & is_odd), low + 1, low)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, format: Format | None) -> Numbers:
@@ -104,7 +116,13 @@ def dequantise(x: Numbers, dtype: Any = None) -> Float[Array, "..."]:
 
 def meant(x: Quantised, dtype: Any) -> Float[Array, "..."]:
     """The codes as numbers; all of them are exact in bfloat16 too."""
-    codes = x.codes if x.format.stored == x.format.meant else jax.lax.bitcast_convert_type(x.codes, jnp.dtype(x.format.meant))
+    return numbers_of(x.codes, x.format, dtype)
+
+
+def numbers_of(codes: Array, format: Format, dtype: Any) -> Float[Array, "..."]:
+    """The numbers that codes stand for, without their scale."""
+    if format.stored != format.meant:
+        codes = jax.lax.bitcast_convert_type(codes, jnp.dtype(format.meant))
     return codes.astype(dtype)
 
 

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.models import Case, ModelShape, Workload, of
 
-CASES = Case("64 pairs"), Case("64 pairs, keys turned", options={"turned": True})
+CASES = (
+    Case("64 pairs"),
+    Case("64 pairs, keys turned", options={"turned": True}),
+    Case("64 pairs, int8", workload={"kv_format": "int8"}),
+)
 
 
 def arguments(model: ModelShape, workload: Workload, *, pairs: int = 64, turned: bool = False) -> tuple[Any, ...]:
@@ -29,7 +33,7 @@ def values(model: ModelShape, workload: Workload, **options: Any) -> tuple[Any, 
     )
     whole = jnp.full(num_tokens.shape, workload.page_size, jnp.int32)
     return (
-        jax.random.normal(keys[0], kv.shape, kv.dtype),
+        workload.random_pool(model, keys[0]),
         *pages,
         whole,
         angle if angle is None else 100 * jax.random.uniform(keys[1], angle.shape),
@@ -38,5 +42,5 @@ def values(model: ModelShape, workload: Workload, **options: Any) -> tuple[Any, 
 
 def num_bytes(model: ModelShape, workload: Workload, **options: Any) -> int:
     """Bytes of both pages of every pair, in every layer and KV head, read once."""
-    kv, first, *_ = arguments(model, workload, **options)
-    return 2 * first.size * (kv.size // kv.shape[0]) * kv.dtype.itemsize
+    _, first, *_ = arguments(model, workload, **options)
+    return 2 * first.size * 2 * workload.page_size * workload.vector_bytes(model)

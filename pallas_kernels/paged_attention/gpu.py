@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.choice import num_resident
 from pallas_kernels.launch import dot, launch, load, store
 from pallas_kernels.paged_attention.pieces import PIECE, walk
+from pallas_kernels.quantised import Format, Numbers, Quantised, numbers_of
 
 TILE_BYTES = 16_384  # the keys of a block, and as much for its values
 MOST_BLOCK = 64  # slots of a block
@@ -55,10 +56,14 @@ def block_size(head_size: int, itemsize: int) -> int:
     return max(16, min(MOST_BLOCK, TILE_BYTES // (whole_head(head_size) * itemsize)))
 
 
-def shared_bytes(head_size: int, itemsize: int) -> int:
-    """Shared memory of a program, as compiled: two blocks of keys and values, the queries, and rows of the softmax."""
-    head_bytes = whole_head(head_size) * itemsize
-    return (STAGES - 1) * 2 * block_size(head_size, itemsize) * head_bytes + LEAST_GROUP * head_bytes + 2304
+def shared_bytes(head_size: int, itemsize: int, query_itemsize: int | None = None) -> int:
+    """Shared memory of a program, as compiled: two blocks of keys and values, the queries, and rows of the softmax.
+
+    Codes of 1 byte have scales of 4 bytes beside them; queries have the itemsize of keys if None.
+    """
+    block, head = block_size(head_size, itemsize), whole_head(head_size)
+    slot = head * itemsize + 4 * (itemsize == 1)
+    return (STAGES - 1) * 2 * block * slot + LEAST_GROUP * head * (query_itemsize or itemsize) + 2304
 
 
 def num_pieces(num_slots: int) -> int:
@@ -69,7 +74,7 @@ def num_pieces(num_slots: int) -> int:
 @functools.partial(jax.jit, static_argnames=("with_logits", "programs", "interpret"))
 def paged_attention(
     query: Float[Array, "R G H"],
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     page_table: Int[Array, "*L R MP"],
     length: Int[Array, "*L R"],
     log_weight: Float[Array, "*L R S"] | None,
@@ -86,8 +91,10 @@ def paged_attention(
     layer = jnp.reshape(jnp.int32(0 if layer is None else layer), (1,))
     pieces = num_pieces(num_slots)
     if programs is None:
-        programs = num_resident(shared_bytes(head_size, kv.dtype.itemsize), RESIDENT)
+        item = 1 if isinstance(kv, Quantised) else kv.dtype.itemsize
+        programs = num_resident(shared_bytes(head_size, item, query.dtype.itemsize), RESIDENT)
     programs = num_rows if pieces == 1 else min(programs, num_rows * pieces)
+    pool, format = ([kv.codes, kv.scale], kv.format) if isinstance(kv, Quantised) else ([kv], None)
     shapes = [
         jax.ShapeDtypeStruct((num_rows, pieces, group, head_size), query.dtype if pieces == 1 else jnp.float32),
         jax.ShapeDtypeStruct((num_rows, pieces, group), jnp.float32),
@@ -96,8 +103,8 @@ def paged_attention(
         shapes.append(jax.ShapeDtypeStruct((num_rows, group, num_slots), jnp.float32))
     weights = [] if log_weight is None else [log_weight]
     part_RCGH, log_total_RCG, *logits = launch(
-        functools.partial(attend_share, programs, bool(weights)),
-        *(query, kv, page_table, length, layer, *weights),
+        functools.partial(attend_share, programs, format, bool(weights)),
+        *(query, page_table, length, layer, *pool, *weights),
         name="paged_attention",
         grid=(programs,),
         out_shape=shapes,
@@ -123,12 +130,21 @@ def paged_attention(
 
 
 def attend_share(
-    programs: int, is_weighted: bool, query_ref: Any, kv_ref: Any, table_ref: Any, length_ref: Any, layer_ref: Any, *refs: Any
+    programs: int,
+    format: Format | None,
+    is_weighted: bool,
+    query_ref: Any,
+    table_ref: Any,
+    length_ref: Any,
+    layer_ref: Any,
+    kv_ref: Any,
+    *refs: Any,
 ) -> None:
     """Attends to a program's pieces, and clears its share of the logits beyond the rows' lengths."""
+    scale_ref, *refs = refs if format is not None else (None, *refs)  # type: ignore[assignment]
     weight_ref, *outputs = refs if is_weighted else (None, *refs)
     program, layer = pl.program_id(0), layer_ref[0]
-    attend = functools.partial(attend_piece, (query_ref, kv_ref, table_ref, layer, weight_ref, *outputs))
+    attend = functools.partial(attend_piece, format, (query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, *outputs))
     (num_rows, pieces), num_slots = outputs[0].shape[:2], table_ref.shape[2] * kv_ref.shape[2]
     length_of = functools.partial(length_in, length_ref, layer, num_slots)
     if pieces == 1:
@@ -153,14 +169,14 @@ def length_in(length_ref: Any, layer: Any, num_slots: int, row: Any) -> Any:
     return lax.clamp(jnp.zeros_like(length), length, jnp.full_like(length, num_slots))
 
 
-def attend_piece(refs: tuple[Any, ...], row: Any, piece: Any, length: Any) -> None:
+def attend_piece(format: Format | None, refs: tuple[Any, ...], row: Any, piece: Any, length: Any) -> None:
     """Attends to one piece of one row."""
-    query_ref, kv_ref, table_ref, layer, weight_ref, part_ref, log_total_ref, *logits_refs = refs
+    query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, part_ref, log_total_ref, *logits_refs = refs
     (group, head_size), page_size = query_ref.shape[1:], kv_ref.shape[2]
     block = block_size(head_size, kv_ref.dtype.itemsize)
     head, channel = jnp.arange(LEAST_GROUP, dtype=jnp.int32), jnp.arange(whole_head(head_size), dtype=jnp.int32)
     is_head, is_channel = head < group, channel < head_size
-    precision = lax.Precision.HIGHEST if kv_ref.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
     is_query = is_head[:, None] & is_channel[None]
     query_GH = load(query_ref.at[row, head[:, None], channel[None]], mask=is_query, other=0.0)
     begin = piece * PIECE
@@ -185,9 +201,17 @@ def attend_piece(refs: tuple[Any, ...], row: Any, piece: Any, length: Any) -> No
             is_filled_S &= weight_S > -jnp.inf
         at = page_S[:, None], lax.rem(slot_S, page_size)[:, None], channel[None]
         is_read_SH = is_filled_S[:, None] & is_channel[None]
-        key_SH = load(kv_ref.at[at[0], 0, at[1], at[2]], mask=is_read_SH, other=0.0)
-        value_SH = load(kv_ref.at[at[0], 1, at[1], at[2]], mask=is_read_SH, other=0.0)
+        key_SH, value_SH = (load(kv_ref.at[at[0], half, at[1], at[2]], mask=is_read_SH, other=0) for half in (0, 1))
+        key_scale_S = value_scale_S = None
+        if format is not None:
+            key_SH, value_SH = (numbers_of(codes, format, query_ref.dtype) for codes in (key_SH, value_SH))
+            at_S = page_S, lax.rem(slot_S, page_size)
+            key_scale_S, value_scale_S = (
+                load(scale_ref.at[at_S[0], half, at_S[1]], mask=is_filled_S, other=0.0) for half in (0, 1)
+            )
         logits_GS = dot(query_GH, key_SH, trans_b=True, precision=precision) * head_size**-0.5
+        if key_scale_S is not None:
+            logits_GS = logits_GS * key_scale_S[None]
         if weight_S is not None:
             logits_GS = logits_GS + weight_S[None]
         logits_GS = jnp.where(is_filled_S[None], logits_GS, -jnp.inf)
@@ -196,7 +220,8 @@ def attend_piece(refs: tuple[Any, ...], row: Any, piece: Any, length: Any) -> No
         new_peak_G = jnp.maximum(peak_G, jnp.max(logits_GS, axis=1))
         base_G = jnp.where(new_peak_G == -jnp.inf, 0.0, new_peak_G)  # the piece reads nothing so far
         weight_GS, scale_G = jnp.exp(logits_GS - base_G[:, None]), jnp.exp(peak_G - base_G)
-        added_GH = dot(weight_GS.astype(value_SH.dtype), value_SH, precision=precision)
+        share_GS = weight_GS if value_scale_S is None else weight_GS * value_scale_S[None]
+        added_GH = dot(share_GS.astype(value_SH.dtype), value_SH, precision=precision)
         return ahead, new_peak_G, total_G * scale_G + weight_GS.sum(axis=1), out_GH * scale_G[:, None] + added_GH
 
     start = (

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.models import Case, ModelShape, Workload, of
 
-CASES = Case("decode step"), Case("decode step, log-weights", options={"weighted": True})
+CASES = (
+    Case("decode step"),
+    Case("decode step, log-weights", options={"weighted": True}),
+    Case("decode step, int8", workload={"kv_format": "int8"}),
+)
 
 
 def arguments(model: ModelShape, workload: Workload, *, weighted: bool = False) -> tuple[Any, ...]:
@@ -27,7 +31,7 @@ def values(model: ModelShape, workload: Workload, *, weighted: bool = False) -> 
     pages = 1 + jax.random.permutation(keys[2], kv.shape[0] - 1)[: page_table.size]
     return (
         jax.random.normal(keys[0], query.shape, query.dtype),
-        jax.random.normal(keys[1], kv.shape, kv.dtype),
+        workload.random_pool(model, keys[1]),
         pages.reshape(page_table.shape).astype(jnp.int32),
         jnp.full(length.shape, workload.slots, jnp.int32),
         None if log_weight is None else jnp.log(jax.random.randint(keys[3], log_weight.shape, 1, 5).astype(jnp.float32)),
@@ -36,7 +40,7 @@ def values(model: ModelShape, workload: Workload, *, weighted: bool = False) -> 
 
 def num_bytes(model: ModelShape, workload: Workload, *, weighted: bool = False) -> int:
     """Bytes of keys and values, read once, of queries, read, and of outputs, written; tables do not count."""
-    slots = 2 * workload.num_rows(model) * workload.slots * model.head_size
+    slots = 2 * workload.num_rows(model) * workload.slots * workload.vector_bytes(model)
     weights = 4 * workload.num_rows(model) * workload.slots if weighted else 0
     rest = 2 * workload.num_rows(model) * model.group * model.head_size
-    return (slots + rest) * jnp.dtype(workload.dtype).itemsize + weights
+    return slots + rest * jnp.dtype(workload.dtype).itemsize + weights

@@ -8,7 +8,7 @@ from pallas_kernels.quantised import Numbers
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.rotate_append, "tpu", tpu.why_not),
-    "gpu": Implementation(gpu.rotate_append, "cuda", gpu.why_not),
+    "gpu": Implementation(gpu.rotate_append, "cuda", gpu.why_not, reads_codes=True),
     "reference": Implementation(reference.rotate_append),
 }
 

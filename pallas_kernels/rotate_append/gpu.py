@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import launch, load, store
+from pallas_kernels.quantised import Format, Numbers, Quantised, codes_of
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 WARP_ELEMENTS = 256  # per warp: 16 bytes of bfloat16 per thread
@@ -33,7 +34,7 @@ def why_not(
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def rotate_append(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     projected: Float[Array, "B heads H"],
     cos: Float[Array, "B half"],
     sin: Float[Array, "B half"],
@@ -42,7 +43,7 @@ def rotate_append(
     ring_at: Int[Array, " B"] | None = None,
     layer: Int[Array, ""] | int | None = None,
     interpret: Any = False,
-) -> tuple[Float[Array, "P 2 page H"], Float[Array, "B N H"], Float[Array, "C N H"] | None]:
+) -> tuple[Numbers, Float[Array, "B N H"], Float[Array, "C N H"] | None]:
     """See `pallas_kernels.rotate_append`."""
     (batch, num_all, head_size), num_kv_heads = projected.shape, address.shape[-1]
     num_heads = num_all - 2 * num_kv_heads
@@ -50,25 +51,39 @@ def rotate_append(
     elements = pl.next_power_of_2(group) * pl.next_power_of_2(head_size)
     address = address if layer is not None else address[None]
     layer = jnp.reshape(jnp.int32(0 if layer is None else layer), (1,))
-    rings: list[Any] = [] if ring is None else [ring, ring_at]
-    shapes: list[Any] = [kv, jax.ShapeDtypeStruct((batch, num_heads, head_size), projected.dtype), *rings[:1]]
-    kv, query, *new_ring = launch(
-        rotate_head,
-        *(projected, cos, sin, address, layer, kv, *rings),
+    pool, treedef = jax.tree.flatten(kv)  # numbers, or codes and scales
+    format = kv.format if isinstance(kv, Quantised) else None
+    updated = [*pool, *([] if ring is None else [ring])]  # in place
+    entries = [] if ring is None else [ring_at]
+    query_shape = jax.ShapeDtypeStruct((batch, num_heads, head_size), projected.dtype)
+    given = (projected, cos, sin, address, layer, *entries)
+    query, *results = launch(
+        functools.partial(rotate_head, format, ring is not None),
+        *(*given, *updated),
         name="rotate_append",
         grid=(batch, num_kv_heads),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in shapes],
+        out_shape=[query_shape, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in updated)],
         num_warps=max(1, min(8, elements // WARP_ELEMENTS)),
-        aliases={5: 0} | ({6: 2} if rings else {}),
+        aliases={len(given) + i: 1 + i for i in range(len(updated))},
         interpret=interpret,
     )
-    return kv, query, new_ring[0] if new_ring else None
+    kv = jax.tree.unflatten(treedef, results[: len(pool)])
+    return kv, query, None if ring is None else results[-1]
 
 
-def rotate_head(projected_ref: Any, cos_ref: Any, sin_ref: Any, address_ref: Any, layer_ref: Any, *refs: Any) -> None:
+def rotate_head(
+    format: Format | None,
+    has_ring: bool,
+    projected_ref: Any,
+    cos_ref: Any,
+    sin_ref: Any,
+    address_ref: Any,
+    layer_ref: Any,
+    *refs: Any,
+) -> None:
     """Handles one KV head of one row, with the query heads that read it."""
-    has_ring = len(refs) == 6  # inputs: the pool, the ring, its entries; outputs: the pool, queries, the ring
-    kv_ref, query_ref = refs[3:5] if has_ring else refs[1:3]
+    ring_at_ref, *refs = refs if has_ring else (None, *refs)  # type: ignore[assignment]
+    query_ref, kv_ref, *refs = refs[len(refs) // 2 :]  # type: ignore[assignment]  # outputs: the pool and the ring are updated
     row, kv_head = pl.program_id(0), pl.program_id(1)
     (_, num_all, head_size), half, page_size = projected_ref.shape, cos_ref.shape[1], kv_ref.shape[2]
     num_heads = query_ref.shape[1]
@@ -92,13 +107,16 @@ def rotate_head(projected_ref: Any, cos_ref: Any, sin_ref: Any, address_ref: Any
     query_GH, is_query_GH = turned(query_head_G1, is_query_G1), is_query_G1 & is_channel_H[None]
     store(query_ref.at[row, query_head_G1, channel_H[None]], query_GH, mask=is_query_GH)
     if has_ring:
-        entry, ring_ref = load(refs[2].at[row]), refs[5]
+        entry, ring_ref = load(ring_at_ref.at[row]), refs[-1]
         store(ring_ref.at[entry, query_head_G1, channel_H[None]], query_GH.astype(ring_ref.dtype), mask=is_query_GH)
 
     one_1, address = jnp.zeros((1, 1), jnp.int32), load(address_ref.at[layer_ref[0], row, kv_head])
     page, offset = lax.div(address, page_size), lax.rem(address, page_size)
     key_1H = turned(num_heads + kv_head + one_1, one_1 == 0)
     value_head = num_heads + num_kv_heads + kv_head
-    value_H = load(projected_ref.at[row, value_head, channel_H], mask=is_channel_H, other=0.0)
-    store(kv_ref.at[page, 0, offset + one_1, channel_H[None]], key_1H.astype(kv_ref.dtype), mask=is_channel_H[None])
-    store(kv_ref.at[page, 1, offset, channel_H], value_H.astype(kv_ref.dtype), mask=is_channel_H)
+    value_1H = load(projected_ref.at[row, value_head + one_1, channel_H[None]], mask=is_channel_H[None], other=0.0)
+    for half, vector_1H in enumerate((key_1H, value_1H)):
+        if format is not None:
+            vector_1H, scale_1 = codes_of(jnp.where(is_channel_H[None], vector_1H.astype(jnp.float32), 0.0), format)
+            store(refs[0].at[page, half, offset + one_1[0]], scale_1)
+        store(kv_ref.at[page, half, offset + one_1, channel_H[None]], vector_1H.astype(kv_ref.dtype), mask=is_channel_H[None])

@@ -7,7 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.models import Case, ModelShape, Workload, of
 
-CASES = Case("decode step", is_updated=True), Case("decode step, no ring", options={"has_ring": False}, is_updated=True)
+CASES = (
+    Case("decode step", is_updated=True),
+    Case("decode step, no ring", options={"has_ring": False}, is_updated=True),
+    Case("decode step, int8", workload={"kv_format": "int8"}, is_updated=True),
+)
 WINDOW = 8  # queries that a row remembers
 
 
@@ -32,11 +36,11 @@ def values(model: ModelShape, workload: Workload, *, has_ring: bool = True) -> t
         entry = jnp.arange(workload.batch, dtype=jnp.int32) * WINDOW
         rings = jax.random.normal(keys[5], ring.shape, ring.dtype), entry.astype(ring_at.dtype)
     heads = jax.random.normal(keys[4], projected.shape, projected.dtype)
-    return jax.random.normal(keys[3], kv.shape, kv.dtype), heads, jnp.cos(turn), jnp.sin(turn), slot.astype(jnp.int32), *rings
+    return workload.random_pool(model, keys[3]), heads, jnp.cos(turn), jnp.sin(turn), slot.astype(jnp.int32), *rings
 
 
 def num_bytes(model: ModelShape, workload: Workload, *, has_ring: bool = True) -> int:
     """Bytes of heads, read once and written once, of queries written to the ring, and of cosines and sines."""
-    heads = 2 * (model.num_query_heads + 2 * model.num_kv_heads) + has_ring * model.num_query_heads
-    itemsize = jnp.dtype(workload.dtype).itemsize
-    return workload.batch * (heads * model.head_size * itemsize + 4 * model.head_size)
+    numbers = (2 + has_ring) * model.num_query_heads + 2 * model.num_kv_heads
+    num_bytes = numbers * model.head_size * jnp.dtype(workload.dtype).itemsize + 4 * model.head_size
+    return workload.batch * (num_bytes + 2 * model.num_kv_heads * workload.vector_bytes(model))

@@ -8,7 +8,7 @@ from pallas_kernels.quantised import Numbers
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.take_slots, "tpu", tpu.why_not),
-    "gpu": Implementation(gpu.take_slots, "cuda", gpu.why_not),
+    "gpu": Implementation(gpu.take_slots, "cuda", gpu.why_not, reads_codes=True),
     "reference": Implementation(reference.take_slots),
 }
 

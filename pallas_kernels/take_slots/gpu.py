@@ -3,6 +3,7 @@
 It needs no scratch memory: each byte that moves is read once and written once, and slots that stay are not read.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_kernels.launch import barrier, launch, load, store
+from pallas_kernels.quantised import Numbers, Quantised
 from pallas_kernels.take_slots.reference import addresses
 
 PROGRAM_BYTES = 65536  # keys or values per program, if that gives each slot at least a memory transaction
@@ -25,7 +27,7 @@ MOST_SLOTS = 8192  # the channels of more slots do not fit in the registers of a
 
 def why_not(kv: Any, slots: Any, source: Any, target: Any) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if kv.dtype not in (jnp.float32, jnp.bfloat16):
+    if not isinstance(kv, Quantised) and kv.dtype not in (jnp.float32, jnp.bfloat16):
         return f"the pool must be float32 or bfloat16; got {kv.dtype}"
     if slots.shape[1] > MOST_SLOTS:
         return f"a row must have at most {MOST_SLOTS} slots; got {slots.shape[1]}"
@@ -34,19 +36,27 @@ def why_not(kv: Any, slots: Any, source: Any, target: Any) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def take_slots(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     slots: Int[Array, "R S"],
     source: Int[Array, "R MP"],
     target: Int[Array, "R MP"],
     interpret: Any = False,
-) -> Float[Array, "P 2 page H"]:
-    """See `pallas_kernels.take_slots`."""
-    (num_rows, num_slots), head_size, item = slots.shape, kv.shape[3], kv.dtype.itemsize
+) -> Numbers:
+    """See `pallas_kernels.take_slots`. The scales of quantised pages are moved like heads of one channel."""
+    begin, end = addresses(kv.shape[2], slots, source, target)
+    if not isinstance(kv, Quantised):
+        return move_slots(kv, begin, end, interpret)
+    codes, scale = (move_slots(x, begin, end, interpret) for x in (kv.codes, kv.scale[..., None]))
+    return dataclasses.replace(kv, codes=codes, scale=scale[..., 0])
+
+
+def move_slots(kv: Array, begin: Int[Array, "R S"], end: Int[Array, "R S"], interpret: Any) -> Array:
+    """Moves the numbers of slots from the addresses `begin` to `end`."""
+    (num_rows, num_slots), head_size, item = begin.shape, kv.shape[3], kv.dtype.itemsize
     slot_bytes = SOME_BYTES if num_slots * SOME_BYTES <= 2 * PROGRAM_BYTES else LEAST_BYTES
     while num_slots * slot_bytes * 2 <= PROGRAM_BYTES and slot_bytes < head_size * item:
         slot_bytes *= 2
     num_slices = pl.cdiv(head_size * item, slot_bytes)
-    begin, end = addresses(kv.shape[2], slots, source, target)
     num_threads = max(32, min(1024, num_slots * slot_bytes // THREAD_BYTES))
     return launch(
         functools.partial(move, num_slices, slot_bytes // item, bool(interpret)),
@@ -80,7 +90,7 @@ def move(num_slices: int, channels: int, is_interpreted: bool, begin_ref: Any, e
             page_SH, offset_SH = lax.div(address_SH, page_size), lax.rem(address_SH, page_size)
             yield kv_ref.at[page_SH, part, offset_SH, channel_SH], is_moved_SH
 
-    moved = [load(tile_ref, mask=is_moved_SH, other=0.0) for tile_ref, is_moved_SH in parts(begin_ref)]
+    moved = [load(tile_ref, mask=is_moved_SH, other=0) for tile_ref, is_moved_SH in parts(begin_ref)]
     if not is_interpreted:  # the interpreter runs threads in turn
         barrier()
     for (tile_ref, is_moved_SH), moved_SH in zip(parts(end_ref), moved, strict=True):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.models import Case, ModelShape, Workload, of
 
-CASES = (Case("compaction", is_updated=True),)
+CASES = Case("compaction", is_updated=True), Case("compaction, int8", workload={"kv_format": "int8"}, is_updated=True)
 
 
 def arguments(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
@@ -27,12 +27,12 @@ def values(model: ModelShape, workload: Workload) -> tuple[Any, ...]:
     kept = jnp.pad(kept, [(0, 0), (0, slots.shape[1] - num_kept)], constant_values=-1)
     source = 1 + jax.random.permutation(keys[2], kv.shape[0] - 1)[: pages.size].reshape(pages.shape).astype(jnp.int32)
     is_used = jnp.arange(pages.shape[1], dtype=jnp.int32) * workload.page_size < num_kept
-    return jax.random.normal(keys[0], kv.shape, kv.dtype), kept, source, jnp.where(is_used, source, 0)
+    return workload.random_pool(model, keys[0]), kept, source, jnp.where(is_used, source, 0)
 
 
 def num_bytes(model: ModelShape, workload: Workload) -> int:
     """Bytes of the keys and values of the kept slots, read and written once."""
-    return 4 * workload.num_rows(model) * num_kept_of(workload) * model.head_size * jnp.dtype(workload.dtype).itemsize
+    return 4 * workload.num_rows(model) * num_kept_of(workload) * workload.vector_bytes(model)
 
 
 def num_kept_of(workload: Workload) -> int:

@@ -33,7 +33,8 @@ def test_two_blocks_are_on_their_way_and_one_wave_holds_all_programs(call):
     assert [one.name for one in rest] == ([] if call == "256 slots" else ["paged_attention_combine"])
     assert attend.waits[0] >= 2  # the keys and the values of the next block
     assert attend.waves <= 1
-    expected = gpu.shared_bytes(model.head_size, jnp.dtype(workload.dtype).itemsize)
+    item = jnp.dtype(workload.dtype).itemsize
+    expected = gpu.shared_bytes(model.head_size, 1 if workload.kv_format else item, item)
     assert expected - 2304 < attend.shared_bytes <= expected + 2048 * options.get("with_logits", False)
     assert attend.spilled_bytes <= (8 if model.head_size == 256 else 0)
     assert not any(one.spilled_bytes for one in rest)

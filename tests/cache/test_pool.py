@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -20,6 +21,7 @@ import pallas_kernels as kernels
 from jkv.cache import page_content
 from jkv.cache import pool as pages
 from jkv.cache.pool import EMPTY, NULL_PAGE
+from pallas_kernels.quantised import FORMATS, Quantised
 
 L, B, K, H = 2, 3, 2, 2
 CHUNK = 5  # tokens of a chunk; some of them are padding
@@ -79,7 +81,16 @@ def ints(*values):
     return jnp.asarray(values, jnp.int32)
 
 
-def new_pool(page_size, max_pages, num_pages=None):
+def as_stored(x, kv_format):
+    """What a pool of a format gives back for vectors (NumPy's own arithmetic)."""
+    if kv_format is None:
+        return x
+    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / kv_format.most)
+    codes = (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) if kv_format.name == "fp8" else np.rint(x / scale)
+    return codes * scale
+
+
+def new_pool(page_size, max_pages, num_pages=None, kv_format=None):
     """A poisoned pool with log-weights, and by default just enough pages for every table to be full."""
     return pages.create(
         num_layers=L,
@@ -91,6 +102,7 @@ def new_pool(page_size, max_pages, num_pages=None):
         page_size=page_size,
         slot_data=("log_weight",),
         poison=True,
+        kv_format=kv_format,
     )
 
 
@@ -112,7 +124,7 @@ def assert_allocator_is_consistent(pool, block_tables=()):
     np.testing.assert_array_equal(pool.refcount, num_holders)
     free = pool.free_stack[: pool.free_top]
     assert sorted(free) == [page for page in range(1, len(num_holders)) if num_holders[page] == 0]
-    assert np.isnan(pool.kv[free]).all()
+    assert np.isnan(pool.kv.scale[free] if isinstance(pool.kv, Quantised) else pool.kv[free]).all()
     for page in np.flatnonzero(num_holders > 1):
         layer, row, head, index = np.nonzero((table == page) & is_used)
         assert len(set(zip(layer, head, strict=True))) == 1
@@ -122,7 +134,7 @@ def assert_allocator_is_consistent(pool, block_tables=()):
 def assert_shared_pages_are_untouched(before, after):
     """Nothing was written to a page that several table entries held, unless it was freed since."""
     kept = (before.refcount > 1) & (after.refcount > 0)
-    np.testing.assert_array_equal(after.kv[kept], before.kv[kept])
+    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[kept], old[kept]), after.kv, before.kv)
     np.testing.assert_array_equal(after.position[kept], before.position[kept])
 
 
@@ -146,10 +158,10 @@ HOLE = Token(np.zeros(H), np.zeros(H), EMPTY, -np.inf)
 class PoolMachine(RuleBasedStateMachine):
     """Random operations on the pool and on lists of tokens."""
 
-    def __init__(self, page_size, max_pages):
+    def __init__(self, page_size, max_pages, kv_format=None):
         super().__init__()
-        self.rng = np.random.default_rng(0)
-        self.pool = new_pool(page_size, max_pages, L * (B + 2) * K * max_pages)  # every row and block table full
+        self.rng, self.kv_format = np.random.default_rng(0), kv_format
+        self.pool = new_pool(page_size, max_pages, L * (B + 2) * K * max_pages, kv_format)  # every row and block table full
         self.page_size, self.max_slots = page_size, page_size * max_pages
         self.before = snapshot(self.pool)
         self.rows = [{cell: [] for cell in CELLS} for _ in range(B)]
@@ -170,6 +182,7 @@ class PoolMachine(RuleBasedStateMachine):
     def append(self, rows, num_new, max_new):
         key, value = self.rng.standard_normal((2, L, len(rows), max_new, K, H)).astype(np.float32)
         self.pool = append_tokens(self.pool, ints(*rows), ints(*num_new), jnp.asarray(key), jnp.asarray(value))
+        key, value = (as_stored(x, self.kv_format) for x in (key, value))
         for i, row in enumerate(rows):
             for (layer, head), tokens in self.rows[row].items():
                 for t in range(num_new[i]):
@@ -355,9 +368,13 @@ class PoolMachine(RuleBasedStateMachine):
         assert_allocator_is_consistent(snapshot(pool))
 
 
-@pytest.mark.parametrize(("page_size", "max_pages"), [(2, 6), (3, 4)], ids=["pages_of_2", "pages_of_3"])
-def test_any_sequence_of_operations_reads_back_as_plain_lists_do(page_size, max_pages):
-    run_state_machine_as_test(lambda: PoolMachine(page_size, max_pages), settings=STEPS)
+@pytest.mark.parametrize(
+    ("page_size", "max_pages", "kv_dtype"),
+    [(2, 6, None), (3, 4, None), (2, 6, "int8"), pytest.param(3, 4, "fp8", marks=pytest.mark.slow)],
+    ids=["pages_of_2", "pages_of_3", "int8", "fp8"],
+)
+def test_any_sequence_of_operations_reads_back_as_plain_lists_do(page_size, max_pages, kv_dtype):
+    run_state_machine_as_test(lambda: PoolMachine(page_size, max_pages, FORMATS.get(kv_dtype)), settings=STEPS)
 
 
 def filled_pool(num_tokens, page_size=2, max_pages=6, num_pages=None, dtype=jnp.float32):

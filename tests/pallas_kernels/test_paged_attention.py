@@ -320,7 +320,7 @@ def test_on_a_cpu_ids_and_lengths_out_of_range_read_what_the_reference_reads(nam
 def changed(others):
     """The arguments and results of the compiled kernel's call, some of other shapes."""
     query, kv, page_table, length = random_case([7, 20], 2, 8, 4, 5, jnp.float32)
-    shapes = {"query": query, "kv": kv, "page_table": page_table, "length": length, "log_weight": jnp.zeros((2, 0))}
+    shapes = {"query": query, "kv": kv, "kv_scale": jnp.zeros(0), "page_table": page_table, "length": length, "log_weight": jnp.zeros((2, 0))}
     shapes |= {"out": query, "log_total": query[..., 0], "logits": jnp.zeros((2, 2, 20))}
     return {name: jnp.zeros(others.get(name, x.shape), x.dtype) for name, x in shapes.items()}
 
@@ -333,6 +333,7 @@ def changed(others):
         ({"kv": (0, 2, 4, 8)}, r"kv must have a page; got \[0, 2, 4, 8\]"),
         ({"kv": (3, 1, 4, 8)}, r"kv must have the shape \[3, 2, 4, 8\]; got \[3, 1, 4, 8\]"),
         ({"kv": (3, 2, 4, 16)}, r"kv must have the shape \[3, 2, 4, 8\]"),
+        ({"kv_scale": (3,)}, r"scales must have the shape \[0\]; got \[3\]"),
         ({"page_table": (1, 5)}, r"page table must have the shape \[2, 5\]; got \[1, 5\]"),
         ({"length": (1,)}, r"lengths must have the shape \[2\]; got \[1\]"),
         ({"log_weight": (2, 19)}, r"log-weights must have the shape \[2, 20\]; got \[2, 19\]"),

@@ -1,0 +1,150 @@
+"""Quantised pages: codes against NumPy, and every kernel against itself on the numbers that the codes stand for."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import pallas_kernels as kernels
+from pallas_kernels import dispatch
+from pallas_kernels.models import ModelShape, Workload
+from pallas_kernels.quantised import FORMATS, Quantised, dequantise, quantise, straight_through, vector_bytes
+
+MODEL = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_size=64)
+SMALL = Workload(batch=3, slots=80, page_size=16, dtype=jnp.float32)
+EACH_FORMAT = pytest.mark.parametrize("name", FORMATS)
+
+
+def arguments(kernel, name, **options):
+    """Real arguments of a kernel with a quantised pool, whose first page's scales are NaN: nobody may read it."""
+    pool, *rest = put_first(kernel, kernels.KERNELS[kernel].shapes.values(MODEL, SMALL._replace(kv_format=name), **options))
+    return Quantised(pool.codes, pool.scale.at[0].set(jnp.nan), pool.format, pool.dtype), rest
+
+
+def put_first(kernel, args):
+    """The pool, then the other arguments."""
+    return (args[1], args[0], *args[2:]) if kernel == "paged_attention" else args
+
+
+def run(kernel, implementation, pool, rest):
+    """A kernel's result, by an implementation that may have to be interpreted."""
+    args = (rest[0], pool, *rest[1:]) if kernel == "paged_attention" else (pool, *rest)
+    if implementation == "gpu":
+        gpu = importlib.import_module(f"pallas_kernels.{kernel}.gpu")
+        return gpu.__dict__[kernel](*args, interpret=True)
+    return jax.jit(functools.partial(getattr(kernels, kernel), implementation=implementation))(*args)
+
+
+@EACH_FORMAT
+def test_codes_are_those_of_numpy(name):
+    x = np.random.default_rng(0).standard_normal((300, 64)).astype(np.float32)
+    x[0], x[1] = 0, 1e-30
+    x[2, :5] = [-127, 0.5, 1.5, 2.5, -0.5]
+    x[2, 5:] = 0
+    got = jax.jit(lambda x: quantise(x, FORMATS[name]))(x)
+    scale = np.maximum(np.abs(x).max(axis=1), 2.0**-60).astype(np.float32) * np.float32(1 / FORMATS[name].most)
+    np.testing.assert_array_equal(got.scale, scale)
+    if name == "int8":
+        np.testing.assert_array_equal(got.codes, np.rint(x / scale[:, None]).astype(np.int8))
+        assert got.codes[2, :5].tolist() == [-127, 0, 2, 2, 0]  # ties to even
+    else:
+        codes = np.asarray(got.codes).view(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(codes, (x / scale[:, None]).astype(ml_dtypes.float8_e4m3fn))
+    assert (dequantise(got)[0] == 0).all()
+    assert np.abs(dequantise(got) - x).max() <= np.abs(x).max() * (0.5 / 127 if name == "int8" else 2.0**-4)
+
+
+def test_a_key_moves_a_logit_by_no_more_than_half_a_code_for_each_channel():
+    rng = np.random.default_rng(1)
+    key, query = rng.standard_normal((50, 64)).astype(np.float32), rng.standard_normal((8, 64)).astype(np.float32)
+    codes = quantise(jnp.asarray(key), FORMATS["int8"])
+    moved = np.abs(query @ (np.asarray(dequantise(codes)) - key).T)
+    assert (moved <= np.abs(query).sum(axis=1)[:, None] * np.asarray(codes.scale) / 2 + 1e-5).all()
+
+
+@EACH_FORMAT
+def test_a_vector_with_nan_has_the_scale_nan_and_no_other_has(name):
+    codes = quantise(jnp.asarray([[1.0, jnp.nan], [1.0, 2.0]]), FORMATS[name])
+    assert np.isnan(dequantise(codes)[0]).all()
+    assert np.isfinite(dequantise(codes)[1]).all()
+
+
+def test_gradients_pass_straight_through():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
+    for format in FORMATS.values():
+        np.testing.assert_allclose(straight_through(x, format), dequantise(quantise(x, format)), rtol=1e-6)
+        np.testing.assert_array_equal(jax.grad(lambda x, f=format: (3 * straight_through(x, f)).sum())(x), jnp.full(x.shape, 3.0))
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("implementation", ["reference", "cpu", "native", "gpu"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_attention_to_codes_is_attention_to_their_numbers(name, implementation, weighted):
+    pool, (query, table, length, weight) = arguments("paged_attention", name, weighted=weighted)
+    length = length.at[:4].set(jnp.asarray([0, 1, 17, 79]))
+    if weighted:
+        weight = weight.at[:, 3].set(-jnp.inf)
+    rest = query, table, length, weight
+    native = kernels.KERNELS["paged_attention"].implementations["native"]
+    if implementation == "native" and (reason := dispatch.reason_against(native, query, pool, *rest[1:])):
+        pytest.skip(reason)
+    got, want = run("paged_attention", implementation, pool, rest), run("paged_attention", "reference", dequantise(pool), rest)
+    for x, y in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("implementation", ["reference", "gpu"])
+def test_a_new_token_is_quantised_once_it_is_rotated(name, implementation):
+    pool, rest = arguments("rotate_append", name)
+    got, query, ring = run("rotate_append", implementation, pool, rest)
+    want, other_query, other_ring = run("rotate_append", "reference", dequantise(pool), rest)
+    page, offset = np.divmod(np.asarray(rest[3]), SMALL.page_size)
+    own = quantise(want[page, :, offset], FORMATS[name])
+    # A number at the border of two codes may get either: rotations round differently.
+    is_equal = np.asarray(got.codes[page, :, offset]) == np.asarray(own.codes)
+    assert is_equal.mean() > 0.999
+    np.testing.assert_allclose(got.scale[page, :, offset], own.scale, rtol=1e-6)
+    np.testing.assert_allclose(query, other_query, atol=1e-6)
+    np.testing.assert_allclose(ring, other_ring, atol=1e-6)
+    untouched = np.setdiff1d(np.arange(1, len(pool.codes)), page)
+    np.testing.assert_array_equal(got.codes[untouched], pool.codes[untouched])
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("implementation", ["reference", "gpu"])
+def test_slots_move_with_their_scales(name, implementation):
+    pool, rest = arguments("take_slots", name)
+    got, want = run("take_slots", implementation, pool, rest), run("take_slots", "reference", dequantise(pool), rest)
+    np.testing.assert_array_equal(dequantise(got)[1:], want[1:])
+    assert (np.asarray(got.codes)[1:] != np.asarray(pool.codes)[1:]).any()
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize("implementation", ["reference", "gpu"])
+def test_distances_are_those_of_the_numbers(name, implementation):
+    pool, rest = arguments("block_distance", name, pairs=5, turned=True)
+    got = run("block_distance", implementation, pool, rest)
+    np.testing.assert_allclose(got, run("block_distance", "reference", dequantise(pool), rest), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["paged_attention", "rotate_append", "take_slots", "block_distance"])
+def test_an_implementation_without_codes_is_refused_and_not_chosen(kernel):
+    table = kernels.KERNELS[kernel].implementations
+    args = kernels.KERNELS[kernel].shapes.arguments(MODEL, SMALL._replace(kv_format="int8"))
+    for name, implementation in table.items():
+        reason = dispatch.reason_against(implementation, *args)
+        assert (reason == "it does not take quantised pages") == (not implementation.reads_codes and name != "reference")
+    assert dispatch.best(table, "tpu", *args) == "reference"
+    assert dispatch.best(table, "cuda", *args) == "gpu"
+
+
+def test_a_vector_of_codes_has_a_byte_a_channel_and_a_scale():
+    for name, format in FORMATS.items():
+        pool = SMALL._replace(kv_format=name).pool(MODEL)
+        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
+        assert num_bytes == pool.codes.size // 64 * vector_bytes(64, jnp.float32, format) == pool.codes.size // 64 * 68
