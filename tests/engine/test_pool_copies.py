@@ -10,13 +10,14 @@ import pytest
 from jkv.engine import programs as device
 from jkv.engine.swap import BLOCK
 from jkv.testing import TINY, assert_no_pool_copy, find_copies
+from pallas_kernels.quantised import FORMATS
 from tests.support import programs
 
 
-def shapes_on_the_cpu(needs=programs.NOTHING) -> programs.Shapes:
+def shapes_on_the_cpu(needs=programs.NOTHING, kv_dtype=None) -> programs.Shapes:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
     config = dataclasses.replace(TINY, head_size=64)  # keys larger than the rows of R-KV's similarity matrix
-    return programs.shapes_of(config, dtype=jnp.float32, page_size=16, sharding=sharding, needs=needs)
+    return programs.shapes_of(config, dtype=jnp.float32, page_size=16, sharding=sharding, needs=needs, kv_dtype=kv_dtype)
 
 
 @pytest.mark.parametrize("name", programs.PROGRAMS)
@@ -24,6 +25,17 @@ def test_program_updates_the_pool_in_place(name):
     program = programs.PROGRAMS[name]
     shapes = shapes_on_the_cpu(program.needs)
     assert_no_pool_copy(program.trace(shapes).lower().compile(), shapes.state.cache.pool)
+
+
+@pytest.mark.parametrize("kv_dtype", FORMATS)
+@pytest.mark.parametrize("name", programs.PROGRAMS)
+def test_program_updates_quantised_pages_in_place(name, kv_dtype):
+    """A conversion of the whole pool to floats would show too: it has as many elements. Compaction reads one row as floats."""
+    program = programs.PROGRAMS[name]
+    shapes = shapes_on_the_cpu(program.needs, kv_dtype)
+    pool = shapes.state.cache.pool
+    row = pool.kv.codes.size * 4 // programs.NUM_ROWS
+    assert_no_pool_copy(program.trace(shapes).lower().compile(), pool, row)
 
 
 @pytest.mark.parametrize("name", [name for name in programs.PROGRAMS if name.startswith("decode-")])

@@ -26,6 +26,7 @@ from jkv.policies.gate_kinds import KVzapLinearGate
 from jkv.policies.learned_gate import GateValue
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteerRules
+from pallas_kernels.quantised import FORMATS, vector_bytes
 
 DEEP = 28  # layers of the pool, even if fewer layers of the model are compiled
 NUM_ROWS = 32
@@ -91,6 +92,7 @@ def shapes_of(
     num_rows: int = NUM_ROWS,
     slots: int = BUDGET + INTERVAL,
     pool_gb: float | None = None,
+    kv_dtype: str | None = None,
 ) -> Shapes:
     """A full engine, with 32 rows of the slots of R-KV's budget and interval in 28 layers by default; weights in a `layout`.
 
@@ -103,9 +105,9 @@ def shapes_of(
     max_pages = pool.num_pages_of(slots, page_size)
     num_pages = DEEP * num_rows * config.num_kv_heads * max_pages
     if pool_gb is not None:
-        num_pages = int(pool_gb * 1e9) // (2 * page_size * config.head_size * jnp.dtype(dtype).itemsize)
+        num_pages = int(pool_gb * 1e9) // (2 * page_size * vector_bytes(config.head_size, dtype, FORMATS.get(kv_dtype)))
     sizes = {"num_rows": num_rows, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
-    state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype))
+    state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype, kv_format=FORMATS.get(kv_dtype)))
     weights = jax.eval_shape(layout, weight_shapes(config, dtype))
     params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weights, state))
     return Shapes(params, state, leaf)
@@ -229,7 +231,7 @@ def write_pages(shapes: Shapes) -> Any:
     kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
     num_heads = shapes.params.config.num_kv_heads
     page = num_heads, swap.BLOCK // num_heads
-    block = leaf(*page, *kv.shape[1:], dtype=kv.dtype)
+    block = jax.tree.map(lambda x: leaf(*page, *x.shape[1:], dtype=x.dtype), kv)
     bounds = shapes.state.cache.pool.bounds
     bounds = None if bounds is None else leaf(*page, *bounds.shape[1:], dtype=bounds.dtype)
     content = page_content.PageContent(block, leaf(*page, kv.shape[2]), bounds)
