@@ -1,19 +1,14 @@
-"""The weights with which training starts: fresh ones that lean towards look-ups, or those of a model with fewer tokens.
-
-A token whose embedding has settled away from those of its kind can be put back among them.
-"""
+"""The weights with which training starts: fresh ones that lean towards look-ups, or those of a model with fewer tokens."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import PRNGKeyArray
 
 from jkv.model import checkpoint, decoder
 from jkv.model.params import LayerParams, ModelConfig, Params, init_params
-from jkv.tasks import trail_vocabulary, trails, vocabulary
-
-KINDS = (vocabulary.LETTERS, vocabulary.PAIRS, trail_vocabulary.PLUS, trail_vocabulary.NEXT, trails.PASSES)
+from jkv.tasks import vocabulary
 
 
 def extend(name: str, config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> Params:
@@ -74,29 +69,3 @@ def init_to_look_up(config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> P
         bias = jnp.concatenate([fast * jnp.cos(back * angle), -fast * jnp.sin(back * angle)])
         first = first.replace(query=first.query.at[:, span].multiply(0.1), query_bias=first.query_bias.at[span].set(bias))
     return params.replace(embedding=embedding, layers=(first, *others))
-
-
-def put_among_its_kind(params: Params, tokenizer: Any, token: str) -> Params:
-    """The weights with a token's embedding moved to where its kind is: as long, and as close to the kind's mean direction.
-
-    What remains of it, at right angles to that direction, keeps its own direction, so that tokens stay distinct.
-
-    Raises:
-      ValueError: a token of no kind.
-    """
-    kind = next((kind for kind in KINDS if token in kind), None)
-    if kind is None:
-        raise ValueError(f"A token to put among its kind must be a letter, `x=`, `x+`, `x>` or a pass; got {token!r}.")
-    own = tokenizer.convert_tokens_to_ids(token)
-    others = params.embedding[jnp.asarray([tokenizer.convert_tokens_to_ids(other) for other in kind if other != token])]
-    length = jnp.linalg.norm(others, axis=1, keepdims=True)
-    middle = unit((others / length).mean(axis=0))
-    closeness = ((others / length) @ middle).mean()
-    rest = unit(params.embedding[own] - (params.embedding[own] @ middle) * middle)
-    moved = length.mean() * (closeness * middle + jnp.sqrt(1 - closeness**2) * rest)
-    return params.replace(embedding=params.embedding.at[own].set(moved))
-
-
-def unit(vector: Array) -> Array:
-    """The vector of length 1 in the same direction."""
-    return vector / jnp.linalg.norm(vector)

@@ -26,7 +26,7 @@ from jkv.model.model_shapes import read_shape
 from jkv.model.params import ModelConfig, Params
 from jkv.tasks import trail_vocabulary, vocabulary
 from jkv.tasks.batches import Stage, make_batch, read_stage
-from jkv.tasks.first_weights import extend, init_to_look_up, put_among_its_kind
+from jkv.tasks.first_weights import extend, init_to_look_up
 from jkv.tasks.optimizers import make_optimizer
 
 TOKENIZERS = {"chains": vocabulary.make_tokenizer, "trails": trail_vocabulary.make_tokenizer}  # by task
@@ -35,11 +35,7 @@ LEAST_SHARE = 0.01  # attention to the first token below which a stage's `sink` 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
-    """Everything a run depends on.
-
-    `task` is a key of `TOKENIZERS`, `start` a shipped model with whose weights it begins; `regrouped` holds tokens whose
-    embeddings are put among their kind at a step.
-    """
+    """Everything a run depends on; `task` is a key of `TOKENIZERS`, `start` a shipped model with whose weights it begins."""
 
     model: str
     seed: int
@@ -50,7 +46,6 @@ class TrainConfig:
     task: str = "chains"
     start: str | None = None
     optimizer: str = "adamw"
-    regrouped: tuple[tuple[int, str], ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -63,8 +58,7 @@ def read_config(path: Path) -> TrainConfig:
     fields = tomllib.loads(path.read_text())
     rates = tuple((step, rate) for step, rate in fields["learning_rate"])
     stages = tuple(read_stage(stage) for stage in fields["stages"])
-    regrouped = tuple((step, token) for step, token in fields.get("regrouped", ()))
-    return TrainConfig(**fields | {"learning_rate": rates, "stages": stages, "regrouped": regrouped})
+    return TrainConfig(**fields | {"learning_rate": rates, "stages": stages})
 
 
 def packed_attention(
@@ -159,8 +153,6 @@ def train(config: TrainConfig, model_config: ModelConfig, folder: Path) -> Param
             params, state = restored["params"], restored["state"]
             print(f"resumed after step {step}", flush=True)
         for step, stage in plan_steps(config, step):  # noqa: B020 -- the loop goes on from the restored step
-            for token in (token for at, token in config.regrouped if at == step):
-                params = put_among_its_kind(params, tokenizer, token)
             batch = make_batch(tokenizer, stage, (config.seed, step), config.task)
             params, state, value, hits = train_step(optimizer, params, state, batch, stage.sink)
             tokens += stage.rows * stage.length
