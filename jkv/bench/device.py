@@ -4,7 +4,7 @@ Its parts, in this order; `--parts` chooses some, and after `--seconds` none sta
 
   step       a decode step of random weights, with rows of equal and of ragged lengths, beside its roofline; and by kernel
   kernels    every implementation of every kernel against the reference and the rate of a copy (`pallas_kernels.bench`)
-  peers      decode attention over pages beside cuDNN's and XLA's over contiguous caches (`pallas_kernels.peers`)
+  peers      decode attention over pages beside other libraries' over contiguous caches (`pallas_kernels.peers`)
   prefill    prompt tokens a second, by chunk
   engine     the engine's whole loop, host included
   stress     R-KV's setting: 16,384 new tokens a row with a budget of 1,024 (arXiv 2505.24133, Table 2), each cache with as many
