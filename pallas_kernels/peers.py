@@ -1,9 +1,11 @@
 """Decode attention over one contiguous cache, the baseline for `paged_attention`.
 
-The peers are cuDNN and XLA through JAX, and PyTorch if it is installed with a GPU. A contiguous cache cannot share, evict or
-free memory, but reads it best: the difference from a paged kernel is the price of the pages.
+The peers are cuDNN and XLA through JAX, tokamax if it is installed, and PyTorch if it is installed with a GPU; a report has a
+line for those that are not. A contiguous cache cannot share, evict or free memory, but reads it best: the difference from a
+paged kernel is the price of the pages.
 """
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +21,8 @@ HEADS = ModelShape(1, 4, 1, 128)  # R1-Llama-8B's heads with one KV head per row
 ROWS = (512, 2048, 1024, 256)
 SLOTS = (4096, 1024, 32_768, 8192)  # the most important ones first, in case the time runs out
 PAGE_SIZES = (16, 64)
+IN_JAX = ("cudnn", "xla")
+IN_TOKAMAX = ("mosaic", "triton", "xla")  # by name, as without one plain XLA may take the place of the others
 MOST_BYTES = 40e9  # per cache
 
 
@@ -76,13 +80,24 @@ def contenders(workload: Workload) -> Iterator[tuple[str, Callable[..., Any], Ca
             for key, size in zip(keys, sizes, strict=True)
         )
 
-    yield (
-        "cudnn, contiguous",
-        jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn")),
-        contiguous,
-    )
-    yield "xla, contiguous", jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="xla")), contiguous
+    for name in IN_JAX:
+        yield f"{name}, contiguous", jax.jit(functools.partial(jax.nn.dot_product_attention, implementation=name)), contiguous
+    for name in IN_TOKAMAX:
+        yield f"tokamax {name}, contiguous", jax.jit(functools.partial(tokamax_attention, implementation=name)), contiguous
     yield "torch", torch_seconds, lambda: (workload,)
+
+
+def tokamax_attention(query: jax.Array, key: jax.Array, value: jax.Array, implementation: str) -> jax.Array:
+    """Attention by tokamax, which has paged attention for TPUs alone.
+
+    Raises:
+      RuntimeError: it cannot be imported.
+    """
+    try:
+        import tokamax
+    except ImportError as error:
+        raise RuntimeError(f"tokamax must be installed, with Python 3.12 or higher: pip install tokamax; got {error}") from None
+    return tokamax.dot_product_attention(query, key, value, implementation=implementation)
 
 
 def torch_seconds(args: tuple[Workload]) -> tuple[float, str]:

@@ -2,9 +2,10 @@
 
 Its parts, in this order; `--parts` chooses some, and after `--seconds` none starts:
 
-  step       a decode step of random weights, with rows of equal and of ragged lengths, beside its roofline; and by kernel
+  step       a decode step of random weights, with rows of equal and of ragged lengths, beside its roofline; by kernel; and
+             as XLA compiles it without the engine's options, where the platform has some
   kernels    every implementation of every kernel against the reference and the rate of a copy (`pallas_kernels.bench`)
-  peers      decode attention over pages beside cuDNN's and XLA's over contiguous caches (`pallas_kernels.peers`)
+  peers      decode attention over pages beside other libraries' over contiguous caches (`pallas_kernels.peers`)
   prefill    prompt tokens a second, by chunk
   engine     the engine's whole loop, host included
   stress     R-KV's setting: 16,384 new tokens a row with a budget of 1,024 (arXiv 2505.24133, Table 2), each cache with as many
@@ -33,6 +34,7 @@ from jkv.bench.rounds import GREEDY, seconds_of
 from jkv.bench.step_breakdown import compact
 from jkv.checks import check_counts, words
 from jkv.engine import programs
+from jkv.engine.device_program import OPTIONS, DeviceProgram
 from jkv.engine.engine import Engine
 from jkv.engine.mesh import local_bytes
 from jkv.model.model_shapes import find_shape
@@ -44,6 +46,7 @@ from jkv.policies import Policy, full, r_kv
 from jkv.reports import about, digits, markdown, write
 from pallas_kernels import KERNELS
 from pallas_kernels import bench as kernel_bench
+from pallas_kernels.dispatch import own_platform
 from pallas_kernels.models import MODELS, Workload
 from pallas_kernels.peers import rows_of_peers
 from pallas_kernels.timing import copy_rate
@@ -140,18 +143,25 @@ def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
     by_kernel = False
     for batch in bench.batches:
         equal = np.full(batch, slots)
-        settings = [("r_kv", policy, equal), ("full", full(), equal)]
+        ours, own_milliseconds = programs.decode_chunk, None
+        settings: list[tuple[str, Policy, np.ndarray, Any]] = [("r_kv", policy, equal, ours)]
+        if OPTIONS.get(own_platform()):
+            settings.append(("r_kv, XLA's own options", policy, equal, without_options(ours)))
+        settings.append(("full", full(), equal, ours))
         if batch > 1:
             ragged = np.where(np.arange(batch) == 0, LONG * slots, slots)
-            settings.append(("full, one row 16 times as long", full(), ragged))
-        for name, own, lengths in settings:
+            settings.append(("full, one row 16 times as long", full(), ragged, ours))
+        for name, own, lengths, program in settings:
             if time.perf_counter() > until:
                 yield {"name": name, "batch": batch, "not_timed": "out of time"}
                 continue
             row: dict[str, Any] = {"name": name, "batch": batch, "slots": round(float(lengths.mean()))}
             try:
-                row |= timed_step(bench, own, lengths)
-                if own is policy:
+                row |= timed_step(bench, own, lengths, program)
+                if program is not ours and own_milliseconds:
+                    row["times_our_options"] = digits(row["milliseconds"] / own_milliseconds, 3)
+                elif own is policy:
+                    own_milliseconds = row["milliseconds"]
                     row |= timed_compaction(bench, own, batch, row["milliseconds"])
             except Exception as error:  # a failure on a device is a result, not the end of the run
                 row |= {"not_timed": described(error)}
@@ -169,7 +179,14 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def chunk_of(bench: Bench, policy: Policy, lengths: np.ndarray, chunks: int) -> Callable[[], Any]:
+def without_options(program: DeviceProgram) -> Any:
+    """The program as XLA compiles it by itself."""
+    return jax.jit(program.function, **program.settings)
+
+
+def chunk_of(
+    bench: Bench, policy: Policy, lengths: np.ndarray, chunks: int, program: Any = programs.decode_chunk
+) -> Callable[[], Any]:
     """A call that decodes the next chunk of rows that start with `lengths` random slots; it may be called `chunks` times."""
     params, batch = bench.model.params, len(lengths)
     state = new_state(params, policy, batch, lengths + STEPS * chunks, usual_page_size())
@@ -178,16 +195,16 @@ def chunk_of(bench: Bench, policy: Policy, lengths: np.ndarray, chunks: int) -> 
     held = [state]
 
     def call() -> Any:
-        state, outputs = programs.decode_chunk(params, held.pop(), inputs, num_steps=STEPS, draws="greedy")
+        state, outputs = program(params, held.pop(), inputs, num_steps=STEPS, draws="greedy")
         held.append(state)
         return outputs.token
 
     return call
 
 
-def timed_step(bench: Bench, policy: Policy, lengths: np.ndarray) -> dict[str, Any]:
+def timed_step(bench: Bench, policy: Policy, lengths: np.ndarray, program: Any = programs.decode_chunk) -> dict[str, Any]:
     """Milliseconds of a step, and of its roofline at the mean length of the measurement."""
-    call = chunk_of(bench, policy, lengths, ROUNDS + 1)
+    call = chunk_of(bench, policy, lengths, ROUNDS + 1, program)
     jax.block_until_ready(call())
     seconds = statistics.median(seconds_of(call) for _ in range(ROUNDS)) / STEPS
     mean = float(lengths.mean()) + STEPS * (1 + ROUNDS / 2)
@@ -374,6 +391,7 @@ COLUMNS = {
     "tokens_per_second": "tokens/s",
     "roofline_milliseconds": "roofline, ms",
     "times_roofline": "times roofline",
+    "times_our_options": "times our options",
     "share_of_copy_rate": "of copy rate",
     "compaction_share": "compaction",
     "host_share": "host",

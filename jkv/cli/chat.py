@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         policies=[policy],
         kernels=options.kernels,
     )
-    sampling = sampling_of(options, model)
+    sampling = sampling_of(options, model.sampling)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(begin)
     print(f"{model.name}, policy {policy.name}" + (f", budget {policy.budget}" if policy.budget else ""), file=sys.stderr)

@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         model,
         [[{"role": "user", "content": prompt}] for prompt in prompts] if options.chat else prompts,
         policy=policy,
-        sampling=sampling_of(options, model),
+        sampling=sampling_of(options, model.sampling),
         on_tokens=show_text if streams and model.tokenizer is not None else None,
         progress=False if streams else None,
         max_new_tokens=options.max_new_tokens,

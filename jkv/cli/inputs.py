@@ -62,11 +62,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--policy", default="full", help="how the cache stays small (default: full); see `jkv policies`")
     command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
     add_settings(command)
-    command.add_argument("--temperature", type=float, help="0 is greedy; default: what the model's makers say, else 0")
-    command.add_argument("--top-p", type=float, help="1 keeps all tokens; default: what the model's makers say, else 1")
-    command.add_argument("--top-k", type=int, help="0 keeps all tokens; default: what the model's makers say, else 0")
-    command.add_argument("--min-p", type=float, help="0 keeps all tokens; default: what the model's makers say, else 0")
-    add_penalties(command, "what the model's makers say, else ")
+    add_sampling(command, "what the model's makers say, else ")
     command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
     command.add_argument(
         "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
@@ -76,6 +72,15 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
     )
     command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
+
+
+def add_sampling(command: argparse.ArgumentParser, default: str = "", temperature: float = 0, top_p: float = 1) -> None:
+    """The options of how tokens are drawn, without a seed."""
+    command.add_argument("--temperature", type=float, help=f"0 is greedy; default: {default}{temperature:g}")
+    command.add_argument("--top-p", type=float, help=f"1 keeps all tokens; default: {default}{top_p:g}")
+    command.add_argument("--top-k", type=int, help=f"0 keeps all tokens; default: {default}0")
+    command.add_argument("--min-p", type=float, help=f"0 keeps all tokens; default: {default}0")
+    add_penalties(command, default)
 
 
 def add_penalties(command: argparse.ArgumentParser, default: str = "") -> None:
@@ -99,16 +104,16 @@ def add_settings(command: argparse.ArgumentParser) -> None:
     )
 
 
-def sampling_of(options: argparse.Namespace, model: Any) -> Any:
-    """The model's own sampling, with what the command line changes; None where both say nothing."""
+def sampling_of(options: argparse.Namespace, own: Any) -> Any:
+    """`own`, a sampling or None for greedy draws, with what the command line changes; None where that changes nothing."""
     import dataclasses
     import warnings
 
     from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 
-    given = {name: getattr(options, name) for name in SAMPLING_FIELDS}
+    given = {name: getattr(options, name, None) for name in SAMPLING_FIELDS}
     given = {name: value for name, value in given.items() if value is not None}
-    sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
+    sampling = dataclasses.replace(own or Sampling(temperature=0.0), **given)
     if sampling.seed is not None and not sampling.temperature:
         warnings.warn("--seed changes nothing: tokens are drawn greedily. Give --temperature above 0.", stacklevel=2)
     return sampling if given else None

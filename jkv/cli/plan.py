@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, add_settings, check_target, read_settings
+from jkv.cli.inputs import LOOKS, add_sampling, add_settings, check_target, read_settings, sampling_of
 
 GIGA, TERA = 1e9, 1e12
 
@@ -31,6 +31,7 @@ def add(commands: Any) -> None:
     command.add_argument("--length", type=int, help="tokens of a row, prompt included; default: 16384, or what the model has")
     command.add_argument("--prompt", type=int, default=256, help="tokens of it that are the prompt; default: 256")
     command.add_argument("--batch", type=int, help="rows decoded together; default: as many as fit")
+    add_sampling(command, temperature=1, top_p=0.95)
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
     command.add_argument("--dtype", help="of weights and cache; default: float32 on a CPU, bfloat16 elsewhere")
     command.add_argument("--num-devices", type=int, default=1, help="that KV heads are split over; default: 1")
@@ -49,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
     from jkv.model.model_shapes import SHAPES
     from jkv.planning.devices import DEVICES, find_device
-    from jkv.planning.plan import plan
+    from jkv.planning.plan import DRAWN, plan
     from jkv.policies import make
 
     if options.list:
@@ -84,6 +85,7 @@ def run(options: argparse.Namespace) -> int:
         page_size=options.page_size,
         dtype=options.dtype,
         num_devices=options.num_devices,
+        sampling=sampling_of(options, DRAWN),
         memory_share=options.memory_share,
     )
     text = json.dumps(dataclasses.asdict(found), indent=1)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+COUNTED = 5  # bytes of `TokenCounts` for each row and token of the vocabulary
+
 
 class PenaltyRows(NamedTuple):
     """The penalties of each row, as data."""

@@ -16,6 +16,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import most_pages_of, num_row_pages
 from jkv.model.params import ModelConfig, Params, weight_shapes
+from jkv.model.penalties import COUNTED
 from jkv.model.sampling import Sampling
 from jkv.planning.devices import Device
 from jkv.planning.roofline import Lifetime, compaction_cost, host_seconds, lifetime, step_costs
@@ -23,7 +24,6 @@ from jkv.planning.scratch import Scratch, scratch_of
 from jkv.policies import Needs, Policy
 
 MOST_ROWS = 1 << 16
-COUNTED = 5  # bytes for each row and token of the vocabulary that penalties read: a count, and whether the prompt holds it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +217,7 @@ class Setting:
             itemsize=itemsize,
             page_size=self.page_size,
             rows=batch,
+            penalises=self.sampling.penalises,
         )
         phases = {name: cost.seconds(device, itemsize) for name, cost in costs.items()}
         limits: dict[str, float] = {}

@@ -26,6 +26,7 @@ from pallas_kernels import KERNELS, choice
 from pallas_kernels.dispatch import best
 from pallas_kernels.models import ModelShape, Workload
 
+DRAWN = Sampling(top_p=0.95)  # what is planned for where nothing is said
 MARGIN = 1.01  # of speeds: where arithmetic is the limit, they differ only by rounding
 
 
@@ -112,7 +113,7 @@ def plan(
       num_devices: devices over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For
         more rows than such a group holds, plan one engine for each replica.
       sampling: how tokens are drawn. A cut by top-k, top-p or min-p keeps two copies of the logits, penalties keep counts of
-        every token in every row. None plans for draws that are cut, without penalties.
+        every token in every row, which each step reads. None plans for draws that are cut, without penalties.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine
@@ -133,7 +134,7 @@ def plan(
     meshes.check_divides(config, num_devices)
     meshes.check_policy(policy, num_devices)
     dtype = dtype_of(model, device, dtype)
-    sampling = Sampling(top_p=0.95) if sampling is None else typed("sampling", sampling, Sampling)
+    sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
     setting = Setting(config, device, dtype, num_devices, page_size, prompt, sampling, memory_share)
     own = setting.estimate(policy, length, batch)
     check_fits(setting, policy, length, own)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jkv.cache.page_selection import pages_read
 from jkv.model.params import ModelConfig
+from jkv.model.penalties import COUNTED
 from jkv.planning.devices import Device
 from jkv.policies import Policy
 from jkv.policies.policy import compacted
@@ -104,12 +105,21 @@ def host_seconds(rows: int) -> float:
 
 
 def step_costs(
-    config: ModelConfig, policy: Policy, life: Lifetime, *, weights: int, logits: int, itemsize: int, page_size: int, rows: int
+    config: ModelConfig,
+    policy: Policy,
+    life: Lifetime,
+    *,
+    weights: int,
+    logits: int,
+    itemsize: int,
+    page_size: int,
+    rows: int,
+    penalises: bool = False,
 ) -> dict[str, Cost]:
     """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
 
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
-    and values of some. Logits are written once and read once.
+    and values of some. Logits are written once and read once; penalties read the counts, and write and read the logits anew.
     """
     slots, pair = life.mean_slots, 2 * config.head_size * itemsize
     read = slots
@@ -122,7 +132,7 @@ def step_costs(
     return {
         "weights": Cost(weights * itemsize, rows * 2 * weights),
         "attention": Cost(rows * row_bytes, rows * row_flops),
-        "sampling": Cost(rows * 8 * logits, 0.0),
+        "sampling": Cost(rows * logits * (8 + penalises * (COUNTED + 8)), 0.0),
     }
 
 

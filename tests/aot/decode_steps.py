@@ -10,6 +10,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,15 +100,24 @@ def compiled_step(setting: Setting, num_layers: int, **options: Any) -> Compiled
         slots=setting.slots,
         pool_gb=setting.pool_gb,
     )
-    with tempfile.TemporaryDirectory() as folder:
-        dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} if platform == "cuda" else {}
-        program = targets.compile_for(setting.target, programs.decode, shapes, compiler_options=dumps | options)
-        if platform != "cuda":
-            return Compiled(program, len(OF_A_TPU.findall(loop_body(program.as_text()))), 0, shapes.state)
-        thunks = max((path.read_text() for path in Path(folder).glob("*.thunk_sequence_after*.txt")), key=len)
+    program, thunks = compile_and_dump(setting.target, programs.decode, shapes, options)
+    if platform != "cuda":
+        return Compiled(program, len(OF_A_TPU.findall(loop_body(program.as_text()))), 0, shapes.state)
     body = thunks.split("  body:", 1)[1]
     body = re.split(r"\n\d", body)[0]  # the loop's body is indented
     return Compiled(program, len(LAUNCHED.findall(body)), body.count("kCommandBuffer"), shapes.state)
+
+
+def compile_and_dump(
+    target: str, trace: Callable[..., Any], shapes: programs.Shapes, options: dict[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, str]:
+    """A program, and the list of what it launches on a GPU; empty on a TPU."""
+    if targets.TARGETS[target][0] != "cuda":
+        return targets.compile_for(target, trace, shapes, compiler_options=options), ""
+    with tempfile.TemporaryDirectory() as folder:
+        dumps = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | (options or {})
+        program = targets.compile_for(target, trace, shapes, compiler_options=dumps)
+        return program, max((path.read_text() for path in Path(folder).glob("*.thunk_sequence_after*.txt")), key=len)
 
 
 def loop_body(text: str) -> str:

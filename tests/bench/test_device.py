@@ -46,6 +46,21 @@ def test_steps_and_the_engine_are_timed_beside_their_roofline(shape, tmp_path, c
     assert all(row["tokens_per_second"] > 0 for row in stress)
 
 
+def test_a_step_is_timed_with_and_without_the_engine_s_options(shape, tmp_path, monkeypatch):
+    monkeypatch.setitem(device.OPTIONS, "cpu", {"xla_cpu_enable_fast_math": False})  # none of ours is known to a CPU
+    asked, jit = [], jax.jit
+    monkeypatch.setattr(jax, "jit", lambda *args, **options: asked.append((args, options)) or jit(*args, **options))
+    rows, table = run(shape, tmp_path, "--parts", "step")
+    ours, plain = rows[:2]
+    assert [ours["name"], plain["name"]] == ["r_kv", "r_kv, XLA's own options"]
+    assert plain["roofline_milliseconds"] == ours["roofline_milliseconds"]
+    assert plain["times_our_options"] == pytest.approx(plain["milliseconds"] / ours["milliseconds"], rel=0.01)
+    assert "times our options" in table
+    assert [row["name"] for row in rows[2:]] == ["full", "full, one row 16 times as long"]
+    of_steps = [options for args, options in asked if args[:1] == (device.programs.decode_chunk.function,)]
+    assert device.programs.decode_chunk.settings in of_steps  # and no `compiler_options`
+
+
 def test_what_fails_or_has_no_time_left_is_a_row_and_not_the_end(shape, tmp_path, monkeypatch):
     def fail(*args):
         raise RuntimeError("RESOURCE_EXHAUSTED")

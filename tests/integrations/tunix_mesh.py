@@ -1,15 +1,18 @@
-"""`JkvRollout` over several devices; `test_tunix.py` runs this file in a process of its own, with four simulated devices."""
+"""`JkvRollout` over several devices: `test_tunix_rollout.py` runs this file in a process with four simulated devices."""
 
 import dataclasses
 
 import jax
 import numpy as np
 import pytest
+
+pytest.importorskip("tunix")
+
 from flax import nnx
 
-from tests.integrations.test_tunix import (
+from jkv.integrations.tunix import JkvRollout
+from tests.support.tunix_models import (
     SETTINGS,
-    JkvRollout,
     Letters,
     TokenizerAdapter,
     make_model,

@@ -1,6 +1,7 @@
 """The figures of `jkv.plan` against engines that are built, rows that are decoded, and arithmetic by hand."""
 
 import dataclasses
+import functools
 import json
 from importlib import resources
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.mixes import BreakingTokenizer
 
 # A device so small that a tiny model's rows do not all fit, with round figures.
 SMALL = jkv.Device("small", "gpu", 2_000_000, bandwidth=1e9, rate=1e9)
+PENALISED = jkv.Sampling(top_p=0.95, top_k=20, frequency_penalty=0.5)
 VECTOR = SteeringVector(np.ones((TINY.num_layers, TINY.width), np.float32))
 POLICIES = {
     "full": jkv.full(),
@@ -160,6 +162,15 @@ def test_the_bound_is_what_a_step_reads_over_the_bandwidth():
     assert plan.own.phases == pytest.approx(phases)
     assert plan.own.tokens_per_second == pytest.approx(2 / sum(phases.values()))
     assert plan.own.limited_by == "memory bandwidth"
+
+
+def test_penalties_read_their_counts_and_the_logits_once_more():
+    slow, sampling = jkv.Device("slow", "gpu", 200 * 10**9, bandwidth=1e9, rate=1e15), jkv.Sampling(repetition_penalty=1.1)
+    settings = {"length": 1256, "batch": 2, "dtype": "bfloat16"}
+    plain, own = (jkv.plan("r1-qwen-1.5b", slow, **settings, sampling=one).own for one in (None, sampling))
+    added = 2 * (4 + 1 + 8) * 151_936 / 1e9  # an integer, a flag, and float32 written and read
+    assert own.phases == pytest.approx(plain.phases | {"sampling": plain.phases["sampling"] + added})
+    assert own.tokens_per_second < plain.tokens_per_second
 
 
 def test_the_bound_is_what_a_step_computes_over_the_rate():
@@ -359,6 +370,14 @@ def test_the_command_prints_the_report_and_writes_json(capsys, tmp_path):
     assert json.loads(run(capsys, "r1-llama-8b", "--device", "h200", *options, "--json")[1])["own"]["batch"] == plan.own.batch
 
 
+def test_the_command_takes_the_sampling(capsys):
+    options = ("--policy", "r_kv", "--budget", 1024, "--batch", 32, "--frequency-penalty", 0.5, "--top-k", 20)
+    plan = functools.partial(jkv.plan, "r1-llama-8b", "h200", jkv.r_kv(budget=1024), batch=32)
+    assert run(capsys, "r1-llama-8b", "--device", "h200", *options)[1] == f"{plan(sampling=PENALISED)}\n" != f"{plan()}\n"
+    greedy = json.loads(run(capsys, "r1-llama-8b", "--device", "h200", *options[:6], "--temperature", 0, "--json")[1])
+    assert greedy["own"]["scratch"]["decode"] < plan().own.scratch.decode
+
+
 def test_the_command_lists_models_and_devices(capsys):
     status, out, _ = run(capsys, "--list")
     assert status == 0
@@ -392,6 +411,7 @@ def test_the_command_takes_a_device_s_figures(capsys):
         (("r1-qwen-7b", "--device", "h200", "--length", 10), "length counts prompt and completion"),
         (("r1-qwen-7b", "--device", "h200", "--out", "no/such/folder.json"), "a file in a folder that exists"),
         (("r1-qwen-7b", "--device", "h200", "--memory", -1), "memory must be above 0"),
+        (("r1-qwen-7b", "--device", "h200", "--top-p", 0), "top_p must lie in"),
     ],
     ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else "",
 )

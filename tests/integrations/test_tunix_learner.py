@@ -1,0 +1,240 @@
+"""tunix's GRPO with `JkvRollout`, and `JkvGRPOLearner`, which corrects for compression."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+
+pytest.importorskip("tunix")
+
+import optax
+from flax import nnx
+from tunix.rl import rl_cluster
+from tunix.rl.function_registry import get_policy_loss_fn
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+
+from jkv.integrations.tunix import JkvGRPOLearner, JkvRollout
+from tests.support.tunix_models import (
+    EOS,
+    LIMIT,
+    PAD,
+    SETTINGS,
+    TINY_CACHE,
+    WIDTH,
+    EndPads,
+    Letters,
+    dense_of,
+    make_model,
+    padded,
+    rollout_config,
+    tunix_rules,
+)
+
+__all__ = ["tunix_rules"]  # a fixture
+
+
+def reward(prompts, completions, **kwargs):
+    """The share of a's: any signal that a few steps can follow."""
+    return [sum(letter == "a" for letter in text) / LIMIT for text in completions]
+
+
+def make_cluster(model, engine, tokenizer=None, config=None, **training):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    roles = (rl_cluster.Role.ACTOR, rl_cluster.Role.REFERENCE, rl_cluster.Role.ROLLOUT)
+    settings = {"actor_optimizer": optax.sgd(0.1), "eval_every_n_steps": 1000, "max_steps": 3, "mini_batch_size": 3}
+    settings |= {"train_micro_batch_size": 3, "rollout_micro_batch_size": 1, "compute_logps_micro_batch_size": 1}
+    config = rl_cluster.ClusterConfig(
+        role_to_mesh=dict.fromkeys(roles, mesh),
+        rollout_engine=engine,
+        training_config=rl_cluster.RLTrainingConfig(**settings | training),
+        rollout_config=config or rollout_config(),
+    )
+    return rl_cluster.RLCluster(actor=model, tokenizer=tokenizer or Letters(), cluster_config=config)
+
+
+def learn(model, learner=JkvGRPOLearner, engine=JkvRollout, tokenizer=None, config=None, steps=3, num_iterations=1, **options):
+    """A learner after some steps, the examples that its loss was given, and how often weights were synchronised."""
+    settings = {key: options.pop(key) for key in ("live", "policy") if key in options}
+    engine = functools.partial(engine, **SETTINGS, **settings)
+    cluster = make_cluster(model, engine, tokenizer, config, max_steps=steps * num_iterations)
+    synchronised, examples, outputs = [], [], []
+    cluster.rollout.update_params = hear(cluster.rollout.update_params, lambda args, _: synchronised.append(args))
+    cluster.generate = hear(cluster.generate, lambda _, out: outputs.append(out))
+    settings = GRPOConfig(num_generations=4, beta=0.0, num_iterations=num_iterations)
+    grpo = learner(cluster, settings, reward, **options)
+    compute = grpo._generate_and_compute_advantage
+    grpo._generate_and_compute_advantage = hear(compute, lambda _, example: examples.append(example))
+    grpo.train([{"prompts": np.array(["abc", "bcdefgh", "cd"])} for _ in range(steps)])
+    return Learned(grpo, examples, outputs, synchronised)
+
+
+class Learned(NamedTuple):
+    grpo: object
+    examples: list
+    outputs: list
+    synchronised: list
+
+    def logged(self, name):
+        return self.grpo.rl_cluster._rl_metrics_logger.get_metric_history(*name.split("/"), "train")
+
+
+def hear(function, listener):
+    def heard(*args, **kwargs):
+        out = function(*args, **kwargs)
+        listener(args, out)
+        return out
+
+    return heard
+
+
+def copy_of(model):
+    return nnx.merge(*nnx.split(model))
+
+
+def rho_of(model, example, output):
+    """Dense over sampled probability of each token, by tunix and NumPy, and the mask of completions."""
+    mask = np.arange(LIMIT) < np.array([len(row) for row in output.tokens])[:, None]
+    dense = np.asarray(dense_of(model, example.prompt_ids, example.completion_ids), np.float64)
+    return np.exp(np.where(mask, dense - padded(output.logprobs, fill=0), 0)), mask
+
+
+def test_a_plain_learner_rolls_out_with_the_actor_s_live_weights():
+    model = make_model()
+    start = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    learned = learn(model, GRPOLearner)
+    actor = learned.grpo.rl_cluster.actor_trainer.model
+    assert not learned.synchronised
+    assert len(learned.outputs) == 3
+    moved = jax.tree.map(lambda a, b: np.abs(a - np.asarray(b)).max(), start, nnx.state(actor, nnx.Param))
+    assert max(jax.tree.leaves(moved)) > 1e-4
+    rollout = learned.grpo.rl_cluster.rollout
+    out = rollout.generate(["abc"], rollout_config())
+    dense = dense_of(actor, out.left_padded_prompt_tokens, padded(out.tokens))
+    np.testing.assert_allclose(out.logprobs[0], dense[0, : len(out.tokens[0])], atol=2e-5)
+    assert set(rollout.last.policy_version.ravel().tolist()) <= {-1, 3}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+def test_synchronised_weights_are_brought_at_each_step(lora):
+    model = make_model(lora=lora)
+    learned = learn(model, live=False)
+    assert [kinds for _, kinds in learned.synchronised] == [(nnx.LoRAParam if lora else nnx.Param,)] * 3
+    rollout, actor = learned.grpo.rl_cluster.rollout, learned.grpo.rl_cluster.actor_trainer.model
+    assert rollout.model() is None
+    out = rollout.generate(["abc"], rollout_config())
+    dense = dense_of(actor, out.left_padded_prompt_tokens, padded(out.tokens))
+    np.testing.assert_allclose(out.logprobs[0], dense[0, : len(out.tokens[0])], atol=2e-5)
+    assert all(example.old_per_token_logps is not None for example in learned.examples)
+    np.testing.assert_allclose(learned.logged("sampler/max_difference"), 0, atol=2e-5)
+
+
+def test_micro_batches_of_unequal_size_join():
+    cluster = make_cluster(make_model(), functools.partial(JkvRollout, **SETTINGS))
+    out = cluster.generate(["a"] * 2 + ["abcdefg"] * 2 + ["bc"] * 3, micro_batch_size=4)
+    assert out.left_padded_prompt_tokens.shape == (7, WIDTH)
+    assert (out.left_padded_prompt_tokens[3] == [PAD] * 5 + list(range(2, 9))).all()
+    assert [len(row) for row in out.logprobs] == [len(row) for row in out.tokens]
+    assert len(out.text) == 7
+
+
+def test_weights_of_a_corrected_loss_are_those_of_numpy_and_its_metrics_are_logged():
+    model = make_model()
+    first = copy_of(model)
+    config = rollout_config(seed=2)
+    learned = learn(
+        model, config=config, policy=jkv.streaming_llm(budget=8, interval=8), correction="tis+veto", cap=1.5, veto=0.2
+    )
+    example, output = learned.examples[0], learned.outputs[0]
+    rho, mask = rho_of(first, example, output)
+    is_vetoed = (mask & (rho < 0.2)).any(axis=1, keepdims=True)
+    kept = mask & ~is_vetoed
+    assert 0 < is_vetoed.sum() < len(mask), "the veto should tell sequences apart here"
+    assert np.asarray(example.completion_mask).tolist() == kept.tolist()
+    np.testing.assert_allclose(example.sampler_is_weights, np.where(kept, np.minimum(rho, 1.5), 0), atol=1e-3)
+    assert example.old_per_token_logps is None
+    assert len(learned.logged("sampler/overlap")) == 3
+    assert learned.logged("sampler/overlap")[0] == pytest.approx(np.minimum(rho, 1)[mask].mean(), abs=1e-3)
+    assert learned.logged("sampler/vetoed")[0] == pytest.approx(is_vetoed.mean())
+    assert (learned.logged("rollout/peak_kv_bytes") > 0).all()
+    assert (learned.logged("rollout/evicted") > 0).all()
+
+
+def test_full_caches_need_no_correction_and_lose_what_a_plain_learner_does():
+    config, model = rollout_config(seed=jax.random.PRNGKey(1)), make_model()
+    (plain, *_), (corrected, *_) = (
+        learn(copy_of(model), learner, config=config, steps=1, **options).examples
+        for learner, options in ((GRPOLearner, {}), (JkvGRPOLearner, {"correction": "tis"}))
+    )
+    assert np.asarray(plain.completion_ids).tolist() == np.asarray(corrected.completion_ids).tolist()
+    weights, mask = np.asarray(corrected.sampler_is_weights), np.asarray(corrected.completion_mask)
+    np.testing.assert_allclose(weights[mask], 1, atol=1e-4)
+    is_drawn_pad = mask & ~np.asarray(plain.completion_mask)  # which tunix takes for no token
+    assert (np.asarray(plain.completion_ids)[is_drawn_pad] == PAD).all()
+    same = dataclasses.replace(corrected, completion_mask=plain.completion_mask)
+    losses = [loss_of(model, example) for example in (plain, same)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+    assert abs(losses[0]) > 1e-3
+    assert loss_of(model, dataclasses.replace(same, sampler_is_weights=2 * weights)) == pytest.approx(2 * losses[0], abs=1e-5)
+
+
+def loss_of(model, example):
+    settings = GRPOConfig(num_generations=4, beta=0.0)
+    settings.temperature = 1.0
+    uneven = dataclasses.replace(example, advantages=jnp.arange(12.0))  # a loss that is not zero by symmetry
+    return float(get_policy_loss_fn("grpo")(model, uneven, algo_config=settings, pad_id=PAD, eos_id=EOS)[0])
+
+
+def test_later_iterations_go_by_the_dense_log_probabilities_of_before():
+    model = make_model()
+    first = copy_of(model)
+    learned = learn(model, policy=TINY_CACHE, num_iterations=2, steps=1, correction="none")
+    example = learned.examples[0]
+    dense = dense_of(first, example.prompt_ids, example.completion_ids)
+    mask = np.asarray(example.completion_mask)
+    np.testing.assert_allclose(np.asarray(example.old_per_token_logps)[mask], np.asarray(dense)[mask], atol=2e-5)
+
+
+def test_an_end_token_that_pads_is_trained_all_the_same():
+    with pytest.warns(UserWarning, match="also an end token"):
+        learned = learn(make_model(), tokenizer=EndPads(), steps=1, correction="none", config=rollout_config(seed=2))
+    example, output = learned.examples[0], learned.outputs[0]
+    lengths = [len(row) for row in output.tokens]
+    assert min(lengths) < LIMIT
+    assert np.asarray(example.completion_mask).sum(axis=1).tolist() == lengths
+
+
+class Corrupted(JkvRollout):
+    """Every fifth log-probability is wrong."""
+
+    def generate(self, *args, **kwargs):
+        out = super().generate(*args, **kwargs)
+        for row in out.logprobs:
+            row[::5] -= 3.0
+        return out
+
+
+@pytest.mark.parametrize(
+    ("engine", "policy"),
+    [(Corrupted, jkv.full()), (JkvRollout, jkv.streaming_llm(budget=6, interval=8))],
+    ids=["corrupted", "starved"],
+)
+def test_a_mismatch_is_warned_of(engine, policy):
+    with pytest.warns(
+        UserWarning, match=r"the (overlap|effective sample size) of sampled and dense distributions is 0\.\d+, below"
+    ):
+        learn(make_model(), engine=engine, policy=policy, steps=1, config=rollout_config(seed=2))
+
+
+def test_settings_that_would_lose_the_correction_are_refused():
+    engine = functools.partial(JkvRollout, **SETTINGS)
+    settings = GRPOConfig(num_generations=2, beta=0.0)
+    with pytest.raises(ValueError, match="mode must be of none, tis"):
+        JkvGRPOLearner(make_cluster(make_model(), engine), settings, reward, correction="tiss")
+    with pytest.raises(ValueError, match="max_seq_token_per_tpu must not be set"):
+        JkvGRPOLearner(make_cluster(make_model(), engine, max_seq_token_per_tpu=64), settings, reward)
