@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
         max_running=1,
         max_slots=min(context, model.config.max_positions),
         page_size=options.page_size,
+        kv_dtype=options.kv_dtype,
         policies=[policy],
         kernels=options.kernels,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import did_you_mean, words
-from jkv.cli.inputs import LOOKS, add_penalties, add_settings, can_draw, make_folder, read_settings
+from jkv.cli.inputs import LOOKS, add_kv_dtype, add_penalties, add_settings, can_draw, make_folder, read_settings
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -22,6 +22,7 @@ DEFAULTS: dict[str, Any] = {
     "protection": {},
     "contrasts": [],
     "seeds": 1,
+    "kv_dtype": None,
     "file": None,
     "dataset": None,
     "preset": None,
@@ -46,13 +47,13 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "max_new_tokens": None,
     "kv_memory": None,
+    "kv_dtype": None,
 }
 TYPES: dict[str, Any] = (
     dict.fromkeys(("problems", "kv_memory", "max_running", "page_size", "max_new_tokens", "samples", "top_k"), int)
     | dict.fromkeys(("seed", "seeds", "shuffle_seed"), int)
-    | dict.fromkeys(
-        ("model", "text", "file", "dataset", "preset", "split", "subset", "question", "answer", "template", "grader"), str
-    )
+    | dict.fromkeys(("model", "text", "file", "dataset", "preset", "split", "subset", "question", "answer"), str)
+    | dict.fromkeys(("template", "grader", "kv_dtype"), str)
     | dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), float)
     | dict.fromkeys(("budgets", "policies", "pass_at", "contrasts"), list)
     | {"settings": dict, "protection": dict, "texts": dict, "chat_template": bool, "skip_ungradable": bool}
@@ -61,6 +62,7 @@ UNSAID = {  # what records of older versions leave out, and stood for then
     "protection": {},
     "contrasts": [],
     "seeds": 1,
+    "kv_dtype": None,
     "dataset": None,
     "preset": None,
     "split": None,
@@ -128,6 +130,7 @@ def add(commands: Any) -> None:
     command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
     command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
+    add_kv_dtype(command)
     command.add_argument("--kv-memory", type=int, help="bytes of the pool; default: what the rows need")
     command.add_argument("--out", type=Path, help="a folder for the table, JSON, completions and, with matplotlib, the picture")
     command.add_argument("--resume", action="store_true", help="resume an interrupted run into --out")
@@ -233,6 +236,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         max_running=chosen["max_running"],
         page_size=chosen["page_size"],
         kv_memory=chosen["kv_memory"],
+        kv_dtype=chosen["kv_dtype"],
     )
     if chosen["contrasts"]:
         notes.append(section(find_contrasts(outcomes, chosen["contrasts"])))

@@ -61,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
         n=options.n,
         stop_strings=options.stop_strings,
         page_size=options.page_size,
+        kv_dtype=options.kv_dtype,
         max_running=options.max_running,
         kernels=options.kernels,
         return_trace=options.html is not None,

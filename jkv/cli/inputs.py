@@ -68,10 +68,16 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
     )
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
+    add_kv_dtype(command)
     command.add_argument(
         "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
     )
     command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
+
+
+def add_kv_dtype(command: argparse.ArgumentParser) -> None:
+    """`--kv-dtype`."""
+    command.add_argument("--kv-dtype", help="int8 or fp8 keeps keys and values in codes of 8 bits; default: as the weights")
 
 
 def add_sampling(command: argparse.ArgumentParser, default: str = "", temperature: float = 0, top_p: float = 1) -> None:

@@ -73,12 +73,13 @@ class Outcome:
     seed_accuracy: list[float] = dataclasses.field(default_factory=list)  # of each of several seeds of the policy's own draws
     lengths: list[int] = dataclasses.field(default_factory=list)  # new tokens of each sample, as `right`
     is_each: bool = False  # whether the share is of each problem's own length
+    kv_dtype: str | None = None  # of quantised pages
     num_raised: int = 0  # problems with the least budget that the policy accepts, which is more than the share
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What it is of, within a comparison."""
-        return self.policy, self.settings, self.share, self.is_each
+        return self.policy, self.settings, self.share, self.is_each, self.kv_dtype
 
     @property
     def rights(self) -> np.ndarray:
@@ -109,8 +110,8 @@ def compare(
     file for each policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are
     the k of pass@k; None takes 1 and the number of samples.
 
-    A name of your own is a variant: its settings name the `policy` that it varies, and override that one's. A policy without a
-    budget (RPC's grows with the sequence) runs once, with its settings. A policy with a setting `seed` runs with so many
+    A name of your own is a variant: its settings name the `policy` that it varies, and override that one's, and its
+    `kv_dtype` is the engine's. A policy without a budget (RPC's grows with the sequence) runs once, with its settings. A policy with a setting `seed` runs with so many
     `seeds`, from its own on, and has one outcome, of means. "oracle" is what a budget allows: for each problem, a policy that
     knows what the full cache's greedy answer reads (`jkv.policies.oracle`).
 
@@ -143,14 +144,15 @@ def compare(
 
     def outcome_of(versions: dict[int | None, list[Policy]], size: Budget, base: Outcome | None) -> Outcome:
         first = next(iter(versions.values()))[0]
-        before = done.get((first.name, first.definition, size.share, size.is_each))
-        if before is not None:
+        kv_dtype = settings.get(first.name, {}).get("kv_dtype", options.get("kv_dtype"))
+        if before := done.get((first.name, first.definition, size.share, size.is_each, kv_dtype)):
             return before
         runs = []
         for seed, each in versions.items():
             path = None if generations is None else generations / file_name(first, size, seed)
-            runs.append(run(model, problems, each, grader=grader, samples=samples, path=path, **options))
-        return summarise(joined(runs), base, size.share, ks)
+            given = options | {"kv_dtype": kv_dtype, "grader": grader, "samples": samples, "path": path}
+            runs.append(run(model, problems, each, **given))
+        return dataclasses.replace(summarise(joined(runs), base, size.share, ks), kv_dtype=kv_dtype)
 
     outcomes = [outcome_of({None: [full()] * len(problems)}, Budget(), None)]
     report(outcomes)
@@ -239,7 +241,7 @@ def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, di
     """The recipe of a policy or variant, and its settings."""
     own = settings.get(name, {})
     recipe = own.get("policy", name)
-    return recipe, {field: value for field, value in (settings.get(recipe, {}) | own).items() if field != "policy"}
+    return recipe, {field: value for field, value in (settings.get(recipe, {}) | own).items() if field not in ("policy", "kv_dtype")}
 
 
 def seeds_of(name: str, settings: dict[str, dict[str, Any]], count: int) -> list[int | None]:

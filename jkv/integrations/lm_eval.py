@@ -49,7 +49,7 @@ class JKV(TemplateLM):
         their beginning.
       seed: the seed of tasks that sample; it is fixed, so that policies are compared with the same noise.
       think_end_token: the text that ends thinking. With it, stop strings and metrics apply only to the text after it.
-      page_size, kv_memory: as in `jkv.generate`.
+      page_size, kv_memory, kv_dtype: as in `jkv.generate`.
       device, max_batch_size: arguments of the harness, which are ignored; JAX chooses the device.
 
     Raises:
@@ -67,6 +67,7 @@ class JKV(TemplateLM):
         think_end_token: str | None = None,
         page_size: int | None = None,
         kv_memory: int | None = None,
+        kv_dtype: str | None = None,
         device: str | None = None,
         max_batch_size: int | None = None,
         **settings: Any,
@@ -81,7 +82,7 @@ class JKV(TemplateLM):
         self.max_length = min(max_length or self.model.config.max_positions, self.model.config.max_positions)
         self.max_running = None if batch_size in (None, "auto") else int(batch_size)
         self.max_gen_toks, self.seed, self.think_end_token = int(max_gen_toks), int(seed), think_end_token
-        self.cache: dict[str, Any] = {"page_size": page_size, "kv_memory": kv_memory}
+        self.cache: dict[str, Any] = {"page_size": page_size, "kv_memory": kv_memory, "kv_dtype": kv_dtype}
 
     @property
     def eot_token_id(self) -> int:

@@ -22,6 +22,7 @@ from jkv.planning.devices import Device
 from jkv.planning.roofline import Lifetime, compaction_cost, host_seconds, lifetime, step_costs
 from jkv.planning.scratch import Scratch, scratch_of
 from jkv.policies import Needs, Policy
+from pallas_kernels.quantised import Format, vector_bytes
 
 MOST_ROWS = 1 << 16
 
@@ -89,12 +90,15 @@ class StateSize(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def state_size(config: ModelConfig, needs: Needs, page_size: int, dtype: str) -> StateSize:
+def state_size(
+    config: ModelConfig, needs: Needs, page_size: int, dtype: str, kv_format: Format | None = None
+) -> StateSize:
     """How the arrays of `empty_state` grow, from their shapes for one and two of each; nothing is allocated."""
 
     def at(rows: int, pages: int, max_pages: int) -> int:
         sizes: dict[str, Any] = {"num_rows": rows, "num_pages": pages, "max_pages": max_pages, "page_size": page_size}
-        shapes = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=jnp.dtype(dtype)))
+        sizes |= {"dtype": jnp.dtype(dtype), "kv_format": kv_format}
+        shapes = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes))
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
     smallest = at(1, 1, 1)
@@ -114,6 +118,7 @@ class Setting:
     prompt: int
     sampling: Sampling
     memory_share: float
+    kv_format: Format | None = None
 
     @functools.cached_property
     def shapes(self) -> Params:
@@ -140,6 +145,11 @@ class Setting:
         """Bytes of one element of weights and cache."""
         return jnp.dtype(self.dtype).itemsize
 
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a key or value in the pool."""
+        return vector_bytes(self.config.head_size, self.dtype, self.kv_format)
+
     def layout(self, policy: Policy, length: int) -> Layout:
         """The slots and pages that the engine reserves for each row, and those of a prompt that is not compacted yet."""
         config, new = self.config, length - self.prompt
@@ -165,7 +175,7 @@ class Setting:
     def estimate(self, policy: Policy, length: int, batch: int | None = None) -> Estimate:
         """The estimate of one policy at one length, for `batch` rows or as many as fit."""
         layout = self.layout(policy, length)
-        size = state_size(self.local, Needs.of([policy]), self.page_size, jnp.dtype(self.dtype).name)
+        size = state_size(self.local, Needs.of([policy]), self.page_size, jnp.dtype(self.dtype).name, self.kv_format)
         counts = self.sampling.penalises * COUNTED * self.config.vocab_size
 
         def state(rows: int) -> int:
@@ -215,6 +225,7 @@ class Setting:
             weights=self.weight_bytes // itemsize - embedding,
             logits=self.config.vocab_size,
             itemsize=itemsize,
+            vector=self.vector_bytes,
             page_size=self.page_size,
             rows=batch,
             penalises=self.sampling.penalises,
@@ -224,6 +235,6 @@ class Setting:
         for name, cost in costs.items():
             limits[cost.limit(device, itemsize)] = limits.get(cost.limit(device, itemsize), 0.0) + phases[name]
         phases["host"] = max(0.0, host_seconds(batch) - sum(phases.values()))  # it works while the device decodes
-        compacting = batch * compaction_cost(self.local, policy, life, itemsize=itemsize).seconds(device, itemsize)
+        compacting = batch * compaction_cost(self.local, policy, life, vector=self.vector_bytes).seconds(device, itemsize)
         seconds = new * sum(phases.values()) + compacting
         return batch * new / seconds, phases, max(limits, key=limits.__getitem__), compacting / seconds

@@ -15,6 +15,7 @@ from jkv import notebook
 from jkv.cache import default_page_size
 from jkv.checks import check_counts, size, typed
 from jkv.engine import mesh as meshes
+from jkv.engine.options import EngineOptions
 from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model, ModelConfig, Params, count_weights
@@ -35,7 +36,7 @@ class Plan:
     """The result of `jkv.plan`; print it.
 
     Attributes:
-      model, device, dtype, num_devices, page_size, prompt, length: the setting that was planned.
+      model, device, dtype, kv_dtype, num_devices, page_size, prompt, length: the setting that was planned.
       num_weights: weights of the whole model.
       weight_bytes: bytes of weights on each device.
       bytes_per_token: bytes of one token's keys, values and positions in all layers, on each device.
@@ -51,6 +52,7 @@ class Plan:
     model: str
     device: Device
     dtype: str
+    kv_dtype: str | None
     num_devices: int
     page_size: int
     prompt: int
@@ -67,13 +69,14 @@ class Plan:
     notes: tuple[str, ...]
 
     @property
-    def engine(self) -> dict[str, int]:
+    def engine(self) -> dict[str, Any]:
         """Settings of the `jkv.Engine` that was planned: `jkv.Engine(model, policies=[policy], **plan.engine)`."""
         own = self.own
         return {
             "max_running": own.batch,
             "max_slots": own.max_slots,
             "page_size": self.page_size,
+            "kv_dtype": self.kv_dtype,
             "num_pages": own.num_pages,
         }
 
@@ -96,6 +99,7 @@ def plan(
     num_devices: int = 1,
     sampling: Sampling | None = None,
     memory_share: float = 0.9,
+    kv_dtype: str | None = None,
 ) -> Plan:
     """Computes what fits a device, how fast it could be, and whether compression pays, from a model's shape alone.
 
@@ -114,6 +118,7 @@ def plan(
         more rows than such a group holds, plan one engine for each replica.
       sampling: how tokens are drawn. A cut by top-k, top-p or min-p keeps two copies of the logits, penalties keep counts of
         every token in every row, which each step reads. None plans for draws that are cut, without penalties.
+      kv_dtype: "int8" or "fp8" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in `dtype`.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine
@@ -135,16 +140,18 @@ def plan(
     meshes.check_policy(policy, num_devices)
     dtype = dtype_of(model, device, dtype)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
-    setting = Setting(config, device, dtype, num_devices, page_size, prompt, sampling, memory_share)
+    kv_format = EngineOptions(kv_dtype=kv_dtype).kv_format
+    setting = Setting(config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format)
     own = setting.estimate(policy, length, batch)
     check_fits(setting, policy, length, own)
     most_full = setting.estimate(full(), length)
     whole = most_full if batch is None or batch >= most_full.batch else setting.estimate(full(), length, batch)
-    kv = 2 * setting.local.head_size * setting.itemsize + 4
+    kv = 2 * setting.vector_bytes + 4
     return Plan(
         model=name,
         device=device,
         dtype=jnp.dtype(dtype).name,
+        kv_dtype=kv_dtype,
         num_devices=num_devices,
         page_size=page_size,
         prompt=prompt,
@@ -157,7 +164,7 @@ def plan(
         full=whole,
         rows_pay_from=pays_from(setting, policy, lambda own, other: own.batch > other.batch),
         speed_pays_from=pays_from(setting, policy, is_faster),
-        kernels=kernels_on(device, config, dtype, page_size, own.max_slots),
+        kernels=kernels_on(device, config, dtype, page_size, own.max_slots, kv_dtype),
         notes=tuple(notes_of(setting, policy)),
     )
 
@@ -177,10 +184,11 @@ def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
     return jnp.dtype(jnp.float32 if device.platform == "cpu" or device.is_old_gpu else jnp.bfloat16)
 
 
-def kernels_on(device: Device, config: ModelConfig, dtype: Any, page_size: int, slots: int) -> dict[str, str]:
+def kernels_on(device: Device, config: ModelConfig, dtype: Any, page_size: int, slots: int, kv_dtype: str | None) -> dict[str, str]:
     """The implementation that a device gets of each kernel."""
     shape = ModelShape(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_size)
-    workload, platform = Workload(1, slots, page_size, dtype), "cuda" if device.platform == "gpu" else device.platform
+    workload = Workload(1, slots, page_size, dtype, kv_format=kv_dtype)
+    platform = "cuda" if device.platform == "gpu" else device.platform
     with choice.tracing_for(device.compute_capability or choice.LEAST_CAPABILITY):  # whatever this process has
         return {
             name: best(kernel.implementations, platform, *kernel.shapes.arguments(shape, workload))
@@ -265,6 +273,7 @@ def report(plan: Plan) -> str:
     """The printed form of a plan."""
     own, whole, device = plan.own, plan.full, plan.device
     count = "one" if plan.num_devices == 1 else f"each of {plan.num_devices}"
+    kept = f", cache in {plan.kv_dtype}" if plan.kv_dtype else ""
     both = [own] if own.policy == whole.policy else [own, whole]
 
     def line(label: str, *cells: str) -> str:
@@ -274,7 +283,7 @@ def report(plan: Plan) -> str:
         return line(label, *(cell(estimate) for estimate in both))
 
     lines = [
-        f"{plan.model}, {plan.dtype}, on {count} {device.name} ({size(device.memory)}, {size(plan.usable_bytes)} usable)",
+        f"{plan.model}, {plan.dtype}{kept}, on {count} {device.name} ({size(device.memory)}, {size(plan.usable_bytes)} usable)",
         f"prompt {plan.prompt:,} + {plan.length - plan.prompt:,} new tokens, pages of {plan.page_size} slots",
         line(f"{plan.num_weights:,} weights", size(plan.weight_bytes)),
         line("keys, values, positions of a token", f"{plan.bytes_per_token:,} B"),

@@ -112,21 +112,24 @@ def step_costs(
     weights: int,
     logits: int,
     itemsize: int,
+    vector: int | None = None,
     page_size: int,
     rows: int,
     penalises: bool = False,
 ) -> dict[str, Cost]:
     """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
 
+    A key or value has `vector` bytes in the pool; None is those of its numbers.
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
     and values of some. Logits are written once and read once; penalties read the counts, and write and read the logits anew.
     """
-    slots, pair = life.mean_slots, 2 * config.head_size * itemsize
+    slots, bounds = life.mean_slots, 2 * config.head_size * itemsize
+    pair = bounds if vector is None else 2 * vector
     read = slots
     if policy.read is not None:
         chosen = np.minimum(slots, page_size * pages_read(policy.read.budget, page_size))
         read = np.where(np.arange(len(slots)) < policy.read.num_dense(len(slots)), slots, chosen)
-    extra = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * pair / page_size
+    extra = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * bounds / page_size
     row_bytes = config.num_kv_heads * float((read * pair + slots * extra).sum())
     row_flops = 4 * config.num_query_heads * config.head_size * float(read.sum())
     return {
@@ -136,8 +139,8 @@ def step_costs(
     }
 
 
-def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, itemsize: int) -> Cost:
-    """All compactions of one row: a score may read all keys, and slots that stay are read and written once.
+def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, vector: int) -> Cost:
+    """All compactions of one row: a score may read all keys, of `vector` bytes each, and slots that stay are read and written.
 
     A score that compares keys with each other (R-KV's) multiplies all pairs of keys.
     """
@@ -146,6 +149,6 @@ def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, item
     needs = policy.evict.needs
     heads, size = config.num_kv_heads, config.head_size
     before, squared, after = (float(x.sum()) for x in (life.slots_before, life.slots_squared, life.slots_after))
-    num_bytes = heads * size * itemsize * (4 * after + bool(needs.window) * before)
+    num_bytes = heads * vector * (4 * after + bool(needs.window) * before)
     flops = 2 * size * (needs.window * config.num_query_heads * before + needs.compares_keys * heads * squared)
     return Cost(num_bytes, flops)

@@ -110,7 +110,7 @@ def parts_of(counts: Counts, assumed: Assumed) -> list[Part]:
     small = counts.layer_kernels - STREAMING
     kernels = layers * counts.layer_kernels + counts.other_kernels
     life = roofline.lifetime(POLICY, PROMPT, NEW, layers)
-    cost = roofline.compaction_cost(CONFIG, POLICY, life, itemsize=2)
+    cost = roofline.compaction_cost(CONFIG, POLICY, life, vector=2 * CONFIG.head_size)
     often = life.compactions * rows / NEW  # compactions for each step
     gb, tflop = cost.num_bytes / life.compactions / 1e9, cost.flops / life.compactions / 1e12
     peak = DEVICES[SETTING.target].rate_of(2)
