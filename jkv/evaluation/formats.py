@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from jkv.evaluation.probe_texts import stream
 from jkv.model import checkpoint, decoder
 from jkv.model.params import Model, Params
-from jkv.replay.score import dense_columns, hidden_states, over_blocks
+from jkv.replay.score import dense_columns, hidden_states
 from jkv.reports import about, digits, footnote, markdown, write
 from jkv.statistics import bootstrap
 from pallas_kernels.quantised import FORMATS, Format, vector_bytes
@@ -33,21 +33,14 @@ MEASURES = "kl", "same", "loss"
 def compare(params: Params, token: Int[Array, "1 T"], kv_format: Format) -> Float[Array, "3"]:
     """Divergence, share of equal choices, and rise of the loss, averaged over the tokens of a passage."""
     floats = dense_columns(params.config, *token.shape)
-    hidden = (hidden_states(params, token, columns) for columns in (floats, floats._replace(kv_format=kv_format)))
-
-    def of_block(
-        one: Float[Array, "1 I D"], other: Float[Array, "1 I D"], target: Int[Array, "1 I"]
-    ) -> tuple[Float[Array, "1 I"], ...]:
-        p, q = (jax.nn.log_softmax(decoder.unembed(params, x).astype(jnp.float32)) for x in (one, other))
-        chosen = (jnp.take_along_axis(x, target[..., None], axis=-1)[..., 0] for x in (p, q))
-        before, after = chosen
-        return (jnp.exp(p) * (p - q)).sum(axis=-1), (p.argmax(axis=-1) == q.argmax(axis=-1)).astype(p.dtype), before - after
-
-    def stacked(*args: Array) -> Float[Array, "1 I 3"]:
-        return jnp.stack(of_block(*args), axis=-1)
-
-    figures = over_blocks(stacked, *hidden, jnp.roll(token, -1, axis=1))
-    return figures.reshape(-1, len(MEASURES))[: token.shape[1] - 1].mean(axis=0)
+    one, other = (
+        jax.nn.log_softmax(decoder.unembed(params, hidden_states(params, token, columns)[0, :-1]).astype(jnp.float32))
+        for columns in (floats, floats._replace(kv_format=kv_format))
+    )
+    index, target = jnp.arange(len(one)), token[0, 1:]
+    divergence = (jnp.exp(one) * (one - other)).sum(axis=-1)
+    same = one.argmax(axis=-1) == other.argmax(axis=-1)
+    return jnp.stack([divergence.mean(), same.mean(), (one - other)[index, target].mean()])
 
 
 def measure(model: Model, passages: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
