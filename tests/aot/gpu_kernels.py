@@ -126,12 +126,15 @@ CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
 
 
 def table() -> str:
-    """The figures of all calls in Markdown. Blocks in flight are the one waited for and those behind it."""
+    """The figures of all calls in Markdown. Blocks in flight are the one waited for and those behind it.
+
+    A block is two loads, of keys and of values, or four with their scales.
+    """
     head = "call", "kernel", "programs", "per multiprocessor", "waves", "blocks in flight", "shared bytes", "registers"
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, (model, workload, options) in CALLS.items():
         for one in attention_kernels(model, workload, **options):
-            ahead = str(1 + max(one.waits) // 2) if one.waits else ""
+            ahead = str(1 + max(one.waits) // (4 if workload.kv_format else 2)) if one.waits else ""
             cells = one.name, one.programs, one.resident, f"{one.waves:.2f}", ahead, one.shared_bytes, one.registers
             lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
