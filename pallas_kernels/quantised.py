@@ -127,8 +127,7 @@ def numbers_of(codes: Array, format: Format, dtype: Any) -> Float[Array, "..."]:
 
 
 def factors(x: Numbers) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
-    """Vectors as the products of a kernel take them, and by what the products are multiplied; floats and None, or codes and
-    scales."""
+    """Vectors as the products of a kernel take them, and what multiplies the products: floats and None, or codes and scales."""
     return (meant(x, x.dtype), x.scale) if isinstance(x, Quantised) else (x, None)
 
 
@@ -145,6 +144,15 @@ def take(kv: Numbers, index: tuple[Any, ...]) -> Numbers:
 def put(kv: Numbers, index: tuple[Any, ...], new: Numbers) -> Numbers:
     """The pool with other vectors at an index of its leading axes, all within bounds; `like` gives them the pool's form."""
     return jax.tree.map(lambda x, part: x.at[index].set(part, mode="promise_in_bounds"), kv, new)
+
+
+def poisoned(kv: Numbers, page: Any) -> Numbers:
+    """A pool with NaN in some pages, or in their scales; pages out of its bounds are ignored."""
+
+    def fill(x: Array) -> Array:
+        return x.at[page].set(jnp.nan, mode="drop") if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(fill, kv)
 
 
 def straight_through(x: Float[Array, "*A H"], format: Format) -> Float[Array, "*A H"]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
-from pallas_kernels.quantised import Format, Numbers, dequantise, like, put, take, zeros
+from pallas_kernels.quantised import Format, dequantise, like, poisoned, put, take, zeros
 
 EMPTY = -1  # the position of an empty slot, and an entry that `take_slots` ignores
 NULL_PAGE = 0  # the page that receives masked-out writes
@@ -430,15 +430,6 @@ def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array,
         kv = poisoned(kv, jnp.where(is_dropped & is_freed[page], page, total))
     free_top = pool.free_top + jnp.sum(is_freed, dtype=jnp.int32)
     return pool.replace(kv=kv, refcount=refcount, free_stack=free_stack, free_top=free_top)
-
-
-def poisoned(kv: Numbers, page: Int[Array, "..."]) -> Numbers:
-    """Keys and values with NaN in some pages, or in their scales."""
-
-    def fill(x: Array) -> Array:
-        return x.at[page].set(jnp.nan, mode="drop") if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(fill, kv)
 
 
 def is_entry_used(pool: Pool, length: Int[Array, "..."]) -> Bool[Array, "... MP"]:

@@ -22,7 +22,6 @@ DEFAULTS: dict[str, Any] = {
     "protection": {},
     "contrasts": [],
     "seeds": 1,
-    "kv_dtype": None,
     "file": None,
     "dataset": None,
     "preset": None,

@@ -41,8 +41,8 @@ class EngineOptions:
         the longer of prompt and budget + interval; at most 2**24. It sizes the page tables. None is the model's positions, at
         most 4,096; `generate` and `Rollout` compute it from their requests.
       page_size: slots of a page, at most 65,536. None is 128 on a TPU and 16 elsewhere; `Stats.page_size` has it.
-      kv_dtype: how the pool keeps keys and values: None as the weights' dtype has them; "int8" or "fp8" as codes of 8 bits with a
-        scale for each slot's key and value, in about half the bytes of bfloat16 and a quarter of float32's.
+      kv_dtype: how the pool keeps keys and values: None in the weights' dtype; "int8" or "fp8" in codes of 8 bits with a scale
+        for each slot's key and value, which take about half the bytes of bfloat16 and a quarter of float32's.
       kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
         run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.
@@ -109,9 +109,8 @@ class EngineOptions:
         if typed("order", self.order, str) not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}; got {shown(self.order)}.")
         if typed("kv_dtype", self.kv_dtype, str | None) not in (None, *FORMATS):
-            raise ValueError(
-                f"kv_dtype must be one of {', '.join(FORMATS)}, or None for the dtype of the weights; got {shown(self.kv_dtype)}."
-            )
+            known = ", ".join(FORMATS)
+            raise ValueError(f"kv_dtype must be {known}, or None for the weights' own; got {shown(self.kv_dtype)}. Choose one.")
         if self.kv_memory is not None and self.kv_memory != "auto":
             object.__setattr__(self, "kv_memory", typed('kv_memory, unless "auto",', self.kv_memory, int))
             check_counts(kv_memory=self.kv_memory)
@@ -135,7 +134,8 @@ class EngineOptions:
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
-max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, ahead, order, max_stop_ids, return_trace, mesh, kernels, poison.
+max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, ahead, order, max_stop_ids, return_trace, mesh, \
+kernels, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

@@ -10,7 +10,6 @@ import functools
 import json
 import math
 import sys
-import urllib.parse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from jkv import viz
 from jkv.checks import check_counts
 from jkv.engine.prompts import encode_prompts
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
-from jkv.evaluation.generations import Run, budget_of, default_limit, joined, run
+from jkv.evaluation.generations import Run, budget_of, default_limit, file_name, joined, run
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
@@ -110,10 +109,10 @@ def compare(
     file for each policy and budget (`jkv.evaluation.generations`), from which an interrupted comparison resumes. `pass_at` are
     the k of pass@k; None takes 1 and the number of samples.
 
-    A name of your own is a variant: its settings name the `policy` that it varies, and override that one's, and its
-    `kv_dtype` is the engine's. A policy without a budget (RPC's grows with the sequence) runs once, with its settings. A policy with a setting `seed` runs with so many
-    `seeds`, from its own on, and has one outcome, of means. "oracle" is what a budget allows: for each problem, a policy that
-    knows what the full cache's greedy answer reads (`jkv.policies.oracle`).
+    A name of your own is a variant: its settings name the `policy` that it varies, and override that one's; its `kv_dtype` is
+    the engine's. A policy without a budget (RPC's grows with the sequence) runs once, with its settings. One with a setting
+    `seed` runs with so many `seeds`, from its own on, and has one outcome, of means. "oracle" is what a budget allows: for each
+    problem, a policy that knows what the full cache's greedy answer reads (`jkv.policies.oracle`).
 
     Raises:
       ValueError: an unknown policy or setting, an oracle where answers are drawn, a gold answer that the grader does not mark
@@ -241,7 +240,9 @@ def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, di
     """The recipe of a policy or variant, and its settings."""
     own = settings.get(name, {})
     recipe = own.get("policy", name)
-    return recipe, {field: value for field, value in (settings.get(recipe, {}) | own).items() if field not in ("policy", "kv_dtype")}
+    return recipe, {
+        field: value for field, value in (settings.get(recipe, {}) | own).items() if field not in ("policy", "kv_dtype")
+    }
 
 
 def seeds_of(name: str, settings: dict[str, dict[str, Any]], count: int) -> list[int | None]:
@@ -250,14 +251,6 @@ def seeds_of(name: str, settings: dict[str, dict[str, Any]], count: int) -> list
     if count == 1 or recipe == ORACLE or not has_setting(recipe, "seed"):
         return [None]
     return [chosen.get("seed", 0) + i for i in range(count)]
-
-
-def file_name(policy: Policy, size: Budget, seed: int | None = None) -> str:
-    """Where a policy's samples are written."""
-    budget = budget_of(policy)
-    share = "" if size.share is None else f"-{100 * size.share:g}%" + "-each" * size.is_each
-    slots = "" if budget is None else share or f"-{budget}"
-    return urllib.parse.quote(policy.name, safe=" =+") + slots + ("" if seed is None else f"-seed{seed}") + ".jsonl"
 
 
 def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence[int] = (1,)) -> Outcome:

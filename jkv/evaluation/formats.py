@@ -68,8 +68,16 @@ def table(record: dict[str, Any]) -> str:
         low, high = line[f"{name}_interval"]
         return f"{line[name]:.3g} [{low:.3g}, {high:.3g}]"
 
-    rows = [(line["format"], f"{line['times_smaller']:.3g}", *(cell(line, name) for name in MEASURES)) for line in record["lines"]]
-    head = "format", "slots in the bytes of one in bfloat16", "KL, nats (95 %)", "same choice (95 %)", "rise of the loss, nats (95 %)"
+    rows = [
+        (line["format"], f"{line['times_smaller']:.3g}", *(cell(line, name) for name in MEASURES)) for line in record["lines"]
+    ]
+    head = (
+        "format",
+        "slots in the bytes of one in bfloat16",
+        "KL, nats (95 %)",
+        "same choice (95 %)",
+        "rise of the loss, nats (95 %)",
+    )
     what = f"{record['model']}, {record['texts']} passages of {record['length']} tokens, all tokens kept."
     return "\n\n".join([what, markdown(head, rows), footnote(record)])
 

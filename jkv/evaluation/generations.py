@@ -8,6 +8,7 @@ weighted over its parts, and a part that was killed counts up to its last finish
 
 import dataclasses
 import math
+import urllib.parse
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_sampling, make_requests, spread_policies
 from jkv.engine.results import Result
 from jkv.engine.stats import RunStats
+from jkv.evaluation.budgets import Budget
 from jkv.evaluation.graders import Grader, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
 from jkv.generate import engine_for, progress_bar
@@ -214,6 +216,14 @@ def record_of(policy: Policy, problem: Problem, index: int, sample: int, out: Re
 def budget_of(policy: Policy) -> int | None:
     """Slots for each layer and KV head that a policy keeps, or reads; None where it has no budget."""
     return policy.read.budget if policy.read else policy.budget
+
+
+def file_name(policy: Policy, size: Budget, seed: int | None = None) -> str:
+    """Where a policy's samples are written."""
+    budget = budget_of(policy)
+    share = "" if size.share is None else f"-{100 * size.share:g}%" + "-each" * size.is_each
+    slots = "" if budget is None else share or f"-{budget}"
+    return urllib.parse.quote(policy.name, safe=" =+") + slots + ("" if seed is None else f"-seed{seed}") + ".jsonl"
 
 
 def take_up(path: Path, problems: Sequence[Problem], policies: Sequence[Policy]) -> list[Record]:

@@ -90,9 +90,7 @@ class StateSize(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def state_size(
-    config: ModelConfig, needs: Needs, page_size: int, dtype: str, kv_format: Format | None = None
-) -> StateSize:
+def state_size(config: ModelConfig, needs: Needs, page_size: int, dtype: str, kv_format: Format | None = None) -> StateSize:
     """How the arrays of `empty_state` grow, from their shapes for one and two of each; nothing is allocated."""
 
     def at(rows: int, pages: int, max_pages: int) -> int:

@@ -184,7 +184,9 @@ def dtype_of(model: Any, device: Device, dtype: Any) -> Any:
     return jnp.dtype(jnp.float32 if device.platform == "cpu" or device.is_old_gpu else jnp.bfloat16)
 
 
-def kernels_on(device: Device, config: ModelConfig, dtype: Any, page_size: int, slots: int, kv_dtype: str | None) -> dict[str, str]:
+def kernels_on(
+    device: Device, config: ModelConfig, dtype: Any, page_size: int, slots: int, kv_dtype: str | None
+) -> dict[str, str]:
     """The implementation that a device gets of each kernel."""
     shape = ModelShape(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_size)
     workload = Workload(1, slots, page_size, dtype, kv_format=kv_dtype)

@@ -24,11 +24,11 @@ def block_distance(
 ) -> Float[Array, "I L 2 3"]:
     """Squared norms of both pages of each pair and of their difference, by layer, for keys and for values, float32.
 
-    The pool `kv` is `[P, 2, page, H]`, of floats or quantised. A page is one long vector over its first `num_tokens` slots and all KV heads; `first` and `second` hold the page of each
-    head. The last axis holds `|a|^2`, `|b|^2` and `|a - b|^2`. `angle` (radians for each rotating pair of channels, in the
-    half-split convention) rotates the keys of the second page first, so that two pages are compared at the same position. The
-    difference is summed directly: computed from norms and a product, it would lose half of its float32 digits for similar pages
-    and read as much.
+    The pool is `[P, 2, page, H]`: floats, or codes with scales. A page is one long vector over its first `num_tokens` slots
+    and all KV heads; `first` and `second` hold the page of each head. The last axis holds `|a|^2`, `|b|^2` and `|a - b|^2`.
+    `angle` (radians for each rotating pair of channels, in the half-split convention) rotates the keys of the second page first,
+    so that two pages are compared at the same position. The difference is summed directly: computed from norms and a product,
+    it would lose half of its float32 digits for similar pages and read as much.
 
     Raises:
       ValueError: an unknown implementation, or one that cannot run here or with these arguments.

@@ -18,7 +18,9 @@ def block_distance(
     is_read = jnp.arange(kv.shape[2], dtype=jnp.int32) < num_tokens[:, None]  # [I, page]
 
     def of_layer(pages: tuple[Int[Array, "I K"], Int[Array, "I K"]]) -> Float[Array, "I 2 3"]:
-        one, other = (dequantise(jax.tree.map(lambda x, page=page: x[page], kv), jnp.float32) for page in pages)  # [I, K, 2, page, H]
+        one, other = (
+            dequantise(jax.tree.map(lambda x, page=page: x[page], kv), jnp.float32) for page in pages
+        )  # [I, K, 2, page, H]
         if angle is not None:
             other = other.at[:, :, 0].set(turn(other[:, :, 0], angle[:, None, None]))
         parts = one, other, one - other

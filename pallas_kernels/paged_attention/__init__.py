@@ -60,8 +60,8 @@ def paged_attention(
     Slot s of a row is in page `page_table[r, s // page]` at offset `s % page`. The first `length[r]` slots are filled; later
     ones are not used and may hold anything. `log_weight` (S = MP * page) is added to a slot's logit: `ln m` for a slot with
     multiplicity m, `-inf` for a vacant slot, which may hold anything. A row without a slot to read gives zeros and `-inf`.
-    Logits are scaled by H ** -0.5. The pool may be quantised, with codes `[P, 2, page, H]`. `with_logits` also returns them, float32, with the log-weight, `-inf` where no slot is
-    filled, for policies that evict by attention at each step.
+    Logits are scaled by H ** -0.5. `with_logits` also returns them, float32, with the log-weight, `-inf` where no slot is
+    filled, for policies that evict by attention at each step. The pool is `[P, 2, page, H]`: floats, or codes with scales.
 
     With `layer`, tables, lengths and log-weights are those of all layers, and the kernel reads those of this layer in place.
 

@@ -18,7 +18,7 @@ def paged_attention(
     with_logits: bool,
 ) -> tuple[Float[Array, "R G H"], Float[Array, "R G"], Float[Array, "R G S"] | None]:
     """See `pallas_kernels.paged_attention`."""
-    rows, max_pages = page_table.shape
+    max_pages = page_table.shape[1]
     num_slots, head_size = max_pages * kv.shape[2], kv.shape[3]
     (key_RSH, key_scale_RS), (value_RSH, value_scale_RS) = (slots_of(kv, page_table, half) for half in (0, 1))
     is_filled_RS = jnp.arange(num_slots, dtype=length.dtype) < length[:, None]

@@ -3,8 +3,8 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.dispatch import Implementation, call
-from pallas_kernels.rotate_append import gpu, reference, tpu
 from pallas_kernels.quantised import Numbers
+from pallas_kernels.rotate_append import gpu, reference, tpu
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.rotate_append, "tpu", tpu.why_not),
@@ -25,8 +25,9 @@ def rotate_append(
     *,
     implementation: str | None = None,
 ) -> tuple[Numbers, Float[Array, "B N H"], Float[Array, "C N H"] | None]:
-    """The pool (`kv`: `[P, 2, page, H]`, of floats or quantised) with each row's new token, the rotated queries, and the ring of queries.
+    """The pool with each row's new token, the rotated queries, and the ring of queries.
 
+    The pool is `[P, 2, page, H]`: floats, or codes with scales, which the rotated key and the value get here.
     Donate pool and ring, or they are copied. `projected` holds a token's query heads, key heads and value heads, in this
     order, not rotated. Channel c < `half` turns with channel c + `half`, as in Hugging Face; channels from 2 * `half` on are
     unchanged. The key and value of KV head k go to `address[b, k]`, which is `page * page_size + offset`. Tokens that are not

@@ -3,8 +3,8 @@
 from jaxtyping import Array, Int
 
 from pallas_kernels.dispatch import Implementation, call
-from pallas_kernels.take_slots import gpu, reference, tpu
 from pallas_kernels.quantised import Numbers
+from pallas_kernels.take_slots import gpu, reference, tpu
 
 IMPLEMENTATIONS = {
     "tpu": Implementation(tpu.take_slots, "tpu", tpu.why_not),
@@ -21,8 +21,9 @@ def take_slots(
     *,
     implementation: str | None = None,
 ) -> Numbers:
-    """The pool (`kv`: `[P, 2, page, H]`, of floats or quantised) after each row's kept slots are moved together. Donate the pool, or it is copied.
+    """The pool after each row's kept slots are moved together. Donate the pool, or it is copied.
 
+    The pool is `[P, 2, page, H]`: floats, or codes with scales, which move alike.
     Slot s of a row (S = MP * page), in page `target[r, s // page]`, receives the contents of slot `slots[r, s]` of the row, in
     page `source[r, slots[r, s] // page]`. A target of 0, the null page, is not written. Afterwards, slots of a written page
     with a negative entry in `slots` may hold anything, and so may the null page. Within a row all reads happen before any

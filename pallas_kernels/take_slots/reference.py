@@ -6,9 +6,7 @@ from jaxtyping import Array, Int
 from pallas_kernels.quantised import Numbers, put, take
 
 
-def take_slots(
-    kv: Numbers, slots: Int[Array, "R S"], source: Int[Array, "R MP"], target: Int[Array, "R MP"]
-) -> Numbers:
+def take_slots(kv: Numbers, slots: Int[Array, "R S"], source: Int[Array, "R MP"], target: Int[Array, "R MP"]) -> Numbers:
     """See `pallas_kernels.take_slots`."""
     page_size = jnp.int32(kv.shape[2])
     key_or_value = jnp.arange(2, dtype=jnp.int32)

@@ -117,7 +117,9 @@ def test_rollouts_and_training_read_quantised_pages(model):
     assert any((np.asarray(leaf) != 0).any() for leaf in jax.tree.leaves(gradient.layers[0].key))
 
 
-@pytest.mark.parametrize("policy", [jkv.reason_cache(warm_up=8, percentile=100), jkv.random_share(percentile=100)], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "policy", [jkv.reason_cache(warm_up=8, percentile=100), jkv.random_share(percentile=100)], ids=lambda one: one.name
+)
 def test_shared_pages_are_quantised_pages(policy):
     model, problems = jkv.load("tiny-reasoner"), [one.prompt for one in held_out(4)]
     sampling = jkv.Sampling(temperature=0.0)

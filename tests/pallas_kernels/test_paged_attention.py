@@ -320,7 +320,14 @@ def test_on_a_cpu_ids_and_lengths_out_of_range_read_what_the_reference_reads(nam
 def changed(others):
     """The arguments and results of the compiled kernel's call, some of other shapes."""
     query, kv, page_table, length = random_case([7, 20], 2, 8, 4, 5, jnp.float32)
-    shapes = {"query": query, "kv": kv, "kv_scale": jnp.zeros(0), "page_table": page_table, "length": length, "log_weight": jnp.zeros((2, 0))}
+    shapes = {
+        "query": query,
+        "kv": kv,
+        "kv_scale": jnp.zeros(0),
+        "page_table": page_table,
+        "length": length,
+        "log_weight": jnp.zeros((2, 0)),
+    }
     shapes |= {"out": query, "log_total": query[..., 0], "logits": jnp.zeros((2, 2, 20))}
     return {name: jnp.zeros(others.get(name, x.shape), x.dtype) for name, x in shapes.items()}
 

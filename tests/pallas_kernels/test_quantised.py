@@ -77,7 +77,9 @@ def test_gradients_pass_straight_through():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
     for format in FORMATS.values():
         np.testing.assert_allclose(straight_through(x, format), dequantise(quantise(x, format)), rtol=1e-6)
-        np.testing.assert_array_equal(jax.grad(lambda x, f=format: (3 * straight_through(x, f)).sum())(x), jnp.full(x.shape, 3.0))
+        np.testing.assert_array_equal(
+            jax.grad(lambda x, f=format: (3 * straight_through(x, f)).sum())(x), jnp.full(x.shape, 3.0)
+        )
 
 
 @EACH_FORMAT
