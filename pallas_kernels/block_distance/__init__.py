@@ -26,7 +26,7 @@ def block_distance(
 
     The pool is `[P, 2, page, H]`: floats, or codes with scales. A page is one long vector over its first `num_tokens` slots
     and all KV heads; `first` and `second` hold the page of each head. The last axis holds `|a|^2`, `|b|^2` and `|a - b|^2`.
-    `angle` (radians for each rotating pair of channels, in the half-split convention) rotates the keys of the second page first,
+    `angle` (radians for each rotating pair of channels, in the half-split convention) turns the keys of the second page first,
     so that two pages are compared at the same position. The difference is summed directly: computed from norms and a product,
     it would lose half of its float32 digits for similar pages and read as much.
 

@@ -229,6 +229,15 @@ def test_a_variant_has_its_policys_settings_and_its_own_on_top():
     assert bench.build("r_kv", 64, settings) == r_kv(64, 16, window=4)
 
 
+def test_a_variant_may_quantise_its_pages(reasoner, problems):
+    """A slot of tiny-reasoner has 2 x 64 floats or codes, a position and, beside codes, two scales."""
+    settings = {"int8": {"policy": "full", "kv_dtype": "int8"}}
+    knobs = {"max_new_tokens": 32, "max_running": 4, "page_size": 4, "progress": False}
+    plain, coded = bench.compare(reasoner, problems[:2], ["int8"], [], settings, **knobs)
+    assert (plain.kv_dtype, coded.kv_dtype, coded.policy) == (None, "int8", "int8")
+    assert coded.kv_bytes / plain.kv_bytes == pytest.approx((128 + 4 + 8) / (512 + 4), rel=0.01)
+
+
 def test_the_command_takes_problems_of_ones_own(tmp_path, capsys):
     file = tmp_path / "mine.jsonl"
     file.write_text("".join(json.dumps({"prompt": p.prompt, "answer": p.answer}) + "\n" for p in held_out(2, seed=4)))
