@@ -108,6 +108,38 @@ def said_of_facts():
     ]
 
 
+def said_of_formats():
+    """The words on quantised pages, and what they say of contrasts."""
+    lines = {one["format"]: one for one in json.loads((ROOT / "results" / "formats-smollm2-135m.json").read_text())["lines"]}
+    int8, fp8 = lines["int8"], lines["fp8"]
+    every = json.loads((ROOT / "results" / "formats-tiny-reasoner.json").read_text())["outcomes"]
+    right = {(one["policy"], one["share"]): f"{100 * one['accuracy']:.1f} %" for one in every}
+    (held,) = (one["kv_share"] for one in every if (one["policy"], one["share"]) == ("foresight-int8", 0.25))
+    contrasts = {(cells[0], cells[1]): cells for cells in cells_of("formats-tiny-reasoner") if " - " in cells[0]}
+    assert min(float(cells[4]) for cells in contrasts.values()) > 0.05
+    intervals = {key: cells[2].split("(")[1].strip(")").split(" to ") for key, cells in contrasts.items()}
+    assert [key for key, (low, high) in intervals.items() if float(low) > 0 or float(high) < 0] == [
+        ("cur-fp8 - cur", "216 (46%)")
+    ]
+    change = {key: float(cells[2].split()[0]) for key, cells in contrasts.items()}
+
+    def of(policy):
+        return " and ".join(f"{change[f'{policy}-int8 - {policy}', budget]:g}" for budget in ("117 (25%)", "216 (46%)"))
+
+    return [
+        f"move by {int8['kl']:.3g} nats (KL, 95 % interval {int8['kl_interval'][0]:.3g} to {int8['kl_interval'][1]:.3g})",
+        f"stays the same at {100 * int8['same']:.1f} % of the places. With fp8 they move by {fp8['kl']:.3g} nats",
+        f"answers {right['full', None]} in floats and {right['int8', None]} in int8. None of the {len(contrasts)} contrasts",
+        f"int8 are {change['int8 - full', '']:.1f} points (full), {of('r_kv')} (R-KV",
+        f"{of('cur')} (CUR), {of('foresight')} (foresight)",
+        f"CUR at 46 %, {change['cur-fp8 - cur', '216 (46%)']:g} points",
+        f"R-KV answers {right['r_kv-int8', 0.46]} in place of {right['r_kv', 0.25]}",
+        f"CUR {right['cur-int8', 0.46]} in place of {right['cur', 0.25]}",
+        f"foresight {right['foresight-int8', 0.46]} in place of {right['foresight', 0.25]}",
+        f"in int8 holds {100 * held:.0f} % of its bytes",
+    ]
+
+
 def said_of_sharing():
     """The words of the paragraphs on sharing that hold figures."""
     pages_of_one, shared, encoded = (
@@ -206,7 +238,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
         f"{rotated['median_same']:.1f} and {rotated['median_other']:.1f}",
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
-    said += said_of_sharing() + said_of_a_real_model() + said_of_protection() + said_of_facts()
+    said += said_of_sharing() + said_of_a_real_model() + said_of_protection() + said_of_facts() + said_of_formats()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 
