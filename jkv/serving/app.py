@@ -80,7 +80,7 @@ class Server:
         fields, ignored = read_fields(kind, await self.read_body(request))
         headers = {"x-request-id": id_of(request, fields.request_id)}
         if ignored:
-            headers["x-jkv-ignored"] = ", ".join(ignored)
+            headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
         self.check_model(fields.model)
         self.check_room(fields.n)
         job = await asyncio.to_thread(make_job, self.encoder, fields, self.options)
