@@ -155,7 +155,9 @@ def test_an_echoed_prompt_has_its_log_probabilities(client, chat_model):
         assert found.token_logprobs[0] is None
         assert found.token_logprobs[1 : len(ids)] == pytest.approx(scores.tolist(), abs=1e-4)
         assert "".join(found.tokens) == choice.text
-        assert [choice.text[at:][: len(token)] for at, token in zip(found.text_offset, found.tokens, strict=True)] == found.tokens
+        assert [
+            choice.text[at:][: len(token)] for at, token in zip(found.text_offset, found.tokens, strict=True)
+        ] == found.tokens
     only = client.completions.create(prompt=PROMPTS[0], echo=True, logprobs=0, **settings | {"max_tokens": 0})
     assert only.choices[0].text == PROMPTS[0]
     assert only.usage.completion_tokens == 0
@@ -169,7 +171,9 @@ def test_stops_and_template_settings_have_effect(client, expected, chat_model):
     assert ask(client, temperature=0, extra_body={"stop_token_ids": [token]}).choices[0].message.reasoning == "b=3\n\nc="
     ends = ask(client, PROMPTS[2], temperature=0, max_tokens=200).usage.completion_tokens
     assert ends < 200
-    assert ask(client, PROMPTS[2], temperature=0, max_tokens=200, extra_body={"ignore_eos": True}).usage.completion_tokens == 200
+    assert (
+        ask(client, PROMPTS[2], temperature=0, max_tokens=200, extra_body={"ignore_eos": True}).usage.completion_tokens == 200
+    )
     off = ask(client, temperature=0, max_tokens=4, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
     assert off.usage.prompt_tokens == len(expected.prompts[0]) + 2
     hidden = ask(client, temperature=0, extra_body={"include_reasoning": False})
