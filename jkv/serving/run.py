@@ -17,6 +17,8 @@ def listen(host: str, port: int) -> socket.socket:
     Raises:
       ValueError: the address is taken, or is none of this machine.
     """
+    if not 0 <= port < 1 << 16:
+        raise ValueError(f"--port must lie in [0, 65536), 0 takes a free one; got {port}.")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         found = socket.socket(family, kind, protocol)
