@@ -10,9 +10,11 @@ import uvicorn
 from jkv.serving.app import make_app
 from jkv.serving.options import ServerOptions
 
+BACKLOG = 1024  # connections that wait to be accepted
+
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound to an address; port 0 takes a free one.
+    """A socket that listens at an address; port 0 takes a free one.
 
     Raises:
       ValueError: the address is taken, or is none of this machine.
@@ -24,6 +26,7 @@ def listen(host: str, port: int) -> socket.socket:
         found = socket.socket(family, kind, protocol)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        found.listen(BACKLOG)  # who comes before the server is ready waits
     except (OSError, OverflowError) as error:
         raise ValueError(
             f"--host and --port must be a free address of this machine; got {host} and {port}: {error}. Give another."
