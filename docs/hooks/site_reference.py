@@ -29,7 +29,15 @@ GROUPS: Mapping[str, Group] = {
     "engine": Group(
         "Engine",
         "The loop behind `jkv.generate`, for requests that come and go. [Engine](../engine.md) is the guide.",
-        ("jkv.Engine", "jkv.EngineOptions", "jkv.RequestOptions", "jkv.Event", "jkv.engine.stats.RunStats"),
+        (
+            "jkv.Engine",
+            "jkv.EngineOptions",
+            "jkv.RequestOptions",
+            "jkv.Event",
+            "jkv.engine.stats.RunStats",
+            "jkv.engine.service.Service",
+            "jkv.engine.tickets.Ticket",
+        ),
     ),
     "policies": Group(
         "Policies",

@@ -13,12 +13,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from jkv.checks import DISTRIBUTION, did_you_mean
-from jkv.cli import analyze, bench, calibrate, chat, evaluate, foresee, generate, models, plan, policies, probe, recall, steer
+from jkv.cli import (
+    analyze,
+    bench,
+    calibrate,
+    chat,
+    evaluate,
+    foresee,
+    generate,
+    models,
+    plan,
+    policies,
+    probe,
+    recall,
+    serve,
+    steer,
+)
 from jkv.cli.inputs import LOOKS, examples_of, expand_flags
 from jkv.cli_errors import run_safely
 
 MOST_KEPT = 1 << 30  # bytes of compiled programs
-COMMANDS = (generate, chat, evaluate, analyze, recall, probe, plan, bench, steer, calibrate, foresee, policies, models)
+COMMANDS = (generate, chat, serve, evaluate, analyze, recall, probe, plan, bench, steer, calibrate, foresee, policies, models)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("jkv").setLevel(logging.INFO)
     resumes = "resume" in options and options.out
     interrupted = "jkv: interrupted" + (f"; --resume --out {options.out} goes on" if resumes else "")
-    returns_early = options.run in (generate.run, chat.run)  # they print what there is
+    returns_early = options.run in (generate.run, chat.run, serve.run)  # they print what there is
     return run_safely(
         lambda: start(options), "jkv: error:", interrupted, returns_early=returns_early, is_program=arguments is None
     )

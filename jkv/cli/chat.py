@@ -4,7 +4,8 @@ import argparse
 import sys
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, add_model_options, read_settings, sampling_of
+from jkv.cli import remote_chat
+from jkv.cli.inputs import LOOKS, add_model_options, read_line, read_settings, sampling_of
 
 BOUNDED_CONTEXT, OPEN_CONTEXT = 8_192, 32_768  # slots
 
@@ -20,6 +21,8 @@ def add(commands: Any) -> None:
     )
     command.set_defaults(run=run)
     add_model_options(command)
+    command.set_defaults(policy=None)
+    command.add_argument("--url", help="of a server to talk with, such as that of `jkv serve`; its key is in JKV_API_KEY")
     command.add_argument("--system", metavar="TEXT", help="the system's message")
     command.add_argument(
         "--context",
@@ -31,6 +34,8 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Reads messages and prints answers until the input ends."""
+    if options.url is not None:
+        return remote_chat.run(options)
     from jkv.cli.generate import show_text, summarise
     from jkv.engine.engine import Engine
     from jkv.generate import log_programs
@@ -38,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.model.chat_template import has_chat_template
     from jkv.policies import make
 
-    policy = make(options.policy, read_settings(options.budget, options.set))
+    policy = make(options.policy or "full", read_settings(options.budget, options.set))
     model = checkpoint.load(options.model)
     if not has_chat_template(model.tokenizer):
         raise ValueError(
@@ -78,12 +83,3 @@ def run(options: argparse.Namespace) -> int:
             messages.append({"role": "assistant", "content": out.text[0]})
             print(summarise(policy, out), file=sys.stderr)
     return 0
-
-
-def read_line() -> str | None:
-    """The next message; None at the end of the input or where the user asks for it."""
-    try:
-        line = input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        return None
-    return None if line in ("/exit", "/quit") else line

@@ -19,6 +19,8 @@ examples:
   jkv generate "b=3;c=7;d=b*c;e=d+b;?e" --policy r_kv --budget 64 --html kept.html
   jkv generate "What is a KV cache?" --chat --model FOLDER --policy r_kv --budget 1024
   jkv chat --model FOLDER --policy r_kv --budget 1024
+  jkv chat --url http://127.0.0.1:8000
+  jkv serve tiny-reasoner --policy r_kv --budget 128 --port 8000
   jkv generate --file prompts.txt --policy streaming_llm --budget 128 --out completions.jsonl
   jkv eval --config configs/experiments/tiny.toml --out results
   jkv analyze completions.jsonl --model tiny-reasoner
@@ -280,3 +282,12 @@ def can_draw() -> bool:
     if not found:
         print(f"jkv: no picture is drawn, as matplotlib is not installed. For one, run: {install('eval')}", file=sys.stderr)
     return found
+
+
+def read_line() -> str | None:
+    """The next message; None at the end of the input or where the user asks for it."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return None if line in ("/exit", "/quit") else line

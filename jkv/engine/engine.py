@@ -31,6 +31,7 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.runner import Flight, Runner
 from jkv.engine.samples import Completion, Sample, stop_finder
 from jkv.engine.scheduler import Capacity, Scheduler
+from jkv.engine.service import serve
 from jkv.engine.stats import RunStats
 from jkv.engine.timing import COMPILING
 from jkv.model import weights
@@ -110,7 +111,7 @@ class Engine:
         self.runner.is_traced = options.return_trace
         self.reset_stats()
 
-    __repr__, _repr_html_ = description.text, description.html
+    __repr__, _repr_html_, serve = description.text, description.html, serve
 
     # Requests.
 

@@ -88,6 +88,8 @@ class RunStats:
     steps: int = 0  # decode steps
     platform: str = "cpu"  # of the device: cpu, tpu, cuda
     page_size: int = 0  # slots of a page
+    held_pages: int = 0  # now, or when the last row ended
+    held_dense_bytes: int = 0  # of full caches of the same rows
     sharing: SharingStats = dataclasses.field(default_factory=SharingStats)
     queued_seconds: float = 0.0  # until samples had a row, summed
     first_token: Latency = dataclasses.field(default_factory=Latency)  # seconds from a sample's submission
@@ -314,6 +316,7 @@ class Meter:
         seen = sum(sample.num_seen for sample in self.running.values())
         dense = seen * 2 * config.num_layers * config.num_kv_heads * config.head_size * self.itemsize
         stats.dense_kv_bytes = max(stats.dense_kv_bytes, dense)
+        stats.held_pages, stats.held_dense_bytes = held, dense
 
     def row(self, sample: Sample) -> None:
         """Counts the pages of one row."""

@@ -1,0 +1,115 @@
+"""`jkv serve` answers OpenAI's HTTP requests with a model whose cache stays small."""
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from jkv.checks import install, words
+from jkv.cli.inputs import LOOKS, add_settings, read_settings
+
+OPEN_CONTEXT = 32_768  # slots
+KEY = "JKV_API_KEY"  # the environment variable
+LOCAL = ("127.0.0.1", "::1", "localhost")
+MOST_STOP_IDS = 32  # of a request
+
+
+def add(commands: Any) -> None:
+    """The command's options."""
+    command = commands.add_parser(
+        "serve",
+        help="answer HTTP requests of OpenAI's clients",
+        description="Serves a model at /v1/chat/completions and /v1/completions, until Ctrl-C or SIGTERM. A request may name a "
+        "policy and a budget of its own.",
+        **LOOKS,
+    )
+    command.set_defaults(run=run)
+    command.add_argument("model", help="a name of `jkv models`, a checkpoint folder, a GGUF file, or a hub name")
+    command.add_argument("--policy", default="full", help="of requests that name none (default: full); see `jkv policies`")
+    command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
+    add_settings(command)
+    command.add_argument(
+        "--policies",
+        default="",
+        metavar="NAMES",
+        help="more policies that requests may name: those that need more than the last 8 queries, such as h2o,quest",
+    )
+    command.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine alone)")
+    command.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
+    command.add_argument("--api-key", metavar="KEY", help=f"that clients must send; default: the variable {KEY}, or none")
+    command.add_argument("--name", default="", help="the model's name for clients (default: its own)")
+    command.add_argument("--max-running", type=int, help="rows decoded together (default: 8)")
+    command.add_argument("--max-waiting", type=int, default=256, help="samples that may wait for a row (default: 256)")
+    command.add_argument("--time-limit", type=float, default=3600.0, help="seconds of a request (default: 3600)")
+    command.add_argument("--drain", type=float, default=30.0, help="seconds for open requests after Ctrl-C (default: 30)")
+    command.add_argument(
+        "--context", type=int, help=f"slots that a request may fill (default: the model's positions, up to {OPEN_CONTEXT})"
+    )
+    command.add_argument("--kv-memory", help='bytes of the pool, or "auto" for the free memory (default: full rows)')
+    command.add_argument("--chunk", type=int, default=16, help="decode steps between two events of a stream (default: 16)")
+    command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
+    command.add_argument("--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md')
+    command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serves until it is interrupted."""
+    try:
+        from jkv.serving.options import ServerOptions
+        from jkv.serving.run import listen
+        from jkv.serving.run import run as run_server
+    except ImportError as error:
+        raise ValueError(f"serve needs starlette, uvicorn and prometheus-client; {error}. Run: {install('serve')}") from None
+    import logging
+
+    from jkv.engine.engine import Engine
+    from jkv.model import checkpoint
+    from jkv.policies import has_budget, make, r_kv
+
+    settings = read_settings(options.budget, options.set)
+    policy = make(options.policy, settings)
+    more = [make(name, {"budget": options.budget or 1024} if has_budget(name) else {}) for name in words(options.policies)]
+    key = options.api_key or os.environ.get(KEY) or None
+    server_options = ServerOptions(
+        name=options.name,
+        policy=options.policy,
+        settings=settings,
+        api_key=key,
+        max_waiting=options.max_waiting,
+        time_limit=options.time_limit,
+    )
+    place = listen(options.host, options.port)
+    model = checkpoint.load(options.model)
+    positions = model.config.max_positions
+    kv_memory = int(options.kv_memory) if (options.kv_memory or "").isdecimal() else options.kv_memory
+    engine = Engine(
+        model,
+        max_running=options.max_running,
+        max_slots=min(options.context or OPEN_CONTEXT, positions),
+        kv_memory=kv_memory,
+        chunk=options.chunk,
+        page_size=options.page_size,
+        policies=[r_kv(budget=OPEN_CONTEXT), policy, *more],  # requests may name what needs no more
+        max_stop_ids=MOST_STOP_IDS,
+        kernels=options.kernels,
+    )
+    if options.host not in LOCAL and key is None:
+        print(f"jkv: warning: any machine that reaches {options.host} may use the model. Give --api-key.", file=sys.stderr)
+    show_log(logging.getLogger("jkv.serving"))
+    host, port = place.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    print(f"jkv: serving {server_options.name or model.name}, policy {policy}, at {address}", file=sys.stderr, flush=True)
+    run_server(engine, server_options, place, options.drain)
+    return 0
+
+
+def show_log(logger: Any) -> None:
+    """Writes a line for each request to the standard error."""
+    import logging
+
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,229 @@
+"""What the thread that owns an engine does: commands from a queue, and turns as long as a request is unfinished."""
+
+import functools
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from jkv.engine.guard import Guard
+from jkv.engine.outputs import Event
+from jkv.engine.requests import Request
+from jkv.engine.results import Result
+from jkv.engine.samples import Sample
+from jkv.engine.tickets import Reply, Ticket
+from jkv.model.params import Model, Params
+
+LOGGER = logging.getLogger("jkv")
+MOST_RESETS = 3  # of a request: a device program that fails again and again fails because of it
+T = TypeVar("T")
+
+
+class Loop(Protocol):
+    """What a service calls of an engine."""
+
+    tickets: dict[int, list[Sample]]
+    _guard: Guard
+
+    @property
+    def model(self) -> Model: ...
+    @property
+    def is_idle(self) -> bool: ...
+    @property
+    def is_asleep(self) -> bool: ...
+    def check(self, request: Request) -> Request: ...
+    def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int: ...
+    def step(self) -> list[Event]: ...
+    def cancel(self, ticket: int) -> None: ...
+    def result(self, ticket: int) -> Result: ...
+    def take(self, tickets: Sequence[int]) -> list[Sample]: ...
+    def update(self, params: Params) -> None: ...
+    def wake(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+class Owner:
+    """What the owner thread does: all commands in the queue, then a turn, as long as a request is unfinished.
+
+    Attributes:
+      paused: the mode of a pause, or empty.
+    """
+
+    def __init__(self, engine: Loop) -> None:
+        self.engine, self.paused = engine, ""
+        self.tickets: dict[int, Ticket] = {}  # unfinished, by the engine's number
+        self.later: deque[tuple[Ticket, Sequence[Request]]] = deque()  # submitted during a pause
+        self.quiet: list[Reply[None]] = []  # replies to be given when the engine is idle
+        self.queue: queue.SimpleQueue[tuple[Reply[Any], Callable[[], None]]] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.refusal = ""  # why no command is taken any more
+        self.is_ending = False
+
+    def put(self, reply: Reply[T], command: Callable[[], None]) -> Reply[T]:
+        """Queues a command, whose reply is `reply`.
+
+        Raises:
+          RuntimeError: the service is closed, or its engine cannot be repaired.
+        """
+        with self.lock:
+            if self.refusal:
+                raise RuntimeError(self.refusal)
+            self.queue.put((reply, command))
+        return reply
+
+    def run(self, started: Reply[None]) -> None:
+        """The thread's whole life."""
+        try:
+            with self.engine._guard.owned("serve"):
+                started.set_result(None)
+                while not (self.is_ending and self.engine.is_idle):
+                    self.obey()
+                    if (failure := self.engine._guard.failure) is not None:
+                        self.recover(failure)
+                    if self.has_turn:
+                        self.turn()
+                    elif self.engine.is_idle:
+                        self.settle(None)
+            self.end("The service is closed. Call serve() again for another.")
+        except BaseException as error:
+            if started.done():
+                LOGGER.exception("The service ended")
+                self.end(f"The service ended, because its engine could not be repaired: {error!r}. Make another engine.")
+            else:
+                started.set_exception(error)
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether there is a turn to run."""
+        return self.paused != "keep" and not self.engine.is_asleep and not self.engine.is_idle
+
+    def obey(self) -> None:
+        """Runs all commands in the queue; waits for one if there is nothing else to do."""
+        if not self.has_turn and not (self.quiet and self.engine.is_idle):
+            self.queue.get()[1]()
+        while not self.queue.empty():
+            self.queue.get()[1]()
+
+    def turn(self) -> None:
+        """One turn of the engine. If a device program fails, unfinished requests start again, with the same tokens."""
+        try:
+            events = self.engine.step()
+        except Exception as error:
+            self.recover(error)
+            return
+        for number in dict.fromkeys(event.ticket for event in events if event.finish_reason):
+            if number in self.tickets and all(sample.is_finished for sample in self.engine.tickets[number]):
+                self.deliver(number)
+
+    def deliver(self, number: int) -> None:
+        """Gives a finished request's ticket its result."""
+        fulfil(self.tickets.pop(number), functools.partial(self.engine.result, number))
+
+    def abort(self, number: int) -> None:
+        """Cancels a request; its tokens so far are its result."""
+        self.engine.cancel(number)
+        self.deliver(number)
+
+    def recover(self, error: BaseException) -> None:
+        """Resets the engine after a failed turn, and ends requests that have met too many."""
+        LOGGER.warning("A turn failed, and its requests start again: %r", error)
+        self.engine.reset()
+        for number, ticket in list(self.tickets.items()):
+            ticket.num_resets += 1
+            if ticket.num_resets > MOST_RESETS:
+                self.engine.cancel(number)
+                self.engine.take([number])
+                self.tickets.pop(number).set_exception(error)
+
+    # Commands.
+
+    def submit(self, ticket: Ticket, requests: Sequence[Request]) -> None:
+        """Submits a request, or keeps it until a pause ends."""
+        if self.paused:
+            self.later.append((ticket, requests))
+        else:
+            self.start(ticket, requests)
+
+    def start(self, ticket: Ticket, requests: Sequence[Request]) -> None:
+        """Submits a request to the engine."""
+        try:
+            ticket.number = self.engine.submit_requests(requests, ticket.receive if ticket.streams else None)
+            self.tickets[ticket.number] = ticket
+        except Exception as error:
+            ticket.set_exception(error)
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request; one that waits for the end of a pause never starts."""
+        for waiting in [one for one in self.later if one[0] is ticket]:
+            self.later.remove(waiting)
+            self.start(*waiting)
+        if ticket.number in self.tickets:
+            self.abort(ticket.number)
+
+    def pause(self, mode: str, reply: Reply[None]) -> None:
+        """Starts a pause; the reply is given when it is in effect."""
+        self.paused = mode
+        if mode == "abort":
+            for number in list(self.tickets):
+                self.abort(number)
+        self.quiet.append(reply)
+        if mode == "keep":
+            self.settle(None)
+
+    def resume(self) -> None:
+        """Ends a pause and submits what came in the meantime, in order."""
+        self.paused = ""
+        self.settle(None)
+        while self.later:
+            self.start(*self.later.popleft())
+
+    def close(self, mode: str, reply: Reply[None]) -> None:
+        """Ends the thread once the engine is idle."""
+        self.is_ending = True
+        self.engine.wake()
+        self.pause(mode, reply)
+
+    def settle(self, error: Exception | None) -> None:
+        """Answers those who wait for an idle engine."""
+        quiet, self.quiet = self.quiet, []
+        for reply in quiet:
+            conclude(reply, error)
+
+    def end(self, refusal: str) -> None:
+        """Refuses all that is queued or comes later."""
+        with self.lock:
+            self.refusal = refusal
+        error = RuntimeError(refusal)
+        while not self.queue.empty():
+            conclude(self.queue.get()[0], error)
+        for ticket in (*self.tickets.values(), *(ticket for ticket, _ in self.later)):
+            conclude(ticket, error)
+        self.tickets.clear()
+        self.later.clear()
+        self.settle(None if self.is_ending else error)
+
+
+def answer(reply: Reply[T], function: Callable[[], T]) -> None:
+    """Calls a function for a reply, unless the caller has cancelled it."""
+    if reply.set_running_or_notify_cancel():
+        fulfil(reply, function)
+
+
+def fulfil(reply: Reply[T], function: Callable[[], T]) -> None:
+    """Gives a reply what a function returns or raises."""
+    try:
+        reply.set_result(function())
+    except BaseException as error:
+        reply.set_exception(error)
+
+
+def conclude(reply: Reply[Any], error: Exception | None) -> None:
+    """Ends a reply, if nobody has cancelled it."""
+    if reply.done() or not (reply.running() or reply.set_running_or_notify_cancel()):
+        return
+    if error is None:
+        reply.set_result(None)
+    else:
+        reply.set_exception(error)

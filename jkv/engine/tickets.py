@@ -1,0 +1,117 @@
+"""What a service gives its callers: replies, to be waited for by threads and by asyncio, and the tickets of requests."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from jkv.engine.outputs import Event
+from jkv.engine.results import Result
+
+T = TypeVar("T")
+
+
+class Reply(Future[T], Generic[T]):
+    """A `concurrent.futures.Future` that an event loop can await: `reply.result()` in a thread, `await reply` in a task.
+
+    `cancel` drops a call that the owner thread has not begun.
+    """
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+
+class Ticket(Reply[Result]):
+    """A submitted request. Its result is a `jkv.Result`; iteration, with `for` or `async for`, yields its events as they come.
+
+    Any number of threads and tasks may iterate: each receives all events from the first on, and then the error, if the request
+    failed.
+
+    Args:
+      cancel: asks the owner thread to end the request.
+
+    Attributes:
+      streams: whether events are kept for iteration; without it their text is not made.
+      number: the engine's own ticket; -1 until the owner thread has submitted the request.
+      num_resets: after how many failures of a device program it was started again.
+    """
+
+    def __init__(self, cancel: Callable[["Ticket"], None], streams: bool) -> None:
+        super().__init__()
+        self.number, self.num_resets = -1, 0
+        self._cancel, self.streams = cancel, streams
+        self._events: list[Event] = []
+        self._wakers: list[Callable[[], None]] = []
+
+    def cancel(self) -> bool:
+        """Asks for the end of the request, which keeps its tokens: the result then has the reason "cancelled".
+
+        Returns whether it was still unfinished. A task that is cancelled while it awaits the ticket does the same.
+        """
+        if self.done():
+            return False
+        self._cancel(self)
+        return True
+
+    def receive(self, event: Event) -> None:
+        """Adds an event, for all who iterate; the engine's streaming callback."""
+        self._events.append(event)
+        for wake in tuple(self._wakers):
+            wake()
+
+    def __iter__(self) -> Iterator[Event]:
+        ready, count = threading.Event(), 0
+        with self._waking(ready.set):
+            while True:
+                ready.clear()
+                is_over, events = self._unread(count)
+                yield from events
+                count += len(events)
+                if is_over:
+                    break
+                if not events:
+                    ready.wait()
+        self.result()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        ready, loop, count = asyncio.Event(), asyncio.get_running_loop(), 0
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody reads any more
+                loop.call_soon_threadsafe(ready.set)
+
+        with self._waking(wake):
+            while True:
+                ready.clear()
+                is_over, events = self._unread(count)
+                for event in events:
+                    yield event
+                count += len(events)
+                if is_over:
+                    break
+                if not events:
+                    await ready.wait()
+        self.result()
+
+    def _unread(self, count: int) -> tuple[bool, list[Event]]:
+        """Whether no event can come any more, and the events after the first `count`."""
+        is_over = self.done()  # first: the last event comes before the end
+        return is_over, self._events[count:]
+
+    @contextlib.contextmanager
+    def _waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Calls `wake` at each event and at the end, inside the block.
+
+        Raises:
+          ValueError: a request that was submitted without `streams`.
+        """
+        if not self.streams:
+            raise ValueError("Only a request that was submitted with streams=True has events; call result(), or stream it.")
+        self._wakers.append(wake)
+        self.add_done_callback(lambda _: wake())
+        try:
+            yield
+        finally:
+            self._wakers.remove(wake)

@@ -1,0 +1,126 @@
+"""Jobs: a client's fields become checked requests of the engine."""
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jkv.checks import shown
+from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts
+from jkv.engine.requests import Request, RequestOptions, make_requests
+from jkv.model.chat_template import ChatRenderer, has_chat_template
+from jkv.model.params import Model
+from jkv.reasoning.token_text import END_OF_THINKING, THINK
+from jkv.serving.options import ServerOptions
+from jkv.serving.requests import ChatFields, CompletionFields, policy_of
+
+MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A call of an endpoint, ready to be submitted.
+
+    Attributes:
+      fields: what the client sent.
+      prompts: token ids.
+      groups: the requests of each prompt; none where only the prompt is asked for.
+      thinks: whether the first prompt ends in thinking.
+    """
+
+    fields: ChatFields | CompletionFields
+    prompts: list[np.ndarray]
+    groups: list[list[Request]]
+    thinks: bool
+
+    @property
+    def num_samples(self) -> int:
+        """Completions of all prompts."""
+        return sum(map(len, self.groups))
+
+
+class Encoder:
+    """Encodes texts and conversations for many threads; it keeps the process that renders chat templates.
+
+    Args:
+      model: gives tokenizer and template.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model, self._lock = model, threading.Lock()
+        self._renderer = ChatRenderer(model.tokenizer) if has_chat_template(model.tokenizer) else None
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    def encode(self, prompt: Any) -> list[np.ndarray]:
+        """Token ids of a text or a list of token ids, or of each of a list of these."""
+        if isinstance(prompt, list) and any(isinstance(one, Mapping) for one in prompt):
+            raise ValueError("prompt must be a text or token ids; got chat messages. Send them to /v1/chat/completions.")
+        with self._lock:
+            return encode_prompts(self.model, prompt)
+
+    def encode_chat(self, messages: Any, **options: Any) -> np.ndarray:
+        """Token ids of a conversation; `options` are those of the chat template."""
+        if self._renderer is None:
+            raise ValueError("Chat messages need a model with a chat template; this one has none. Use /v1/completions.")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f"messages must be a list of at least one message; got {shown(messages)}.")
+        messages = [flat(message) for message in messages]
+        check_messages(self.model, 0, messages)
+        with self._lock:
+            text = self._renderer.render(messages, **options)
+            return encode_prompt(self.model, 0, text, is_chat=True)
+
+
+def flat(message: Any) -> Any:
+    """A message whose content is a text, also where it came in parts.
+
+    >>> flat({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]})
+    {'role': 'user', 'content': 'ab'}
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("content"), list):
+        return message
+    parts = message["content"]
+    if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
+        raise ValueError(f"The parts of a message must be texts; got {shown(parts)}. Leave out images and sounds.")
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def make_job(encoder: Encoder, fields: ChatFields | CompletionFields, options: ServerOptions) -> Job:
+    """Encodes and checks a call.
+
+    Raises:
+      ValueError: a request that the model cannot serve.
+    """
+    model = encoder.model
+    if isinstance(fields, ChatFields):
+        template = dict(fields.chat_template_kwargs or {})
+        given = {"add_generation_prompt": fields.add_generation_prompt, "continue_final_message": fields.continue_final_message}
+        if fields.continue_final_message:
+            given["add_generation_prompt"] = False
+        prompts = [encoder.encode_chat(fields.messages, **given | template)]
+    else:
+        prompts = encoder.encode(fields.prompt)
+    groups: list[list[Request]] = []
+    if fields.limit != 0:
+        request_options = RequestOptions(
+            policy=policy_of(fields, options),
+            sampling=fields.sampling(model),
+            max_new_tokens=fields.limit,
+            n=fields.n,
+            stop_ids=fields.stop_ids(model),
+            stop_strings=fields.stop_strings,
+        )
+        groups = make_requests(model, prompts, request_options)
+    return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]))
+
+
+def ends_in_thinking(model: Model, prompt: Sequence[int] | np.ndarray) -> bool:
+    """Whether a prompt has begun to think, so that a completion begins with reasoning."""
+    tail = model.tokenizer.decode(prompt[-MOST_MARK:])
+    return tail.rfind(THINK) > tail.rfind(END_OF_THINKING)

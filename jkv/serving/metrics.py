@@ -1,0 +1,156 @@
+"""Prometheus metrics of a server: by vLLM's names where they mean the same, and jkv's own."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from jkv.engine.latency import LEAST, PER_DECADE, Latency
+from jkv.engine.results import Result
+
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+LONG = (
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+    1920.0,
+)
+TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+LABELS = ("model_name", "engine")
+
+
+class Metrics:
+    """Counts what a server does; `page` is what Prometheus reads.
+
+    Args:
+      engine: whose gauges are read with each page.
+      name: of the model, a label of every metric.
+    """
+
+    def __init__(self, engine: Any, name: str) -> None:
+        self.registry, self.labels = CollectorRegistry(), (name, "0")
+        self.registry.register(EngineCollector(engine, self.labels))
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
+        self.success = self._counter("vllm:request_success", "Finished samples.", "finished_reason")
+        self.refused = self._counter("jkv:requests_refused", "Requests that were not served.", "status")
+        self.evicted = self._counter("jkv:evicted_tokens", "Tokens dropped, averaged over layers and KV heads.", "policy")
+        self.compactions = self._counter("jkv:compactions", "Compactions of rows.", "policy")
+        about = " of finished samples, compilation excluded."
+        self.histograms = {
+            "first": self._histogram("vllm:time_to_first_token_seconds", "Until the first token" + about, SECONDS),
+            "queue": self._histogram("vllm:request_queue_time_seconds", "Until there was a row" + about, LONG),
+            "prefill": self._histogram("vllm:request_prefill_time_seconds", "From a row to the first token" + about, LONG),
+            "decode": self._histogram("vllm:request_decode_time_seconds", "From the first token to the end" + about, LONG),
+            "inference": self._histogram("vllm:request_inference_time_seconds", "From a row to the end" + about, LONG),
+            "end": self._histogram("vllm:e2e_request_latency_seconds", "From submission to the end" + about, LONG),
+            "prompt": self._histogram("vllm:request_prompt_tokens", "Prompt tokens of finished requests.", TOKENS),
+            "generation": self._histogram("vllm:request_generation_tokens", "Tokens of finished samples.", TOKENS),
+            "n": self._histogram("vllm:request_params_n", "Samples asked for.", COUNTS),
+            "max_tokens": self._histogram("vllm:request_params_max_tokens", "Limits of new tokens, where given.", TOKENS),
+        }
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, (*LABELS, *labels), registry=self.registry)
+
+    def _histogram(self, name: str, about: str, buckets: Sequence[float]) -> Any:
+        return Histogram(name, about, LABELS, registry=self.registry, buckets=buckets).labels(*self.labels)
+
+    def count_refusal(self, status: int) -> None:
+        """Counts a request that was not served."""
+        self.refused.labels(*self.labels, str(status)).inc()
+
+    def count_result(self, result: Result, n: int, limit: int | None) -> None:
+        """Counts a finished request of one prompt."""
+        of, num_prompt = self.histograms, len(result.prompts[0])
+        self.prompt_tokens.labels(*self.labels).inc(num_prompt)
+        of["prompt"].observe(num_prompt)
+        of["n"].observe(n)
+        if limit:
+            of["max_tokens"].observe(limit)
+        for sample, reason, policy in zip(result.samples, result.finish_reason, result.policies, strict=True):
+            self.success.labels(*self.labels, reason).inc()
+            self.evicted.labels(*self.labels, policy.name).inc(sample.evicted)
+            self.compactions.labels(*self.labels, policy.name).inc(sample.compactions)
+            of["generation"].observe(sample.num_tokens)
+            of["end"].observe(sample.seconds)
+            if sample.num_tokens:
+                of["queue"].observe(sample.queued_seconds)
+                of["first"].observe(sample.first_seconds)
+                of["prefill"].observe(sample.first_seconds - sample.queued_seconds)
+                of["decode"].observe(sample.seconds - sample.first_seconds)
+                of["inference"].observe(sample.seconds - sample.queued_seconds)
+
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineCollector(Collector):
+    """What the engine itself knows, read when it is asked for. Only numbers are read, so the engine may run meanwhile."""
+
+    engine: Any
+    labels: tuple[str, str]
+
+    def collect(self) -> Iterable[Any]:
+        """The families."""
+        engine, stats = self.engine, self.engine.stats
+        running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
+        held = stats.held_pages if running else 0
+        for name, about, value in (
+            ("vllm:num_requests_running", "Samples in rows.", running),
+            ("vllm:num_requests_waiting", "Samples that wait for a row.", waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the pool's pages in use; 1 is all.", held / engine.num_pages),
+            ("jkv:kv_bytes", "Bytes of the pages in use.", held * engine.page_bytes),
+            ("jkv:kv_bytes_if_full", "Bytes that full caches of the same rows would fill.", running and stats.held_dense_bytes),
+        ):
+            gauge = GaugeMetricFamily(name, about, labels=LABELS)
+            gauge.add_metric(self.labels, value)
+            yield gauge
+        for name, about, value in (
+            ("vllm:generation_tokens", "Tokens drawn.", stats.tokens),
+            ("vllm:num_preemptions", "Samples swapped out to make room.", stats.preemptions),
+            ("jkv:prefills", "Prompts prefilled.", stats.prefills),
+            ("jkv:forks", "Samples that started from a prompt prefilled for several.", stats.forks),
+        ):
+            counter = CounterMetricFamily(name, about, labels=LABELS)
+            counter.add_metric(self.labels, value)
+            yield counter
+        histogram = HistogramMetricFamily("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", labels=LABELS)
+        histogram.add_metric(self.labels, *cumulative(stats.between_tokens, SECONDS))
+        yield histogram
+
+
+def cumulative(latency: Latency, buckets: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
+    """A latency as Prometheus has histograms: the count up to each bound (to 5 %), and the sum of seconds.
+
+    >>> latency = Latency()
+    >>> latency.add(0.01, 3)
+    >>> cumulative(latency, (0.005, 0.02))[0]
+    [('0.005', 0.0), ('0.02', 3.0), ('+Inf', 3.0)]
+    """
+    counts = latency.counts.copy()
+    middles = LEAST * 10 ** ((np.arange(len(counts)) + 0.5) / PER_DECADE)
+    up_to = [(str(bound), float(counts[middles <= bound].sum())) for bound in buckets]
+    return [*up_to, ("+Inf", float(counts.sum()))], float(counts @ middles)

@@ -1,0 +1,46 @@
+"""The settings of a server, documented once."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jkv.checks import check_counts, shown, typed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """How a server treats requests.
+
+    Attributes:
+      name: the model's, as clients name it; empty is the model's own.
+      policy: the name of the policy of requests that name none; a key of `jkv.POLICIES`.
+      settings: of that policy.
+      api_key: what clients send as a bearer key; None asks for none.
+      max_body: bytes of a request's body.
+      max_waiting: samples that may wait for a row; more are refused with status 429.
+      time_limit: seconds after which a request ends with what it has.
+      body_seconds: seconds in which a body must arrive.
+
+    Raises:
+      ValueError: a setting out of its range.
+    """
+
+    name: str = ""
+    policy: str = "full"
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    api_key: str | None = None
+    max_body: int = 1 << 22
+    max_waiting: int = 256
+    time_limit: float = 3600.0
+    body_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_counts(max_body=self.max_body)
+        if typed("max_waiting", self.max_waiting, int) < 0:
+            raise ValueError(f"max_waiting must be at least 0; got {self.max_waiting}.")
+        for name in ("time_limit", "body_seconds"):
+            if not typed(name, getattr(self, name), float) > 0:
+                raise ValueError(f"{name} must be above 0 seconds; got {getattr(self, name)}.")
+        key = typed("api_key", self.api_key, str | None)
+        if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
+            raise ValueError(f"api_key must be printable ASCII, as headers are, and not empty; got {shown(key)}.")

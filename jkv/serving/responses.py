@@ -1,0 +1,125 @@
+"""Responses in OpenAI's shapes, with vLLM's fields for reasoning and token ids, and the cache's figures."""
+
+import dataclasses
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jkv.engine.results import Result
+from jkv.engine.stats import SampleStats
+from jkv.model.params import Model
+from jkv.reasoning.token_text import END_OF_THINKING, THINK, token_of
+from jkv.serving.reasoning import ReasoningSplitter, num_reasoning_tokens
+
+REASONS = {"cancelled": "abort"}  # the others have the same name here
+FAILURES = ("error", "nan")
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """What all parts of a response begin with.
+
+    Attributes:
+      kind: "chat.completion" or "text_completion".
+      model: the model's name.
+    """
+
+    kind: str
+    model: str
+    name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
+    created: int = dataclasses.field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether it is of the chat endpoint."""
+        return self.kind == "chat.completion"
+
+    def body(self, choices: list[dict[str, Any]], is_chunk: bool = False, **more: Any) -> dict[str, Any]:
+        """A response, or a chunk of a stream."""
+        kind = self.kind + ".chunk" * (is_chunk and self.is_chat)
+        prefix = "chatcmpl" if self.is_chat else "cmpl"
+        head = {"id": f"{prefix}-{self.name}", "object": kind, "created": self.created, "model": self.model}
+        return {**head, "choices": choices, **more}
+
+
+def reason_of(reason: str) -> str | None:
+    """A finish reason; None as long as there is none."""
+    return REASONS.get(reason, reason) or None
+
+
+def message_of(text: str, thinks: bool, includes_reasoning: bool) -> dict[str, Any]:
+    """A chat message with its reasoning, if it has any."""
+    splitter = ReasoningSplitter(thinks)
+    parts = [splitter.push(text), splitter.finish()]
+    reasoning, content = ("".join(part) for part in zip(*parts, strict=True))
+    return {"role": "assistant", "content": content, **reasoning_fields(reasoning if includes_reasoning else "")}
+
+
+def reasoning_fields(reasoning: str) -> dict[str, str]:
+    """Reasoning under the names that clients read: vLLM's and DeepSeek's."""
+    return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
+
+
+def chat_log_probs(model: Model, tokens: Sequence[int], log_probs: Sequence[float], top: int | None) -> dict[str, Any]:
+    """Log-probabilities of a chat's tokens; `top` is of greedy draws alone, where the most likely token is the drawn one."""
+    content = []
+    for token, log_prob in zip(tokens, log_probs, strict=True):
+        text = model.tokenizer.decode([token])
+        one = {"token": text, "logprob": log_prob, "bytes": list(text.encode(errors="replace"))}
+        content.append({**one, "top_logprobs": [one] if top else []})
+    return {"content": content, "refusal": None}
+
+
+def text_log_probs(
+    model: Model, tokens: Sequence[int], log_probs: Sequence[float | None], top: int | None, start: int = 0
+) -> dict[str, Any]:
+    """Log-probabilities of a text's tokens, None for one without a predecessor; offsets count characters from `start`."""
+    texts, offsets = [model.tokenizer.decode([token]) for token in tokens], []
+    for text in texts:
+        offsets.append(start)
+        start += len(text)
+    pairs = zip(texts, log_probs, strict=True)
+    likely = [None if log_prob is None else {text: log_prob} for text, log_prob in pairs] if top else None
+    return {"tokens": texts, "token_logprobs": list(log_probs), "top_logprobs": likely, "text_offset": offsets}
+
+
+def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], thinks: bool, is_chat: bool) -> dict[str, Any]:
+    """Tokens of prompts and completions, and what the cache held of them at the end.
+
+    `kv` has tokens averaged over layers and KV heads and summed over samples, and the sum of the samples' peak bytes.
+    """
+    begin, end = token_of(model.tokenizer, THINK), token_of(model.tokenizer, END_OF_THINKING)
+    completions = [result.tokens[i, :length].tolist() for result in results for i, length in enumerate(result.lengths)]
+    samples = [sample for result in results for sample in result.samples]
+    num_prompt, num_new = sum(map(len, prompts)), sum(map(len, completions))
+    seen = sum(len(prompt) for result in results for prompt in result.prompts) + num_new
+    num_reasoning = sum(num_reasoning_tokens(tokens, thinks, begin, end) for tokens in completions) if is_chat else 0
+    evicted = sum(sample.evicted + sample.shared for sample in samples)
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_new,
+        "total_tokens": num_prompt + num_new,
+        "completion_tokens_details": {"reasoning_tokens": num_reasoning},
+        "kv": {
+            "held_tokens": max(0, round(seen - evicted)),
+            "evicted_tokens": round(evicted),
+            "bytes": sum(sample.peak_kv_bytes for sample in samples),
+        },
+    }
+
+
+def failure_of(results: Sequence[Result]) -> str:
+    """Why no completion can be returned; empty if one can."""
+    for result in results:
+        for reason, sample in zip(result.finish_reason, result.samples, strict=True):
+            if reason in FAILURES:
+                return describe_failure(reason, sample)
+    return ""
+
+
+def describe_failure(reason: str, sample: SampleStats) -> str:
+    """A failed sample in a sentence."""
+    if reason == "nan":
+        return "The model gave no finite probabilities. Check its weights."
+    return f"A sample ended with an error: {sample.error!r}."

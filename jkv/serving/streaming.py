@@ -1,0 +1,171 @@
+"""Completions as server-sent events: OpenAI's chunks, then the usage if it was asked for, then `[DONE]`."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from typing import Any
+
+from starlette.responses import StreamingResponse
+
+from jkv.engine.outputs import Event
+from jkv.engine.tickets import Ticket
+from jkv.model.params import Model
+from jkv.serving.errors import error_body
+from jkv.serving.jobs import Job
+from jkv.serving.reasoning import Parts, ReasoningSplitter
+from jkv.serving.requests import ChatFields
+from jkv.serving.responses import (
+    FAILURES,
+    Head,
+    chat_log_probs,
+    describe_failure,
+    reason_of,
+    reasoning_fields,
+    text_log_probs,
+    usage_of,
+)
+
+
+class EventStream(StreamingResponse):
+    """A stream of events that calls `finish` at its end, whoever ends it.
+
+    Args:
+      events: texts of events.
+      finish: is called once, also where the client went before the first event.
+      headers: of the response.
+    """
+
+    def __init__(self, events: AsyncIterator[str], finish: Callable[[], None], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
+        self.finish = finish
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Sends the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.finish()
+
+
+def sse(data: dict[str, Any]) -> str:
+    r"""An event of a stream.
+
+    >>> sse({"a": 1})
+    'data: {"a":1}\n\n'
+    """
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
+async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) -> AsyncIterator[str]:
+    """The events of a call."""
+    fields = job.fields
+    more: dict[str, Any] = {"usage": None} if fields.includes_usage else {}
+    chunks: ChatChunks | TextChunks = ChatChunks(model, job) if isinstance(fields, ChatFields) else TextChunks(model, job)
+    try:
+        for choice in chunks.first():
+            yield sse(head.body([choice], is_chunk=True, **more))
+        async with contextlib.aclosing(merged(tickets)) as events:
+            async for index, event in events:
+                if event.finish_reason in FAILURES:
+                    result = await tickets[index]
+                    raise RuntimeError(describe_failure(event.finish_reason, result.samples[event.sample]))
+                for choice in chunks.of(index * fields.n + event.sample, event):
+                    yield sse(head.body([choice], is_chunk=True, **more))
+        if fields.includes_usage:
+            results = [await ticket for ticket in tickets]
+            usage = usage_of(model, job.prompts, results, job.thinks, head.is_chat)
+            yield sse(head.body([], is_chunk=True, usage=usage))
+    except Exception as error:
+        yield sse(error_body(500, str(error)))
+    yield "data: [DONE]\n\n"
+
+
+async def merged(tickets: Sequence[Ticket]) -> AsyncGenerator[tuple[int, Event]]:
+    """The events of several requests as they come, each with the index of its ticket."""
+    queue: asyncio.Queue[tuple[int, Event] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, ticket: Ticket) -> None:
+        try:
+            async for event in ticket:
+                queue.put_nowait((index, event))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(index, ticket)) for index, ticket in enumerate(tickets)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+class ChatChunks:
+    """The chunks of each sample of a chat: the role, reasoning, content, and a last one with the finish reason."""
+
+    def __init__(self, model: Model, job: Job) -> None:
+        assert isinstance(job.fields, ChatFields)
+        self.model, self.fields = model, job.fields
+        self.splitters = [ReasoningSplitter(job.thinks) for _ in range(job.num_samples)]
+
+    def first(self) -> list[dict[str, Any]]:
+        """The role of each sample."""
+        delta = {"role": "assistant", "content": ""}
+        return [choice(index, delta=dict(delta)) for index in range(len(self.splitters))]
+
+    def of(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """The chunks of an event."""
+        splitter, fields = self.splitters[index], self.fields
+        parts = splitter.push(event.text or "")
+        if event.finish_reason:
+            parts = Parts(*(before + after for before, after in zip(parts, splitter.finish(), strict=True)))
+        reasoning, content = parts
+        delta = reasoning_fields(reasoning if fields.include_reasoning else "") | ({"content": content} if content else {})
+        more: dict[str, Any] = {"token_ids": event.tokens} if fields.return_token_ids else {}
+        if fields.logprobs and event.tokens:
+            more["logprobs"] = chat_log_probs(self.model, event.tokens, event.logprobs, fields.top_logprobs)
+        chunks = [choice(index, delta=delta, **more)] if delta or (more and event.tokens) else []
+        if event.finish_reason:
+            chunks.append(choice(index, reason_of(event.finish_reason), delta={}))
+        return chunks
+
+
+class TextChunks:
+    """The chunks of each sample of a completion; with `echo`, the prompt comes first."""
+
+    def __init__(self, model: Model, job: Job) -> None:
+        self.model, self.job = model, job
+        self.lengths = [0] * job.num_samples
+
+    def first(self) -> list[dict[str, Any]]:
+        """The prompts, if they are to be echoed."""
+        job = self.job
+        if not getattr(job.fields, "echo", False):
+            return []
+        texts = [self.model.tokenizer.decode(prompt) for prompt in job.prompts for _ in range(job.fields.n)]
+        self.lengths = [len(text) for text in texts]
+        return [choice(index, text=text, logprobs=None) for index, text in enumerate(texts)]
+
+    def of(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """The chunk of an event."""
+        fields, text = self.job.fields, event.text or ""
+        log_probs = None
+        if fields.logprobs is not None:
+            log_probs = text_log_probs(self.model, event.tokens, event.logprobs, int(fields.logprobs), self.lengths[index])
+        self.lengths[index] += len(text)
+        more = {"token_ids": event.tokens} if fields.return_token_ids else {}
+        return [choice(index, reason_of(event.finish_reason), text=text, logprobs=log_probs, **more)]
+
+
+def choice(index: int, reason: str | None = None, **fields: Any) -> dict[str, Any]:
+    """A choice of a chunk."""
+    return {"index": index, **fields, "finish_reason": reason}

@@ -1,0 +1,85 @@
+"""Responses that are not streamed."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jkv.engine.results import Result
+from jkv.model.params import Model
+from jkv.replay.score import score
+from jkv.serving.jobs import Job
+from jkv.serving.requests import ChatFields, CompletionFields
+from jkv.serving.responses import Head, chat_log_probs, message_of, reason_of, text_log_probs, usage_of
+
+
+def whole(
+    model: Model, head: Head, job: Job, results: Sequence[Result], scores: Sequence[list[float | None]] | None
+) -> dict[str, Any]:
+    """The response of a call; `scores` are the log-probabilities of the prompts' tokens, if they are echoed with them."""
+    fields = job.fields
+    if isinstance(fields, ChatFields):
+        choices = [chat_choice(model, fields, result, i, job.thinks) for result in results for i in range(fields.n)]
+    else:
+        choices = text_choices(model, fields, job, results, scores)
+    for index, choice in enumerate(choices):
+        choice["index"] = index
+    more = {"prompt_token_ids": job.prompts[0].tolist()} if fields.return_token_ids else {}
+    usage = usage_of(model, job.prompts, results, job.thinks, head.is_chat)
+    return head.body(choices, usage=usage, **more)
+
+
+def chat_choice(model: Model, fields: ChatFields, result: Result, sample: int, thinks: bool) -> dict[str, Any]:
+    """A completion of a chat."""
+    assert result.text is not None
+    tokens, log_probs = tokens_of(result, sample)
+    return {
+        "index": 0,
+        "message": message_of(result.text[sample], thinks, fields.include_reasoning),
+        "logprobs": chat_log_probs(model, tokens, log_probs, fields.top_logprobs) if fields.logprobs else None,
+        "finish_reason": reason_of(result.finish_reason[sample]),
+        **({"token_ids": tokens} if fields.return_token_ids else {}),
+    }
+
+
+def text_choices(
+    model: Model,
+    fields: CompletionFields,
+    job: Job,
+    results: Sequence[Result],
+    scores: Sequence[list[float | None]] | None,
+) -> list[dict[str, Any]]:
+    """The completions of all prompts, prompt-major."""
+    choices = []
+    for i, prompt in enumerate(job.prompts):
+        result = results[i] if results else None
+        echoed = model.tokenizer.decode(prompt) if fields.echo else ""
+        for sample in range(fields.n):
+            tokens, log_probs = ([], []) if result is None else tokens_of(result, sample)
+            text = "" if result is None or result.text is None else result.text[sample]
+            both, of_both = tokens, list[float | None](log_probs)
+            if scores is not None:
+                both, of_both = [*prompt.tolist(), *tokens], [*scores[i], *log_probs]
+            record = None
+            if fields.logprobs is not None:
+                record = text_log_probs(model, both, of_both, fields.logprobs, 0 if scores is not None else len(echoed))
+            reason = "length" if result is None else reason_of(result.finish_reason[sample])
+            more = {"token_ids": tokens} if fields.return_token_ids else {}
+            choices.append({"index": 0, "text": echoed + text, "logprobs": record, "finish_reason": reason, **more})
+    return choices
+
+
+def tokens_of(result: Result, sample: int) -> tuple[list[int], list[float]]:
+    """A sample's tokens and their log-probabilities."""
+    length = int(result.lengths[sample])
+    return result.tokens[sample, :length].tolist(), result.logprobs[sample, :length].tolist()
+
+
+def prompt_log_probs(model: Model, prompts: Sequence[np.ndarray]) -> list[list[float | None]]:
+    """The log-probability of each prompt token after those before it, with a full cache; None for the first."""
+    lengths = [len(prompt) - 1 for prompt in prompts]
+    tokens = np.zeros((len(prompts), max(1, *lengths)), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt) - 1] = prompt[1:]
+    found = np.asarray(score(model, tokens, prompts=[prompt[:1] for prompt in prompts], lengths=lengths).logprobs)
+    return [[None, *row[:length].tolist()] for row, length in zip(found, lengths, strict=True)]

@@ -1,0 +1,82 @@
+"""A server on a real socket, for all tests of this folder."""
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import jkv
+from jkv.model import checkpoint
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+SETTINGS = {"budget": 48, "interval": 16, "window": 4}
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """tiny-reasoner with a chat template."""
+    folder = shutil.copytree(checkpoint.find_folder("tiny-reasoner"), tmp_path_factory.mktemp("models") / "tiny")
+    (Path(folder) / "chat_template.jinja").write_text(TEMPLATE)
+    return jkv.load(str(folder))
+
+
+class Running:
+    """A server that runs in a thread."""
+
+    def __init__(self, engine, **options):
+        pytest.importorskip("uvicorn")
+        from jkv.serving.app import make_app
+        from jkv.serving.options import ServerOptions
+        from jkv.serving.run import listen, make_server
+
+        self.engine, self.service = engine, engine.serve()
+        options = {"name": "tiny", "policy": "r_kv", "settings": SETTINGS} | options
+        self.app = make_app(self.service, ServerOptions(**options))
+        place = listen("127.0.0.1", 0)
+        self.address = place.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self.server = make_server(self.app, drain=5)
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [place]})
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+
+    def close(self):
+        """Ends the server, then the service."""
+        self.server.should_exit = True
+        self.thread.join()
+        self.service.close().result()
+
+    def wait_until_idle(self, seconds=60):
+        """Waits until no request is unfinished, and checks that nothing is held."""
+        end = time.monotonic() + seconds
+        while not self.service.call(lambda engine: engine.is_idle and not engine.tickets).result():
+            assert time.monotonic() < end, "a request goes on"
+            time.sleep(0.02)
+        assert self.service.call(lambda engine: engine.runner.num_held_pages).result() == 0
+
+
+def make_engine(model):
+    policies = [jkv.r_kv(**SETTINGS), jkv.streaming_llm(budget=48)]
+    return jkv.Engine(model, max_running=4, max_slots=1024, page_size=16, policies=policies, max_stop_ids=8, chunk=8)
+
+
+@pytest.fixture(scope="session")
+def running(chat_model):
+    """A server of `chat_model`."""
+    one = Running(make_engine(chat_model), max_waiting=12)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def tiny(running):
+    """The server, which is idle again at the end of the test and holds no page."""
+    yield running
+    running.wait_until_idle()
+    assert running.app.state.server.num_open == 0

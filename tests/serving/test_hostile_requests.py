@@ -1,0 +1,252 @@
+"""Bad input, wrong keys and vanished clients: each is answered in one line, or dropped, and nobody else's tokens change."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+import jkv
+from tests.serving.conftest import SETTINGS, Running, make_engine
+
+httpx = pytest.importorskip("httpx")
+
+PROMPT = "b=3;c=7;d=b*c;e=d+b;?e"
+TEXT = {"prompt": PROMPT, "max_tokens": 48, "return_token_ids": True}
+CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
+LONG = {"prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+DEEP = b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+
+
+@pytest.fixture(scope="module")
+def expected(chat_model):
+    """The greedy tokens of `TEXT`, by `jkv.generate`."""
+    out = jkv.generate(chat_model, PROMPT, jkv.r_kv(**SETTINGS), max_new_tokens=48, page_size=16, progress=False)
+    return out.tokens[0, : out.lengths[0]].tolist()
+
+
+def post(tiny, body, path="/v1/completions", **others):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | others.pop("headers", {})
+    return httpx.post(tiny.url + path, content=content, headers=headers, timeout=120, **others)
+
+
+BAD = [
+    ("no json", b"{", 400, "must be JSON"),
+    ("no object", b"[1]", 400, "must be a JSON object"),
+    ("no utf-8", b'{"prompt": "\xff"}', 400, "must be UTF-8; byte 12"),
+    ("nested", DEEP, 400, "nested so deep"),
+    ("long number", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "must be JSON"),
+    ("large body", b'{"prompt": "' + b"a" * (1 << 22) + b'"}', 413, "bytes"),
+    ("no prompt", {}, 400, "prompt is needed"),
+    ("empty prompt", {"prompt": ""}, 400, "at least one token"),
+    ("messages", {"prompt": [{"role": "user"}]}, 400, "/v1/chat/completions"),
+    ("surrogate", {"prompt": "\ud800"}, 400, "Unicode"),
+    ("token", {"prompt": [1, 2, 99999]}, 400, "Token ids must lie in"),
+    ("ragged", {"prompt": [[1], "a", None]}, 400, "prompt"),
+    ("long prompt", {"prompt": [5] * 3000}, 400, "2048 positions"),
+    ("context", {"prompt": [5] * 1020, "max_tokens": 500, "policy": "full"}, 400, "1024 slots"),
+    ("n", TEXT | {"n": 0}, 400, "n must be at least 1"),
+    ("many", TEXT | {"n": 100}, 400, "16 samples"),
+    ("type", TEXT | {"n": "two"}, 400, "n must be a whole number"),
+    ("bool", TEXT | {"stream": 1}, 400, "stream must be True or False"),
+    ("temperature", TEXT | {"temperature": -1}, 400, "temperature must be"),
+    ("nan", b'{"prompt": "b=3", "temperature": NaN}', 400, "temperature must be"),
+    ("top_p", TEXT | {"top_p": 2}, 400, "top_p must lie in"),
+    ("seed", TEXT | {"seed": -1}, 400, "seed must lie in"),
+    ("stop", TEXT | {"stop": [""]}, 400, "not empty"),
+    ("stop ids", TEXT | {"stop_token_ids": list(range(20))}, 400, "stop ids"),
+    ("max_tokens", TEXT | {"max_tokens": 0}, 400, "max_tokens must be at least 1"),
+    ("logprobs", TEXT | {"logprobs": 5}, 400, "drawn token alone"),
+    ("min_tokens", TEXT | {"min_tokens": 5}, 400, "no least length"),
+    ("logit_bias", TEXT | {"logit_bias": {"5": 3}}, 400, "single logits"),
+    ("unknown", TEXT | {"temprature": 1}, 400, "Did you mean temperature?"),
+    ("policy", TEXT | {"policy": "rkv"}, 400, "Did you mean r_kv?"),
+    ("budget", TEXT | {"policy": "r_kv"}, 400, "r_kv needs budget="),
+    ("needs", TEXT | {"policy": "h2o", "budget": 64}, 400, "h2o needs"),
+    ("setting", TEXT | {"interval": "often"}, 400, "interval must be a whole number"),
+    ("file", TEXT | {"policy": "seal", "vector": "/etc/passwd"}, 400, "names a file of the server"),
+    ("stream options", TEXT | {"stream_options": {"include_usage": True}}, 400, "stream_options"),
+    ("model", TEXT | {"model": "gpt-4"}, 404, "model must be tiny"),
+]
+BAD_CHATS = [
+    ("no messages", CHAT | {"messages": []}, 400, "at least one message"),
+    ("no role", CHAT | {"messages": [{"content": "a"}]}, 400, "no role"),
+    ("image", CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "must be texts"),
+    ("tools", CHAT | {"tools": [{"type": "function"}]}, 400, "no tools are called"),
+    ("json", CHAT | {"response_format": {"type": "json_object"}}, 400, "constrains no text"),
+    ("top_logprobs", CHAT | {"logprobs": True, "top_logprobs": 3}, 400, "drawn token alone"),
+    ("template", CHAT | {"chat_template_kwargs": {"conversations": 1}}, 400, ""),
+]
+
+
+def test_bad_input_of_each_kind_is_refused_while_others_are_served(tiny, expected):
+    """A request that is under way while all of it comes has its own tokens."""
+    got = []
+    threads = [threading.Thread(target=lambda: got.append(post(tiny, TEXT).json())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for path, cases in (("/v1/completions", BAD), ("/v1/chat/completions", BAD_CHATS)):
+        for name, body, status, words in cases:
+            answer = post(tiny, body, path)
+            error = answer.json()["error"]
+            assert answer.status_code == status, (name, answer.text)
+            assert words in error["message"], (name, error["message"])
+            assert error["code"] == status
+            assert error["type"].endswith("error")
+            assert len(error["message"]) < 1500, name
+    for thread in threads:
+        thread.join()
+    assert [one["choices"][0]["token_ids"] for one in got] == [expected] * 2
+    assert post(tiny, TEXT).json()["choices"][0]["token_ids"] == expected
+
+
+def test_another_content_type_is_refused(tiny):
+    """A page of another site may send text, but no JSON, to a server on the user's own machine."""
+    assert post(tiny, TEXT, headers={"content-type": "text/plain"}).status_code == 415
+
+
+def test_paths_and_methods_that_are_none_have_an_error_in_the_same_shape(tiny):
+    assert httpx.get(tiny.url + "/v1/nothing").json()["error"]["code"] == 404
+    assert httpx.get(tiny.url + "/v1/completions").json()["error"]["code"] == 405
+
+
+@contextlib.contextmanager
+def connection(tiny, body, path="/v1/completions"):
+    """A client of its own, which has sent a request."""
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    with socket.create_connection(tiny.address[:2]) as client:
+        client.sendall(head.encode() + data)
+        yield client
+
+
+@pytest.mark.parametrize("moment", ["at once", "after the first event", "without a stream", "in the queue"])
+def test_a_client_that_goes_away_leaves_no_page_held(tiny, expected, moment):
+    drawn = tiny.engine.stats.tokens
+    with contextlib.ExitStack() as stack:
+        body = LONG | {"stream": moment != "without a stream", "n": 8 if moment == "in the queue" else 2}
+        client = stack.enter_context(connection(tiny, body))
+        if moment == "after the first event":
+            seen = b""
+            while b"data:" not in seen:
+                seen += client.recv(1 << 16)
+        elif moment != "at once":
+            while not tiny.engine.scheduler.running:
+                time.sleep(0.01)
+    tiny.wait_until_idle()
+    assert tiny.engine.stats.tokens - drawn < 900  # of 1,800 or more
+    assert post(tiny, TEXT).json()["choices"][0]["token_ids"] == expected
+
+
+def test_a_client_that_sends_nothing_more_is_dropped(tiny):
+    options = tiny.app.state.server.options
+    object.__setattr__(options, "body_seconds", 0.2)
+    try:
+        with socket.create_connection(tiny.address[:2]) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n{"
+            )
+            assert b"408" in client.recv(1 << 16).split(b"\r\n")[0]
+    finally:
+        object.__setattr__(options, "body_seconds", 30.0)
+
+
+def test_a_full_queue_is_answered_with_429_and_when_to_try_again(tiny):
+    with connection(tiny, LONG | {"n": 12, "stream": True}) as client:
+        client.recv(1)
+        answer = post(tiny, TEXT | {"n": 8})
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+        assert answer.json()["error"]["type"] == "rate_limit_error"
+
+
+def test_tokens_and_texts_convert(tiny):
+    tokens = post(tiny, {"prompt": PROMPT}, "/tokenize").json()
+    assert tokens["count"] == len(tokens["tokens"]) > 10
+    assert post(tiny, {"tokens": tokens["tokens"]}, "/detokenize").json() == {"prompt": PROMPT}
+    assert post(tiny, {"messages": CHAT["messages"]}, "/tokenize").json()["tokens"] == tokens["tokens"]
+    assert post(tiny, {"tokens": []}, "/detokenize").json() == {"prompt": ""}
+    assert post(tiny, {"tokens": ["a"]}, "/detokenize").status_code == 400
+    assert post(tiny, {"prompt": 3}, "/tokenize").status_code == 400
+
+
+def test_metrics_have_vllms_names_and_count(tiny):
+    def value(name):
+        lines = httpx.get(tiny.url + "/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    counters = ("vllm:request_success_total", "vllm:prompt_tokens_total", "jkv:evicted_tokens_total")
+    names = {name: value(name) for name in counters}
+    tokens = value("vllm:generation_tokens_total")
+    usage = post(tiny, TEXT | {"max_tokens": 64, "ignore_eos": True}).json()["usage"]
+    tiny.wait_until_idle()
+    assert value("vllm:request_success_total") == names["vllm:request_success_total"] + 1
+    assert value("vllm:prompt_tokens_total") == names["vllm:prompt_tokens_total"] + usage["prompt_tokens"]
+    assert value("vllm:generation_tokens_total") == tokens + 64
+    assert round(value("jkv:evicted_tokens_total") - names["jkv:evicted_tokens_total"]) == usage["kv"]["evicted_tokens"] > 0
+    assert 0 < value("vllm:time_to_first_token_seconds_count") <= value("vllm:e2e_request_latency_seconds_count")
+    assert value("vllm:inter_token_latency_seconds_count") > 0
+    assert value("vllm:num_requests_running") == value("vllm:kv_cache_usage_perc") == value("jkv:kv_bytes") == 0
+
+
+@pytest.fixture(scope="module")
+def strict(chat_model):
+    """A server with a key and a short time limit."""
+    one = Running(make_engine(chat_model), api_key="secret", time_limit=1.0)
+    yield one
+    one.close()
+
+
+def test_a_wrong_key_is_refused_and_the_open_endpoints_need_none(strict):
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Basic secret"},
+        {"authorization": "Bearer secre\u00e9"},
+    ):
+        raw = {name: value.encode("latin-1") for name, value in headers.items()}
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            answer = post(strict, TEXT, path, headers=raw)
+            assert answer.status_code == 401
+            assert answer.json()["error"]["type"] == "authentication_error"
+        assert httpx.get(strict.url + "/v1/models", headers=raw).status_code == 401
+    for path in ("/health", "/ping", "/version", "/metrics", "/"):
+        assert httpx.get(strict.url + path).status_code == 200
+    assert httpx.get(strict.url + "/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
+
+
+def test_a_request_ends_at_the_time_limit_with_what_it_has(strict, monkeypatch):
+    step = strict.engine.step
+    monkeypatch.setattr(strict.engine, "step", lambda: (time.sleep(0.1), step())[1])
+    headers = {"authorization": "Bearer secret"}
+    out = post(strict, LONG, headers=headers).json()
+    assert out["choices"][0]["finish_reason"] == "abort"
+    assert 0 <= out["usage"]["completion_tokens"] < 900
+    streamed = post(strict, LONG | {"stream": True}, headers=headers).text
+    assert '"finish_reason":"abort"' in streamed
+    assert streamed.endswith("data: [DONE]\n\n")
+
+
+def test_a_stream_whose_engine_fails_ends_with_an_error(chat_model, monkeypatch):
+    one = Running(make_engine(chat_model))
+
+    def fail(*_):
+        raise ZeroDivisionError("planted")
+
+    try:
+        monkeypatch.setattr(one.engine, "step", fail)
+        lines = post(one, LONG | {"stream": True}).text.split("\n\n")
+        assert "planted" in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
+        assert lines[-2] == "data: [DONE]"
+        assert post(one, TEXT).status_code == 500
+        monkeypatch.undo()
+        assert post(one, TEXT).status_code == 200
+        monkeypatch.setattr(one.engine, "step", fail)
+        monkeypatch.setattr(one.engine, "reset", fail)
+        assert post(one, TEXT).status_code == 503
+        assert httpx.get(one.url + "/health").status_code == 503
+    finally:
+        one.close()
