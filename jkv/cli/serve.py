@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from jkv.checks import install, words
-from jkv.cli.inputs import LOOKS, add_settings, read_settings
+from jkv.cli.inputs import LOOKS, add_kv_dtype, add_settings, read_settings
 
 OPEN_CONTEXT = 32_768  # slots
 KEY = "JKV_API_KEY"  # the environment variable
@@ -48,6 +48,7 @@ def add(commands: Any) -> None:
     command.add_argument("--kv-memory", help='bytes of the pool, or "auto" for the free memory (default: full rows)')
     command.add_argument("--chunk", type=int, default=16, help="decode steps between two events of a stream (default: 16)")
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
+    add_kv_dtype(command)
     command.add_argument("--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md')
     command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
 
@@ -89,6 +90,7 @@ def run(options: argparse.Namespace) -> int:
         kv_memory=kv_memory,
         chunk=options.chunk,
         page_size=options.page_size,
+        kv_dtype=options.kv_dtype,
         policies=[r_kv(budget=OPEN_CONTEXT), policy, *more],  # requests may name what needs no more
         max_stop_ids=MOST_STOP_IDS,
         kernels=options.kernels,

@@ -104,10 +104,9 @@ class Engine:
         self._flight: Flight | None = None  # a chunk that is dispatched and not read yet
         self.scheduler = Scheduler(self.capacity)
         self.outputs = Outputs(model, self.tickets, self._finish)
-        sizes: Any = {"page_bytes": self.page_bytes, "max_slots": self.max_slots, "max_stop_ids": options.max_stop_ids}
-        given: Any = {"mesh": mesh, "kernels": options.kernels, "poison": options.poison, "gate": gate, "ahead": options.ahead}
-        given["kv_format"] = options.kv_format
-        self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **sizes, **given)
+        given: Any = {name: getattr(options, name) for name in ("kernels", "poison", "kv_format", "ahead", "max_stop_ids")}
+        given |= {"mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
+        self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
         self.runner.is_traced = options.return_trace
         self.reset_stats()
 
@@ -439,8 +438,8 @@ class Engine:
             completion.saved = self.runner.meter.saved(sample)
         if self.runner.is_traced:
             trace = sample.trace or TraceRecorder(config.num_layers, config.num_kv_heads, sample.num_seen)
-            sizes = sample.num_seen, len(sample.request.prompt), self.capacity.page_size
-            completion.trace = trace.finish(*sizes, self.options.kv_format)
+            given = len(sample.request.prompt), self.capacity.page_size, self.options.kv_format
+            completion.trace = trace.finish(sample.num_seen, *given)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None
         self.scheduler.finish(sample)
 
