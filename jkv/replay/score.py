@@ -292,6 +292,20 @@ def sequence_log_probs(
     return jnp.roll(picked_nT, 1, axis=1).at[:, 0].set(0.0)
 
 
+@jax.jit
+def greedy_choices(params: Params, token: Int[Array, "n T"]) -> tuple[Int[Array, "n T"], Float[Array, "n T"]]:
+    """The most likely token at each place, with a full cache of those before it, and its log-probability; 0 at the first."""
+    hidden = hidden_states(params, token, dense_columns(params.config, *token.shape))
+
+    def log_probs(hidden_nID: Float[Array, "n I D"]) -> Float[Array, "n I V"]:
+        return jax.nn.log_softmax(decoder.unembed(params, hidden_nID).astype(jnp.float32))
+
+    choice = over_blocks(lambda block: log_probs(block).argmax(axis=-1).astype(jnp.float32), hidden)  # exact up to 2**24
+    best = over_blocks(lambda block: log_probs(block).max(axis=-1), hidden)
+    choice, best = (jnp.roll(x, 1, axis=1).at[:, 0].set(0) for x in (choice, best))
+    return choice.astype(jnp.int32), best
+
+
 def counter_of(
     params: Params, settings: SamplingRows, token: Int[Array, "n T"], start: Int[Array, " n"] | None
 ) -> Callable[[Int[Array, "n I"]], TokenCounts | None]:

@@ -28,7 +28,7 @@ from jkv.serving.jobs import Encoder, Job, make_job
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import ChatFields, CompletionFields, parse, read_fields
-from jkv.serving.responses import Head, failure_of
+from jkv.serving.responses import Head, Likely, failure_of
 from jkv.serving.streaming import EventStream, stream
 from jkv.serving.whole import prompt_log_probs, whole
 
@@ -109,8 +109,8 @@ class Server:
             raise
         return tickets
 
-    async def score(self, job: Job) -> list[list[float | None]] | None:
-        """The log-probabilities of the prompts' tokens, if they are to be echoed with them."""
+    async def score(self, job: Job) -> list[list[Likely | None]] | None:
+        """How likely the prompts' tokens are, if they are to be echoed with that."""
         fields = job.fields
         if not isinstance(fields, CompletionFields) or not fields.echo or fields.logprobs is None:
             return None

@@ -4,7 +4,7 @@ import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jkv.engine.results import Result
 from jkv.engine.stats import SampleStats
@@ -71,17 +71,36 @@ def chat_log_probs(model: Model, tokens: Sequence[int], log_probs: Sequence[floa
     return {"content": content, "refusal": None}
 
 
+class Likely(NamedTuple):
+    """How likely a token is, and which one is most likely in its place."""
+
+    log_prob: float
+    best: int
+    best_log_prob: float
+
+
+def drawn(tokens: Sequence[int], log_probs: Sequence[float]) -> list["Likely | None"]:
+    """How likely drawn tokens are; they count as the most likely ones, which is asked for at temperature 0 alone."""
+    return [Likely(log_prob, token, log_prob) for token, log_prob in zip(tokens, log_probs, strict=True)]
+
+
 def text_log_probs(
-    model: Model, tokens: Sequence[int], log_probs: Sequence[float | None], top: int | None, start: int = 0
+    model: Model, tokens: Sequence[int], likely: Sequence[Likely | None], top: int | None, start: int = 0
 ) -> dict[str, Any]:
-    """Log-probabilities of a text's tokens, None for one without a predecessor; offsets count characters from `start`."""
+    """Log-probabilities of a text's tokens, None for one without a predecessor; offsets count characters from `start`.
+
+    With `top`, also the most likely token of each place, beside the text's own.
+    """
     texts, offsets = [model.tokenizer.decode([token]) for token in tokens], []
     for text in texts:
         offsets.append(start)
         start += len(text)
-    pairs = zip(texts, log_probs, strict=True)
-    likely = [None if log_prob is None else {text: log_prob} for text, log_prob in pairs] if top else None
-    return {"tokens": texts, "token_logprobs": list(log_probs), "top_logprobs": likely, "text_offset": offsets}
+    log_probs = [None if one is None else one.log_prob for one in likely]
+    best = None
+    if top:
+        pairs = zip(texts, likely, strict=True)
+        best = [one and {model.tokenizer.decode([one.best]): one.best_log_prob, text: one.log_prob} for text, one in pairs]
+    return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": best, "text_offset": offsets}
 
 
 def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], thinks: bool, is_chat: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from jkv.serving.responses import (
     Head,
     chat_log_probs,
     describe_failure,
+    drawn,
     reason_of,
     reasoning_fields,
     text_log_probs,
@@ -160,7 +161,8 @@ class TextChunks:
         fields, text = self.job.fields, event.text or ""
         log_probs = None
         if fields.logprobs is not None:
-            log_probs = text_log_probs(self.model, event.tokens, event.logprobs, int(fields.logprobs), self.lengths[index])
+            likely = drawn(event.tokens, event.logprobs)
+            log_probs = text_log_probs(self.model, event.tokens, likely, int(fields.logprobs), self.lengths[index])
         self.lengths[index] += len(text)
         more = {"token_ids": event.tokens} if fields.return_token_ids else {}
         return [choice(index, reason_of(event.finish_reason), text=text, logprobs=log_probs, **more)]

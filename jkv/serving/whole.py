@@ -7,16 +7,16 @@ import numpy as np
 
 from jkv.engine.results import Result
 from jkv.model.params import Model
-from jkv.replay.score import score
+from jkv.replay.score import greedy_choices, round_up, score
 from jkv.serving.jobs import Job
 from jkv.serving.requests import ChatFields, CompletionFields
-from jkv.serving.responses import Head, chat_log_probs, message_of, reason_of, text_log_probs, usage_of
+from jkv.serving.responses import Head, Likely, chat_log_probs, drawn, message_of, reason_of, text_log_probs, usage_of
 
 
 def whole(
-    model: Model, head: Head, job: Job, results: Sequence[Result], scores: Sequence[list[float | None]] | None
+    model: Model, head: Head, job: Job, results: Sequence[Result], scores: Sequence[list[Likely | None]] | None
 ) -> dict[str, Any]:
-    """The response of a call; `scores` are the log-probabilities of the prompts' tokens, if they are echoed with them."""
+    """The response of a call; `scores` are how likely the prompts' tokens are, if they are echoed with that."""
     fields = job.fields
     if isinstance(fields, ChatFields):
         choices = [chat_choice(model, fields, result, i, job.thinks) for result in results for i in range(fields.n)]
@@ -47,7 +47,7 @@ def text_choices(
     fields: CompletionFields,
     job: Job,
     results: Sequence[Result],
-    scores: Sequence[list[float | None]] | None,
+    scores: Sequence[list[Likely | None]] | None,
 ) -> list[dict[str, Any]]:
     """The completions of all prompts, prompt-major."""
     choices = []
@@ -57,9 +57,10 @@ def text_choices(
         for sample in range(fields.n):
             tokens, log_probs = ([], []) if result is None else tokens_of(result, sample)
             text = "" if result is None or result.text is None else result.text[sample]
-            both, of_both = tokens, list[float | None](log_probs)
+            both = tokens
+            of_both = drawn(tokens, log_probs)
             if scores is not None:
-                both, of_both = [*prompt.tolist(), *tokens], [*scores[i], *log_probs]
+                both, of_both = [*prompt.tolist(), *tokens], [*scores[i], *of_both]
             record = None
             if fields.logprobs is not None:
                 record = text_log_probs(model, both, of_both, fields.logprobs, 0 if scores is not None else len(echoed))
@@ -75,11 +76,17 @@ def tokens_of(result: Result, sample: int) -> tuple[list[int], list[float]]:
     return result.tokens[sample, :length].tolist(), result.logprobs[sample, :length].tolist()
 
 
-def prompt_log_probs(model: Model, prompts: Sequence[np.ndarray]) -> list[list[float | None]]:
-    """The log-probability of each prompt token after those before it, with a full cache; None for the first."""
-    lengths = [len(prompt) - 1 for prompt in prompts]
-    tokens = np.zeros((len(prompts), max(1, *lengths)), np.int32)
-    for row, prompt in zip(tokens, prompts, strict=True):
-        row[: len(prompt) - 1] = prompt[1:]
-    found = np.asarray(score(model, tokens, prompts=[prompt[:1] for prompt in prompts], lengths=lengths).logprobs)
-    return [[None, *row[:length].tolist()] for row, length in zip(found, lengths, strict=True)]
+def prompt_log_probs(model: Model, prompts: Sequence[np.ndarray]) -> list[list[Likely | None]]:
+    """How likely each prompt token is after those before it, with a full cache; None for the first."""
+    return [[None, *likely_tokens(model, prompt)] for prompt in prompts]
+
+
+def likely_tokens(model: Model, prompt: np.ndarray) -> list[Likely]:
+    """How likely each token of a prompt is, from the second on."""
+    count = len(prompt) - 1
+    tokens = prompt[None, 1:].astype(np.int32)
+    log_probs = np.asarray(score(model, tokens, prompts=[prompt[:1]], lengths=[count]).logprobs)[0]
+    padded = np.zeros((1, round_up(len(prompt))), np.int32)
+    padded[0, : len(prompt)] = prompt
+    choice, best = (np.asarray(x)[0, 1 : len(prompt)].tolist() for x in greedy_choices(model.params, padded))
+    return [Likely(*one) for one in zip(log_probs[:count].tolist(), choice, best, strict=True)]

@@ -158,6 +158,15 @@ def test_an_echoed_prompt_has_its_log_probabilities(client, chat_model):
         assert [
             choice.text[at:][: len(token)] for at, token in zip(found.text_offset, found.tokens, strict=True)
         ] == found.tokens
+    greedy = (
+        client.completions.create(prompt=PROMPTS[0], **settings, extra_body={"return_token_ids": True}).choices[0].token_ids
+    )
+    ids = chat_model.tokenizer.encode(PROMPTS[0])
+    again = client.completions.create(prompt=[ids + greedy], echo=True, logprobs=1, **settings | {"max_tokens": 1}).choices[0]
+    likely = [top and max(top, key=top.get) for top in again.logprobs.top_logprobs]
+    assert likely[0] is None
+    assert likely[len(ids) :][: len(greedy)] == [chat_model.tokenizer.decode([token]) for token in greedy]
+    assert likely[1 : len(ids)] != again.logprobs.tokens[1 : len(ids)]  # nobody would have drawn this prompt
     only = client.completions.create(prompt=PROMPTS[0], echo=True, logprobs=0, **settings | {"max_tokens": 0})
     assert only.choices[0].text == PROMPTS[0]
     assert only.usage.completion_tokens == 0
