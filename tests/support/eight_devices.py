@@ -207,6 +207,19 @@ def test_new_weights_with_other_shardings_are_refused_and_equal_ones_compile_not
     assert COMPILING.seconds == compiled  # neither new weights nor a new pool compile anything
 
 
+@pytest.mark.parametrize("name", ["r_kv", "h2o"])
+def test_quantised_pages_are_split_with_their_scales(model, name):
+    policy = {"r_kv": jkv.r_kv(budget=24, interval=16, window=4), "h2o": jkv.h2o(budget=24)}[name]
+    settings = {"policy": policy, "sampling": jkv.Sampling(seed=1), "max_new_tokens": 40, "page_size": 4, "stop_ids": ()}
+    prompts = [[5, 1, 9], [3, 7] * 16 + [1]]
+    one, split = (
+        jkv.generate(model, prompts, kv_dtype="int8", mesh=on, progress=False, **settings) for on in (None, devices_of(2))
+    )
+    np.testing.assert_array_equal(one.tokens, split.tokens)
+    np.testing.assert_allclose(one.logprobs, split.logprobs, atol=1e-3)  # a code may be another one
+    assert one.stats.peak_kv_bytes == split.stats.peak_kv_bytes
+
+
 def test_weights_with_adapters_or_unfolded_shapes_are_split_too(model):
     params = adapted(unfolded(init_params(UNTIED, jax.random.key(2), scale=0.3)))
 
