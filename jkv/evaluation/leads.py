@@ -195,11 +195,16 @@ def traces(model: Model, count: int, skip: int = 0) -> list[Text]:
     return [(out.prompts[i].tolist(), out.tokens[i, : out.lengths[i]].tolist()) for i in range(count)]
 
 
+def slots_of(texts: list[Text], share: float) -> int:
+    """A share of the mean length of the texts."""
+    return round(share * float(np.mean([len(prompt) + len(rest) for prompt, rest in texts])))
+
+
 def measure(
     model: Model, network: Foresight, texts: list[Text], leads: list[Lead], share: float, report: Callable[[str], None]
 ) -> list[dict[str, Any]]:
     """A line for each lead, a few of them at a time, as each keeps the traces of its texts."""
-    budget = round(share * float(np.mean([len(prompt) + len(rest) for prompt, rest in texts])))
+    budget = slots_of(texts, share)
     found: dict[str, Recall] = {}
     for start in range(0, len(leads), 4):
         policies = [lead.policy(budget, network) for lead in leads[start : start + 4]]
@@ -212,7 +217,7 @@ def measure(
 
 def ablate(model: Model, training: list[Text], texts: list[Text], share: float, steps: int) -> list[dict[str, Any]]:
     """A line for foresight with each part left out, all trained alike."""
-    budget = round(share * float(np.mean([len(prompt) + len(rest) for prompt, rest in texts])))
+    budget = slots_of(texts, share)
     joined = [[*prompt, *rest] for prompt, rest in training]
     lead, policies = LEADS[0], []
     for name, settings in PARTS.items():
@@ -234,31 +239,29 @@ def line_of(one: Recall, beside: Recall | None, budget: int) -> dict[str, Any]:
     return line
 
 
+def rows_of(lines: list[dict[str, Any]], has_recall: bool = True) -> str:
+    """A table with a row for each line, without the columns of recall where a lead changes only how the kept slots are read."""
+    columns, rows = ["score", "loss, nats", "change (95 %)", "beside"], []
+    for line in lines:
+        change = f"{line['change']:+.3f} [{line['interval'][0]:+.3f}, {line['interval'][1]:+.3f}]" if "change" in line else ""
+        rows.append([line["name"], f"{line['loss']:.3f}", change, line.get("beside", "")])
+        if has_recall:
+            rows[-1][1:1] = [f"{line['recall']:.3f}", f"{line['sharp_recall']:.3f}"]
+    if has_recall:
+        columns[1:1] = ["recall", "of look-ups"]
+    return markdown(columns, rows)
+
+
 def table(record: dict[str, Any]) -> str:
     """Both tables."""
-
-    def rows(lines: list[dict[str, Any]]) -> str:
-        cells = [
-            (
-                line["name"],
-                f"{line['recall']:.3f}",
-                f"{line['sharp_recall']:.3f}",
-                f"{line['loss']:.3f}",
-                f"{line['change']:+.3f} [{line['interval'][0]:+.3f}, {line['interval'][1]:+.3f}]" if "change" in line else "",
-                line.get("beside", ""),
-            )
-            for line in lines
-        ]
-        return markdown(("score", "recall", "of look-ups", "loss, nats", "change (95 %)", "beside"), cells)
-
     budget, count = record["leads"][0]["budget"], record["texts"]
     return "\n\n".join(
         [
             f"{count} traces of tiny-reasoner, {budget} slots ({record['share']:.0%} of the mean length), compacted every "
             f"{INTERVAL} tokens.",
-            rows(record["leads"]),
+            rows_of(record["leads"]),
             f"Networks trained alike ({record['training']} traces, {record['steps']} steps), without one part each:",
-            rows(record["ablation"]),
+            rows_of(record["ablation"]),
             footnote(record),
         ]
     )

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jkv.tasks.word_problems import NAMES, draw_word_problem, write_solution
+
 CITIES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Tokyo", "Quito", "Rome", "Dublin", "Kiev", "Accra", "Sofia")
-NAMES = ("Ann", "Ben", "Carl", "Dora", "Emma", "Fred", "Gina", "Hugo", "Iris", "Jack", "Kate", "Liam")
-OPENINGS = "Hmm, I should make sure.\n", "Wait, let me verify this.\n", "Let me check once more.\n"
-THINGS = ("apples", "books", "coins", "stamps", "shells", "marbles", "cards", "stones")
 NUM_FACTS = 3  # of a document of `doses`, each asked for
 TAIL = 96  # tokens of filler between the last fact and the first question: several compactions
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
@@ -184,33 +183,10 @@ def chains(tokenizer: Any, count: int, *, passes: Sequence[int] = (0, 2, 4), ste
     for i in range(count):
         for verified in passes:
             rng = np.random.default_rng([seed, i])
-            people, thing = rng.choice(NAMES, steps + 1, replace=False).tolist(), str(rng.choice(THINGS))
-            start, more = int(rng.integers(11, 60)), rng.integers(2, 30, steps).tolist()
-            problem = f"{people[0]} has {start} {thing}."
-            for j, extra in enumerate(more):
-                problem += f" {people[j + 1]} has {extra} more than {people[j]}."
-            problem += f" How many {thing} does {people[-1]} have?\n\nLet us go step by step.\n"
-            solution = "".join(one_pass(people, thing, start, more, done) + "\n" for done in range(verified))
-            last = one_pass(people, thing, start, more, verified) + f"So {people[-1]} has< {start + sum(more)}> {thing}.\n"
+            problem = draw_word_problem(rng, steps)
             name = f"{verified} verifications"
-            probes.append(marked(tokenizer, name, problem, solution.translate({60: None, 62: None}) + last))
+            probes.append(marked(tokenizer, name, problem.prompt, write_solution(problem, verified)))
     return probes
-
-
-def one_pass(people: Sequence[str], thing: str, start: int, more: Sequence[int], done: int) -> str:
-    """The steps of a solution (`done` is 0) or of a verification, in one of three wordings; numbers stand in <>."""
-    text = "" if done == 0 else OPENINGS[done % len(OPENINGS)]
-    text += f"{people[0]} has< {start}> {thing}.\n"
-    now = start
-    for other, who, extra in zip(people, people[1:], more, strict=False):
-        wordings = (
-            f"{who} has< {now}> +< {extra}> =",
-            f"Adding< {extra}> to what {other} has,< {now}>, gives {who}",
-            f"{who} has< {extra}> more than {other}, who has< {now}>, which is",
-        )
-        now += extra
-        text += f"{wordings[done % len(wordings)]}< {now}> {thing}.\n"
-    return text
 
 
 def marked(tokenizer: Any, group: str, prompt: str, text: str) -> Probe:

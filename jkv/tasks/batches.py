@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jkv.cache.attention import OPEN_END
-from jkv.tasks import chains, trails
+from jkv.tasks import chains, trails, word_problems
 from jkv.tasks.live_set import keep_live, live_slots, statements
 
 DRILLS = {"values": chains.draw_values, "steps": chains.draw_steps}
@@ -22,14 +22,14 @@ class Stage:
 
     Attributes:
       steps, rows, length: of the stage.
-      low, high: definitions of a chain, or sums of a trail.
+      low, high: definitions of a chain, sums of a trail, or steps of a word problem.
       max_doubts: cuts a chain's verification passes, whose tokens are easy copies: fewer, and more of a batch is reasoning.
       drills: the share of the sequences that are no problems but drills of what a small model learns last. For chains: `values`
         to look up, asked for at random, or the formulas and results of `steps`; for trails: facts to look up. Only these are
         targets.
       drill: which drills of chains, in equal shares.
       early: the share of the chains that ask for a variable before the last.
-      passes: the fewest and the most passes of a trail.
+      passes: the fewest and the most passes of a trail, or verifications of a word problem.
       branches: the most branches of a trail.
       sink: how strongly the loss draws the heads above the first layer to the text's first token, in nats.
       live: the share of the trails of which each query sees the first tokens, the live set and the last tokens alone, so that
@@ -115,7 +115,14 @@ def draw_trail(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[
     return with_end(tokenizer, tokenizer.encode(trail.prompt), trace)
 
 
-DRAWS = {"chains": draw_chain, "trails": draw_trail}
+def draw_word_problem(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
+    """A word problem with its solution, and which of its tokens are to be learnt."""
+    problem = word_problems.draw_word_problem(rng, int(rng.integers(stage.low, stage.high + 1)))
+    trace = word_problems.write_trace(problem, int(rng.integers(stage.passes[0], stage.passes[1] + 1)))
+    return with_end(tokenizer, tokenizer.encode(problem.prompt), tokenizer.encode(trace, add_special_tokens=False))
+
+
+DRAWS = {"chains": draw_chain, "trails": draw_trail, "words": draw_word_problem}
 
 
 def with_end(tokenizer: Any, prompt: list[int], trace: list[int]) -> tuple[list[int], list[bool]]:

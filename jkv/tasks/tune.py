@@ -1,0 +1,108 @@
+"""Fine-tunes any model on a task of ours until its time is up: `python -m jkv.tasks.tune smollm2-135m --out tuned`.
+
+The folder gets the model every `--save-seconds`, with a line in `tuned.jsonl`, and `problems.jsonl`, unseen problems of the
+task with their answers for `jkv eval --file`. A second start of the same command goes on with the model that was saved and with
+the time that was left; the optimiser starts anew.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jkv.checks import check_counts
+from jkv.model import checkpoint
+from jkv.model.params import Params
+from jkv.reports import append_text, json_lines, read_json_lines, write_text
+from jkv.tasks.batches import Stage, make_batch
+from jkv.tasks.chains import draw_problem
+from jkv.tasks.evaluate import HELD_OUT_SEED
+from jkv.tasks.optimizers import make_optimizer
+from jkv.tasks.train import train_step
+from jkv.tasks.word_problems import draw_word_problem
+
+STAGES = {"words": Stage(0, 8, 1024, 4, 10, passes=(0, 4)), "chains": Stage(0, 8, 1024, 3, 14)}
+WARM_UP = 50  # steps, in which the learning rate rises to its value
+REPORT_EVERY = 20  # steps
+
+
+def unseen_problems(task: str, count: int) -> list[dict[str, str]]:
+    """Problems that no training draws, with their answers."""
+    rng, stage = np.random.default_rng(HELD_OUT_SEED), STAGES[task]
+
+    def draw() -> Any:
+        if task == "chains":
+            return draw_problem(rng, stage.low, stage.high, stage.early)
+        return draw_word_problem(rng, int(rng.integers(stage.low, stage.high + 1)))
+
+    return [{"prompt": problem.prompt, "answer": problem.answer} for problem in (draw() for _ in range(count))]
+
+
+def tune(
+    params: Params,
+    tokenizer: Any,
+    task: str,
+    stage: Stage,
+    folder: Path,
+    *,
+    seconds: float,
+    save_seconds: float = 60.0,
+    rate: float = 1e-4,
+    seed: int = 0,
+) -> Params:
+    """The weights after so many seconds of training, those of earlier starts in the same folder included."""
+    optimizer = make_optimizer("adamw", ((0, rate / WARM_UP), (WARM_UP, rate)), 0.01)
+    log = folder / "tuned.jsonl"
+    before: dict[str, Any] = read_json_lines(log)[-1] if log.exists() else {"step": 0, "seconds": 0.0}
+    step, state = before["step"], optimizer.init(params)
+    began = time.monotonic() - before["seconds"]
+    saved = time.monotonic()
+    while time.monotonic() - began < seconds:
+        batch = make_batch(tokenizer, stage, (seed, step), task)
+        params, state, value, hits = train_step(optimizer, params, state, batch)
+        step += 1
+        is_last = time.monotonic() - began >= seconds
+        if step % REPORT_EVERY == 0 or is_last:
+            line = {"step": step, "loss": round(float(value), 5), "right": round(float(hits), 5)}  # waits for the device
+            print(line, flush=True)
+            if is_last or time.monotonic() - saved > save_seconds:
+                checkpoint.export(params, tokenizer, folder, dtype=jnp.float32)
+                append_text(log, json_lines([line | {"seconds": round(time.monotonic() - began, 1)}]))
+                saved = time.monotonic()
+    return params
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name")
+    parser.add_argument("--task", choices=STAGES, default="words", help="default: words, in English; chains for tiny-reasoner")
+    parser.add_argument("--minutes", type=float, default=10.0, help="default: %(default)s")
+    parser.add_argument("--rows", type=int, default=8, help="of a batch (default %(default)s)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a row (default %(default)s)")
+    parser.add_argument("--rate", type=float, default=1e-4, help="of learning (default %(default)s)")
+    parser.add_argument("--save-seconds", type=float, default=60.0, help="between two saved models (default %(default)s)")
+    parser.add_argument("--problems", type=int, default=500, help="unseen ones that are written (default %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the model")
+    options = parser.parse_args(argv)
+    try:
+        check_counts(rows=options.rows, length=options.length, problems=options.problems)
+    except ValueError as error:
+        parser.error(str(error))
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_text(options.out / "problems.jsonl", json_lines(unseen_problems(options.task, options.problems)))
+    is_resumed = (options.out / "tuned.jsonl").exists()
+    model = checkpoint.load(str(options.out) if is_resumed else options.model, dtype=jnp.float32)
+    stage = dataclasses.replace(STAGES[options.task], rows=options.rows, length=options.length)
+    settings = {"seconds": 60 * options.minutes, "save_seconds": options.save_seconds, "rate": options.rate}
+    tune(model.params, model.tokenizer, options.task, stage, options.out, **settings)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""The plan for half an hour of a GPU: stages end, are cut off or are skipped; and all of it at sizes of a test."""
+
+import json
+import os
+import tomllib
+
+import pytest
+
+from jkv.evaluation import gpu_plan
+from jkv.evaluation.gpu_plan import CONFIG, Stage, run_plan
+
+QUICK = ["timeit", "-n", "1", "-r", "1"]
+SHAPE = """
+family = "qwen2"
+vocab_size = 64
+width = 32
+num_layers = 2
+num_query_heads = 4
+num_kv_heads = 2
+head_size = 8
+mlp_width = 64
+max_positions = 4096
+qkv_bias = true
+"""
+COMPARISON = """
+budgets = ["34% each"]
+policies = ["random"]
+temperature = 0.6
+samples = 2
+max_new_tokens = 16
+protection = {sinks = 1, recent = 2}
+"""
+
+
+def test_a_stage_out_of_time_or_failed_does_not_stop_the_others_and_is_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_plan, "GRACE", 10.0)
+    slow = Stage("slow", 0.02, [*QUICK, "__import__('time').sleep(60)"])
+    plan = [slow, Stage("wrong", 1, [*QUICK, "1 / 0"]), Stage("quick", 1, [*QUICK, "pass"])]
+    record = run_plan(plan, tmp_path / "plan.json", os.environ)
+    assert {name: stage["ended"] for name, stage in record.items()} == {
+        "slow": "out of time",
+        "wrong": "failed (1)",
+        "quick": "done",
+    }
+    assert record["slow"]["seconds"] < 20
+    assert json.loads((tmp_path / "plan.json").read_text())["stages"] == record
+    again = run_plan([slow._replace(words=[*QUICK, "pass"]), *plan[1:]], tmp_path / "plan.json", os.environ)
+    assert again["slow"]["ended"] == "done"
+    assert again["quick"] == record["quick"]
+
+
+def test_the_comparison_has_ten_policies_and_contrasts_among_them():
+    config = tomllib.loads(CONFIG.read_text())
+    assert len(config["policies"]) == 10
+    assert {name for pair in config["contrasts"] for name in pair} <= {*config["policies"]}
+
+
+@pytest.mark.slow  # four processes
+def test_the_whole_plan_runs_on_a_cpu(tmp_path):
+    shape, config, out = tmp_path / "shape.toml", tmp_path / "small.toml", tmp_path / "out"
+    shape.write_text(SHAPE)
+    config.write_text(COMPARISON)
+    words = ["--model", "tiny-reasoner", "--task", "chains", "--problems", "2", "--tune-minutes", "0.01"]
+    words += ["--tune-options", "--rows 1 --length 64", "--config", str(config), "--small-shape", str(shape)]
+    words += ["--shape", str(shape), "--stress-minutes", "3", "--out", str(out)]
+    words += ["--bench-options", "--batches 2 --budget 32 --interval 16 --new-tokens 64 --most-rows 2"]
+    assert gpu_plan.main(words) == 0
+    (table,) = (out / "accuracy").glob("*.md")
+    assert "| random |" in table.read_text()
+    (stress,) = (out / "stress").glob("*.json")
+    assert any(row["part"] == "stress" and row.get("tokens_per_second") for row in json.loads(stress.read_text())["rows"])
+    assert {stage["ended"] for stage in json.loads((out / "plan.json").read_text())["stages"].values()} == {"done"}
