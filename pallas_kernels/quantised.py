@@ -131,6 +131,16 @@ def factors(x: Numbers) -> tuple[Float[Array, "..."], Float[Array, "..."] | None
     return (meant(x, x.dtype), x.scale) if isinstance(x, Quantised) else (x, None)
 
 
+def stored(kv: Any) -> Any:
+    """What a pool, or its shapes, stores of vectors: floats, or codes."""
+    return kv.codes if isinstance(kv, Quantised) else kv
+
+
+def scales_of(kv: Any) -> list[Any]:
+    """What a pool, or its shapes, stores beside them: nothing, or scales."""
+    return [kv.scale] if isinstance(kv, Quantised) else []
+
+
 def like(kv: Numbers, x: Float[Array, "*A H"]) -> Numbers:
     """Vectors in the form in which a pool stores them."""
     return quantise(x, kv.format, kv.dtype) if isinstance(kv, Quantised) else x.astype(kv.dtype)

@@ -5,6 +5,9 @@ eight rows, and its last block starts the fetch for the first block of the next 
 already. The table passes through scalar memory in such pieces, so scalar memory does not limit its size.
 
 Heads that do not fill the lanes of a tile are read from transposed pages, whose slots do. XLA stores such a pool that way.
+
+Codes of a quantised pool become numbers in vector memory alone. Their scales come beside them, a row of lanes for the keys of
+a page and one for its values, and multiply logits and probabilities.
 """
 
 import functools
@@ -16,6 +19,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.quantised import Numbers, Quantised, scales_of, stored
 
 BLOCK = 1280  # slots per buffer, or a page if that is larger; a row with a budget of 1024 is one block until it is compacted
 BLOCK_BYTES = 2 << 20  # of a buffer, at most, or a page if that is larger
@@ -30,13 +35,17 @@ MOST_VMEM = 12 << 20  # bytes of vector memory, of the 16 MiB that a kernel has
 
 def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, with_logits: bool = False) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    (page_size, head_size), max_pages, tile = kv.shape[2:], page_table.shape[1], 32 // kv.dtype.itemsize
+    (page_size, head_size), max_pages, tile = kv.shape[2:], page_table.shape[1], 32 // stored(kv).dtype.itemsize
     if kv.dtype not in (jnp.float32, jnp.bfloat16) or query.dtype != kv.dtype:
         return f"queries and pool must both be float32 or bfloat16; got {query.dtype} and {kv.dtype}"
+    if isinstance(kv, Quantised) and kv.format.name != "int8":
+        return f"quantised pages must be int8; got {kv.format.name}"
+    if isinstance(kv, Quantised) and page_size % LANES:
+        return f"a quantised page must be a multiple of {LANES} slots, for its scales; got {page_size}"
     if head_size % LANES and page_size % LANES:
         return f"the head size or the page size must be a multiple of {LANES}; got {head_size} and {page_size}"
     if head_size % tile or page_size % tile:
-        return f"heads and pages of {kv.dtype} must be multiples of {tile}; got {head_size} and {page_size}"
+        return f"heads and pages of {stored(kv).dtype} must be multiples of {tile}; got {head_size} and {page_size}"
     smem, vmem = memory(query, kv, max_pages, log_weight is not None, with_logits)
     if smem > MOST_SMEM:
         return f"lengths, and the tables of {ROWS} rows four times, must take at most {MOST_SMEM} bytes; got {smem}"
@@ -48,7 +57,7 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, 
 def pages_of_block(kv: Any, max_pages: int) -> int:
     """How many pages a buffer holds."""
     _, _, page_size, head_size = kv.shape
-    page_bytes = 2 * page_size * head_size * kv.dtype.itemsize
+    page_bytes = 2 * page_size * head_size * stored(kv).dtype.itemsize
     return max(1, min(BLOCK // page_size, BLOCK_BYTES // page_bytes, max_pages))
 
 
@@ -61,7 +70,7 @@ def memory(query: Any, kv: Any, max_pages: int, is_weighted: bool, with_logits: 
     lanes = head_size + -head_size % LANES
     row = 2 * group * lanes * itemsize + 4 * group * LANES  # query and output; a log-total takes all lanes
     row += 4 * (blocks + -blocks % SUBLANES) * block_pages * page_size * is_weighted + 4 * group * slots * with_logits
-    buffers = 4 * block_pages * page_size * head_size * itemsize
+    buffers = 4 * block_pages * page_size * (head_size * stored(kv).dtype.itemsize + 4 * len(scales_of(kv)))
     smem = 4 * (num_rows + -num_rows % ROWS) + 4 * ROWS * 4 * blocks * block_pages
     return smem, 2 * ROWS * row + buffers
 
@@ -69,7 +78,7 @@ def memory(query: Any, kv: Any, max_pages: int, is_weighted: bool, with_logits: 
 @functools.partial(jax.jit, static_argnames=("with_logits", "interpret"))
 def paged_attention(
     query: Float[Array, "R G H"],
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     page_table: Int[Array, "R MP"],
     length: Int[Array, " R"],
     log_weight: Float[Array, "R S"] | None,
@@ -82,8 +91,9 @@ def paged_attention(
     padded_rows, padded_pages = num_rows + -num_rows % ROWS, max_pages + -max_pages % block_pages
     padded_group, num_slots = group + -group % SUBLANES, padded_pages * page_size
     is_transposed = head_size % LANES != 0
+    pool, scales = stored(kv), scales_of(kv)
     if is_transposed:
-        kv = jnp.swapaxes(kv, 2, 3)  # as XLA stores it, so nothing moves
+        pool = jnp.swapaxes(pool, 2, 3)  # as XLA stores it, so nothing moves
 
     def pad(x: Array, *sizes: int) -> Array:
         return jnp.pad(x, [(0, size - old) for size, old in zip(sizes, x.shape, strict=True)])
@@ -104,9 +114,9 @@ def paged_attention(
         pl.BlockSpec((1, *table.shape[1:]), this, memory_space=pltpu.SMEM),
         pl.BlockSpec((1, *table.shape[1:]), following, memory_space=pltpu.SMEM),
         pl.BlockSpec((ROWS, padded_group, head_size), this),
-        pl.BlockSpec(memory_space=pl.ANY),
+        *[pl.BlockSpec(memory_space=pl.ANY) for _ in (pool, *scales)],
     ]
-    inputs = [table, table, pad(query, padded_rows, padded_group, head_size), kv]
+    inputs = [table, table, pad(query, padded_rows, padded_group, head_size), pool, *scales]
     if log_weight is not None:
         weight = pad(log_weight, padded_rows, num_slots).reshape(padded_rows, padded_pages // block_pages, -1)
         in_specs.append(pl.BlockSpec((ROWS, *weight.shape[1:]), this))
@@ -115,14 +125,14 @@ def paged_attention(
     if with_logits:
         shapes.append(((padded_group, num_slots), jnp.float32))
     outs = pl.pallas_call(
-        functools.partial(attend_rows, steps, is_transposed, log_weight is not None),
+        functools.partial(attend_rows, steps, is_transposed, bool(scales), log_weight is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(cores, steps),
             in_specs=in_specs,
             out_specs=[pl.BlockSpec((ROWS, *shape), this) for shape, _ in shapes],
             scratch_shapes=[
-                pltpu.VMEM((2, block_pages, *kv.shape[1:]), kv.dtype),
+                *[pltpu.VMEM((2, block_pages, *x.shape[1:]), x.dtype) for x in (pool, *scales)],
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
             ],
@@ -140,6 +150,7 @@ def paged_attention(
 def attend_rows(
     steps: int,
     is_transposed: bool,
+    is_quantised: bool,
     is_weighted: bool,
     # inputs
     length_smem_ref: Any,
@@ -149,9 +160,12 @@ def attend_rows(
     kv_hbm_ref: Any,
     *refs: Any,
 ) -> None:
-    """Attends for eight rows. The log-weights (an input) and the logits (an output) are optional."""
-    weight_vmem_ref, *others = refs if is_weighted else (None, *refs)
-    out_vmem_ref, log_total_vmem_ref, *logits_refs, buffer_vmem_ref, semaphores, which_smem_ref = others
+    """Attends for eight rows. Scales and log-weights (inputs), the logits (an output) and a buffer of scales are optional."""
+    *others, semaphores, which_smem_ref = refs
+    scale_hbm_ref, *others, scale_vmem_ref = others if is_quantised else (None, *others, None)
+    weight_vmem_ref, *others = others if is_weighted else (None, *others)
+    out_vmem_ref, log_total_vmem_ref, *logits_refs, buffer_vmem_ref = others
+    fetched = [(kv_hbm_ref, buffer_vmem_ref)] + ([(scale_hbm_ref, scale_vmem_ref)] if is_quantised else [])
     block_pages, padded_pages = buffer_vmem_ref.shape[1], table_smem_ref.shape[2] // ROWS
     page_size = kv_hbm_ref.shape[3 if is_transposed else 2]
     block, head_size = block_pages * page_size, query_vmem_ref.shape[2]
@@ -160,7 +174,7 @@ def attend_rows(
     first_row = (core * steps + step) * ROWS
     product = functools.partial(
         lax.dot_general,
-        precision=lax.Precision.HIGHEST if kv_hbm_ref.dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if query_vmem_ref.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
 
@@ -174,8 +188,9 @@ def attend_rows(
         num_pages, first = num_pages_of(row, index), local_row * padded_pages + index * block_pages
 
         def begin(i: Any, offset: int = 0) -> None:
-            page, place = table_ref[0, 0, first + i + offset], buffer_vmem_ref.at[which, i + offset]
-            pltpu.make_async_copy(kv_hbm_ref.at[page], place, semaphores.at[which]).start()
+            page = table_ref[0, 0, first + i + offset]
+            for hbm_ref, vmem_ref in fetched:
+                pltpu.make_async_copy(hbm_ref.at[page], vmem_ref.at[which, i + offset], semaphores.at[which]).start()
 
         def begin_several(group: Any, _: None) -> None:
             for offset in range(STARTED):
@@ -187,12 +202,17 @@ def attend_rows(
 
     def wait(num_pages: Any, which: Any) -> None:
         """Waits for as many bytes as that many pages have. A wait has a constant size: 13 pages are waits for 8, 4 and 1."""
+
+        def wait_for(size: int) -> None:
+            for _, vmem_ref in fetched:
+                pages = vmem_ref.at[which, pl.ds(0, size)]
+                pltpu.make_async_copy(pages, pages, semaphores.at[which]).wait()
+
         for bit in range(block_pages.bit_length()):
-            pages = buffer_vmem_ref.at[which, pl.ds(0, 1 << bit)]
-            pl.when((num_pages >> bit) & 1 == 1)(pltpu.make_async_copy(pages, pages, semaphores.at[which]).wait)
+            pl.when((num_pages >> bit) & 1 == 1)(functools.partial(wait_for, 1 << bit))
 
     def clear(num_pages: Any, num_filled: Any, which: Any) -> None:
-        """Writes zeros to the values of a block that no slot of the row fills: 0 * NaN is NaN."""
+        """Writes zeros to the values of a block that no slot of the row fills: 0 * NaN is NaN. No code of 8 bits is NaN."""
         last = lax.max(num_pages - 1, 0)
         value = buffer_vmem_ref[which, last, 1]
         slot = last * page_size + lax.broadcasted_iota(jnp.int32, value.shape, 1 - head_axis)
@@ -208,6 +228,10 @@ def attend_rows(
         if is_transposed:
             return jnp.concatenate([buffer_vmem_ref[which, i, part] for i in range(block_pages)], axis=1)
         return buffer_vmem_ref[which, :, part].reshape(block, head_size)
+
+    def scales_of_block(part: int, which: Any) -> Array:
+        """The scales of the keys (part 0) or values (1) of a buffer, in a row."""
+        return jnp.concatenate([scale_vmem_ref[which, i, part : part + 1] for i in range(block_pages)], axis=1)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -234,18 +258,20 @@ def attend_rows(
             num_pages, num_filled = num_pages_of(row, index), length - index * block
             start_following(index, 1 - which)
             wait(num_pages, which)
-            if weight_vmem_ref is None:
+            if not (is_weighted or is_quantised):
                 clear(num_pages, num_filled, which)
             key, value = (slots_of(part, which) for part in range(2))
+            key_factor = head_size**-0.5 * (scales_of_block(0, which) if is_quantised else 1)
             is_filled_1S = lax.broadcasted_iota(jnp.int32, (1, block), 1) < num_filled
-            logits_GS = product(query_GH, key, (((1,), (head_axis,)), ((), ()))) * head_size**-0.5
+            logits_GS = product(query_GH, key.astype(query_GH.dtype), (((1,), (head_axis,)), ((), ()))) * key_factor
             if weight_vmem_ref is not None:
                 weight_1S = weight_vmem_ref[local_row, pl.ds(index, 1), :]
                 logits_GS = logits_GS + weight_1S
                 weight_1S = jnp.where(is_filled_1S, weight_1S, -jnp.inf)
                 is_filled_1S = weight_1S > -jnp.inf
-                is_read = (weight_1S if is_transposed else weight_1S.reshape(block, 1)) > -jnp.inf
-                value = jnp.where(is_read, value, jnp.zeros_like(value))
+                if not is_quantised:
+                    is_read = (weight_1S if is_transposed else weight_1S.reshape(block, 1)) > -jnp.inf
+                    value = jnp.where(is_read, value, jnp.zeros_like(value))
             logits_GS = jnp.where(is_filled_1S, logits_GS, -jnp.inf)
             for logits_ref in logits_refs:
                 logits_ref[local_row, :, pl.ds(index * block, block)] = logits_GS
@@ -253,11 +279,14 @@ def attend_rows(
             base_G1 = jnp.where(new_peak_G1 == -jnp.inf, 0.0, new_peak_G1)  # the row reads nothing so far
             weight_GS, scale_G1 = jnp.exp(logits_GS - base_G1), jnp.exp(peak_G1 - base_G1)
             total_G1, out_GH = total_G1 * scale_G1, out_GH * scale_G1
+            value_scale_1S = jnp.where(is_filled_1S, scales_of_block(1, which), 0.0) if is_quantised else None
             for first in range(0, block, CHUNK):
                 last = min(first + CHUNK, block)
                 chunk_GS, chunk = weight_GS[:, first:last], lax.slice_in_dim(value, first, last, axis=1 - head_axis)
                 total_G1 = total_G1 + chunk_GS.sum(axis=1, keepdims=True)
-                out_GH = out_GH + product(chunk_GS.astype(value.dtype), chunk, (((1,), (1 - head_axis,)), ((), ())))
+                if value_scale_1S is not None:
+                    chunk_GS, chunk = chunk_GS * value_scale_1S[:, first:last], chunk.astype(query_GH.dtype)
+                out_GH = out_GH + product(chunk_GS.astype(chunk.dtype), chunk, (((1,), (1 - head_axis,)), ((), ())))
             return 1 - which, new_peak_G1, total_G1, out_GH
 
         group = query_GH.shape[0]

@@ -65,6 +65,13 @@ def test_a_row_takes_less_time_than_its_slots_from_memory(figures, target, call)
 
 
 @pytest.mark.parametrize("target", tpu_bundles.CHIPS)
+@pytest.mark.parametrize("options", ["", ", log-weights", ", log-weights, logits"])
+def test_a_row_of_codes_takes_less_time_than_its_numbers_from_memory(figures, target, options):
+    row, numbers = (figures[target]["attention"][f"page 128{form}{options}"] for form in (", int8", ""))
+    assert row["fetch"] + row["rest"] < numbers["hbm"]
+
+
+@pytest.mark.parametrize("target", tpu_bundles.CHIPS)
 def test_a_page_is_fetched_in_a_few_bundles(figures, target):
     assert figures[target]["attention"]["page 16"]["fetch"] <= 6 * (1152 // 16)
 

@@ -36,12 +36,17 @@ class Chip(NamedTuple):
 CHIPS = {"tpu-v5e": Chip(1.5, 819), "tpu-v6e": Chip(1.75, 1640)}
 LLAMA = MODELS["r1-llama-8b"]
 R_KV = Workload(batch=32, layers=1)  # 1152 slots a row
+INT8 = R_KV._replace(kv_format="int8", layers=None)  # XLA would place the scales of one layer in vector memory
 CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
     "page 128": (LLAMA, R_KV, {}),
     "page 16": (LLAMA, R_KV._replace(page_size=16), {}),
     "page 128, log-weights": (LLAMA, R_KV, {"weighted": True}),
     "page 128, log-weights, logits": (LLAMA, R_KV, {"weighted": True, "with_logits": True}),
     "page 128, head 64": (LLAMA._replace(head_size=64), R_KV, {}),
+    "page 128, int8": (LLAMA, INT8, {}),
+    "page 128, int8, log-weights": (LLAMA, INT8, {"weighted": True}),
+    "page 128, int8, log-weights, logits": (LLAMA, INT8, {"weighted": True, "with_logits": True}),
+    "page 128, int8, head 64": (LLAMA._replace(head_size=64), INT8, {}),
 }
 
 
@@ -112,7 +117,7 @@ def attention_row(loops: tuple[Loop, ...], block_pages: int, num_pages: int) -> 
     (step,) = loops
     row = next(loop for loop in step.inner if any(block.inner for block in loop.inner))
     (block,) = row.inner
-    group, one = (next(loop for loop in block.inner if loop.fetches == n) for n in (attention.STARTED, 1))
+    group, one, *_ = (loop for loop in block.inner if loop.fetches)  # those of the row's next block, then the next step's
     clear = [loop for loop in block.inner if not loop.fetches]
     groups, ones = divmod(num_pages, attention.STARTED)
     rest = row.bundles + block.bundles + sum(loop.once for loop in clear) * (block_pages - num_pages)
@@ -147,7 +152,7 @@ def attention_figures(dump: Dump, target: str, call: str) -> Row:
     run = jax.jit(lambda *args: attention.paged_attention.__wrapped__(*args, with_logits=with_logits))
     loops = dump.loops(target, "paged_attention", run.trace, *args)
     num_pages = workload.max_pages()
-    num_bytes = 2 * workload.slots * model.head_size * jnp.dtype(workload.dtype).itemsize
+    num_bytes = 2 * workload.slots * workload.vector_bytes(model)
     cycles = round(num_bytes / chip.hbm_gb_per_s * chip.clock_ghz)
     return Row(*attention_row(loops, attention.pages_of_block(args[1], num_pages), num_pages), cycles)
 

@@ -12,16 +12,33 @@ import pytest
 import pallas_kernels as kernels
 from pallas_kernels import dispatch
 from pallas_kernels.models import ModelShape, Workload
+from pallas_kernels.paged_attention import tpu as paged_attention_tpu
 from pallas_kernels.quantised import FORMATS, Quantised, dequantise, quantise, straight_through, vector_bytes
+from tests.pallas_kernels import tpu_interpreter
 
 MODEL = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_size=64)
 SMALL = Workload(batch=3, slots=80, page_size=16, dtype=jnp.float32)
+WIDE, LARGE = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)  # what a TPU's tiles take
 EACH_FORMAT = pytest.mark.parametrize("name", FORMATS)
+QUANTISED = ["paged_attention"]  # kernels that take codes on a TPU too
 
 
-def arguments(kernel, name, **options):
+def each_implementation(*names):
+    """A format and an implementation; on a TPU, int8 alone."""
+    pairs = [(name, implementation) for implementation in names for name in FORMATS if (name, implementation) != ("fp8", "tpu")]
+    return pytest.mark.parametrize(("name", "implementation"), pairs)
+
+
+def sizes(implementation):
+    """A model and a workload that an implementation takes."""
+    return (WIDE, LARGE) if implementation == "tpu" else (MODEL, SMALL)
+
+
+def arguments(kernel, name, implementation, **options):
     """Real arguments of a kernel with a quantised pool, whose first page's scales are NaN: nobody may read it."""
-    pool, *rest = put_first(kernel, kernels.KERNELS[kernel].shapes.values(MODEL, SMALL._replace(kv_format=name), **options))
+    model, workload = sizes(implementation)
+    args = kernels.KERNELS[kernel].shapes.values(model, workload._replace(kv_format=name), **options)
+    pool, *rest = put_first(kernel, args)
     return Quantised(pool.codes, pool.scale.at[0].set(jnp.nan), pool.format, pool.dtype), rest
 
 
@@ -36,6 +53,12 @@ def run(kernel, implementation, pool, rest):
     if implementation == "gpu":
         gpu = importlib.import_module(f"pallas_kernels.{kernel}.gpu")
         return gpu.__dict__[kernel](*args, interpret=True)
+    if implementation == "tpu":
+        tpu = importlib.import_module(f"pallas_kernels.{kernel}.tpu")
+        settings = {"with_logits": False} if kernel == "paged_attention" else {}
+        assert tpu.why_not(*args, **settings) is None
+        with tpu_interpreter.watched() as interpreter:
+            return jax.block_until_ready(tpu.__dict__[kernel](*args, **settings, interpret=interpreter))
     return jax.jit(functools.partial(getattr(kernels, kernel), implementation=implementation))(*args)
 
 
@@ -82,30 +105,58 @@ def test_gradients_pass_straight_through():
         )
 
 
-@EACH_FORMAT
-@pytest.mark.parametrize("implementation", ["reference", "cpu", "native", "gpu"])
+@each_implementation("reference", "cpu", "native", "gpu", "tpu")
 @pytest.mark.parametrize("weighted", [False, True])
 def test_attention_to_codes_is_attention_to_their_numbers(name, implementation, weighted):
-    pool, (query, table, length, weight) = arguments("paged_attention", name, weighted=weighted)
+    pool, (query, table, length, weight) = arguments("paged_attention", name, implementation, weighted=weighted)
     length = length.at[:4].set(jnp.asarray([0, 1, 17, 79]))
+    scale = pool.scale.at[table[1, 0], :, 1:].set(jnp.nan)  # of stale slots
     if weighted:
         weight = weight.at[:, 3].set(-jnp.inf)
+        scale = scale.at[table[:, 0], :, 3].set(jnp.nan)  # of vacant ones
+    pool = Quantised(pool.codes, scale, pool.format, pool.dtype)
     rest = query, table, length, weight
     native = kernels.KERNELS["paged_attention"].implementations["native"]
     if implementation == "native" and (reason := dispatch.reason_against(native, query, pool, *rest[1:])):
         pytest.skip(reason)
     got, want = run("paged_attention", implementation, pool, rest), run("paged_attention", "reference", dequantise(pool), rest)
     for x, y in zip(got[:2], want[:2], strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(x, y, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_tpu_reads_codes_of_narrow_heads(weighted):
+    """From transposed pages; with logits."""
+    workload = LARGE._replace(kv_format="int8")
+    query, pool, *rest = kernels.KERNELS["paged_attention"].shapes.values(MODEL, workload, weighted=weighted)
+    rest[1] = rest[1].at[:4].set(jnp.asarray([0, 1, 17, 129]))
+    rest = rest if weighted else [*rest[:2], None]
+    assert paged_attention_tpu.why_not(query, pool, *rest) is None
+    with tpu_interpreter.watched() as interpreter:
+        got = paged_attention_tpu.paged_attention(query, pool, *rest, with_logits=True, interpret=interpreter)
+    want = kernels.paged_attention(query, dequantise(pool), *rest, with_logits=True, implementation="reference")
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=5e-6, atol=5e-6)
+
+
+def test_what_the_tpu_s_attention_cannot_take_of_codes_is_named():
+    def reason(model, workload):
+        return paged_attention_tpu.why_not(*kernels.KERNELS["paged_attention"].shapes.arguments(model, workload))
+
+    assert reason(WIDE, LARGE._replace(kv_format="fp8")) == "quantised pages must be int8; got fp8"
+    assert "multiple of 128 slots, for its scales; got 16" in reason(WIDE, SMALL._replace(kv_format="int8"))
+    assert "heads and pages of int8 must be multiples of 32; got 48" in reason(
+        MODEL._replace(head_size=48), LARGE._replace(kv_format="int8")
+    )
 
 
 @EACH_FORMAT
 @pytest.mark.parametrize("implementation", ["reference", "gpu"])
 def test_a_new_token_is_quantised_once_it_is_rotated(name, implementation):
-    pool, rest = arguments("rotate_append", name)
+    pool, rest = arguments("rotate_append", name, implementation)
     got, query, ring = run("rotate_append", implementation, pool, rest)
     want, other_query, other_ring = run("rotate_append", "reference", dequantise(pool), rest)
-    page, offset = np.divmod(np.asarray(rest[3]), SMALL.page_size)
+    page, offset = np.divmod(np.asarray(rest[3]), pool.shape[2])
     own = quantise(want[page, :, offset], FORMATS[name])
     # A number at the border of two codes may get either: rotations round differently.
     is_equal = np.asarray(got.codes[page, :, offset]) == np.asarray(own.codes)
@@ -120,7 +171,7 @@ def test_a_new_token_is_quantised_once_it_is_rotated(name, implementation):
 @EACH_FORMAT
 @pytest.mark.parametrize("implementation", ["reference", "gpu"])
 def test_slots_move_with_their_scales(name, implementation):
-    pool, rest = arguments("take_slots", name)
+    pool, rest = arguments("take_slots", name, implementation)
     got, want = run("take_slots", implementation, pool, rest), run("take_slots", "reference", dequantise(pool), rest)
     np.testing.assert_array_equal(dequantise(got)[1:], want[1:])
     assert (np.asarray(got.codes)[1:] != np.asarray(pool.codes)[1:]).any()
@@ -129,7 +180,7 @@ def test_slots_move_with_their_scales(name, implementation):
 @EACH_FORMAT
 @pytest.mark.parametrize("implementation", ["reference", "gpu"])
 def test_distances_are_those_of_the_numbers(name, implementation):
-    pool, rest = arguments("block_distance", name, pairs=5, turned=True)
+    pool, rest = arguments("block_distance", name, implementation, pairs=5, turned=True)
     got = run("block_distance", implementation, pool, rest)
     np.testing.assert_allclose(got, run("block_distance", "reference", dequantise(pool), rest), rtol=1e-4)
 
@@ -137,11 +188,11 @@ def test_distances_are_those_of_the_numbers(name, implementation):
 @pytest.mark.parametrize("kernel", ["paged_attention", "rotate_append", "take_slots", "block_distance"])
 def test_an_implementation_without_codes_is_refused_and_not_chosen(kernel):
     table = kernels.KERNELS[kernel].implementations
-    args = kernels.KERNELS[kernel].shapes.arguments(MODEL, SMALL._replace(kv_format="int8"))
+    args = kernels.KERNELS[kernel].shapes.arguments(WIDE, LARGE._replace(kv_format="int8"))
     for name, implementation in table.items():
         reason = dispatch.reason_against(implementation, *args)
         assert (reason == "it does not take quantised pages") == (not implementation.reads_codes and name != "reference")
-    assert dispatch.best(table, "tpu", *args) == "reference"
+    assert dispatch.best(table, "tpu", *args) == ("tpu" if kernel in QUANTISED else "reference")
     assert dispatch.best(table, "cuda", *args) == "gpu"
 
 
