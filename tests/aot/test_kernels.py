@@ -37,7 +37,8 @@ def test_a_real_call_compiles(kernel, case, target, model, page_size):
     args, platform = shapes.arguments(MODELS[model], workload, **case.options), targets.TARGETS[target][0]
     chosen = best(implementations, platform, *args)
     if chosen == "reference":
-        assert model == "tiny-reasoner"  # whose heads are narrow
+        has_none = not any(one.reads_codes for one in implementations.values() if one.platform == platform)
+        assert model == "tiny-reasoner" or ("kv_format" in case.workload and has_none)  # narrow heads, or quantised pages
         return
     run = functools.partial(call, implementation=None)
     compiled = targets.compile_kernel(target, gradients(run) if case.is_gradient else run, args)
