@@ -140,6 +140,32 @@ def said_of_formats():
     ]
 
 
+def said_of_parts_of_foresight():
+    """The words on the accuracy of foresight's parts that hold figures, and what they say of contrasts."""
+    every = json.loads((ROOT / "results" / "ablate-foresight-tiny-reasoner.json").read_text())["outcomes"]
+    right = {(one["policy"], one["share"]): f"{100 * one['accuracy']:.1f} %" for one in every}
+    lines = [cells for cells in cells_of("ablate-foresight-tiny-reasoner") if " - " in cells[0]]
+    assert len(lines) == 10
+    found = {(pair.removeprefix("whole - "), budget.partition("(")[2][:2]): (words, p) for pair, budget, words, _, p in lines}
+    holds = {key for key, (_, p) in found.items() if float(p.removeprefix("< ")) < 0.05}
+    parts = ("no-age", "no-key", "power-1", "hidden-4")
+    assert holds == {*((part, "15") for part in parts), ("no-key", "25"), ("hidden-4", "25")}
+    points = {key: words.split()[0].lstrip("+") for key, (words, _) in found.items()}
+    age, key, target, hidden = (found[part, "15"][0].replace("+", "") for part in parts)
+    values = [found["no-value", budget][0] for budget in ("15", "25")]
+    fewer = [f"{words.split()[0].lstrip('-')}" for words in values]
+    ends = [words.partition(" ")[2] for words in values]
+    return [
+        f"At 15 % of the length {right['whole', 0.15]} are right",
+        f"the age {age.replace(' (', ' points (')}, the key {key}, squared attention as the target {target}",
+        f"32 hidden units over 4 {hidden}",
+        f"At 25 % the key ({points['no-key', '25']}) and the hidden units ({points['hidden-4', '25']}) hold",
+        f"the age ({points['no-age', '25']}, p of {found['no-age', '25'][1]}) and the target ({points['power-1', '25']})",
+        f"with it {fewer[0]} points fewer are right at 15 % {ends[0]} and {fewer[1]} fewer at 25 % {ends[1]}",
+        f"The oracle answers {right['oracle', 0.15]} and {right['oracle', 0.25]}",
+    ]
+
+
 def outcomes_of(name):
     """The outcomes of a comparison on tiny-reasoner without budgets, or with the first of them, by policy."""
     every = json.loads((ROOT / "results" / f"{name}-tiny-reasoner.json").read_text())["outcomes"]
@@ -257,7 +283,8 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
         f"{rotated['median_same']:.1f} and {rotated['median_other']:.1f}",
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
-    said += said_of_sharing() + said_of_a_real_model() + said_of_protection() + said_of_facts() + said_of_formats()
+    said += said_of_parts_of_foresight() + said_of_sharing() + said_of_a_real_model() + said_of_protection()
+    said += said_of_facts() + said_of_formats()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 
