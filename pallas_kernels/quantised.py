@@ -83,14 +83,18 @@ def quantise(x: Float[Array, "*A H"], format: Format, dtype: Any = None) -> Quan
 
 def codes_of(x: Float[Array, "*A H"], format: Format) -> tuple[Array, Float[Array, "*A"]]:
     """The codes of float32 vectors as they are stored, and their scales."""
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), SMALLEST) * (1 / format.most)  # XLA would turn a division into this
-    codes = jnp.clip(x / scale[..., None], -format.most, format.most)
-    if format.meant == "int8":
-        codes = nearest(codes)
+    codes, scale = rounded(x, format)
     codes = codes.astype(format.meant)
     if format.stored != format.meant:
         codes = jax.lax.bitcast_convert_type(codes, jnp.dtype(format.stored))
     return codes, scale
+
+
+def rounded(x: Float[Array, "*A H"], format: Format) -> tuple[Float[Array, "*A H"], Float[Array, "*A"]]:
+    """The codes of float32 vectors as float32, which a conversion to another float has yet to round, and their scales."""
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), SMALLEST) * (1 / format.most)  # XLA would turn a division into this
+    codes = jnp.clip(x / scale[..., None], -format.most, format.most)
+    return nearest(codes) if format.meant == "int8" else codes, scale
 
 
 def nearest(x: Float[Array, "..."]) -> Float[Array, "..."]:

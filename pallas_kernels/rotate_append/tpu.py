@@ -2,7 +2,8 @@
 
 A slot is one sublane of a packed tile, which a DMA cannot write alone. So the tile around each slot is read, changed and
 written back. The reads of all rows and heads start before the rotation and are waited for after it. No two tokens share a
-page, so their tiles do not overlap. Tokens of the null page are not stored.
+page, so their tiles do not overlap. Tokens of the null page are not stored. A quantised pool has tiles of codes and rows of
+scales.
 """
 
 import functools
@@ -13,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
+
+from pallas_kernels.quantised import Format, Numbers, Quantised, rounded, scales_of, stored
 
 LANES = 128
 SUBLANES = 8
@@ -26,9 +29,13 @@ def why_not(
     kv: Any, projected: Any, cos: Any, sin: Any, address: Any, ring: Any = None, ring_at: Any = None, layer: Any = None
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    (num_rows, _, head_size), page_size, tile = projected.shape, kv.shape[2], 32 // kv.dtype.itemsize
+    (num_rows, _, head_size), page_size, tile = projected.shape, kv.shape[2], tile_of(kv)
     if kv.dtype not in (jnp.float32, jnp.bfloat16) or projected.dtype != kv.dtype:
         return f"heads and pool must both be float32 or bfloat16; got {projected.dtype} and {kv.dtype}"
+    if isinstance(kv, Quantised) and kv.format.name != "int8":
+        return f"quantised pages must be int8; got {kv.format.name}"
+    if isinstance(kv, Quantised) and page_size % LANES:
+        return f"a quantised page must be a multiple of {LANES} slots, for its scales; got {page_size}"
     if head_size % LANES:
         return f"the head size must be a multiple of {LANES}; got {head_size}"
     if page_size % tile:
@@ -42,18 +49,23 @@ def why_not(
     return None
 
 
+def tile_of(kv: Any) -> int:
+    """Slots of a tile: 32 bytes of each channel."""
+    return int(32 // stored(kv).dtype.itemsize)
+
+
 def row_bytes(projected: Any, kv: Any, num_kv_heads: int) -> int:
     """Bytes of vector memory for a row: its heads and rotated queries, double-buffered, its tiles, and their new slots."""
     _, num_heads, head_size = projected.shape
-    itemsize = kv.dtype.itemsize
-    tile = 32 // itemsize
-    heads, new = num_heads + -num_heads % tile, 2 * num_kv_heads + -2 * num_kv_heads % SUBLANES
-    return int(head_size * (4 * heads * itemsize + 2 * num_kv_heads * tile * itemsize + 4 * new))
+    itemsize = projected.dtype.itemsize
+    heads, new = num_heads + -num_heads % (32 // itemsize), 2 * num_kv_heads + -2 * num_kv_heads % SUBLANES
+    scales = 4 * LANES * (2 * num_kv_heads + new) * len(scales_of(kv))
+    return int(head_size * (4 * heads * itemsize + 2 * num_kv_heads * 32 + 4 * new)) + scales
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def rotate_append(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     projected: Float[Array, "B heads H"],
     cos: Float[Array, "B half"],
     sin: Float[Array, "B half"],
@@ -62,11 +74,11 @@ def rotate_append(
     ring_at: Int[Array, " B"] | None = None,
     layer: Int[Array, ""] | int | None = None,
     interpret: Any = False,
-) -> tuple[Float[Array, "P 2 page H"], Float[Array, "B N H"], Float[Array, "C N H"] | None]:
+) -> tuple[Numbers, Float[Array, "B N H"], Float[Array, "C N H"] | None]:
     """See `pallas_kernels.rotate_append`."""
     address = address if layer is None else address[layer]
     (num_rows, num_heads, head_size), num_kv_heads = projected.shape, address.shape[1]
-    num_query_heads, half, tile = num_heads - 2 * num_kv_heads, cos.shape[1], 32 // kv.dtype.itemsize
+    num_query_heads, half, tile = num_heads - 2 * num_kv_heads, cos.shape[1], tile_of(kv)
     steps = pl.cdiv(num_rows, max(1, STEP_BYTES // row_bytes(projected, kv, num_kv_heads)))
     rows = pl.cdiv(num_rows, steps)
 
@@ -85,10 +97,13 @@ def rotate_append(
     hbm = pl.BlockSpec(memory_space=pl.ANY)
     # XLA stores a ring whose heads do not fill its tiles in another order, and would copy it for the kernel.
     kernel_ring = ring if num_query_heads % SUBLANES == 0 else None
-    pools = [x for x in (kv, kernel_ring) if x is not None]
+    pool, treedef = jax.tree.flatten(kv)  # numbers, or codes and scales
+    pools = [*pool, *([] if kernel_ring is None else [kernel_ring])]
+    format = kv.format if isinstance(kv, Quantised) else None
+    tiles = rows * num_kv_heads
     places = jnp.zeros_like(address[:, 0]) if ring_at is None else ring_at
-    query, kv, *rings = pl.pallas_call(
-        functools.partial(rotate_rows, half, num_rows, rows, num_kv_heads),
+    query, *updated = pl.pallas_call(
+        functools.partial(rotate_rows, half, num_rows, rows, num_kv_heads, format),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=(steps,),
@@ -99,8 +114,10 @@ def rotate_append(
             ],
             out_specs=[pl.BlockSpec((rows, num_query_heads, head_size), this), *[hbm for _ in pools]],
             scratch_shapes=[
-                pltpu.VMEM((rows * num_kv_heads, 2, tile, head_size), kv.dtype),
-                pltpu.VMEM((rows, 2 * num_kv_heads, head_size), jnp.float32),
+                pltpu.VMEM((tiles, 2, tile, head_size), stored(kv).dtype),
+                *[pltpu.VMEM((tiles, 2, LANES), jnp.float32) for _ in scales_of(kv)],
+                pltpu.VMEM((rows, 2 * num_kv_heads, head_size), jnp.float32 if format is None else jnp.int32),
+                *[pltpu.VMEM((rows, 2 * num_kv_heads, LANES), jnp.float32) for _ in scales_of(kv)],
                 pltpu.SemaphoreType.DMA((3,)),
             ],
         ),
@@ -116,8 +133,8 @@ def rotate_append(
     )(pad(address).reshape(-1), pad(places), pad(projected), pad(factors), *pools)
     query = query[:num_rows]
     if ring is not None:
-        ring = rings[0] if rings else ring.at[ring_at].set(query)
-    return kv, query, ring
+        ring = ring.at[ring_at].set(query) if kernel_ring is None else updated[-1]
+    return jax.tree.unflatten(treedef, updated[: len(pool)]), query, ring
 
 
 def rotate_rows(
@@ -125,6 +142,7 @@ def rotate_rows(
     num_rows: int,
     rows: int,
     num_kv_heads: int,
+    format: Format | None,
     # inputs
     address_smem_ref: Any,
     ring_at_smem_ref: Any,
@@ -133,9 +151,12 @@ def rotate_rows(
     *refs: Any,
 ) -> None:
     """Rotates and stores some rows. The pool and the ring, if there is one, are the same as the inputs before."""
-    *pools, tile_vmem_ref, new_vmem_ref, semaphores = refs
-    query_vmem_ref, kv_hbm_ref, *rings = pools[len(pools) // 2 :]
-    num_queries, page_size, tile = query_vmem_ref.shape[1], kv_hbm_ref.shape[2], tile_vmem_ref.shape[2]
+    *others, semaphores = refs
+    arrays = 1 if format is None else 2  # of the pool: numbers, or codes and scales
+    *others, tile_refs, new_refs = *others[: -2 * arrays], others[-2 * arrays : -arrays], others[-arrays:]
+    query_vmem_ref, *updated = others[len(others) // 2 :]
+    pool_refs, rings = updated[:arrays], updated[arrays:]
+    num_queries, page_size = query_vmem_ref.shape[1], pool_refs[0].shape[2]
     first_row = pl.program_id(0) * rows
     num_real = lax.min(num_rows - first_row, rows)
     reads, writes, ring_writes = (semaphores.at[i] for i in range(3))
@@ -143,19 +164,31 @@ def rotate_rows(
     def address_of(row: Any, head: int) -> Any:
         return address_smem_ref[(first_row + row) * num_kv_heads + head]
 
-    def tile_of(row: Any, head: int) -> tuple[Any, Any]:
-        """The tile around a slot, in the pool and in vector memory."""
+    def copies_of(row: Any, head: int, is_write: bool) -> list[Any]:
+        """The copies that read or write the tiles around a slot."""
         page, offset = divided(address_of(row, head), page_size)
-        first = pl.multiple_of(offset - divided(offset, tile)[1], tile)
-        return kv_hbm_ref.at[page, :, pl.ds(first, tile)], tile_vmem_ref.at[row * num_kv_heads + head]
+        copies = []
+        for pool_ref, tile_ref in zip(pool_refs, tile_refs, strict=True):
+            tile = tile_ref.shape[2]
+            first = pl.multiple_of(offset - divided(offset, tile)[1], tile)
+            ends = pool_ref.at[page, :, pl.ds(first, tile)], tile_ref.at[row * num_kv_heads + head]
+            copies.append(pltpu.make_async_copy(*(ends[::-1] if is_write else ends), writes if is_write else reads))
+        return copies
+
+    def start(row: Any, head: int, copies: list[Any]) -> None:
+        """Starts the copies of a slot, if it is stored."""
+
+        @pl.when(is_stored(row, head))
+        def _() -> None:
+            for copy in copies:
+                copy.start()
 
     def is_stored(row: Any, head: int) -> Any:
         return address_of(row, head) >= page_size
 
     def read(row: Any, num_stored: Any) -> Any:
         for head in range(num_kv_heads):
-            place, own = tile_of(row, head)
-            pl.when(is_stored(row, head))(pltpu.make_async_copy(place, own, reads).start)
+            start(row, head, copies_of(row, head, is_write=False))
             num_stored += is_stored(row, head).astype(jnp.int32)
         return num_stored
 
@@ -167,21 +200,36 @@ def rotate_rows(
         is_value = lax.broadcasted_iota(jnp.int32, x.shape, 0) >= num_queries + num_kv_heads
         out = jnp.where(is_rotated & ~is_value, turned, x).astype(query_vmem_ref.dtype)
         query_vmem_ref[row] = out[:num_queries]
-        new_vmem_ref[row] = out[num_queries:].astype(jnp.float32)
+        new = out[num_queries:].astype(jnp.float32)
+        if format is not None:
+            new, scale = rounded(new, format)
+            new, new_refs[1][row] = new.astype(jnp.int32) & 0xFF, jnp.broadcast_to(scale[:, None], new_refs[1].shape[1:])
+        new_refs[0][row] = new
 
     def write(row: Any, _: None) -> None:
         for head in range(num_kv_heads):
-            (place, own), (_, offset) = tile_of(row, head), divided(address_of(row, head), tile)
+            copies, own, address = copies_of(row, head, is_write=True), row * num_kv_heads + head, address_of(row, head)
+            tile_ref, *scale_refs = tile_refs
+            _, offset = divided(address, tile_ref.shape[2])
             for part in range(2):
-                new_1H = new_vmem_ref[row, pl.ds(part * num_kv_heads + head, 1)]
-                own[part] = replaced(own[part], new_1H, offset)
-            pl.when(is_stored(row, head))(pltpu.make_async_copy(own, place, writes).start)
+                new_1H = new_refs[0][row, pl.ds(part * num_kv_heads + head, 1)]
+                tile_ref[own, part] = replaced(tile_ref[own, part], new_1H, offset)
+            for scale_ref in scale_refs:
+                new_2X = new_refs[1][row, pl.ds(head, 2, stride=num_kv_heads)]
+                is_own_2X = lax.broadcasted_iota(jnp.int32, new_2X.shape, 1) == divided(address, LANES)[1]
+                scale_ref[own] = jnp.where(is_own_2X, new_2X, scale_ref[own])
+            start(row, head, copies)
 
     def wait(num_tiles: Any, semaphore: Any) -> None:
         """Waits for that many tiles. A wait has a constant size: 13 tiles are waits for 8, 4 and 1."""
+
+        def wait_for(size: int) -> None:
+            for tile_ref in tile_refs:
+                some = tile_ref.at[pl.ds(0, size)]
+                pltpu.make_async_copy(some, some, semaphore).wait()
+
         for bit in range((rows * num_kv_heads).bit_length()):
-            some = tile_vmem_ref.at[pl.ds(0, 1 << bit)]
-            pl.when((num_tiles >> bit) & 1 == 1)(pltpu.make_async_copy(some, some, semaphore).wait)
+            pl.when((num_tiles >> bit) & 1 == 1)(functools.partial(wait_for, 1 << bit))
 
     def ring_copy(row: Any) -> Any:
         place = rings[0].at[ring_at_smem_ref[first_row + row]]
@@ -214,10 +262,17 @@ def partners(x: Float[Array, "heads H"], half: int) -> Float[Array, "heads H"]:
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 1) < half, later, pltpu.roll(x, half, 1))
 
 
-def replaced(old: Float[Array, "tile H"], new: Float[Array, "1 H"], offset: Any) -> Float[Array, "tile H"]:
-    """A tile with another slot at an offset. Two slots of 16 bits are one word, the even one in its lower half."""
+def replaced(old: Shaped[Array, "tile H"], new: Shaped[Array, "1 H"], offset: Any) -> Shaped[Array, "tile H"]:
+    """A tile with another slot at an offset. Two slots of 16 bits are one word, the even one in its lower half; four codes too.
+
+    Codes come as the lowest bytes of words, numbers in float32.
+    """
     if old.dtype == jnp.float32:
         return jnp.where(lax.broadcasted_iota(jnp.int32, old.shape, 0) == offset, new, old)
+    if old.dtype == jnp.int8:
+        words, shift = pltpu.bitcast(old, jnp.int32), 8 * (offset & 3)
+        is_place = lax.broadcasted_iota(jnp.int32, words.shape, 0) == offset >> 2
+        return pltpu.bitcast(jnp.where(is_place, words & ~(0xFF << shift) | new << shift, words), old.dtype)
     index, parity = divided(offset, 2)
     words, word = pltpu.bitcast(old, jnp.uint32), pltpu.bitcast(new, jnp.uint32)  # whose lower half is empty
     kept = jnp.where(parity == 1, jnp.uint32(0xFFFF), jnp.uint32(0xFFFF0000))

@@ -77,9 +77,10 @@ def test_a_page_is_fetched_in_a_few_bundles(figures, target):
 
 
 @pytest.mark.parametrize("target", tpu_bundles.CHIPS)
-def test_a_row_s_slots_are_stored_in_a_fifth_of_a_scatter_s_bundles(figures, target):
+@pytest.mark.parametrize(("call", "share"), [("append", 5), ("append int8", 4)], ids=["numbers, a fifth", "codes, a quarter"])
+def test_a_row_s_slots_are_stored_in_a_part_of_a_scatter_s_bundles(figures, target, call, share):
     assert tpu_bundles.LLAMA.num_kv_heads == 8  # 16 slots, keys and values
-    assert figures[target]["append"] <= SCATTER // 5
+    assert figures[target][call] <= SCATTER // share
 
 
 @pytest.mark.parametrize("target", tpu_bundles.CHIPS)
@@ -94,27 +95,30 @@ def test_narrow_heads_are_read_where_xla_stores_them(target, head_size, dtype):
 
 
 @pytest.mark.parametrize("target", tpu_bundles.CHIPS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "kv_format"),
+    [*((dtype, size, None) for dtype in ("float32", "bfloat16") for size in (16, 128)), ("bfloat16", 128, "int8")],
+)
 @pytest.mark.parametrize("model", ["r1-llama-8b", "r1-qwen-7b"])
-def test_slots_are_stored_without_a_scatter_or_a_copy_of_the_pool(target, model, page_size, dtype):
+def test_slots_are_stored_without_a_scatter_or_a_copy_of_the_pool(target, model, dtype, page_size, kv_format):
     """The second model's 28 query heads do not fill the tiles of a ring: XLA stores them in it."""
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     sharding, (_, heads, kv_heads, head_size) = targets.sharding_of(target), MODELS[model]
-    rows, workload = 100, Workload(batch=100, page_size=page_size, layers=1, dtype=dtype)
+    rows, workload = 100, Workload(100, page_size=page_size, layers=1, dtype=dtype, kv_format=kv_format)
 
     def of(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    kv, angles = workload.pool(MODELS[model]), of(jnp.float32, rows, head_size // 2)
+    kv = jax.tree.map(lambda x: of(x.dtype, *x.shape), workload.pool(MODELS[model]))
+    angles = of(jnp.float32, rows, head_size // 2)
     ring = of(dtype, 64 * rows, heads, head_size)
     projected, address = of(dtype, rows, heads + 2 * kv_heads, head_size), of(jnp.int32, rows, kv_heads)
-    args = of(dtype, *kv.shape), projected, angles, angles, address, ring, of(jnp.int32, rows)
+    args = kv, projected, angles, angles, address, ring, of(jnp.int32, rows)
     assert append.why_not(*args) is None
     run = jax.jit(append.rotate_append.__wrapped__, donate_argnums=(0, 5))
     text = targets.compile_for(target, run.trace, *args).as_text()
     assert text.count("tpu_custom_call") == 1
-    assert not find_copies(text, kv.shape)
+    assert not any(find_copies(text, x.shape) for x in jax.tree.leaves(kv))
     assert not find_copies(text, ring.shape)
     assert text.count(" scatter(") == (heads % 8 != 0)

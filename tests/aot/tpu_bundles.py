@@ -157,16 +157,16 @@ def attention_figures(dump: Dump, target: str, call: str) -> Row:
     return Row(*attention_row(loops, attention.pages_of_block(args[1], num_pages), num_pages), cycles)
 
 
-def append_figures(dump: Dump, target: str) -> int:
+def append_figures(dump: Dump, target: str, workload: Workload) -> int:
     """Bundles to rotate and store the token of a row of 32 query heads and 8 KV heads, and to store the query in a ring."""
 
     def of(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    rows, heads, kv_heads, dtype = R_KV.batch, LLAMA.num_query_heads, LLAMA.num_kv_heads, R_KV.dtype
+    rows, heads, kv_heads, dtype = workload.batch, LLAMA.num_query_heads, LLAMA.num_kv_heads, workload.dtype
     angles, ring = of(jnp.float32, rows, LLAMA.head_size // 2), of(dtype, 8 * rows, heads, LLAMA.head_size)
     projected, places = of(dtype, rows, heads + 2 * kv_heads, LLAMA.head_size), of(jnp.int32, rows, kv_heads)
-    args = R_KV.pool(LLAMA), projected, angles, angles, places, ring, of(jnp.int32, rows)
+    args = workload.pool(LLAMA), projected, angles, angles, places, ring, of(jnp.int32, rows)
     run = jax.jit(append.rotate_append.__wrapped__, donate_argnums=(0, 5))
     return sum(loop.once for loop in dump.loops(target, "rotate_append", run.trace, *args))  # one grid step, several loops
 
@@ -179,7 +179,8 @@ def figures() -> dict[str, Any]:
         dump = Dump(Path(folder))
         for target in CHIPS:
             rows = {call: attention_figures(dump, target, call)._asdict() for call in CALLS}
-            found[target] = {"attention": rows, "append": append_figures(dump, target)}
+            appended = {"append": append_figures(dump, target, R_KV), "append int8": append_figures(dump, target, INT8)}
+            found[target] = {"attention": rows} | appended
     return found
 
 

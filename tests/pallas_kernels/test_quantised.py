@@ -20,7 +20,7 @@ MODEL = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_size=64
 SMALL = Workload(batch=3, slots=80, page_size=16, dtype=jnp.float32)
 WIDE, LARGE = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)  # what a TPU's tiles take
 EACH_FORMAT = pytest.mark.parametrize("name", FORMATS)
-QUANTISED = ["paged_attention"]  # kernels that take codes on a TPU too
+QUANTISED = ["paged_attention", "rotate_append"]  # kernels that take codes on a TPU too
 
 
 def each_implementation(*names):
@@ -150,8 +150,7 @@ def test_what_the_tpu_s_attention_cannot_take_of_codes_is_named():
     )
 
 
-@EACH_FORMAT
-@pytest.mark.parametrize("implementation", ["reference", "gpu"])
+@each_implementation("reference", "gpu", "tpu")
 def test_a_new_token_is_quantised_once_it_is_rotated(name, implementation):
     pool, rest = arguments("rotate_append", name, implementation)
     got, query, ring = run("rotate_append", implementation, pool, rest)
