@@ -4,6 +4,9 @@ A slot is one sublane of a packed tile, which a DMA cannot move, and 16-bit valu
 16-bit slot are first joined into words, and a slot is one row of words: moving it takes one load and one store, its bits do not
 change, and slots may be in any order (a product with a one-hot matrix would spread NaN). All pages of a row are read before
 any is written. Meanwhile, reads of the next row and earlier writes are in flight. A row that moves nothing is not read.
+
+The codes of a quantised slot fill half of its words. Their upper halves take the halves of its two scales, in four lanes, so
+that a slot with its scales is one row too.
 """
 
 import functools
@@ -15,7 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
+
+from pallas_kernels.quantised import Numbers, Quantised, stored
 
 ROWS = 8  # per grid step, at most
 STEP_SLOTS = 16384  # per grid step: 64 KiB of scalar memory, double-buffered
@@ -27,6 +32,7 @@ MOST_BYTES = 8 << 20  # per row
 MOST_PAGE_BYTES = 1 << 20
 MOST_HEAD_SIZE = 1024
 TILE = 16  # slots that a page must be a multiple of: a tile of 16-bit values
+LANES = 128
 UNROLLED = 64  # slots, at most, per iteration of the loop that moves them
 EXTENT = 4  # entries of a row's table before its pages: begin and end of the pages to read, and of those to write
 
@@ -36,15 +42,17 @@ def why_not(kv: Any, slots: Any, source: Any, target: Any) -> str | None:
     page_size, head_size = kv.shape[2:]
     if kv.dtype not in (jnp.float32, jnp.bfloat16):
         return f"the pool must be float32 or bfloat16; got {kv.dtype}"
+    if isinstance(kv, Quantised) and page_size % LANES:
+        return f"a quantised page must be a multiple of {LANES} slots, for its scales; got {page_size}"
     if head_size % 128 or head_size > MOST_HEAD_SIZE:
         return f"the head size must be a multiple of 128, at most {MOST_HEAD_SIZE}; got {head_size}"
     if page_size % TILE:
         return f"a page must be a multiple of {TILE} slots; got {page_size}"
     if page_size > STAGED * 2:
         return f"a page must have at most {STAGED * 2} slots; got {page_size}"
-    if (size := 2 * page_size * head_size * kv.dtype.itemsize) > MOST_PAGE_BYTES:
+    if (size := 2 * page_size * head_size * stored(kv).dtype.itemsize) > MOST_PAGE_BYTES:
         return f"a page must have at most {MOST_PAGE_BYTES} bytes; got {size}"
-    size = 2 * slots.shape[1] * head_size * kv.dtype.itemsize
+    size = 2 * slots.shape[1] * head_size * max(2, stored(kv).dtype.itemsize)  # a slot of codes is a row of words too
     if size > MOST_BYTES:
         return f"a row must have at most {MOST_BYTES} bytes; got {size}"
     if slots.shape[1] > STEP_SLOTS:
@@ -54,17 +62,19 @@ def why_not(kv: Any, slots: Any, source: Any, target: Any) -> str | None:
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def take_slots(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     slots: Int[Array, "R S"],
     source: Int[Array, "R MP"],
     target: Int[Array, "R MP"],
     interpret: Any = False,
-) -> Float[Array, "P 2 page H"]:
+) -> Numbers:
     """See `pallas_kernels.take_slots`."""
     (num_rows, num_slots), (page_size, head_size) = slots.shape, kv.shape[2:]
-    is_packed = kv.dtype.itemsize == 2
+    pool, treedef = jax.tree.flatten(kv)  # numbers, or codes and scales
+    itemsize = pool[0].dtype.itemsize
+    packed = 4 // itemsize  # slots per word of a tile
     block_pages = max(1, BLOCK // page_size)
-    block_bytes = 2 * block_pages * page_size * head_size * kv.dtype.itemsize
+    block_bytes = 2 * block_pages * page_size * head_size * itemsize
     num_blocks = pl.cdiv(source.shape[1], block_pages)
     ring = max(1, min(RING, RING_BYTES // block_bytes, num_blocks))
     rows = max(1, min(ROWS, STEP_SLOTS // num_slots, num_rows))
@@ -79,8 +89,7 @@ def take_slots(
     )
     extent = jnp.stack([*read, *written], axis=-1)
     slot = jnp.where(is_moved, slots, extent[:, :1] * page_size)  # any slot that is read
-    if is_packed:  # even slots come before odd ones
-        slot = slot % 2 * (num_slots // 2) + slot // 2
+    slot = slot % packed * (num_slots // packed) + slot // packed  # of 2, even slots come before odd ones
     table = jnp.concatenate([extent, source, target], axis=-1)
     table = jnp.pad(table, [(0, steps * rows - num_rows), (0, 0)])  # padded rows read and write nothing
     following = jnp.roll(table[::rows], -1, axis=0)
@@ -91,34 +100,36 @@ def take_slots(
     def this(core: Any, step: Any) -> tuple[Any, ...]:
         return core * steps + step, 0, 0
 
-    words = (1, num_slots, head_size) if is_packed else (2, num_slots, head_size)
-    word = jnp.uint32 if is_packed else kv.dtype
+    words = (1 if packed > 1 else 2, num_slots, head_size)
+    word = jnp.uint32 if packed > 1 else pool[0].dtype
     staged = max(2, STAGED // page_size)
-    return pl.pallas_call(
-        functools.partial(move_rows, steps, rows, block_pages),
+    hbm = [pl.BlockSpec(memory_space=pl.ANY) for _ in pool]
+    out = pl.pallas_call(
+        functools.partial(move_rows, steps, rows, block_pages, len(pool)),
         grid=(cores, steps),
         in_specs=[
             pl.BlockSpec((1, 1, table.shape[2]), this, memory_space=pltpu.SMEM),
             pl.BlockSpec((1, 1, slot.shape[2]), this, memory_space=pltpu.SMEM),
-            pl.BlockSpec(memory_space=pl.ANY),
+            *hbm,
         ],
-        out_specs=pl.BlockSpec(memory_space=pl.ANY),
-        out_shape=jax.ShapeDtypeStruct(kv.shape, kv.dtype),
+        out_specs=hbm,
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool],
         scratch_shapes=[
-            pltpu.VMEM((ring, block_pages, 2, page_size, head_size), kv.dtype),
+            *[pltpu.VMEM((ring, block_pages, *x.shape[1:]), x.dtype) for x in pool],
+            *[pltpu.VMEM((staged, *x.shape[1:]), x.dtype) for x in pool],
             pltpu.VMEM(words, word),
             pltpu.VMEM((1, page_size, head_size), word),
-            pltpu.VMEM((staged, 2, page_size, head_size), kv.dtype),
             pltpu.SemaphoreType.DMA((ring,)),
             pltpu.SemaphoreType.DMA((staged,)),
             pltpu.SMEM((1,), jnp.int32),
         ],
-        input_output_aliases={2: 0},
+        input_output_aliases={2 + i: i for i in range(len(pool))},
         # Page ids are in bounds, as XLA's gather assumes too; the bounds check of a DMA takes longer than a page of 16 slots.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         interpret=interpret,
         name="take_slots",
-    )(table, slot, kv)
+    )(table, slot, *pool)
+    return jax.tree.unflatten(treedef, out)
 
 
 def extent_of(page: Int[Array, "R X"]) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
@@ -132,24 +143,19 @@ def move_rows(
     steps: int,
     rows: int,
     block_pages: int,
+    arrays: int,
     # inputs
     table_smem_ref: Any,
     slot_smem_ref: Any,
-    unused_hbm_ref: Any,
-    # the pool, which is an output and the same as the last input
-    kv_hbm_ref: Any,
-    # scratch
-    ring_vmem_ref: Any,
-    words_vmem_ref: Any,
-    page_vmem_ref: Any,
-    staged_vmem_ref: Any,
-    read_semaphores: Any,
-    write_semaphores: Any,
-    num_written_smem_ref: Any,
+    *refs: Any,
 ) -> None:
-    """Moves the slots of some rows, one row after the other."""
-    page_size, num_slots = kv_hbm_ref.shape[2], words_vmem_ref.shape[1]
-    is_packed, half_page, half_row = kv_hbm_ref.dtype.itemsize == 2, page_size // 2, num_slots // 2
+    """Moves the slots of some rows, one row after the other. The pool is an output, and the same as the inputs before."""
+    *refs, words_vmem_ref, page_vmem_ref, read_semaphores, write_semaphores, num_written_smem_ref = refs  # type: ignore[assignment]
+    pool_refs, ring_refs, staged_refs = (refs[i * arrays : (i + 1) * arrays] for i in range(1, 4))
+    (ring_vmem_ref, *ring_scales), (staged_vmem_ref, *staged_scales) = ring_refs, staged_refs
+    page_size, num_slots = pool_refs[0].shape[2], words_vmem_ref.shape[1]
+    packed = 4 // pool_refs[0].dtype.itemsize
+    page_part, row_part = page_size // packed, num_slots // packed
     ring, staged = ring_vmem_ref.shape[0], staged_vmem_ref.shape[0]
     unrolled = math.gcd(page_size, UNROLLED)
     entries = table_smem_ref.shape[2] // (rows + 1)
@@ -170,7 +176,8 @@ def move_rows(
     def start(row: Any, block: Any) -> None:
         def begin(i: Any, _: None) -> None:
             page, which = entry(row, EXTENT + block * block_pages + i), lax.rem(block, ring)
-            pltpu.make_async_copy(kv_hbm_ref.at[page], ring_vmem_ref.at[which, i], read_semaphores.at[which]).start()
+            for pool_ref, ring_ref in zip(pool_refs, ring_refs, strict=True):
+                pltpu.make_async_copy(pool_ref.at[page], ring_ref.at[which, i], read_semaphores.at[which]).start()
 
         lax.fori_loop(*pages_of_block(row, block), begin, None)
 
@@ -189,26 +196,32 @@ def move_rows(
         which = lax.rem(block, ring)
 
         def wait(i: Any, _: None) -> None:
-            pltpu.make_async_copy(kv_hbm_ref.at[0], ring_vmem_ref.at[which, i], read_semaphores.at[which]).wait()
+            for pool_ref, ring_ref in zip(pool_refs, ring_refs, strict=True):
+                pltpu.make_async_copy(pool_ref.at[0], ring_ref.at[which, i], read_semaphores.at[which]).wait()
 
         def join_page(i: Any, _: None) -> None:
             page = block * block_pages + i
-            if is_packed:
-                key_SH, value_SH = (
-                    pltpu.bitcast(ring_vmem_ref[which, i, part], jnp.uint32) for part in range(2)
-                )  # 2 slots per word
-                even, odd = (pl.ds(pl.multiple_of(base + page * half_page, 8), half_page) for base in (0, half_row))
-                words_vmem_ref[0, even, :] = low(key_SH) | value_SH << 16
-                words_vmem_ref[0, odd, :] = key_SH >> 16 | high(value_SH)
-            else:
+            if packed == 1:
                 words_vmem_ref[:, pl.ds(pl.multiple_of(page * page_size, 8), page_size), :] = ring_vmem_ref[which, i]
+                return
+            key_SH, value_SH = (pltpu.bitcast(ring_vmem_ref[which, i, part], jnp.uint32) for part in range(2))
+            if ring_scales:
+                page_vmem_ref[0] = lanes_of(ring_scales[0][which, i], page_vmem_ref.shape[2])
+            for turn in range(packed):
+                place = pl.ds(pl.multiple_of(turn * row_part + page * page_part, 8), page_part)
+                if packed == 2:
+                    words_vmem_ref[0, place, :] = key_SH >> 16 | high(value_SH) if turn else low(key_SH) | value_SH << 16
+                else:
+                    codes_SH = byte(key_SH, turn) | byte(value_SH, turn) << 8
+                    words_vmem_ref[0, place, :] = codes_SH | page_vmem_ref[0, pl.ds(turn, page_part, stride=packed), :]
 
         begin, end = pages_of_block(row, block)
         lax.fori_loop(begin, end, wait, None)
         lax.fori_loop(begin, end, join_page, None)
 
     def wait_for_write(which: Any) -> None:
-        pltpu.make_async_copy(staged_vmem_ref.at[which], kv_hbm_ref.at[0], write_semaphores.at[which]).wait()
+        for staged_ref, pool_ref in zip(staged_refs, pool_refs, strict=True):
+            pltpu.make_async_copy(staged_ref.at[which], pool_ref.at[0], write_semaphores.at[which]).wait()
 
     def write(row: Any, index: Any) -> None:
         """Fills a page with the row's slots and starts its write."""
@@ -220,20 +233,29 @@ def move_rows(
             first = group * unrolled
             for i in range(unrolled):
                 slot = pl.ds(slot_smem_ref[0, 0, row * num_slots + index * page_size + first + i], 1)
-                if is_packed:
-                    own = pl.ds(i % 2 * half_page + group * (unrolled // 2) + i // 2, 1)
+                if packed > 1:
+                    own = pl.ds(i % packed * page_part + group * (unrolled // packed) + i // packed, 1)
                     page_vmem_ref[0, own, :] = words_vmem_ref[0, slot, :]
                 else:
                     for part in range(2):
                         staged_vmem_ref[which, part, pl.ds(first + i, 1), :] = words_vmem_ref[part, slot, :]
 
         lax.fori_loop(0, page_size // unrolled, move, None)
-        if is_packed:
-            even_SH, odd_SH = page_vmem_ref[0, :half_page, :], page_vmem_ref[0, half_page:, :]
+        parts = [page_vmem_ref[0, turn * page_part : (turn + 1) * page_part, :] for turn in range(packed)]
+        if packed == 2:
+            even_SH, odd_SH = parts
             staged_vmem_ref[which, 0] = pltpu.bitcast(low(even_SH) | odd_SH << 16, staged_vmem_ref.dtype)
             staged_vmem_ref[which, 1] = pltpu.bitcast(even_SH >> 16 | high(odd_SH), staged_vmem_ref.dtype)
+        elif packed == 4:
+            for half in range(2):
+                codes_SH = functools.reduce(jnp.bitwise_or, (byte(x, half) << 8 * turn for turn, x in enumerate(parts)))
+                staged_vmem_ref[which, half] = pltpu.bitcast(codes_SH, staged_vmem_ref.dtype)
+            for turn, part_SH in enumerate(parts):
+                page_vmem_ref[0, pl.ds(turn, page_part, stride=packed), :] = part_SH
+            staged_scales[0][which] = scales_in(page_vmem_ref[0])
         page = entry(row, EXTENT + max_pages + index)
-        pltpu.make_async_copy(staged_vmem_ref.at[which], kv_hbm_ref.at[page], write_semaphores.at[which]).start()
+        for staged_ref, pool_ref in zip(staged_refs, pool_refs, strict=True):
+            pltpu.make_async_copy(staged_ref.at[which], pool_ref.at[page], write_semaphores.at[which]).start()
         num_written_smem_ref[0] = num_written + 1
 
     def move_row(row: Any, _: None) -> None:
@@ -265,3 +287,22 @@ def low(x: Any) -> Any:
 def high(x: Any) -> Any:
     """The upper half of each word, in place."""
     return x & jnp.uint32(0xFFFF0000)
+
+
+def byte(x: Any, index: int) -> Any:
+    """A byte of each word, as a word."""
+    return x >> 8 * index & jnp.uint32(0xFF)
+
+
+def lanes_of(scale: Any, head_size: int) -> Any:
+    """The scales of a page's keys and values, `[2, page]`, as the upper halves of words in the first lanes of its slots."""
+    words_2S = pltpu.bitcast(scale, jnp.uint32)
+    halves_4S = jnp.concatenate([high(words_2S), words_2S << 16], axis=0)
+    rest = jnp.zeros((head_size - len(halves_4S), scale.shape[1]), jnp.uint32)
+    return jnp.concatenate([halves_4S, rest], axis=0).T
+
+
+def scales_in(words_SH: Any) -> Any:
+    """The scales of slots from their words: the inverse of `lanes_of`."""
+    halves_XS = words_SH[:, :LANES].T
+    return pltpu.bitcast(high(halves_XS[:2]) | halves_XS[2:4] >> 16, jnp.float32)

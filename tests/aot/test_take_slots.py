@@ -27,22 +27,25 @@ def compile_layers(target, run, args):
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     args = args[0], *(of(x.dtype, NUM_LAYERS, *x.shape) for x in args[1:])
-    args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=targets.sharding_of(target)) for x in args]
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=targets.sharding_of(target)), args)
     return targets.compile_for(target, jax.jit(layers, donate_argnums=0).trace, *args)
 
 
 def assert_in_place(compiled, args):
-    kv, memory = args[0], compiled.memory_analysis()
-    num_bytes, of_slots = kv.size * kv.dtype.itemsize, args[1].size * kv.shape[3] * 2 * kv.dtype.itemsize
+    pool, memory = jax.tree.leaves(args[0]), compiled.memory_analysis()
+    num_bytes, of_slots = (
+        sum(x.size * x.dtype.itemsize for x in pool),
+        args[1].size * pool[0].shape[3] * 2 * pool[0].dtype.itemsize,
+    )
     assert memory.alias_size_in_bytes >= num_bytes
     assert memory.temp_size_in_bytes < of_slots // 4  # tables and addresses
-    assert not find_copies(compiled.as_text(), kv.shape)
+    assert not any(find_copies(compiled.as_text(), x.shape) for x in pool)
 
 
-@pytest.mark.parametrize("page_size", [16, 128])
+@pytest.mark.parametrize(("page_size", "kv_format"), [(16, None), (128, None), (128, "int8")])
 @pytest.mark.parametrize(("target", "model"), CASES)
-def test_it_compiles_and_updates_the_pool_in_place(target, model, page_size):
-    args = arguments(MODELS[model], Workload(batch=4, page_size=page_size, layers=NUM_LAYERS))
+def test_it_compiles_and_updates_the_pool_in_place(target, model, page_size, kv_format):
+    args = arguments(MODELS[model], Workload(batch=4, page_size=page_size, layers=NUM_LAYERS, kv_format=kv_format))
     one = IMPLEMENTATIONS[target]
     if target != "h200" and model == "tiny-reasoner":
         assert "head size must be a multiple of 128, at most 1024; got 64" in one.why_not(*args)

@@ -20,12 +20,12 @@ MODEL = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_size=64
 SMALL = Workload(batch=3, slots=80, page_size=16, dtype=jnp.float32)
 WIDE, LARGE = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)  # what a TPU's tiles take
 EACH_FORMAT = pytest.mark.parametrize("name", FORMATS)
-QUANTISED = ["paged_attention", "rotate_append"]  # kernels that take codes on a TPU too
+QUANTISED = ["paged_attention", "rotate_append", "take_slots"]  # kernels that take codes on a TPU too
 
 
-def each_implementation(*names):
-    """A format and an implementation; on a TPU, int8 alone."""
-    pairs = [(name, implementation) for implementation in names for name in FORMATS if (name, implementation) != ("fp8", "tpu")]
+def each_implementation(*names, on_tpu=("int8",)):
+    """A format and an implementation."""
+    pairs = [(name, one) for one in names for name in (on_tpu if one == "tpu" else FORMATS)]
     return pytest.mark.parametrize(("name", "implementation"), pairs)
 
 
@@ -139,15 +139,17 @@ def test_a_tpu_reads_codes_of_narrow_heads(weighted):
         np.testing.assert_allclose(x, y, rtol=5e-6, atol=5e-6)
 
 
-def test_what_the_tpu_s_attention_cannot_take_of_codes_is_named():
-    def reason(model, workload):
-        return paged_attention_tpu.why_not(*kernels.KERNELS["paged_attention"].shapes.arguments(model, workload))
+@pytest.mark.parametrize("kernel", QUANTISED)
+def test_what_a_tpu_cannot_take_of_codes_is_named(kernel):
+    def reason(model, workload, name="int8"):
+        implementation = kernels.KERNELS[kernel].implementations["tpu"]
+        args = kernels.KERNELS[kernel].shapes.arguments(model, workload._replace(kv_format=name))
+        return dispatch.reason_against(implementation, *args)
 
-    assert reason(WIDE, LARGE._replace(kv_format="fp8")) == "quantised pages must be int8; got fp8"
-    assert "multiple of 128 slots, for its scales; got 16" in reason(WIDE, SMALL._replace(kv_format="int8"))
-    assert "heads and pages of int8 must be multiples of 32; got 48" in reason(
-        MODEL._replace(head_size=48), LARGE._replace(kv_format="int8")
-    )
+    assert reason(WIDE, LARGE) is None
+    assert reason(WIDE, LARGE, "fp8") == (None if kernel == "take_slots" else "quantised pages must be int8; got fp8")
+    assert "a quantised page must be a multiple of 128 slots, for its scales; got 16" in reason(WIDE, SMALL)
+    assert "multiple" in reason(MODEL._replace(head_size=48), LARGE)
 
 
 @each_implementation("reference", "gpu", "tpu")
@@ -167,8 +169,7 @@ def test_a_new_token_is_quantised_once_it_is_rotated(name, implementation):
     np.testing.assert_array_equal(got.codes[untouched], pool.codes[untouched])
 
 
-@EACH_FORMAT
-@pytest.mark.parametrize("implementation", ["reference", "gpu"])
+@each_implementation("reference", "gpu", "tpu", on_tpu=FORMATS)
 def test_slots_move_with_their_scales(name, implementation):
     pool, rest = arguments("take_slots", name, implementation)
     got, want = run("take_slots", implementation, pool, rest), run("take_slots", "reference", dequantise(pool), rest)
