@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.quantised import FORMATS, Numbers, like, vector_bytes, zeros
+from pallas_kernels.quantised import FORMATS, Numbers, quantise, vector_bytes, zeros
 
 
 class ModelShape(NamedTuple):
@@ -66,7 +66,12 @@ class Workload(NamedTuple):
     def random_pool(self, model: ModelShape, key: jax.Array) -> Numbers:
         """Normal keys and values."""
         pool = self.pool(model)
-        return jax.jit(lambda: like(pool, jax.random.normal(key, pool.shape, pool.dtype)))()
+
+        def draw() -> Numbers:
+            numbers = jax.random.normal(key, pool.shape, pool.dtype)
+            return numbers if self.kv_format is None else quantise(numbers, FORMATS[self.kv_format])
+
+        return jax.jit(draw)()
 
     def vector_bytes(self, model: ModelShape) -> int:
         """Bytes of a key or value in the pool, its scale included."""

@@ -237,7 +237,7 @@ def test_unknown_tickets_and_unfinished_results_are_refused(model):
     ("arguments", "words"),
     [
         ({"prompt": [1] * 50, "max_new_tokens": 20}, "fill 64 slots .* this one fills 70 .50 prompt tokens, at most 20 new"),
-        ({"prompt": [1] * 40, "max_new_tokens": 20}, r"60 slots = 15 pages of 4 in each of 4 layer-heads = 60 pages of 272"),
+        ({"prompt": [1] * 40, "max_new_tokens": 20}, r"60 slots = 15 pages of 4 in each of 4 layer-heads = 60 pages of 336"),
         (
             {"prompt": [1], "policy": jkv.r_kv(budget=16, interval=8, window=5)},
             "needs window=5; this engine was built with window=4",

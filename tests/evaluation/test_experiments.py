@@ -58,7 +58,9 @@ def policies_of(config):
 def test_every_experiment_names_policies_that_there_are(path, in_folder):
     config = command.read_config(path)
     built = policies_of(config)
-    assert len(set(built)) == len(built) == len({dataclasses.replace(policy, name="") for policy in built})
+    formats = [config["settings"].get(policy.name, {}).get("kv_dtype") for policy in built]
+    differing = {(dataclasses.replace(policy, name=""), kv_dtype) for policy, kv_dtype in zip(built, formats, strict=True)}
+    assert len(set(built)) == len(built) == len(differing)
     assert set(config) <= {*command.DEFAULTS, "policies"}
     assert {"extends", "train"}.isdisjoint(config)
     check_contrasts(config.get("contrasts", []), config["policies"])

@@ -216,7 +216,9 @@ def test_quantised_pages_are_split_with_their_scales(model, name):
         jkv.generate(model, prompts, kv_dtype="int8", mesh=on, progress=False, **settings) for on in (None, devices_of(2))
     )
     np.testing.assert_array_equal(one.tokens, split.tokens)
-    np.testing.assert_allclose(one.logprobs, split.logprobs, atol=1e-3)  # a code may be another one
+    apart = np.abs(one.logprobs - split.logprobs)
+    assert np.percentile(apart, 90) <= 1e-5
+    assert apart.max() <= 0.05  # a number at the border of two codes may get the other one
     assert one.stats.peak_kv_bytes == split.stats.peak_kv_bytes
 
 
