@@ -33,13 +33,11 @@ def compile_layers(target, run, args):
 
 def assert_in_place(compiled, args):
     pool, memory = jax.tree.leaves(args[0]), compiled.memory_analysis()
-    num_bytes, of_slots = (
-        sum(x.size * x.dtype.itemsize for x in pool),
-        args[1].size * pool[0].shape[3] * 2 * pool[0].dtype.itemsize,
-    )
+    num_bytes = sum(x.size * x.dtype.itemsize for x in pool)
+    of_slots = args[1].size * pool[0].shape[3] * 2 * pool[0].dtype.itemsize
     assert memory.alias_size_in_bytes >= num_bytes
     assert memory.temp_size_in_bytes < of_slots // 4  # tables and addresses
-    assert not any(find_copies(compiled.as_text(), x.shape) for x in pool)
+    assert not [line for x in pool for line in find_copies(compiled.as_text(), x.shape)]
 
 
 @pytest.mark.parametrize(("page_size", "kv_format"), [(16, None), (128, None), (128, "int8")])
