@@ -115,16 +115,11 @@ def dequantise(x: Numbers, dtype: Any = None) -> Float[Array, "..."]:
     """The numbers of quantised vectors, in `dtype` or their own; an array of floats as it is."""
     if not isinstance(x, Quantised):
         return x if dtype is None else x.astype(dtype)
-    return (meant(x, jnp.float32) * x.scale[..., None]).astype(x.dtype if dtype is None else dtype)
-
-
-def meant(x: Quantised, dtype: Any) -> Float[Array, "..."]:
-    """The codes as numbers; all of them are exact in bfloat16 too."""
-    return numbers_of(x.codes, x.format, dtype)
+    return (numbers_of(x.codes, x.format, jnp.float32) * x.scale[..., None]).astype(x.dtype if dtype is None else dtype)
 
 
 def numbers_of(codes: Array, format: Format, dtype: Any) -> Float[Array, "..."]:
-    """The numbers that codes stand for, without their scale."""
+    """The numbers that codes stand for, without their scale; all of them are exact in bfloat16 too."""
     if format.stored != format.meant:
         codes = jax.lax.bitcast_convert_type(codes, jnp.dtype(format.meant))
     return codes.astype(dtype)
@@ -132,7 +127,7 @@ def numbers_of(codes: Array, format: Format, dtype: Any) -> Float[Array, "..."]:
 
 def factors(x: Numbers) -> tuple[Float[Array, "..."], Float[Array, "..."] | None]:
     """Vectors as the products of a kernel take them, and what multiplies the products: floats and None, or codes and scales."""
-    return (meant(x, x.dtype), x.scale) if isinstance(x, Quantised) else (x, None)
+    return (numbers_of(x.codes, x.format, x.dtype), x.scale) if isinstance(x, Quantised) else (x, None)
 
 
 def stored(kv: Any) -> Any:

@@ -8,20 +8,9 @@ import pytest
 
 from jkv.evaluation import gpu_plan
 from jkv.evaluation.gpu_plan import CONFIG, Stage, run_plan
+from tests.bench.conftest import MODEL
 
 QUICK = ["timeit", "-n", "1", "-r", "1"]
-SHAPE = """
-family = "qwen2"
-vocab_size = 64
-width = 32
-num_layers = 2
-num_query_heads = 4
-num_kv_heads = 2
-head_size = 8
-mlp_width = 64
-max_positions = 4096
-qkv_bias = true
-"""
 COMPARISON = """
 budgets = ["34% each"]
 policies = ["random"]
@@ -58,7 +47,7 @@ def test_the_comparison_has_ten_policies_and_contrasts_among_them():
 @pytest.mark.slow  # four processes
 def test_the_whole_plan_runs_on_a_cpu(tmp_path):
     shape, config, out = tmp_path / "shape.toml", tmp_path / "small.toml", tmp_path / "out"
-    shape.write_text(SHAPE)
+    shape.write_text(MODEL)
     config.write_text(COMPARISON)
     words = ["--model", "tiny-reasoner", "--task", "chains", "--problems", "2", "--tune-minutes", "0.01"]
     words += ["--tune-options", "--rows 1 --length 64", "--config", str(config), "--small-shape", str(shape)]

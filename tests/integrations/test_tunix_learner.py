@@ -64,12 +64,12 @@ def learn(model, learner=JkvGRPOLearner, engine=JkvRollout, tokenizer=None, conf
     engine = functools.partial(engine, **SETTINGS, **settings)
     cluster = make_cluster(model, engine, tokenizer, config, max_steps=steps * num_iterations)
     synchronised, examples, outputs = [], [], []
-    cluster.rollout.update_params = hear(cluster.rollout.update_params, lambda args, _: synchronised.append(args))
-    cluster.generate = hear(cluster.generate, lambda _, out: outputs.append(out))
+    cluster.rollout.update_params = with_callback(cluster.rollout.update_params, lambda args, _: synchronised.append(args))
+    cluster.generate = with_callback(cluster.generate, lambda _, out: outputs.append(out))
     settings = GRPOConfig(num_generations=4, beta=0.0, num_iterations=num_iterations)
     grpo = learner(cluster, settings, reward, **options)
     compute = grpo._generate_and_compute_advantage
-    grpo._generate_and_compute_advantage = hear(compute, lambda _, example: examples.append(example))
+    grpo._generate_and_compute_advantage = with_callback(compute, lambda _, example: examples.append(example))
     grpo.train([{"prompts": np.array(["abc", "bcdefgh", "cd"])} for _ in range(steps)])
     return Learned(grpo, examples, outputs, synchronised)
 
@@ -84,13 +84,13 @@ class Learned(NamedTuple):
         return self.grpo.rl_cluster._rl_metrics_logger.get_metric_history(*name.split("/"), "train")
 
 
-def hear(function, listener):
-    def heard(*args, **kwargs):
+def with_callback(function, listener):
+    def called(*args, **kwargs):
         out = function(*args, **kwargs)
         listener(args, out)
         return out
 
-    return heard
+    return called
 
 
 def copy_of(model):
