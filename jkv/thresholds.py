@@ -33,7 +33,8 @@ def _find(bits: UInt32[Array, "*N S"], weight: Num[Array, "*N #S"], limit: Num[A
         return low + (digit << place), None
 
     places = jnp.arange(32 - width, -1, -width, dtype=jnp.uint32)
-    return jax.lax.scan(narrow, jnp.zeros(bits.shape[:-1], jnp.uint32), places)[0]
+    unroll = width > 1  # a few passes of two kernels each; a loop would count its turns in kernels of its own
+    return jax.lax.scan(narrow, jnp.zeros(bits.shape[:-1], jnp.uint32), places, unroll=unroll)[0]
 
 
 def sum_all(arrays: list[Num[Array, "*N S"]]) -> Any:

@@ -418,18 +418,21 @@ def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array
 
 
 def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array, "..."]) -> Pool:
-    """Drops the reference of each marked table entry; pages without references return to the free stack."""
+    """Drops the references of marked table entries; pages without any return to the free stack. No pass over all pages."""
     total = pool.refcount.shape[0]
-    refcount = pool.refcount.at[jnp.where(is_dropped, page, total)].add(-1, mode="drop")
-    is_freed = (refcount == 0) & (pool.refcount > 0)
-    rank = jnp.cumsum(is_freed, dtype=jnp.int32) - 1
-    where = jnp.where(is_freed, pool.free_top + rank, total)
-    free_stack = pool.free_stack.at[where].set(jnp.arange(total, dtype=jnp.int32), mode="drop")
-    kv = pool.kv
-    if pool.poison:
-        kv = poisoned(kv, jnp.where(is_dropped & is_freed[page], page, total))
-    free_top = pool.free_top + jnp.sum(is_freed, dtype=jnp.int32)
-    return pool.replace(kv=kv, refcount=refcount, free_stack=free_stack, free_top=free_top)
+    page = jnp.where(is_dropped, page, total).reshape(-1)
+    refcount = pool.refcount.at[page].add(-1, mode="drop")
+    page = jnp.where(refcount.at[page].get(mode="fill", fill_value=1) == 0, page, total)  # of entries whose page is free now
+    # Several entries may have dropped one page: they write their numbers to its refcount, and the least of them frees it.
+    number = -1 - jnp.arange(page.size, dtype=jnp.int32)
+    refcount = refcount.at[page].min(number, mode="drop")
+    is_freed = refcount.at[page].get(mode="fill", fill_value=0) == number
+    refcount = refcount.at[page].set(0, mode="drop")
+    rank = jnp.cumsum(is_freed, dtype=jnp.int32)  # 1 for the first
+    where = jnp.where(is_freed, pool.free_top + rank - 1, total)
+    free_stack = pool.free_stack.at[where].set(page, mode="drop")
+    pool = pool.replace(refcount=refcount, free_stack=free_stack, free_top=pool.free_top + rank[-1])
+    return pool.replace(kv=poisoned(pool.kv, page)) if pool.poison else pool
 
 
 def is_entry_used(pool: Pool, length: Int[Array, "..."]) -> Bool[Array, "... MP"]:

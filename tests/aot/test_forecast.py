@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -41,7 +42,17 @@ def test_the_counts_are_the_compilers():
     step = forecast.compiled_step(forecast.SETTING, 2)
     counts = forecast.recorded()
     assert forecast.logit_passes(step.program.as_text(), forecast.SETTING.batch) == counts.logit_passes
-    assert forecast.compaction_kernels() == counts.compaction_kernels
+    assert forecast.compaction().num_kernels == counts.compaction_kernels
+
+
+def test_a_compaction_passes_over_no_array_of_all_pages():
+    if reason := targets.why_missing("h200"):
+        pytest.skip(reason)
+    text = forecast.compaction().program.as_text()
+    (total,) = set(re.findall(r"s32\[(\d{8})\]", text))
+    made = set(re.findall(rf" = (?:s32|pred)\[{total}\]\S* ([\w-]+)\(", text))
+    assert made <= {"parameter", "get-tuple-element", "bitcast", "scatter", "fusion"}
+    assert all("scatter" in name for name in re.findall(rf"%(\S+) = (?:s32|pred)\[{total}\]\S* fusion", text))
 
 
 def test_passes_over_logits_are_reductions_and_writes():

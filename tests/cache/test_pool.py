@@ -489,6 +489,28 @@ def test_an_aliased_page_is_freed_with_its_last_holder():
     assert pages.held_pages(release(pool, ints(0, NONE))) == 0
 
 
+def test_a_page_dropped_by_several_entries_at_once_is_freed_once():
+    pool = pages.create(num_layers=L, num_rows=B, num_kv_heads=K, head_size=H, num_pages=8, max_pages=2, page_size=2)
+    pool = pool.replace(
+        refcount=jnp.array([0, 2, 3, 1, 1, 0, 0, 0, 0]), free_stack=jnp.array([8, 7, 6, 5, 0, 0, 0, 0, 0]), free_top=4
+    )
+    page, is_dropped = jnp.array([[1, 2, 4], [1, 2, 3]]), jnp.array([[True, True, False], [True, True, True]])
+    pool = jax.jit(pages.drop_references)(pool, page, is_dropped)
+    np.testing.assert_array_equal(pool.refcount, [0, 0, 1, 0, 1, 0, 0, 0, 0])
+    assert pool.free_top == 6
+    assert sorted(pool.free_stack[:6].tolist()) == [1, 3, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("change", ["allocate", "drop_references"])
+def test_what_is_computed_for_pages_does_not_grow_with_the_pool(change):
+    """Only scatters, which are in place, return an array of all pages."""
+    pool = pages.create(num_layers=L, num_rows=B, num_kv_heads=K, head_size=H, num_pages=996, max_pages=2, page_size=2)
+    operands = {"allocate": (), "drop_references": (pool.page_table,)}[change]
+    program = jax.make_jaxpr(getattr(pages, change))(pool, *operands, pool.page_table > 0)
+    made = {str(step.primitive) for step in program.eqns for x in step.outvars if 997 in x.aval.shape}
+    assert made <= {"scatter", "scatter-add", "scatter-min"}
+
+
 def test_an_exhausted_pool_turns_free_top_negative_and_gives_no_page_twice():
     pool = filled_pool(4, num_pages=L * K * 2 + 3)
     before = filled(pool, 0)

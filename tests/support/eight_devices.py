@@ -217,7 +217,7 @@ def test_quantised_pages_are_split_with_their_scales(model, name):
     )
     np.testing.assert_array_equal(one.tokens, split.tokens)
     apart = np.abs(one.logprobs - split.logprobs)
-    # A number at the border of two codes may get the other one, and every later token reads it; a wrong scale is 1e-2 off at once.
+    # A number at the border of two codes may get the other one, and later tokens read it; a wrong scale is 1e-2 off at once.
     assert np.median(apart) <= 1e-3
     assert apart.max() <= 0.05
     assert one.stats.peak_kv_bytes == split.stats.peak_kv_bytes
