@@ -61,13 +61,14 @@ def shapes_on(
     num_layers: int = 2,
     needs: Any = programs.NOTHING,
     dtype: Any = jnp.bfloat16,
+    **settings: Any,
 ) -> programs.Shapes:
     """Skips a target whose compiler is not installed; one that is installed and fails is an error."""
     if reason := targets.why_missing(target):
         pytest.skip(reason)
     config = dataclasses.replace(config, num_layers=num_layers)
     page_size, sharding = targets.TARGETS[target][2], targets.sharding_of(target)
-    return programs.shapes_of(config, dtype=dtype, page_size=page_size, sharding=sharding, needs=needs)
+    return programs.shapes_of(config, dtype=dtype, page_size=page_size, sharding=sharding, needs=needs, **settings)
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -104,6 +105,19 @@ def test_program_updates_the_pool_in_place(target, name):
     compiled = targets.compile_for(target, program.trace, shapes)
     assert_no_pool_copy(compiled, shapes.state.cache.pool)
     assert_runs(compiled, next((kernels for prefix, kernels in OF_OTHERS.items() if name.startswith(prefix)), ()))
+
+
+@pytest.mark.parametrize(("target", "kv_dtype"), [("h200", "int8"), ("h200", "fp8"), ("tpu-v5e", "int8")])
+@pytest.mark.parametrize("name", [*KERNELS, "decode-quest", "fork"])
+def test_a_program_reads_quantised_pages_by_the_kernels_and_updates_them_in_place(target, kv_dtype, name):
+    """Codes and scales; 64 rows, beside which the activations of a prefill are small."""
+    program, rows = programs.PROGRAMS[name], 64
+    layers = 2 if name.startswith(("decode", "prefill")) else programs.DEEP
+    shapes = shapes_on(target, num_layers=layers, needs=program.needs, num_rows=rows, kv_dtype=kv_dtype)
+    compiled = targets.compile_for(target, program.trace, shapes)
+    assert_no_pool_copy(compiled, shapes.state.cache.pool)
+    kernels = {"decode-quest": ("paged_attention", "rotate_append"), "fork": ()}
+    assert_runs(compiled, (kernels | KERNELS)[name])
 
 
 @pytest.mark.parametrize(
