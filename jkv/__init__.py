@@ -8,6 +8,7 @@ Shapes are written in one alphabet everywhere (that of `jax.nn.dot_product_atten
     B batch rows    T new tokens   S cache slots   M slots kept    W remembered queries
     N query heads   K KV heads     G = N // K      H head size     P pages (MP: of one row)
     D model width   F MLP width    V vocabulary    L layers        R rows of a program (or B*K)
+    X experts       A experts that a token goes through
 
 A slot is an index in the cache, a position an index in the sequence, a token a vocabulary id, a page a block of slots. A step
 is one decode step; a thought is a step of reasoning, the text between blank lines.

@@ -20,8 +20,9 @@ from jkv import viz
 from jkv.bench.rounds import GREEDY
 from jkv.generate import generate
 from jkv.model import checkpoint
-from jkv.model.decoder import forward, rotary_frequency
+from jkv.model.decoder import forward
 from jkv.model.params import Model, Params
+from jkv.model.rotary import rotary_frequency
 from jkv.reasoning.sharing import COMPARED, Share, distances
 from jkv.reports import write_figure, write_json
 from jkv.tasks.evaluate import held_out

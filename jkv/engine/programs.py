@@ -27,6 +27,7 @@ from jkv.engine.model_facts import ModelFacts, projected_norms
 from jkv.model import decoder, penalties, sampling
 from jkv.model.params import Params
 from jkv.model.penalties import TokenCounts
+from jkv.model.rotary import rotary_angle, turn
 from jkv.model.sampling import SamplingRows
 from jkv.policies.evict import Cutoff, Evict, Limits
 from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
@@ -134,11 +135,10 @@ def decode_chunk(
         length = pool.length + pages.num_growing(pool, row, num_new)
         sinks = None
         if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
-            angle = decoder.rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
+            angle = rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
             sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
-        angle = decoder.rotary_angle(params.config, position[:, None])[:, 0]
         attend = DecodeAttention(
-            address, length, position, jnp.cos(angle), jnp.sin(angle), inputs.rules, inputs.reads, sinks, goes_on
+            address, length, position, *turn(params.config, position), inputs.rules, inputs.reads, sinks, goes_on
         )
         cache = cache._replace(
             pool=pool,

@@ -20,7 +20,7 @@ P: Any = PartitionSpec  # typed as Any: records hold specs in place of their arr
 HEADS = "tensor"  # the mesh axis
 SPLIT = frozenset("KNP")  # P: pages of all shards, one shard after the other
 SPLIT_WEIGHTS = frozenset("KNFV")
-WHOLE = frozenset([*"BDEFGHILMRSTVW", "MP", "half", "page", "steps"])  # E: stop tokens, I: entries of a list
+WHOLE = frozenset([*"BDEFGHILMRSTVWX", "MP", "half", "page", "steps"])  # E: stop tokens, I: entries of a list, X: experts
 ANY: Any = object()  # in place of a value that does not exist yet; all of its optional parts count as present
 
 

@@ -14,8 +14,8 @@ import numpy as np
 from jkv.engine.programs import State
 from jkv.engine.samples import Sample
 from jkv.engine.timing import clock
-from jkv.model.decoder import rotary_frequency
 from jkv.model.params import Model
+from jkv.model.rotary import rotary_frequency
 from jkv.reasoning.sharing import Pair, Sharing, SharingStats, Threshold, distances
 
 NUM_PAIRS = 64  # pairs of pages that one program measures

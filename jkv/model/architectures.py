@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.model.config_rules import NAMES, REQUIRED, ROPE, RULES
+from jkv.model.config_rules import EXPERTS, NAMES, REQUIRED, ROPE, RULES
 from jkv.model.families import FAMILIES, find_family
 from jkv.model.family import Family
 from jkv.model.huggingface import transformers
@@ -23,8 +23,22 @@ ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint
         "high_freq_factor": "high_freq_factor",
         "original_max_position": "original_max_position_embeddings",
     },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "truncates": "truncate",
+    },
 }
-SCALES = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor", "attention_factor", "mscale")
+ORIGINAL = "original_max_position"  # a whole number; the others are not
+DEFAULTED = "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"  # if not given
+MSCALES = "mscale", "mscale_all_dim"  # of YaRN: the attention factor follows from them if it is not given
+SCALES = (
+    *("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", *MSCALES),
+)
 UNSET = ("partial_rotary_factor", "original_max_position_embeddings")  # null is as good as absent
 
 
@@ -37,7 +51,9 @@ def advice() -> str:
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
     family = check_family(fields, where)
-    check_fields(fields, RULES, where, REQUIRED)
+    if family.has_experts and "num_local_experts" in fields:  # as transformers 5 writes it
+        fields = {"num_experts": fields["num_local_experts"]} | {**fields}
+    check_fields(fields, RULES, where, (*REQUIRED, *(EXPERTS if family.has_experts else ())))
     check_rope(fields, where)
     kinds, layers = fields.get("layer_types") or [], fields["num_hidden_layers"]
     if len(kinds) not in (0, layers):
@@ -61,6 +77,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     rotary_size = int(head_size * share)
     if rotary_size % 2 or not rotary_size:
         raise ValueError(f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}")
+    scaling = parse_rope(rope, where)
     return ModelConfig(
         family=family.name,
         vocab_size=config.vocab_size,
@@ -69,15 +86,18 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         num_query_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_size=head_size,
-        mlp_width=config.intermediate_size,
-        max_positions=config.max_position_embeddings,
+        mlp_width=config.moe_intermediate_size if family.has_experts else config.intermediate_size,
+        max_positions=max(config.max_position_embeddings, reach_of(scaling)),
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=parse_rope(rope, where),
+        rope_scaling=scaling,
         rotary_size=0 if rotary_size == head_size else rotary_size,
         norm_epsilon=config.rms_norm_eps,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         tie_embeddings=config.tie_word_embeddings,
+        num_experts=config.num_experts if family.has_experts else 0,
+        num_active_experts=config.num_experts_per_tok if family.has_experts else 0,
+        normalises_experts=family.has_experts and config.norm_topk_prob,
     )
 
 
@@ -115,6 +135,19 @@ def check_features(config: Any, family: Family, where: str) -> None:
         (config.hidden_act in ("silu", "swish"), f"hidden_act must be 'silu', got {config.hidden_act!r}"),
         (queries % keys == 0, f"query heads must be a multiple of KV heads, got {queries} and {keys}"),
     )
+    if family.has_experts:
+        active, dense = config.num_experts_per_tok, config.mlp_only_layers
+        rules += (
+            (
+                active <= config.num_experts,
+                f"num_experts_per_tok must be at most num_experts={config.num_experts}, got {active}",
+            ),
+            (
+                config.decoder_sparse_step == 1 and not dense,
+                "every layer must have experts (decoder_sparse_step 1, no mlp_only_layers), got "
+                f"decoder_sparse_step={config.decoder_sparse_step} and mlp_only_layers={dense}",
+            ),
+        )
     for holds, rule in rules:
         if not holds:
             raise ValueError(f"{where}: {rule}. {advice()}")
@@ -130,8 +163,8 @@ def check_rope(fields: Mapping[str, Any], where: str) -> None:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in tuple(ROPE_FIELDS):  # which may be no string
             raise ValueError(f"{inside}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {shown(kind)}. {advice()}")
-        used = ROPE_FIELDS[kind].values()
-        needed = [field for field in used if field != "original_max_position_embeddings"]
+        used = {*ROPE_FIELDS[kind].values(), *(MSCALES if kind == "yarn" else ())}
+        needed = [field for field in ROPE_FIELDS[kind].values() if field not in DEFAULTED]
         check_fields(
             {field: value for field, value in rope.items() if field in used or field not in SCALES}, ROPE, inside, needed
         )
@@ -160,7 +193,23 @@ def parse_rope(rope: Mapping[str, Any], where: str) -> RopeScaling:
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_FIELDS:
         raise ValueError(f"{where}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}. {advice()}")
-    return RopeScaling(kind, **{field: rope[name] for field, name in ROPE_FIELDS[kind].items()})
+    given = {field: rope[name] for field, name in ROPE_FIELDS[kind].items() if rope.get(name) is not None}
+    given = {field: float(value) if type(value) is int and field != ORIGINAL else value for field, value in given.items()}
+    if kind == "yarn":
+        given.setdefault("attention_factor", attention_factor(rope))
+    return RopeScaling(kind, **given)
+
+
+def reach_of(scaling: RopeScaling) -> int:
+    """The positions up to which YaRN extends a model, whose max_position_embeddings may be those before it."""
+    return int(scaling.factor * scaling.original_max_position) if scaling.kind == "yarn" else 0
+
+
+def attention_factor(rope: Mapping[str, Any]) -> float:
+    """What YaRN (arXiv 2309.00071, section 3.4) multiplies queries and keys by, where a checkpoint does not say it."""
+    of_queries, of_all = (rope.get(name) or 0.0 for name in MSCALES)
+    growth = 0.1 * math.log(rope["factor"])
+    return (of_queries * growth + 1) / (of_all * growth + 1) if of_queries and of_all else growth + 1
 
 
 def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -188,6 +237,9 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": list(config.end_ids) or None,
         "torch_dtype": dtype,
     }
+    if config.num_experts:
+        fields |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_active_experts}
+        fields |= {"moe_intermediate_size": config.mlp_width, "norm_topk_prob": config.normalises_experts}
     if config.rotary_size:
         fields["partial_rotary_factor"] = config.rotary_size / config.head_size
     return fields

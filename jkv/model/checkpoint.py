@@ -48,6 +48,10 @@ class Part(NamedTuple):
     leaf: int  # index among the leaves
     shape: tuple[int, ...]  # in the file, rows first
     is_transposed: bool
+    expert: int | None = None  # whose matrix it is, of a leaf that holds those of all experts
+
+
+Pieces = dict[tuple[int, int | None], jax.Array]  # leaves of `Params` by index, those of experts also by expert
 
 
 def load(name_or_folder: Folder, dtype: Any = None) -> Model:
@@ -212,9 +216,12 @@ def tensor_parts(config: ModelConfig, family: Family | None = None) -> dict[str,
     family = family or find_family(config.family)
     for index, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(weight_shapes(config))[0]):
         name = leaf_name(path)
-        is_transposed = len(leaf.shape) == 2 and name != "embedding"
-        part = Part(index, leaf.shape[::-1] if is_transposed else leaf.shape, is_transposed)
-        parts.setdefault(family.tensor_of(name), []).append(part)
+        tensor, is_of_experts = family.tensor_of(name), len(leaf.shape) == 3
+        shape = leaf.shape[is_of_experts:]
+        is_transposed = len(shape) == 2 and name != "embedding" and not name.endswith(("experts.gate", "experts.up"))
+        part = Part(index, shape[::-1] if is_transposed else shape, is_transposed)
+        for expert in range(leaf.shape[0]) if is_of_experts else (None,):
+            parts.setdefault(tensor.format(expert), []).append(part._replace(expert=expert))
     return parts
 
 
@@ -262,27 +269,27 @@ def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params
     wanted, stored = tensor_parts(config), list_tensors(files)
     check_tensors(wanted, stored, config)
     dtype = chosen_dtype(dtype, stored[names["embedding"]].dtype)
-    leaves: dict[int, jax.Array] = {}
+    pieces: Pieces = {}
     for file in files:
         try:
             with safe_open(file, "numpy") as tensors:
                 for name in [name for name in wanted if stored[name].file == file]:
-                    leaves |= read_parts(tensors.get_tensor(name), wanted[name], dtype, f"{file}: {name}")
+                    pieces |= read_parts(tensors.get_tensor(name), wanted[name], dtype, f"{file}: {name}")
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}") from error
     if config.tie_embeddings and names["unembedding"] in stored:
         check_tied(stored, names["embedding"], names["unembedding"])
-    return jax.tree.unflatten(jax.tree.structure(weight_shapes(config)), [leaves[index] for index in sorted(leaves)])
+    return put_together(config, pieces)
 
 
 def read_gguf_weights(header: GgufHeader, config: ModelConfig, dtype: Any = None) -> Params:
     """The weights of a GGUF file, dequantised one by one, in the layout of `Params`, on the default device."""
     wanted = tensor_parts(config, gguf_family(config))
     dtype = chosen_dtype(dtype, stored_dtype(header))
-    leaves: dict[int, jax.Array] = {}
+    pieces: Pieces = {}
     for name, parts in wanted.items():
-        leaves |= read_parts(read_gguf_weight(header, name, config), parts, dtype, f"{header.file}: {name}")
-    return jax.tree.unflatten(jax.tree.structure(weight_shapes(config)), [leaves[index] for index in sorted(leaves)])
+        pieces |= read_parts(read_gguf_weight(header, name, config), parts, dtype, f"{header.file}: {name}")
+    return put_together(config, pieces)
 
 
 def chosen_dtype(dtype: Any, stored: str) -> np.dtype:
@@ -303,9 +310,9 @@ def weight_dtype(dtype: Any) -> np.dtype:
     return jnp.dtype(dtype)
 
 
-def read_parts(tensor: np.ndarray, parts: list[Part], dtype: Any, where: str) -> dict[int, jax.Array]:
-    """The leaves in a tensor of the checkpoint, by index."""
-    leaves = {}
+def read_parts(tensor: np.ndarray, parts: list[Part], dtype: Any, where: str) -> Pieces:
+    """The leaves, or experts of leaves, in a tensor of the checkpoint."""
+    pieces: Pieces = {}
     ends = np.cumsum([part.shape[0] for part in parts])
     for part, rows in zip(parts, np.split(tensor, ends[:-1]), strict=True):
         with np.errstate(over="ignore"):  # reported below
@@ -313,8 +320,20 @@ def read_parts(tensor: np.ndarray, parts: list[Part], dtype: Any, where: str) ->
         if not jnp.isfinite(leaf).all():
             wider = "" if jnp.dtype(dtype) == jnp.float32 else ' Or load with dtype="float32".'
             raise ValueError(f"{where} must be finite, got NaN or infinity as {dtype}. {AGAIN}{wider}")
-        leaves[part.leaf] = leaf
-    return leaves
+        pieces[part.leaf, part.expert] = leaf
+    return pieces
+
+
+def put_together(config: ModelConfig, pieces: Pieces) -> Params:
+    """The weights, made of all pieces; the matrices of experts are stacked, leaf by leaf."""
+
+    def leaf(index: int, shape: tuple[int, ...]) -> jax.Array:
+        if (index, None) in pieces:
+            return pieces[index, None]
+        return jnp.stack([pieces.pop((index, expert)) for expert in range(shape[0])])
+
+    shapes, structure = jax.tree.flatten(weight_shapes(config))
+    return jax.tree.unflatten(structure, [leaf(index, shape.shape) for index, shape in enumerate(shapes)])
 
 
 def check_tied(stored: Mapping[str, Stored], embedding: str, unembedding: str) -> None:
@@ -348,7 +367,8 @@ def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bflo
         )
     tensors = {}
     for name, parts in tensor_parts(config).items():
-        rows = [np.asarray(leaves[part.leaf]).astype(dtype) for part in parts]
+        whole = [leaves[part.leaf] if part.expert is None else leaves[part.leaf][part.expert] for part in parts]
+        rows = [np.asarray(leaf).astype(dtype) for leaf in whole]
         rows = [leaf.T if part.is_transposed else leaf for leaf, part in zip(rows, parts, strict=True)]
         tensors[name] = np.ascontiguousarray(np.concatenate(rows))  # save_file ignores strides
     folder.mkdir(parents=True, exist_ok=True)

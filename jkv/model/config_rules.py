@@ -9,6 +9,7 @@ from jkv.model.json_files import OBJECT, SWITCH, TEXT, Rule, at_least, either, i
 MAX_VOCAB = 1 << 21  # XLM-V has 901,629 tokens
 MAX_POSITIONS = 1 << 24  # Llama 4 has 10,485,760
 MAX_LAYERS = 1 << 10
+MAX_EXPERTS = 1 << 12
 MAX_FREQUENCY_FACTOR = 1 << 20
 
 TOKEN = integer(0, MAX_VOCAB - 1)
@@ -42,7 +43,13 @@ RULES = {  # the fields that `jkv.model.architectures` uses; it ignores all othe
     "sliding_window": nullable(POSITIONS),
     "max_window_layers": integer(0, MAX_LAYERS),
     "layer_types": nullable(list_of(TEXT, MAX_LAYERS)),
+    **{name: integer(1, MAX_EXPERTS) for name in ("num_experts", "num_local_experts", "num_experts_per_tok")},
+    "moe_intermediate_size": integer(1, 1 << 20),
+    "norm_topk_prob": SWITCH,
+    "decoder_sparse_step": integer(1, MAX_LAYERS),
+    "mlp_only_layers": nullable(list_of(integer(0, MAX_LAYERS), MAX_LAYERS)),
 }
+EXPERTS = "num_experts", "num_experts_per_tok", "moe_intermediate_size"  # what a mixture of experts must have
 NAMES = {  # what is read beside them
     "model_type": nullable(TEXT),
     "architectures": nullable(list_of(TEXT, 16)),
@@ -81,4 +88,10 @@ ROPE = {
     "low_freq_factor": number(0, MAX_FREQUENCY_FACTOR),
     "high_freq_factor": number(0, MAX_FREQUENCY_FACTOR),
     "original_max_position_embeddings": POSITIONS,
+    "beta_fast": nullable(at_least(0.01, MAX_FREQUENCY_FACTOR)),
+    "beta_slow": nullable(at_least(0.01, MAX_FREQUENCY_FACTOR)),
+    "attention_factor": nullable(at_least(0.01, 100)),
+    "truncate": SWITCH,
+    "mscale": nullable(number(0, 100)),
+    "mscale_all_dim": nullable(number(0, 100)),
 }

@@ -1,11 +1,10 @@
-"""The decoder: one functional forward pass for Llama 3.x, Qwen2/2.5, Qwen3 and Phi-3/Phi-4, switched by `ModelConfig`.
+"""The decoder: one functional forward pass for Llama 3.x, Mistral, Qwen2/2.5, Qwen3 and Phi-3/Phi-4, switched by `ModelConfig`.
 
 The caller decides where keys and values are stored and which of them each query reads: `forward` passes each layer's query,
 key and value to an `attend` function. Decoding from the pool, chunked prefill, training and replay are four such functions.
 The decoder does not depend on a policy.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,7 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
+from jkv.model.experts import mixture
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
+from jkv.model.rotary import turn
 from pallas_kernels.add_norm.reference import rms_norm
 from pallas_kernels.rotate_append.reference import rotate
 
@@ -51,8 +52,7 @@ def forward(
     `observe` sees them afterwards, before the layer's norm and attention, and returns the cache.
     """
     config = params.config
-    angle_BTH = rotary_angle(config, position)
-    cos, sin = jnp.cos(angle_BTH), jnp.sin(angle_BTH)
+    cos, sin = turn(config, position)
     norms = [*(weights.attention_norm for weights in params.layers), params.final_norm]
 
     def add(hidden: Array, added: Array, norm: Array) -> tuple[Array, Array]:
@@ -70,7 +70,7 @@ def forward(
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed, cache = attend(layer, query, key, value, cache)
         hidden, normed = add(hidden, times(mixed.reshape(*token.shape, -1), weights.out), weights.mlp_norm)
-        hidden, normed = add(hidden, mlp(weights, normed), norms[layer + 1])
+        hidden, normed = add(hidden, mlp(config, weights, normed), norms[layer + 1])
     return normed, cache
 
 
@@ -119,8 +119,10 @@ def project(
     return query, key, value
 
 
-def mlp(weights: LayerParams, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """The gated feed-forward block (SwiGLU)."""
+def mlp(config: ModelConfig, weights: LayerParams, normed: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The gated feed-forward block (SwiGLU), or a mixture of such blocks."""
+    if weights.experts is not None:
+        return mixture(config, weights.experts, normed)
     return times(jax.nn.silu(times(normed, weights.gate)) * times(normed, weights.up), weights.down)
 
 
@@ -133,28 +135,3 @@ def times(x: Float[Array, "*B fan_in"], weight: Any, dtype: Any = None) -> Float
         added = times(times(x, weight.down), weight.up, dtype)
         return times(x, weight.base, dtype) + added * weight.scale
     return jnp.matmul(x, weight.reshape(x.shape[-1], -1), preferred_element_type=dtype)
-
-
-def rotary_angle(config: ModelConfig, position: Int[Array, "B T"]) -> Float[Array, "B T half"]:
-    """Rotation angles in radians, float32 because bf16 rounds position 257 to 256."""
-    return position[..., None].astype(jnp.float32) * rotary_frequency(config)
-
-
-def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
-    """Radians per position of each rotated pair of channels, with RoPE scaling."""
-    size = config.rotary_size or config.head_size
-    scaling = config.rope_scaling
-    frequency = config.rope_theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
-    if scaling.kind == "linear":
-        return frequency / scaling.factor
-    if scaling.kind == "llama3":
-        return llama3_frequency(frequency, scaling)
-    return frequency
-
-
-def llama3_frequency(frequency: Float[Array, " half"], scaling: Any) -> Float[Array, " half"]:
-    """Frequencies of Llama 3.1: low ones are divided by the factor, high ones are kept, with a linear ramp between."""
-    turns = scaling.original_max_position * frequency / (2 * math.pi)  # over the original context
-    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = jnp.clip(ramp, 0.0, 1.0)
-    return kept * frequency + (1.0 - kept) * frequency / scaling.factor

@@ -46,10 +46,11 @@ class Family:
       qkv_bias: whether query, key and value projections add a bias.
       qk_norm: whether queries and keys are normalised per head.
       has_partial_rotary: whether `partial_rotary_factor` is used; in other families transformers ignores it.
+      has_experts: whether its feed-forward blocks are mixtures of experts.
       bias_switches: fields of config.json that add biases which the decoder lacks.
       attention_kinds: the kinds of attention that a transformers configuration uses.
       tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Fields of one tensor are stacked in it by rows,
-        in the order of the fields.
+        in the order of the fields. A field of `Experts` has a tensor of each expert `{}`.
       layer_prefix: the prefix of the tensors of layer `{}`.
       is_interleaved_in_gguf: whether GGUF files have the halves of each query and key head interleaved by rows.
       strips_in_gguf: whether the SentencePiece tokenizer of a GGUF file ignores spaces after special tokens.
@@ -61,6 +62,7 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     has_partial_rotary: bool = False
+    has_experts: bool = False
     bias_switches: tuple[str, ...] = ("attention_bias", "mlp_bias")
     attention_kinds: Callable[[Any], set[str]] = layer_types
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSORS)
@@ -70,5 +72,5 @@ class Family:
 
     def tensor_of(self, leaf: str) -> str:
         """The tensor of a leaf of `Params` with a name such as `layers.0.query`."""
-        *layer, field = leaf.split(".")
-        return (self.layer_prefix.format(layer[-1]) if layer else "") + self.tensors[field]
+        _, layer, field = leaf.split(".", 2) if leaf.startswith("layers.") else ("", None, leaf)
+        return ("" if layer is None else self.layer_prefix.format(layer)) + self.tensors[field]

@@ -24,11 +24,15 @@ from jkv.model.sampling import Sampling
 class RopeScaling:
     """The scaling of rotary frequencies; the fields are those of a checkpoint's `rope_parameters`."""
 
-    kind: str = "default"  # default | linear | llama3
+    kind: str = "default"  # default | linear | llama3 | yarn
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
     original_max_position: int = 0
+    beta_fast: float = 32.0  # of YaRN: turns over the original context, from which a frequency is kept
+    beta_slow: float = 1.0  # and below which it is divided by the factor
+    attention_factor: float = 1.0  # multiplies rotated queries and keys
+    truncates: bool = True  # whether the ramp between the two ends at whole pairs of channels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +46,7 @@ class ModelConfig:
     num_query_heads: int  # N
     num_kv_heads: int  # K
     head_size: int  # H
-    mlp_width: int  # F
+    mlp_width: int  # F, of an expert where there are some
     max_positions: int
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
@@ -52,6 +56,9 @@ class ModelConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     end_ids: tuple[int, ...] = ()
+    num_experts: int = 0  # X; 0 means that every token has the same feed-forward block
+    num_active_experts: int = 0  # of each token
+    normalises_experts: bool = False  # whether the weights of a token's experts sum to 1
 
     @property
     def group_size(self) -> int:
@@ -64,8 +71,8 @@ class ModelConfig:
 class LowRank(flax.struct.PyTreeNode):
     """A matrix and its low-rank adapter (LoRA, arXiv 2106.09685). The sum `base + down @ up * scale` is never materialised.
 
-    It may replace any matrix of `LayerParams`, and `Params.unembedding`. Base and adapter are separate leaves, so an update of
-    the adapter does not copy the base.
+    It may replace any matrix of `LayerParams` but those of `Experts`, and `Params.unembedding`. Base and adapter are separate
+    leaves, so an update of the adapter does not copy the base.
     """
 
     base: Any  # [in, out]
@@ -74,8 +81,17 @@ class LowRank(flax.struct.PyTreeNode):
     scale: float = flax.struct.field(pytree_node=False, default=1.0)
 
 
+class Experts(flax.struct.PyTreeNode):
+    """The feed-forward blocks of a layer among which a router chooses some for each token (a mixture of experts)."""
+
+    router: Annotated[Any, "D X"]
+    gate: Annotated[Any, "X F D"]  # so that one product of a token with all experts reads it as it lies
+    up: Annotated[Any, "X F D"]
+    down: Annotated[Any, "X F D"]
+
+
 class LayerParams(flax.struct.PyTreeNode):
-    """The weights of one decoder layer; absent parts are None.
+    """The weights of one decoder layer; absent parts are None. It has either `gate`, `up` and `down`, or `experts`.
 
     Matrices may also have the unfolded shapes of other libraries (`query` as [D, N, H], `out` as [N, H, D]); they are used
     without a copy.
@@ -87,14 +103,15 @@ class LayerParams(flax.struct.PyTreeNode):
     value: Annotated[Any, "D K*H"]
     out: Annotated[Any, "N*H D"]
     mlp_norm: Annotated[Any, "D"]
-    gate: Annotated[Any, "D F"]
-    up: Annotated[Any, "D F"]
-    down: Annotated[Any, "F D"]
+    gate: Annotated[Any, "D F"] = None
+    up: Annotated[Any, "D F"] = None
+    down: Annotated[Any, "F D"] = None
     query_bias: Annotated[Any, "N*H"] = None
     key_bias: Annotated[Any, "K*H"] = None
     value_bias: Annotated[Any, "K*H"] = None
     query_norm: Annotated[Any, "H"] = None
     key_norm: Annotated[Any, "H"] = None
+    experts: Experts | None = None
 
 
 class Params(flax.struct.PyTreeNode):
@@ -182,6 +199,10 @@ def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
     def leaf(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    experts = None
+    if c.num_experts:
+        matrices = leaf(c.num_experts, c.mlp_width, c.width)
+        experts = Experts(router=leaf(c.width, c.num_experts), gate=matrices, up=matrices, down=matrices)
     layer = LayerParams(
         attention_norm=leaf(c.width),
         query=leaf(c.width, queries),
@@ -189,14 +210,15 @@ def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
         value=leaf(c.width, keys),
         out=leaf(queries, c.width),
         mlp_norm=leaf(c.width),
-        gate=leaf(c.width, c.mlp_width),
-        up=leaf(c.width, c.mlp_width),
-        down=leaf(c.mlp_width, c.width),
+        gate=None if experts else leaf(c.width, c.mlp_width),
+        up=None if experts else leaf(c.width, c.mlp_width),
+        down=None if experts else leaf(c.mlp_width, c.width),
         query_bias=leaf(queries) if c.qkv_bias else None,
         key_bias=leaf(keys) if c.qkv_bias else None,
         value_bias=leaf(keys) if c.qkv_bias else None,
         query_norm=leaf(c.head_size) if c.qk_norm else None,
         key_norm=leaf(c.head_size) if c.qk_norm else None,
+        experts=experts,
     )
     return Params(
         embedding=leaf(c.vocab_size, c.width),

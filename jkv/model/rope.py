@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jkv.model import decoder
 from jkv.model.params import ModelConfig
+from jkv.model.rotary import rotary_frequency
+from pallas_kernels.rotate_append.reference import rotate
 
 
 class Rope(NamedTuple):
@@ -28,14 +29,14 @@ class Rope(NamedTuple):
 
 @functools.lru_cache
 def rope_of(config: ModelConfig) -> Rope:
-    """The RoPE of each layer of a model, on the host. No supported model has an attention factor."""
-    frequency = np.asarray(decoder.rotary_frequency(config))
-    of_layers: Any = np.tile(frequency, (config.num_layers, 1)), np.ones(config.num_layers, np.float32)
+    """The RoPE of each layer of a model, on the host."""
+    frequency, factor = np.asarray(rotary_frequency(config)), config.rope_scaling.attention_factor
+    of_layers: Any = np.tile(frequency, (config.num_layers, 1)), np.full(config.num_layers, factor, np.float32)
     return Rope(*of_layers)
 
 
 def turn(rope: Rope, position: Int[Array, "B n"]) -> tuple[Float[Array, "B n half"], Float[Array, "B n half"]]:
-    """The cosines and sines, times the factor, that rotate a query or key to its position (`decoder.rotate`)."""
+    """The cosines and sines, times the factor, that rotate a query or key to its position (`rotate`)."""
     angle = position[..., None].astype(jnp.float32) * rope.frequency[:, None]
     return jnp.cos(angle) * rope.factor[:, None, None], jnp.sin(angle) * rope.factor[:, None, None]
 
@@ -49,7 +50,7 @@ def mean_turn(rope: Rope, position: Int[Array, "B n"]) -> tuple[Float[Array, "B 
 def unrotate(rope: Rope, x: Float[Array, "B n heads H"], position: Int[Array, "B n"]) -> Float[Array, "B n heads H"]:
     """Queries or keys as they were before RoPE, in float32."""
     cos, sin = (part / rope.factor[:, None, None] ** 2 for part in turn(rope, position))
-    return decoder.rotate(x.astype(jnp.float32), cos, -sin)
+    return rotate(x.astype(jnp.float32), cos, -sin)
 
 
 def pair_norms(x: Float[Array, "*B H"], half: int) -> Float[Array, "*B half"]:

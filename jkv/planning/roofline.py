@@ -119,7 +119,8 @@ def step_costs(
 ) -> dict[str, Cost]:
     """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
 
-    A key or value has `vector` bytes in the pool; None is those of its numbers.
+    A key or value has `vector` bytes in the pool; None is those of its numbers. Of a mixture of experts, a step reads those
+    that some row chooses, if rows choose independently, and multiplies by those that each row chooses.
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
     and values of some. Logits are written once and read once; penalties read the counts, and write and read the logits anew.
     """
@@ -132,8 +133,11 @@ def step_costs(
     extra = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * bounds / page_size
     row_bytes = config.num_kv_heads * float((read * pair + slots * extra).sum())
     row_flops = 4 * config.num_query_heads * config.head_size * float(read.sum())
+    of_experts = 3 * config.num_layers * config.num_experts * config.mlp_width * config.width
+    chosen_by_one = config.num_active_experts / max(config.num_experts, 1)
+    chosen_by_any, active = 1 - (1 - chosen_by_one) ** rows, of_experts * chosen_by_one
     return {
-        "weights": Cost(weights * itemsize, rows * 2 * weights),
+        "weights": Cost((weights - of_experts * (1 - chosen_by_any)) * itemsize, rows * 2 * (weights - of_experts + active)),
         "attention": Cost(rows * row_bytes, rows * row_flops),
         "sampling": Cost(rows * logits * (8 + penalises * (COUNTED + 8)), 0.0),
     }

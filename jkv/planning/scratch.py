@@ -53,7 +53,8 @@ def scratch_of(
     of all rows in a layer, joins the weights of products with one operand in common for each call, and keeps each layer's
     hidden states, or its attention where a policy adds it up.
     """
-    token = (RESIDUALS * config.width + 3 * config.mlp_width) * itemsize
+    inner = 3 * config.mlp_width * max(config.num_experts, 1)  # of all experts: `jkv.model.experts.by_all`
+    token = (RESIDUALS * config.width + inner) * itemsize
     mass = 8 * policy.needs.mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
     pieces = -(-max_slots // PIECE) * (platform == "gpu" and not is_plain and max_slots > PIECE)
     parts = 4 * pieces * config.num_query_heads * (config.head_size + 1)
@@ -68,7 +69,7 @@ def scratch_of(
         compaction += 4 * policy.needs.projected * config.width * max_slots  # of one query head
     if is_plain:
         columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
-        joined = config.width * (2 * config.mlp_width + columns) * itemsize
+        joined = config.width * (2 * config.mlp_width * max(config.num_experts, 1) + columns) * itemsize
         logits_of_step = 4 * config.num_query_heads * max_slots
         decode += max(joined, num_rows * (2 * key_bytes + logits_of_step))
         decode += num_rows * policy.needs.mass * config.num_layers * logits_of_step

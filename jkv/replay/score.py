@@ -22,6 +22,7 @@ from jkv.model import decoder
 from jkv.model import sampling as distributions
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.penalties import TokenCounts, counts_in_block
+from jkv.model.rotary import rotary_angle
 from jkv.model.sampling import Sampling, SamplingRows, rows_of
 from jkv.reasoning import steering
 from jkv.replay.trace import SteerTrace, Trace
@@ -324,7 +325,7 @@ def positions_of(token: Int[Array, "n T"]) -> Int[Array, "n T"]:
 def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) -> Float[Array, "n T D"]:
     """The final hidden state of each token when attention reads `columns`; unembedded, it gives the next token's logits."""
     position = positions_of(token)
-    turn = None if columns.sink_shift is None else decoder.rotary_angle(params.config, columns.sink_shift)
+    turn = None if columns.sink_shift is None else rotary_angle(params.config, columns.sink_shift)
     enter, steer = None, columns.steer
     if steer is not None:
         enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from jkv.model import checkpoint, decoder
+from jkv.model import checkpoint
 from jkv.model.params import LayerParams, ModelConfig, Params, init_params
+from jkv.model.rotary import rotary_frequency
 from jkv.tasks import vocabulary
 
 
@@ -59,7 +60,7 @@ def init_to_look_up(config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> P
 
     first, *others = (lean(weights) for weights in params.layers)
     fast = 3.8 * (jnp.arange(size // 2) < 8)  # channel pairs whose angle grows fast enough to separate neighbours
-    angle = decoder.rotary_frequency(config)
+    angle = rotary_frequency(config)
     key_bias = jnp.concatenate([fast, jnp.zeros_like(fast)])
     fresh = params.layers[0]  # heads 2 and 3 do not copy as head 0 does, or what they read would blur what it reads
     first = first.replace(out=first.out.at[2 * size :].set(fresh.out[2 * size :] * 0.3))

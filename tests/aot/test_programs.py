@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jkv.engine.prefill import LARGE as LARGE_CHUNK
 from jkv.engine.prefill import SIZES
+from jkv.model.model_shapes import find_shape
 from jkv.model.params import ModelConfig
 from jkv.testing import assert_no_pool_copy, find_copies, unfolded
 from tests.aot import targets
@@ -151,6 +153,23 @@ def test_decoding_reads_unfolded_weights_where_they_lie(target):
     ]
     keys_and_values = 2 * config.num_layers * config.width * config.num_kv_heads * config.head_size * 2
     assert memory[1] <= memory[0] + 2**20 + keys_and_values * target.startswith("tpu")
+
+
+@pytest.mark.parametrize("target", ["h200", "tpu-v5e"])
+def test_decoding_reads_experts_where_they_lie(target):
+    """And on a GPU a prefill does: two layers of Qwen3-30B-A3B, whose experts are 1.2 GB a layer."""
+    config = find_shape("qwen3-30b-a3b")[1]
+    program = programs.PROGRAMS["decode-r_kv"]
+    shapes = shapes_on(target, config, needs=program.needs)
+    compiled = targets.compile_for(target, program.trace, shapes)
+    assert_no_pool_copy(compiled, shapes.state.cache.pool)
+    one = 2 * config.num_experts * config.mlp_width * config.width  # bytes of the gates of a layer
+    assert compiled.memory_analysis().temp_size_in_bytes < one / 10
+    if target == "h200":
+        shapes = shapes_on(target, config)
+        prefill = targets.compile_for(target, programs.PROGRAMS["prefill"].trace, shapes)
+        inner = 2 * LARGE_CHUNK * config.num_experts * config.mlp_width * 2
+        assert prefill.memory_analysis().temp_size_in_bytes < 2 * inner
 
 
 @pytest.mark.parametrize("target", PROGRAM_TARGETS)

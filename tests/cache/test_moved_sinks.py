@@ -9,7 +9,7 @@ import jkv
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention
 from jkv.cache.moved_sinks import SinkRules, merge
-from jkv.model import decoder
+from jkv.model.rotary import rotary_angle
 from jkv.policies.scores import Uniform
 from jkv.testing import TINY
 
@@ -49,7 +49,7 @@ def test_a_step_reads_what_keys_at_their_place_in_the_cache_would_give(group):
     pool = pages.take_slots(pool, row, slots)
     pool, address = pages.reserve(pool, row, one, 1)
     length, place = pool.length + 1, len(kept)
-    angle = decoder.rotary_angle(TINY, jnp.full((2, 1), place - SEEN, jnp.int32))
+    angle = rotary_angle(TINY, jnp.full((2, 1), place - SEEN, jnp.int32))
     sinks = SinkRules(jnp.asarray([SINKS, 0], jnp.int32), jnp.cos(angle), jnp.sin(angle))
     unturned = jnp.ones((2, H // 2)), jnp.zeros((2, H // 2))  # the keys given are rotated
     attend = DecodeAttention(address, length, pool.logical_length, *unturned, None, None, sinks, jnp.ones(2, bool))

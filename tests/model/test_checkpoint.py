@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -48,6 +49,15 @@ CONFIGS = {  # every family, and every feature of the configuration at least onc
     "llama-llama3": dataclasses.replace(SMALL, rope_scaling=RopeScaling("llama3", 8.0, 1.0, 4.0, 32), rope_theta=100.0),
     "qwen2-one-kv-head": dataclasses.replace(SMALL, family="qwen2", qkv_bias=True, num_kv_heads=1, end_ids=(95,)),
     "qwen3-tied": dataclasses.replace(SMALL, family="qwen3", qk_norm=True, head_size=16, tie_embeddings=True, end_ids=(3, 7)),
+    "qwen3-yarn": dataclasses.replace(
+        SMALL,
+        family="qwen3",
+        qk_norm=True,
+        rope_scaling=RopeScaling("yarn", 8.0, 1.0, 1.0, 32, 2.0, 0.5, 1.5, False),
+        rope_theta=100.0,
+    ),
+    "qwen3-experts": dataclasses.replace(SMALL, family="qwen3_moe", qk_norm=True, num_experts=4, num_active_experts=2),
+    "mistral": dataclasses.replace(SMALL, family="mistral", head_size=16),
     "phi3-all-heads": dataclasses.replace(SMALL, family="phi3", num_kv_heads=4, norm_epsilon=1e-5),
     "phi3-partial": dataclasses.replace(SMALL, family="phi3", rotary_size=4, tie_embeddings=True),
 }
@@ -167,6 +177,7 @@ def test_fields_of_a_config_reach_the_model_config(tmp_path):
     )
 
 
+YARN = {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -182,12 +193,37 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
             7.0,
             RopeScaling("llama3", 8.0, 1.0, 4.0, 32),
         ),
+        (YARN, 1e6, RopeScaling("yarn", 4.0, original_max_position=64, attention_factor=0.1 * math.log(4) + 1)),
+        (
+            {
+                "rope_parameters": YARN["rope_scaling"]
+                | {"rope_theta": 7.0, "beta_fast": 9, "beta_slow": 2, "attention_factor": 2}
+            },
+            7.0,
+            RopeScaling("yarn", 4.0, original_max_position=64, beta_fast=9.0, beta_slow=2.0, attention_factor=2.0),
+        ),
+        (
+            {"rope_scaling": YARN["rope_scaling"] | {"mscale": 0.5, "mscale_all_dim": 1.0, "truncate": False}},
+            10_000.0,
+            RopeScaling(
+                "yarn",
+                4.0,
+                original_max_position=64,
+                attention_factor=(0.05 * math.log(4) + 1) / (0.1 * math.log(4) + 1),
+                truncates=False,
+            ),
+        ),
     ],
-    ids=["absent", "old-plain", "oldest-linear", "old-llama3", "new-llama3"],
+    ids=["absent", "old-plain", "oldest-linear", "old-llama3", "new-llama3", "yarn", "yarn-of-all", "yarn-of-mscales"],
 )
 def test_rope_of_old_and_new_files_is_read(fields, theta, scaling, tmp_path):
     config = checkpoint.read_config(config_folder(tmp_path, **fields))
     assert (config.rope_theta, config.rope_scaling) == (theta, scaling)
+
+
+def test_yarn_extends_the_positions_of_a_model_that_says_how_many_it_had(tmp_path):
+    """As Qwen asks its users to write config.json: max_position_embeddings stays that of training."""
+    assert checkpoint.read_config(config_folder(tmp_path, **YARN, max_position_embeddings=64)).max_positions == 4 * 64
 
 
 REFUSED = {
@@ -214,14 +250,19 @@ REFUSED = {
     "activation": ("llama", {"hidden_act": "gelu"}, "silu.*gelu"),
     "odd-rotary": ("phi3", {"partial_rotary_factor": 0.625}, "even, got 5"),
     "heads": ("llama", {"num_key_value_heads": 3}, "multiple of KV heads, got 4 and 3"),
-    "yarn": ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}, "RoPE.*yarn"),
+    "half-a-yarn": ("qwen2", {"rope_scaling": {"rope_type": "yarn", "beta_fast": 2.0}}, "factor must be .*got none"),
+    "yarn-of-llama3": (
+        "qwen2",
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "low_freq_factor": 2.0}},
+        "low_freq_factor must not",
+    ),
     "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE.*dynamic"),
     "longrope": (
         "phi3",
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}},
         "RoPE.*longrope",
     ),
-    "unknown-rope": ("llama", {"rope_scaling": {"rope_type": "banana"}}, "RoPE.*default, linear, llama3.*banana"),
+    "unknown-rope": ("llama", {"rope_scaling": {"rope_type": "banana"}}, "RoPE.*default, linear, llama3, yarn.*banana"),
     "half-a-rope": ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     "wrong-type": ("llama", {"vocab_size": "96"}, "vocab_size.*int"),
 }

@@ -133,7 +133,8 @@ def test_equal_pages_are_exactly_no_distance_apart_and_near_ones_keep_their_digi
 
 def test_turning_undoes_the_rotation_of_a_key_elsewhere(block_distance):
     """A key at positions 3 and 40 is the same key, once one is turned by the difference."""
-    from jkv.model.decoder import rotary_frequency, rotate
+    from jkv.model.decoder import rotate
+    from jkv.model.rotary import rotary_frequency
     from jkv.testing import TINY
 
     raw = jnp.asarray(np.random.default_rng(0).standard_normal((1, 1, 1, TINY.head_size)), jnp.float32)

@@ -243,6 +243,24 @@ def test_weights_with_adapters_or_unfolded_shapes_are_split_too(model):
     assert mesh.local_bytes(params, 8) == held
 
 
+def test_each_expert_is_split_by_its_width():
+    config = dataclasses.replace(CONFIG, num_experts=4, num_active_experts=2, normalises_experts=True)
+    params, settings = init_params(config, jax.random.key(4), scale=0.3), {"max_running": 2, "max_slots": MAX_SLOTS}
+
+    def tokens_on(on):
+        engine = jkv.Engine(params, page_size=PAGE_SIZE, mesh=on, **settings)
+        ticket = engine.submit(LONG, max_new_tokens=24, stop_ids=())
+        engine.run()
+        return engine, engine.result(ticket)
+
+    (_, expected), (engine, out) = tokens_on(None), tokens_on(devices_of(8))
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    np.testing.assert_allclose(out.logprobs, expected.logprobs, atol=1e-4)
+    experts = engine.model.params.layers[0].experts
+    for whole in (experts.gate, experts.up, experts.down):
+        assert whole.addressable_shards[0].data.shape[1] * 8 == whole.shape[1] == config.mlp_width
+
+
 UNTIED = dataclasses.replace(CONFIG, tie_embeddings=False, qk_norm=True)
 PROMPTS = [[5, 1, 9], LONG[:13], [7, 7], [2, 30, 4, 8, 11, 3]]
 

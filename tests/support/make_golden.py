@@ -1,12 +1,13 @@
 """Makes `tests/support/golden`: tiny random Hugging Face checkpoints of every family, with the logits of transformers.
 
-Run it by hand with torch installed: `python tests/support/make_golden.py`. Each case is a checkpoint folder with a
+Run it by hand with torch installed: `python tests/support/make_golden.py [CASE ...]`. Each case is a checkpoint folder with a
 `reference.npz`: `prompt` `[24]`, `prompt_logits` `[24, V]`, `greedy` `[64]` (the tokens of greedy decoding) and `decode_logits`
 `[64, V]` (the logits of each of them). All are float32, with eager attention, one token at a time with a cache.
 """
 
 import itertools
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,22 @@ LLAMA3 = {  # of the four frequencies one is kept, one is on the ramp and two ar
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN = {  # of the eight frequencies three are kept, two are on the ramp and three are divided
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "beta_fast": 2.0,
+    "original_max_position_embeddings": 32,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> family, configuration, how it is saved
     "llama_scaled": ("llama", {"eos_token_id": [94, 95], "rope_parameters": LLAMA3, "tie_word_embeddings": False}, {}),
     "llama_tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}, {}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}, {"max_shard_size": "50KB"}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}, {"dtype": "bfloat16"}),
+    "qwen3_yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN, "tie_word_embeddings": False}, {}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 16} | EXPERTS, {}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}, {}),
     "phi3": ("phi3", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "tie_word_embeddings": False}, {}),
 }
 
@@ -95,7 +107,8 @@ def main() -> None:
     """Writes every case, with the first seed whose reference is sensitive."""
     import torch
 
-    for name, (family, fields, saving) in CASES.items():
+    for name in sys.argv[1:] or CASES:
+        family, fields, saving = CASES[name]
         dtype = saving.get("dtype", "float32")
         for seed in itertools.count():
             model = make_model(family, fields, seed, dtype)

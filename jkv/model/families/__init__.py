@@ -3,13 +3,15 @@
 To add a family whose layers `jkv.model.decoder` can compute, write its `Family` in a file here and add it to `FAMILIES`.
 """
 
-from jkv.model.families import llama, phi3, qwen2, qwen3
+from jkv.model.families import llama, mistral, phi3, qwen2, qwen3, qwen3_moe
 from jkv.model.family import Family
 
 FAMILIES: dict[str, Family] = {  # by `model_type` of config.json
     "llama": llama.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+    "mistral": mistral.FAMILY,
     "phi3": phi3.FAMILY,
 }
 

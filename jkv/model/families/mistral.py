@@ -1,0 +1,10 @@
+"""Mistral, Mistral-Small and Magistral (arXiv 2310.06825) of versions without a sliding window."""
+
+from jkv.model.family import Family
+
+FAMILY = Family(
+    "mistral",
+    "MistralForCausalLM",
+    bias_switches=(),
+    attention_kinds=lambda _: {"sliding_attention"},  # in every layer, if config.json has a sliding_window
+)

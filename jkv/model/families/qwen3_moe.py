@@ -1,0 +1,12 @@
+"""Qwen3 with a mixture of experts in every layer (arXiv 2505.09388), such as Qwen3-30B-A3B."""
+
+from jkv.model.family import TENSORS, Family
+
+EXPERTS = {
+    "experts.router": "mlp.gate.weight",
+    "experts.gate": "mlp.experts.{}.gate_proj.weight",
+    "experts.up": "mlp.experts.{}.up_proj.weight",
+    "experts.down": "mlp.experts.{}.down_proj.weight",
+}
+
+FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, has_experts=True, tensors=TENSORS | EXPERTS)

@@ -1,0 +1,58 @@
+"""The rotary embedding (RoPE, arXiv 2104.09864) of positions: frequencies with their scaling, angles, and turns."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jkv.model.params import ModelConfig, RopeScaling
+
+
+def turn(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
+    """The cosines and sines that rotate queries and keys to their positions, times the attention factor of YaRN."""
+    angle, factor = rotary_angle(config, position), config.rope_scaling.attention_factor
+    return jnp.cos(angle) * factor, jnp.sin(angle) * factor
+
+
+def rotary_angle(config: ModelConfig, position: Int[Array, "*B"]) -> Float[Array, "*B half"]:
+    """Rotation angles in radians, float32 because bf16 rounds position 257 to 256."""
+    return position[..., None].astype(jnp.float32) * rotary_frequency(config)
+
+
+def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
+    """Radians per position of each rotated pair of channels, with RoPE scaling."""
+    size, scaling = config.rotary_size or config.head_size, config.rope_scaling
+    frequency = config.rope_theta ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    if scaling.kind == "default":
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    is_llama = scaling.kind == "llama3"
+    kept = kept_of_llama3(frequency, scaling) if is_llama else kept_of_yarn(size, config.rope_theta, scaling)
+    return kept * frequency + (1.0 - kept) * frequency / scaling.factor
+
+
+def kept_of_llama3(frequency: Float[Array, " half"], scaling: RopeScaling) -> Float[Array, " half"]:
+    """How far Llama 3.1 keeps each frequency: high ones are kept, low ones divided by the factor, with a ramp between."""
+    turns = scaling.original_max_position * frequency / (2 * math.pi)  # over the original context
+    return jnp.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
+
+
+def kept_of_yarn(size: int, theta: float, scaling: RopeScaling) -> Float[np.ndarray, " half"]:
+    """How far YaRN (arXiv 2309.00071, section 3.2) keeps each frequency of `size` rotated channels.
+
+    Pairs that turn more than `beta_fast` times over the original context are kept, those that turn less than `beta_slow` times
+    are divided by the factor. As in transformers, the ramp between them is linear in the index of the pair, where the paper's
+    is linear in the number of turns, and its ends are whole pairs if the checkpoint says so.
+    """
+
+    def pair_of(turns: float) -> float:
+        return size * math.log(scaling.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncates:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    ramp = (np.arange(size // 2, dtype=np.float32) - np.float32(low)) / np.float32(max(high - low, 0.001))
+    return 1.0 - np.clip(ramp, 0.0, 1.0)

@@ -1,0 +1,153 @@
+"""A mixture of experts: each way to compute it against plain NumPy, and the whole library on a model that has one.
+
+Parity with transformers is in `test_decoder.py` (the golden checkpoint `qwen3_moe`).
+"""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from jkv.model import experts
+from jkv.model.params import Experts, init_params, weight_shapes
+from jkv.testing import TINY
+from tests.model.test_decoder import GOLDEN
+
+SETTING = {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "tie_embeddings": False, "mlp_width": 16}
+MIXED = dataclasses.replace(TINY, **SETTING, num_experts=8, num_active_experts=3, normalises_experts=True)
+WAYS = {"by_token": experts.by_token, "by_all": experts.by_all, "in_blocks": experts.in_blocks, "by_expert": experts.by_expert}
+
+
+def expected_of(config, weights, token):
+    """Token by token and expert by expert, in float64."""
+    router, gate, up, down = (np.asarray(x, np.float64) for x in (weights.router, weights.gate, weights.up, weights.down))
+    out = np.zeros(token.shape, np.float64)
+    for i, x in enumerate(np.asarray(token, np.float64)):
+        logits = x @ router
+        prob = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
+        chosen = np.argsort(-prob, kind="stable")[: config.num_active_experts]
+        total = prob[chosen].sum() if config.normalises_experts else 1.0
+        for e in chosen:
+            a = gate[e] @ x
+            out[i] += prob[e] / total * ((a / (1 + np.exp(-a)) * (up[e] @ x)) @ down[e])
+    return out
+
+
+def drawn(config, num_tokens, seed=0):
+    shapes = weight_shapes(config).layers[0].experts
+    keys = jax.random.split(jax.random.key(seed), 5)
+    weights = Experts(
+        *(jax.random.normal(key, x.shape) * 0.3 for key, x in zip(keys[:4], jax.tree.leaves(shapes), strict=True))
+    )
+    return weights, jax.random.normal(keys[4], (num_tokens, config.width))
+
+
+@pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_gives_the_weighted_sum_of_the_chosen_experts(way, normalises, monkeypatch):
+    monkeypatch.setattr(experts, "BLOCK", 8)
+    config = dataclasses.replace(MIXED, normalises_experts=normalises)
+    weights, token = drawn(config, 21)
+    out = WAYS[way](token, *experts.route(config, weights.router, token), weights)
+    np.testing.assert_allclose(out, expected_of(config, weights, token), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 600])
+def test_the_number_of_tokens_chooses_the_way_and_not_the_result(num_tokens):
+    weights, token = drawn(MIXED, num_tokens, seed=1)
+    out = experts.mixture(MIXED, weights, token[None])
+    np.testing.assert_allclose(out[0], expected_of(MIXED, weights, token), atol=1e-5)
+
+
+def test_an_expert_that_no_token_chooses_and_one_that_all_choose():
+    weights, token = drawn(MIXED, 9, seed=2)
+    router = weights.router.at[:, 0].set(0).at[:, 1].set(0)
+    token = jnp.abs(token)
+    weights = weights.replace(router=router.at[:, 2:].set(-1.0).at[:, 7].set(1.0))
+    expert = experts.route(MIXED, weights.router, token)[1]
+    assert {7, 0, 1} == set(np.unique(expert).tolist())
+    expected = expected_of(MIXED, weights, token)
+    for way in WAYS.values():
+        np.testing.assert_allclose(way(token, *experts.route(MIXED, weights.router, token), weights), expected, atol=1e-5)
+
+
+def test_gradients_are_those_of_every_way():
+    weights, token = drawn(MIXED, 6)
+
+    def loss(way, weights):
+        return jnp.sum(jnp.sin(WAYS[way](token, *experts.route(MIXED, weights.router, token), weights)))
+
+    of_all, *others = (jax.grad(lambda weights, way=way: loss(way, weights))(weights) for way in WAYS)
+    for other in others:
+        for x, y in zip(jax.tree.leaves(of_all), jax.tree.leaves(other), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return jkv.Model(init_params(MIXED, jax.random.key(0), scale=0.3))
+
+
+@pytest.mark.parametrize(
+    "policy", [jkv.full(), jkv.r_kv(budget=16, interval=8, window=4), jkv.h2o(budget=16)], ids=lambda p: p.name
+)
+def test_rows_replay_exactly_and_do_not_depend_on_each_other(mixed, policy):
+    prompts = [[5, 1, 9], [3, 7] * 10 + [1], [2]]
+    settings = {
+        "policy": policy,
+        "max_new_tokens": 32,
+        "sampling": jkv.Sampling(seed=3),
+        "stop_ids": (),
+        "page_size": 4,
+        "return_trace": True,
+    }
+    out = jkv.generate(mixed, prompts, progress=False, **settings)
+    apart = np.abs(jkv.score(mixed, out, out.trace).logprobs - out.logprobs)
+    assert apart.max() <= 1e-4
+    greedy = settings | {"sampling": jkv.Sampling(temperature=0.0)}
+    together = jkv.generate(mixed, prompts, progress=False, **greedy)
+    alone = [jkv.generate(mixed, [prompt], progress=False, **greedy).tokens[0] for prompt in prompts]
+    np.testing.assert_array_equal(together.tokens, alone)
+
+
+def changed(tmp_path, **fields):
+    folder = tmp_path / "model"
+    shutil.copytree(GOLDEN / "qwen3_moe", folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"decoder_sparse_step": 2}, r"every layer must have experts .*decoder_sparse_step=2"),
+        ({"mlp_only_layers": [0]}, r"every layer must have experts .*mlp_only_layers=\[0\]"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts=8, got 9"),
+        ({"num_local_experts": ...}, "num_experts must be an integer .*got none"),
+        ({"num_local_experts": 7}, r"gate\.weight must have shape \(7, 32\), got \(8, 32\)"),
+        ({"moe_intermediate_size": 8}, r"experts\.0\.gate_proj\.weight must have shape \(8, 32\), got \(16, 32\)"),
+    ],
+)
+def test_a_mixture_that_the_decoder_cannot_compute_is_refused(tmp_path, fields, message):
+    with pytest.raises(ValueError, match=message):
+        jkv.load(str(changed(tmp_path, **fields)))
+
+
+def test_a_checkpoint_is_written_as_it_was_read(tmp_path):
+    from safetensors.numpy import load_file
+
+    from jkv.model import checkpoint
+
+    model = jkv.load(str(GOLDEN / "qwen3_moe"))
+    checkpoint.export(model.params, None, tmp_path, dtype=jnp.float32)
+    one, other = (load_file(folder / "model.safetensors") for folder in (GOLDEN / "qwen3_moe", tmp_path))
+    assert one.keys() == other.keys()
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name])
+    assert jkv.load(str(tmp_path)).config == model.config
