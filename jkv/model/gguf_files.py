@@ -151,8 +151,10 @@ def rope_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str
         return llama3_scaling(header, own, fields)
     if kind == "none":
         return None
+    if kind != "linear":
+        raise ValueError(f"{header.file}: rope.scaling.type must be none or linear, got {shown(kind)}. {advice()}")
     factor = own.get("rope.scaling.factor", own.get("rope.scale_linear"))
-    return {"rope_type": kind} | ({} if factor is None else {"factor": factor})
+    return {"rope_type": "linear"} | ({} if factor is None else {"factor": factor})
 
 
 def llama3_scaling(header: GgufHeader, own: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -179,7 +179,7 @@ def test_what_the_decoder_cannot_do_is_refused(fields, message, tmp_path):
 
 
 def test_other_scalings_are_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="RoPE type must be one of default, linear, llama3, got 'yarn'"):
+    with pytest.raises(ValueError, match=r"rope\.scaling\.type must be none or linear, got 'yarn'"):
         config_of(tmp_path / "model.gguf", "qwen2", qwen2__rope__scaling__type="yarn")
 
 
