@@ -158,14 +158,14 @@ def engine_shares(before: list[float] | None, after: list[float] | None) -> dict
 
 
 @contextlib.contextmanager
-def started(model: str, rows: int, waiting: int) -> Iterator[str]:
-    """The address of a server in a process of its own, which ends with the block.
+def started(model: str, rows: int, waiting: int, *options: str) -> Iterator[str]:
+    """The address of a server in a process of its own, with more `options` of `jkv serve`, which ends with the block.
 
     Raises:
       ValueError: it does not start.
     """
     command = [sys.executable, "-m", "jkv", "serve", model, "--port", "0"]
-    command += ["--max-running", str(rows), "--max-waiting", str(waiting)]
+    command += ["--max-running", str(rows), "--max-waiting", str(waiting), *options]
     environment = {name: value for name, value in os.environ.items() if name != "JKV_API_KEY"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None

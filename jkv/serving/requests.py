@@ -30,6 +30,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "tools": ([], "no tools are called"),
     "use_beam_search": (False, "tokens are drawn"),
 }
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 MOST_TOP = 1  # of most likely tokens: the engine computes the drawn token's log-probability alone
 
 
@@ -75,13 +76,19 @@ class Fields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are those of a stream; got them without stream=true. Leave them out.")
         for name, value in (self.stream_options or {}).items():
-            if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool):
-                raise ValueError(f"stream_options has include_usage, true or false; got {shown(name)}: {shown(value)}.")
+            if name not in STREAM_OPTIONS or not isinstance(value, bool):
+                known = ", ".join(STREAM_OPTIONS)
+                raise ValueError(f"stream_options has {known}, each true or false; got {shown(name)}: {shown(value)}.")
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def counts_each_chunk(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.includes_usage and bool((self.stream_options or {}).get("continuous_usage_stats"))
 
     @property
     def stop_strings(self) -> list[Any]:

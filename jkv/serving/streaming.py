@@ -19,6 +19,7 @@ from jkv.serving.responses import (
     FAILURES,
     Head,
     chat_log_probs,
+    counts,
     describe_failure,
     drawn,
     reason_of,
@@ -60,8 +61,10 @@ def sse(data: dict[str, Any]) -> str:
 
 async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) -> AsyncIterator[str]:
     """The events of a call."""
-    fields = job.fields
+    fields, num_prompt, num_new = job.fields, sum(map(len, job.prompts)), 0
     more: dict[str, Any] = {"usage": None} if fields.includes_usage else {}
+    if fields.counts_each_chunk:
+        more["usage"] = counts(num_prompt, 0)
     chunks: ChatChunks | TextChunks = ChatChunks(model, job) if isinstance(fields, ChatFields) else TextChunks(model, job)
     try:
         for choice in chunks.first():
@@ -71,6 +74,9 @@ async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) 
                 if event.finish_reason in FAILURES:
                     result = await tickets[index]
                     raise RuntimeError(describe_failure(event.finish_reason, result.samples[event.sample]))
+                num_new += len(event.tokens)
+                if fields.counts_each_chunk:
+                    more["usage"] = counts(num_prompt, num_new)
                 for choice in chunks.of(index * fields.n + event.sample, event):
                     yield sse(head.body([choice], is_chunk=True, **more))
         if fields.includes_usage:

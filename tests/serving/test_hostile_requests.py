@@ -168,6 +168,9 @@ def test_tokens_and_texts_convert(tiny):
     assert tokens["count"] == len(tokens["tokens"]) > 10
     assert post(tiny, {"tokens": tokens["tokens"]}, "/detokenize").json() == {"prompt": PROMPT}
     assert post(tiny, {"messages": CHAT["messages"]}, "/tokenize").json()["tokens"] == tokens["tokens"]
+    assert post(tiny, {"prompt": PROMPT, "add_special_tokens": False}, "/tokenize").json() == tokens  # this model adds none
+    assert post(tiny, {"prompt": PROMPT, "add_special_tokens": "no"}, "/tokenize").status_code == 400
+    assert post(tiny, {"prompt": ""}, "/tokenize").json()["tokens"] == []
     assert post(tiny, {"tokens": []}, "/detokenize").json() == {"prompt": ""}
     assert post(tiny, {"tokens": ["a"]}, "/detokenize").status_code == 400
     assert post(tiny, {"prompt": 3}, "/tokenize").status_code == 400
