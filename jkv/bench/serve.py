@@ -238,4 +238,4 @@ def table(record: dict[str, Any]) -> str:
 
 def milliseconds(values: Sequence[float] | None) -> list[str]:
     """Figures of a table; dashes without any."""
-    return ["-"] * len(SHARES) if values is None else [f"{value:,.3g}" for value in values]
+    return ["-"] * len(SHARES) if values is None else [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values]

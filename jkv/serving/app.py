@@ -83,13 +83,14 @@ class Server:
         if ignored:
             headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
         self.check_model(fields.model)
+        fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n)
         job = await asyncio.to_thread(make_job, self.encoder, fields, self.options)
         self.check_room(job.num_samples)
         tickets = self.submit(job)
         head, finish = Head(name, self.name), self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:
-            return EventStream(stream(self.model, head, job, tickets), finish, headers)
+            return EventStream(stream(self.model, head, job, tickets), finish, headers, self.options.send_seconds)
         try:
             results, scores = await until_gone(request, asyncio.gather(gathered(tickets), self.score(job)))
         finally:

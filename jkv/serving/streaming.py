@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from jkv.engine.outputs import Event
@@ -28,6 +30,8 @@ from jkv.serving.responses import (
     usage_of,
 )
 
+LOGGER = logging.getLogger("jkv.serving")
+
 
 class EventStream(StreamingResponse):
     """A stream of events that calls `finish` at its end, whoever ends it.
@@ -36,16 +40,27 @@ class EventStream(StreamingResponse):
       events: texts of events.
       finish: is called once, also where the client went before the first event.
       headers: of the response.
+      seconds: in which the client must take each part; a slower one is dropped, so that it keeps no place from others.
     """
 
-    def __init__(self, events: AsyncIterator[str], finish: Callable[[], None], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncIterator[str], finish: Callable[[], None], headers: dict[str, str], seconds: float) -> None:
         super().__init__(events, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
-        self.finish = finish
+        self.finish, self.seconds = finish, seconds
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Sends the events."""
+
+        async def send_in_time(message: Any) -> None:
+            try:
+                async with asyncio.timeout(self.seconds):
+                    await send(message)
+            except TimeoutError:
+                raise ClientDisconnect from None
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except ClientDisconnect:
+            LOGGER.info("A client took nothing for %g seconds, or has gone.", self.seconds)
         finally:
             self.finish()
 

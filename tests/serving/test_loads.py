@@ -102,10 +102,16 @@ def test_clients_that_vanish_leave_no_page_held(crowded):
     body = {"prompt": "b=3;c=7;d=b*c;?d", "max_tokens": 400, "ignore_eos": True}
     lengths = [rng.choice([0, 1, 2, 5]) for _ in range(200)]
     bodies = [body | {"seed": i, "policy": "r_kv", **SETTINGS, "n": 1 + i % 2} for i in range(200)]
+    before = num_drawn(crowded)
     in_flight(40, [tokens_of(crowded.url, one, length) for one, length in zip(bodies, lengths, strict=True)])
     crowded.wait_until_idle(seconds=300)  # and none is held
+    assert num_drawn(crowded) - before < 300 * 400 / 2  # tokens: the requests ended early
     assert crowded.app.state.server.num_open == 0
     assert crowded.service.call(lambda engine: len(engine.scheduler.waiting)).result() == 0
+
+
+def num_drawn(running):
+    return running.service.call(lambda engine: engine.stats.tokens).result()
 
 
 def serve_some(running, count):
