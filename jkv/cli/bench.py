@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import json
+import math
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from typing import Any
 
 from jkv.checks import install, shown, words
 from jkv.cli.inputs import LOOKS, make_folder
+from jkv.cli.serve import KEY
 
 BENCHES = {
     "throughput": "tokens a second of policies in fixed pools, from ample to tight (R-KV's stress test)",
@@ -19,11 +22,16 @@ BENCHES = {
     "cost": "where a decode step's time goes, by length, batch and budget",
     "rollouts": f"rollouts a second compared with tunix's own sampler ({install('tunix')})",
     "latency": "seconds to the first token, and between tokens, by rows and policy",
+    "serve": f"what users of a server wait for, by the rate of requests and the policy ({install('serve')})",
     "eviction": "what scoring and compaction cost, compared with their own arithmetic, on a wide model",
 }
 PAGE = Path("docs/results.md")  # that shows the tables, from the root of the repository
 MOST = 1 << 31  # every size lies below
 QUICK_POOLS = [430_000, 134_000]
+POSITIVE = (
+    *("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"),
+    *("new_tokens", "first_limit", "token_limit", "seconds"),
+)
 
 
 def whole(text: str) -> list[int]:
@@ -34,6 +42,17 @@ def whole(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"a comma-separated list of whole numbers, such as 1,8,32; got {text!r}") from None
 
 
+def rates(text: str) -> list[float]:
+    """A comma-separated list of rates above 0; `inf` is all at once."""
+    try:
+        found = [float(word) for word in words(text)]
+    except ValueError:
+        found = []
+    if not found or not all(rate > 0 for rate in found):
+        raise argparse.ArgumentTypeError(f"a comma-separated list of requests a second, such as 2,8 or inf; got {text!r}")
+    return found
+
+
 def add(commands: Any) -> None:
     """The command's options, for each benchmark."""
     command = commands.add_parser("bench", help="measure speed, memory and cost on this machine", description=__doc__, **LOOKS)
@@ -42,7 +61,8 @@ def add(commands: Any) -> None:
     for name, parser in parsers.items():
         parser.set_defaults(run=run, bench=name)
         parser.add_argument("--quick", action="store_true", help="sizes of a test: checks that it runs, not how fast")
-        parser.add_argument("--rounds", type=int, help="timings of each, of which the median counts")
+        if name != "serve":  # its loads are one each
+            parser.add_argument("--rounds", type=int, help="timings of each, of which the median counts")
         parser.add_argument("--out", type=Path, help="a folder for NAME.json and NAME.md; default: the table alone is shown")
     for name in ("throughput", "cost", "latency", "eviction"):
         parsers[name].add_argument("--model", help="a shipped model, a folder, a hub name, or a TOML file of a shape")
@@ -73,7 +93,24 @@ def add(commands: Any) -> None:
     parsers["rollouts"].add_argument("--models", type=words, help="narrow, wide; default: both")
     for size, text in (("batch", "rows; default: 8"), ("budget", "of R-KV; default: 1024"), ("interval", "default: 128")):
         parsers["eviction"].add_argument(f"--{size}", type=int, help=text)
+    add_serve(parsers["serve"])
     add_tables(benches)
+
+
+def add_serve(parser: Any) -> None:
+    """The options of a load."""
+    parser.add_argument("--url", help="of a server; default: one is started here, and ended")
+    parser.add_argument("--model", help="which to serve, where none is running; default: tiny-reasoner")
+    parser.add_argument("--policies", type=words, help="comma-separated; default: full,r_kv")
+    parser.add_argument("--budget", type=int, help="slots of the policies that have one; default: 128")
+    parser.add_argument("--rates", type=rates, help="requests a second, comma-separated; inf: all at once; default: 2,4,8,inf")
+    parser.add_argument("--requests", type=int, help="of each load; default: 64")
+    parser.add_argument("--new-tokens", type=int, help="mean length of completions; default: 256")
+    parser.add_argument("--batch", type=int, help="rows of the server that is started; default: 8")
+    parser.add_argument("--first-limit", type=float, help="ms to the first token of a good request; default: 1000")
+    parser.add_argument("--token-limit", type=float, help="ms from one token to the next of a good request; default: 20")
+    parser.add_argument("--seed", type=int, help="of arrivals and lengths; default: 0")
+    parser.add_argument("--seconds", type=float, help="after which a request has failed; default: 600")
 
 
 def add_tables(benches: Any) -> None:
@@ -94,9 +131,9 @@ def run(options: argparse.Namespace) -> int:
 
     given = {name: value for name, value in vars(options).items() if name not in ("run", "bench", "quick", "out")}
     given = {name: value for name, value in given.items() if value is not None}
-    for name in ("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"):
+    for name in POSITIVE:
         if not 0 < given.get(name, 1) < MOST:
-            raise ValueError(f"--{name} must be positive and below 2**31; got {shown(given[name])}.")
+            raise ValueError(f"--{name.replace('_', '-')} must be positive and below 2**31; got {shown(given[name])}.")
     for name in ("lengths", "budgets", "batches", "budget_batches", "chunks"):
         if name in given and not (given[name] and all(0 < size < MOST for size in given[name])):
             raise ValueError(f"--{name} must be sizes, each positive and below 2**31; got {shown(given[name])}.")
@@ -125,7 +162,7 @@ def command_of(bench: str, quick: bool, given: dict[str, Any]) -> str:
     typed = ["jkv", "bench", bench] + ["--quick"] * quick
     for name, value in given.items():
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        typed += [f"--{name}", text]
+        typed += [f"--{name.replace('_', '-')}", text]
     return shlex.join(typed)
 
 
@@ -219,12 +256,27 @@ def measure_eviction(given: dict[str, Any], quick: bool, report: Any) -> dict[st
     return eviction.measure(fixtures.model_of(usual.pop("model")), **usual, report=report)
 
 
+def measure_serve(given: dict[str, Any], quick: bool, report: Any) -> dict[str, Any]:
+    """A load on a server."""
+    from jkv.bench import serve
+
+    usual: dict[str, Any] = {"url": None, "model": "tiny-reasoner", "policies": ["full", "r_kv"], "budget": 128}
+    usual |= {"rates": [2.0, 4.0, 8.0, math.inf], "requests": 64, "new_tokens": 256, "batch": 8, "seed": 0, "seconds": 600.0}
+    usual |= {"first_limit": 1000.0, "token_limit": 20.0}
+    usual |= {"rates": [50.0, math.inf], "requests": 6, "new_tokens": 24, "batch": 2, "budget": 48} if quick else {}
+    usual |= given
+    limits, rows = (usual.pop("first_limit"), usual.pop("token_limit")), usual.pop("batch")
+    key = os.environ.get(KEY) or None
+    return serve.measure(**usual, rows=rows, limits_ms=limits, key=key, report=report)
+
+
 MEASURES: dict[str, Callable[[dict[str, Any], bool, Any], dict[str, Any]]] = {
     "throughput": measure_throughput,
     "papers": measure_papers,
     "peers": measure_peers,
     "cost": measure_cost,
     "latency": measure_latency,
+    "serve": measure_serve,
     "rollouts": measure_rollouts,
     "eviction": measure_eviction,
 }

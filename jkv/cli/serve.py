@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
         metavar="NAMES",
         help="more policies that requests may name: those that need more than the last 8 queries, such as h2o,quest",
     )
+    command.add_argument("--allow-policies", default="", metavar="NAMES", help="only these may be named (default: all)")
     command.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine alone)")
     command.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
     command.add_argument("--api-key", metavar="KEY", help=f"that clients must send; default: the variable {KEY}, or none")
@@ -75,6 +76,7 @@ def run(options: argparse.Namespace) -> int:
         name=options.name,
         policy=options.policy,
         settings=settings,
+        allowed=tuple(words(options.allow_policies)),
         api_key=key,
         max_waiting=options.max_waiting,
         time_limit=options.time_limit,

@@ -35,6 +35,7 @@ from jkv.serving.whole import prompt_log_probs, whole
 LOGGER = logging.getLogger("jkv.serving")
 RETRY_SECONDS = 1  # after which a client that was refused may try again
 LONGEST_ID = 128  # characters of a request's id
+TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
 PAGE = Path(__file__).with_name("page.html")
 KINDS: dict[str, tuple[type[ChatFields] | type[CompletionFields], str]] = {
     "/v1/chat/completions": (ChatFields, "chat.completion"),
@@ -82,13 +83,14 @@ class Server:
         if ignored:
             headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
         self.check_model(fields.model)
+        fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n)
         job = await asyncio.to_thread(make_job, self.encoder, fields, self.options)
         self.check_room(job.num_samples)
         tickets = self.submit(job)
         head, finish = Head(name, self.name), self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:
-            return EventStream(stream(self.model, head, job, tickets), finish, headers)
+            return EventStream(stream(self.model, head, job, tickets), finish, headers, self.options.send_seconds)
         try:
             results, scores = await until_gone(request, asyncio.gather(gathered(tickets), self.score(job)))
         finally:
@@ -204,7 +206,8 @@ class Server:
             ids = await asyncio.to_thread(self.encoder.encode_chat, body["messages"], add_generation_prompt=True)
         else:
             prompt = typed("prompt", body.get("prompt"), str)
-            (ids,) = await asyncio.to_thread(self.encoder.encode, prompt)
+            adds = typed("add_special_tokens", body.get("add_special_tokens", True), bool)
+            ids = await asyncio.to_thread(self.encoder.encode_text, prompt, adds)
         tokens = ids.tolist()
         return JSONResponse({"count": len(tokens), "max_model_len": self.model.config.max_positions, "tokens": tokens})
 
@@ -213,6 +216,10 @@ class Server:
         tokens = typed("tokens", (await self.read_body(request)).get("tokens"), list)
         (ids,) = await asyncio.to_thread(self.encoder.encode, [tokens]) if tokens else ([],)
         return JSONResponse({"prompt": self.model.tokenizer.decode(ids)})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """`/tokenizer_info`: the special tokens and the chat template, for clients without the tokenizer."""
+        return JSONResponse({name: getattr(self.model.tokenizer, name, None) for name in TOKENIZER_FIELDS})
 
     async def page(self, request: Request) -> Response:
         """`/`: a page to chat on."""
@@ -258,6 +265,7 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
         Route("/v1/models", server.guarded(server.models)),
         Route("/tokenize", server.guarded(server.tokenize), methods=["POST"]),
         Route("/detokenize", server.guarded(server.detokenize), methods=["POST"]),
+        Route("/tokenizer_info", server.guarded(server.tokenizer_info)),
         Route("/health", server.guarded(server.health, is_open=True)),
         Route("/ping", server.guarded(server.health, is_open=True), methods=["GET", "POST"]),
         Route("/version", server.guarded(server.version, is_open=True)),

@@ -64,6 +64,13 @@ class Encoder:
         with self._lock:
             return encode_prompts(self.model, prompt)
 
+    def encode_text(self, text: str, adds_special_tokens: bool) -> np.ndarray:
+        """Token ids of a text, none of an empty one, with or without the special tokens that a prompt begins or ends with."""
+        if not text:
+            return np.zeros(0, np.int32)
+        with self._lock:
+            return encode_prompt(self.model, 0, text, is_chat=not adds_special_tokens)
+
     def encode_chat(self, messages: Any, **options: Any) -> np.ndarray:
         """Token ids of a conversation; `options` are those of the chat template."""
         if self._renderer is None:

@@ -133,6 +133,9 @@ class EngineCollector(Collector):
             ("vllm:num_preemptions", "Samples swapped out to make room.", stats.preemptions),
             ("jkv:prefills", "Prompts prefilled.", stats.prefills),
             ("jkv:forks", "Samples that started from a prompt prefilled for several.", stats.forks),
+            ("jkv:row_steps", "Rows times decode steps; vllm:generation_tokens is how many drew a token.", stats.row_steps),
+            ("jkv:engine_seconds", "Of the engine's turns, compilation excluded.", stats.seconds),
+            ("jkv:host_seconds", "Of these, what did not wait for the device.", stats.host_seconds),
         ):
             counter = CounterMetricFamily(name, about, labels=LABELS)
             counter.add_metric(self.labels, value)

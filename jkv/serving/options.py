@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.checks import check_counts, shown, typed
+from jkv.checks import check_counts, did_you_mean, shown, typed
+from jkv.policies import POLICIES
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,11 +16,13 @@ class ServerOptions:
       name: the model's, as clients name it; empty is the model's own.
       policy: the name of the policy of requests that name none; a key of `jkv.POLICIES`.
       settings: of that policy.
+      allowed: policies that requests may name; none: all of them. The server's own is always allowed.
       api_key: what clients send as a bearer key; None asks for none.
       max_body: bytes of a request's body.
       max_waiting: samples that may wait for a row; more are refused with status 429.
       time_limit: seconds after which a request ends with what it has.
       body_seconds: seconds in which a body must arrive.
+      send_seconds: seconds in which a client must take what a stream sends; a slower one is dropped.
 
     Raises:
       ValueError: a setting out of its range.
@@ -28,17 +31,22 @@ class ServerOptions:
     name: str = ""
     policy: str = "full"
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    allowed: tuple[str, ...] = ()
     api_key: str | None = None
     max_body: int = 1 << 22
     max_waiting: int = 256
     time_limit: float = 3600.0
     body_seconds: float = 30.0
+    send_seconds: float = 60.0
 
     def __post_init__(self) -> None:
+        for name in typed("allowed", self.allowed, tuple):
+            if name not in POLICIES:
+                raise ValueError(f"allowed must be of {', '.join(POLICIES)}; got {shown(name)}.{did_you_mean(name, POLICIES)}")
         check_counts(max_body=self.max_body)
         if typed("max_waiting", self.max_waiting, int) < 0:
             raise ValueError(f"max_waiting must be at least 0; got {self.max_waiting}.")
-        for name in ("time_limit", "body_seconds"):
+        for name in ("time_limit", "body_seconds", "send_seconds"):
             if not typed(name, getattr(self, name), float) > 0:
                 raise ValueError(f"{name} must be above 0 seconds; got {getattr(self, name)}.")
         key = typed("api_key", self.api_key, str | None)

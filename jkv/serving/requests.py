@@ -30,6 +30,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the v
     "tools": ([], "no tools are called"),
     "use_beam_search": (False, "tokens are drawn"),
 }
+STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 MOST_TOP = 1  # of most likely tokens: the engine computes the drawn token's log-probability alone
 
 
@@ -41,6 +42,7 @@ class Fields:
       policy, settings: how the cache stays small. Without `policy`, `settings` change those of the server's policy.
       ignore_eos: whether the model's own end tokens end nothing.
       return_token_ids: whether the response has token ids.
+      kv_dtype: the pool's format, if it is named: all requests share one pool.
 
     Raises:
       ValueError: a field of another type, or out of its range.
@@ -65,6 +67,7 @@ class Fields:
     return_token_ids: bool = False
     request_id: str | None = None
     policy: str | None = None
+    kv_dtype: str | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -75,13 +78,28 @@ class Fields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are those of a stream; got them without stream=true. Leave them out.")
         for name, value in (self.stream_options or {}).items():
-            if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool):
-                raise ValueError(f"stream_options has include_usage, true or false; got {shown(name)}: {shown(value)}.")
+            if name not in STREAM_OPTIONS or not isinstance(value, bool):
+                known = ", ".join(STREAM_OPTIONS)
+                raise ValueError(f"stream_options has {known}, each true or false; got {shown(name)}: {shown(value)}.")
+
+    def check_format(self, served: str | None) -> None:
+        """Refuses another format of the cache than the served one; None is the weights' own."""
+        if self.kv_dtype not in (None, served):
+            own = "is in the weights' own dtype" if served is None else f"is in {served}"
+            raise ValueError(
+                f"kv_dtype is the pool's, which all requests share and which {own}; got {shown(self.kv_dtype)}. "
+                "Leave it out, or ask a server that was started with --kv-dtype."
+            )
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
+
+    @property
+    def counts_each_chunk(self) -> bool:
+        """Whether each chunk of a stream has the usage so far."""
+        return self.includes_usage and bool((self.stream_options or {}).get("continuous_usage_stats"))
 
     @property
     def stop_strings(self) -> list[Any]:
@@ -243,5 +261,8 @@ def policy_of(fields: Fields, options: ServerOptions) -> Policy:
         if isinstance(value, list | dict):
             check_length(name, value, 64, "values")
     if fields.policy is not None:
+        if options.allowed and fields.policy not in (options.policy, *options.allowed):
+            known = ", ".join(dict.fromkeys([options.policy, *options.allowed]))
+            raise ValueError(f"policy must be one of {known} on this server; got {shown(fields.policy)}. Name one of them.")
         return make(fields.policy, fields.settings)
     return make(options.policy, {**options.settings, **fields.settings})

@@ -116,9 +116,7 @@ def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], th
     num_reasoning = sum(num_reasoning_tokens(tokens, thinks, begin, end) for tokens in completions) if is_chat else 0
     evicted = sum(sample.evicted + sample.shared for sample in samples)
     return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
+        **counts(num_prompt, num_new),
         "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         "kv": {
             "held_tokens": max(0, round(seen - evicted)),
@@ -126,6 +124,11 @@ def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], th
             "bytes": sum(sample.peak_kv_bytes for sample in samples),
         },
     }
+
+
+def counts(num_prompt: int, num_new: int) -> dict[str, int]:
+    """The tokens of a usage."""
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
 
 
 def failure_of(results: Sequence[Result]) -> str:

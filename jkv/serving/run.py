@@ -7,6 +7,9 @@ from typing import Any
 
 import uvicorn
 
+from jkv.engine.service import Service
+from jkv.policies import Policy
+from jkv.policies import make as make_policy
 from jkv.serving.app import make_app
 from jkv.serving.options import ServerOptions
 
@@ -40,8 +43,18 @@ def make_server(app: Any, drain: float) -> uvicorn.Server:
     return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=max(1, round(drain)), **settings))
 
 
+def warm_up(service: Service, policy: Policy) -> None:
+    """Compiles the prefill and decode programs, so that the first client does not wait for them; no statistics count it."""
+    service.submit([0], policy=policy, max_new_tokens=2, stop_ids=()).result()
+    service.call(lambda engine: engine.reset_stats()).result()
+
+
 def run(engine: Any, options: ServerOptions, place: socket.socket, drain: float) -> None:
-    """Serves an engine until SIGINT or SIGTERM; then nothing new is accepted, and requests in flight have `drain` seconds."""
+    """Serves an engine, once it is warm, until SIGINT or SIGTERM.
+
+    Then nothing new is accepted, and requests in flight have `drain` seconds.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which uvicorn calls once it has ended
     with engine.serve() as service, contextlib.suppress(KeyboardInterrupt):
+        warm_up(service, make_policy(options.policy, options.settings))
         make_server(make_app(service, options), drain).run(sockets=[place])

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from jkv.engine.outputs import Event
@@ -19,6 +21,7 @@ from jkv.serving.responses import (
     FAILURES,
     Head,
     chat_log_probs,
+    counts,
     describe_failure,
     drawn,
     reason_of,
@@ -26,6 +29,8 @@ from jkv.serving.responses import (
     text_log_probs,
     usage_of,
 )
+
+LOGGER = logging.getLogger("jkv.serving")
 
 
 class EventStream(StreamingResponse):
@@ -35,16 +40,27 @@ class EventStream(StreamingResponse):
       events: texts of events.
       finish: is called once, also where the client went before the first event.
       headers: of the response.
+      seconds: in which the client must take each part; a slower one is dropped, so that it keeps no place from others.
     """
 
-    def __init__(self, events: AsyncIterator[str], finish: Callable[[], None], headers: dict[str, str]) -> None:
+    def __init__(self, events: AsyncIterator[str], finish: Callable[[], None], headers: dict[str, str], seconds: float) -> None:
         super().__init__(events, media_type="text/event-stream", headers={**headers, "cache-control": "no-cache"})
-        self.finish = finish
+        self.finish, self.seconds = finish, seconds
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Sends the events."""
+
+        async def send_in_time(message: Any) -> None:
+            try:
+                async with asyncio.timeout(self.seconds):
+                    await send(message)
+            except TimeoutError:
+                raise ClientDisconnect from None
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except ClientDisconnect:
+            LOGGER.info("A client took nothing for %g seconds, or has gone.", self.seconds)
         finally:
             self.finish()
 
@@ -60,8 +76,10 @@ def sse(data: dict[str, Any]) -> str:
 
 async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) -> AsyncIterator[str]:
     """The events of a call."""
-    fields = job.fields
+    fields, num_prompt, num_new = job.fields, sum(map(len, job.prompts)), 0
     more: dict[str, Any] = {"usage": None} if fields.includes_usage else {}
+    if fields.counts_each_chunk:
+        more["usage"] = counts(num_prompt, 0)
     chunks: ChatChunks | TextChunks = ChatChunks(model, job) if isinstance(fields, ChatFields) else TextChunks(model, job)
     try:
         for choice in chunks.first():
@@ -71,6 +89,9 @@ async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) 
                 if event.finish_reason in FAILURES:
                     result = await tickets[index]
                     raise RuntimeError(describe_failure(event.finish_reason, result.samples[event.sample]))
+                num_new += len(event.tokens)
+                if fields.counts_each_chunk:
+                    more["usage"] = counts(num_prompt, num_new)
                 for choice in chunks.of(index * fields.n + event.sample, event):
                     yield sse(head.body([choice], is_chunk=True, **more))
         if fields.includes_usage:

@@ -95,6 +95,20 @@ def test_latency_is_that_of_every_batch_chunk_and_policy(capsys, tmp_path, shape
         assert 0 < one["token_p50_ms"] <= one["token_p99_ms"]
 
 
+def test_a_server_is_started_and_loaded_at_each_rate_and_policy(capsys, tmp_path):
+    pytest.importorskip("uvicorn")
+    said = bench(capsys, tmp_path, "serve", "--rates", "40,inf")
+    at = [(one["policy"], one["rate"]) for one in said["records"]]
+    assert at == list(itertools.product(("full", "r_kv"), (40.0, None)))
+    for one in said["records"]:
+        assert (one["requests"], one["served"], one["refused"], one["failed"]) == (6, 6, 0, 0)
+        assert one["tokens"] == said["records"][0]["tokens"]  # lengths are forced, and the same for all
+        assert 6 * 12 <= one["tokens"] <= 6 * 36
+        assert 0 < one["occupancy"] <= 1
+        assert 0 < one["host_share"] < 1
+        assert one["first_token_ms"] == sorted(one["first_token_ms"])
+
+
 def test_eviction_is_compared_with_its_own_arithmetic(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "eviction", "--model", shape)
     # 2 layers * 2 rows * 2 heads, 64 slots: their similarities and 8 queries of 2 heads, 8 numbers each.

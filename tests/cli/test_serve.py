@@ -79,7 +79,14 @@ def test_a_server_starts_answers_and_ends_when_it_is_asked_to(number):
         with urllib.request.urlopen(request, timeout=300) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 8
         assert '"tokens": 8' in process.stderr.readline()
-        process.send_signal(number)
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}).encode()
+        request = urllib.request.Request(f"{found[1]}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            answer.readline()
+            process.send_signal(number)  # which lets it end
+            rest = answer.read().decode()
+        assert '"finish_reason":"length"' in rest
+        assert rest.endswith("data: [DONE]\n\n")
         assert process.wait(60) == 0
     finally:
         process.kill()

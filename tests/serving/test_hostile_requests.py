@@ -1,5 +1,6 @@
 """Bad input, wrong keys and vanished clients: each is answered in one line, or dropped, and nobody else's tokens change."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -10,6 +11,14 @@ import pytest
 
 import jkv
 from tests.serving.conftest import SETTINGS, Running, make_engine
+
+pytest.importorskip("uvicorn")
+
+from jkv.engine.timing import COMPILING
+from jkv.serving.options import ServerOptions
+from jkv.serving.requests import CompletionFields, policy_of
+from jkv.serving.run import warm_up
+from jkv.serving.streaming import EventStream
 
 httpx = pytest.importorskip("httpx")
 
@@ -55,6 +64,7 @@ BAD = [
     ("temperature", TEXT | {"temperature": -1}, 400, "temperature must be"),
     ("nan", b'{"prompt": "b=3", "temperature": NaN}', 400, "temperature must be"),
     ("top_p", TEXT | {"top_p": 2}, 400, "top_p must lie in"),
+    ("format", TEXT | {"kv_dtype": "int8"}, 400, "in the weights' own dtype"),
     ("seed", TEXT | {"seed": -1}, 400, "seed must lie in"),
     ("stop", TEXT | {"stop": [""]}, 400, "not empty"),
     ("stop ids", TEXT | {"stop_token_ids": list(range(20))}, 400, "stop ids"),
@@ -168,6 +178,9 @@ def test_tokens_and_texts_convert(tiny):
     assert tokens["count"] == len(tokens["tokens"]) > 10
     assert post(tiny, {"tokens": tokens["tokens"]}, "/detokenize").json() == {"prompt": PROMPT}
     assert post(tiny, {"messages": CHAT["messages"]}, "/tokenize").json()["tokens"] == tokens["tokens"]
+    assert post(tiny, {"prompt": PROMPT, "add_special_tokens": False}, "/tokenize").json() == tokens  # this model adds none
+    assert post(tiny, {"prompt": PROMPT, "add_special_tokens": "no"}, "/tokenize").status_code == 400
+    assert post(tiny, {"prompt": ""}, "/tokenize").json()["tokens"] == []
     assert post(tiny, {"tokens": []}, "/detokenize").json() == {"prompt": ""}
     assert post(tiny, {"tokens": ["a"]}, "/detokenize").status_code == 400
     assert post(tiny, {"prompt": 3}, "/tokenize").status_code == 400
@@ -216,6 +229,51 @@ def test_a_wrong_key_is_refused_and_the_open_endpoints_need_none(strict):
     for path in ("/health", "/ping", "/version", "/metrics", "/"):
         assert httpx.get(strict.url + path).status_code == 200
     assert httpx.get(strict.url + "/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
+
+
+def test_a_server_may_allow_some_policies_alone():
+    options = ServerOptions(policy="r_kv", settings=SETTINGS, allowed=("tova",))
+    fields = [CompletionFields(prompt="a", policy=name, settings={"budget": 64}) for name in ("tova", "r_kv", "h2o")]
+    assert [policy_of(one, options).name for one in fields[:2]] == ["tova", "r_kv"]
+    with pytest.raises(ValueError, match="policy must be one of r_kv, tova on this server"):
+        policy_of(fields[2], options)
+    assert policy_of(CompletionFields(prompt="a"), options).name == "r_kv"
+    with pytest.raises(ValueError, match="Did you mean tova"):
+        ServerOptions(allowed=("tovar",))
+
+
+def test_the_served_format_may_be_named():
+    fields = CompletionFields(prompt="a", kv_dtype="int8")
+    fields.check_format("int8")
+    with pytest.raises(ValueError, match="which is in fp8"):
+        fields.check_format("fp8")
+
+
+def test_a_client_that_takes_nothing_is_dropped_and_its_place_is_free():
+    finished = []
+
+    async def events():
+        while True:
+            yield "data: x\n\n"
+
+    async def wait(*_):
+        await asyncio.Event().wait()
+
+    response = EventStream(events(), lambda: finished.append(True), {}, seconds=0.01)
+    asyncio.run(asyncio.wait_for(response({"type": "http"}, wait, wait), 60))
+    assert finished == [True]
+
+
+def test_a_warm_server_compiles_nothing_and_has_counted_nothing(chat_model):
+    policies = [jkv.r_kv(**SETTINGS)]
+    with jkv.Engine(
+        chat_model, max_running=3, max_slots=96, chunk=8, policies=policies
+    ).serve() as service:  # nobody else has these programs
+        warm_up(service, jkv.r_kv(**SETTINGS))
+        assert service.call(lambda engine: engine.stats.tokens).result() == 0
+        before = COMPILING.seconds
+        service.submit("b=3;c=7;d=b*c;?d", policy=jkv.r_kv(**SETTINGS), max_new_tokens=12).result()
+        assert COMPILING.seconds == before
 
 
 def test_a_request_ends_at_the_time_limit_with_what_it_has(strict, monkeypatch):
