@@ -108,6 +108,25 @@ def said_of_facts():
     ]
 
 
+def said_of_sharing():
+    """The words on sharing by likeness and by chance, and what they say of contrasts."""
+    lines = cells_of("probe-smollm2-share")
+    loss = {cells[0]: cells[4].split()[0] for cells in lines if len(cells) == 5}
+    held = {cells[0]: cells[2] for cells in lines if len(cells) == 5}
+    p = {cells[0]: cells[6] for cells in lines if " - " in cells[0]}
+    assert all(float(value) < 0.05 for value in p.values())
+
+    def of(name):
+        return "{}, {} and {}".format(*(loss[f"{name}={share}"].lstrip("+") for share in (20, 50, 80)))
+
+    return [
+        f"by {of('p')} nats a token",
+        f"it rises by {of('random-p')}.",
+        "(p of {}, {} and {})".format(*(p[f"p={share} - random-p={share}"] for share in (20, 50, 80))),
+        f"hold {held['p=80']} kB at the 80th percentile where the full cache holds {held['full']},",
+    ]
+
+
 def said_of_formats():
     """The words on quantised pages, and what they say of contrasts."""
     lines = {one["format"]: one for one in json.loads((ROOT / "results" / "formats-smollm2-135m.json").read_text())["lines"]}
@@ -284,7 +303,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
     said += said_of_parts_of_foresight() + said_of_sharing() + said_of_a_real_model() + said_of_protection()
-    said += said_of_facts() + said_of_formats()
+    said += said_of_facts() + said_of_sharing() + said_of_formats()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 
