@@ -50,6 +50,11 @@ def add(commands: Any) -> None:
     command.add_argument("--chunk", type=int, default=16, help="decode steps between two events of a stream (default: 16)")
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
     add_kv_dtype(command)
+    command.add_argument(
+        "--no-prefix-cache",
+        action="store_true",
+        help="keep no prompt after its request; by default prompts stay in pages that nothing else needs",
+    )
     command.add_argument("--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md')
     command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
 
@@ -96,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
         policies=[r_kv(budget=OPEN_CONTEXT), policy, *more],  # requests may name what needs no more
         max_stop_ids=MOST_STOP_IDS,
         kernels=options.kernels,
+        prefix_cache=not options.no_prefix_cache,
     )
     if options.host not in LOCAL and key is None:
         print(f"jkv: warning: any machine that reaches {options.host} may use the model. Give --api-key.", file=sys.stderr)

@@ -20,11 +20,12 @@ from jkv.engine import mesh as meshes
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.mappings import let_programs_go
-from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
+from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, num_row_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.policy_checks import check_policy, gate_of
+from jkv.engine.prefix_cache import PrefixCache, piece_for
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
@@ -108,6 +109,9 @@ class Engine:
         given |= {"mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
         self.runner.is_traced = options.return_trace
+        if options.prefix_cache:
+            piece = piece_for(self.runner.prefill_sizes[-1], page_size)
+            self.scheduler.prefix_cache = self.runner.prefix_cache = PrefixCache(piece, num_row_pages(params, piece, page_size))
         self.reset_stats()
 
     __repr__, _repr_html_, serve = description.text, description.html, serve
@@ -218,7 +222,9 @@ class Engine:
             else:
                 self._collect(flight)
                 self.runner.compact({row: sample for row, sample in running.items() if sample.is_due})
-        self._release()
+        rows, prefixes = self.scheduler.release()
+        self.runner.release(rows)
+        self.runner.free(prefixes)
 
     def _collect(self, flight: Flight | None = None) -> None:
         """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events.
@@ -442,9 +448,3 @@ class Engine:
             completion.trace = trace.finish(sample.num_seen, *given)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None
         self.scheduler.finish(sample)
-
-    def _release(self) -> None:
-        """Frees the rows and pages of finished samples."""
-        rows, prefixes = self.scheduler.release()
-        self.runner.release(rows)
-        self.runner.free(prefixes)

@@ -67,6 +67,10 @@ class EngineOptions:
       kernels: None or "auto" takes the best kernels for the devices; "reference" computes all of them by plain XLA, on any
         device; "paged_attention=reference,take_slots=gpu" chooses some by hand. The environment variable JKV_KERNELS does the
         same for a whole process.
+      prefix_cache: whether prompts stay in the pool after their requests, in pages that nothing else needs, so that later ones
+        with the same beginning prefill the rest alone. Tokens and log-probabilities are the same bit for bit. `jkv serve`
+        turns it on. Calls of `generate` and `Rollout` share the prefill of equal prompts without it, and their other prompts
+        seldom begin with as many equal tokens, so they would hold memory in vain.
       poison: for tests: freed pages become NaN.
 
     Raises:
@@ -87,6 +91,7 @@ class EngineOptions:
     return_trace: bool = False
     mesh: jax.sharding.Mesh | None = None
     kernels: str | None = None
+    prefix_cache: bool = False
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -117,7 +122,7 @@ class EngineOptions:
         kernels = typed("kernels", self.kernels, str | None)
         parse_choices(os.environ.get(VARIABLE, "") if kernels is None else str(kernels))
         object.__setattr__(self, "ahead", typed("ahead", self.ahead, bool | None))
-        for name in ("return_trace", "poison"):
+        for name in ("return_trace", "prefix_cache", "poison"):
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 
     @property
@@ -135,7 +140,7 @@ class EngineOptions:
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
 max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, ahead, order, max_stop_ids, return_trace, mesh, \
-kernels, poison.
+kernels, prefix_cache, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

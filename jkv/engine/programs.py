@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 import pallas_kernels as kernels
-from jkv.cache import page_content
+from jkv.cache import page_content, prefix_pages
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention, last_queries
 from jkv.cache.gating import GATE, store_gate
@@ -401,6 +401,25 @@ def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array,
 def free(state: State, block_table: BlockTable) -> State:
     """Frees the pages of a detached row."""
     return state._replace(cache=state.cache._replace(pool=pages.free(state.cache.pool, block_table)))
+
+
+@device_program(donate_argnames="state")
+def hold_pages(state: State, row: Int[Array, ""], entry: Int[Array, " I"]) -> tuple[State, Int[Array, "L K I"]]:
+    """Holds full pages of a row for the prefix cache."""
+    pool, page = prefix_pages.hold(state.cache.pool, row, entry)
+    return state._replace(cache=state.cache._replace(pool=pool)), page
+
+
+@device_program(donate_argnames="state")
+def adopt_pages(state: State, row: Int[Array, ""], page: Int[Array, "L K I"]) -> State:
+    """Appends pages of the prefix cache to a row, before the rest of its prompt is prefilled."""
+    return state._replace(cache=state.cache._replace(pool=prefix_pages.adopt(state.cache.pool, row, page)))
+
+
+@device_program(donate_argnames="state")
+def drop_pages(state: State, page: Int[Array, "L K I"]) -> State:
+    """Drops pages of the prefix cache."""
+    return state._replace(cache=state.cache._replace(pool=prefix_pages.drop(state.cache.pool, page)))
 
 
 @device_program()

@@ -40,6 +40,7 @@ class Request:
       forced: the first tokens of its completion, `[F]` int32, taken in place of draws.
       stop_ids: tokens that end it.
       stop_strings: texts that end it.
+      cache_salt: requests of another salt share neither its prefill nor its pages in the prefix cache.
     """
 
     prompt: np.ndarray
@@ -54,6 +55,7 @@ class Request:
     has_open_limit: bool = False
     until: int | None = None
     forced: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    cache_salt: str = ""
 
     @property
     def most_tokens(self) -> int:
@@ -70,13 +72,17 @@ class Request:
         return compacted(self.policy, np.full(num_layers, len(self.prompt)), len(self.prompt), 0)
 
     @property
-    def prefix(self) -> tuple[bytes, Policy | Sentences | None]:
-        """A key; requests with equal keys can share a prefill. It holds the prompt, the rule that finds sentences (if any), and
-        the whole policy if it may compact the prompt.
-        """
+    def stays_whole(self) -> bool:
+        """Whether its policy cannot compact the prompt before the first token is drawn."""
         target = self.policy.target(len(self.prompt), 0)
-        stays_whole = target is None or (target >= len(self.prompt) and self.policy.pyramid == 1)
-        return self.prompt.tobytes(), self.policy.sentences if stays_whole else self.policy
+        return target is None or (target >= len(self.prompt) and self.policy.pyramid == 1)
+
+    @property
+    def prefix(self) -> tuple[bytes, str, Policy | Sentences | None]:
+        """A key; requests with equal keys can share a prefill. It holds the prompt, the salt, the rule that finds sentences (if
+        any), and the whole policy if it may compact the prompt.
+        """
+        return self.prompt.tobytes(), self.cache_salt, self.policy.sentences if self.stays_whole else self.policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

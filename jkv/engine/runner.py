@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +18,14 @@ import numpy as np
 from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.checks import counted, size
 from jkv.engine import mesh as meshes
-from jkv.engine import prefill, programs, swap
+from jkv.engine import prefill, prefix_reuse, programs, swap
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.kernels import programs_for
 from jkv.engine.model_facts import facts_for
+from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.programs import ChunkInputs
-from jkv.engine.samples import Prefix, RowOutputs, Sample, Start
+from jkv.engine.samples import Prefix, RowOutputs, Sample, Start, pieces_in_use, split_by_ownership
 from jkv.engine.scheduler import Capacity, Turn
 from jkv.engine.sharer import Sharer
 from jkv.engine.stats import Meter
@@ -85,6 +86,7 @@ class Runner:
       programs: `jkv.engine.programs`, or those of the mesh, with their kernels chosen.
       version: the version of the weights: how often they were replaced.
       is_traced: whether new samples record a trace.
+      prefix_cache: the scheduler's.
       sharer: finds pages to share.
       meter: measures bytes and seconds.
     """
@@ -112,7 +114,7 @@ class Runner:
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
-        self.version, self.is_traced = 0, False
+        self.version, self.is_traced, self.prefix_cache = 0, False, PrefixCache()
         self.platform = platform_of(next(iter(devices)))
         self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
         self._held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
@@ -223,7 +225,7 @@ class Runner:
         self.free(turn.free)
         if turn.admit:
             self._settings = None
-        for source, group in itertools.groupby(turn.admit.items(), key=lambda item: source_of(item[1])):
+        for source, group in itertools.groupby(turn.admit.items(), key=lambda item: item[1].source):
             admitted = dict(group)
             if source is not None:
                 self._fork(admitted)
@@ -241,7 +243,7 @@ class Runner:
             self.state = self.programs.release(self.state, self._pad_rows(rows))
 
     def free(self, prefixes: Sequence[Prefix]) -> None:
-        """Frees prefixes; one that a swapped-out sample needs is first copied to host memory."""
+        """Frees prefixes (after a copy to host memory, if a swapped-out sample needs it) and what the prefix cache gave up."""
         for prefix in prefixes:
             assert prefix.start is not None
             table = prefix.start.page_table
@@ -249,6 +251,7 @@ class Runner:
                 prefix.swapped = swap.read_pages(self.programs, self.state, table, table != NULL_PAGE)
             self.state = self.programs.free(self.state, prefix.start.snapshot.block_table)
             prefix.start = None
+        self.state = prefix_reuse.drop(self.programs, self.state, self.prefix_cache)
 
     def _swap_out(self, row: int, sample: Sample) -> None:
         """Moves a row to host memory, except for the pages of its prefix."""
@@ -263,18 +266,24 @@ class Runner:
         sample.swapped, sample.is_swapped = None, False
 
     def _prefill(self, row: int, sample: Sample) -> None:
-        """Prefills a prompt into its row, and compacts it if it is longer than the budget."""
-        prompt, config = sample.request.prompt, self.model.config
+        """Prefills a prompt into its row, from where the prefix cache ends, and compacts it if it is longer than the budget."""
+        prompt, config, start = sample.request.prompt, self.model.config, 0
         sample.filled, sample.heads, sample.version = np.full(config.num_layers, len(prompt)), None, self.version
         sample.sentences = new_log(self.model, sample.request.policy.sentences)
         sample.trace = self._new_trace(sample)
         with self.meter.clock("prefill_seconds"):
-            for token, count in prefill.chunks(prompt, self.prefill_sizes):
+            if self.prefix_cache.piece:
+                self.state, start = prefix_reuse.adopt(self.programs, self.state, self.prefix_cache, row, sample)
+                self.meter.found(sample, start)
+            for token, count in prefill.chunks(prompt[start:], self.prefill_sizes):
                 args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
                 self.state, hidden, held = self.programs.prefill_chunk(*args)
                 self._held.append(held)
                 if sample.sentences is not None:
                     sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
+            if sample.pieces:
+                in_use = pieces_in_use(self.meter.running)
+                self.state = prefix_reuse.keep(self.programs, self.state, self.prefix_cache, row, sample, start, in_use)
         self.sharer.start(sample)
         self.meter.row(sample)
         self.meter.stats.prefills += 1
@@ -300,7 +309,8 @@ class Runner:
             completion, done = sample.completion, start.completion
             sample.filled, sample.heads, sample.version = prefix.filled, prefix.heads, self.version
             completion.is_forked = True
-            completion.compactions, completion.evicted = done.compactions, done.evicted
+            for name in ("compactions", "evicted", "cached_tokens"):
+                setattr(completion, name, getattr(done, name))
             sample.sentences = None if start.sentences is None else start.sentences.copy()
             self.sharer.start(sample)
             sample.trace = None if start.trace is None else self._new_trace(sample)
@@ -434,16 +444,3 @@ class Runner:
     def _pad_rows(self, rows: Sequence[int]) -> np.ndarray:
         """Row indices padded to all rows of the pool with an index out of range, which programs ignore."""
         return np.pad(np.asarray(rows, np.int32), (0, self.num_rows - len(rows)), constant_values=self.num_rows)
-
-
-def source_of(sample: Sample) -> int | None:
-    """The id of the prefix that an admitted sample forks from; None if it is prefilled or swapped in by itself."""
-    return id(sample.prefix) if sample.is_forking else None
-
-
-def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list[int]]]:
-    """Groups rows by `owns_all`: rows that evict in steps write into their prompt's pages, so they must own them."""
-    for owns_all in (False, True):
-        group = [row for row, sample in admitted.items() if sample.request.policy.evicts_in_steps == owns_all]
-        if group:
-            yield owns_all, group

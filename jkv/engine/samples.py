@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
 from jkv.engine.timing import COMPILING
+from jkv.policies import AfterPrompt, Policy
 from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import Pair, Sharing
@@ -36,6 +37,7 @@ class Completion:
     saved: float = 0.0  # share of its pages that sharing and eviction had freed at its end
     preemptions: int = 0
     is_forked: bool = False
+    cached_tokens: int = 0  # of its prompt, whose keys and values were in the prefix cache
     peak_kv_bytes: int = 0
     queued_seconds: float = 0.0
     first_seconds: float = 0.0
@@ -137,6 +139,8 @@ class Sample:
     shares: bool = False  # whether its row reads the prefix's pages
     swapped: SwappedRow | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
+    pieces: tuple[bytes, ...] = ()  # keys of its prompt in the prefix cache; none where it neither reads nor fills that
+    num_shared_pieces: int = 0  # leading ones whose pages its row shares with the cache, and never rewrites
     generated: int = 0
     keeps_all: bool = False  # whether the token has come after which its policy evicts no more
     filled: Any = None  # [L] mean slots of a KV head in each layer; None until admission is tried
@@ -171,9 +175,20 @@ class Sample:
         return not self.is_running and not self.is_swapped and not self.is_finished
 
     @property
+    def keeps_pieces(self) -> bool:
+        """Whether its row never rewrites the full pages of its prompt, so that they are counted once, as the prefix cache's."""
+        policy = self.request.policy
+        return self.request.stays_whole and keeps_prefix(policy) and policy.share is None and not self.shares
+
+    @property
     def is_forking(self) -> bool:
         """Whether it starts from its prefix."""
         return self.shares and not self.is_swapped
+
+    @property
+    def source(self) -> int | None:
+        """The id of the prefix that it forks from when it is admitted; None if it is prefilled or swapped in by itself."""
+        return id(self.prefix) if self.is_forking else None
 
     @property
     def num_seen(self) -> int:
@@ -331,6 +346,24 @@ class Sample:
             ]
         dropped = np.concatenate([layout.positions(page) for page in removed])
         self.trace.shared(dropped, np.concatenate(repeated), self.num_seen)
+
+
+def keeps_prefix(policy: Policy) -> bool:
+    """Whether a row never rewrites the full pages of its prompt once it has started, so that shared ones stay shared."""
+    return policy.evict is None or isinstance(policy.schedule, AfterPrompt) or policy.evict.protect_prompt
+
+
+def pieces_in_use(running: Mapping[int, Sample]) -> set[bytes]:
+    """The keys of pieces of the prefix cache whose pages running rows count as the cache's."""
+    return {key for sample in running.values() for key in sample.pieces[: sample.num_shared_pieces]}
+
+
+def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list[int]]]:
+    """Groups rows by `owns_all`: rows that evict in steps write into their prompt's pages, so they must own them."""
+    for owns_all in (False, True):
+        group = [row for row, sample in admitted.items() if sample.request.policy.evicts_in_steps == owns_all]
+        if group:
+            yield owns_all, group
 
 
 def stop_finder(tokenizer: Any, request: Request) -> StopFinder | None:

@@ -7,6 +7,7 @@ Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The poo
   unbounded sample is preempted: its row is swapped out to host memory, and swapped in again, bit for bit, when it fits.
 - Samples of one prompt share one prefill: a prefix, which reserves its own pages as long as a sample needs them. An idle prefix
   (no running row reads it) is freed before a sample is preempted.
+- Pages of the prefix cache that no row counts as its own are given up before that, the least recently used first.
 - Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool; others were refused.
 
 A chunk ends no later than the next step after which one of its rows may be compacted, and rows are admitted only between
@@ -19,8 +20,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from jkv.cache.pool import num_pages_of
-from jkv.engine.samples import Prefix, Sample
-from jkv.policies import AfterPrompt, Policy
+from jkv.engine.prefix_cache import PrefixCache, can_reuse
+from jkv.engine.prefix_reuse import reserve
+from jkv.engine.samples import Prefix, Sample, keeps_prefix, pieces_in_use
 from jkv.reasoning.sentences import SentenceLog
 
 CHUNKS = (16, 8, 4, 2, 1)  # decode steps of a chunk
@@ -70,10 +72,11 @@ class Scheduler:
       waiting: a heap of (priority, sample); finished samples are removed when they reach its top.
       prefixes: prompts that unfinished samples start from, by key.
       version: the version of the weights in use; prefixes of other weights are not shared.
+      prefix_cache: which prompts stay in the pool after their samples.
     """
 
     def __init__(self, capacity: Capacity) -> None:
-        self.capacity = capacity
+        self.capacity, self.prefix_cache = capacity, PrefixCache()
         self.running: dict[int, Sample] = {}
         self.waiting: list[tuple[tuple[int, int], Sample]] = []
         self.prefixes: dict[object, Prefix] = {}
@@ -94,6 +97,8 @@ class Scheduler:
         admit = self._admit()
         swap_out = self._make_room()
         freed += self._take_freed()
+        if self.prefix_cache.piece:
+            self.prefix_cache.spare = self._spare_pages(admit.values())
         return Turn(release, swap_out, freed, admit, self._num_steps())
 
     @property
@@ -143,6 +148,7 @@ class Scheduler:
         for prefix in list(self.prefixes.values()):
             if prefix.is_held:
                 self._free(prefix)
+        self.prefix_cache.give_up_all()
         return Turn(release, swap_out, freed + self._take_freed(), {}, 0)
 
     def restart(self, samples: Iterable[Sample]) -> None:
@@ -151,12 +157,17 @@ class Scheduler:
         self.waiting.clear()
         self.prefixes.clear()
         self._freed.clear()
+        self.prefix_cache.forget()
         for sample in samples:
             self.add(sample)
 
     def renew(self, version: int) -> list[Prefix]:
-        """Detaches samples that have not started from prefixes of older weights; returns the prefixes to free."""
+        """Detaches samples that have not started from prefixes of older weights; returns the prefixes to free.
+
+        The prefix cache gives up all pieces but those that running rows count as their own prompts', which match no prompt now.
+        """
         self.version = version
+        self.prefix_cache.give_up_all(pieces_in_use(self.running))
         for _, sample in self.waiting:
             if sample.is_fresh:
                 self._detach_prefix(sample)
@@ -165,9 +176,10 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Pages that running samples and prefixes have reserved."""
+        """Pages that running samples and prefixes have reserved, and those of the prefix cache."""
         rows = sum(self._reservation(sample, sample.shares) for sample in self.running.values())
-        return rows + sum(prefix.num_pages for prefix in self.prefixes.values() if prefix.is_held)
+        prefixes = sum(prefix.num_pages for prefix in self.prefixes.values() if prefix.is_held)
+        return rows + prefixes + self.prefix_cache.num_pages
 
     # Admission and preemption.
 
@@ -188,7 +200,7 @@ class Scheduler:
         return admitted
 
     def _can_admit(self, sample: Sample) -> bool:
-        """Whether a waiting sample fits, once idle prefixes are freed; decides whether it shares its own prefix."""
+        """Whether a waiting sample fits, once idle pages are freed; decides whether it shares its own prefix."""
         prefix = sample.prefix
         if sample.filled is None:
             sample.filled = sample.request.first_slots(self.capacity.num_layers)
@@ -197,16 +209,18 @@ class Scheduler:
         else:
             may_share = prefix.is_held and bool(sample.swapped.is_shared.any())
         for shares in (True, False) if may_share else (False,):
+            sample.num_shared_pieces = 0
+            if not shares and sample.swapped is None:
+                reserve(self.prefix_cache, sample)
             needed = self._needed(sample, shares)
             while self.reserved + needed > self.capacity.num_pages:
-                idle = self._idle_prefix(other_than=prefix if shares else None)
-                if idle is None:
+                if not self._free_idle(sample, prefix if shares else None):
                     break
-                self._free(idle)
             if self.reserved + needed <= self.capacity.num_pages:
                 sample.shares = shares
                 prefix.is_held |= shares
                 return True
+        sample.num_shared_pieces = 0
         return False
 
     def _needed(self, sample: Sample, shares: bool) -> int:
@@ -219,18 +233,16 @@ class Scheduler:
             prefix.num_pages = request.policy.num_pages(prefix.filled, *size)
             prefix.num_full_pages = request.policy.num_full_pages(prefix.filled, *size)
             needed += prefix.num_pages
-        if sample.swapped is None and not (shares and prefix.is_held):  # the whole prompt, until it is compacted
-            capacity, prompt = self.capacity, len(request.prompt)
-            needed = max(needed, capacity.num_layers * capacity.num_kv_heads * num_pages_of(prompt, capacity.page_size))
+        if sample.swapped is None and not (shares and prefix.is_held):
+            shared = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
+            needed = max(needed, prompt_pages(sample, self.capacity) - shared)
         return needed
 
     def _make_room(self) -> dict[int, Sample]:
         """Preempts the youngest unbounded samples until the next chunk fits the pool."""
         preempted = {}
         while self.reserved > self.capacity.num_pages:
-            idle = self._idle_prefix()
-            if idle is not None:
-                self._free(idle)
+            if self._free_idle():
                 continue
             unbounded = [row for row, sample in self.running.items() if not sample.request.policy.is_bounded]
             youngest = max(unbounded, key=lambda row: self.running[row].priority)
@@ -241,19 +253,20 @@ class Scheduler:
     def _preempt(self, row: int) -> Sample:
         """Takes a sample's row, and queues it to be swapped in again."""
         sample = self.running.pop(row)
-        sample.is_running, sample.is_swapped, sample.shares = False, True, False
+        sample.is_running, sample.is_swapped, sample.shares, sample.num_shared_pieces = False, True, False, 0
         heapq.heappush(self.waiting, (sample.priority, sample))
         return sample
 
     def _reservation(self, sample: Sample, shares: bool) -> int:
-        """Pages that a running sample may hold after the next chunk, without shared pages of its prefix."""
+        """Pages that a running sample may hold after the next chunk, without shared pages of its prefix or the prefix cache."""
         policy, capacity = sample.request.policy, self.capacity
+        cached = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
         if policy.is_bounded:
-            return sample.most_pages
+            return sample.most_pages - cached
         growth = policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
         sizes = capacity.num_kv_heads, capacity.page_size, capacity.num_shards
         held = min(sample.num_pages(growth, *sizes), sample.most_pages)
-        return held - (sample.prefix.num_full_pages if shares and keeps_prefix(policy) else 0)
+        return held - cached - (sample.prefix.num_full_pages if shares and keeps_prefix(policy) else 0)
 
     def _num_steps(self) -> int:
         """Steps of the next chunk, which must not pass a row's next compaction."""
@@ -263,6 +276,12 @@ class Scheduler:
         limit = min((steps for steps in due if steps), default=self.capacity.chunk)
         return next(steps for steps in CHUNKS if steps <= min(limit, self.capacity.chunk))
 
+    def _spare_pages(self, admitted: Iterable[Sample]) -> int:
+        """Pages that nobody has reserved, nor takes while a prompt is prefilled and compacted; for the prefix cache."""
+        fresh = [sample for sample in admitted if sample.swapped is None]
+        more = (prompt_pages(sample, self.capacity) - self._reservation(sample, sample.shares) for sample in fresh)
+        return self.capacity.num_pages - self.reserved - max(0, max(more, default=0))
+
     # Prefixes.
 
     def _attach_prefix(self, sample: Sample) -> None:
@@ -270,6 +289,9 @@ class Scheduler:
         key = self.version, sample.request.prefix
         sample.prefix = self.prefixes.setdefault(key, Prefix(key))
         sample.prefix.samples.add(sample)
+        request = sample.request
+        if can_reuse(request.policy):
+            sample.pieces = self.prefix_cache.keys_of(request.prompt, request.cache_salt, self.version)
 
     def _detach_prefix(self, sample: Sample) -> None:
         """Detaches a sample from its prefix, which is freed if no other sample needs it."""
@@ -281,9 +303,15 @@ class Scheduler:
         if not prefix.samples:
             self.prefixes.pop(prefix.key, None)
 
-    def _idle_prefix(self, other_than: Prefix | None = None) -> Prefix | None:
-        """A prefix in the pool that no row reads, if any."""
-        return next((prefix for prefix in self.prefixes.values() if prefix.is_idle and prefix is not other_than), None)
+    def _free_idle(self, sample: Sample | None = None, other_than: Prefix | None = None) -> bool:
+        """Frees pages that neither a running row nor `sample` needs: a piece of the prefix cache, else a prefix."""
+        own = () if sample is None else sample.pieces[: sample.num_shared_pieces]
+        if self.prefix_cache.give_up(pieces_in_use(self.running).union(own)):
+            return True
+        idle = next((prefix for prefix in self.prefixes.values() if prefix.is_idle and prefix is not other_than), None)
+        if idle is not None:
+            self._free(idle)
+        return idle is not None
 
     def _free(self, prefix: Prefix) -> None:
         prefix.is_held = False
@@ -294,6 +322,6 @@ class Scheduler:
         return freed
 
 
-def keeps_prefix(policy: Policy) -> bool:
-    """Whether a row never rewrites the full pages of its prompt once it has started, so that shared ones stay shared."""
-    return policy.evict is None or isinstance(policy.schedule, AfterPrompt) or policy.evict.protect_prompt
+def prompt_pages(sample: Sample, capacity: Capacity) -> int:
+    """Pages that prefill of a sample's whole prompt takes, until that is compacted."""
+    return capacity.num_layers * capacity.num_kv_heads * num_pages_of(len(sample.request.prompt), capacity.page_size)

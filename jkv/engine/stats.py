@@ -35,6 +35,7 @@ class SampleStats:
       saved: the share of its pages that had been freed by its end.
       preemptions: how often it was swapped out to make room for others.
       is_forked: whether it started from a prompt that was prefilled for several samples.
+      cached_tokens: tokens of its prompt that the prefix cache held and that were not prefilled.
       error: the exception of its callback or of its policy's encoder, if any.
     """
 
@@ -49,6 +50,7 @@ class SampleStats:
     saved: float
     preemptions: int
     is_forked: bool
+    cached_tokens: int
     error: BaseException | None
 
     @classmethod
@@ -82,6 +84,8 @@ class RunStats:
     tokens: int = 0  # row steps that drew a token
     prefills: int = 0
     forks: int = 0  # samples that started from a prompt prefilled for several
+    prefix_queries: int = 0  # prompt tokens that were looked for in the prefix cache
+    prefix_hits: int = 0  # those of them that it held, and that were not prefilled
     preemptions: int = 0
     started: int = 0  # samples that got a row
     amsr: float = 0.0  # mean over decode steps of the share of pages that rows do not hold or do not read
@@ -145,6 +149,7 @@ class Stats:
     occupancy: float  # share of row steps that drew a token
     prefills: int
     forks: int  # samples that started from a prompt prefilled for several
+    cached_tokens: int  # prompt tokens that the prefix cache held and that were not prefilled, summed over samples
     preemptions: int
     queued_seconds: float  # mean over samples, until they had a row
     first_token_p50: float  # seconds from submission to the first token: the median of samples
@@ -222,6 +227,7 @@ class Stats:
             occupancy=run.occupancy,
             prefills=run.prefills,
             forks=run.forks,
+            cached_tokens=sum(sample.completion.cached_tokens for sample in samples),
             preemptions=run.preemptions,
             queued_seconds=sum((s.queued_seconds for s in per_sample), 0.0) / max(len(per_sample), 1),
             first_token_p50=run.first_token.quantile(0.5),
@@ -281,6 +287,12 @@ class Meter:
                 sample.completion.queued_seconds = sample.seconds
                 self.stats.started += 1
                 self.stats.queued_seconds += sample.completion.queued_seconds
+
+    def found(self, sample: Sample, count: int) -> None:
+        """Counts the tokens of a prompt that the prefix cache held."""
+        sample.completion.cached_tokens = count
+        self.stats.prefix_queries += len(sample.request.prompt)
+        self.stats.prefix_hits += count
 
     def chunk(self, held: int, num_steps: int, num_tokens: int) -> None:
         """Counts a decode chunk of `num_steps`, after which the pool holds `held` pages."""

@@ -123,7 +123,9 @@ def make_job(encoder: Encoder, fields: ChatFields | CompletionFields, options: S
             stop_ids=fields.stop_ids(model),
             stop_strings=fields.stop_strings,
         )
-        groups = make_requests(model, prompts, request_options)
+        salt = fields.cache_salt or ""
+        made = make_requests(model, prompts, request_options)
+        groups = [[dataclasses.replace(request, cache_salt=salt) for request in group] for group in made]
     return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]))
 
 

@@ -130,6 +130,8 @@ class EngineCollector(Collector):
             yield gauge
         for name, about, value in (
             ("vllm:generation_tokens", "Tokens drawn.", stats.tokens),
+            ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.prefix_queries),
+            ("vllm:prefix_cache_hits", "Prompt tokens that the prefix cache held.", stats.prefix_hits),
             ("vllm:num_preemptions", "Samples swapped out to make room.", stats.preemptions),
             ("jkv:prefills", "Prompts prefilled.", stats.prefills),
             ("jkv:forks", "Samples that started from a prompt prefilled for several.", stats.forks),

@@ -15,7 +15,7 @@ from jkv.serving.options import ServerOptions
 
 F = TypeVar("F", bound="Fields")
 IGNORED = {  # of OpenAI and vLLM: they change nothing in a completion
-    *("audio", "cache_salt", "function_call", "include_stop_str_in_output", "metadata", "modalities", "moderation"),
+    *("audio", "function_call", "include_stop_str_in_output", "metadata", "modalities", "moderation"),
     *("parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
     *("safety_identifier", "service_tier", "skip_special_tokens", "spaces_between_special_tokens", "store", "tool_choice"),
     *("user", "verbosity", "web_search_options"),
@@ -43,6 +43,7 @@ class Fields:
       ignore_eos: whether the model's own end tokens end nothing.
       return_token_ids: whether the response has token ids.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
+      cache_salt: requests share pages of the prefix cache with those of the same salt alone.
 
     Raises:
       ValueError: a field of another type, or out of its range.
@@ -66,6 +67,7 @@ class Fields:
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
     request_id: str | None = None
+    cache_salt: str | None = None
     policy: str | None = None
     kv_dtype: str | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)

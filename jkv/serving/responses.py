@@ -106,6 +106,8 @@ def text_log_probs(
 def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], thinks: bool, is_chat: bool) -> dict[str, Any]:
     """Tokens of prompts and completions, and what the cache held of them at the end.
 
+    `cached_tokens` are those of prompts that the prefix cache held when the first sample of each started.
+
     `kv` has tokens averaged over layers and KV heads and summed over samples, and the sum of the samples' peak bytes.
     """
     begin, end = token_of(model.tokenizer, THINK), token_of(model.tokenizer, END_OF_THINKING)
@@ -117,6 +119,7 @@ def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], th
     evicted = sum(sample.evicted + sample.shared for sample in samples)
     return {
         **counts(num_prompt, num_new),
+        "prompt_tokens_details": {"cached_tokens": sum(result.samples[0].cached_tokens for result in results)},
         "completion_tokens_details": {"reasoning_tokens": num_reasoning},
         "kv": {
             "held_tokens": max(0, round(seen - evicted)),

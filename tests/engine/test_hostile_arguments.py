@@ -59,7 +59,7 @@ VALUES["itself"].append(VALUES["itself"])
 SUBMIT = ("prompt", "policy", "sampling", "max_new_tokens", "n", "stop_ids", "stop_strings", "first_sample", "request")
 OPTIONS = (
     "max_running", "max_slots", "page_size", "kv_memory", "num_pages", "policies", "chunk", "order", "max_stop_ids",
-    "return_trace", "mesh", "poison",
+    "return_trace", "mesh", "prefix_cache", "poison",
 )  # fmt: skip
 CANARY = {"prompt": [1, 2, 3], "max_new_tokens": 6, "stop_ids": ()}
 

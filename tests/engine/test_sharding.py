@@ -212,7 +212,7 @@ def test_what_is_absent_has_no_spec():
 
 
 def test_every_program_says_how_its_arguments_are_split():
-    assert len(mesh.PROGRAMS) == 14
+    assert len(mesh.PROGRAMS) == 17
     assert {"decode_chunk", "prefill_chunk", "compact"} < set(mesh.PROGRAMS)
     for name in mesh.PROGRAMS:
         assert set(inspect.signature(getattr(programs, name)).parameters) - set(mesh.SETTINGS) >= {"state"}

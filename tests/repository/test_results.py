@@ -108,7 +108,7 @@ def said_of_facts():
     ]
 
 
-def said_of_sharing():
+def said_of_sharing_by_a_chat_model():
     """The words on sharing by likeness and by chance, and what they say of contrasts."""
     lines = cells_of("probe-smollm2-share")
     loss = {cells[0]: cells[4].split()[0] for cells in lines if len(cells) == 5}
@@ -303,7 +303,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
     said += said_of_parts_of_foresight() + said_of_sharing() + said_of_a_real_model() + said_of_protection()
-    said += said_of_facts() + said_of_sharing() + said_of_formats()
+    said += said_of_facts() + said_of_sharing_by_a_chat_model() + said_of_formats()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 

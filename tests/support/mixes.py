@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import jkv
+from jkv.cache.pool import BlockTable
 from jkv.engine.engine import Engine
 from jkv.testing import TinyTokenizer, random_gate, tiny_model
 from tests.cache.test_pool import assert_allocator_is_consistent
@@ -112,8 +113,15 @@ class Expected:
         return tokens[:limit], log_probs[:limit], reason if len(tokens) < limit or 3 in tokens[:limit] else "length"
 
 
+def table_of(piece: Any, pool: Any) -> Any:
+    """The pages of a piece of the prefix cache, as a block table."""
+    num_pages, entries = piece.shape[-1], pool.page_table.shape[-1]
+    table = np.pad(np.asarray(piece), [(0, 0), (0, 0), (0, entries - num_pages)])
+    return BlockTable(table, np.full(table.shape[:2], num_pages * PAGE_SIZE, np.int32), np.int32(0), {})
+
+
 def assert_engine_is_consistent(engine: Engine) -> None:
-    """Tables, prefixes, reference counts and the free stack agree, and no more pages are in use than are reserved.
+    """Tables, prefixes, the prefix cache, reference counts and the free stack agree; no more pages are used than reserved.
 
     Between steps the reservations, which include the next chunk, may exceed the pool; the next step preempts before it decodes.
     """
@@ -121,6 +129,8 @@ def assert_engine_is_consistent(engine: Engine) -> None:
     freed = engine.scheduler._freed  # by the next step: a prefix whose last sample was cancelled
     prefixes = [prefix for prefix in (*engine.scheduler.prefixes.values(), *freed) if prefix.start]
     block_tables = [prefix.start.snapshot.block_table for prefix in prefixes]
+    block_tables += [table_of(piece, pool) for piece in engine.scheduler.prefix_cache._pages.values()]
+    assert not engine.scheduler.prefix_cache._given_up
     assert_allocator_is_consistent(pool, [jax.device_get(block_table) for block_table in block_tables])
     reserved = engine.scheduler.reserved + sum(prefix.num_pages for prefix in freed)
     assert len(pool.refcount) - 1 - pool.free_top <= min(reserved, engine.num_pages)

@@ -226,6 +226,27 @@ def free(shapes: Shapes) -> Any:
     return device.free.trace(shapes.state, snapshot_of(shapes).block_table)
 
 
+def hold_pages(shapes: Shapes) -> Any:
+    """Pages of a row held for the prefix cache."""
+    return device.hold_pages.trace(shapes.state, shapes.leaf(), shapes.leaf(4))
+
+
+def piece_of(shapes: Shapes) -> Any:
+    """The pages of a piece of the prefix cache."""
+    layers, _, heads, _ = shapes.state.cache.pool.page_table.shape
+    return shapes.leaf(layers, heads, 4)
+
+
+def adopt_pages(shapes: Shapes) -> Any:
+    """A row that starts from pages of the prefix cache."""
+    return device.adopt_pages.trace(shapes.state, shapes.leaf(), piece_of(shapes))
+
+
+def drop_pages(shapes: Shapes) -> Any:
+    """Pages of the prefix cache dropped."""
+    return device.drop_pages.trace(shapes.state, piece_of(shapes))
+
+
 def write_pages(shapes: Shapes) -> Any:
     """A block of pages written from host memory."""
     kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
@@ -275,6 +296,9 @@ PROGRAMS: dict[str, Program] = {
     "fork-quest": Program(fork, BOUNDS),
     "attach": Program(attach, QUERIES),
     "free": Program(free, QUERIES),
+    "hold_pages": Program(hold_pages, QUERIES),
+    "adopt_pages": Program(adopt_pages, QUERIES),
+    "drop_pages": Program(drop_pages, QUERIES),
     "write_pages": Program(write_pages, QUERIES),
     "write_pages-quest": Program(write_pages, BOUNDS),
 }

@@ -1,0 +1,113 @@
+"""Which prompts, or beginnings of prompts, stay in the pool after their requests, and which of them goes first.
+
+Host arithmetic, no device: `jkv.engine.prefix_reuse` holds and drops the pages. A prompt is cut into pieces of equally many
+tokens, and only whole pieces are kept. A piece is as long as the largest prefill program, or the least multiple of that which
+fills pages. So prefill from the end of a piece on runs the same programs on the same inputs as prefill of the whole prompt, and
+gives the same bits.
+
+The key of a piece is a hash of its tokens and of the key before it. The first one continues the salt and the weights' version.
+"""
+
+import hashlib
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from jkv.policies import Policy
+
+
+class PrefixCache:
+    """The pieces that the pool holds, the least recently used first; a piece always comes before the one that it continues.
+
+    Args:
+      piece: tokens of a piece; 0 for a cache that keeps nothing.
+      pages_of_piece: its pages in all layers and KV heads.
+
+    Attributes:
+      spare: pages that no reservation needs, by which the cache may grow in this turn; the scheduler sets it.
+    """
+
+    def __init__(self, piece: int = 0, pages_of_piece: int = 0) -> None:
+        self.piece, self.pages_of_piece, self.spare = piece, pages_of_piece, 0
+        self._pages: OrderedDict[bytes, Any] = OrderedDict()
+        self._given_up: list[Any] = []
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool that it holds, those that rows read too included."""
+        return len(self._pages) * self.pages_of_piece
+
+    def keys_of(self, prompt: np.ndarray, salt: str, version: int) -> tuple[bytes, ...]:
+        """The keys of a prompt's whole pieces, computed with the weights of a version, for requests of one salt."""
+        key, keys = hashlib.blake2b(repr((version, salt)).encode()).digest(), []
+        for end in range(self.piece, len(prompt) + 1, self.piece) if self.piece else ():
+            tokens = np.ascontiguousarray(prompt[end - self.piece : end], np.int32)
+            key = hashlib.blake2b(key + tokens.tobytes()).digest()
+            keys.append(key)
+        return tuple(keys)
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """How many leading pieces of a prompt are held. They become the most recently used ones."""
+        count = next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
+        self._use(keys[:count])
+        return count
+
+    def pages(self, key: bytes) -> Any:
+        """The pages of a piece that is held, as they were added."""
+        return self._pages[key]
+
+    def add(self, keys: Sequence[bytes], pages: Any) -> None:
+        """Adds the last piece of `keys`, which continues the others, all held."""
+        self._pages[keys[-1]] = pages
+        self._use(keys)
+
+    def _use(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):  # the last piece is given up before those that it continues
+            self._pages.move_to_end(key)
+
+    def give_up(self, in_use: Collection[bytes] = ()) -> bool:
+        """Gives up the least recently used piece that is not in use; False if there is none.
+
+        Pieces in use are leading pieces of some prompts, so none of them continues one that is given up.
+        """
+        key = next((key for key in self._pages if key not in in_use), None)
+        if key is not None:
+            self._given_up.append(self._pages.pop(key))
+        return key is not None
+
+    def give_up_all(self, in_use: Collection[bytes] = ()) -> None:
+        """Gives up all pieces that are not in use."""
+        while self.give_up(in_use):
+            pass
+
+    def take_given_up(self) -> list[Any]:
+        """The pages of pieces given up since the last call, whose references are to be dropped."""
+        pages, self._given_up = self._given_up, []
+        return pages
+
+    def forget(self) -> None:
+        """Forgets everything; for an empty pool."""
+        self._pages.clear()
+        self._given_up.clear()
+
+
+def piece_for(program: int, page_size: int) -> int:
+    """Tokens of a piece, where the largest prefill program takes `program` tokens.
+
+    >>> piece_for(256, 16), piece_for(256, 24)
+    (256, 768)
+    """
+    return math.lcm(program, page_size)
+
+
+def can_reuse(policy: Policy) -> bool:
+    """Whether a row of a policy can start from pages of the cache, and leave its own to it.
+
+    Not if its score reads numbers that prefill computes for each slot of the prompt and that no page holds: attention mass
+    (H2O, TOVA), a gate, hidden states of sentences (SkipKV). Rows that evict inside steps also write into their pages.
+    """
+    needs = policy.needs
+    return not (needs.mass or needs.gate or needs.similarity or policy.evicts_in_steps)

@@ -1,0 +1,73 @@
+"""Rows that start from pages of the prefix cache, and leave the pages of their prompts to it.
+
+`programs` are the engine's: `jkv.engine.programs`, or those of a mesh. Nothing is read from the device.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from jkv.engine.prefix_cache import PrefixCache
+from jkv.engine.programs import State
+from jkv.engine.samples import Sample
+
+
+def usable(sample: Sample, piece: int) -> tuple[bytes, ...]:
+    """The pieces that a sample may start from: prefill must still give its logits, and the queries that its score reads."""
+    rest = max(1, sample.request.policy.needs.window)
+    return sample.pieces[: max(0, len(sample.request.prompt) - rest) // piece] if piece else ()
+
+
+def reserve(cache: PrefixCache, sample: Sample) -> None:
+    """Before a sample is admitted: marks its match as used last, and as the cache's pages if its row will keep them."""
+    found = cache.find(usable(sample, cache.piece))
+    sample.num_shared_pieces = found if sample.keeps_pieces else 0
+
+
+def adopt(programs: Any, state: State, cache: PrefixCache, row: int, sample: Sample) -> tuple[State, int]:
+    """The state whose empty row starts with the longest match, and the number of its tokens."""
+    keys = usable(sample, cache.piece)
+    keys = keys[: cache.find(keys)]
+    for key in keys:
+        state = programs.adopt_pages(state, np.int32(row), cache.pages(key))
+    return state, len(keys) * cache.piece
+
+
+def keep(
+    programs: Any, state: State, cache: PrefixCache, row: int, sample: Sample, start: int, in_use: Collection[bytes]
+) -> State:
+    """Holds the pages of a prompt that is prefilled, from its token `start` on, and not compacted yet.
+
+    Pages that the row itself keeps are reserved already. Others need room: spare pages, or those of pieces not in use.
+    """
+    keys, page_size = sample.pieces, state.cache.pool.page_size
+    size, shared = cache.piece // page_size, start // cache.piece
+    if cache.find(keys) == shared:  # else the next piece is held too, in pages of another row
+        protected = {*in_use, *keys}
+        for i in range(shared, len(keys)):
+            if not (sample.keeps_pieces or make_room(cache, protected)):
+                break
+            entry = np.arange(i * size, (i + 1) * size, dtype=np.int32)
+            state, pages = programs.hold_pages(state, np.int32(row), entry)
+            cache.add(keys[: i + 1], pages)
+            shared = i + 1
+    sample.num_shared_pieces = shared if sample.keeps_pieces else 0
+    return drop(programs, state, cache)
+
+
+def make_room(cache: PrefixCache, protected: Collection[bytes]) -> bool:
+    """Takes the pages of one piece from the spare ones, for which other pieces are given up; False if there are too few."""
+    while cache.spare < cache.pages_of_piece:
+        if not cache.give_up(protected):
+            return False
+        cache.spare += cache.pages_of_piece
+    cache.spare -= cache.pages_of_piece
+    return True
+
+
+def drop(programs: Any, state: State, cache: PrefixCache) -> State:
+    """Drops the references on the pages of pieces that were given up."""
+    for pages in cache.take_given_up():
+        state = programs.drop_pages(state, pages)
+    return state
