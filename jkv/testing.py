@@ -74,7 +74,7 @@ def unfolded(params: Params) -> Params:
 
 
 def adapted(params: Params, rank: int = 2, scale: float = 0.5, seed: int = 0) -> Params:
-    """The weights with a random low-rank adapter on each matrix except the embedding, in the layout of that matrix."""
+    """The weights with a random low-rank adapter on each matrix except embedding and experts, in the layout of that matrix."""
     numbers, key = itertools.count(), jax.random.key(seed)
 
     def adapt(weight: Any, num_in: int = 1) -> LowRank:
@@ -86,7 +86,8 @@ def adapted(params: Params, rank: int = 2, scale: float = 0.5, seed: int = 0) ->
         return LowRank(weight, down, up, scale)
 
     def adapt_layer(layer: LayerParams) -> LayerParams:
-        columns = {name: adapt(getattr(layer, name)) for name in ("query", "key", "value", "gate", "up", "down")}
+        names = "query", "key", "value", *(() if layer.experts else ("gate", "up", "down"))
+        columns = {name: adapt(getattr(layer, name)) for name in names}
         return layer.replace(**columns, out=adapt(layer.out, layer.out.ndim - 1))
 
     unembedding = None if params.unembedding is None else adapt(params.unembedding)

@@ -125,7 +125,7 @@ def check_features(config: Any, family: Family, where: str) -> None:
         others -= {"sliding_attention"}
     biases = [name for name in family.bias_switches if getattr(config, name, False)]
     has_head_size = getattr(config, "head_dim", None) is not None
-    rules = (
+    rules: tuple[tuple[bool, str], ...] = (
         (
             has_head_size or config.hidden_size % queries == 0,
             f"hidden_size must be a multiple of num_attention_heads={queries}, got {config.hidden_size}",

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jkv.model.params import Experts, ModelConfig
+from jkv.model.params import Experts, LowRank, ModelConfig
 
 FEW = 512  # tokens, as of a decode step, whose products with all experts take about as long as reading these
 BLOCK = 2048  # tokens whose values in all experts are held at once
@@ -21,7 +21,13 @@ def mixture(config: ModelConfig, weights: Experts, normed: Float[Array, "B T D"]
     """The weighted sum of each token's experts, as in Qwen3 (arXiv 2505.09388) and its code in transformers.
 
     Deviation: the router's logits, the weights and the sum are float32 in every dtype.
+
+    Raises:
+      ValueError: a low-rank adapter.
     """
+    found = [name for name, weight in vars(weights).items() if isinstance(weight, LowRank)]
+    if found:
+        raise ValueError(f"Experts take no low-rank adapter; got one on {', '.join(found)}. Adapt the attention, or merge it.")
     token = normed.reshape(-1, config.width)
     share, expert = route(config, weights.router, token)
     if 2 * expert.size <= config.num_experts:
@@ -72,7 +78,7 @@ def in_blocks(
         return by_all(token, share, expert, weights)
     short = -len(token) % BLOCK
     blocks = [jnp.pad(x, ((0, short), (0, 0))).reshape(-1, BLOCK, x.shape[1]) for x in (token, share, expert)]
-    out = jax.lax.map(lambda block: by_all(*block, weights), tuple(blocks))
+    out = jax.lax.map(lambda block: by_all(block[0], block[1], block[2], weights), blocks)
     return out.reshape(-1, out.shape[-1])[: len(token)]
 
 

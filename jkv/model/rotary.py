@@ -29,7 +29,7 @@ def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
     if scaling.kind == "linear":
         return frequency / scaling.factor
     is_llama = scaling.kind == "llama3"
-    kept = kept_of_llama3(frequency, scaling) if is_llama else kept_of_yarn(size, config.rope_theta, scaling)
+    kept = kept_of_llama3(frequency, scaling) if is_llama else jnp.asarray(kept_of_yarn(size, config.rope_theta, scaling))
     return kept * frequency + (1.0 - kept) * frequency / scaling.factor
 
 

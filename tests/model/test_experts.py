@@ -14,8 +14,8 @@ import pytest
 
 import jkv
 from jkv.model import experts
-from jkv.model.params import Experts, init_params, weight_shapes
-from jkv.testing import TINY
+from jkv.model.params import Experts, LowRank, init_params, weight_shapes
+from jkv.testing import TINY, adapted
 from tests.model.test_decoder import GOLDEN
 
 SETTING = {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "tie_embeddings": False, "mlp_width": 16}
@@ -113,6 +113,25 @@ def test_rows_replay_exactly_and_do_not_depend_on_each_other(mixed, policy):
     together = jkv.generate(mixed, prompts, progress=False, **greedy)
     alone = [jkv.generate(mixed, [prompt], progress=False, **greedy).tokens[0] for prompt in prompts]
     np.testing.assert_array_equal(together.tokens, alone)
+
+
+def test_attention_takes_adapters_and_experts_take_none(mixed):
+    settings = {"max_new_tokens": 4, "progress": False, "page_size": 4, "stop_ids": ()}
+    both = adapted(mixed.params)
+    out = jkv.generate(both, [[5, 1, 9]], **settings)
+    np.testing.assert_allclose(jkv.score(both, out).logprobs, out.logprobs, atol=1e-4)
+    layer = mixed.params.layers[0]
+    gate = LowRank(layer.experts.gate, layer.experts.gate[..., :2], layer.experts.gate[:, :2])
+    layers = (layer.replace(experts=layer.experts.replace(gate=gate)), *mixed.params.layers[1:])
+    with pytest.raises(ValueError, match="Experts take no low-rank adapter; got one on gate"):
+        jkv.generate(mixed.params.replace(layers=layers), [[5, 1, 9]], **settings)
+
+
+def test_experts_are_saved_and_restored(mixed, tmp_path):
+    jkv.save(mixed.params, tmp_path / "saved")
+    restored = jkv.restore(tmp_path / "saved")
+    assert restored.config == mixed.config
+    jax.tree.map(np.testing.assert_array_equal, restored, mixed.params)
 
 
 def changed(tmp_path, **fields):
