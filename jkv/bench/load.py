@@ -55,7 +55,7 @@ class Answer:
 
     @property
     def per_token(self) -> float:
-        """Mean seconds from one token to the next; 0 for fewer than two."""
+        """Mean seconds from one token to the next, where the first event may hold several; 0 for fewer than two tokens."""
         return (self.last - (self.first or 0.0)) / max(self.tokens - 1, 1) if self.tokens > 1 else 0.0
 
 
@@ -175,10 +175,17 @@ async def plain_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         yield line
 
 
+async def line_of(reader: asyncio.StreamReader) -> bytes:
+    """The next line, which must be there."""
+    if line := await reader.readline():
+        return line
+    raise EOFError("The connection was cut.")
+
+
 async def chunked_lines(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     """The lines of a chunked body, wherever its chunks are cut."""
     rest = b""
-    while size := int((await reader.readline()).split(b";")[0], 16):
+    while size := int((await line_of(reader)).split(b";")[0], 16):
         rest += await reader.readexactly(size)
         await reader.readline()
         *lines, rest = rest.split(b"\n")

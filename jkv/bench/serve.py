@@ -67,7 +67,7 @@ def measure(
         make(policy, settings)
     records: list[dict[str, Any]] = []
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(new_tokens // 2, new_tokens + new_tokens // 2, requests, endpoint=True).tolist()
+    lengths = rng.integers(max(1, new_tokens // 2), new_tokens + new_tokens // 2, requests, endpoint=True).tolist()
     prompts = [problem.prompt for problem in held_out(requests)]
     with contextlib.nullcontext(url.rstrip("/").removesuffix("/v1")) if url else started(model, rows, requests) as base:
         for policy, settings in chosen.items():

@@ -20,12 +20,12 @@ from jkv.engine import mesh as meshes
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.mappings import let_programs_go
-from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, num_row_pages, page_bytes, page_size_for
+from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.policy_checks import check_policy, gate_of
-from jkv.engine.prefix_cache import PrefixCache, piece_for
+from jkv.engine.prefix_cache import cache_for
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
@@ -110,8 +110,8 @@ class Engine:
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
         self.runner.is_traced = options.return_trace
         if options.prefix_cache:
-            piece = piece_for(self.runner.prefill_sizes[-1], page_size)
-            self.scheduler.prefix_cache = self.runner.prefix_cache = PrefixCache(piece, num_row_pages(params, piece, page_size))
+            sizes = self.runner.prefill_sizes[-1], page_size, config.num_layers * config.num_kv_heads
+            self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*sizes, self.needs.window)
         self.reset_stats()
 
     __repr__, _repr_html_, serve = description.text, description.html, serve

@@ -25,13 +25,14 @@ class PrefixCache:
     Args:
       piece: tokens of a piece; 0 for a cache that keeps nothing.
       pages_of_piece: its pages in all layers and KV heads.
+      rest: the last tokens of a prompt that are always prefilled.
 
     Attributes:
       spare: pages that no reservation needs, by which the cache may grow in this turn; the scheduler sets it.
     """
 
-    def __init__(self, piece: int = 0, pages_of_piece: int = 0) -> None:
-        self.piece, self.pages_of_piece, self.spare = piece, pages_of_piece, 0
+    def __init__(self, piece: int = 0, pages_of_piece: int = 0, rest: int = 1) -> None:
+        self.piece, self.pages_of_piece, self.rest, self.spare = piece, pages_of_piece, rest, 0
         self._pages: OrderedDict[bytes, Any] = OrderedDict()
         self._given_up: list[Any] = []
 
@@ -68,6 +69,10 @@ class PrefixCache:
         for key in reversed(keys):  # the last piece is given up before those that it continues
             self._pages.move_to_end(key)
 
+    def num_free(self, in_use: Collection[bytes]) -> int:
+        """How many pieces are not in use."""
+        return len(self._pages.keys() - set(in_use))
+
     def give_up(self, in_use: Collection[bytes] = ()) -> bool:
         """Gives up the least recently used piece that is not in use; False if there is none.
 
@@ -101,6 +106,12 @@ def piece_for(program: int, page_size: int) -> int:
     (256, 768)
     """
     return math.lcm(program, page_size)
+
+
+def cache_for(program: int, page_size: int, num_heads: int, window: int) -> PrefixCache:
+    """The cache of an engine with so many KV heads in all layers, whose scores read the last `window` queries of a prompt."""
+    piece = piece_for(program, page_size)
+    return PrefixCache(piece, num_heads * (piece // page_size), max(1, window))
 
 
 def can_reuse(policy: Policy) -> bool:

@@ -13,21 +13,23 @@ from jkv.engine.programs import State
 from jkv.engine.samples import Sample
 
 
-def usable(sample: Sample, piece: int) -> tuple[bytes, ...]:
-    """The pieces that a sample may start from: prefill must still give its logits, and the queries that its score reads."""
-    rest = max(1, sample.request.policy.needs.window)
-    return sample.pieces[: max(0, len(sample.request.prompt) - rest) // piece] if piece else ()
+def usable(sample: Sample, cache: PrefixCache) -> tuple[bytes, ...]:
+    """The pieces that a sample may start from: prefill must still give its logits, and the last queries that scores read.
+
+    Those that any score of the engine reads, because samples of other policies may fork from this one's prefill.
+    """
+    return sample.pieces[: max(0, len(sample.request.prompt) - cache.rest) // cache.piece] if cache.piece else ()
 
 
-def reserve(cache: PrefixCache, sample: Sample) -> None:
-    """Before a sample is admitted: marks its match as used last, and as the cache's pages if its row will keep them."""
-    found = cache.find(usable(sample, cache.piece))
-    sample.num_shared_pieces = found if sample.keeps_pieces else 0
+def reserve(cache: PrefixCache, sample: Sample, counts_once: bool) -> None:
+    """Before a sample is admitted: refreshes its match, whose pages are not reserved again if they count once."""
+    found = cache.find(usable(sample, cache))
+    sample.num_shared_pieces = found if counts_once and sample.keeps_pieces else 0
 
 
 def adopt(programs: Any, state: State, cache: PrefixCache, row: int, sample: Sample) -> tuple[State, int]:
     """The state whose empty row starts with the longest match, and the number of its tokens."""
-    keys = usable(sample, cache.piece)
+    keys = usable(sample, cache)
     keys = keys[: cache.find(keys)]
     for key in keys:
         state = programs.adopt_pages(state, np.int32(row), cache.pages(key))

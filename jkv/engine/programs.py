@@ -27,7 +27,7 @@ from jkv.engine.model_facts import ModelFacts, projected_norms
 from jkv.model import decoder, penalties, sampling
 from jkv.model.params import Params
 from jkv.model.penalties import TokenCounts
-from jkv.model.rotary import rotary_angle, turn
+from jkv.model.rotary import rotary_angle, rotation
 from jkv.model.sampling import SamplingRows
 from jkv.policies.evict import Cutoff, Evict, Limits
 from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
@@ -138,7 +138,7 @@ def decode_chunk(
             angle = rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
             sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
         attend = DecodeAttention(
-            address, length, position, *turn(params.config, position), inputs.rules, inputs.reads, sinks, goes_on
+            address, length, position, *rotation(params.config, position), inputs.rules, inputs.reads, sinks, goes_on
         )
         cache = cache._replace(
             pool=pool,

@@ -139,7 +139,7 @@ class Sample:
     shares: bool = False  # whether its row reads the prefix's pages
     swapped: SwappedRow | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
-    pieces: tuple[bytes, ...] = ()  # keys of its prompt in the prefix cache; none where it neither reads nor fills that
+    pieces: tuple[bytes, ...] = ()  # keys of its prompt in the prefix cache; empty if its policy cannot use the cache
     num_shared_pieces: int = 0  # leading ones whose pages its row shares with the cache, and never rewrites
     generated: int = 0
     keeps_all: bool = False  # whether the token has come after which its policy evicts no more

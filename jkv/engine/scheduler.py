@@ -210,13 +210,16 @@ class Scheduler:
             may_share = prefix.is_held and bool(sample.swapped.is_shared.any())
         for shares in (True, False) if may_share else (False,):
             sample.num_shared_pieces = 0
-            if not shares and sample.swapped is None:
-                reserve(self.prefix_cache, sample)
-            needed = self._needed(sample, shares)
-            while self.reserved + needed > self.capacity.num_pages:
-                if not self._free_idle(sample, prefix if shares else None):
-                    break
-            if self.reserved + needed <= self.capacity.num_pages:
+            if sample.swapped is None:
+                reserve(self.prefix_cache, sample, counts_once=not shares)
+            needed, kept = self._needed(sample, shares), prefix if shares else None
+            in_use = pieces_in_use(self.running).union(sample.pieces[: sample.num_shared_pieces])
+            idle = self.prefix_cache.num_free(in_use) * self.prefix_cache.pages_of_piece
+            idle += sum(one.num_pages for one in self.prefixes.values() if one.is_idle and one is not kept)
+            if self.reserved + needed - idle <= self.capacity.num_pages:
+                while self.reserved + needed > self.capacity.num_pages:
+                    is_freed = self._free_idle(sample, kept)
+                    assert is_freed, "pages counted as idle cannot be freed"
                 sample.shares = shares
                 prefix.is_held |= shares
                 return True
@@ -286,11 +289,11 @@ class Scheduler:
 
     def _attach_prefix(self, sample: Sample) -> None:
         """Attaches a sample that has not started to the prefix of its prompt under the weights in use."""
-        key = self.version, sample.request.prefix
+        request, reuses = sample.request, bool(self.prefix_cache.piece) and can_reuse(sample.request.policy)
+        key = self.version, request.prefix, reuses  # a row that needs all of its prefill forks from none that skipped some
         sample.prefix = self.prefixes.setdefault(key, Prefix(key))
         sample.prefix.samples.add(sample)
-        request = sample.request
-        if can_reuse(request.policy):
+        if reuses:
             sample.pieces = self.prefix_cache.keys_of(request.prompt, request.cache_salt, self.version)
 
     def _detach_prefix(self, sample: Sample) -> None:

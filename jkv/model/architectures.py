@@ -87,7 +87,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         num_kv_heads=config.num_key_value_heads,
         head_size=head_size,
         mlp_width=config.moe_intermediate_size if family.has_experts else config.intermediate_size,
-        max_positions=max(config.max_position_embeddings, reach_of(scaling)),
+        max_positions=most_positions(config, scaling),
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
         rotary_size=0 if rotary_size == head_size else rotary_size,
@@ -118,7 +118,7 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
 def check_features(config: Any, family: Family, where: str) -> None:
     """Refuses by name the features of a supported family that the decoder lacks."""
     queries, keys = config.num_attention_heads, config.num_key_value_heads
-    window, limit = getattr(config, "sliding_window", None), config.max_position_embeddings
+    window, limit = getattr(config, "sliding_window", None), most_positions(config, parse_rope(config.rope_parameters, where))
     others = set(family.attention_kinds(config))
     others -= {"full_attention"}
     if window is None or window >= limit:  # a window of the maximum length is full attention
@@ -173,6 +173,7 @@ def check_rope(fields: Mapping[str, Any], where: str) -> None:
         twice = [field for field in ("rope_theta", "partial_rotary_factor") if None not in (rope.get(field), fields.get(field))]
         unequal = [field for field in twice if rope[field] != fields[field]]
         low, high = (rope.get(field, bound) for field, bound in (("low_freq_factor", 0), ("high_freq_factor", math.inf)))
+        fast, slow = (rope.get(field) or default for field, default in (("beta_fast", 32), ("beta_slow", 1)))
         rules = (
             (
                 rope.get("type", kind) == kind,
@@ -181,6 +182,7 @@ def check_rope(fields: Mapping[str, Any], where: str) -> None:
             (not nested, f"must be the same for all layers, got objects of {shown(nested)}"),
             (not unused, f"{', '.join(unused)} must not be set, because RoPE of type {kind!r} has no such factor"),
             (not unequal, f"{', '.join(unequal)} must be what config.json has outside of {name}, got another value"),
+            (slow < fast, f"beta_slow must be below beta_fast={fast}, got {slow}"),
             (kind != "llama3" or low < high, f"low_freq_factor must be below high_freq_factor={high}, got {low}"),
         )
         for holds, rule in rules:
@@ -200,9 +202,10 @@ def parse_rope(rope: Mapping[str, Any], where: str) -> RopeScaling:
     return RopeScaling(kind, **given)
 
 
-def reach_of(scaling: RopeScaling) -> int:
-    """The positions up to which YaRN extends a model, whose max_position_embeddings may be those before it."""
-    return int(scaling.factor * scaling.original_max_position) if scaling.kind == "yarn" else 0
+def most_positions(config: Any, scaling: RopeScaling) -> int:
+    """The positions of a model. With YaRN, max_position_embeddings may be those before it was extended."""
+    extended = int(scaling.factor * scaling.original_max_position) if scaling.kind == "yarn" else 0
+    return max(config.max_position_embeddings, extended)
 
 
 def attention_factor(rope: Mapping[str, Any]) -> float:

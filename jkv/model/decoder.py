@@ -1,4 +1,4 @@
-"""The decoder: one functional forward pass for Llama 3.x, Mistral, Qwen2/2.5, Qwen3 and Phi-3/Phi-4, switched by `ModelConfig`.
+"""The decoder: one functional forward pass for all families of `jkv.model.families`, switched by `ModelConfig`.
 
 The caller decides where keys and values are stored and which of them each query reads: `forward` passes each layer's query,
 key and value to an `attend` function. Decoding from the pool, chunked prefill, training and replay are four such functions.
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 from jkv.model.experts import mixture
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
-from jkv.model.rotary import turn
+from jkv.model.rotary import rotation
 from pallas_kernels.add_norm.reference import rms_norm
 from pallas_kernels.rotate_append.reference import rotate
 
@@ -52,7 +52,7 @@ def forward(
     `observe` sees them afterwards, before the layer's norm and attention, and returns the cache.
     """
     config = params.config
-    cos, sin = turn(config, position)
+    cos, sin = rotation(config, position)
     norms = [*(weights.attention_norm for weights in params.layers), params.final_norm]
 
     def add(hidden: Array, added: Array, norm: Array) -> tuple[Array, Array]:

@@ -1,6 +1,6 @@
 """The feed-forward block of a mixture of experts: each token goes through the few blocks that a router chooses for it.
 
-One function, `mixture`, and three ways to compute it, by the number of tokens and the platform. All give each token the same
+One function, `mixture`, and four ways to compute it, by the number of tokens and the platform. All give each token the same
 numbers but for rounding, and in none of them does a token depend on the others.
 """
 
@@ -30,13 +30,18 @@ def mixture(config: ModelConfig, weights: Experts, normed: Float[Array, "B T D"]
         raise ValueError(f"Experts take no low-rank adapter; got one on {', '.join(found)}. Adapt the attention, or merge it.")
     token = normed.reshape(-1, config.width)
     share, expert = route(config, weights.router, token)
-    if 2 * expert.size <= config.num_experts:
+    if takes_few(config, len(token)):
         mixed = by_token(token, share, expert, weights)
     elif len(token) <= FEW:
         mixed = by_all(token, share, expert, weights)
     else:
         mixed = jax.lax.platform_dependent(token, share, expert, weights, tpu=by_expert, default=in_blocks)
     return mixed.astype(normed.dtype).reshape(normed.shape)
+
+
+def takes_few(config: ModelConfig, num_tokens: int) -> bool:
+    """Whether copies of the tokens' experts, which are written and read again, take less than reading all experts once."""
+    return 3 * num_tokens * config.num_active_experts <= config.num_experts
 
 
 def route(
@@ -51,7 +56,7 @@ def route(
 def by_token(
     token: Float[Array, "n D"], share: Float[Array, "n A"], expert: Int[Array, "n A"], weights: Experts
 ) -> Float[Array, "n D"]:
-    """For few tokens: reads the matrices of the chosen experts alone."""
+    """For few tokens: gathers the matrices of the chosen experts."""
     gate, up, down = (matrices[expert] for matrices in (weights.gate, weights.up, weights.down))
     inner = jax.nn.silu(jnp.einsum("nd,nafd->naf", token, gate)) * jnp.einsum("nd,nafd->naf", token, up)
     return jnp.einsum("naf,nafd->nd", scaled(inner, share), down, preferred_element_type=jnp.float32)
@@ -62,7 +67,7 @@ def by_all(
 ) -> Float[Array, "n D"]:
     """For tokens that together need most experts: products of all tokens with all experts, which read the matrices once.
 
-    That is X / A times the arithmetic that is needed. XLA makes X times of `jax.lax.ragged_dot` on a GPU.
+    That is X / A times the arithmetic that is needed. On a GPU, XLA computes `jax.lax.ragged_dot` with X times of it.
     """
     row = jnp.arange(len(token), dtype=jnp.int32)[:, None]
     of_all = jnp.zeros((len(token), len(weights.gate)), share.dtype).at[row, expert].set(share)

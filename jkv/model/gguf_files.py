@@ -17,12 +17,13 @@ import numpy as np
 from jkv.checks import install
 from jkv.model.architectures import advice, parse_config
 from jkv.model.config_rules import REQUIRED, RULES
-from jkv.model.families import FAMILIES, find_family
+from jkv.model.families import find_family
 from jkv.model.family import Family
 from jkv.model.gguf_header import GgufHeader
 from jkv.model.json_files import AGAIN, CORRECT, check_fields, shown
 from jkv.model.params import ModelConfig
 
+ARCHITECTURES = "llama", "qwen2", "qwen3", "phi3"  # as llama.cpp calls them, which are also the names of our families
 FIELDS = {  # of the metadata, after the name of the architecture -> of config.json
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -90,8 +91,10 @@ def read_gguf_config(header: GgufHeader) -> ModelConfig:
     """The `ModelConfig` in the metadata of a file, without end tokens. Refuses unsupported features."""
     metadata, tensors, where = header.metadata, header.tensors, str(header.file)
     name = metadata.get("general.architecture")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise ValueError(f"{where}: general.architecture must be one of {', '.join(FAMILIES)}, got {shown(name)}. {advice()}")
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise ValueError(
+            f"{where}: general.architecture must be one of {', '.join(ARCHITECTURES)}, got {shown(name)}. {advice()}"
+        )
     own = {field.removeprefix(f"{name}."): plain(value) for field, value in metadata.items() if field.startswith(f"{name}.")}
     check_fields(own, {field: RULES[known] for field, known in FIELDS.items()}, f"{where}: {name}", sorted(NEEDED))
     embedding = tensors.get(TENSORS["embedding"])

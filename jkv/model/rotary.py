@@ -1,4 +1,4 @@
-"""The rotary embedding (RoPE, arXiv 2104.09864) of positions: frequencies with their scaling, angles, and turns."""
+"""The rotary embedding (RoPE, arXiv 2104.09864) of positions: frequencies with their scaling, angles, and rotations."""
 
 import math
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jkv.model.params import ModelConfig, RopeScaling
 
 
-def turn(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
+def rotation(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
     """The cosines and sines that rotate queries and keys to their positions, times the attention factor of YaRN."""
     angle, factor = rotary_angle(config, position), config.rope_scaling.attention_factor
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor

@@ -7,6 +7,7 @@ for TPU v5e, v6e, the H200 and the T4; `tests/aot/test_plan.py` compares them wi
 import dataclasses
 
 from jkv.engine import prefill as chunks
+from jkv.model.experts import takes_few
 from jkv.model.params import ModelConfig
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
@@ -60,6 +61,8 @@ def scratch_of(
     parts = 4 * pieces * config.num_query_heads * (config.head_size + 1)
     copies = CUT * (sampling.draws == "truncated") + PENALISED * sampling.penalises
     decode = num_rows * (2 * token + mass + parts + copies * 4 * logits)
+    if config.num_experts and takes_few(config, num_rows):
+        decode += 3 * num_rows * config.num_active_experts * config.mlp_width * config.width * itemsize
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
     prefill = 2 * key_bytes + chunk * token

@@ -79,8 +79,8 @@ def test_a_late_answer_delays_no_request():
         (response(200, WHOLE.replace("data: [DONE]\n\n", "").encode()), "The stream ended early.", False),
         (response(200, b"data: [DONE]\n\n"), "The stream ended early.", False),
         (response(200, b'data: {"error": {"message": "no weights"}}\n\n'), "no weights", False),
-        (response(200, chunked(WHOLE, 50)[:70], "transfer-encoding: chunked"), "70 bytes|bytes read", False),
-        (b"", "", False),
+        (response(200, chunked(WHOLE, 50)[:70], "transfer-encoding: chunked"), "70 bytes|bytes read|was cut", False),
+        (b"", "without a response", False),
     ],
     ids=["refused", "broken", "without its end", "without a token", "an error event", "cut", "silence"],
 )

@@ -231,14 +231,47 @@ def test_new_weights_while_a_row_reads_cached_pages_leave_its_pages_alone(model)
     assert_engine_is_consistent(engine)
 
 
-@pytest.mark.parametrize(("policy", "found"), [(None, 48), (R_KV, 32)], ids=["full", "window"])
-def test_the_queries_that_a_score_reads_are_computed_again(model, policy, found):
+@pytest.mark.parametrize(("policies", "found"), [([], 48), ([R_KV], 32)], ids=["full", "window"])
+def test_the_queries_that_a_score_reads_are_computed_again(model, policies, found):
     """Of 50 tokens 48 are held; with a window of 4, prefill must pass the last four."""
-    whole, part = (jkv.Engine(model, **KNOBS, policies=[R_KV], return_trace=True, prefix_cache=on) for on in (False, True))
-    expected, got = (results(engine, [BASE[:50]] * 2, policy) for engine in (whole, part))
+    whole, part = (jkv.Engine(model, **KNOBS, policies=policies, return_trace=True, prefix_cache=on) for on in (False, True))
+    expected, got = (results(engine, [BASE[:50]] * 2, policies[0] if policies else None) for engine in (whole, part))
     assert cached(got) == [0, found]
     assert_same_bits(got, expected)
     np.testing.assert_array_equal(got[1].trace.end, expected[1].trace.end)
+
+
+@pytest.mark.parametrize("other", [jkv.h2o(budget=60), jkv.r_kv(budget=60, interval=4, window=8)], ids=["h2o", "r_kv"])
+def test_a_row_forks_from_no_prefill_that_skipped_what_it_reads(model, other):
+    """Requests of the full cache and of another policy share a prefill where the prompt stays whole; here one is cached."""
+
+    def run(keeps):
+        engine = jkv.Engine(model, **KNOBS, policies=[other], return_trace=True, prefix_cache=keeps)
+        results(engine, PROMPTS[:1], None)
+        settings = {"max_new_tokens": 24, "stop_ids": ()}
+        tickets = [engine.submit(PROMPTS[0], policy=policy, **settings) for policy in (None, other)]
+        engine.run()
+        return [engine.result(ticket) for ticket in tickets]
+
+    expected, got = run(False), run(True)
+    assert_same_bits(got, expected)
+    np.testing.assert_array_equal(got[1].trace.end, expected[1].trace.end)
+    assert expected[1].samples[0].compactions > 0 or expected[1].samples[0].evicted > 0
+    assert got[0].samples[0].cached_tokens == 48
+
+
+def test_a_request_that_does_not_fit_yet_leaves_the_cache_as_it_is(model):
+    """The pool holds 50 pages for each layer and head: a row and the next one take 27 at first, and the cache 12."""
+    engine = jkv.Engine(model, **KNOBS, num_pages=4 * 50, prefix_cache=True)
+    results(engine, [BASE[:49]], None, max_new_tokens=1)
+    held = engine.scheduler.prefix_cache.num_pages
+    assert held == 4 * 12
+    for _ in range(2):
+        engine.submit(RNG.integers(4, 30, 90).tolist(), max_new_tokens=38, stop_ids=())
+    engine.step()
+    assert len(engine.scheduler.running) == len(engine.scheduler.waiting) == 1
+    assert engine.scheduler.prefix_cache.num_pages >= held
+    engine.run()
 
 
 def test_requests_of_another_salt_share_nothing(model):

@@ -251,6 +251,12 @@ REFUSED = {
     "odd-rotary": ("phi3", {"partial_rotary_factor": 0.625}, "even, got 5"),
     "heads": ("llama", {"num_key_value_heads": 3}, "multiple of KV heads, got 4 and 3"),
     "half-a-yarn": ("qwen2", {"rope_scaling": {"rope_type": "yarn", "beta_fast": 2.0}}, "factor must be .*got none"),
+    "inverted-yarn": ("qwen2", YARN | {"rope_scaling": YARN["rope_scaling"] | {"beta_fast": 0.5}}, "beta_slow must be below"),
+    "window-and-yarn": (
+        "qwen2",
+        YARN | {"max_position_embeddings": 64, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+        "full.*sliding_window=64 below 256",
+    ),
     "yarn-of-llama3": (
         "qwen2",
         {"rope_scaling": {"type": "yarn", "factor": 4.0, "low_freq_factor": 2.0}},

@@ -154,6 +154,7 @@ def test_the_table_of_llama_3_is_recognised_without_a_length(tmp_path):
 
 REFUSED = {
     "architecture": ({"general__architecture": "gemma"}, "general.architecture must be one of llama, .* got 'gemma'"),
+    "qwen3-moe": ({"general__architecture": "qwen3_moe"}, "must be one of llama, qwen2, qwen3, phi3, got 'qwen3_moe'"),
     "no-layers": ({"llama__block_count": None}, r"llama: block_count must be an integer in \[1, 1024\], got none"),
     "layers": ({"llama__block_count": 2000}, "block_count must be .* got 2000"),
     "layers-as-text": ({"llama__block_count": "2"}, "block_count must be .* got '2'"),
