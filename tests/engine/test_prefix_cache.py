@@ -264,13 +264,14 @@ def test_a_request_that_does_not_fit_yet_leaves_the_cache_as_it_is(model):
     """The pool holds 50 pages for each layer and head: a row and the next one take 27 at first, and the cache 12."""
     engine = jkv.Engine(model, **KNOBS, num_pages=4 * 50, prefix_cache=True)
     results(engine, [BASE[:49]], None, max_new_tokens=1)
-    held = engine.scheduler.prefix_cache.num_pages
-    assert held == 4 * 12
+    cache = engine.scheduler.prefix_cache
+    keys = cache.keys_of(np.asarray(BASE[:49]), "", engine.scheduler.version)
+    assert (cache.find(keys), cache.num_pages) == (3, 4 * 12)
     for _ in range(2):
         engine.submit(RNG.integers(4, 30, 90).tolist(), max_new_tokens=38, stop_ids=())
     engine.step()
     assert len(engine.scheduler.running) == len(engine.scheduler.waiting) == 1
-    assert engine.scheduler.prefix_cache.num_pages >= held
+    assert cache.find(keys) == 3
     engine.run()
 
 
