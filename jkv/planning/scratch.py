@@ -62,7 +62,8 @@ def scratch_of(
     copies = CUT * (sampling.draws == "truncated") + PENALISED * sampling.penalises
     decode = num_rows * (2 * token + mass + parts + copies * 4 * logits)
     if config.num_experts and takes_few(config, num_rows):
-        decode += 3 * num_rows * config.num_active_experts * config.mlp_width * config.width * itemsize
+        copies = 4 if platform == "tpu" else 2  # in two layers; XLA for TPU transposes them
+        decode += copies * 3 * num_rows * config.num_active_experts * config.mlp_width * config.width * itemsize
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
     prefill = 2 * key_bytes + chunk * token

@@ -166,7 +166,8 @@ def test_decoding_reads_experts_where_they_lie(target):
     one = 2 * config.mlp_width * config.width  # bytes of a matrix of an expert
     assert compiled.memory_analysis().temp_size_in_bytes < config.num_experts * one / 10
     few = targets.compile_for(target, program.trace, shapes_on(target, config, needs=program.needs, num_rows=2))
-    assert few.memory_analysis().temp_size_in_bytes < 2 * 3 * 2 * config.num_active_experts * one  # a copy of those chosen
+    copies = 2 if target == "h200" else 4  # in two layers, of the experts that two tokens choose; XLA for TPU transposes them
+    assert few.memory_analysis().temp_size_in_bytes < copies * 3 * 2 * config.num_active_experts * one
     if target == "h200":
         shapes = shapes_on(target, config)
         prefill = targets.compile_for(target, programs.PROGRAMS["prefill"].trace, shapes)
