@@ -52,6 +52,7 @@ class Family:
       tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Fields of one tensor are stacked in it by rows,
         in the order of the fields. A field of `Experts` has a tensor of each expert `{}`.
       layer_prefix: the prefix of the tensors of layer `{}`.
+      is_read_from_gguf: whether GGUF files of it are read; their `general.architecture` is then its name.
       is_interleaved_in_gguf: whether GGUF files have the halves of each query and key head interleaved by rows.
       strips_in_gguf: whether the SentencePiece tokenizer of a GGUF file ignores spaces after special tokens.
     """
@@ -67,6 +68,7 @@ class Family:
     attention_kinds: Callable[[Any], set[str]] = layer_types
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSORS)
     layer_prefix: str = "model.layers.{}."
+    is_read_from_gguf: bool = True
     is_interleaved_in_gguf: bool = False
     strips_in_gguf: bool = False
 

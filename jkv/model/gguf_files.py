@@ -17,13 +17,13 @@ import numpy as np
 from jkv.checks import install
 from jkv.model.architectures import advice, parse_config
 from jkv.model.config_rules import REQUIRED, RULES
-from jkv.model.families import find_family
+from jkv.model.families import FAMILIES, find_family
 from jkv.model.family import Family
 from jkv.model.gguf_header import GgufHeader
 from jkv.model.json_files import AGAIN, CORRECT, check_fields, shown
 from jkv.model.params import ModelConfig
 
-ARCHITECTURES = "llama", "qwen2", "qwen3", "phi3"  # as llama.cpp calls them, which are also the names of our families
+ARCHITECTURES = [name for name, family in FAMILIES.items() if family.is_read_from_gguf]  # llama.cpp has the same names
 FIELDS = {  # of the metadata, after the name of the architecture -> of config.json
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",

@@ -6,5 +6,6 @@ FAMILY = Family(
     "mistral",
     "MistralForCausalLM",
     bias_switches=(),
+    is_read_from_gguf=False,  # they say that it is a llama
     attention_kinds=lambda _: {"sliding_attention"},  # in every layer, if config.json has a sliding_window
 )

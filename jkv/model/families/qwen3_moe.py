@@ -9,4 +9,6 @@ EXPERTS = {
     "experts.down": "mlp.experts.{}.down_proj.weight",
 }
 
-FAMILY = Family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, has_experts=True, tensors=TENSORS | EXPERTS)
+FAMILY = Family(
+    "qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, has_experts=True, tensors=TENSORS | EXPERTS, is_read_from_gguf=False
+)
