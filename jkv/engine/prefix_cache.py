@@ -34,7 +34,7 @@ class PrefixCache:
     def __init__(self, piece: int = 0, pages_of_piece: int = 0, rest: int = 1) -> None:
         self.piece, self.pages_of_piece, self.rest, self.spare = piece, pages_of_piece, rest, 0
         self._pages: OrderedDict[bytes, Any] = OrderedDict()
-        self._given_up: list[Any] = []
+        self._evicted: list[Any] = []
 
     @property
     def num_pages(self) -> int:
@@ -66,37 +66,37 @@ class PrefixCache:
         self._use(keys)
 
     def _use(self, keys: Sequence[bytes]) -> None:
-        for key in reversed(keys):  # the last piece is given up before those that it continues
+        for key in reversed(keys):  # the last piece is evicted before those that it continues
             self._pages.move_to_end(key)
 
     def num_free(self, in_use: Collection[bytes]) -> int:
         """How many pieces are not in use."""
         return len(self._pages.keys() - set(in_use))
 
-    def give_up(self, in_use: Collection[bytes] = ()) -> bool:
-        """Gives up the least recently used piece that is not in use; False if there is none.
+    def evict(self, in_use: Collection[bytes] = ()) -> bool:
+        """Evicts the least recently used piece that is not in use; False if there is none.
 
-        Pieces in use are leading pieces of some prompts, so none of them continues one that is given up.
+        Pieces in use are leading pieces of some prompts, so none of them continues one that is evicted.
         """
         key = next((key for key in self._pages if key not in in_use), None)
         if key is not None:
-            self._given_up.append(self._pages.pop(key))
+            self._evicted.append(self._pages.pop(key))
         return key is not None
 
-    def give_up_all(self, in_use: Collection[bytes] = ()) -> None:
-        """Gives up all pieces that are not in use."""
-        while self.give_up(in_use):
+    def evict_all(self, in_use: Collection[bytes] = ()) -> None:
+        """Evicts all pieces that are not in use."""
+        while self.evict(in_use):
             pass
 
-    def take_given_up(self) -> list[Any]:
-        """The pages of pieces given up since the last call, whose references are to be dropped."""
-        pages, self._given_up = self._given_up, []
+    def take_evicted(self) -> list[Any]:
+        """The pages of pieces evicted since the last call, whose references are to be dropped."""
+        pages, self._evicted = self._evicted, []
         return pages
 
     def forget(self) -> None:
         """Forgets everything; for an empty pool."""
         self._pages.clear()
-        self._given_up.clear()
+        self._evicted.clear()
 
 
 def piece_for(program: int, page_size: int) -> int:

@@ -59,9 +59,9 @@ def keep(
 
 
 def make_room(cache: PrefixCache, protected: Collection[bytes]) -> bool:
-    """Takes the pages of one piece from the spare ones, for which other pieces are given up; False if there are too few."""
+    """Takes the pages of one piece from the spare ones, for which other pieces are evicted; False if there are too few."""
     while cache.spare < cache.pages_of_piece:
-        if not cache.give_up(protected):
+        if not cache.evict(protected):
             return False
         cache.spare += cache.pages_of_piece
     cache.spare -= cache.pages_of_piece
@@ -69,7 +69,7 @@ def make_room(cache: PrefixCache, protected: Collection[bytes]) -> bool:
 
 
 def drop(programs: Any, state: State, cache: PrefixCache) -> State:
-    """Drops the references on the pages of pieces that were given up."""
-    for pages in cache.take_given_up():
+    """Drops the references on the pages of pieces that were evicted."""
+    for pages in cache.take_evicted():
         state = programs.drop_pages(state, pages)
     return state

@@ -243,7 +243,7 @@ class Runner:
             self.state = self.programs.release(self.state, self._pad_rows(rows))
 
     def free(self, prefixes: Sequence[Prefix]) -> None:
-        """Frees prefixes (after a copy to host memory, if a swapped-out sample needs it) and what the prefix cache gave up."""
+        """Frees prefixes (after a copy to host memory, if a swapped-out sample needs it) and what the prefix cache evicted."""
         for prefix in prefixes:
             assert prefix.start is not None
             table = prefix.start.page_table

@@ -7,7 +7,7 @@ Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The poo
   unbounded sample is preempted: its row is swapped out to host memory, and swapped in again, bit for bit, when it fits.
 - Samples of one prompt share one prefill: a prefix, which reserves its own pages as long as a sample needs them. An idle prefix
   (no running row reads it) is freed before a sample is preempted.
-- Pages of the prefix cache that no row counts as its own are given up before that, the least recently used first.
+- Pages of the prefix cache that no row counts as its own are evicted before that, the least recently used first.
 - Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool; others were refused.
 
 A chunk ends no later than the next step after which one of its rows may be compacted, and rows are admitted only between
@@ -148,7 +148,7 @@ class Scheduler:
         for prefix in list(self.prefixes.values()):
             if prefix.is_held:
                 self._free(prefix)
-        self.prefix_cache.give_up_all()
+        self.prefix_cache.evict_all()
         return Turn(release, swap_out, freed + self._take_freed(), {}, 0)
 
     def restart(self, samples: Iterable[Sample]) -> None:
@@ -164,10 +164,10 @@ class Scheduler:
     def renew(self, version: int) -> list[Prefix]:
         """Detaches samples that have not started from prefixes of older weights; returns the prefixes to free.
 
-        The prefix cache gives up all pieces but those that running rows count as their own prompts', which match no prompt now.
+        The prefix cache evicts all pieces but those that running rows count as their own prompts', which match no prompt now.
         """
         self.version = version
-        self.prefix_cache.give_up_all(pieces_in_use(self.running))
+        self.prefix_cache.evict_all(pieces_in_use(self.running))
         for _, sample in self.waiting:
             if sample.is_fresh:
                 self._detach_prefix(sample)
@@ -309,7 +309,7 @@ class Scheduler:
     def _free_idle(self, sample: Sample | None = None, other_than: Prefix | None = None) -> bool:
         """Frees pages that neither a running row nor `sample` needs: a piece of the prefix cache, else a prefix."""
         own = () if sample is None else sample.pieces[: sample.num_shared_pieces]
-        if self.prefix_cache.give_up(pieces_in_use(self.running).union(own)):
+        if self.prefix_cache.evict(pieces_in_use(self.running).union(own)):
             return True
         idle = next((prefix for prefix in self.prefixes.values() if prefix.is_idle and prefix is not other_than), None)
         if idle is not None:

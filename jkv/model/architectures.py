@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.model.config_rules import EXPERTS, NAMES, REQUIRED, ROPE, RULES
+from jkv.model.config_rules import EXPERT_RULES, EXPERTS_REQUIRED, NAMES, REQUIRED, ROPE, RULES
 from jkv.model.families import FAMILIES, find_family
 from jkv.model.family import Family
 from jkv.model.huggingface import transformers
@@ -51,9 +51,13 @@ def advice() -> str:
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
     family = check_family(fields, where)
-    if family.has_experts and "num_local_experts" in fields:  # as transformers 5 writes it
-        fields = {"num_experts": fields["num_local_experts"]} | {**fields}
-    check_fields(fields, RULES, where, (*REQUIRED, *(EXPERTS if family.has_experts else ())))
+    rules, required = dict(RULES), list(REQUIRED)
+    if family.has_experts:
+        rules |= EXPERT_RULES
+        required += EXPERTS_REQUIRED
+        if "num_local_experts" in fields:  # as transformers 5 writes it
+            fields = {"num_experts": fields["num_local_experts"]} | {**fields}
+    check_fields(fields, rules, where, required)
     check_rope(fields, where)
     kinds, layers = fields.get("layer_types") or [], fields["num_hidden_layers"]
     if len(kinds) not in (0, layers):
@@ -61,7 +65,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     from huggingface_hub.errors import StrictDataclassError
 
     # Only known fields are passed on: transformers builds lists and objects of others, of any size.
-    known = {name: fields[name] for name in RULES.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
+    known = {name: fields[name] for name in rules.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
     try:
         config = transformers().AutoConfig.for_model(family.config_type or family.name, **known)
     except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -70,14 +74,15 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         ) from error
     if "num_key_value_heads" not in fields and config.num_key_value_heads != config.num_attention_heads:
         raise ValueError(f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}")
-    check_features(config, family, where)
     rope = config.rope_parameters
+    scaling = parse_rope(rope, where)
+    positions = most_positions(config, scaling)
+    check_features(config, family, positions, where)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = (rope.get("partial_rotary_factor") or 1.0) if family.has_partial_rotary else 1.0
     rotary_size = int(head_size * share)
     if rotary_size % 2 or not rotary_size:
         raise ValueError(f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}")
-    scaling = parse_rope(rope, where)
     return ModelConfig(
         family=family.name,
         vocab_size=config.vocab_size,
@@ -87,7 +92,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         num_kv_heads=config.num_key_value_heads,
         head_size=head_size,
         mlp_width=config.moe_intermediate_size if family.has_experts else config.intermediate_size,
-        max_positions=most_positions(config, scaling),
+        max_positions=positions,
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
         rotary_size=0 if rotary_size == head_size else rotary_size,
@@ -115,10 +120,10 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def check_features(config: Any, family: Family, where: str) -> None:
-    """Refuses by name the features of a supported family that the decoder lacks."""
+def check_features(config: Any, family: Family, limit: int, where: str) -> None:
+    """Refuses by name the features of a supported family, of `limit` positions, that the decoder lacks."""
     queries, keys = config.num_attention_heads, config.num_key_value_heads
-    window, limit = getattr(config, "sliding_window", None), most_positions(config, parse_rope(config.rope_parameters, where))
+    window = getattr(config, "sliding_window", None)
     others = set(family.attention_kinds(config))
     others -= {"full_attention"}
     if window is None or window >= limit:  # a window of the maximum length is full attention

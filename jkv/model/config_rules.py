@@ -43,13 +43,15 @@ RULES = {  # the fields that `jkv.model.architectures` uses; it ignores all othe
     "sliding_window": nullable(POSITIONS),
     "max_window_layers": integer(0, MAX_LAYERS),
     "layer_types": nullable(list_of(TEXT, MAX_LAYERS)),
+}
+EXPERT_RULES = {  # of families with a mixture of experts; others ignore them
     **{name: integer(1, MAX_EXPERTS) for name in ("num_experts", "num_local_experts", "num_experts_per_tok")},
     "moe_intermediate_size": integer(1, 1 << 20),
     "norm_topk_prob": SWITCH,
     "decoder_sparse_step": integer(1, MAX_LAYERS),
     "mlp_only_layers": nullable(list_of(integer(0, MAX_LAYERS), MAX_LAYERS)),
 }
-EXPERTS = "num_experts", "num_experts_per_tok", "moe_intermediate_size"  # what a mixture of experts must have
+EXPERTS_REQUIRED = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
 NAMES = {  # what is read beside them
     "model_type": nullable(TEXT),
     "architectures": nullable(list_of(TEXT, 16)),

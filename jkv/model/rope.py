@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.model.params import ModelConfig
-from jkv.model.rotary import rotary_frequency
+from jkv.model.rotary import rotary_frequency, turned
 from pallas_kernels.rotate_append.reference import rotate
 
 
@@ -38,7 +38,7 @@ def rope_of(config: ModelConfig) -> Rope:
 def turn(rope: Rope, position: Int[Array, "B n"]) -> tuple[Float[Array, "B n half"], Float[Array, "B n half"]]:
     """The cosines and sines, times the factor, that rotate a query or key to its position (`rotate`)."""
     angle = position[..., None].astype(jnp.float32) * rope.frequency[:, None]
-    return jnp.cos(angle) * rope.factor[:, None, None], jnp.sin(angle) * rope.factor[:, None, None]
+    return turned(angle, rope.factor[:, None, None])
 
 
 def mean_turn(rope: Rope, position: Int[Array, "B n"]) -> tuple[Float[Array, "B 1 half"], Float[Array, "B 1 half"]]:

@@ -1,6 +1,7 @@
 """The rotary embedding (RoPE, arXiv 2104.09864) of positions: frequencies with their scaling, angles, and rotations."""
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,11 @@ from jkv.model.params import ModelConfig, RopeScaling
 
 def rotation(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
     """The cosines and sines that rotate queries and keys to their positions, times the attention factor of YaRN."""
-    angle, factor = rotary_angle(config, position), config.rope_scaling.attention_factor
+    return turned(rotary_angle(config, position), config.rope_scaling.attention_factor)
+
+
+def turned(angle: Float[Array, "*B half"], factor: Any) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
+    """The cosines and sines of angles, times the attention factor."""
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 

@@ -44,7 +44,7 @@ def make_server(app: Any, drain: float) -> uvicorn.Server:
 
 
 def warm_up(service: Service, policy: Policy) -> None:
-    """Compiles the prefill and decode programs, so that the first client does not wait for them; no statistics count it."""
+    """Compiles the first programs, so that no client waits for them; others compile when they are first used. Not counted."""
     service.submit([0], policy=policy, max_new_tokens=2, stop_ids=()).result()
     service.call(lambda engine: engine.reset_stats()).result()
 

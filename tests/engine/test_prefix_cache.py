@@ -54,7 +54,7 @@ class Reference:
         self.held.append(beginnings[-1])
         self.use(beginnings)
 
-    def give_up(self, in_use):
+    def evict(self, in_use):
         free = [one for one in self.held if one not in in_use]
         if free:
             self.held.remove(free[0])
@@ -78,14 +78,14 @@ def test_random_operations_agree_with_a_plain_list(seed):
                 reference.add(beginnings[: found + 1])
         else:
             count = int(rng.integers(len(keys) + 1))
-            expected = reference.give_up(beginnings[:count])
-            assert cache.give_up(keys[:count]) == bool(expected)
-            assert cache.take_given_up() == expected
+            expected = reference.evict(beginnings[:count])
+            assert cache.evict(keys[:count]) == bool(expected)
+            assert cache.take_evicted() == expected
         assert list(cache._pages.values()) == reference.held
         assert all(one[:-2] in reference.held for one in reference.held if len(one) > 4), "a piece without the one before it"
         assert cache.num_pages == 3 * len(reference.held)
-    cache.give_up_all()
-    assert len(cache.take_given_up()) == len(reference.held)
+    cache.evict_all()
+    assert len(cache.take_evicted()) == len(reference.held)
     assert cache.num_pages == 0
 
 
@@ -93,7 +93,7 @@ def test_a_cache_without_pieces_keeps_nothing():
     cache = PrefixCache()
     assert cache.keys_of(np.arange(9), "", 0) == ()
     assert cache.find(()) == cache.num_pages == 0
-    assert not cache.give_up()
+    assert not cache.evict()
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 12, 16, 128])
@@ -183,7 +183,7 @@ def test_random_mixes_change_no_request_and_lose_no_page(engines):
     assert sum(one.preemptions for one in stats) > 0
 
 
-def test_cached_pages_are_given_up_before_a_row_is_preempted_or_waits(model):
+def test_cached_pages_are_evicted_before_a_row_is_preempted_or_waits(model):
     """The pool holds three rows of this length: two that run, and what the cache keeps of others in between."""
     engine = jkv.Engine(model, **KNOBS, num_pages=3 * 4 * 20, prefix_cache=True)
     prompts = [np.random.default_rng(i).integers(4, 30, 48).tolist() for i in range(8)]

@@ -134,9 +134,9 @@ def test_experts_are_saved_and_restored(mixed, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored, mixed.params)
 
 
-def changed(tmp_path, **fields):
+def changed(tmp_path, case="qwen3_moe", **fields):
     folder = tmp_path / "model"
-    shutil.copytree(GOLDEN / "qwen3_moe", folder)
+    shutil.copytree(GOLDEN / case, folder)
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not ...}))
     return folder
@@ -156,6 +156,11 @@ def changed(tmp_path, **fields):
 def test_a_mixture_that_the_decoder_cannot_compute_is_refused(tmp_path, fields, message):
     with pytest.raises(ValueError, match=message):
         jkv.load(str(changed(tmp_path, **fields)))
+
+
+def test_a_family_without_experts_ignores_what_is_said_of_them(tmp_path):
+    folder = changed(tmp_path, "qwen3", num_experts=0, num_experts_per_tok=None, moe_intermediate_size="none")
+    assert jkv.load(str(folder)).config.num_experts == 0
 
 
 def test_a_checkpoint_is_written_as_it_was_read(tmp_path):

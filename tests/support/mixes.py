@@ -130,7 +130,7 @@ def assert_engine_is_consistent(engine: Engine) -> None:
     prefixes = [prefix for prefix in (*engine.scheduler.prefixes.values(), *freed) if prefix.start]
     block_tables = [prefix.start.snapshot.block_table for prefix in prefixes]
     block_tables += [table_of(piece, pool) for piece in engine.scheduler.prefix_cache._pages.values()]
-    assert not engine.scheduler.prefix_cache._given_up
+    assert not engine.scheduler.prefix_cache._evicted
     assert_allocator_is_consistent(pool, [jax.device_get(block_table) for block_table in block_tables])
     reserved = engine.scheduler.reserved + sum(prefix.num_pages for prefix in freed)
     assert len(pool.refcount) - 1 - pool.free_top <= min(reserved, engine.num_pages)
