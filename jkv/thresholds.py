@@ -34,6 +34,8 @@ def _find(bits: UInt32[Array, "*N S"], weight: Num[Array, "*N #S"], limit: Num[A
 
     places = jnp.arange(32 - width, -1, -width, dtype=jnp.uint32)
     unroll = width > 1  # a few passes of two kernels each; a loop would count its turns in kernels of its own
+    if unroll:  # without the barrier XLA gives some passes copies of their own, as large as the values
+        bits, weight = jax.lax.optimization_barrier((bits, weight))
     return jax.lax.scan(narrow, jnp.zeros(bits.shape[:-1], jnp.uint32), places, unroll=unroll)[0]
 
 
