@@ -40,6 +40,7 @@ class DecodeAttention(NamedTuple):
     reads: ReadRules | None  # None if every policy reads all pages
     sinks: SinkRules | None  # None if no policy moves its sinks
     goes_on: Bool[Array, " B"]  # whether a row has a next step
+    unrotated: tuple[int, ...] = ()  # layers without RoPE
 
     def __call__(
         self,
@@ -77,7 +78,9 @@ class DecodeAttention(NamedTuple):
             query_RGH, pool.kv, page_table, length, log_weight, of_layer, with_logits=self.rules is not None
         )
         if self.sinks is not None:
-            turned = decoder.rotate(query[:, None], self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
+            turned = query_RGH
+            if layer not in self.unrotated:
+                turned = decoder.rotate(query[:, None], self.sinks.cos, self.sinks.sin).reshape(query_RGH.shape)
             first_pages = page_table[:, : pages.num_pages_of(MOST_SINKS, pool.page_size)]
             num_sinks = jnp.minimum(length, jnp.repeat(self.sinks.num_sinks, key.shape[2]))
             sinks_out, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
@@ -113,6 +116,8 @@ class DecodeAttention(NamedTuple):
         flat = jnp.concatenate([x.reshape(len(x), -1) for x in (query, key, value)], axis=1)
         projected, address = flat.reshape(len(flat), -1, query.shape[-1]), self.address[..., 0]
         turn = self.cos, self.sin
+        if layer in self.unrotated:
+            turn = jnp.ones_like(self.cos), jnp.zeros_like(self.sin)
         kv, query, flat_ring = kernels.rotate_append(pool.kv, projected, *turn, address, flat_ring, ring_at, layer)
         pool = pool.replace(kv=kv)
         if pool.bounds is not None:

@@ -29,7 +29,8 @@ from jkv.model import weights
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Needs, Policy
 
-SETTINGS = ("num_steps", "draws", "is_traced", "returns_hidden", "evict", "owns_all")  # static arguments of programs
+# Static arguments of programs.
+SETTINGS = ("num_steps", "draws", "is_traced", "returns_hidden", "evict", "owns_all", "unrotated")
 
 
 def arrange(mesh: Mesh) -> Mesh:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 import pallas_kernels as kernels
@@ -138,7 +139,15 @@ def decode_chunk(
             angle = rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
             sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
         attend = DecodeAttention(
-            address, length, position, *rotation(params.config, position), inputs.rules, inputs.reads, sinks, goes_on
+            address,
+            length,
+            position,
+            *rotation(params.config, position),
+            inputs.rules,
+            inputs.reads,
+            sinks,
+            goes_on,
+            params.config.layers_without_rope,
         )
         cache = cache._replace(
             pool=pool,
@@ -332,7 +341,7 @@ def filled_slots(state: State, row: Int[Array, ""]) -> Int[Array, "L K"]:
     return state.cache.pool.length[:, row]
 
 
-@device_program()
+@device_program(static_argnames="unrotated")
 def measure_pages(
     state: State,
     row: Int[Array, " I"],
@@ -340,11 +349,20 @@ def measure_pages(
     second: Int[Array, " I"],
     num_tokens: Int[Array, " I"],
     angle: Float[Array, "I half"] | None,
+    unrotated: tuple[int, ...] = (),
 ) -> Float[Array, "I L 2 3"]:
-    """Distances between the pages at two entries of each row's table (`pallas_kernels.block_distance`)."""
+    """Distances between the pages at two entries of each row's table (`pallas_kernels.block_distance`).
+
+    Keys are compared after a rotation by `angle`, but as they are in the layers `unrotated`, which have no RoPE.
+    """
     pool = state.cache.pool
     first_page, second_page = (pool.page_table[:, row, :, entry] for entry in (first, second))  # [I, L, K]
-    return kernels.block_distance(pool.kv, first_page, second_page, num_tokens, angle)
+    distance = kernels.block_distance(pool.kv, first_page, second_page, num_tokens, angle)
+    if angle is None or not unrotated:
+        return distance
+    layers = np.asarray(unrotated)
+    plain = kernels.block_distance(pool.kv, first_page[:, layers], second_page[:, layers], num_tokens, None)
+    return distance.at[:, layers].set(plain)
 
 
 @device_program(donate_argnames="state")

@@ -99,7 +99,10 @@ class Sharer:
             block = np.asarray(pair_inputs[start : start + NUM_PAIRS], np.int32)
             index, first, second, count, shifts = np.pad(block, [(0, NUM_PAIRS - len(block)), (0, 0)]).T
             angle = shifts[:, None] * self._frequency if is_raw else None
-            self._squares.append((len(block), self.programs.measure_pages(state, index, first, second, count, angle)))
+            measured = self.programs.measure_pages(
+                state, index, first, second, count, angle, unrotated=self.model.config.layers_without_rope
+            )
+            self._squares.append((len(block), measured))
 
     @functools.cached_property
     def _frequency(self) -> np.ndarray:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.model.config_rules import EXPERT_RULES, EXPERTS_REQUIRED, NAMES, REQUIRED, ROPE, RULES
+from jkv.model.config_rules import EXPERT_RULES, EXPERTS_REQUIRED, NAMES, REQUIRED, ROPE, ROPELESS_RULES, RULES
 from jkv.model.families import FAMILIES, find_family
 from jkv.model.family import Family
 from jkv.model.huggingface import transformers
@@ -31,10 +31,17 @@ ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint
         "attention_factor": "attention_factor",
         "truncates": "truncate",
     },
+    "longrope": {
+        "original_max_position": "original_max_position_embeddings",
+        "attention_factor": "attention_factor",
+        "short_factor": "short_factor",
+        "long_factor": "long_factor",
+    },
 }
 ORIGINAL = "original_max_position"  # a whole number; the others are not
 DEFAULTED = "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"  # if not given
-MSCALES = "mscale", "mscale_all_dim"  # of YaRN: the attention factor follows from them if it is not given
+MSCALES = "mscale", "mscale_all_dim"
+GROWTH = {"yarn": MSCALES, "longrope": ("factor",)}  # the attention factor follows from them if it is not given
 SCALES = (
     *("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
     *("attention_factor", "beta_fast", "beta_slow", *MSCALES),
@@ -52,6 +59,8 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
     family = check_family(fields, where)
     rules, required = dict(RULES), list(REQUIRED)
+    if family.has_layers_without_rope:
+        rules |= ROPELESS_RULES
     if family.has_experts:
         rules |= EXPERT_RULES
         required += EXPERTS_REQUIRED
@@ -59,12 +68,14 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
             fields = {"num_experts": fields["num_local_experts"]} | {**fields}
     check_fields(fields, rules, where, required)
     check_rope(fields, where)
-    kinds, layers = fields.get("layer_types") or [], fields["num_hidden_layers"]
-    if len(kinds) not in (0, layers):
-        raise ValueError(f"{where}: layer_types must name the {layers} layers, got {len(kinds)} names. {CORRECT}")
+    layers = fields["num_hidden_layers"]
+    for name in ("layer_types", *(["no_rope_layers"] if family.has_layers_without_rope else [])):
+        if (count := len(fields.get(name) or [])) not in (0, layers):
+            raise ValueError(f"{where}: {name} must have an entry for each of the {layers} layers, got {count}. {CORRECT}")
     from huggingface_hub.errors import StrictDataclassError
 
     # Only known fields are passed on: transformers builds lists and objects of others, of any size.
+    fields = original_of_rope(fields) | {**fields}
     known = {name: fields[name] for name in rules.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
     try:
         config = transformers().AutoConfig.for_model(family.config_type or family.name, **known)
@@ -75,14 +86,14 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     if "num_key_value_heads" not in fields and config.num_key_value_heads != config.num_attention_heads:
         raise ValueError(f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}")
     rope = config.rope_parameters
-    scaling = parse_rope(rope, where)
-    positions = most_positions(config, scaling)
-    check_features(config, family, positions, where)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = (rope.get("partial_rotary_factor") or 1.0) if family.has_partial_rotary else 1.0
     rotary_size = int(head_size * share)
     if rotary_size % 2 or not rotary_size:
         raise ValueError(f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}")
+    scaling = parse_rope(rope, rotary_size, config.max_position_embeddings, where)
+    positions = most_positions(config, scaling)
+    check_features(config, family, positions, where)
     return ModelConfig(
         family=family.name,
         vocab_size=config.vocab_size,
@@ -96,6 +107,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
         rotary_size=0 if rotary_size == head_size else rotary_size,
+        layers_without_rope=layers_without_rope(config) if family.has_layers_without_rope else (),
         norm_epsilon=config.rms_norm_eps,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -104,6 +116,11 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         num_active_experts=config.num_experts_per_tok if family.has_experts else 0,
         normalises_experts=family.has_experts and config.norm_topk_prob,
     )
+
+
+def layers_without_rope(config: Any) -> tuple[int, ...]:
+    """The layers whose entry of `no_rope_layers` is 0; 1 marks a layer with RoPE."""
+    return tuple(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
 
 
 def check_family(fields: Mapping[str, Any], where: str) -> Family:
@@ -168,14 +185,15 @@ def check_rope(fields: Mapping[str, Any], where: str) -> None:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in tuple(ROPE_FIELDS):  # which may be no string
             raise ValueError(f"{inside}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {shown(kind)}. {advice()}")
-        used = {*ROPE_FIELDS[kind].values(), *(MSCALES if kind == "yarn" else ())}
+        used = {*ROPE_FIELDS[kind].values(), *GROWTH.get(kind, ())}
         needed = [field for field in ROPE_FIELDS[kind].values() if field not in DEFAULTED]
         check_fields(
             {field: value for field, value in rope.items() if field in used or field not in SCALES}, ROPE, inside, needed
         )
         nested = [field for field, value in rope.items() if isinstance(value, dict)]
         unused = [field for field in SCALES if field not in used and rope.get(field) not in (None, 1)]
-        twice = [field for field in ("rope_theta", "partial_rotary_factor") if None not in (rope.get(field), fields.get(field))]
+        both = "rope_theta", "partial_rotary_factor", *((ROPE_FIELDS[kind][ORIGINAL],) if kind == "longrope" else ())
+        twice = [field for field in both if None not in (rope.get(field), fields.get(field))]
         unequal = [field for field in twice if rope[field] != fields[field]]
         low, high = (rope.get(field, bound) for field, bound in (("low_freq_factor", 0), ("high_freq_factor", math.inf)))
         fast, slow = (rope.get(field) or default for field, default in (("beta_fast", 32), ("beta_slow", 1)))
@@ -195,8 +213,16 @@ def check_rope(fields: Mapping[str, Any], where: str) -> None:
                 raise ValueError(f"{inside}: {rule}. {CORRECT}")
 
 
-def parse_rope(rope: Mapping[str, Any], where: str) -> RopeScaling:
-    """The RoPE scaling of a checkpoint's `rope_parameters`."""
+def original_of_rope(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The original context of LongRoPE as a field of config.json, where alone some of transformers' configurations read it."""
+    name = ROPE_FIELDS["longrope"][ORIGINAL]
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    is_there = "longrope" in (rope.get("rope_type"), rope.get("type")) and name in rope
+    return {name: rope[name]} if is_there else {}
+
+
+def parse_rope(rope: Mapping[str, Any], num_rotated: int, positions: int, where: str) -> RopeScaling:
+    """The RoPE scaling of a checkpoint's `rope_parameters`, for so many rotated channels and `max_position_embeddings`."""
     kind = rope.get("rope_type", "default")
     if kind not in ROPE_FIELDS:
         raise ValueError(f"{where}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}. {advice()}")
@@ -204,6 +230,15 @@ def parse_rope(rope: Mapping[str, Any], where: str) -> RopeScaling:
     given = {field: float(value) if type(value) is int and field != ORIGINAL else value for field, value in given.items()}
     if kind == "yarn":
         given.setdefault("attention_factor", attention_factor(rope))
+    if kind == "longrope":
+        for field in ("short_factor", "long_factor"):
+            given[field] = tuple(map(float, given[field]))
+            if len(given[field]) != num_rotated // 2:
+                raise ValueError(
+                    f"{where}: {field} must have a number for each of the {num_rotated // 2} rotated pairs of channels, got "
+                    f"{len(given[field])}. {CORRECT}"
+                )
+        given.setdefault("attention_factor", longrope_attention_factor(rope, positions))
     return RopeScaling(kind, **given)
 
 
@@ -220,10 +255,18 @@ def attention_factor(rope: Mapping[str, Any]) -> float:
     return (of_queries * growth + 1) / (of_all * growth + 1) if of_queries and of_all else growth + 1
 
 
+def longrope_attention_factor(rope: Mapping[str, Any], positions: int) -> float:
+    """What LongRoPE (arXiv 2402.13753) multiplies queries and keys by, where a checkpoint does not say it."""
+    original = rope[ROPE_FIELDS["longrope"][ORIGINAL]]
+    growth = rope.get("factor") or positions / original
+    return math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
+
+
 def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The fields of config.json, with RoPE in the form that both transformers 4 and 5 read."""
     scaling = config.rope_scaling
     numbers = {name: getattr(scaling, field) for field, name in ROPE_FIELDS[scaling.kind].items()}
+    numbers = {name: list(value) if isinstance(value, tuple) else value for name, value in numbers.items()}
     fields = {
         "architectures": [find_family(config.family).architecture],
         "model_type": config.family,
@@ -248,6 +291,10 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.num_experts:
         fields |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_active_experts}
         fields |= {"moe_intermediate_size": config.mlp_width, "norm_topk_prob": config.normalises_experts}
+    if scaling.kind == "longrope":
+        fields |= original_of_rope(fields)
+    if config.layers_without_rope:
+        fields["no_rope_layers"] = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
     if config.rotary_size:
         fields["partial_rotary_factor"] = config.rotary_size / config.head_size
     return fields

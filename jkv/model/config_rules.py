@@ -44,6 +44,10 @@ RULES = {  # the fields that `jkv.model.architectures` uses; it ignores all othe
     "max_window_layers": integer(0, MAX_LAYERS),
     "layer_types": nullable(list_of(TEXT, MAX_LAYERS)),
 }
+ROPELESS_RULES = {  # of families with layers without RoPE; others ignore them
+    "no_rope_layers": nullable(list_of(integer(0, 1), MAX_LAYERS)),
+    "no_rope_layer_interval": integer(1, MAX_LAYERS),
+}
 EXPERT_RULES = {  # of families with a mixture of experts; others ignore them
     **{name: integer(1, MAX_EXPERTS) for name in ("num_experts", "num_local_experts", "num_experts_per_tok")},
     "moe_intermediate_size": integer(1, 1 << 20),
@@ -81,6 +85,7 @@ SAMPLING = {  # of generation_config.json, where do_sample is true
     "min_p": nullable(number(0, 1)),
 }
 PENALTIES = {"repetition_penalty": nullable(at_least(0.01, 100))}  # of generation_config.json, for greedy decoding too
+DIVISORS = list_of(at_least(0.01, MAX_FREQUENCY_FACTOR), 2048, least=1)
 ROPE = {
     "rope_type": TEXT,
     "type": TEXT,
@@ -94,6 +99,8 @@ ROPE = {
     "beta_slow": nullable(at_least(0.01, MAX_FREQUENCY_FACTOR)),
     "attention_factor": nullable(at_least(0.01, 100)),
     "truncate": SWITCH,
+    "short_factor": DIVISORS,
+    "long_factor": DIVISORS,
     "mscale": nullable(number(0, 100)),
     "mscale_all_dim": nullable(number(0, 100)),
 }

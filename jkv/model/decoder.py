@@ -48,8 +48,8 @@ def forward(
     """The hidden state of every token after the final norm, and the new cache.
 
     RoPE uses `position` alone, the index of each token in its sequence. The queries and keys passed to `attend` are rotated,
-    unless `rotates` is false: then `attend` rotates them. `enter` may change the hidden states at the input of each layer.
-    `observe` sees them afterwards, before the layer's norm and attention, and returns the cache.
+    unless the layer has no RoPE, or `rotates` is false: then `attend` rotates them. `enter` may change the hidden states at the
+    input of each layer. `observe` sees them afterwards, before the layer's norm and attention, and returns the cache.
     """
     config = params.config
     cos, sin = rotation(config, position)
@@ -66,7 +66,7 @@ def forward(
             normed = rms_norm(hidden, norms[layer], config.norm_epsilon)
         cache = cache if observe is None else observe(layer, hidden, cache)
         query, key, value = project(config, weights, normed)
-        if rotates:
+        if rotates and layer not in config.layers_without_rope:
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed, cache = attend(layer, query, key, value, cache)
         hidden, normed = add(hidden, times(mixed.reshape(*token.shape, -1), weights.out), weights.mlp_norm)

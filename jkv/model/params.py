@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import flax.struct
@@ -24,7 +25,7 @@ from jkv.model.sampling import Sampling
 class RopeScaling:
     """The scaling of rotary frequencies; the fields are those of a checkpoint's `rope_parameters`."""
 
-    kind: str = "default"  # default | linear | llama3 | yarn
+    kind: str = "default"  # default | linear | llama3 | yarn | longrope
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 1.0
@@ -33,6 +34,13 @@ class RopeScaling:
     beta_slow: float = 1.0  # and below which it is divided by the factor
     attention_factor: float = 1.0  # multiplies rotated queries and keys
     truncates: bool = True  # whether the ramp between the two ends at whole pairs of channels
+    short_factor: tuple[float, ...] = ()  # of LongRoPE: divide each frequency, in models of at most the original context
+    long_factor: tuple[float, ...] = ()  # and in longer ones
+
+
+def as_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields, with tuples in place of lists, so that a record of them can be hashed."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +59,7 @@ class ModelConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling = RopeScaling()
     rotary_size: int = 0  # leading channels of a head that are rotated; 0 means all
+    layers_without_rope: tuple[int, ...] = ()  # whose queries and keys are not rotated
     norm_epsilon: float = 1e-6
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -59,6 +68,12 @@ class ModelConfig:
     num_experts: int = 0  # X; 0 means that every token has the same feed-forward block
     num_active_experts: int = 0  # of each token
     normalises_experts: bool = False  # whether the weights of a token's experts sum to 1
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "ModelConfig":
+        """The configuration with fields as TOML and JSON write them: lists for tuples, and an object for `rope_scaling`."""
+        scaling = {"rope_scaling": RopeScaling(**as_tuples(fields.get("rope_scaling", {})))}
+        return cls(**as_tuples(fields) | scaling)
 
     @property
     def group_size(self) -> int:

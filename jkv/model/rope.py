@@ -19,8 +19,8 @@ class Rope(NamedTuple):
     Channels from 2 * half on are left alone.
 
     Attributes:
-      frequency: radians per position, with RoPE scaling.
-      factor: the attention factor of YaRN; 1 in other models.
+      frequency: radians per position, with RoPE scaling; 0 in layers without RoPE.
+      factor: the attention factor of YaRN and LongRoPE; 1 in other models, and in layers without RoPE.
     """
 
     frequency: Float[Array, "L half"]
@@ -30,8 +30,11 @@ class Rope(NamedTuple):
 @functools.lru_cache
 def rope_of(config: ModelConfig) -> Rope:
     """The RoPE of each layer of a model, on the host."""
-    frequency, factor = np.asarray(rotary_frequency(config)), config.rope_scaling.attention_factor
-    of_layers: Any = np.tile(frequency, (config.num_layers, 1)), np.full(config.num_layers, factor, np.float32)
+    frequency = np.tile(np.asarray(rotary_frequency(config)), (config.num_layers, 1))
+    factor = np.full(config.num_layers, config.rope_scaling.attention_factor, np.float32)
+    without = list(config.layers_without_rope)
+    frequency[without], factor[without] = 0, 1
+    of_layers: Any = frequency, factor
     return Rope(*of_layers)
 
 

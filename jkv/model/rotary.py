@@ -11,7 +11,10 @@ from jkv.model.params import ModelConfig, RopeScaling
 
 
 def rotation(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
-    """The cosines and sines that rotate queries and keys to their positions, times the attention factor of YaRN."""
+    """The cosines and sines that rotate queries and keys to their positions, times the attention factor.
+
+    They are those of the layers with RoPE; `ModelConfig.layers_without_rope` lists the others.
+    """
     return turned(rotary_angle(config, position), config.rope_scaling.attention_factor)
 
 
@@ -33,9 +36,21 @@ def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
+    if scaling.kind == "longrope":
+        return frequency / jnp.asarray(longrope_divisors(config), jnp.float32)
     is_llama = scaling.kind == "llama3"
     kept = kept_of_llama3(frequency, scaling) if is_llama else jnp.asarray(kept_of_yarn(size, config.rope_theta, scaling))
     return kept * frequency + (1.0 - kept) * frequency / scaling.factor
+
+
+def longrope_divisors(config: ModelConfig) -> tuple[float, ...]:
+    """What LongRoPE (arXiv 2402.13753) divides each frequency by: the long factors if the model has more positions than before.
+
+    transformers chooses them by the length of the batch, and changes them when a text outgrows the original context; keys that
+    are cached by then stay as the short factors rotated them. Here a model has the same factors at every length, as in vLLM.
+    """
+    scaling = config.rope_scaling
+    return scaling.long_factor if config.max_positions > scaling.original_max_position else scaling.short_factor
 
 
 def kept_of_llama3(frequency: Float[Array, " half"], scaling: RopeScaling) -> Float[Array, " half"]:

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jkv.model.checkpoint import Folder, read_json
-from jkv.model.params import ModelConfig, Params, RopeScaling, leaf_name, named_leaves, weight_shapes
+from jkv.model.params import ModelConfig, Params, leaf_name, named_leaves, weight_shapes
 from jkv.reports import write_text
 
 FILE, WEIGHTS = "jkv.json", "weights"
@@ -107,9 +107,7 @@ def read_saved(folder: Path) -> tuple[ModelConfig, dict[str, str], dict[str, str
     if "sha256" not in fields or file.read_bytes() != sealed(fields).encode():
         raise ValueError(f"{file} must be written by this version of jkv and unchanged since then; it is not. {AGAIN}")
     try:
-        config = fields["config"]
-        parts = {"rope_scaling": RopeScaling(**config["rope_scaling"]), "end_ids": tuple(config["end_ids"])}
-        return ModelConfig(**{**config, **parts}), dict(fields["dtypes"]), dict(fields["sha256"])
+        return ModelConfig.of(fields["config"]), dict(fields["dtypes"]), dict(fields["sha256"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} must be written by this version of jkv; got {error!r}. Save it again.") from error
 

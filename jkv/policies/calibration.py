@@ -123,7 +123,8 @@ def rope_words(config: ModelConfig) -> Any:
     """The RoPE of a model in words, equal for equal RoPE."""
     scaling = config.rope_scaling
     how = "no scaling" if scaling.kind == "default" else str(scaling)
-    return f"theta {config.rope_theta} for {config.rotary_size or config.head_size} channels, {how}"
+    without = f", none in layers {list(config.layers_without_rope)}" if config.layers_without_rope else ""
+    return f"theta {config.rope_theta} for {config.rotary_size or config.head_size} channels, {how}{without}"
 
 
 def identity_of(model: Model) -> dict[str, str]:

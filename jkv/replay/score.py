@@ -78,6 +78,7 @@ class ReplayAttention(NamedTuple):
     position: Int[Array, "n T"]
     columns: Columns
     turn: Float[Array, "n T half"] | None  # radians by which queries are rotated for the sinks
+    unrotated: tuple[int, ...] = ()  # layers without RoPE
 
     def __call__(
         self,
@@ -96,7 +97,7 @@ class ReplayAttention(NamedTuple):
             return kernels.replay_attention(query, key, value, self.position, *columns), None
         # One softmax over sinks and other keys: heads are twice as wide, the first half for other keys, the second for sinks.
         assert self.turn is not None
-        turned = decoder.rotate(query, jnp.cos(self.turn), jnp.sin(self.turn))
+        turned = query if layer in self.unrotated else decoder.rotate(query, jnp.cos(self.turn), jnp.sin(self.turn))
         is_sink = (jnp.arange(key.shape[1], dtype=jnp.int32) < sinks[:, None])[..., None, None]
         query = jnp.concatenate([query, turned], axis=-1) * 2**0.5  # the kernel divides by the root of the doubled size
         key = jnp.concatenate([jnp.where(is_sink, 0, key), jnp.where(is_sink, key, 0)], axis=-1)
@@ -329,7 +330,8 @@ def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) ->
     enter, steer = None, columns.steer
     if steer is not None:
         enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)
-    return decoder.forward(params, token, position, ReplayAttention(position, columns, turn), None, enter)[0]
+    attend = ReplayAttention(position, columns, turn, params.config.layers_without_rope)
+    return decoder.forward(params, token, position, attend, None, enter)[0]
 
 
 def log_distributions(

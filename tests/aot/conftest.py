@@ -10,6 +10,15 @@ from tests.aot import targets
 os.environ["XLA_FLAGS"] = ""  # read when the first program compiles
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What is compiled for a target that is not of every day takes as long again, and is `slow`."""
+    for item in items:
+        target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+        if target in set(targets.TARGETS) - set(targets.EVERYDAY):
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True)
 def without_the_compilation_cache():
     """Programs for an absent device can be written to JAX's persistent cache but not read back."""

@@ -82,6 +82,7 @@ GPUS = {"h200": H200, "h100": H100, "t4": T4, "v100": V100}
 OLD_GPUS = ("t4", "v100")  # without Triton: plain XLA computes the kernels
 ALIKE = ("h100",)  # differs from another target in memory alone
 WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS + ALIKE)
+EVERYDAY = ("tpu-v5e", "tpu-v6e", "h200", "t4")  # others compile the same programs in much the same way: they are `slow`
 TPUS = tuple(target for target, (platform, *_) in TARGETS.items() if platform == "tpu")
 COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}  # any one of them
 ASSEMBLER = "nvidia-cuda-nvcc-cu12"  # CUDA 13 has none for Volta

@@ -1,5 +1,6 @@
 """Page sharing in the engine: pool and trace agree with the layout of each row, whatever the traffic."""
 
+import dataclasses
 import math
 import time
 
@@ -240,9 +241,11 @@ def test_a_results_statistics_stay_as_they_were(model):
     assert before.sharing.shared == shared < engine.stats.sharing.shared
 
 
-def test_the_engine_measures_what_the_pool_holds(model):
-    """The distances of a run's pairs, from the pool's arrays, for rotated and for raw keys."""
-    for compare_on in ("rotated", "raw"):
+def test_the_engine_measures_what_the_pool_holds():
+    """The distances of a run's pairs, from the pool's arrays, for rotated and for raw keys, and with a layer without RoPE."""
+    for compare_on, without in (("rotated", ()), ("raw", ()), ("raw", (1,))):
+        config = dataclasses.replace(TINY, layers_without_rope=without)
+        model = tiny_model(config=config, tokenizer=BreakingTokenizer())
         policy = jkv.reason_cache(**LOOSE | {"threshold": 0.0, "compare_on": compare_on})
         engine = make_engine(model, [policy], rows=1)
         engine.submit(PROMPTS[0], policy, jkv.Sampling(seed=5), max_new_tokens=NEW, stop_ids=())
@@ -266,7 +269,8 @@ def test_the_engine_measures_what_the_pool_holds(model):
             one, other = (kv[table[..., page]] for page in (pair.page, pair.kept))  # [L, K, 2, page, H]
             key_apart = one[:, :, 0] - other[:, :, 0]
             if compare_on == "raw":
-                frequency = TINY.rope_theta ** (-np.arange(0, 8, 2) / 8)
+                frequency = np.tile(TINY.rope_theta ** (-np.arange(0, 8, 2) / 8), (TINY.num_layers, 1, 1, 1))
+                frequency[list(without)] = 0
                 unturned = []
                 for content, page in ((one, pair.page), (other, pair.kept)):
                     angle = -twin.layout.positions(page)[:, None] * frequency

@@ -19,6 +19,7 @@ from jkv.model import checkpoint, saved_weights
 from jkv.model.decoder import forward, unembed
 from jkv.model.families import FAMILIES
 from jkv.model.params import ModelConfig, RopeScaling, weight_shapes
+from jkv.model.rotary import rotary_frequency
 from jkv.tasks import vocabulary
 
 GOLDEN = Path(__file__).parents[1] / "support" / "golden"
@@ -58,6 +59,15 @@ CONFIGS = {  # every family, and every feature of the configuration at least onc
     ),
     "qwen3-experts": dataclasses.replace(SMALL, family="qwen3_moe", qk_norm=True, num_experts=4, num_active_experts=2),
     "mistral": dataclasses.replace(SMALL, family="mistral", head_size=16),
+    "phi3-longrope": dataclasses.replace(
+        SMALL,
+        family="phi3",
+        rotary_size=4,
+        rope_scaling=RopeScaling(
+            "longrope", original_max_position=32, attention_factor=1.25, short_factor=(1.0, 2.0), long_factor=(1.5, 9.0)
+        ),
+    ),
+    "smollm3": dataclasses.replace(SMALL, family="smollm3", tie_embeddings=True, layers_without_rope=(1,)),
     "phi3-all-heads": dataclasses.replace(SMALL, family="phi3", num_kv_heads=4, norm_epsilon=1e-5),
     "phi3-partial": dataclasses.replace(SMALL, family="phi3", rotary_size=4, tie_embeddings=True),
 }
@@ -178,6 +188,14 @@ def test_fields_of_a_config_reach_the_model_config(tmp_path):
 
 
 YARN = {"rope_theta": 1e6, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}}
+LONGROPE = {
+    "rope_scaling": {
+        "type": "longrope",
+        "original_max_position_embeddings": 32,
+        "short_factor": [1, 1.5, 2.0, 3.0],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    }
+}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
@@ -226,6 +244,28 @@ def test_yarn_extends_the_positions_of_a_model_that_says_how_many_it_had(tmp_pat
     assert checkpoint.read_config(config_folder(tmp_path, **YARN, max_position_embeddings=64)).max_positions == 4 * 64
 
 
+def test_longrope_takes_the_long_factors_where_a_model_has_more_positions_than_it_had(tmp_path):
+    """Phi's files give the original context outside of rope_scaling. Factors of 88 positions: `phi3_longrope` in the parity."""
+    config = checkpoint.read_config(config_folder(tmp_path / "a", "phi3", **LONGROPE))
+    factor = math.sqrt(1 + math.log(256 / 32) / math.log(32))
+    short, long = (1.0, 1.5, 2.0, 3.0), (2.0, 3.0, 4.0, 5.0)
+    scaling = RopeScaling("longrope", original_max_position=32, attention_factor=factor, short_factor=short, long_factor=long)
+    assert config.rope_scaling == scaling
+    plain = 1e4 ** (-np.arange(0, 8, 2) / 8)
+    np.testing.assert_allclose(rotary_frequency(config), plain / np.array(long), rtol=1e-6)
+    outside = {name: value for name, value in LONGROPE["rope_scaling"].items() if not name.startswith("original")}
+    fields = {"rope_scaling": outside, "original_max_position_embeddings": 256}
+    config = checkpoint.read_config(config_folder(tmp_path / "b", "phi3", **fields))
+    assert config.rope_scaling.attention_factor == 1
+    np.testing.assert_allclose(rotary_frequency(config), plain / np.array(short), rtol=1e-6)
+
+
+def test_smollm3_has_no_rope_in_every_fourth_layer_unless_it_says_which(tmp_path):
+    assert checkpoint.read_config(config_folder(tmp_path, "smollm3", num_hidden_layers=8)).layers_without_rope == (3, 7)
+    config = checkpoint.read_config(config_folder(tmp_path, "smollm3", no_rope_layer_interval=2, no_rope_layers=[0, 1]))
+    assert config.layers_without_rope == (0,)
+
+
 REFUSED = {
     "another-architecture": (
         "llama",
@@ -263,11 +303,22 @@ REFUSED = {
         "low_freq_factor must not",
     ),
     "dynamic": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE.*dynamic"),
-    "longrope": (
+    "half-a-longrope": (
         "phi3",
-        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 4}},
-        "RoPE.*longrope",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
+        "long_factor must.*got none",
     ),
+    "short-longrope": ("phi3", LONGROPE | {"partial_rotary_factor": 0.5}, "short_factor.*length 2, got 4"),
+    "longrope-by-zero": (
+        "phi3",
+        {"rope_scaling": LONGROPE["rope_scaling"] | {"long_factor": [1.0, 1.0, 1.0, 0.0]}},
+        "long_factor must be a list",
+    ),
+    "two-originals": ("phi3", LONGROPE | {"original_max_position_embeddings": 64}, "original_max_position_embeddings must be"),
+    "long-longrope": ("llama", LONGROPE | {"head_dim": 4}, "short_factor.*2 rotated pairs.*got 4"),
+    "rope-of-fewer-layers": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have an entry for each of the 2.*got 1"),
+    "half-rotated": ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers must be"),
+    "window-smollm3": ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [1, 0]}, "sliding"),
     "unknown-rope": ("llama", {"rope_scaling": {"rope_type": "banana"}}, "RoPE.*default, linear, llama3, yarn.*banana"),
     "half-a-rope": ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     "wrong-type": ("llama", {"vocab_size": "96"}, "vocab_size.*int"),

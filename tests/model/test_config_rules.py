@@ -45,7 +45,7 @@ NONSENSE = {
     "negative-window": ({"sliding_window": -1}, "sliding_window must be"),
     "no-window": ({"sliding_window": 0}, "sliding_window must be"),
     "window-true": ({"sliding_window": True}, "sliding_window must be"),
-    "layer-types-of-others": ({"layer_types": ["full_attention"] * 3}, "layer_types must name the 2 layers, got 3"),
+    "layer-types-of-others": ({"layer_types": ["full_attention"] * 3}, "layer_types must have an entry.*, got 3"),
     "layer-types-text": ({"layer_types": "full_attention"}, "layer_types must be a list"),
     "negative-end": ({"eos_token_id": -1}, "eos_token_id must be"),
     "end-as-text": ({"eos_token_id": "2"}, "eos_token_id must be"),

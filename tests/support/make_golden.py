@@ -45,6 +45,14 @@ YARN = {  # of the eight frequencies three are kept, two are on the ramp and thr
     "beta_fast": 2.0,
     "original_max_position_embeddings": 32,
 }
+LONGROPE = {  # all 88 positions are beyond the 16 of the original context, so transformers too takes the long factors for all
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1],
+    "long_factor": [1.5, 9.0],
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> family, configuration, how it is saved
     "llama_scaled": ("llama", {"eos_token_id": [94, 95], "rope_parameters": LLAMA3, "tie_word_embeddings": False}, {}),
@@ -54,6 +62,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> fami
     "qwen3_yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN, "tie_word_embeddings": False}, {}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 16} | EXPERTS, {}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}, {}),
+    "phi3_longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}, {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}, {}),
     "phi3": ("phi3", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "tie_word_embeddings": False}, {}),
 }
 

@@ -3,7 +3,7 @@
 To add a family whose layers `jkv.model.decoder` can compute, write its `Family` in a file here and add it to `FAMILIES`.
 """
 
-from jkv.model.families import llama, mistral, phi3, qwen2, qwen3, qwen3_moe
+from jkv.model.families import llama, mistral, phi3, qwen2, qwen3, qwen3_moe, smollm3
 from jkv.model.family import Family
 
 FAMILIES: dict[str, Family] = {  # by `model_type` of config.json
@@ -13,6 +13,7 @@ FAMILIES: dict[str, Family] = {  # by `model_type` of config.json
     "qwen3_moe": qwen3_moe.FAMILY,
     "mistral": mistral.FAMILY,
     "phi3": phi3.FAMILY,
+    "smollm3": smollm3.FAMILY,
 }
 
 
