@@ -35,7 +35,7 @@ class Pool(flax.struct.PyTreeNode):
     """Keys, values and the allocator, on the device and of fixed shape.
 
     The axes of the fields are not checked as types, because JAX also builds pytrees whose leaves are not arrays. A mesh splits
-    the arrays by these axes (`jkv.engine.sharding`).
+    the arrays by these axes (`jkv.model.sharding`).
     """
 
     kv: Annotated[Any, "P 2 page H"]  # keys (rotated at their true position) and values; floats or a `Quantised`

@@ -6,7 +6,7 @@ data only to sum the residual stream, to gather the logits, from which all draw 
 that a program returns for all heads.
 
 Outside a program, an array of pages holds the pages of all shards, one shard after the other; `free_top` has one entry per
-shard. How each array is split follows from its annotation (`jkv.engine.sharding`).
+shard. How each array is split follows from its annotation (`jkv.model.sharding`).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jkv.engine import chunk_inputs, programs
 from jkv.engine.device_program import DeviceProgram
 from jkv.engine.programs import ChunkOutputs, State
-from jkv.engine.sharding import HEADS, P, is_spec, specs_of
+from jkv.model.sharding import HEADS, P, check_divides, is_spec, local_config, part_of, specs_of
 from jkv.model import weights
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Needs, Policy
@@ -65,17 +65,6 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
     check_divides(config, mesh.size)
 
 
-def check_divides(config: ModelConfig, num_shards: int) -> None:
-    """Refuses a number of shards that does not divide a model's heads, MLP width and vocabulary."""
-    for field in ("num_kv_heads", "num_query_heads", "mlp_width", "vocab_size"):
-        size = getattr(config, field)
-        if size % num_shards:
-            raise ValueError(
-                f'{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"; '
-                f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices."
-            )
-
-
 def check_policy(policy: Policy, num_shards: int) -> None:
     """Refuses a policy that compares the KV heads of different shards.
 
@@ -109,10 +98,14 @@ def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
 def shardings(params: Params, mesh: Mesh) -> Params:
     """The `NamedSharding` of each weight on a mesh, as `jkv.restore` takes them; of weights or of `jkv.weight_shapes`.
 
+    A mesh may have axes other than "tensor", along which devices hold copies: scoring and training split their rows there.
+
     Raises:
-      ValueError: a mesh without an axis "tensor", or with another axis of more than one device.
+      ValueError: a mesh without an axis "tensor".
     """
-    return placed(arrange(mesh), specs_of(Params, params, "params"), params)
+    if HEADS not in mesh.axis_names:
+        raise ValueError(f'The mesh of weights must have an axis "{HEADS}"; got {dict(mesh.shape)}. Rename its axis.')
+    return placed(mesh, specs_of(Params, params, "params"), params)
 
 
 def shard(params: Params, mesh: Mesh) -> Params:
@@ -147,18 +140,12 @@ def local_bytes(params: Any, num_shards: int) -> int:
     return sum(jax.tree.leaves(jax.tree.map(of_shard, specs, params, is_leaf=is_spec)))
 
 
-def local_config(config: ModelConfig, num_shards: int) -> ModelConfig:
-    """The configuration of one shard, with its part of the heads and of the MLP width."""
-    parts = {field: getattr(config, field) // num_shards for field in ("num_query_heads", "num_kv_heads", "mlp_width")}
-    return dataclasses.replace(config, **parts)
-
-
 def to_shard(argument: Any) -> Any:
     """An argument as one shard's program takes it: a state with one allocator, or weights whose partial sums are reduced."""
     if isinstance(argument, State):
         return with_free_top(argument, argument.cache.pool.free_top[0])
     if isinstance(argument, Params):
-        return argument.replace(config=local_config(argument.config, jax.lax.axis_size(HEADS)), axis=HEADS)
+        return part_of(argument)
     return argument
 
 

@@ -44,12 +44,14 @@ def forward(
     observe: Callable[[int, Array, Any], Any] | None = None,
     *,
     rotates: bool = True,
+    remat: bool = False,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """The hidden state of every token after the final norm, and the new cache.
 
     RoPE uses `position` alone, the index of each token in its sequence. The queries and keys passed to `attend` are rotated,
     unless the layer has no RoPE, or `rotates` is false: then `attend` rotates them. `enter` may change the hidden states at the
-    input of each layer. `observe` sees them afterwards, before the layer's norm and attention, and returns the cache.
+    input of each layer. `observe` sees them afterwards, before the layer's norm and attention, and returns the cache. With
+    `remat`, a gradient computes each layer once more in place of keeping what it computed.
     """
     config = params.config
     cos, sin = rotation(config, position)
@@ -58,9 +60,9 @@ def forward(
     def add(hidden: Array, added: Array, norm: Array) -> tuple[Array, Array]:
         return kernels.add_norm(hidden, add_shards(params, added), norm, epsilon=config.norm_epsilon)
 
-    hidden = embed(params, token)
-    normed = rms_norm(hidden, norms[0], config.norm_epsilon)
-    for layer, weights in enumerate(params.layers):
+    def through(
+        layer: int, weights: LayerParams, next_norm: Array, hidden: Array, normed: Array, cache: Any
+    ) -> tuple[Array, Array, Any]:
         if enter is not None:
             hidden = enter(layer, hidden)
             normed = rms_norm(hidden, norms[layer], config.norm_epsilon)
@@ -70,7 +72,13 @@ def forward(
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed, cache = attend(layer, query, key, value, cache)
         hidden, normed = add(hidden, times(mixed.reshape(*token.shape, -1), weights.out), weights.mlp_norm)
-        hidden, normed = add(hidden, mlp(config, weights, normed), norms[layer + 1])
+        return *add(hidden, mlp(config, weights, normed), next_norm), cache
+
+    step = jax.checkpoint(through, static_argnums=0) if remat else through
+    hidden = embed(params, token)
+    normed = rms_norm(hidden, norms[0], config.norm_epsilon)
+    for layer, weights in enumerate(params.layers):
+        hidden, normed, cache = step(layer, weights, norms[layer + 1], hidden, normed, cache)
     return normed, cache
 
 

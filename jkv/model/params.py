@@ -82,7 +82,7 @@ class ModelConfig:
 
 
 # The axes of the fields are not checked as types, because JAX also builds these pytrees with leaves that are not arrays. A mesh
-# splits the weights by these axes (`jkv.engine.sharding`).
+# splits the weights by these axes (`jkv.model.sharding`).
 class LowRank(flax.struct.PyTreeNode):
     """A matrix and its low-rank adapter (LoRA, arXiv 2106.09685). The sum `base + down @ up * scale` is never materialised.
 

@@ -18,6 +18,7 @@ from jkv.engine.memory import most_pages_of, num_row_pages
 from jkv.model.params import ModelConfig, Params, weight_shapes
 from jkv.model.penalties import COUNTED
 from jkv.model.sampling import Sampling
+from jkv.model.sharding import local_config
 from jkv.planning.devices import Device
 from jkv.planning.roofline import Lifetime, compaction_cost, host_seconds, lifetime, step_costs
 from jkv.planning.scratch import Scratch, scratch_of
@@ -126,7 +127,7 @@ class Setting:
     @functools.cached_property
     def local(self) -> ModelConfig:
         """The configuration of one device's part of the model."""
-        return meshes.local_config(self.config, self.num_devices)
+        return local_config(self.config, self.num_devices)
 
     @functools.cached_property
     def weight_bytes(self) -> int:

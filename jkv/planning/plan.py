@@ -20,6 +20,7 @@ from jkv.engine.requests import check_prompt_fits, spread_policies
 from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model, ModelConfig, Params, count_weights
 from jkv.model.sampling import Sampling
+from jkv.model.sharding import check_divides
 from jkv.planning.devices import Device, find_device
 from jkv.planning.estimate import Estimate, Setting
 from jkv.policies import Policy, full
@@ -136,7 +137,7 @@ def plan(
     check_lengths(policy, prompt, length, config.max_positions)
     if not 0 < typed("memory_share", memory_share, float) <= 1:
         raise ValueError(f"memory_share is a share of the device's memory and must lie in (0, 1]; got {memory_share}.")
-    meshes.check_divides(config, num_devices)
+    check_divides(config, num_devices)
     meshes.check_policy(policy, num_devices)
     dtype = dtype_of(model, device, dtype)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)

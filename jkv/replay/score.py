@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 from jkv.cache.attention import OPEN_END
+from jkv.checks import typed
 from jkv.model import decoder
 from jkv.model import sampling as distributions
 from jkv.model.params import Model, ModelConfig, Params
@@ -25,11 +26,12 @@ from jkv.model.penalties import TokenCounts, counts_in_block
 from jkv.model.rotary import rotary_angle
 from jkv.model.sampling import Sampling, SamplingRows, rows_of
 from jkv.reasoning import steering
+from jkv.replay.on_mesh import AnyMesh, mesh_of, num_row_shards, on_mesh
 from jkv.replay.trace import SteerTrace, Trace
 from pallas_kernels.quantised import Format, straight_through
 
 UNEMBED_BLOCK = 64  # tokens whose logits exist at once
-MAX_ROWS = 8  # samples of a program
+MAX_TOKENS = 65_536  # of a program, padding included
 DENSE = "dense"  # in place of a trace, for the full cache
 
 
@@ -114,20 +116,30 @@ def score(
     prompts: Sequence[Any] | None = None,
     lengths: Sequence[int] | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
+    max_tokens: int = MAX_TOKENS,
+    mesh: AnyMesh | None = None,
 ) -> Scores:
     """The log-probability of every completion token in nats: with a full cache, or (`trace=out.trace`) with the compressed one.
 
     `out_or_tokens` is what `generate` returned, with its prompts and sampling settings; or completion tokens `[n, T]`, with
     `prompts` (token ids, one for each row), `lengths` (default: all T) and `sampling` (default: temperature 1). Differentiable
-    with respect to the weights. One forward pass: no T x T mask and no `[n, T, V]` array ever exists.
+    with respect to the weights. One forward pass: no T x T mask and no `[n, T, V]` array ever exists. It takes the rows in
+    groups of at most `max_tokens` tokens, padding included, and at least one row, which bounds its memory.
+
+    On a `mesh`, by default that of the weights (`jkv.shard`), each device computes its heads, and its rows where the mesh has
+    other axes than "tensor".
 
     With top-k or top-p, a token that the scored distribution cuts has `-inf`: compressed and dense distributions may cut
     different tokens.
 
     Raises:
-      ValueError: tokens without prompts, a trace of another shape, or the trace None of a result that recorded none.
+      ValueError: tokens without prompts, a trace of another shape, the trace None of a result that recorded none, or a mesh
+        that does not divide the model.
     """
     params = model.params if isinstance(model, Model) else model
+    mesh, max_tokens = mesh_of(params, mesh), typed("max_tokens", max_tokens, int)
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1; got {max_tokens}.")
     if not isinstance(trace, Trace) and trace != DENSE:
         raise ValueError(
             f'trace must be what generate(..., return_trace=True) recorded, or "{DENSE}", the default, for the full cache; got '
@@ -151,10 +163,12 @@ def score(
     totals = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
     check_trace(columns, params, totals, is_whole=isinstance(out_or_tokens, Completed))
     parts = []
-    for start in range(0, num_samples, MAX_ROWS):
-        rows = slice(start, min(start + MAX_ROWS, num_samples))
+    shards = num_row_shards(mesh)
+    most = shards * max(1, max_tokens // round_up(max(totals, default=1)) // shards)
+    for start in range(0, num_samples, most):
+        rows = slice(start, min(start + most, num_samples))
         part: Any = None if columns is None else jax.tree.map(lambda field, rows=rows: field[rows], columns)
-        parts.append(score_rows(params, tokens[rows], prompts[rows], counts[rows], settings[rows], part))
+        parts.append(score_rows(params, tokens[rows], prompts[rows], counts[rows], settings[rows], part, mesh))
     return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
 
 
@@ -204,9 +218,16 @@ def score_rows(
     lengths: Sequence[int],
     settings: Sequence[Sampling],
     trace: Trace | None,
+    mesh: AnyMesh | None = None,
 ) -> Float[Array, "n T"]:
-    """`score` of at most MAX_ROWS samples."""
+    """`score` of the rows of one program; those that a mesh needs more are copies of the last."""
     num_samples, width = tokens.shape
+    more = -num_samples % num_row_shards(mesh)
+    if more:
+        index = [*range(num_samples), *[num_samples - 1] * more]
+        rows = [[values[i] for i in index] for values in (prompts, lengths, settings)]
+        part: Any = None if trace is None else jax.tree.map(lambda field: field[np.array(index)], trace)
+        return score_rows(params, tokens[index], *rows, part, mesh)[:num_samples]
     sequence, starts = join(tokens, prompts, lengths)
     total = sequence.shape[1]
     columns = dense_columns(params.config, num_samples, total) if trace is None else trace_columns(trace, total)
@@ -217,6 +238,7 @@ def score_rows(
         rows_of(settings),
         truncates=any(s.draws == "truncated" for s in settings),
         start=starts,
+        mesh=mesh,
     )
     offset = np.arange(width, dtype=np.int32)
     picked = jnp.take_along_axis(log_probs, np.minimum(starts[:, None] + offset, total - 1), axis=1)
@@ -268,7 +290,7 @@ def sinks_and_steering(trace: Trace, total: int) -> tuple[Any, Any, Any]:
     return jnp.asarray(trace.sinks), fit(trace.sink_shift), steer
 
 
-@functools.partial(jax.jit, static_argnames="truncates")
+@functools.partial(jax.jit, static_argnames=("truncates", "mesh", "remat"))
 def sequence_log_probs(
     params: Params,
     token: Int[Array, "n T"],
@@ -276,12 +298,32 @@ def sequence_log_probs(
     settings: SamplingRows,
     truncates: bool,
     start: Int[Array, " n"] | None = None,
+    mesh: AnyMesh | None = None,
+    remat: bool = False,
 ) -> Float[Array, "n T"]:
     """The log-probability of each token given those before it; 0 for the first. Logits are computed in blocks.
 
-    `start` is where completions begin, which penalties need.
+    `start` is where completions begin, which penalties need. With `remat`, a gradient keeps the residual stream alone between
+    layers, and computes each layer once more.
     """
-    hidden_nTD, count = hidden_states(params, token, columns), counter_of(params, settings, token, start)
+    run = functools.partial(log_probs_of_rows, truncates=truncates, remat=remat)
+    if mesh is None:
+        return run(params, columns, token, settings, start)
+    return on_mesh(run, mesh, params, columns, (token, settings, start))
+
+
+def log_probs_of_rows(
+    params: Params,
+    columns: Columns,
+    token: Int[Array, "n T"],
+    settings: SamplingRows,
+    start: Int[Array, " n"] | None,
+    *,
+    truncates: bool,
+    remat: bool,
+) -> Float[Array, "n T"]:
+    """`sequence_log_probs` of the rows, and with the heads, of one device."""
+    hidden_nTD, count = hidden_states(params, token, columns, remat), counter_of(params, settings, token, start)
 
     @jax.checkpoint
     def pick(
@@ -323,7 +365,9 @@ def positions_of(token: Int[Array, "n T"]) -> Int[Array, "n T"]:
     return jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
 
 
-def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) -> Float[Array, "n T D"]:
+def hidden_states(
+    params: Params, token: Int[Array, "n T"], columns: Columns, remat: bool = False
+) -> Float[Array, "n T D"]:
     """The final hidden state of each token when attention reads `columns`; unembedded, it gives the next token's logits."""
     position = positions_of(token)
     turn = None if columns.sink_shift is None else rotary_angle(params.config, columns.sink_shift)
@@ -331,7 +375,7 @@ def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns) ->
     if steer is not None:
         enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)
     attend = ReplayAttention(position, columns, turn, params.config.layers_without_rope)
-    return decoder.forward(params, token, position, attend, None, enter)[0]
+    return decoder.forward(params, token, position, attend, None, enter, remat=remat)[0]
 
 
 def log_distributions(

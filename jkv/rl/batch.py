@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jkv.engine.results import Result
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
+from jkv.replay.on_mesh import AnyMesh, mesh_of
 from jkv.replay.score import Columns, Trace, dense_columns, join, round_up, sequence_log_probs, trace_columns
 from jkv.rl.ratios import check_pair
 
@@ -101,13 +102,23 @@ def make_batch(
     )
 
 
-def log_probs(params: Model | Params, batch: Batch) -> Float[Array, "N T"]:
+def log_probs(
+    params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = None, remat: bool = True
+) -> Float[Array, "N T"]:
     """The log-probability in nats of every token of the batch's mask, dense or replayed; 0 elsewhere.
 
     Under the settings that it was drawn with. Differentiable with respect to the weights, usable under jit: columns are data.
 
+    Args:
+      params: the weights.
+      batch: of `make_batch`.
+      mesh: its axis "tensor" splits the heads (and weights that `jkv.shard` placed), all others the rows. None is the mesh of
+        the weights. Under `jit` they do not show it: then it is that of `jax.set_mesh`, or none.
+      remat: whether a gradient computes each layer once more, a third more arithmetic in all, and keeps two arrays as wide as
+        the residual stream of it, in place of all that the layer computed.
+
     Raises:
-      ValueError: columns of another model.
+      ValueError: columns of another model, or a mesh that does not divide the model or the rows.
     """
     weights = params.params if isinstance(params, Model) else params
     config, num_rows = weights.config, batch.token.shape[0]
@@ -119,7 +130,8 @@ def log_probs(params: Model | Params, batch: Batch) -> Float[Array, "N T"]:
             f"A batch's columns are of each row, layer and KV head, here {(num_rows, config.num_layers, config.num_kv_heads)}; "
             f"got {columns.end.shape[:3]}. Make the batch of what this model sampled."
         )
-    log_prob = sequence_log_probs(weights, batch.token, columns, batch.settings, truncates=batch.truncates, start=batch.start)
+    settings = {"truncates": batch.truncates, "start": batch.start, "mesh": mesh_of(weights, mesh), "remat": remat}
+    log_prob = sequence_log_probs(weights, batch.token, columns, batch.settings, **settings)
     return jnp.where(batch.mask, log_prob, 0.0)
 
 

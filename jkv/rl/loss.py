@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jkv.model.params import Model, Params
+from jkv.replay.on_mesh import AnyMesh
 from jkv.rl.batch import Batch, log_probs
 from jkv.rl.correction import Correction, correct
 from jkv.rl.ratios import bounded, log_ratio, row_means, share
@@ -35,6 +36,9 @@ def policy_loss(
     mean: str = "tokens",
     reference: Float[Array, "N T"] | None = None,
     beta: float = 0.0,
+    denominator: Float[Array, ""] | float | None = None,
+    mesh: AnyMesh | None = None,
+    remat: bool = True,
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
     """The loss to minimise, and what it is made of; differentiable and usable under jit with `has_aux=True`.
 
@@ -52,16 +56,21 @@ def policy_loss(
       mean: over all "tokens" alike (DAPO, 2503.14476), or over "sequences", each the mean of its tokens (GRPO, 2402.03300).
       reference: log-probabilities of a policy to stay near to.
       beta: how near.
+      denominator: what the sum over tokens, or over the sequences' means, is divided by; None is their number in this batch.
+        With the number of the whole batch for each of its microbatches, their gradients add up to that of the whole batch,
+        however it is split.
+      mesh, remat: see `log_probs`.
 
     The metrics: `log_probs`; `correction`, its own; `clipped`, the share of tokens whose r is beyond the clip on the side that
     counts; `cut`, of those that top-k, top-p or min-p cuts from the policy or the old one, which are dropped; `difference`,
     the 99th percentile and the maximum of |log p - sampled|; and `kl`, to the reference.
 
     Raises:
-      ValueError: an unknown mean or mode, a clip of other signs, or a beta without a reference.
+      ValueError: an unknown mean or mode, a clip of other signs, a beta without a reference, a denominator that is not
+        positive, or a mesh that `log_probs` refuses.
     """
-    check_settings(clip, mean, reference, beta)
-    current = log_probs(params, batch)
+    check_settings(clip, mean, reference, beta, denominator)
+    current = log_probs(params, batch, mesh=mesh, remat=remat)
     fixed = jax.lax.stop_gradient(current)
     if correction is None:
         correction = "none" if batch.is_replayed else "tis+veto"
@@ -86,9 +95,12 @@ def policy_loss(
         loss_NT = loss_NT + beta * kl_NT
         metrics["kl"] = share(kl_NT, batch.mask)
     metrics["difference"] = spread(jnp.abs(log_ratio(fixed, batch.sampled, is_there)), is_there)
-    if mean == "tokens":
-        return share(loss_NT, batch.mask), metrics
-    return share(row_means(loss_NT, batch.mask), batch.mask.any(axis=1)), metrics
+    loss, counts = loss_NT, batch.mask
+    if mean == "sequences":
+        loss, counts = row_means(loss_NT, batch.mask), batch.mask.any(axis=1)
+    if denominator is None:
+        return share(loss, counts), metrics
+    return jnp.where(counts, loss, 0.0).sum() / denominator, metrics
 
 
 def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""]]:
@@ -98,7 +110,7 @@ def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""
     return {"p99": jnp.where(mask.any(), p99, 0.0), "max": jnp.where(mask, value, 0.0).max()}
 
 
-def check_settings(clip: Any, mean: str, reference: Any, beta: float) -> None:
+def check_settings(clip: Any, mean: str, reference: Any, beta: float, denominator: Any) -> None:
     """Refuses settings that make no loss."""
     if len(clip) != 2 or not (0 < clip[0] < 1 and clip[1] > 0):
         raise ValueError(f"clip must be how far the ratio may fall, in (0, 1), and rise, above 0, as (0.2, 0.2); got {clip}.")
@@ -108,4 +120,9 @@ def check_settings(clip: Any, mean: str, reference: Any, beta: float) -> None:
         raise ValueError(
             f"beta, at least 0, holds the policy near to a reference, so both or none are given; got {beta=} and "
             f"{'no reference' if reference is None else 'a reference'}. Score it with log_probs(reference_params, batch)."
+        )
+    if isinstance(denominator, int | float) and not denominator > 0:
+        raise ValueError(
+            f"denominator must be positive, the number of tokens (or sequences) of the whole batch; got {denominator}. "
+            "Take batch.mask.sum(), or batch.mask.any(axis=1).sum()."
         )

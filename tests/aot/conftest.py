@@ -5,6 +5,7 @@ import os
 import jax
 import pytest
 
+from pallas_kernels.models import MODELS
 from tests.aot import targets
 
 os.environ["XLA_FLAGS"] = ""  # read when the first program compiles
@@ -12,10 +13,12 @@ os.environ["XLA_FLAGS"] = ""  # read when the first program compiles
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What is compiled for a target that is not of every day takes as long again, and is `slow`."""
+    """What is compiled for a target that is not of every day, or there for more than a few models, is `slow`."""
     for item in items:
-        target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
-        if target in set(targets.TARGETS) - set(targets.EVERYDAY):
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        target, model = given.get("target"), given.get("model", given.get("name"))
+        models = targets.EVERYDAY.get(target, ()) if target in targets.TARGETS else None
+        if models is not None and (not models or (model in MODELS and model not in models)):
             item.add_marker(pytest.mark.slow)
 
 

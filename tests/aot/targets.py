@@ -17,6 +17,7 @@ from jax.experimental import topologies
 
 from jkv.engine.device_program import OPTIONS
 from pallas_kernels import choice
+from pallas_kernels.models import MODELS
 
 # Written by hand. A real H200 prints its own: `jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
 H200 = """
@@ -82,7 +83,9 @@ GPUS = {"h200": H200, "h100": H100, "t4": T4, "v100": V100}
 OLD_GPUS = ("t4", "v100")  # without Triton: plain XLA computes the kernels
 ALIKE = ("h100",)  # differs from another target in memory alone
 WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS + ALIKE)
-EVERYDAY = ("tpu-v5e", "tpu-v6e", "h200", "t4")  # others compile the same programs in much the same way: they are `slow`
+FEW = ("r1-llama-8b", "r1-qwen-1.5b", "tiny-reasoner")
+# Target -> the models that are compiled for it every day. Other targets take the same programs in much the same way.
+EVERYDAY = {"tpu-v5e": tuple(MODELS), "tpu-v6e": FEW, "h200": tuple(MODELS), "h100": FEW, "t4": FEW}
 TPUS = tuple(target for target, (platform, *_) in TARGETS.items() if platform == "tpu")
 COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}  # any one of them
 ASSEMBLER = "nvidia-cuda-nvcc-cu12"  # CUDA 13 has none for Volta

@@ -34,7 +34,9 @@ def test_compiles(target, name, workload):
             assert "head size" in reason if name == "tiny-reasoner" else "logits must take at most" in reason
 
 
-@pytest.mark.parametrize("target", targets.TPUS)
+@pytest.mark.parametrize(
+    "target", [target if target == "tpu-v5e" else pytest.param(target, marks=pytest.mark.slow) for target in targets.TPUS]
+)
 @pytest.mark.parametrize("limit", ["table", "rows", "logits", "group"])
 def test_what_is_not_refused_compiles_at_the_limit(target, limit):
     """The largest of each that `why_not` lets pass."""

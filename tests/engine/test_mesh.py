@@ -12,10 +12,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_eight_devices_do_what_one_does(marks):
+def run_on_eight_devices(name, marks="not slow"):
+    """Runs a file of `tests/support` where JAX has eight devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    command = [sys.executable, "-m", "pytest", "tests/support/eight_devices.py", "-p", "no:cacheprovider", "-m", marks]
+    command = [sys.executable, "-m", "pytest", f"tests/support/{name}", "-p", "no:cacheprovider", "-m", marks]
     environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_eight_devices_do_what_one_does(marks):
+    run_on_eight_devices("eight_devices.py", marks)

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int
 from jkv.engine import mesh, programs
 from jkv.engine.chunk_inputs import Needs, empty_state
 from jkv.engine.programs import ChunkInputs, State
-from jkv.engine.sharding import P as Spec
-from jkv.engine.sharding import leaf_hints, letters_of, spec_of, specs_of
+from jkv.model.sharding import P as Spec
+from jkv.model.sharding import leaf_hints, letters_of, spec_of, specs_of
 from jkv.model.params import ModelConfig, weight_shapes
 from jkv.testing import TINY, adapted, unfolded
 
@@ -221,7 +221,7 @@ def test_every_program_says_how_its_arguments_are_split():
 SPECS = """
 import inspect, typing
 from jkv.engine import mesh, programs
-from jkv.engine.sharding import specs_of
+from jkv.model.sharding import specs_of
 hints = {name: typing.get_type_hints(inspect.unwrap(getattr(programs, name)), include_extras=True) for name in mesh.PROGRAMS}
 found = repr({(name, key): specs_of(x) for name, one in hints.items() for key, x in one.items() if key not in mesh.SETTINGS})
 """

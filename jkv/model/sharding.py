@@ -5,16 +5,18 @@ are the MLP width and the vocabulary of weights (Megatron-LM, arXiv 1909.08053).
 of arguments or fields: one without axes, or with an unknown axis, is an error when `jkv.engine.mesh` builds the program.
 """
 
+import dataclasses
 import types
 import typing
 from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
+import jax
 from jax.sharding import PartitionSpec
 from jaxtyping import AbstractArray
 
-from jkv.model.params import LowRank, Params
+from jkv.model.params import LowRank, ModelConfig, Params
 
 P: Any = PartitionSpec  # typed as Any: records hold specs in place of their arrays
 HEADS = "tensor"  # the mesh axis
@@ -43,7 +45,7 @@ def spec_of(letters: str, is_weight: bool = False) -> Any:
         if unknown or split & set(others):
             known = ", ".join(sorted(split | WHOLE))
             raise ValueError(
-                f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.engine.sharding."
+                f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.model.sharding."
             )
         axes.append(HEADS if first in split else None)
     if axes.count(HEADS) > 1:
@@ -132,3 +134,25 @@ def adapter_specs(spec: Any, weight: LowRank) -> LowRank:
 def is_spec(x: Any) -> bool:
     """Whether `x` is a `PartitionSpec`."""
     return isinstance(x, P)
+
+
+def check_divides(config: ModelConfig, num_shards: int) -> None:
+    """Refuses a number of shards that does not divide a model's heads, MLP width and vocabulary."""
+    for field in ("num_kv_heads", "num_query_heads", "mlp_width", "vocab_size"):
+        size = getattr(config, field)
+        if size % num_shards:
+            raise ValueError(
+                f'{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"; '
+                f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices."
+            )
+
+
+def local_config(config: ModelConfig, num_shards: int) -> ModelConfig:
+    """The configuration of one shard, with its part of the heads and of the MLP width."""
+    parts = {field: getattr(config, field) // num_shards for field in ("num_query_heads", "num_kv_heads", "mlp_width")}
+    return dataclasses.replace(config, **parts)
+
+
+def part_of(params: Params) -> Params:
+    """The weights inside of a `jax.shard_map` over the axis, whose arrays are this shard's; the decoder adds up partial sums."""
+    return params.replace(config=local_config(params.config, jax.lax.axis_size(HEADS)), axis=HEADS)

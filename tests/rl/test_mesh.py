@@ -1,0 +1,7 @@
+"""Scoring and training on a mesh: `tests/support/eight_devices_rl.py`, which needs a process of its own."""
+
+from tests.engine.test_mesh import run_on_eight_devices
+
+
+def test_meshes_of_eight_devices_score_and_train_as_one():
+    run_on_eight_devices("eight_devices_rl.py")
