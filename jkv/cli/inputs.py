@@ -79,7 +79,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
 
 def add_kv_dtype(command: argparse.ArgumentParser) -> None:
     """`--kv-dtype`."""
-    command.add_argument("--kv-dtype", help="int8 or fp8 keeps keys and values in codes of 8 bits; default: as the weights")
+    command.add_argument("--kv-dtype", help="int8 or fp8 keeps keys and values in 8 bits, int4 in 4; default: as the weights")
 
 
 def add_sampling(command: argparse.ArgumentParser, default: str = "", temperature: float = 0, top_p: float = 1) -> None:

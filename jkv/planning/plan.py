@@ -118,7 +118,7 @@ def plan(
         more rows than such a group holds, plan one engine for each replica.
       sampling: how tokens are drawn. A cut by top-k, top-p or min-p keeps two copies of the logits, penalties keep counts of
         every token in every row, which each step reads. None plans for draws that are cut, without penalties.
-      kv_dtype: "int8" or "fp8" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in `dtype`.
+      kv_dtype: "int8", "fp8" or "int4" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in `dtype`.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine

@@ -126,11 +126,13 @@ def cached(outs):
     return [out.samples[0].cached_tokens for out in outs]
 
 
-@pytest.fixture(scope="module", params=[None, "int8"])
+@pytest.fixture(scope="module", params=[None, "int8", "int4"])
 def pair(request, model):
     """Two engines, without and with the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "SIZES", SIZES)
+        if request.param == "int4":
+            model = jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, head_size=32))
         model = dataclasses.replace(model, tokenizer=BreakingTokenizer())
         settings = {**KNOBS, "policies": ALL, "kv_dtype": request.param, "return_trace": True}
         return [jkv.Engine(model, **settings, prefix_cache=on) for on in (False, True)]
