@@ -17,16 +17,19 @@ from typing import Any
 import numpy as np
 
 from jkv import viz
+from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts
+from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import encode_prompts
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
 from jkv.evaluation.generations import Run, budget_of, default_limit, file_name, joined, run
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
+from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, size_in_slots, takes_budget
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import POLICIES, Policy, full, has_budget, has_setting, make
+from jkv.policies import POLICIES, Policy, full
 from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
 
@@ -132,7 +135,9 @@ def compare(
     wanted: list[tuple[str, Budget]] = []
     for name in policies:
         if name != "full":
-            wanted += [(name, size) for size in (sizes if takes_budget(name, settings) else [Budget()])]
+            slot = slot_size_of(model.params, EngineOptions(kv_dtype=kv_dtype_of(name, settings, options)).kv_format)
+            own = [size_in_slots(name, size, slot, settings) for size in sizes] if takes_budget(name, settings) else [Budget()]
+            wanted += [(name, size) for size in own]
     for name, size in wanted:
         if name != ORACLE:
             build(name, size.slots_or_large, settings)
@@ -143,7 +148,7 @@ def compare(
 
     def outcome_of(versions: dict[int | None, list[Policy]], size: Budget, base: Outcome | None) -> Outcome:
         first = next(iter(versions.values()))[0]
-        kv_dtype = settings.get(first.name, {}).get("kv_dtype", options.get("kv_dtype"))
+        kv_dtype = kv_dtype_of(first.name, settings, options)
         if before := done.get((first.name, first.definition, size.share, size.is_each, kv_dtype)):
             return before
         runs = []
@@ -215,42 +220,6 @@ def with_own_budgets(outcome: Outcome, policies: Sequence[Policy], slots: Sequen
     budgets = np.array([budget_of(policy) for policy in policies])
     raised = int((budgets > slots).sum())
     return dataclasses.replace(outcome, is_each=True, budget=round(budgets.mean()), num_raised=raised)
-
-
-def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]], seed: int | None = None) -> Policy:
-    """The policy, or the variant of one, by its name. `slots` are for one that is given a budget (`takes_budget`)."""
-    recipe, chosen = settings_of(name, settings)
-    budget = {} if slots is None or not takes_budget(name, settings) else {"budget": slots}
-    policy = make(recipe, budget | chosen | ({} if seed is None else {"seed": seed}))
-    return dataclasses.replace(policy, name=name)
-
-
-def takes_budget(name: str, settings: dict[str, dict[str, Any]]) -> bool:
-    """Whether a policy or variant is given budgets: not if it has none, or if its settings are complete without one."""
-    if not has_budget(settings_of(name, settings)[0]):
-        return False
-    try:
-        build(name, None, settings)
-    except ValueError:
-        return True
-    return False
-
-
-def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """The recipe of a policy or variant, and its settings."""
-    own = settings.get(name, {})
-    recipe = own.get("policy", name)
-    return recipe, {
-        field: value for field, value in (settings.get(recipe, {}) | own).items() if field not in ("policy", "kv_dtype")
-    }
-
-
-def seeds_of(name: str, settings: dict[str, dict[str, Any]], count: int) -> list[int | None]:
-    """The seeds that a policy runs with; `[None]` where it draws nothing, or one seed is enough."""
-    recipe, chosen = settings_of(name, settings)
-    if count == 1 or recipe == ORACLE or not has_setting(recipe, "seed"):
-        return [None]
-    return [chosen.get("seed", 0) + i for i in range(count)]
 
 
 def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence[int] = (1,)) -> Outcome:
