@@ -76,12 +76,13 @@ class Outcome:
     lengths: list[int] = dataclasses.field(default_factory=list)  # new tokens of each sample, as `right`
     is_each: bool = False  # whether the share is of each problem's own length
     kv_dtype: str | None = None  # of quantised pages
+    num_bytes: str | None = None  # of a row, where the budget is in bytes
     num_raised: int = 0  # problems with the least budget that the policy accepts, which is more than the share
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What it is of, within a comparison."""
-        return self.policy, self.settings, self.share, self.is_each, self.kv_dtype
+        return self.policy, self.settings, self.share, self.is_each, self.kv_dtype, self.num_bytes
 
     @property
     def rights(self) -> np.ndarray:
@@ -149,14 +150,15 @@ def compare(
     def outcome_of(versions: dict[int | None, list[Policy]], size: Budget, base: Outcome | None) -> Outcome:
         first = next(iter(versions.values()))[0]
         kv_dtype = kv_dtype_of(first.name, settings, options)
-        if before := done.get((first.name, first.definition, size.share, size.is_each, kv_dtype)):
+        if before := done.get((first.name, first.definition, size.share, size.is_each, kv_dtype, size.num_bytes)):
             return before
         runs = []
         for seed, each in versions.items():
             path = None if generations is None else generations / file_name(first, size, seed)
             given = options | {"kv_dtype": kv_dtype, "grader": grader, "samples": samples, "path": path}
             runs.append(run(model, problems, each, **given))
-        return dataclasses.replace(summarise(joined(runs), base, size.share, ks), kv_dtype=kv_dtype)
+        found = summarise(joined(runs), base, size.share, ks)
+        return dataclasses.replace(found, kv_dtype=kv_dtype, num_bytes=size.num_bytes)
 
     outcomes = [outcome_of({None: [full()] * len(problems)}, Budget(), None)]
     report(outcomes)
@@ -328,10 +330,11 @@ def cells_of(outcome: Outcome) -> tuple[str, ...]:
 
 
 def budget_cell(outcome: Outcome) -> str:
-    """The slots of a policy, the share that they are, and for how many problems they are more: the least that it accepts."""
+    """The slots of a policy, the bytes or share that they are, and for how many problems more: the least that it accepts."""
     o = outcome
     raised = f", the least for {o.num_raised}" if o.num_raised else ""
     share = f" ({o.share:.0%}{' each' * o.is_each}{raised})" if o.share else ""
+    share = f" ({o.num_bytes})" if o.num_bytes else share
     return "" if o.budget is None else f"{o.budget}{share}"
 
 

@@ -52,7 +52,7 @@ def kv_dtype_of(name: str, settings: dict[str, dict[str, Any]], options: dict[st
 
 
 def size_in_slots(name: str, size: Budget, slot: SlotSize, settings: dict[str, dict[str, Any]]) -> Budget:
-    """A budget in slots where it is in bytes; any other as it is.
+    """A budget with the slots that its bytes hold; one without bytes as it is.
 
     Raises:
       ValueError: fewer slots than the policy takes, with the arithmetic.
@@ -60,6 +60,6 @@ def size_in_slots(name: str, size: Budget, slot: SlotSize, settings: dict[str, d
     if size.num_bytes is None:
         return size
     if name == ORACLE:
-        return Budget(slots=parse_bytes(size.num_bytes) // slot.whole)
+        return dataclasses.replace(size, slots=parse_bytes(size.num_bytes) // slot.whole)
     recipe, chosen = settings_of(name, settings)
-    return Budget(slots=in_slots(make(recipe, {"budget": size.num_bytes} | chosen), slot).budget)
+    return dataclasses.replace(size, slots=in_slots(make(recipe, {"budget": size.num_bytes} | chosen), slot).budget)
