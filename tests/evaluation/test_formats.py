@@ -21,8 +21,8 @@ def test_the_rise_of_the_loss_is_that_of_replay(kv_dtype):
     token = jnp.asarray([[5, *out.tokens[0]]], jnp.int32)
     divergence, same, rise = formats.compare(model.params, token, FORMATS[kv_dtype])
     assert rise == pytest.approx(float((before - after).mean()), abs=1e-6)
-    assert 0 < divergence < 0.1
-    assert 0.8 < same <= 1
+    assert 0 < divergence < (0.2 if kv_dtype == "int4" else 0.1)
+    assert (0.6 if kv_dtype == "int4" else 0.8) < same <= 1
 
 
 def test_the_report_has_a_line_for_each_format(tmp_path, capsys):

@@ -130,7 +130,7 @@ def said_of_sharing_by_a_chat_model():
 def said_of_formats():
     """The words on quantised pages, and what they say of contrasts."""
     lines = {one["format"]: one for one in json.loads((ROOT / "results" / "formats-smollm2-135m.json").read_text())["lines"]}
-    int8, fp8 = lines["int8"], lines["fp8"]
+    int8, fp8, int4 = (lines[name] for name in ("int8", "fp8", "int4"))
     every = json.loads((ROOT / "results" / "formats-tiny-reasoner.json").read_text())["outcomes"]
     right = {(one["policy"], one["share"]): f"{100 * one['accuracy']:.1f} %" for one in every}
     (held,) = (one["kv_share"] for one in every if (one["policy"], one["share"]) == ("foresight-int8", 0.25))
@@ -148,6 +148,9 @@ def said_of_formats():
     return [
         f"move by {int8['kl']:.3g} nats (KL, 95 % interval {int8['kl_interval'][0]:.3g} to {int8['kl_interval'][1]:.3g})",
         f"stays the same at {100 * int8['same']:.1f} % of the places. With fp8 they move by {fp8['kl']:.3g} nats",
+        f"With int4 they move by {int4['kl']:.3g} nats ({int4['kl_interval'][0]:.3g} to {int4['kl_interval'][1]:.3g})",
+        f"stays the same at {100 * int4['same']:.1f} % of the places: on a model this small, 4 bits cost "
+        f"{int4['kl'] / int8['kl']:.0f} times",
         f"answers {right['full', None]} in floats and {right['int8', None]} in int8. None of the {len(contrasts)} contrasts",
         f"int8 are {change['int8 - full', '']:.1f} points (full), {of('r_kv')} (R-KV",
         f"{of('cur')} (CUR), {of('foresight')} (foresight)",
