@@ -162,6 +162,26 @@ def said_of_formats():
     ]
 
 
+def said_of_equal_bytes():
+    """The words on int8 and int4 in the same bytes, and what they say of contrasts."""
+    record = json.loads((ROOT / "results" / "equal-bytes-tiny-reasoner.json").read_text())
+    every = {one["policy"]: one for one in record["outcomes"]}
+    right = {name: f"{100 * one['accuracy']:.0f} %" for name, one in every.items()}
+    contrasts = {cells[0]: cells for cells in cells_of("equal-bytes-tiny-reasoner") if " - " in cells[0]}
+    holds = [name for name, cells in contrasts.items() if float(cells[4].removeprefix("< ")) <= 0.001]
+    assert holds == [f"{name}-int4 - {name}-int8" for name in ("r_kv", "cur", "foresight")]
+    slots = {every[f"{name}-{kv_dtype}"]["budget"] for name in ("r_kv", "cur", "foresight") for kv_dtype in ("int8", "int4")}
+    assert slots == {116, 215}
+    return [
+        f"equal-bytes.toml`, {record['about']['problems']} problems",
+        f"int8 holds {min(slots)} slots and int4 {max(slots)}",
+        f"R-KV answers {right['r_kv-int4']} in place of {right['r_kv-int8']}",
+        f"CUR {right['cur-int4']} in place of {right['cur-int8']}, and foresight {right['foresight-int4']} in place of "
+        f"{right['foresight-int8']}",
+        f"The full cache answers {right['full']} in floats and {right['int4']} in int4",
+    ]
+
+
 def said_of_parts_of_foresight():
     """The words on the accuracy of foresight's parts that hold figures, and what they say of contrasts."""
     every = json.loads((ROOT / "results" / "ablate-foresight-tiny-reasoner.json").read_text())["outcomes"]
@@ -306,7 +326,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
     said += said_of_parts_of_foresight() + said_of_sharing() + said_of_a_real_model() + said_of_protection()
-    said += said_of_facts() + said_of_sharing_by_a_chat_model() + said_of_formats()
+    said += said_of_facts() + said_of_sharing_by_a_chat_model() + said_of_formats() + said_of_equal_bytes()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 
