@@ -126,13 +126,11 @@ def cached(outs):
     return [out.samples[0].cached_tokens for out in outs]
 
 
-@pytest.fixture(scope="module", params=[None, "int8", "int4"])
+@pytest.fixture(scope="module", params=[None, "int8"])
 def pair(request, model):
     """Two engines, without and with the cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prefill, "SIZES", SIZES)
-        if request.param == "int4":
-            model = jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, head_size=32))
         model = dataclasses.replace(model, tokenizer=BreakingTokenizer())
         settings = {**KNOBS, "policies": ALL, "kv_dtype": request.param, "return_trace": True}
         return [jkv.Engine(model, **settings, prefix_cache=on) for on in (False, True)]
@@ -153,6 +151,15 @@ def test_rows_that_start_from_the_cache_give_the_same_bits(pair, policy):
     assert part.runner.num_held_pages == part.scheduler.prefix_cache.num_pages
     assert whole.runner.num_held_pages == 0
     assert_engine_is_consistent(part)
+
+
+@pytest.mark.parametrize("policy", [jkv.full(), R_KV, jkv.quest(budget=32)], ids=lambda policy: policy.name)
+def test_pages_of_int4_are_reused_bit_for_bit(policy):
+    model = jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, head_size=32))
+    pair = [jkv.Engine(model, **KNOBS, policies=[policy], kv_dtype="int4", prefix_cache=on) for on in (False, True)]
+    expected, got = (results(engine, PROMPTS, policy) for engine in pair)
+    assert_same_bits(got, expected)
+    assert cached(got) == FOUND
 
 
 @pytest.fixture(scope="module")
