@@ -86,7 +86,8 @@ def generate(
         stop_strings=stop_strings,
         forced_tokens=forced_tokens,
     )
-    requests = make_requests(model, encode_prompts(model, prompt_or_prompts), request_options)
+    prompts = encode_prompts(model, prompt_or_prompts)
+    requests = make_requests(model, prompts, request_options, kv_format=options.kv_format)
     engine = engine_for(model, requests, options)
     with deferred_interrupts(ends_here=True):
         tickets = [engine.submit_requests(group, on_tokens) for group in requests]

@@ -128,7 +128,7 @@ class Rollout:
         positions = model.config.max_positions
         self.n, self.max_prompt_tokens = n, max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)
         self.max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - self.max_prompt_tokens)
-        self.policy = spread_policies(policy, 1)[0]
+        self.policy = spread_policies(policy, 1, model.params, options.kv_format)[0]
         self.pad_id = check_pad(model, pad_id)
         request_options = RequestOptions(policy=self.policy, n=max(n, 2), max_new_tokens=self.max_new_tokens, stop_ids=())
         longest = make_requests(model, [np.zeros(self.max_prompt_tokens, np.int32)], request_options)

@@ -375,7 +375,8 @@ def verify(policy: Any) -> Report:
     """
     if not isinstance(policy, Policy):
         raise TypeError(
-            f"verify takes a policy, such as jkv.r_kv(budget=128) or jkv.evict_by(score, budget=64); got {policy!r}."
+            "verify takes a policy with its budget in slots, such as jkv.r_kv(budget=128) or jkv.evict_by(score, budget=64); "
+            f"got {policy!r}."
         )
     case, failures = Case(policy), {}
     for name, check in CHECKS.items():

@@ -31,6 +31,7 @@ class Implementation(NamedTuple):
     platform: str | None = None  # None: all
     why_not: Callable[..., str | None] = takes_all  # the kernel's arguments -> why it cannot take them, or None
     reads_codes: bool = False  # whether it takes quantised pages; one for all platforms does
+    reads_groups: bool = False  # whether it takes those with a scale for each group of channels too
 
 
 Table = Mapping[str, Implementation]
@@ -61,6 +62,10 @@ def reason_against(implementation: Implementation, *args: Any, **settings: Any) 
         return "an argument is empty"
     if not implementation.reads_codes and any(isinstance(x, Quantised) for x in args):
         return "it does not take quantised pages"
+    if not implementation.reads_groups:
+        for x in args:
+            if isinstance(x, Quantised) and x.format.group is not None:
+                return f"it does not take quantised pages of {x.format.name}, which have a scale for each group of channels"
     return implementation.why_not(*args, **settings)
 
 

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
-from pallas_kernels.quantised import Format, dequantise, like, poisoned, put, take, zeros
+from jkv.cache.chunk_writes import write
+from pallas_kernels.quantised import Format, dequantise, like, poisoned, take, zeros
 
 EMPTY = -1  # the position of an empty slot, and an entry that `take_slots` ignores
 NULL_PAGE = 0  # the page that receives masked-out writes
@@ -163,10 +164,8 @@ def num_growing(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) ->
 
 def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"], value: Float[Array, "R T K H"]) -> Pool:
     """Writes one layer's new keys and values at the addresses that `reserve` returned for that layer."""
-    key_or_value = jnp.arange(2, dtype=jnp.int32)
     kv_RKT2H = like(pool.kv, jnp.stack([jnp.moveaxis(key, 1, 2), jnp.moveaxis(value, 1, 2)], axis=3))
-    page, offset = address // pool.page_size, address % pool.page_size
-    pool = pool.replace(kv=put(pool.kv, (page[..., None], key_or_value, offset[..., None]), kv_RKT2H))
+    pool = pool.replace(kv=write(pool.kv, address, kv_RKT2H))
     return pool if pool.bounds is None else widen_bounds(pool, address, jnp.moveaxis(key, 1, 2))
 
 

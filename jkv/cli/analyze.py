@@ -143,11 +143,11 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     """A model's greedy traces of unseen chains under each policy and budget, and its tokenizer."""
     from jkv.checks import check_counts
     from jkv.evaluation.budgets import parse_budget
-    from jkv.evaluation.compare import build, takes_budget
+    from jkv.evaluation.variants import build, takes_budget
     from jkv.model import checkpoint
     from jkv.tasks.evaluate import held_out, solve
 
-    if shares := [budget for budget in chosen["budgets"] if parse_budget(budget).share]:
+    if shares := [budget for budget in chosen["budgets"] if parse_budget(budget).slots is None]:
         raise ValueError(f"analyze takes budgets in slots, such as 192; got {', '.join(map(str, shares))}.")
     if not chosen["policies"]:
         raise ValueError("--policies takes at least one policy, such as full,r_kv; got none.")

@@ -265,8 +265,8 @@ def with_protection(
 def check_policies(chosen: dict[str, Any]) -> None:
     """Refuses unknown policies and settings before a model is loaded."""
     from jkv.evaluation.budgets import LARGE
-    from jkv.evaluation.compare import build
     from jkv.evaluation.oracles import ORACLE, settings_of_oracle
+    from jkv.evaluation.variants import build
 
     for name in chosen["policies"]:
         if name == ORACLE:
@@ -278,8 +278,8 @@ def check_policies(chosen: dict[str, Any]) -> None:
 def protection_note(chosen: dict[str, Any]) -> str:
     """What every policy that evicts protects, and which of them protect something else."""
     from jkv.evaluation.budgets import LARGE
-    from jkv.evaluation.compare import build
     from jkv.evaluation.oracles import ORACLE
+    from jkv.evaluation.variants import build
 
     evicts = {name: build(name, LARGE, chosen["settings"]).evict for name in chosen["policies"] if name != ORACLE}
     shared = chosen["protection"].items()

@@ -62,7 +62,7 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         help="a name of `jkv models` (default: tiny-reasoner), a checkpoint folder, a GGUF file, or a hub name",
     )
     command.add_argument("--policy", default="full", help="how the cache stays small (default: full); see `jkv policies`")
-    command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
+    add_budget(command)
     add_settings(command)
     add_sampling(command, "what the model's makers say, else ")
     command.add_argument("--seed", type=int, help="of the random draws; default: fresh, and reported")
@@ -77,9 +77,21 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
 
 
+def add_budget(command: argparse.ArgumentParser) -> None:
+    """`--budget`."""
+    command.add_argument(
+        "--budget", type=slots_or_bytes, help="slots kept in each layer and KV head; or bytes of a row over all, such as 64MB"
+    )
+
+
+def slots_or_bytes(text: str) -> int | str:
+    """A budget as a user types it; a recipe checks the text of one in bytes."""
+    return int(text) if text.strip().lstrip("+-").isdigit() else text
+
+
 def add_kv_dtype(command: argparse.ArgumentParser) -> None:
     """`--kv-dtype`."""
-    command.add_argument("--kv-dtype", help="int8 or fp8 keeps keys and values in codes of 8 bits; default: as the weights")
+    command.add_argument("--kv-dtype", help="int8 or fp8 keeps keys and values in 8 bits, int4 in 4; default: as the weights")
 
 
 def add_sampling(command: argparse.ArgumentParser, default: str = "", temperature: float = 0, top_p: float = 1) -> None:
@@ -167,7 +179,7 @@ def expand_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
     return expanded
 
 
-def read_settings(budget: int | None, pairs: Iterable[str]) -> dict[str, Any]:
+def read_settings(budget: int | str | None, pairs: Iterable[str]) -> dict[str, Any]:
     """Policy settings from `--budget` and `--set name=value`."""
     settings: dict[str, Any] = {} if budget is None else {"budget": budget}
     for pair in pairs:

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, add_kv_dtype, add_sampling, add_settings, check_target, read_settings, sampling_of
+from jkv.cli.inputs import LOOKS, add_budget, add_kv_dtype, add_sampling, add_settings, check_target, read_settings, sampling_of
 
 GIGA, TERA = 1e9, 1e12
 
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     command.add_argument("--list", action="store_true", help="list the models and devices that have names")
     command.add_argument("--device", help="a name of --list")
     command.add_argument("--policy", default="full", help="how the cache stays small (see `jkv policies`); default: full")
-    command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
+    add_budget(command)
     add_settings(command)
     command.add_argument("--length", type=int, help="tokens of a row, prompt included; default: 16384, or what the model has")
     command.add_argument("--prompt", type=int, default=256, help="tokens of it that are the prompt; default: 256")

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.analysis.recall import recall, table
     from jkv.checks import check_counts, counted, typed
     from jkv.evaluation.budgets import parse_mean_budget
-    from jkv.evaluation.compare import build, takes_budget
+    from jkv.evaluation.variants import build, takes_budget
     from jkv.model import checkpoint
     from jkv.reports import about, write
 

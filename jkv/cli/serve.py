@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from jkv.checks import install, words
-from jkv.cli.inputs import LOOKS, add_kv_dtype, add_settings, read_settings
+from jkv.cli.inputs import LOOKS, add_budget, add_kv_dtype, add_settings, read_settings
 
 OPEN_CONTEXT = 32_768  # slots
 KEY = "JKV_API_KEY"  # the environment variable
@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     command.set_defaults(run=run)
     command.add_argument("model", help="a name of `jkv models`, a checkpoint folder, a GGUF file, or a hub name")
     command.add_argument("--policy", default="full", help="of requests that name none (default: full); see `jkv policies`")
-    command.add_argument("--budget", type=int, help="slots kept in each layer and KV head")
+    add_budget(command)
     add_settings(command)
     command.add_argument(
         "--policies",

@@ -78,7 +78,7 @@ class Engine:
             meshes.check_mesh(mesh, config)
             params = meshes.shard(params, mesh)
         model = dataclasses.replace(model, params=weights.committed(params))
-        named = [] if policies is None else spread_policies(policies, len(policies))
+        named = spread_policies(policies or (), len(policies or ()), params, options.kv_format)
         self.needs = Needs.of(None if policies is None else named)
         self.gate = gate_of(named)
         for policy in named:
@@ -158,7 +158,7 @@ class Engine:
         prompts = encode_prompts(self.model, prompt)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
-        return self.submit_requests(make_requests(self.model, prompts, options, request)[0], on_tokens)
+        return self.submit_requests(make_requests(self.model, prompts, options, request, self.options.kv_format)[0], on_tokens)
 
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues checked requests under one ticket; tickets count from 0."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from jkv.cache import default_page_size
 from jkv.cache.pool import num_pages_of
+from jkv.cache.slot_size import slot_bytes
 from jkv.checks import check_counts, size, typed
 from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
@@ -29,7 +30,7 @@ def page_size_for(params: Params, page_size: int | None) -> int:
 def page_bytes(params: Params, page_size: int, has_bounds: bool = False, kv_format: Format | None = None) -> int:
     """Bytes of one page: keys, values and positions, and the bounds of its keys where a policy needs them."""
     size, dtype = params.config.head_size, params.embedding.dtype
-    return page_size * (2 * vector_bytes(size, dtype, kv_format) + 4) + has_bounds * 2 * vector_bytes(size, dtype, None)
+    return page_size * slot_bytes(size, dtype, kv_format) + has_bounds * 2 * vector_bytes(size, dtype, None)
 
 
 def num_layer_heads(params: Params) -> int:

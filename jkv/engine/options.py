@@ -42,7 +42,9 @@ class EngineOptions:
         most 4,096; `generate` and `Rollout` compute it from their requests.
       page_size: slots of a page, at most 65,536. None is 128 on a TPU and 16 elsewhere; `Stats.page_size` has it.
       kv_dtype: how the pool keeps keys and values: None in the weights' dtype; "int8" or "fp8" in codes of 8 bits with a scale
-        for each slot's key and value, which take about half the bytes of bfloat16 and a quarter of float32's.
+        for each slot's key and value, which take about half the bytes of bfloat16 and a quarter of float32's; "int4" in codes
+        of 4 bits of rotated keys and values, with a scale for every 32 channels: less than a third of bfloat16. Its head sizes
+        are 32, 64, 128 and so on, and attention is plain XLA.
       kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
         run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.

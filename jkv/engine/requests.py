@@ -10,13 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts, check_length, did_you_mean, shown, typed
 from jkv.engine.prompts import MOST_SAMPLES, num_elements, too_long
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
+from jkv.policies.byte_budget import in_slots
 from jkv.policies.policy import compacted, until_token
 from jkv.reasoning.sentences import Sentences
+from pallas_kernels.quantised import Format
 
 MOST_NEW_TOKENS = 32_768  # of a completion whose limit is left open: as far as makers of reasoning models run theirs
 MOST_STOPS = 1_000  # stop strings of a request
@@ -164,12 +167,16 @@ def check_sampling(sampling: Any) -> Sampling:
 
 
 def make_requests(
-    model: Model, prompts: Sequence[np.ndarray], options: RequestOptions, identity: int | None = None
+    model: Model,
+    prompts: Sequence[np.ndarray],
+    options: RequestOptions,
+    identity: int | None = None,
+    kv_format: Format | None = None,
 ) -> list[list[Request]]:
     """The n requests of each prompt by `options`, checked against the model.
 
     Equal prompts continue one count of sample indices, and all requests have one seed. `identity` is the number of all prompts
-    in the random keys; None is a hash of each prompt's tokens.
+    in the random keys; None is a hash of each prompt's tokens. `kv_format` is the pool's, for budgets in bytes.
 
     Raises:
       ValueError: a request that the model cannot serve, or sample indices or a number beyond 32 bits.
@@ -180,7 +187,7 @@ def make_requests(
         raise ValueError(f"first_sample must lie in [0, 2**32), with the n samples that follow; got {shown(first)}.")
     if identity is not None and not 0 <= typed("request", identity, int) < 2**32:
         raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {shown(identity)}.")
-    policies = spread_policies(options.policy, len(prompts))
+    policies = spread_policies(options.policy, len(prompts), model.params, kv_format)
     forced = spread_forced(options, len(prompts), config.vocab_size)
     default = model.sampling if options.forced_tokens is None else None
     sampling = check_sampling(default if options.sampling is None else options.sampling)
@@ -216,8 +223,10 @@ def check_num_samples(n: int, num_prompts: int) -> None:
         )
 
 
-def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
-    """One policy for each prompt."""
+def spread_policies(
+    policy: Any, num_prompts: int, params: Params | None = None, kv_format: Format | None = None
+) -> list[Policy]:
+    """One policy for each prompt; budgets in bytes become slots of the model, in pages of the format."""
     if policy is None:
         policy = full()
     is_list = isinstance(policy, Sequence) and not isinstance(policy, str)
@@ -227,6 +236,9 @@ def spread_policies(policy: Any, num_prompts: int) -> list[Policy]:
             "prompts."
         )
     policies: list[Any] = list(policy) if is_list else [policy] * num_prompts
+    if params is not None:
+        slot = slot_size_of(params, kv_format)
+        policies = [in_slots(each, slot) for each in policies]
     for each in policies:
         if not isinstance(each, Policy):
             raise ValueError(

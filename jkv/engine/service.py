@@ -73,7 +73,7 @@ class Service:
             prompts = encode_prompts(model, prompt)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
-        groups = make_requests(model, prompts, options or RequestOptions(**settings), request)
+        groups = make_requests(model, prompts, options or RequestOptions(**settings), request, self.engine.options.kv_format)
         return self.submit_requests(groups[0], streams)
 
     def submit_requests(self, requests: Sequence[Request], streams: bool = False) -> Ticket:

@@ -1,4 +1,4 @@
-"""The budgets of a comparison: slots, or a share of the full cache's length, on average or of each problem."""
+"""The budgets of a comparison: slots, bytes, or a share of the full cache's length, on average or of each problem."""
 
 import dataclasses
 import math
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jkv.policies import Policy
+from jkv.policies.byte_budget import is_bytes
 
 EACH = "each"
 LARGE = 1 << 30  # slots that hold whatever a policy protects
@@ -14,11 +15,15 @@ LARGE = 1 << 30  # slots that hold whatever a policy protects
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """How many slots a policy has in each layer and KV head: `slots`, or a `share`; neither for a policy without a budget."""
+    """How many slots a policy has in each layer and KV head: `slots`, or a `share`; neither for a policy without a budget.
+
+    Or the bytes of a row over all of them, as a text; how many slots that is depends on the model and the pool's format.
+    """
 
     slots: int | None = None
     share: float | None = None
     is_each: bool = False  # whether the share is of each problem's own length, not of their mean
+    num_bytes: str | None = None
 
     @property
     def slots_or_large(self) -> int:
@@ -41,7 +46,7 @@ def parse_budget(budget: str | int) -> Budget:
     """A budget as a user writes it.
 
     Raises:
-      ValueError: neither slots nor a share.
+      ValueError: neither slots nor bytes nor a share.
 
     >>> parse_budget("25% each")
     Budget(slots=None, share=0.25, is_each=True)
@@ -56,9 +61,11 @@ def parse_budget(budget: str | int) -> Budget:
         return Budget(share=value / 100, is_each=bool(rest.strip()))
     if text.isdigit() and value >= 1:
         return Budget(slots=int(text))
+    if is_bytes(text):
+        return Budget(num_bytes=text)
     raise ValueError(
-        f'A budget is a number of slots, or a share of the mean length such as "25%" or of each problem\'s own such as '
-        f'"25% {EACH}"; got {budget!r}.'
+        f'A budget is a number of slots, bytes of a row such as "64MB", or a share of the mean length such as "25%" or of each '
+        f'problem\'s own such as "25% {EACH}"; got {budget!r}.'
     )
 
 
@@ -69,6 +76,8 @@ def parse_mean_budget(budget: str | int) -> Budget:
       ValueError: neither of them.
     """
     found = parse_budget(budget)
+    if found.num_bytes is not None:
+        raise ValueError(f"Budgets here are slots or a share of the mean length; got {budget!r}. Give slots.")
     if found.is_each:
         raise ValueError(f'All texts have one budget here, slots or a share of the mean length; got {budget!r}. Drop "{EACH}".')
     return found

@@ -17,16 +17,19 @@ from typing import Any
 import numpy as np
 
 from jkv import viz
+from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts
+from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import encode_prompts
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
 from jkv.evaluation.generations import Run, budget_of, default_limit, file_name, joined, run
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
+from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, size_in_slots, takes_budget
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import POLICIES, Policy, full, has_budget, has_setting, make
+from jkv.policies import POLICIES, Policy, full
 from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
 
@@ -73,12 +76,13 @@ class Outcome:
     lengths: list[int] = dataclasses.field(default_factory=list)  # new tokens of each sample, as `right`
     is_each: bool = False  # whether the share is of each problem's own length
     kv_dtype: str | None = None  # of quantised pages
+    num_bytes: str | None = None  # of a row, where the budget is in bytes
     num_raised: int = 0  # problems with the least budget that the policy accepts, which is more than the share
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What it is of, within a comparison."""
-        return self.policy, self.settings, self.share, self.is_each, self.kv_dtype
+        return self.policy, self.settings, self.share, self.is_each, self.kv_dtype, self.num_bytes
 
     @property
     def rights(self) -> np.ndarray:
@@ -132,7 +136,9 @@ def compare(
     wanted: list[tuple[str, Budget]] = []
     for name in policies:
         if name != "full":
-            wanted += [(name, size) for size in (sizes if takes_budget(name, settings) else [Budget()])]
+            slot = slot_size_of(model.params, EngineOptions(kv_dtype=kv_dtype_of(name, settings, options)).kv_format)
+            own = [size_in_slots(name, size, slot, settings) for size in sizes] if takes_budget(name, settings) else [Budget()]
+            wanted += [(name, size) for size in own]
     for name, size in wanted:
         if name != ORACLE:
             build(name, size.slots_or_large, settings)
@@ -143,15 +149,16 @@ def compare(
 
     def outcome_of(versions: dict[int | None, list[Policy]], size: Budget, base: Outcome | None) -> Outcome:
         first = next(iter(versions.values()))[0]
-        kv_dtype = settings.get(first.name, {}).get("kv_dtype", options.get("kv_dtype"))
-        if before := done.get((first.name, first.definition, size.share, size.is_each, kv_dtype)):
+        kv_dtype = kv_dtype_of(first.name, settings, options)
+        if before := done.get((first.name, first.definition, size.share, size.is_each, kv_dtype, size.num_bytes)):
             return before
         runs = []
         for seed, each in versions.items():
             path = None if generations is None else generations / file_name(first, size, seed)
             given = options | {"kv_dtype": kv_dtype, "grader": grader, "samples": samples, "path": path}
             runs.append(run(model, problems, each, **given))
-        return dataclasses.replace(summarise(joined(runs), base, size.share, ks), kv_dtype=kv_dtype)
+        found = summarise(joined(runs), base, size.share, ks)
+        return dataclasses.replace(found, kv_dtype=kv_dtype, num_bytes=size.num_bytes)
 
     outcomes = [outcome_of({None: [full()] * len(problems)}, Budget(), None)]
     report(outcomes)
@@ -215,42 +222,6 @@ def with_own_budgets(outcome: Outcome, policies: Sequence[Policy], slots: Sequen
     budgets = np.array([budget_of(policy) for policy in policies])
     raised = int((budgets > slots).sum())
     return dataclasses.replace(outcome, is_each=True, budget=round(budgets.mean()), num_raised=raised)
-
-
-def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]], seed: int | None = None) -> Policy:
-    """The policy, or the variant of one, by its name. `slots` are for one that is given a budget (`takes_budget`)."""
-    recipe, chosen = settings_of(name, settings)
-    budget = {} if slots is None or not takes_budget(name, settings) else {"budget": slots}
-    policy = make(recipe, budget | chosen | ({} if seed is None else {"seed": seed}))
-    return dataclasses.replace(policy, name=name)
-
-
-def takes_budget(name: str, settings: dict[str, dict[str, Any]]) -> bool:
-    """Whether a policy or variant is given budgets: not if it has none, or if its settings are complete without one."""
-    if not has_budget(settings_of(name, settings)[0]):
-        return False
-    try:
-        build(name, None, settings)
-    except ValueError:
-        return True
-    return False
-
-
-def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """The recipe of a policy or variant, and its settings."""
-    own = settings.get(name, {})
-    recipe = own.get("policy", name)
-    return recipe, {
-        field: value for field, value in (settings.get(recipe, {}) | own).items() if field not in ("policy", "kv_dtype")
-    }
-
-
-def seeds_of(name: str, settings: dict[str, dict[str, Any]], count: int) -> list[int | None]:
-    """The seeds that a policy runs with; `[None]` where it draws nothing, or one seed is enough."""
-    recipe, chosen = settings_of(name, settings)
-    if count == 1 or recipe == ORACLE or not has_setting(recipe, "seed"):
-        return [None]
-    return [chosen.get("seed", 0) + i for i in range(count)]
 
 
 def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence[int] = (1,)) -> Outcome:
@@ -359,10 +330,11 @@ def cells_of(outcome: Outcome) -> tuple[str, ...]:
 
 
 def budget_cell(outcome: Outcome) -> str:
-    """The slots of a policy, the share that they are, and for how many problems they are more: the least that it accepts."""
+    """The slots of a policy, the bytes or share that they are, and for how many problems more: the least that it accepts."""
     o = outcome
     raised = f", the least for {o.num_raised}" if o.num_raised else ""
     share = f" ({o.share:.0%}{' each' * o.is_each}{raised})" if o.share else ""
+    share = f" ({o.num_bytes})" if o.num_bytes else share
     return "" if o.budget is None else f"{o.budget}{share}"
 
 

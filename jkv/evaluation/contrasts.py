@@ -59,9 +59,11 @@ def find_contrasts(outcomes: Sequence[Outcome], pairs: Sequence[Sequence[str]]) 
 
 
 def has_same_size(this: Outcome, other: Outcome) -> bool:
-    """Whether two outcomes are of one budget, or either of none."""
+    """Whether two outcomes are of one budget, or either of none; equal bytes may be different slots."""
     if this.budget is None or other.budget is None:
         return True
+    if this.num_bytes is not None or other.num_bytes is not None:
+        return this.num_bytes == other.num_bytes
     if this.share is None and other.share is None:
         return this.budget == other.budget
     return (this.share, this.is_each) == (other.share, other.is_each)
@@ -72,7 +74,7 @@ def section(contrasts: Sequence[Contrast]) -> str:
     rows = [
         (
             f"{one.this.policy} - {one.other.policy}",
-            budget_cell(one.this) or budget_cell(one.other),
+            one.this.num_bytes or budget_cell(one.this) or budget_cell(one.other),
             points(one.difference),
             p_cell(one.p),
             p_cell(one.corrected),

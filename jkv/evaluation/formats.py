@@ -18,13 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jkv.cache.slot_size import slot_bytes
 from jkv.evaluation.probe_texts import stream
 from jkv.model import checkpoint, decoder
 from jkv.model.params import Model, Params
 from jkv.replay.score import dense_columns, hidden_states
 from jkv.reports import about, digits, footnote, markdown, write
 from jkv.statistics import bootstrap
-from pallas_kernels.quantised import FORMATS, Format, vector_bytes
+from pallas_kernels.quantised import FORMATS, Format
 
 MEASURES = "kl", "same", "loss"
 
@@ -58,7 +59,7 @@ def measure(model: Model, passages: Sequence[Sequence[int]]) -> list[dict[str, A
 
 def slot(head_size: int, kv_format: Format | None) -> int:
     """Bytes of a slot with its position, where floats are bfloat16."""
-    return 2 * vector_bytes(head_size, jnp.bfloat16, kv_format) + 4
+    return slot_bytes(head_size, jnp.dtype(jnp.bfloat16), kv_format)
 
 
 def table(record: dict[str, Any]) -> str:

@@ -19,10 +19,10 @@ import numpy as np
 from jkv.checks import check_most, did_you_mean, shown, typed
 from jkv.engine.prompts import MOST_SAMPLES
 from jkv.evaluation.budgets import parse_mean_budget
-from jkv.evaluation.compare import build, seeds_of, takes_budget
 from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
 from jkv.evaluation.probe_texts import KINDS, Probe
+from jkv.evaluation.variants import build, seeds_of, takes_budget
 from jkv.generate import generate
 from jkv.model.params import Model
 from jkv.policies import Policy

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jkv import notebook
 from jkv.cache import default_page_size
+from jkv.cache.slot_size import slot_size
 from jkv.checks import check_counts, size, typed
 from jkv.engine import mesh as meshes
 from jkv.engine.options import EngineOptions
@@ -24,6 +25,7 @@ from jkv.model.sharding import check_divides
 from jkv.planning.devices import Device, find_device
 from jkv.planning.estimate import Estimate, Setting
 from jkv.policies import Policy, full
+from jkv.policies.byte_budget import in_slots
 from pallas_kernels import KERNELS, choice
 from pallas_kernels.dispatch import best
 from pallas_kernels.models import ModelShape, Workload
@@ -119,7 +121,7 @@ def plan(
         more rows than such a group holds, plan one engine for each replica.
       sampling: how tokens are drawn. A cut by top-k, top-p or min-p keeps two copies of the logits, penalties keep counts of
         every token in every row, which each step reads. None plans for draws that are cut, without penalties.
-      kv_dtype: "int8" or "fp8" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in `dtype`.
+      kv_dtype: "int8", "fp8" or "int4" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in `dtype`.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine
@@ -130,7 +132,9 @@ def plan(
       FileNotFoundError: an unknown model; the known ones are listed.
     """
     name, config = find_shape(model)
-    device, policy = find_device(device), spread_policies(policy, 1)[0]
+    device = find_device(device)
+    dtype, kv_format = dtype_of(model, device, dtype), EngineOptions(kv_dtype=kv_dtype).kv_format
+    policy = spread_policies(in_slots(policy, slot_size(config, dtype, kv_format)), 1)[0]
     length = min(config.max_positions, 16_384) if length is None else length
     page_size = default_page_size(device.platform) if page_size is None else page_size
     check_counts(length=length, prompt=prompt, batch=batch, page_size=page_size, num_devices=num_devices)
@@ -139,15 +143,13 @@ def plan(
         raise ValueError(f"memory_share is a share of the device's memory and must lie in (0, 1]; got {memory_share}.")
     check_divides(config, num_devices)
     meshes.check_policy(policy, num_devices)
-    dtype = dtype_of(model, device, dtype)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
-    kv_format = EngineOptions(kv_dtype=kv_dtype).kv_format
     setting = Setting(config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format)
     own = setting.estimate(policy, length, batch)
     check_fits(setting, policy, length, own)
     most_full = setting.estimate(full(), length)
     whole = most_full if batch is None or batch >= most_full.batch else setting.estimate(full(), length, batch)
-    kv = 2 * setting.vector_bytes + 4
+    kv = slot_size(config, dtype, kv_format).of_head
     return Plan(
         model=name,
         device=device,

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jkv.policies.byte_budget import ByteBudget
 from jkv.policies.policy import Policy, noted
 
 
@@ -18,6 +19,8 @@ def chain(*policies: Any) -> Policy:
     >>> chain(reason_cache(), r_kv(budget=64)).name
     'reason_cache+r_kv'
     """
+    if any(isinstance(policy, ByteBudget) for policy in policies):
+        raise ValueError(f"chain takes policies with budgets in slots; got {policies!r}. Give slots, such as budget=1024.")
     if not policies or not all(isinstance(policy, Policy) for policy in policies):
         raise ValueError(f"chain takes policies, such as jkv.reason_cache() and jkv.r_kv(budget=1024); got {policies!r}.")
     fields: dict[str, Any] = {}

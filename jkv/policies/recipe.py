@@ -5,9 +5,10 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 from jkv.checks import check_length, did_you_mean, shown, typed
+from jkv.policies.byte_budget import in_bytes
 from jkv.policies.policy import Policy, noted
 
 P = ParamSpec("P")
@@ -42,7 +43,7 @@ def recipe(
 ) -> Callable[[Callable[P, Policy]], Callable[P, Policy]]:
     """Makes a function a recipe: settings of the wrong type are refused by name, and NumPy numbers become Python numbers.
 
-    The arguments are the fields of `Entry`.
+    A `budget` may be a text of bytes (`jkv.policies.byte_budget`). The arguments are the fields of `Entry`.
 
     >>> @recipe("Mine", idea="keeps every token")
     ... def mine(budget: int) -> Policy:
@@ -61,10 +62,15 @@ def recipe(
                 given = signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(describe_call(build.__name__, list(signature.parameters), list(kwargs), error)) from None
+            budget = given.arguments.get("budget")
             for field, value in given.arguments.items():
                 name = f"{build.__name__}'s {field}"
+                if field == "budget" and isinstance(value, str):
+                    continue
                 given.arguments[field] = typed(name, value, signature.parameters[field].annotation)
                 check_size(name, given.arguments[field])
+            if isinstance(budget, str):
+                return cast(Policy, in_bytes(build.__name__, build, given.arguments))
             return noted(build(*given.args, **given.kwargs), build.__name__, (), given.arguments)
 
         vars(checked)["entry"] = Entry(title, idea, arxiv, build.__module__, dict(published or {}))

@@ -85,7 +85,7 @@ class Server:
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n)
-        job = await asyncio.to_thread(make_job, self.encoder, fields, self.options)
+        job = await asyncio.to_thread(make_job, self.encoder, fields, self.options, self.service.engine.options.kv_format)
         self.check_room(job.num_samples)
         tickets = self.submit(job)
         head, finish = Head(name, self.name), self.begin(request, job, tickets, headers["x-request-id"])

@@ -15,6 +15,7 @@ from jkv.model.params import Model
 from jkv.reasoning.token_text import END_OF_THINKING, THINK
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import ChatFields, CompletionFields, policy_of
+from pallas_kernels.quantised import Format
 
 MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
 
@@ -98,8 +99,10 @@ def flat(message: Any) -> Any:
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
-def make_job(encoder: Encoder, fields: ChatFields | CompletionFields, options: ServerOptions) -> Job:
-    """Encodes and checks a call.
+def make_job(
+    encoder: Encoder, fields: ChatFields | CompletionFields, options: ServerOptions, kv_format: Format | None = None
+) -> Job:
+    """Encodes and checks a call; `kv_format` is that of the engine's pool.
 
     Raises:
       ValueError: a request that the model cannot serve.
@@ -124,7 +127,7 @@ def make_job(encoder: Encoder, fields: ChatFields | CompletionFields, options: S
             stop_strings=fields.stop_strings,
         )
         salt = fields.cache_salt or ""
-        made = make_requests(model, prompts, request_options)
+        made = make_requests(model, prompts, request_options, kv_format=kv_format)
         groups = [[dataclasses.replace(request, cache_salt=salt) for request in group] for group in made]
     return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]))
 

@@ -6,9 +6,10 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import hadamard
 from pallas_kernels.dispatch import Implementation, call
 from pallas_kernels.paged_attention import cpu, gpu, native, reference, tpu
-from pallas_kernels.quantised import Numbers
+from pallas_kernels.quantised import Numbers, is_rotated
 
 
 def of_layer(
@@ -16,6 +17,7 @@ def of_layer(
     platform: str | None = None,
     why_not: Callable[..., str | None] | None = None,
     reads_codes: bool = False,
+    reads_groups: bool = False,
 ) -> Any:
     """An implementation that takes the tables of one layer, which XLA cuts out of those of all."""
 
@@ -25,7 +27,7 @@ def of_layer(
     def why_not_cut(query: Any, kv: Any, *tables: Any, with_logits: bool = False) -> str | None:
         return why_not(query, kv, *jax.eval_shape(cut, *tables), with_logits=with_logits) if why_not else None
 
-    return Implementation(cut_and_run, platform, why_not_cut, reads_codes)
+    return Implementation(cut_and_run, platform, why_not_cut, reads_codes, reads_groups)
 
 
 def cut(page_table: Any, length: Any, log_weight: Any = None, layer: Any = None) -> tuple[Any, Any, Any]:
@@ -39,7 +41,7 @@ IMPLEMENTATIONS = {
     "tpu": of_layer(tpu.paged_attention, "tpu", tpu.why_not, reads_codes=True),
     "gpu": Implementation(gpu.paged_attention, "cuda", gpu.why_not, reads_codes=True),
     "native": of_layer(native.paged_attention, "cpu", native.why_not, reads_codes=True),
-    "cpu": of_layer(cpu.paged_attention, "cpu", reads_codes=True),
+    "cpu": of_layer(cpu.paged_attention, "cpu", reads_codes=True, reads_groups=True),
     "reference": of_layer(reference.paged_attention),
 }
 
@@ -62,11 +64,15 @@ def paged_attention(
     multiplicity m, `-inf` for a vacant slot, which may hold anything. A row without a slot to read gives zeros and `-inf`.
     Logits are scaled by H ** -0.5. `with_logits` also returns them, float32, with the log-weight, `-inf` where no slot is
     filled, for policies that evict by attention at each step. The pool is `[P, 2, page, H]`: floats, or codes with scales.
+    Where these are of rotated vectors, the query is rotated here and the output turned back, once per query head, and
+    implementations take a rotated query.
 
     With `layer`, tables, lengths and log-weights are those of all layers, and the kernel reads those of this layer in place.
 
     Raises:
       ValueError: an unknown implementation, or one that cannot run here or with these arguments.
     """
+    query = hadamard.rotate(query) if is_rotated(kv) else query
     args = query, kv, page_table, length, log_weight, layer
-    return call("paged_attention", IMPLEMENTATIONS, implementation, *args, with_logits=with_logits)
+    out, *rest = call("paged_attention", IMPLEMENTATIONS, implementation, *args, with_logits=with_logits)
+    return hadamard.rotate(out) if is_rotated(kv) else out, *rest

@@ -42,12 +42,12 @@ def take_slots(
     target: Int[Array, "R MP"],
     interpret: Any = False,
 ) -> Numbers:
-    """See `pallas_kernels.take_slots`. The scales of quantised pages are moved like heads of one channel."""
+    """See `pallas_kernels.take_slots`. Scales of quantised pages move like heads of few channels."""
     begin, end = addresses(kv.shape[2], slots, source, target)
     if not isinstance(kv, Quantised):
         return move_slots(kv, begin, end, interpret)
-    codes, scale = (move_slots(x, begin, end, interpret) for x in (kv.codes, kv.scale[..., None]))
-    return dataclasses.replace(kv, codes=codes, scale=scale[..., 0])
+    codes, scale = (move_slots(x, begin, end, interpret) for x in (kv.codes, kv.scale.reshape(*kv.codes.shape[:3], -1)))
+    return dataclasses.replace(kv, codes=codes, scale=scale.reshape(kv.scale.shape))
 
 
 def move_slots(kv: Array, begin: Int[Array, "R S"], end: Int[Array, "R S"], interpret: Any) -> Array:

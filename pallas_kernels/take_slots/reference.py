@@ -1,13 +1,19 @@
-"""Plain XLA: a gather, then a scatter with full advanced indices; with other indices, some backend copies the pool."""
+"""Plain XLA: a gather, then a scatter with full advanced indices; with other indices, some backend copies the pool.
 
+Vectors of groups move by whole pages: a TPU stores such pages transposed, and for single slots XLA would transpose the pool.
+"""
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from pallas_kernels.quantised import Numbers, put, take
+from pallas_kernels.quantised import Numbers, is_rotated, put, take
 
 
 def take_slots(kv: Numbers, slots: Int[Array, "R S"], source: Int[Array, "R MP"], target: Int[Array, "R MP"]) -> Numbers:
     """See `pallas_kernels.take_slots`."""
+    if is_rotated(kv):
+        return jax.tree.map(lambda x: rewrite_pages(x, slots, source, target), kv)
     page_size = jnp.int32(kv.shape[2])
     key_or_value = jnp.arange(2, dtype=jnp.int32)
 
@@ -17,6 +23,16 @@ def take_slots(kv: Numbers, slots: Int[Array, "R S"], source: Int[Array, "R MP"]
 
     begin, end = addresses(kv.shape[2], slots, source, target)
     return put(kv, indices(end), take(kv, indices(begin)))
+
+
+def rewrite_pages(pool: Array, slots: Int[Array, "R S"], source: Int[Array, "R MP"], target: Int[Array, "R MP"]) -> Array:
+    """The pool `[P, 2, page, C]` whose target pages are written whole."""
+    page_size = pool.shape[2]
+    row = jnp.arange(len(slots), dtype=jnp.int32)[:, None]
+    page, offset = jnp.divmod(jnp.maximum(slots, 0), jnp.int32(page_size))
+    old = pool.at[source].get(mode="promise_in_bounds")  # [R, MP, 2, page, C]
+    taken = old[row, page, :, offset].reshape(*target.shape, page_size, 2, -1)
+    return pool.at[target].set(jnp.swapaxes(taken, 2, 3), mode="promise_in_bounds")
 
 
 def addresses(

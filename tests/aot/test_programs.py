@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 from typing import Any
 
@@ -120,6 +121,23 @@ def test_a_program_reads_quantised_pages_by_the_kernels_and_updates_them_in_plac
     assert_no_pool_copy(compiled, shapes.state.cache.pool)
     kernels = {"decode-quest": ("paged_attention", "rotate_append"), "fork": ()}
     assert_runs(compiled, (kernels | KERNELS)[name])
+
+
+@pytest.mark.parametrize("target", ["h200", "tpu-v5e"])
+@pytest.mark.parametrize("name", [*KERNELS, "decode-quest", "fork", "write_pages"])
+def test_a_program_updates_pages_of_int4_in_place(target, name):
+    """Plain XLA reads codes of 4 bits, but for `take_slots` on a GPU; floats are those of a layer. Nothing is padded."""
+    program, rows = programs.PROGRAMS[name], 64
+    layers = 2 if name.startswith(("decode", "prefill")) else programs.DEEP
+    shapes = shapes_on(target, num_layers=layers, needs=program.needs, num_rows=rows, kv_dtype="int4")
+    compiled, pool = targets.compile_for(target, program.trace, shapes), shapes.state.cache.pool
+    layer = 2 * math.prod(pool.kv.shape) // programs.DEEP  # bytes in bfloat16
+    assert_no_pool_copy(compiled, pool, layer if name.startswith("decode") else 0)
+    kernels = ("attention_mass", "key_redundancy", *(["take_slots"] if target == "h200" else []))
+    assert_runs(compiled, {"compact-r_kv": kernels, "prefill": KERNELS["prefill"]}.get(name, ()))
+    needed = shapes.state, shapes.params if layers == 2 else None
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(needed))
+    assert compiled.memory_analysis().argument_size_in_bytes < 1.05 * num_bytes
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,15 @@ def test_rows_that_start_from_the_cache_give_the_same_bits(pair, policy):
     assert_engine_is_consistent(part)
 
 
+@pytest.mark.parametrize("policy", [jkv.full(), R_KV, jkv.quest(budget=32)], ids=lambda policy: policy.name)
+def test_pages_of_int4_are_reused_bit_for_bit(policy):
+    model = jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, head_size=32))
+    pair = [jkv.Engine(model, **KNOBS, policies=[policy], kv_dtype="int4", prefix_cache=on) for on in (False, True)]
+    expected, got = (results(engine, PROMPTS, policy) for engine in pair)
+    assert_same_bits(got, expected)
+    assert cached(got) == FOUND
+
+
 @pytest.fixture(scope="module")
 def engines(model):
     """Rows -> an engine with the cache, whose pool holds far less than full rows. One runs ahead."""

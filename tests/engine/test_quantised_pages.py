@@ -12,8 +12,10 @@ from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
 from jkv.engine import programs
 from jkv.engine.chunk_inputs import empty_state
+from jkv.engine.model_facts import facts_for
 from jkv.policies import Needs
 from jkv.tasks.evaluate import held_out
+from jkv.testing import random_statistics
 from pallas_kernels.quantised import FORMATS, dequantise, vector_bytes
 
 PROMPTS = [[5, 1, 9], [3, 7] * 16 + [1]]
@@ -26,7 +28,17 @@ POLICIES = {
     "streaming_llm": jkv.streaming_llm(budget=24, positions="cache"),
     "quest": jkv.quest(budget=16),
 }
+BY_CHANNEL = {  # whose scores read channels one by one, not norms and products alone
+    "vase": lambda model: jkv.vase(budget=24, interval=16),
+    "tri_attention": lambda model: jkv.tri_attention(24, random_statistics(model), 16, protect_prompt=False),
+}
 EACH_FORMAT = pytest.mark.parametrize("kv_dtype", FORMATS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random, with heads that every format takes."""
+    return jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, head_size=32))
 
 
 def gap(model, out, trace):
@@ -48,28 +60,33 @@ def test_replay_reads_what_the_pool_read(model, name, kv_dtype):
     assert replayed.max() < in_floats.max()
 
 
-def test_replay_with_a_wrong_scale_is_far_off(model):
-    out = jkv.generate(model, PROMPTS, sampling=jkv.Sampling(seed=1), kv_dtype="int8", **KNOBS)
-    wrong = dataclasses.replace(FORMATS["int8"], most=126.0)
+@EACH_FORMAT
+def test_replay_with_a_wrong_scale_is_far_off(model, kv_dtype):
+    out = jkv.generate(model, PROMPTS, sampling=jkv.Sampling(seed=1), kv_dtype=kv_dtype, **KNOBS)
+    right = FORMATS[kv_dtype]
+    wrong = dataclasses.replace(right, most={"int8": 126.0, "fp8": 416.0, "int4": 6.5}[kv_dtype])
+    assert np.percentile(gap(model, out, out.trace), 50) <= 1e-5
     assert np.percentile(gap(model, out, out.trace._replace(kv_format=wrong)), 50) > 1e-4
 
 
 @EACH_FORMAT
-def test_a_run_costs_a_byte_a_channel_and_two_scales_a_slot(model, kv_dtype):
+def test_a_run_costs_the_bytes_of_codes_and_scales(model, kv_dtype):
     plain, out = (jkv.generate(model, PROMPTS, kv_dtype=given, **KNOBS).stats for given in (None, kv_dtype))
     size = model.config.head_size
     slot, coded = (2 * vector_bytes(size, jnp.float32, FORMATS.get(given)) + 4 for given in (None, kv_dtype))
-    assert coded == 2 * (size + 4) + 4
+    assert coded == 2 * (size // 2 + 2 * size // 32 if kv_dtype == "int4" else size + 4) + 4
     assert out.peak_kv_bytes / plain.peak_kv_bytes == pytest.approx(coded / slot, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["r_kv", "cur", "h2o"])
-def test_compaction_keeps_what_it_keeps_of_a_pool_with_the_same_numbers(model, name):
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["r_kv", "cur", "h2o", "vase", "tri_attention"])
+def test_compaction_keeps_what_it_keeps_of_a_pool_with_the_same_numbers(model, name, kv_dtype):
     """Quantised pages, and a pool of floats that holds what the codes stand for, after the same compaction."""
-    evict, config, rng = POLICIES[name].evict, model.config, np.random.default_rng(0)
-    needs = Needs.of([POLICIES[name]])
+    policy = BY_CHANNEL[name](model) if name in BY_CHANNEL else POLICIES[name]
+    evict, config, rng = policy.evict, model.config, np.random.default_rng(0)
+    needs, facts = Needs.of([policy]), facts_for(policy, model)
     sizes = {"num_rows": 1, "num_pages": 200, "max_pages": 12, "page_size": 4}
-    state = empty_state(config, needs, **sizes, kv_format=FORMATS["int8"])
+    state = empty_state(config, needs, **sizes, kv_format=FORMATS[kv_dtype])
     row, count = jnp.zeros(1, jnp.int32), jnp.asarray([40], jnp.int32)
     pool, address = pages.reserve(state.cache.pool, row, count, 40)
     for layer in range(config.num_layers):
@@ -86,7 +103,7 @@ def test_compaction_keeps_what_it_keeps_of_a_pool_with_the_same_numbers(model, n
     for kv in (pool.kv, dequantise(pool.kv)):
         before = jax.tree.map(jnp.copy, state._replace(cache=Cache(pool.replace(kv=kv), ring)))
         budget = jnp.full((config.num_layers, 1), 24, jnp.int32)
-        done, *_ = programs.compact(before, row, budget, row, jnp.zeros((2, 1), jnp.int32), evict, False)
+        done, *_ = programs.compact(before, row, budget, row, jnp.zeros((2, 1), jnp.int32), evict, False, facts=facts)
         after.append([np.asarray(x[0]) for x in pages.gather(done.cache.pool, 0, row)])
     assert (after[0][2] >= 0).sum() == 24 * config.num_kv_heads
     np.testing.assert_array_equal(after[0][2], after[1][2])  # the same positions
@@ -105,31 +122,47 @@ def test_forks_and_swaps_keep_every_bit(model, kv_dtype):
     np.testing.assert_array_equal(ample.logprobs, tight.logprobs)
 
 
-def test_rollouts_and_training_read_quantised_pages(model):
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_rollouts_and_training_read_quantised_pages(model, kv_dtype):
     settings = {"max_prompt_tokens": 40, "max_new_tokens": 32, "n": 2, "page_size": 4}
-    out = jkv.Rollout(model, POLICIES["r_kv"], kv_dtype="int8", **settings)(PROMPTS, return_trace=True)
-    assert out.trace.kv_format == FORMATS["int8"]
+    out = jkv.Rollout(model, POLICIES["r_kv"], kv_dtype=kv_dtype, **settings)(PROMPTS, return_trace=True)
+    assert out.trace.kv_format == FORMATS[kv_dtype]
     batch = jkv.rl.make_batch(out, np.ones(4, np.float32), replay=True)
-    assert batch.columns.kv_format == FORMATS["int8"]
+    assert batch.columns.kv_format == FORMATS[kv_dtype]
     gradient = jax.grad(lambda params: jkv.rl.log_probs(params, batch).sum())(model.params)
     leaves = jax.tree.leaves(gradient)
     assert all(np.isfinite(leaf).all() for leaf in leaves)
     assert any((np.asarray(leaf) != 0).any() for leaf in jax.tree.leaves(gradient.layers[0].key))
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize(
     "policy", [jkv.reason_cache(warm_up=8, percentile=100), jkv.random_share(percentile=100)], ids=lambda one: one.name
 )
-def test_shared_pages_are_quantised_pages(policy):
+def test_shared_pages_are_quantised_pages(policy, kv_dtype):
     model, problems = jkv.load("tiny-reasoner"), [one.prompt for one in held_out(4)]
     sampling = jkv.Sampling(temperature=0.0)
     settings = {"policy": policy, "sampling": sampling, "page_size": 2, "return_trace": True, "poison": True}
-    out = jkv.generate(model, problems, kv_dtype="int8", **settings)
+    out = jkv.generate(model, problems, kv_dtype=kv_dtype, **settings)
     assert out.stats.shared > 0
     assert np.percentile(gap(model, out, out.trace), 90) <= 1e-5
 
 
-@pytest.mark.parametrize("wrong", ["int4", "bfloat16", "INT8", 8])
+@pytest.mark.parametrize("wrong", ["int2", "bfloat16", "INT8", 8])
 def test_an_unknown_format_is_refused_by_name(model, wrong):
     with pytest.raises((ValueError, TypeError), match="kv_dtype"):
         jkv.generate(model, PROMPTS, kv_dtype=wrong)
+
+
+@pytest.mark.parametrize("head_size", [8, 48, 96])
+def test_heads_that_int4_cannot_take_are_refused_before_anything_runs(head_size):
+    model = jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, head_size=head_size))
+    why = f'kv_dtype="int4" .*head size must be 32, 64, 128, 256 and so on; got {head_size}'
+    for call in (
+        lambda: jkv.generate(model, PROMPTS, kv_dtype="int4"),
+        lambda: jkv.Engine(model, kv_dtype="int4"),
+        lambda: jkv.Rollout(model, kv_dtype="int4", max_prompt_tokens=8, max_new_tokens=8),
+        lambda: jkv.plan(model.config, "h100", kv_dtype="int4"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            call()

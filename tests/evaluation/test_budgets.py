@@ -27,7 +27,7 @@ def problems():
 
 @pytest.mark.parametrize("budget", ["0%", "101%", "abc", "-3", "0", "1.5", "25% all", "25 each", "each", "nan%"])
 def test_a_budget_is_a_number_of_slots_or_a_share(budget):
-    with pytest.raises(ValueError, match="a number of slots, or a share"):
+    with pytest.raises(ValueError, match="a number of slots, bytes of a row such as"):
         parse_budget(budget)
 
 
@@ -39,6 +39,7 @@ def test_a_budget_is_a_number_of_slots_or_a_share(budget):
         ("25%", Budget(share=0.25)),
         ("12.5 % each", Budget(share=0.125, is_each=True)),
         ("25%each", Budget(share=0.25, is_each=True)),
+        (" 64 MB ", Budget(num_bytes="64 MB")),
     ],
 )
 def test_a_budget_is_read_as_it_is_written(text, budget):

@@ -167,7 +167,7 @@ def test_answers_need_text(reasoner, problems):
     ("arguments", "words"),
     [
         (["--policies", "nope"], "policy must be one of"),
-        (["--budgets", "x"], "a number of slots, or a share"),
+        (["--budgets", "x"], "a number of slots, bytes of a row"),
         (["--policies", "r_kv", "--budgets", "4"], "must hold its sinks and recent slots"),
         (["--problems", "0"], "problems must be at least 1"),
         (["--file", "missing.jsonl"], "missing.jsonl"),

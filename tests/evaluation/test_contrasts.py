@@ -48,6 +48,20 @@ def test_policies_are_compared_at_each_budget_that_both_have(outcomes):
     ]
 
 
+def test_policies_of_equal_bytes_are_compared_whatever_their_slots():
+    this, other, less = (
+        dataclasses.replace(outcome(name, drawn(share, seed), slots), num_bytes=num_bytes)
+        for name, share, seed, slots, num_bytes in (
+            ("a", 0.9, 1, 40, "64kB"),
+            ("b", 0.5, 2, 80, "64kB"),
+            ("b", 0.5, 3, 40, "32kB"),
+        )
+    )
+    (found,) = find_contrasts([this, other, less], [["a", "b"]])
+    assert (found.this, found.other) == (this, other)
+    assert "| a - b | 64kB |" in section([found])
+
+
 def test_figures_are_those_of_the_pairs_and_corrected_for_all(outcomes):
     found = find_contrasts(outcomes, [["a", "b"], ["c", "a"]])
     ps = []

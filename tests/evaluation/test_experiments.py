@@ -20,6 +20,7 @@ from jkv.evaluation.contrasts import check_contrasts
 from jkv.evaluation.oracles import ORACLE
 from jkv.evaluation.probe import runs_of, text_sets
 from jkv.model import checkpoint
+from jkv.policies import has_budget
 from jkv.reasoning.steering import SteeringVector
 from jkv.tasks.evaluate import held_out
 from jkv.testing import random_networks, random_statistics, tiny_model
@@ -51,7 +52,7 @@ def policies_of(config):
     """Every policy of an experiment, with a budget if it takes one."""
     settings = command.with_protection(config["settings"], config["policies"], config.get("protection", {}))
     recipes = {n: settings.get(n, {}).get("policy", n) for n in config["policies"] if n not in ("full", ORACLE)}
-    return [bench.build(name, 512 if bench.has_budget(recipe) else None, settings) for name, recipe in recipes.items()]
+    return [bench.build(name, 512 if has_budget(recipe) else None, settings) for name, recipe in recipes.items()]
 
 
 @pytest.mark.parametrize("path", [*EXPERIMENTS, *REAL], **ids([*EXPERIMENTS, *REAL]))

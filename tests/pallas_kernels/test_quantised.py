@@ -13,19 +13,21 @@ import pallas_kernels as kernels
 from pallas_kernels import dispatch
 from pallas_kernels.models import ModelShape, Workload
 from pallas_kernels.paged_attention import tpu as paged_attention_tpu
-from pallas_kernels.quantised import FORMATS, Quantised, dequantise, quantise, straight_through, vector_bytes
+from pallas_kernels.quantised import FORMATS, NAN_BITS, Quantised, dequantise, quantise, straight_through, vector_bytes
 from tests.pallas_kernels import tpu_interpreter
 
 MODEL = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_size=64)
 SMALL = Workload(batch=3, slots=80, page_size=16, dtype=jnp.float32)
 WIDE, LARGE = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)  # what a TPU's tiles take
 EACH_FORMAT = pytest.mark.parametrize("name", FORMATS)
+OF_A_BYTE = [name for name, format in FORMATS.items() if format.group is None]
 QUANTISED = ["paged_attention", "rotate_append", "take_slots"]  # kernels that take codes on a TPU too
 
 
-def each_implementation(*names, on_tpu=("int8",)):
-    """A format and an implementation."""
-    pairs = [(name, one) for one in names for name in (on_tpu if one == "tpu" else FORMATS)]
+def each_implementation(*names, on_tpu=("int8",), of_groups=("reference", "cpu")):
+    """A format and an implementation that takes it."""
+    pairs = [(name, one) for one in names for name in (on_tpu if one == "tpu" else OF_A_BYTE)]
+    pairs += [("int4", one) for one in names if one in of_groups]
     return pytest.mark.parametrize(("name", "implementation"), pairs)
 
 
@@ -39,7 +41,12 @@ def arguments(kernel, name, implementation, **options):
     model, workload = sizes(implementation)
     args = kernels.KERNELS[kernel].shapes.values(model, workload._replace(kv_format=name), **options)
     pool, *rest = put_first(kernel, args)
-    return Quantised(pool.codes, pool.scale.at[0].set(jnp.nan), pool.format, pool.dtype), rest
+    return Quantised(pool.codes, pool.scale.at[0].set(nan_of(pool)), pool.format, pool.dtype), rest
+
+
+def nan_of(pool):
+    """A scale that is NaN."""
+    return NAN_BITS if pool.scale.dtype == jnp.uint16 else jnp.nan
 
 
 def put_first(kernel, args):
@@ -62,7 +69,7 @@ def run(kernel, implementation, pool, rest):
     return jax.jit(functools.partial(getattr(kernels, kernel), implementation=implementation))(*args)
 
 
-@EACH_FORMAT
+@pytest.mark.parametrize("name", OF_A_BYTE)
 def test_codes_are_those_of_numpy(name):
     x = np.random.default_rng(0).standard_normal((300, 64)).astype(np.float32)
     x[0], x[1] = 0, 1e-30
@@ -91,15 +98,15 @@ def test_a_key_moves_a_logit_by_no_more_than_half_a_code_for_each_channel():
 
 @EACH_FORMAT
 def test_a_vector_with_nan_has_the_scale_nan_and_no_other_has(name):
-    codes = quantise(jnp.asarray([[1.0, jnp.nan], [1.0, 2.0]]), FORMATS[name])
+    codes = quantise(jnp.ones((2, 32)).at[0, 1].set(jnp.nan), FORMATS[name])
     assert np.isnan(dequantise(codes)[0]).all()
     assert np.isfinite(dequantise(codes)[1]).all()
 
 
 def test_gradients_pass_straight_through():
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 32)), jnp.float32)
     for format in FORMATS.values():
-        np.testing.assert_allclose(straight_through(x, format), dequantise(quantise(x, format)), rtol=1e-6)
+        np.testing.assert_allclose(straight_through(x, format), dequantise(quantise(x, format)), rtol=1e-6, atol=1e-7)
         np.testing.assert_array_equal(
             jax.grad(lambda x, f=format: (3 * straight_through(x, f)).sum())(x), jnp.full(x.shape, 3.0)
         )
@@ -110,10 +117,10 @@ def test_gradients_pass_straight_through():
 def test_attention_to_codes_is_attention_to_their_numbers(name, implementation, weighted):
     pool, (query, table, length, weight) = arguments("paged_attention", name, implementation, weighted=weighted)
     length = length.at[:4].set(jnp.asarray([0, 1, 17, 79]))
-    scale = pool.scale.at[table[1, 0], :, 1:].set(jnp.nan)  # of stale slots
+    scale = pool.scale.at[table[1, 0], :, 1:].set(nan_of(pool))  # of stale slots
     if weighted:
         weight = weight.at[:, 3].set(-jnp.inf)
-        scale = scale.at[table[:, 0], :, 3].set(jnp.nan)  # of vacant ones
+        scale = scale.at[table[:, 0], :, 3].set(nan_of(pool))  # of vacant ones
     pool = Quantised(pool.codes, scale, pool.format, pool.dtype)
     rest = query, table, length, weight
     native = kernels.KERNELS["paged_attention"].implementations["native"]
@@ -169,7 +176,7 @@ def test_a_new_token_is_quantised_once_it_is_rotated(name, implementation):
     np.testing.assert_array_equal(got.codes[untouched], pool.codes[untouched])
 
 
-@each_implementation("reference", "gpu", "tpu", on_tpu=FORMATS)
+@each_implementation("reference", "gpu", "tpu", on_tpu=OF_A_BYTE, of_groups=("reference", "gpu"))
 def test_slots_move_with_their_scales(name, implementation):
     pool, rest = arguments("take_slots", name, implementation)
     got, want = run("take_slots", implementation, pool, rest), run("take_slots", "reference", dequantise(pool), rest)
@@ -177,8 +184,7 @@ def test_slots_move_with_their_scales(name, implementation):
     assert (np.asarray(got.codes)[1:] != np.asarray(pool.codes)[1:]).any()
 
 
-@EACH_FORMAT
-@pytest.mark.parametrize("implementation", ["reference", "gpu"])
+@each_implementation("reference", "gpu")
 def test_distances_are_those_of_the_numbers(name, implementation):
     pool, rest = arguments("block_distance", name, implementation, pairs=5, turned=True)
     got = run("block_distance", implementation, pool, rest)
@@ -196,8 +202,9 @@ def test_an_implementation_without_codes_is_refused_and_not_chosen(kernel):
     assert dispatch.best(table, "cuda", *args) == "gpu"
 
 
-def test_a_vector_of_codes_has_a_byte_a_channel_and_a_scale():
-    for name, format in FORMATS.items():
-        pool = SMALL._replace(kv_format=name).pool(MODEL)
-        num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
-        assert num_bytes == pool.codes.size // 64 * vector_bytes(64, jnp.float32, format) == pool.codes.size // 64 * 68
+@pytest.mark.parametrize(("name", "of_vector"), [("int8", 68), ("fp8", 68), ("int4", 36)])
+def test_a_vector_of_codes_has_a_byte_or_half_of_one_a_channel_and_its_scales(name, of_vector):
+    pool = SMALL._replace(kv_format=name).pool(MODEL)
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
+    vectors = pool.shape[0] * 2 * pool.shape[2]
+    assert num_bytes == vectors * vector_bytes(64, jnp.float32, FORMATS[name]) == vectors * of_vector

@@ -130,7 +130,7 @@ def said_of_sharing_by_a_chat_model():
 def said_of_formats():
     """The words on quantised pages, and what they say of contrasts."""
     lines = {one["format"]: one for one in json.loads((ROOT / "results" / "formats-smollm2-135m.json").read_text())["lines"]}
-    int8, fp8 = lines["int8"], lines["fp8"]
+    int8, fp8, int4 = (lines[name] for name in ("int8", "fp8", "int4"))
     every = json.loads((ROOT / "results" / "formats-tiny-reasoner.json").read_text())["outcomes"]
     right = {(one["policy"], one["share"]): f"{100 * one['accuracy']:.1f} %" for one in every}
     (held,) = (one["kv_share"] for one in every if (one["policy"], one["share"]) == ("foresight-int8", 0.25))
@@ -148,6 +148,9 @@ def said_of_formats():
     return [
         f"move by {int8['kl']:.3g} nats (KL, 95 % interval {int8['kl_interval'][0]:.3g} to {int8['kl_interval'][1]:.3g})",
         f"stays the same at {100 * int8['same']:.1f} % of the places. With fp8 they move by {fp8['kl']:.3g} nats",
+        f"With int4 they move by {int4['kl']:.3g} nats ({int4['kl_interval'][0]:.3g} to {int4['kl_interval'][1]:.3g})",
+        f"stays the same at {100 * int4['same']:.1f} % of the places: on a model this small, 4 bits cost "
+        f"{int4['kl'] / int8['kl']:.0f} times",
         f"answers {right['full', None]} in floats and {right['int8', None]} in int8. None of the {len(contrasts)} contrasts",
         f"int8 are {change['int8 - full', '']:.1f} points (full), {of('r_kv')} (R-KV",
         f"{of('cur')} (CUR), {of('foresight')} (foresight)",
@@ -156,6 +159,26 @@ def said_of_formats():
         f"CUR {right['cur-int8', 0.46]} in place of {right['cur', 0.25]}",
         f"foresight {right['foresight-int8', 0.46]} in place of {right['foresight', 0.25]}",
         f"in int8 holds {100 * held:.0f} % of its bytes",
+    ]
+
+
+def said_of_equal_bytes():
+    """The words on int8 and int4 in the same bytes, and what they say of contrasts."""
+    record = json.loads((ROOT / "results" / "equal-bytes-tiny-reasoner.json").read_text())
+    every = {one["policy"]: one for one in record["outcomes"]}
+    right = {name: f"{100 * one['accuracy']:.0f} %" for name, one in every.items()}
+    contrasts = {cells[0]: cells for cells in cells_of("equal-bytes-tiny-reasoner") if " - " in cells[0]}
+    holds = [name for name, cells in contrasts.items() if float(cells[4].removeprefix("< ")) <= 0.001]
+    assert holds == [f"{name}-int4 - {name}-int8" for name in ("r_kv", "cur", "foresight")]
+    slots = {every[f"{name}-{kv_dtype}"]["budget"] for name in ("r_kv", "cur", "foresight") for kv_dtype in ("int8", "int4")}
+    assert slots == {116, 215}
+    return [
+        f"equal-bytes.toml`, {record['about']['problems']} problems",
+        f"int8 holds {min(slots)} slots and int4 {max(slots)}",
+        f"R-KV answers {right['r_kv-int4']} in place of {right['r_kv-int8']}",
+        f"CUR {right['cur-int4']} in place of {right['cur-int8']}, and foresight {right['foresight-int4']} in place of "
+        f"{right['foresight-int8']}",
+        f"The full cache answers {right['full']} in floats and {right['int4']} in int4",
     ]
 
 
@@ -303,7 +326,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
     said += said_of_parts_of_foresight() + said_of_sharing() + said_of_a_real_model() + said_of_protection()
-    said += said_of_facts() + said_of_sharing_by_a_chat_model() + said_of_formats()
+    said += said_of_facts() + said_of_sharing_by_a_chat_model() + said_of_formats() + said_of_equal_bytes()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 

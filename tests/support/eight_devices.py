@@ -207,13 +207,15 @@ def test_new_weights_with_other_shardings_are_refused_and_equal_ones_compile_not
     assert COMPILING.seconds == compiled  # neither new weights nor a new pool compile anything
 
 
-@pytest.mark.parametrize("name", ["r_kv", "h2o"])
-def test_quantised_pages_are_split_with_their_scales(model, name):
+@pytest.mark.parametrize(("name", "kv_dtype"), [("r_kv", "int8"), ("h2o", "int8"), ("r_kv", "int4")])
+def test_quantised_pages_are_split_with_their_scales(model, name, kv_dtype):
+    if kv_dtype == "int4":
+        model = jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, head_size=32))
     policy = {"r_kv": jkv.r_kv(budget=24, interval=16, window=4), "h2o": jkv.h2o(budget=24)}[name]
     settings = {"policy": policy, "sampling": jkv.Sampling(seed=1), "max_new_tokens": 40, "page_size": 4, "stop_ids": ()}
     prompts = [[5, 1, 9], [3, 7] * 16 + [1]]
     one, split = (
-        jkv.generate(model, prompts, kv_dtype="int8", mesh=on, progress=False, **settings) for on in (None, devices_of(2))
+        jkv.generate(model, prompts, kv_dtype=kv_dtype, mesh=on, progress=False, **settings) for on in (None, devices_of(2))
     )
     np.testing.assert_array_equal(one.tokens, split.tokens)
     apart = np.abs(one.logprobs - split.logprobs)

@@ -1,0 +1,65 @@
+"""The policies of a comparison by their names, which may be those of variants with settings of their own."""
+
+import dataclasses
+from typing import Any
+
+from jkv.cache.slot_size import SlotSize
+from jkv.evaluation.budgets import Budget
+from jkv.evaluation.oracles import ORACLE
+from jkv.policies import Policy, has_budget, has_setting, make
+from jkv.policies.byte_budget import in_slots, parse_bytes
+
+
+def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]], seed: int | None = None) -> Policy:
+    """The policy, or the variant of one, by its name. `slots` are for one that is given a budget (`takes_budget`)."""
+    recipe, chosen = settings_of(name, settings)
+    budget = {} if slots is None or not takes_budget(name, settings) else {"budget": slots}
+    policy = make(recipe, budget | chosen | ({} if seed is None else {"seed": seed}))
+    return dataclasses.replace(policy, name=name)
+
+
+def takes_budget(name: str, settings: dict[str, dict[str, Any]]) -> bool:
+    """Whether a policy or variant is given budgets: not if it has none, or if its settings are complete without one."""
+    if not has_budget(settings_of(name, settings)[0]):
+        return False
+    try:
+        build(name, None, settings)
+    except ValueError:
+        return True
+    return False
+
+
+def settings_of(name: str, settings: dict[str, dict[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """The recipe of a policy or variant, and its settings."""
+    own = settings.get(name, {})
+    recipe = own.get("policy", name)
+    return recipe, {
+        field: value for field, value in (settings.get(recipe, {}) | own).items() if field not in ("policy", "kv_dtype")
+    }
+
+
+def seeds_of(name: str, settings: dict[str, dict[str, Any]], count: int) -> list[int | None]:
+    """The seeds that a policy runs with; `[None]` where it draws nothing, or one seed is enough."""
+    recipe, chosen = settings_of(name, settings)
+    if count == 1 or recipe == ORACLE or not has_setting(recipe, "seed"):
+        return [None]
+    return [chosen.get("seed", 0) + i for i in range(count)]
+
+
+def kv_dtype_of(name: str, settings: dict[str, dict[str, Any]], options: dict[str, Any]) -> str | None:
+    """The format in which a policy or variant keeps its pages: its own, or the engine's."""
+    return settings.get(name, {}).get("kv_dtype", options.get("kv_dtype"))
+
+
+def size_in_slots(name: str, size: Budget, slot: SlotSize, settings: dict[str, dict[str, Any]]) -> Budget:
+    """A budget with the slots that its bytes hold; one without bytes as it is.
+
+    Raises:
+      ValueError: fewer slots than the policy takes, with the arithmetic.
+    """
+    if size.num_bytes is None:
+        return size
+    if name == ORACLE:
+        return dataclasses.replace(size, slots=parse_bytes(size.num_bytes) // slot.whole)
+    recipe, chosen = settings_of(name, settings)
+    return dataclasses.replace(size, slots=in_slots(make(recipe, {"budget": size.num_bytes} | chosen), slot).budget)

@@ -1,0 +1,165 @@
+"""Pages of 4-bit codes: the format written again in NumPy, with SciPy's Hadamard matrix, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+
+import pallas_kernels as kernels
+from pallas_kernels import dispatch, hadamard
+from pallas_kernels.models import ModelShape, Workload
+from pallas_kernels.quantised import FORMATS, Quantised, dequantise, poisoned, quantise, vector_bytes, zeros
+
+INT4 = FORMATS["int4"]
+HEADS = pytest.mark.parametrize("head_size", [32, 64, 128, 256])
+MODEL = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_size=64)
+SMALL = Workload(batch=3, slots=80, page_size=16, dtype=jnp.float32, kv_format="int4")
+
+
+def matrix(head_size):
+    """Orthonormal, in float64."""
+    return scipy.linalg.hadamard(head_size) / head_size**0.5
+
+
+def numpy_codes(turned):
+    """Codes in [-7, 7] and float16 scales of rotated vectors, channel by channel."""
+    codes, scales = np.zeros(turned.shape, int), np.zeros((*turned.shape[:-1], turned.shape[-1] // 32), np.float16)
+    for index in np.ndindex(*scales.shape):
+        begin = 32 * index[-1]
+        group = turned[index[:-1]][begin : begin + 32]
+        scale = np.float16(np.clip(np.abs(group).max() * np.float32(1 / 7), 2.0**-14, 65504))
+        scales[index] = scale
+        codes[index[:-1]][begin : begin + 32] = np.clip(np.rint(group / np.float32(scale)), -7, 7)
+    return codes, scales
+
+
+def codes_and_scales(x):
+    """What the bytes of quantised vectors hold, read bit by bit."""
+    packed = np.asarray(x.codes)
+    return np.concatenate([packed % 16, packed // 16], axis=-1).astype(int) - 8, np.asarray(x.scale).view(np.float16)
+
+
+def vectors(head_size, seed=0):
+    """Normal vectors, one with a large channel, one of zeros, a tiny and a huge one."""
+    x = np.random.default_rng(seed).standard_normal((200, head_size)).astype(np.float32)
+    x[0, 3], x[1], x[2], x[3] = 300, 0, x[2] * 1e-7, x[3] * 1e6
+    return x
+
+
+@HEADS
+def test_the_rotation_is_hadamard_s_matrix_and_undoes_itself(head_size):
+    x = vectors(head_size)
+    turned = jax.jit(hadamard.rotate)(x)
+    size = np.abs(x).max(axis=-1, keepdims=True) + 1e-30
+    np.testing.assert_allclose(turned / size, x.astype(np.float64) @ matrix(head_size) / size, atol=1e-5)
+    np.testing.assert_allclose(hadamard.rotate(turned) / size, x / size, atol=1e-5)
+    np.testing.assert_allclose(turned[4:50] @ turned[50:].T, x[4:50] @ x[50:].T, rtol=1e-4, atol=1e-4)  # products are kept
+
+
+@HEADS
+def test_codes_and_scales_are_those_of_numpy(head_size):
+    x = vectors(head_size)
+    got = jax.jit(lambda x: quantise(x, INT4))(x)
+    turned = np.asarray(jax.jit(hadamard.rotate)(x))
+    codes, scales = numpy_codes(turned)
+    own_codes, own_scales = codes_and_scales(got)
+    np.testing.assert_array_equal(own_scales, scales)
+    np.testing.assert_array_equal(own_codes, codes)
+    assert (own_codes[1] == 0).all()
+    assert (own_codes[2] == 0).all()
+    assert np.abs(own_codes[3]).max() == 7
+    numbers = (codes.reshape(*scales.shape, 32) * scales.astype(np.float64)[..., None]).reshape(x.shape) @ matrix(head_size)
+    size = np.abs(numbers).max(axis=-1, keepdims=True) + 1e-30
+    np.testing.assert_allclose(dequantise(got) / size, numbers / size, atol=1e-5)
+
+
+def test_ties_go_to_the_even_code():
+    """Of 64 channels, whose matrix divides by 8: all sums are exact."""
+    turned = np.zeros((1, 64), np.float32)
+    turned[0, :6] = [7, 0.5, 1.5, 2.5, -0.5, -3.5]
+    codes, _ = codes_and_scales(quantise(hadamard.rotate(jnp.asarray(turned)), INT4))
+    assert codes[0, :6].tolist() == [7, 0, 2, 2, 0, -4]
+
+
+@HEADS
+def test_an_error_is_at_most_half_a_code_of_its_group(head_size):
+    x = vectors(head_size)[4:]
+    got = quantise(jnp.asarray(x), INT4)
+    moved = np.abs((np.asarray(dequantise(got)) - x).astype(np.float64) @ matrix(head_size)).reshape(len(x), -1, 32)
+    _, scales = codes_and_scales(got)
+    assert (moved <= scales.astype(np.float64)[..., None] * 0.51).all()
+
+
+def test_a_large_channel_costs_its_neighbours_less_than_without_the_rotation():
+    """What the rotation is for: in the group of a channel of 300, codes of numbers near 1 would all be zero."""
+    x = vectors(128)[:1]
+    error = np.abs(np.asarray(dequantise(quantise(jnp.asarray(x), INT4))) - x)[0]
+    scale = np.abs(x[0, :32]).max() / 7
+    plain = np.abs(np.clip(np.rint(x[0, :32] / scale), -7, 7) * scale - x[0, :32])
+    assert plain[np.arange(32) != 3].mean() > 0.5
+    assert error.max() < 300 / 7 / 2
+
+
+def test_nan_and_infinity_stay_visible():
+    x = jnp.ones((3, 64)).at[0, 5].set(jnp.nan).at[1, 5].set(jnp.inf)
+    numbers = np.asarray(dequantise(quantise(x, INT4)))
+    assert np.isnan(numbers[:2]).all()
+    assert np.isfinite(numbers[2]).all()
+
+
+def test_a_poisoned_page_is_nan_and_no_other_is():
+    pool = zeros((4, 2, 8, 32), jnp.float32, INT4)
+    numbers = np.asarray(dequantise(poisoned(pool, jnp.asarray([1, 4]))))
+    assert np.isnan(numbers[1]).all()
+    assert (numbers[[0, 2, 3]] == 0).all()
+
+
+@pytest.mark.parametrize(("head_size", "why"), [(8, "groups of 32"), (48, "groups of 32"), (96, "a power of two")])
+def test_other_heads_are_refused_with_those_that_work(head_size, why):
+    for call in (
+        lambda: vector_bytes(head_size, jnp.bfloat16, INT4),
+        lambda: zeros((2, 2, 4, head_size), jnp.float32, INT4),
+        lambda: quantise(jnp.zeros((2, head_size)), INT4),
+    ):
+        with pytest.raises(ValueError, match=f'kv_dtype="int4" .*{why}.*32, 64, 128, 256.*got {head_size}.*"int8"'):
+            call()
+    with pytest.raises(ValueError, match="power of two of channels; got 48"):
+        hadamard.rotate(jnp.zeros((2, 48)))
+
+
+def test_a_slot_takes_less_than_a_third_of_bfloat16():
+    """At head size 128: with positions, 148 bytes to 516; without, 4.5 bits a number."""
+    plain, coded = (2 * vector_bytes(128, jnp.bfloat16, format) for format in (None, INT4))
+    assert 8 * coded / 256 == 4.5
+    assert (plain + 4) / (coded + 4) > 3.4
+
+
+@pytest.mark.parametrize("kernel", ["paged_attention", "rotate_append", "take_slots", "block_distance"])
+def test_a_kernel_asked_for_by_name_says_that_it_takes_no_int4(kernel):
+    table = kernels.KERNELS[kernel].implementations
+    model, workload = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)
+    args = kernels.KERNELS[kernel].shapes.arguments(model, workload)
+    takes = {"paged_attention": {"cpu", "reference"}, "take_slots": {"gpu", "reference"}}.get(kernel, {"reference"})
+    for name, implementation in table.items():
+        reason = dispatch.reason_against(implementation, *args)
+        assert (reason is None) == (name in takes)
+        assert reason is None or "does not take quantised pages" in reason
+    assert dispatch.best(table, "cpu", *args) == ("cpu" if kernel == "paged_attention" else "reference")
+    assert dispatch.best(table, "cuda", *args) == ("gpu" if kernel == "take_slots" else "reference")
+    assert dispatch.best(table, "tpu", *args) == "reference"
+    if kernel == "paged_attention":
+        with pytest.raises(ValueError, match=r"native: it does not take quantised pages of int4.*Choose one of \['cpu'"):
+            kernels.paged_attention(*kernels.KERNELS[kernel].shapes.values(MODEL, SMALL), implementation="native")
+
+
+def test_attention_to_bfloat16_queries_is_that_to_the_numbers():
+    """In the dtype of an accelerator; the tolerance is bfloat16's."""
+    workload = SMALL._replace(dtype=jnp.bfloat16)
+    query, pool, *rest = kernels.KERNELS["paged_attention"].shapes.values(MODEL, workload)
+    wide = Quantised(pool.codes, pool.scale, pool.format, np.dtype(np.float32))
+    got = kernels.paged_attention(query, pool, *rest, implementation="reference")
+    want = kernels.paged_attention(query.astype(jnp.float32), dequantise(wide), *rest, implementation="reference")
+    assert got[0].dtype == jnp.bfloat16
+    np.testing.assert_allclose(got[0].astype(jnp.float32), want[0], atol=0.03)
+    np.testing.assert_allclose(got[1], want[1], atol=0.05)
