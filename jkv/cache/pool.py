@@ -361,7 +361,7 @@ def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array
     is_given = is_needed & (rank <= pool.free_top)
     page = jnp.where(is_given, pool.free_stack[jnp.maximum(pool.free_top - rank, 0)], NULL_PAGE)
     refcount = pool.refcount.at[jnp.where(is_given, page, pool.refcount.shape[0])].set(1, mode="drop")
-    return pool.replace(refcount=refcount, free_top=pool.free_top - jnp.sum(is_needed, dtype=jnp.int32)), page
+    return pool.replace(refcount=refcount, free_top=pool.free_top - rank.reshape(-1)[-1]), page
 
 
 def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array, "..."]) -> Pool:

@@ -109,7 +109,9 @@ R_KV = Workload(batch=32, page_size=16, layers=1)
 CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
     "1 row": (LLAMA, R_KV._replace(batch=1), {}),
     "32 rows": (LLAMA, R_KV, {}),
+    "128 rows": (LLAMA, R_KV._replace(batch=128), {}),
     "703 rows": (LLAMA, R_KV._replace(batch=703), {}),
+    "128 rows of 16k slots": (LLAMA, R_KV._replace(batch=128, slots=16_384), {}),
     "log-weights": (LLAMA, R_KV, {"weighted": True}),
     "log-weights, logits": (LLAMA, R_KV, {"weighted": True, "with_logits": True}),
     "16 rows of 32k slots": (LLAMA, R_KV._replace(batch=16, slots=32_768), {}),
