@@ -166,6 +166,7 @@ GROUPS: Mapping[str, Group] = {
             "pallas_kernels.paged_attention",
             "pallas_kernels.rotate_append",
             "pallas_kernels.add_norm",
+            "pallas_kernels.largest_slots",
             "pallas_kernels.take_slots",
             "pallas_kernels.attention_mass",
             "pallas_kernels.key_redundancy",

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-import pallas_kernels as kernels
 from jkv.cache.chunk_writes import write
 from pallas_kernels.quantised import Format, dequantise, like, poisoned, take, zeros
 
@@ -270,58 +269,6 @@ def free(pool: Pool, block_table: BlockTable) -> Pool:
     return drop_references(pool, block_table.page_table, is_entry_used(pool, block_table.length))
 
 
-def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) -> Pool:
-    """Compaction: every `row` keeps `slots`, in that order, and frees the rest; EMPTY entries, all at the end, are ignored.
-
-    Leading pages that are kept whole are not moved and stay shared. Other pages are rewritten: in place if the row is their
-    only owner, else in new pages (copy on write). Each layer and KV head may keep a different number of slots. New pages are
-    allocated before the old ones are freed.
-    """
-    page_size, max_pages = pool.page_size, pool.page_table.shape[3]
-    slots = jnp.pad(slots, [(0, 0)] * 3 + [(0, pool.max_slots - slots.shape[-1])], constant_values=EMPTY)
-    table = pool.page_table[:, row]
-    count = jnp.sum(slots != EMPTY, axis=-1, dtype=jnp.int32)
-    index = jnp.arange(max_pages, dtype=jnp.int32)
-    is_used = is_entry_used(pool, pool.length[:, row])
-    is_kept = index < num_pages_of(count, page_size)[..., None]
-
-    # A page whose slots do not move is not rewritten. In: page_size 2, slots [0 1 3 4 6 -] -> Out: [same, rewritten, rewritten]
-    slot = jnp.arange(pool.max_slots, dtype=jnp.int32)
-    is_same = ((slots == slot) | (slots == EMPTY)).reshape(*table.shape, page_size).all(axis=-1)
-    is_full = (index + 1) * page_size <= count[..., None]
-    is_shared = pool.refcount[table] > 1
-    is_written = is_kept & ~(is_same & (is_full | ~is_shared))
-    is_copied = is_written & is_shared
-    pool, fresh = allocate(pool, is_copied)
-    new_table = jnp.where(is_copied, fresh, jnp.where(is_kept, table, NULL_PAGE))
-
-    def address(pages: Int[Array, "L R K MP"], at: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:
-        return jnp.take_along_axis(pages, at // page_size, axis=-1) * page_size + at % page_size
-
-    source = jnp.where(slots == EMPTY, NULL_PAGE, address(table, jnp.maximum(slots, 0)))
-    is_moved = (slots != EMPTY) & jnp.repeat(is_written, page_size, axis=-1)
-    target = jnp.where(is_moved, address(new_table, jnp.broadcast_to(slot, slots.shape)), NULL_PAGE)
-
-    rows = (x.reshape(-1, x.shape[-1]) for x in (slots, table, jnp.where(is_written, new_table, NULL_PAGE)))
-    kv = kernels.take_slots(pool.kv, *rows)  # all layers and KV heads at once, because no page belongs to two of them
-    moved = pool.position[source // page_size, source % page_size]
-    position = pool.position.at[target // page_size, target % page_size].set(moved)
-
-    def take(data: Float[Array, "L B K S"]) -> Float[Array, "L B K S"]:
-        taken = jnp.take_along_axis(data[:, row], jnp.maximum(slots, 0), axis=-1)
-        return data.at[:, row].set(jnp.where(slots == EMPTY, 0.0, taken))
-
-    pool = pool.replace(
-        kv=kv,
-        position=position,
-        page_table=pool.page_table.at[:, row].set(new_table),
-        length=pool.length.at[:, row].set(count),
-        vacant_slot=None if pool.vacant_slot is None else pool.vacant_slot.at[:, row].set(EMPTY),
-        slot_data={name: take(data) for name, data in pool.slot_data.items()},
-    )
-    return drop_references(pool, table, is_used & (is_copied | ~is_kept))
-
-
 def take_pages(pool: Pool, row: Int[Array, " R"], entries: Int[Array, "R MP"], log_weight: Float[Array, "R MP"]) -> Pool:
     """Every `row` keeps the `entries` of its table, in that order, in every layer and KV head, and frees the other pages.
 
@@ -413,7 +360,7 @@ def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array
     is_given = is_needed & (rank <= pool.free_top)
     page = jnp.where(is_given, pool.free_stack[jnp.maximum(pool.free_top - rank, 0)], NULL_PAGE)
     refcount = pool.refcount.at[jnp.where(is_given, page, pool.refcount.shape[0])].set(1, mode="drop")
-    return pool.replace(refcount=refcount, free_top=pool.free_top - jnp.sum(is_needed, dtype=jnp.int32)), page
+    return pool.replace(refcount=refcount, free_top=pool.free_top - rank.reshape(-1)[-1]), page
 
 
 def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array, "..."]) -> Pool:

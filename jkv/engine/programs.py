@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 import pallas_kernels as kernels
-from jkv.cache import page_content, prefix_pages
+from jkv.cache import compaction, page_content, prefix_pages
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention, last_queries
 from jkv.cache.gating import GATE, store_gate
@@ -273,7 +273,7 @@ def compact(
         numbers = pool.slot_data["carried"].at[:, row].set(carried.reshape(position.shape))
         pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
     slots = evict.choose(score, budget[..., None])
-    state = state._replace(cache=cache._replace(pool=pages.take_slots(pool, row, slots)))
+    state = state._replace(cache=cache._replace(pool=compaction.take_slots(pool, row, slots)))
     dropped = dropped_positions(position, slots) if is_traced else None
     return state, dropped, None if sentences is None else positions_left(position, slots, sentences.sentence.shape[1])
 

@@ -187,7 +187,7 @@ def log_distribution(
     scaled = below / jnp.where(is_greedy, 1.0, rows.temperature)[..., None]
     if truncates:
         scaled = jnp.where(is_kept(scaled, rows) | is_greedy[..., None], scaled, -jnp.inf)
-    return jax.nn.log_softmax(scaled, axis=-1)
+    return scaled - jnp.log(jnp.exp(scaled).sum(axis=-1, keepdims=True))  # the largest is 0, so that none is looked for
 
 
 def is_kept(scaled: Float[Array, "*B V"], rows: SamplingRows) -> Bool[Array, "*B V"]:

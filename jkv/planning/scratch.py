@@ -49,10 +49,10 @@ def scratch_of(
 ) -> Scratch:
     """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` is the number of one row.
 
-    Decode programs keep the arrays of two layers. On a GPU, decode attention leaves an output per piece of a row. A compaction
-    may gather the keys and values of its one row in all layers. A GPU without Triton (`is_plain`) gathers the keys and values
-    of all rows in a layer, joins the weights of products with one operand in common for each call, and keeps each layer's
-    hidden states, or its attention where a policy adds it up.
+    Decode programs keep the arrays of two layers. On a GPU, decode attention may leave an output per piece of a row. A
+    compaction may gather the keys and values of its one row in all layers. A GPU without Triton (`is_plain`) gathers the keys
+    and values of all rows in a layer, joins the weights of products with one operand in common for each call, and keeps each
+    layer's hidden states, or its attention where a policy adds it up.
     """
     inner = 3 * config.mlp_width * max(config.num_experts, 1)  # of all experts: `jkv.model.experts.by_all`
     token = (RESIDUALS * config.width + inner) * itemsize

@@ -3,14 +3,13 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+import pallas_kernels as kernels
 from jkv.cache.pool import EMPTY
 from jkv.policies.needs import Needs
 from jkv.policies.view import CacheView, Score, check_score
-from jkv.thresholds import last_below
 
 SCOPES = ("head", "layer", "all", "compete")
 SAFEGUARDS = ("blend", "floor")
@@ -139,16 +138,16 @@ class Evict:
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True), score.shape)
         elif self.scope == "all":
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True).sum(axis=0, keepdims=True), score.shape)
-        is_kept = self.compete(score, budget) if self.scope == "compete" else largest(score, budget)
-        slot = jnp.arange(score.shape[-1], dtype=jnp.int32)
+        if self.scope == "compete":  # of the slots that stay, all do
+            score = jnp.where(self.compete(score, budget), score, -jnp.inf)
+            budget = jnp.full_like(budget, score.shape[-1])
+        is_kept, in_order = largest_slots(score, budget)
         if self.order == "score":
             in_place = jnp.where(score == jnp.inf, jnp.finfo(jnp.float32).max, -score)  # the protected ones come last
             in_place = jnp.where(is_kept, in_place, jnp.inf)
             slots = jnp.argsort(in_place, axis=-1, stable=True).astype(jnp.int32)
-            return jnp.where(slot < is_kept.sum(axis=-1, keepdims=True), slots, EMPTY)
-        layer, row, head, _ = jnp.indices(score.shape, dtype=jnp.int32, sparse=True)
-        place = jnp.where(is_kept, is_kept.cumsum(axis=-1, dtype=jnp.int32) - 1, score.shape[-1])
-        return jnp.full(score.shape, EMPTY, jnp.int32).at[layer, row, head, place].set(slot, mode="drop")
+            return jnp.where(in_order == EMPTY, EMPTY, slots)
+        return in_order
 
     def compete(self, score: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"]) -> Bool[Array, "L B K S"]:
         """Which slots stay when the heads of a layer compete for the slots that it has in all."""
@@ -170,21 +169,15 @@ def best_of_layer(score: Float[Array, "L B K S"], budget: Int[Array, "L B K"]) -
 
 
 def largest(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> Bool[Array, "*N S"]:
-    """Which `count` slots score highest; never a slot of `-inf`. Ties go to the lower slot.
+    """Which `count` slots score highest; never a slot of `-inf`. Ties go to the lower slot."""
+    return largest_slots(score, count)[0]
 
-    It does not sort: the lowest score that stays is found bit by bit.
-    """
-    score = jnp.where(score == 0, 0.0, jnp.where(score > -jnp.inf, score, -jnp.inf))  # one zero, and no NaN
-    bits = jax.lax.bitcast_convert_type(score, jnp.uint32)
-    sign = jnp.uint32(1 << 31)
-    bits = jnp.where(bits >= sign, ~bits, bits | sign)  # in the order of the scores
 
-    count = jnp.broadcast_to(count, score.shape[:-1])
-    lowest = last_below(bits, jnp.ones_like(bits, jnp.int32), score.shape[-1] - count + 1)[..., None]
-    is_above, is_level = bits > lowest, bits == lowest
-    left = count[..., None] - is_above.sum(axis=-1, keepdims=True, dtype=jnp.int32)
-    is_largest = is_above | (is_level & (is_level.cumsum(axis=-1, dtype=jnp.int32) <= left))
-    return is_largest & (score > -jnp.inf)
+def largest_slots(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> tuple[Bool[Array, "*N S"], Int[Array, "*N S"]]:
+    """Which `count` slots score highest, and the list of them, padded with EMPTY (`pallas_kernels.largest_slots`)."""
+    rows = jnp.broadcast_to(count, score.shape[:-1]).reshape(-1)
+    is_largest, slots = kernels.largest_slots(score.reshape(-1, score.shape[-1]), rows)
+    return is_largest.reshape(score.shape), slots.reshape(score.shape)
 
 
 def least_slots(budget: Any, floor: float) -> Any:

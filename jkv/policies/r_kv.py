@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
@@ -46,7 +47,8 @@ def redundancy_of(view: CacheView, similarity: float, exempt: int = 1, exempt_fi
         exempt=exempt,
         exempt_first=exempt_first,
     )
-    return jax.nn.softmax(redundancy.reshape(view.position.shape), axis=-1, where=view.is_filled)
+    redundancy = jnp.where(view.is_filled, redundancy.reshape(view.position.shape), -jnp.inf)
+    return jnp.where(view.is_filled, jax.nn.softmax(redundancy, axis=-1), 0.0)
 
 
 @recipe(

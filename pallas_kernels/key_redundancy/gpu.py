@@ -47,7 +47,7 @@ def key_redundancy(
     block = BLOCK // 2 if key_RSH.dtype == jnp.float32 else BLOCK
     slot = jnp.arange(num_slots, dtype=jnp.int32)
     slot_RS = jnp.where(is_filled, slot, -1)
-    extent = slot_RS.max(axis=1) + 1
+    extent = jnp.where(is_filled, slot + 1, 0).max(axis=1)
     filled_RSH = jnp.where(is_filled[..., None], key_RSH, jnp.zeros_like(key_RSH)).astype(jnp.float32)
     norm_RS = jnp.linalg.norm(filled_RSH, axis=-1) + 1e-8
 

@@ -1,13 +1,14 @@
-"""Pallas for NVIDIA GPUs: as many programs as fit the device share the slots of all rows; a second kernel combines the parts.
+"""Pallas for NVIDIA GPUs: as many programs as fit the device share the slots of all rows, or the rows where these are many.
 
-A decode step has few rows (batch times KV heads), each of which streams its own keys and values. `pieces` says which program
-computes what. Every piece leaves its output and the log of its softmax's denominator, which `combine_row` adds up in the order
-of the pieces. Rows of tables that hold one piece have neither list nor second kernel.
+A decode step streams the keys and values of each row (batch times KV heads). `pieces` says which program computes what. A row's
+softmax is computed piece by piece, and `join` adds the pieces up in their order. Few or long rows are shared by pieces: each
+leaves its output and the log of its softmax's denominator, and a second kernel joins them. Of many short rows, each program
+takes whole ones and joins their pieces itself.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ MOST_BLOCK = 64  # slots of a block
 STAGES = 3  # of the pipeline: a block is in use while two others are on their way, one of them into the tile just read
 RESIDENT = 3  # programs per multiprocessor: with 168 registers per thread no more fit, and they keep 192 KiB on their way
 LEAST_GROUP = 16  # query heads per product; fewer are padded
-COMBINED = 16  # pieces that are combined at once
+COMBINED = 16  # pieces that are read at once to be combined
+ROWS_OF_PROGRAM, MOST_PIECES = 2, 8  # whole rows: at least so many for each program, of at most so many pieces
 CLEARED = 1024  # logits of a head that are cleared at once
 
 
@@ -93,17 +95,19 @@ def paged_attention(
     if programs is None:
         item = 1 if isinstance(kv, Quantised) else kv.dtype.itemsize
         programs = num_resident(shared_bytes(head_size, item, query.dtype.itemsize), RESIDENT)
-    programs = num_rows if pieces == 1 else min(programs, num_rows * pieces)
+    is_whole = takes_whole_rows(num_rows, pieces, programs)
+    programs = num_rows if pieces == 1 else min(programs, num_rows * (1 if is_whole else pieces))
+    parts = 1 if is_whole else pieces
     pool, format = ([kv.codes, kv.scale], kv.format) if isinstance(kv, Quantised) else ([kv], None)
     shapes = [
-        jax.ShapeDtypeStruct((num_rows, pieces, group, head_size), query.dtype if pieces == 1 else jnp.float32),
-        jax.ShapeDtypeStruct((num_rows, pieces, group), jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, parts, group, head_size), query.dtype if is_whole else jnp.float32),
+        jax.ShapeDtypeStruct((num_rows, parts, group), jnp.float32),
     ]
     if with_logits:
         shapes.append(jax.ShapeDtypeStruct((num_rows, group, num_slots), jnp.float32))
     weights = [] if log_weight is None else [log_weight]
     part_RCGH, log_total_RCG, *logits = launch(
-        functools.partial(attend_share, programs, format, bool(weights)),
+        functools.partial(attend_share, programs, is_whole, format, bool(weights)),
         *(query, page_table, length, layer, *pool, *weights),
         name="paged_attention",
         grid=(programs,),
@@ -112,7 +116,7 @@ def paged_attention(
         num_stages=STAGES,
         interpret=interpret,
     )
-    if pieces == 1:
+    if is_whole:
         return part_RCGH[:, 0], log_total_RCG[:, 0], logits[0] if logits else None
     out_RGH, log_total_RG = launch(
         combine_row,
@@ -129,8 +133,14 @@ def paged_attention(
     return out_RGH, log_total_RG, logits[0] if logits else None
 
 
+def takes_whole_rows(num_rows: int, pieces: int, programs: int) -> bool:
+    """Whether a program takes whole rows, of up to so many pieces, and none is left to combine."""
+    return pieces == 1 or (pieces <= MOST_PIECES and num_rows >= ROWS_OF_PROGRAM * programs)
+
+
 def attend_share(
     programs: int,
+    is_whole: bool,
     format: Format | None,
     is_weighted: bool,
     query_ref: Any,
@@ -140,25 +150,29 @@ def attend_share(
     kv_ref: Any,
     *refs: Any,
 ) -> None:
-    """Attends to a program's pieces, and clears its share of the logits beyond the rows' lengths."""
+    """Attends to a program's pieces or rows, and clears its share of the logits beyond the rows' lengths."""
     scale_ref, *refs = refs if format is not None else (None, *refs)  # type: ignore[assignment]
     weight_ref, *outputs = refs if is_weighted else (None, *refs)
     program, layer = pl.program_id(0), layer_ref[0]
-    attend = functools.partial(attend_piece, format, (query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, *outputs))
-    (num_rows, pieces), num_slots = outputs[0].shape[:2], table_ref.shape[2] * kv_ref.shape[2]
+    refs = query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, *outputs
+    num_rows, num_slots = outputs[0].shape[0], table_ref.shape[2] * kv_ref.shape[2]
+    block, pieces = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize), num_pieces(num_slots)
     length_of = functools.partial(length_in, length_ref, layer, num_slots)
+
+    def blocks_of(row_R: Any) -> Any:
+        blocks_R = lax.div(length_of(row_R) + block - 1, block)
+        return jnp.where(row_R < num_rows, jnp.maximum(blocks_R, 1), 0) if is_whole else blocks_R  # an empty row has a result
+
+    def visit(row: Any, piece: Any, _: None) -> None:
+        if is_whole:
+            attend_row(format, refs, row, length_of(row))
+        else:
+            leave_part(refs, row, piece, attend_piece(format, refs, row, piece, length_of(row)))
+
     if pieces == 1:
-        attend(program, jnp.int32(0), length_of(program))
+        visit(program, jnp.int32(0), None)
     else:
-        block = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize)
-
-        def blocks_of(row_R: Any) -> Any:
-            return lax.div(length_of(row_R) + block - 1, block)
-
-        def visit(row: Any, piece: Any, _: None) -> None:
-            attend(row, piece, length_of(row))
-
-        walk(blocks_of, num_rows, PIECE // block, program, programs, visit)
+        walk(blocks_of, num_rows, PIECE // block * (pieces if is_whole else 1), program, programs, visit)
     for logits_ref in outputs[2:]:
         clear(logits_ref, length_of, program, programs)
 
@@ -169,9 +183,31 @@ def length_in(length_ref: Any, layer: Any, num_slots: int, row: Any) -> Any:
     return lax.clamp(jnp.zeros_like(length), length, jnp.full_like(length, num_slots))
 
 
-def attend_piece(format: Format | None, refs: tuple[Any, ...], row: Any, piece: Any, length: Any) -> None:
-    """Attends to one piece of one row."""
-    query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, part_ref, log_total_ref, *logits_refs = refs
+def leave_part(refs: Any, row: Any, part: Any, result: tuple[Any, Any]) -> None:
+    """Writes the log of the denominator and the output of a piece or a row."""
+    part_ref, log_total_ref = refs[6:8]
+    group, head_size = part_ref.shape[2:]
+    head, channel = jnp.arange(LEAST_GROUP, dtype=jnp.int32), jnp.arange(whole_head(head_size), dtype=jnp.int32)
+    log_total_G, out_GH = result
+    is_part = (head < group)[:, None] & (channel < head_size)[None]
+    store(part_ref.at[row, part, head[:, None], channel[None]], out_GH.astype(part_ref.dtype), mask=is_part)
+    store(log_total_ref.at[row, part, head], log_total_G, mask=head < group)
+
+
+def attend_row(format: Format | None, refs: Any, row: Any, length: Any) -> None:
+    """Attends to one row, piece by piece."""
+
+    def add(piece: Any, joined: Any) -> Any:
+        return join(joined, *attend_piece(format, refs, row, piece, length))
+
+    start = nothing(LEAST_GROUP, (LEAST_GROUP, whole_head(refs[0].shape[2])))
+    joined = lax.fori_loop(0, lax.div(length + PIECE - 1, PIECE), add, start)
+    leave_part(refs, row, jnp.int32(0), whole(joined))
+
+
+def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length: Any) -> tuple[Any, Any]:
+    """The log of the softmax's denominator and the output of one piece of one row, for each query head."""
+    query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, _, _, *logits_refs = refs
     (group, head_size), page_size = query_ref.shape[1:], kv_ref.shape[2]
     block = block_size(head_size, kv_ref.dtype.itemsize)
     head, channel = jnp.arange(LEAST_GROUP, dtype=jnp.int32), jnp.arange(whole_head(head_size), dtype=jnp.int32)
@@ -231,10 +267,8 @@ def attend_piece(format: Format | None, refs: tuple[Any, ...], row: Any, piece: 
         jnp.zeros((LEAST_GROUP, channel.size), jnp.float32),
     )
     _, peak_G, total_G, out_GH = lax.fori_loop(0, lax.div(end - begin + block - 1, block), attend, start)
-    out_GH = (out_GH / jnp.where(total_G == 0, 1.0, total_G)[:, None]).astype(part_ref.dtype)
-    log_total_G = jnp.log(total_G) + jnp.where(peak_G == -jnp.inf, 0.0, peak_G)
-    store(part_ref.at[row, piece, head[:, None], channel[None]], out_GH, mask=is_query)
-    store(log_total_ref.at[row, piece, head], log_total_G, mask=is_head)
+    out_GH = out_GH / jnp.where(total_G == 0, 1.0, total_G)[:, None]
+    return jnp.log(total_G) + jnp.where(peak_G == -jnp.inf, 0.0, peak_G), out_GH
 
 
 def clear(logits_ref: Any, length_of: Callable[[Any], Any], program: Any, programs: int) -> None:
@@ -261,20 +295,55 @@ def combine_row(part_ref: Any, log_total_ref: Any, length_ref: Any, layer_ref: A
     channel = jnp.arange(whole_head(head_size), dtype=jnp.int32)
     is_channel = channel < head_size
 
-    def add(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        peak, total, out_H = carry
-        piece_C = index * COMBINED + jnp.arange(COMBINED, dtype=jnp.int32)
-        is_own_C = piece_C < own
-        log_total_C = load(log_total_ref.at[row, piece_C, head], mask=is_own_C, other=-jnp.inf)
-        is_read_CH = is_own_C[:, None] & is_channel[None]
-        part_CH = load(part_ref.at[row, piece_C[:, None], head, channel[None]], mask=is_read_CH, other=0.0)
-        new_peak = jnp.maximum(peak, jnp.max(log_total_C))
-        base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)  # the row reads nothing so far
-        weight_C, scale = jnp.exp(log_total_C - base), jnp.exp(peak - base)
-        return new_peak, total * scale + jnp.sum(weight_C), out_H * scale + jnp.sum(weight_C[:, None] * part_CH, axis=0)
+    def read(piece: Any) -> tuple[Any, Any]:
+        log_total = load(log_total_ref.at[row, piece, head], mask=piece < own, other=-jnp.inf)
+        is_read_H = (piece < own) & is_channel
+        return log_total, load(part_ref.at[row, piece, head, channel], mask=is_read_H, other=0.0)
 
-    start = jnp.float32(-jnp.inf), jnp.float32(0.0), jnp.zeros((channel.size,), jnp.float32)
-    peak, total, out_H = lax.fori_loop(0, lax.div(own + COMBINED - 1, COMBINED), add, start)
-    out_H = (out_H / jnp.where(total == 0, 1.0, total)).astype(out_ref.dtype)
-    store(out_ref.at[row, head, channel], out_H, mask=is_channel)
-    store(total_ref.at[row, head], jnp.log(total) + jnp.where(peak == -jnp.inf, 0.0, peak))
+    def add(index: Any, joined: Any) -> Any:
+        parts = [read(index * COMBINED + offset) for offset in range(min(COMBINED, pieces))]
+        return functools.reduce(lambda joined, part: join(joined, *part), parts, joined)
+
+    turns = lax.div(own + COMBINED - 1, COMBINED)
+    log_total, out_H = whole(lax.fori_loop(0, turns, add, nothing((), (channel.size,))))
+    store(out_ref.at[row, head, channel], out_H.astype(out_ref.dtype), mask=is_channel)
+    store(total_ref.at[row, head], log_total)
+
+
+class Joined(NamedTuple):
+    """Pieces of a row that are added up: the largest log of a denominator, and denominator and output relative to it."""
+
+    peak: Any
+    total: Any
+    out: Any
+
+
+def nothing(heads: Any, out: tuple[int, ...]) -> Joined:
+    """No pieces, for arrays of these shapes."""
+    return Joined(jnp.full(heads, -jnp.inf, jnp.float32), jnp.zeros(heads, jnp.float32), jnp.zeros(out, jnp.float32))
+
+
+def join(joined: Joined, log_total: Any, part: Any) -> Joined:
+    """The pieces and the next one. Two kernels call it, and both must round alike.
+
+    Of the two factors, that of the higher one is 1. Left out, one product and one sum remain, which every compiler joins in the
+    same way; of two products, it may take either into the sum.
+    """
+    peak = jnp.maximum(joined.peak, log_total)
+    base = jnp.where(peak == -jnp.inf, 0.0, peak)  # nothing is read so far
+    scale, weight = jnp.exp(joined.peak - base), jnp.exp(log_total - base)
+    is_higher = log_total > joined.peak
+    factor, is_higher_H = (
+        jnp.expand_dims(x, tuple(range(x.ndim, part.ndim))) for x in (jnp.where(is_higher, scale, weight), is_higher)
+    )
+    lower, higher = jnp.where(is_higher_H, joined.out, part), jnp.where(is_higher_H, part, joined.out)
+    return Joined(peak, joined.total * scale + weight, lower * factor + higher)
+
+
+def whole(joined: Joined) -> tuple[Any, Any]:
+    """The log of the denominator and the output of all pieces."""
+    peak, total, out = joined
+    divisor = jnp.where(total == 0, 1.0, total)
+    return jnp.log(total) + jnp.where(peak == -jnp.inf, 0.0, peak), out / jnp.expand_dims(
+        divisor, tuple(range(total.ndim, out.ndim))
+    )

@@ -50,6 +50,7 @@ class Counts(NamedTuple):
     attention_gb: float
     compaction_kernels: int  # of one row in all layers
     logit_passes: int  # over the logits of all rows in a step whose draws are not cut
+    parts: int  # that attention leaves of a row and KV head for another kernel to combine
 
 
 class Compaction(NamedTuple):
@@ -89,12 +90,17 @@ def logit_passes(text: str, rows: int) -> int:
     return passes
 
 
-def counts_of(compaction: int, passes: int) -> Counts:
+def parts_of_row(text: str) -> int:
+    """How many parts of each row a compiled step's attention leaves; 0 where its programs take whole rows."""
+    return num_pieces(SETTING.slots) * ("paged_attention_combine" in text)
+
+
+def counts_of(compaction: int, passes: int, parts: int) -> Counts:
     """All counts, those of the step from `results/decode-steps.json`."""
     steps = json.loads(STEPS.read_text())["steps"]
     (step,) = (one for one in steps if tuple(one[field] for field in Setting._fields) == SETTING)
     kernels, moved = (step["layer_kernels"], step["other_kernels"]), step["gb"]
-    return Counts(*kernels, moved["weights"], moved["attention"], compaction, passes)
+    return Counts(*kernels, moved["weights"], moved["attention"], compaction, passes, parts)
 
 
 class Part(NamedTuple):
@@ -109,7 +115,7 @@ def parts_of(counts: Counts, assumed: Assumed) -> list[Part]:
     """The parts of a step, one after the other."""
     layers, rows, rate = CONFIG.num_layers, SETTING.batch, assumed.bandwidth
     values = CONFIG.num_query_heads * (CONFIG.head_size + 1)  # of a row's output and its log-sums
-    moved = 2 * 4 * layers * rows * num_pieces(SETTING.slots) * values / 1e9
+    moved = 2 * 4 * layers * rows * counts.parts * values / 1e9
     logits = 4 * rows * CONFIG.vocab_size / 1e9
     small = counts.layer_kernels - STREAMING
     kernels = layers * counts.layer_kernels + counts.other_kernels
@@ -122,6 +128,7 @@ def parts_of(counts: Counts, assumed: Assumed) -> list[Part]:
     compaction = (1e9 * gb / rate + 1e12 * tflop / peak) / assumed.compaction
     compaction += counts.compaction_kernels * (assumed.kernel + assumed.gap)
     pause, each = f"{1e6 * assumed.gap:g} microseconds", f"{1e6 * assumed.kernel:g} microseconds"
+    combined = [Part("parts of rows, written and read by the combination", f"{moved:.1f} GB", 1e9 * moved / rate)]
     return [
         Part(
             "products",
@@ -133,7 +140,7 @@ def parts_of(counts: Counts, assumed: Assumed) -> list[Part]:
             f"{counts.attention_gb:.1f} GB; {100 * assumed.attention:.0f} % assumed",
             1e9 * counts.attention_gb / rate / assumed.attention,
         ),
-        Part("parts of rows, written and read by the combination", f"{moved:.1f} GB", 1e9 * moved / rate),
+        *(combined if moved else []),
         Part("sampling", f"{counts.logit_passes} passes over {1e3 * logits:.0f} MB", 1e9 * counts.logit_passes * logits / rate),
         Part(
             f"the other kernels: {small} a layer, {counts.other_kernels} a step",
@@ -175,15 +182,15 @@ def report(counts: Counts, assumed: Assumed) -> str:
 def recorded() -> Counts:
     """The counts of the last run."""
     found = json.loads(COUNTS.read_text())
-    return counts_of(found["compaction_kernels"], found["logit_passes"])
+    return counts_of(found["compaction_kernels"], found["logit_passes"], found["parts"])
 
 
 def main() -> None:
     """Compiles, and writes the counts and the page."""
-    passes = logit_passes(compiled_step(SETTING, 2).program.as_text(), SETTING.batch)
-    counts = counts_of(compaction().num_kernels, passes)
+    text = compiled_step(SETTING, 2).program.as_text()
+    counts = counts_of(compaction().num_kernels, logit_passes(text, SETTING.batch), parts_of_row(text))
     assumed = Assumed()
-    record: dict[str, Any] = {"compaction_kernels": counts.compaction_kernels, "logit_passes": counts.logit_passes}
+    record: dict[str, Any] = {name: getattr(counts, name) for name in ("compaction_kernels", "logit_passes", "parts")}
     seconds = {part.name: round(part.seconds, 6) for part in parts_of(counts, assumed)}
     record |= {"assumed": dataclasses.asdict(assumed), "seconds": seconds, "ratio": round(ratio(counts, assumed), 3)}
     write_json(COUNTS, record)

@@ -91,6 +91,21 @@ def assembled(path: Path) -> dict[str, tuple[int, int, tuple[int, ...]]]:
 
 def attention_kernels(model: Any, workload: Workload, *, weighted: bool = False, with_logits: bool = False) -> list[GpuKernel]:
     """The kernels of a call of `paged_attention` on an H200."""
+    return kernels_of(*attention_call(model, workload, weighted=weighted, with_logits=with_logits))
+
+
+def attention_code(model: Any, workload: Workload) -> dict[str, str]:
+    """The PTX of each kernel of a call of `paged_attention` on an H200; skips the test where the compiler writes none."""
+    with tempfile.TemporaryDirectory() as folder:
+        targets.compile_for("h200", *attention_call(model, workload), compiler_options={"xla_dump_to": folder})
+        found = {}
+        for text in (path.read_text() for path in Path(folder).glob("*.ptx")):
+            found |= zip(re.findall(r"\.entry (\w+)", text), re.split(r"\.entry \w+", text)[1:], strict=True)
+    return found or pytest.skip("this JAX writes no PTX of Pallas's kernels")
+
+
+def attention_call(model: Any, workload: Workload, *, weighted: bool = False, with_logits: bool = False) -> list[Any]:
+    """How to trace a call of `paged_attention`, and its arguments; skips the test without the compiler."""
     if reason := targets.why_missing("h200"):
         pytest.skip(reason)
     sharding = targets.sharding_of("h200")
@@ -101,7 +116,7 @@ def attention_kernels(model: Any, workload: Workload, *, weighted: bool = False,
     def run(*args: Any) -> Any:
         return gpu.paged_attention(*args, with_logits=with_logits)
 
-    return kernels_of(jax.jit(run).trace, *args)
+    return [jax.jit(run).trace, *args]
 
 
 LLAMA = MODELS["r1-llama-8b"]
@@ -109,7 +124,9 @@ R_KV = Workload(batch=32, page_size=16, layers=1)
 CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
     "1 row": (LLAMA, R_KV._replace(batch=1), {}),
     "32 rows": (LLAMA, R_KV, {}),
+    "128 rows": (LLAMA, R_KV._replace(batch=128), {}),
     "703 rows": (LLAMA, R_KV._replace(batch=703), {}),
+    "128 rows of 16k slots": (LLAMA, R_KV._replace(batch=128, slots=16_384), {}),
     "log-weights": (LLAMA, R_KV, {"weighted": True}),
     "log-weights, logits": (LLAMA, R_KV, {"weighted": True, "with_logits": True}),
     "16 rows of 32k slots": (LLAMA, R_KV._replace(batch=16, slots=32_768), {}),

@@ -22,16 +22,16 @@ def test_the_page_holds_the_forecast_of_the_recorded_counts():
     assert kept["ratio"] == round(forecast.ratio(forecast.recorded(), USUAL), 3)
 
 
-def test_a_step_takes_a_third_more_than_its_bound():
-    assert 1.30 < forecast.ratio(forecast.recorded(), USUAL) < 1.35
+def test_a_step_takes_less_than_a_third_more_than_its_bound():
+    assert 1.30 < forecast.ratio(forecast.recorded(), USUAL) < 1.31
 
 
 def test_at_the_limits_only_what_the_bound_leaves_out_is_left():
     ideal = forecast.Assumed(products=1, attention=1, kernel=0, gap=0, compaction=1)
-    left_out = {"parts", "compaction"}  # and three passes over the logits
+    left_out = {"parts", "compaction"}  # and two passes over the logits
     parts = forecast.parts_of(forecast.recorded(), ideal)
     more = sum(part.seconds for part in parts if part.name.split()[0].strip(":") in left_out)
-    more += 3 * 4 * 128 * 128_256 / ideal.bandwidth
+    more += 2 * 4 * 128 * 128_256 / ideal.bandwidth
     bound = 1e9 * forecast.bound_gb(forecast.recorded()) / ideal.bandwidth
     assert forecast.ratio(forecast.recorded(), ideal) == pytest.approx(1 + more / bound)
 
@@ -41,7 +41,9 @@ def test_the_counts_are_the_compilers():
         pytest.skip(reason)
     step = forecast.compiled_step(forecast.SETTING, 2)
     counts = forecast.recorded()
-    assert forecast.logit_passes(step.program.as_text(), forecast.SETTING.batch) == counts.logit_passes
+    text = step.program.as_text()
+    assert forecast.logit_passes(text, forecast.SETTING.batch) == counts.logit_passes
+    assert forecast.parts_of_row(text) == counts.parts
     assert forecast.compaction().num_kernels == counts.compaction_kernels
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.cache import compaction
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention
 from jkv.cache.moved_sinks import SinkRules, merge
@@ -46,7 +47,7 @@ def test_a_step_reads_what_keys_at_their_place_in_the_cache_would_give(group):
         pool, address = pages.reserve(pool, row, one, 1)
         pool = pages.advance(pages.append(pool, address[0], *rotated(t)), row, one)
     slots = jnp.broadcast_to(jnp.asarray(kept, jnp.int32), (1, 2, K, len(kept)))
-    pool = pages.take_slots(pool, row, slots)
+    pool = compaction.take_slots(pool, row, slots)
     pool, address = pages.reserve(pool, row, one, 1)
     length, place = pool.length + 1, len(kept)
     angle = rotary_angle(TINY, jnp.full((2, 1), place - SEEN, jnp.int32))
