@@ -296,7 +296,8 @@ class Scheduler:
         """Steps of the next chunk, which must not pass a row's next compaction."""
         if not self.running:
             return 0
-        due = (sample.request.policy.steps_until_due(sample.clock) for sample in self.running.values())
+        samples = self.running.values()  # their new tokens are prefilled before the chunk
+        due = (sample.request.policy.steps_until_due(sample.clock + sample.pending) for sample in samples)
         limit = min((steps for steps in due if steps), default=self.capacity.chunk)
         return next(steps for steps in CHUNKS if steps <= min(limit, self.capacity.chunk))
 

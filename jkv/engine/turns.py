@@ -163,9 +163,7 @@ def find(engine: Any, ticket: int, sample: int) -> KeptRow:
     if group:
         one = group[sample]
         if not one.request.keep:
-            raise ValueError(
-                f"extend continues a request that was kept; that of ticket {ticket} was not. Submit with keep=True."
-            )
+            raise ValueError(f"extend continues a kept request; that of ticket {ticket} was not. Submit it with keep=True.")
         if not one.is_finished:
             raise ValueError(f"extend continues a finished request; that of ticket {ticket} still runs. Wait for its result.")
         if one.completion.finish_reason not in ENDS:
@@ -210,7 +208,8 @@ def release(engine: Any, ticket: int) -> None:
     """
     with engine._guard.turn("release"):
         for sample in engine.tickets.get(ticket, []):
-            sample.request = dataclasses.replace(sample.request, keep=False)
+            if not sample.is_finished:
+                sample.request = dataclasses.replace(sample.request, keep=False)
         engine.scheduler.conversations.release(ticket)
         if not engine.is_asleep:
             engine.runner.release([])
