@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from jkv.engine import turns
 from jkv.engine.conversations import ENDS, KeptRow
+from jkv.engine.outputs import Event
 from jkv.engine.owner import Owner, answer
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
@@ -124,8 +125,11 @@ class Service:
         """
         request, owner = self.engine.check(request), self._owner
         later = Ticket(self, streams, request.keep)
-        turn = functools.partial(turns.submit_turn, self.engine, ticket.number, sample, row, request)
-        owner.put(later, functools.partial(owner.submit, later, turn))
+
+        def submit(on_tokens: Callable[[Event], None] | None) -> int:  # which holds the last ticket, and so its row, until then
+            return turns.submit_turn(self.engine, ticket.number, sample, row, request, on_tokens)
+
+        owner.put(later, functools.partial(owner.submit, later, submit))
         return later
 
     def _extend(self, ticket: Ticket, tokens: Any, sample: int, streams: bool, keep: bool, settings: Any) -> Ticket:

@@ -44,7 +44,7 @@ def check_keep(request: Request) -> None:
         why = f"{policy.name} compares pages of a text from its beginning, and its record of them ends with a request"
     elif policy.moves_sinks:
         why = f"{policy.name} reads its sinks at another position in each step, which prefill of a later turn does not"
-    elif request.stop_strings:
+    elif request.keep and request.stop_strings:
         why = "a stop string is found after a chunk, and the row then holds tokens from beyond it; end turns by stop_ids"
     if why:
         raise ValueError(f"keep=True needs a row that a later turn can continue; {why}. Leave keep out, or change that.")

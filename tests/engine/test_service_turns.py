@@ -161,6 +161,18 @@ def test_of_two_extensions_at_once_one_wins(service):
         second.result()
 
 
+def test_a_turn_that_waits_for_the_end_of_a_pause_holds_its_row(service, whole):
+    ticket = service.submit(prompt_of(1), keep=True, **SETTINGS)
+    ticket.result()
+    service.pause("keep").result()
+    ticket = ticket.extend(NEW[0], **TURN)
+    gc.collect()
+    service.resume().result()
+    ticket.result()
+    ticket = ticket.extend(NEW[1], **TURN)
+    assert ticket.result().transcripts[0].tokens.tolist() == whole[1]
+
+
 def test_a_running_request_that_is_closed_leaves_no_row(service):
     ticket = service.submit(prompt_of(1), keep=True, **SETTINGS | {"max_new_tokens": 60})
     ticket.close().result()
