@@ -156,13 +156,15 @@ class Owner:
             ticket.set_exception(error)
             return
         self.tickets[ticket.number] = ticket
-        if ticket.keep:
+        if ticket.is_closed:
+            self.engine.release(ticket.number)
+        elif ticket.keep:
             weakref.finalize(ticket, self.drop, ticket.number).atexit = False
 
     def release(self, ticket: Ticket) -> None:
         """Frees the rows that a request has left, or lets it leave none."""
-        ticket.keep = False
-        if ticket.number >= 0:
+        ticket.is_closed = True
+        if ticket.number >= 0:  # else it waits for the end of a pause
             self.engine.release(ticket.number)
 
     def drop(self, number: int) -> None:

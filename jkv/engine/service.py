@@ -105,8 +105,9 @@ class Service:
             raise ValueError(f"{rule}; this one still runs. Wait for its result.")
         if ticket.exception() is not None:
             raise ValueError(f"{rule}; this one failed: {ticket.exception()!r}. Submit the conversation again.")
-        if not ticket.keep:
-            raise ValueError(f"{rule}; this one was not. Submit it with keep=True.")
+        if not ticket.keep or ticket.is_closed:
+            got = "is closed" if ticket.keep else "was not"
+            raise ValueError(f"{rule}; this one {got}. Submit the conversation again, with keep=True.")
         reasons = ticket.result().finish_reason
         if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample < len(reasons):
             raise ValueError(f"sample must be one of the request's {len(reasons)}; got {sample!r}.")

@@ -113,14 +113,14 @@ def test_the_last_ticket_of_a_conversation_holds_it(service):
     assert service.call(lambda engine: len(engine.scheduler.conversations)).result() == 1
     last = ticket.extend(NEW[1], keep=False, **TURN)
     assert last.result().finish_reason == ["length"]
-    with pytest.raises(ValueError, match=r"this one was not. Submit it with keep=True"):
+    with pytest.raises(ValueError, match=r"this one was not. Submit the conversation again, with keep"):
         last.extend([5])
 
 
 def test_a_ticket_without_a_row_is_refused_by_the_reason(service, model):
     plain = service.submit(prompt_of(1), **SETTINGS)
     plain.result()
-    with pytest.raises(ValueError, match=r"this one was not. Submit it with keep=True"):
+    with pytest.raises(ValueError, match=r"this one was not. Submit the conversation again, with keep"):
         plain.extend([5])
     kept = service.submit(prompt_of(1), keep=True, **SETTINGS | {"max_new_tokens": 90})
     with pytest.raises(ValueError, match=r"this one still runs. Wait"):
@@ -144,7 +144,7 @@ def test_a_ticket_without_a_row_is_refused_by_the_reason(service, model):
     with pytest.raises(ValueError, match="it was extended"):
         kept.extend([5])
     later.close().result()
-    with pytest.raises(ValueError, match=r"was not. Submit it with keep=True|it was closed"):
+    with pytest.raises(ValueError, match="this one is closed"):
         later.extend([5])
     with make_engine(model, 1, ROW).serve() as other, pytest.raises(ValueError, match="got a ticket of another one"):
         other.kept_row(kept)
@@ -177,8 +177,17 @@ def test_a_running_request_that_is_closed_leaves_no_row(service):
     ticket = service.submit(prompt_of(1), keep=True, **SETTINGS | {"max_new_tokens": 60})
     ticket.close().result()
     assert ticket.result().finish_reason == ["length"]
-    with pytest.raises(ValueError, match="Submit it with keep=True"):
+    with pytest.raises(ValueError, match="this one is closed"):
         ticket.extend([5])
+
+
+def test_a_request_that_is_closed_before_it_starts_leaves_no_row(service):
+    service.pause("keep").result()
+    ticket = service.submit(prompt_of(1), keep=True, **SETTINGS)
+    ticket.close().result()
+    service.resume().result()
+    ticket.result()
+    assert service.call(lambda engine: len(engine.scheduler.conversations)).result() == 0
 
 
 def test_a_failed_program_ends_a_turn_with_an_error_and_not_the_service(model):

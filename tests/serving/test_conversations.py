@@ -1,6 +1,7 @@
 """`store` and `previous_response_id`: a conversation goes on in its row, with the tokens of the engine's own turns."""
 
 import json
+import re
 import shutil
 import time
 import urllib.error
@@ -201,8 +202,6 @@ def test_the_oldest_are_forgotten_beyond_the_limit(server):
     ],
 )
 def test_what_a_turn_cannot_do_is_refused_and_the_row_stays(server, fields, words):
-    import re
-
     last = post(server, messages=ASK, store=True, **BODY)["id"]
     fields = {name: last if value == "LAST" else value for name, value in fields.items()}
     error = post(server, 400, **{"messages": ASK, **BODY, **fields})
