@@ -139,6 +139,19 @@ def test_a_row_that_was_in_host_memory_gives_the_same_bits(engines, name):
     assert_same_bits(converse(engine, KEPT[name], sleep), converse(engine, KEPT[name]))
 
 
+@pytest.mark.rounding
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_rows_of_quantised_pages_go_on(model, kv_dtype):
+    def sleep(engine):
+        engine.sleep()
+        engine.wake()
+
+    engine = make(model, kv_dtype=kv_dtype, return_trace=True)
+    outs = converse(engine, R_KV)
+    assert replay(model, outs[-1]).max() <= 1e-4
+    assert_same_bits(converse(engine, R_KV, sleep), outs)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_policies_that_cannot_go_on_are_refused_by_name(breaking, name):
     policy = REFUSED[name]
