@@ -92,6 +92,7 @@ class DecodeAttention(NamedTuple):
             shape = pool.page_table.shape[1:3]
             mass = add_mass(
                 pool.slot_data["mass"][layer],
+                self.address[layer, ..., 0] != pages.NULL_PAGE,  # rows that are finished draw nothing
                 logits.reshape(*shape, *logits.shape[1:]),
                 log_total.reshape(*shape, -1),
                 self.rules.last_only,

@@ -25,11 +25,16 @@ class StepRules(NamedTuple):
 
 
 def add_mass(
-    mass: Float[Array, "B K S"], logits: Float[Array, "B K G S"], log_total: Float[Array, "B K G"], last_only: Bool[Array, " B"]
+    mass: Float[Array, "B K S"],
+    is_new: Bool[Array, "B K"],
+    logits: Float[Array, "B K G S"],
+    log_total: Float[Array, "B K G"],
+    last_only: Bool[Array, " B"],
 ) -> Float[Array, "B K S"]:
-    """The mass of each slot after one more query: its mass so far plus the probabilities of the query group."""
+    """The mass of each slot after one more query of its row, if there is one: what it had, and the group's probabilities."""
     probability = jnp.where(logits > -jnp.inf, jnp.exp(logits - log_total[..., None]), 0.0)
-    return jnp.where(last_only[:, None, None], 0.0, mass) + probability.sum(axis=2)
+    added = jnp.where(last_only[:, None, None], 0.0, mass) + probability.sum(axis=2)
+    return jnp.where(is_new[..., None], added, mass)
 
 
 def choose_victim(

@@ -41,6 +41,12 @@ def add(commands: Any) -> None:
     command.add_argument("--name", default="", help="the model's name for clients (default: its own)")
     command.add_argument("--max-running", type=int, help="rows decoded together (default: 8)")
     command.add_argument("--max-waiting", type=int, default=256, help="samples that may wait for a row (default: 256)")
+    command.add_argument(
+        "--max-conversations", type=int, default=64, help="responses with store=true that are kept at a time (default: 64)"
+    )
+    command.add_argument(
+        "--conversation-seconds", type=float, default=1800.0, help="how long each of them is kept (default: 1800)"
+    )
     command.add_argument("--time-limit", type=float, default=3600.0, help="seconds of a request (default: 3600)")
     command.add_argument("--drain", type=float, default=30.0, help="seconds for open requests after Ctrl-C (default: 30)")
     command.add_argument(
@@ -84,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
         allowed=tuple(words(options.allow_policies)),
         api_key=key,
         max_waiting=options.max_waiting,
+        max_conversations=options.max_conversations,
+        conversation_seconds=options.conversation_seconds,
         time_limit=options.time_limit,
     )
     place = listen(options.host, options.port)

@@ -89,7 +89,7 @@ def row_settings(
         stop_ids[i, : len(request.stop_ids)] = request.stop_ids
         samplings[i], key[i] = request.sampling, sample_key_of(request.seed, request.identity, request.sample)
     policies = {i: sample.request.policy for i, sample in running.items()}
-    prompts = {i: len(sample.request.prompt) for i, sample in running.items()}
+    prompts = {i: sample.request.first_prompt for i, sample in running.items()}
     arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "key": key}
     settings = ChunkInputs(
         **arrays,
@@ -115,7 +115,7 @@ def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model
         if steer is not None:
             marks = marks_of(model.tokenizer, model.config.vocab_size)
             progress.follow(sample.request.prompt, sample.completion.tokens, marks)
-            if steer.growth and sample.generated % steer.interval == 0:
+            if steer.growth and sample.clock % steer.interval == 0:
                 progress.count(sample.completion.tokens, marks, model.tokenizer.decode, steer.keywords)
             strength[i], is_thinking[i] = steer.strength - steer.growth * progress.num_checks, progress.is_thinking
     steer_settings: Any = settings.steer

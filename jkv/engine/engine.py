@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jkv.engine import description
+from jkv.engine import description, turns
 from jkv.engine import mesh as meshes
+from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.mappings import let_programs_go
@@ -24,12 +25,12 @@ from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, p
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
-from jkv.engine.policy_checks import check_policy, gate_of
+from jkv.engine.policy_checks import check_num_stops, check_policy, gate_of
 from jkv.engine.prefix_cache import cache_for
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
-from jkv.engine.runner import Flight, Runner
+from jkv.engine.runner import Runner
 from jkv.engine.samples import Completion, Sample, stop_finder
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.service import serve
@@ -88,16 +89,9 @@ class Engine:
         num_shards = 1 if mesh is None else mesh.size
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds, options.kv_format)
-        self.num_pages = num_pool_pages(
-            model.params,
-            max_running,
-            self.max_slots,
-            page_size=page_size,
-            bytes_per_page=self.page_bytes,
-            kv_memory=options.kv_memory,
-            num_pages=options.num_pages,
-            num_shards=num_shards,
-        )
+        sizes: Any = {"page_size": page_size, "bytes_per_page": self.page_bytes, "num_shards": num_shards}
+        sizes |= {"kv_memory": options.kv_memory, "num_pages": options.num_pages}
+        self.num_pages = num_pool_pages(model.params, max_running, self.max_slots, **sizes)
         heads = config.num_layers, config.num_kv_heads
         self.capacity = Capacity(*heads, page_size, self.num_pages, max_running, options.chunk, options.order, num_shards)
         self.tickets: dict[int, list[Sample]] = {}
@@ -108,13 +102,14 @@ class Engine:
         given: Any = {name: getattr(options, name) for name in ("kernels", "poison", "kv_format", "ahead", "max_stop_ids")}
         given |= {"mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
-        self.runner.is_traced = options.return_trace
+        self.runner.is_traced, self.runner.conversations = options.return_trace, self.scheduler.conversations
         if options.prefix_cache:
-            sizes = self.runner.prefill_sizes[-1], page_size, config.num_layers * config.num_kv_heads
-            self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*sizes, self.needs.window)
+            piece = self.runner.prefill_sizes[-1], page_size, config.num_layers * config.num_kv_heads
+            self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*piece, self.needs.window)
         self.reset_stats()
 
     __repr__, _repr_html_, serve = description.text, description.html, serve
+    extend, release = turns.extend, turns.release
 
     # Requests.
 
@@ -131,6 +126,7 @@ class Engine:
         on_tokens: Callable[[Event], None] | None = None,
         request: int | None = None,
         forced_tokens: Sequence[int] | None = None,
+        keep: bool = False,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
 
@@ -141,6 +137,7 @@ class Engine:
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
             fixed seed, equal prompts of different calls draw equal tokens, unless `request` or `first_sample` differs.
+          keep: whether the row of each sample is kept at its end, for a next turn: see `extend` and `release`.
 
         Raises:
           ValueError: a request that this engine can never serve, with the arithmetic; other requests are not affected.
@@ -158,7 +155,8 @@ class Engine:
         prompts = encode_prompts(self.model, prompt)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
-        return self.submit_requests(make_requests(self.model, prompts, options, request, self.options.kv_format)[0], on_tokens)
+        made = make_requests(self.model, prompts, options, request, self.options.kv_format)
+        return self.submit_requests(turns.kept(made[0], keep), on_tokens)
 
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues checked requests under one ticket; tickets count from 0."""
@@ -341,8 +339,8 @@ class Engine:
     def update(self, params: Params) -> None:
         """Uses new weights from the next step on. Only pointers change, so nothing compiles.
 
-        New samples do not start from prompts that the old weights prefilled. Running samples keep the keys and values that
-        the old weights computed; `Completion.versions` records the weights of each token.
+        New samples do not start from prompts that the old weights prefilled. Running samples and kept rows keep the keys and
+        values that the old weights computed; `Completion.versions` records the weights of each token.
 
         Raises:
           ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; nothing is changed.
@@ -361,7 +359,7 @@ class Engine:
         return self.runner.state is None
 
     def sleep(self, forget_weights: bool = False) -> None:
-        """Frees the pool and the rest of the device state; running rows are swapped out to host memory.
+        """Frees the pool and the rest of the device state; running and kept rows are swapped out to host memory.
 
         After `wake`, rows are swapped in again, bit for bit, but pages that they shared become separate copies. The weights
         belong to the caller and stay on the device; with `forget_weights` the engine drops its references, and `update` must
@@ -387,19 +385,21 @@ class Engine:
 
         The random keys depend on seed, prompt, sample and position alone, so a sample draws the same tokens again, unless the
         weights were replaced since it started. Its events go on where they stopped; after other weights they start again at the
-        first token. Finished samples, weights, statistics and sharing's thresholds stay.
+        first token. Finished samples, weights, statistics and sharing's thresholds stay, and kept rows in host memory; others
+        are lost, and turns that had begun to continue one end with the reason "error".
 
         Raises:
           RuntimeError: another thread, or a callback of the turn in progress, uses the engine.
         """
         with self._guard.turn("reset", is_reset=True):
             samples = [sample for group in self.tickets.values() for sample in group if not sample.is_finished]
-            for sample in samples:
-                sample.restart(stop_finder(self.model.tokenizer, sample.request), self.runner.version)
-            self._flight = None
-            self.scheduler.restart(samples)
+            lost, self._flight = [sample for sample in samples if not turns.restart(self, sample)], None
+            self.scheduler.restart(sample for sample in samples if sample not in lost)
             self.outputs.forget()
             self.runner.reset()
+            for sample in lost:
+                self._finish(sample, "error")
+                self.outputs.emit(sample)
 
     # Samples.
 
@@ -414,11 +414,8 @@ class Engine:
         check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
         is_trained = self.runner.version > 0 or self.is_asleep
         check_policy(request.policy, self.needs, self.model, self.mesh, is_trained, self.gate)
-        if len(request.stop_ids) > self.options.max_stop_ids:
-            raise ValueError(
-                f"This engine takes at most {self.options.max_stop_ids} stop ids a request; got {len(request.stop_ids)}. "
-                f"Build it with max_stop_ids={len(request.stop_ids)}."
-            )
+        check_num_stops(request, self.options.max_stop_ids)
+        turns.check_keep(request)
         return request
 
     def _samples_of(self, ticket: int) -> list[Sample]:
@@ -443,8 +440,11 @@ class Engine:
         if sample.generated:
             completion.saved = self.runner.meter.saved(sample)
         if self.runner.is_traced:
-            trace = sample.trace or TraceRecorder(config.num_layers, config.num_kv_heads, sample.num_seen)
-            given = len(sample.request.prompt), self.capacity.page_size, self.options.kv_format
-            completion.trace = trace.finish(sample.num_seen, *given)
+            trace, num_seen = sample.trace, len(sample.request.prompt) + sample.generated
+            trace = trace or TraceRecorder(config.num_layers, config.num_kv_heads, num_seen)
+            given = sample.request.first_prompt, self.capacity.page_size, self.options.kv_format
+            completion.trace = trace.finish(num_seen, *given)
+        pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0
+        turns.end(sample, self.scheduler.conversations, pages)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None
         self.scheduler.finish(sample)

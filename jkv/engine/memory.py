@@ -19,6 +19,7 @@ from pallas_kernels.quantised import Format, vector_bytes
 AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for temporaries of programs
 TABLE_SHARE = 1 / 8  # of the free memory, at most, for page tables
 PLAIN_SHARE = 0.5  # the same without Triton: plain XLA gathers the keys and values of all rows
+STEP_PIECE = 16  # new tokens of a later turn that are prefilled at a time, where a policy evicts in each step
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
 
 
@@ -45,7 +46,7 @@ def num_row_pages(params: Params, num_slots: int, page_size: int) -> int:
 
 def most_pages(params: Params, request: Request, page_size: int) -> int:
     """The most pages that a request holds once its prompt is prefilled and compacted."""
-    return most_pages_of(params.config, request.policy, len(request.prompt), request.max_new_tokens, page_size)
+    return most_pages_of(params.config, request.policy, request.first_prompt, request.most_generated, page_size)
 
 
 def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, page_size: int) -> int:
@@ -56,7 +57,8 @@ def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, pa
 def most_slots(params: Params, request: Request) -> int:
     """The most slots that a request ever fills in a layer and KV head."""
     config = params.config
-    return request.policy.widest(len(request.prompt), request.max_new_tokens, config.num_layers, config.num_kv_heads)
+    more = STEP_PIECE if request.num_kept and request.policy.evicts_in_steps else 0
+    return more + request.policy.widest(request.first_prompt, request.most_generated, config.num_layers, config.num_kv_heads)
 
 
 def num_pool_pages(
@@ -165,7 +167,8 @@ def check_fits(
             f"({len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}). "
             "Raise max_slots, or lower the budget or max_new_tokens; align_steps may take twice the slots."
         )
-    needed = max(most_pages(params, request, page_size), num_row_pages(params, len(request.prompt), page_size))
+    prefilled = slots if request.num_kept and request.policy.evicts_in_steps else request.first_prompt
+    needed = max(most_pages(params, request, page_size), num_row_pages(params, prefilled, page_size))
     if needed > num_pages:
         raise ValueError(
             f"The pool must hold the largest request: up to {slots} slots = {num_pages_of(slots, page_size)} pages of "

@@ -9,7 +9,6 @@ Outside a program, an array of pages holds the pages of all shards, one shard af
 shard. How each array is split follows from its annotation (`jkv.model.sharding`).
 """
 
-import dataclasses
 import functools
 import inspect
 import types
@@ -24,9 +23,9 @@ from jax.sharding import Mesh, NamedSharding
 from jkv.engine import chunk_inputs, programs
 from jkv.engine.device_program import DeviceProgram
 from jkv.engine.programs import ChunkOutputs, State
-from jkv.model.sharding import HEADS, P, check_divides, is_spec, local_config, part_of, specs_of
 from jkv.model import weights
 from jkv.model.params import ModelConfig, Params
+from jkv.model.sharding import HEADS, P, check_divides, is_spec, local_config, part_of, specs_of
 from jkv.policies import Needs, Policy
 
 # Static arguments of programs.

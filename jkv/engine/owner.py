@@ -4,6 +4,7 @@ import functools
 import logging
 import queue
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -19,6 +20,7 @@ from jkv.model.params import Model, Params
 LOGGER = logging.getLogger("jkv")
 MOST_RESETS = 3  # of a request: a device program that fails again and again fails because of it
 T = TypeVar("T")
+Submit = Callable[[Callable[[Event], None] | None], int]  # submits to the engine, with a streaming callback; returns its ticket
 
 
 class Loop(Protocol):
@@ -34,7 +36,7 @@ class Loop(Protocol):
     @property
     def is_asleep(self) -> bool: ...
     def check(self, request: Request) -> Request: ...
-    def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int: ...
+    def release(self, ticket: int) -> None: ...
     def step(self) -> list[Event]: ...
     def cancel(self, ticket: int) -> None: ...
     def result(self, ticket: int) -> Result: ...
@@ -54,7 +56,7 @@ class Owner:
     def __init__(self, engine: Loop) -> None:
         self.engine, self.paused = engine, ""
         self.tickets: dict[int, Ticket] = {}  # unfinished, by the engine's number
-        self.later: deque[tuple[Ticket, Sequence[Request]]] = deque()  # submitted during a pause
+        self.later: deque[tuple[Ticket, Submit]] = deque()  # submitted during a pause
         self.quiet: list[Reply[None]] = []  # replies to be given when the engine is idle
         self.queue: queue.SimpleQueue[tuple[Reply[Any], Callable[[], None]]] = queue.SimpleQueue()
         self.lock = threading.Lock()
@@ -139,20 +141,36 @@ class Owner:
 
     # Commands.
 
-    def submit(self, ticket: Ticket, requests: Sequence[Request]) -> None:
+    def submit(self, ticket: Ticket, submit: Submit) -> None:
         """Submits a request, or keeps it until a pause ends."""
         if self.paused:
-            self.later.append((ticket, requests))
+            self.later.append((ticket, submit))
         else:
-            self.start(ticket, requests)
+            self.start(ticket, submit)
 
-    def start(self, ticket: Ticket, requests: Sequence[Request]) -> None:
+    def start(self, ticket: Ticket, submit: Submit) -> None:
         """Submits a request to the engine."""
         try:
-            ticket.number = self.engine.submit_requests(requests, ticket.receive if ticket.streams else None)
-            self.tickets[ticket.number] = ticket
+            ticket.number = submit(ticket.receive if ticket.streams else None)
         except Exception as error:
             ticket.set_exception(error)
+            return
+        self.tickets[ticket.number] = ticket
+        if ticket.is_closed:
+            self.engine.release(ticket.number)
+        elif ticket.keep:
+            weakref.finalize(ticket, self.drop, ticket.number).atexit = False
+
+    def release(self, ticket: Ticket) -> None:
+        """Frees the rows that a request has left, or lets it leave none."""
+        ticket.is_closed = True
+        if ticket.number >= 0:  # else it waits for the end of a pause
+            self.engine.release(ticket.number)
+
+    def drop(self, number: int) -> None:
+        """Frees what a ticket that nobody holds has left. Any thread may collect it, also inside of `put`: no lock is taken."""
+        reply: Reply[None] = Reply()
+        self.queue.put((reply, functools.partial(answer, reply, functools.partial(self.engine.release, number))))
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request; one that waits for the end of a pause never starts."""

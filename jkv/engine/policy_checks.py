@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import jax
 
 from jkv.engine import mesh as meshes
+from jkv.engine.requests import Request
 from jkv.model.params import Model
 from jkv.policies import Needs, Policy
 from jkv.policies.gate import Gate
@@ -28,6 +29,15 @@ def check_policy(
         raise ValueError(
             f"An engine computes one gate for all of its rows; it has {gate}, and {policy.name} reads {policy.calibration}. "
             "Build an engine for each gate."
+        )
+
+
+def check_num_stops(request: Request, most: int) -> None:
+    """Refuses a request with more stop ids than the engine takes."""
+    if len(request.stop_ids) > most:
+        raise ValueError(
+            f"This engine takes at most {most} stop ids a request; got {len(request.stop_ids)}. Build it with "
+            f"max_stop_ids={len(request.stop_ids)}."
         )
 
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 import pallas_kernels as kernels
@@ -139,15 +138,8 @@ def decode_chunk(
             angle = rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
             sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
         attend = DecodeAttention(
-            address,
-            length,
-            position,
-            *rotation(params.config, position),
-            inputs.rules,
-            inputs.reads,
-            sinks,
-            goes_on,
-            params.config.layers_without_rope,
+            *(address, length, position, *rotation(params.config, position)),
+            *(inputs.rules, inputs.reads, sinks, goes_on, params.config.layers_without_rope),
         )
         cache = cache._replace(
             pool=pool,
@@ -360,9 +352,8 @@ def measure_pages(
     distance = kernels.block_distance(pool.kv, first_page, second_page, num_tokens, angle)
     if angle is None or not unrotated:
         return distance
-    layers = np.asarray(unrotated)
-    plain = kernels.block_distance(pool.kv, first_page[:, layers], second_page[:, layers], num_tokens, None)
-    return distance.at[:, layers].set(plain)
+    pages_of = (first_page[:, unrotated], second_page[:, unrotated])
+    return distance.at[:, unrotated].set(kernels.block_distance(pool.kv, *pages_of, num_tokens, None))
 
 
 @device_program(donate_argnames="state")

@@ -44,6 +44,9 @@ class Request:
       stop_ids: tokens that end it.
       stop_strings: texts that end it.
       cache_salt: requests of another salt share neither its prefill nor its pages in the prefix cache.
+      keep: whether its row is kept when it finishes, for a next turn (`jkv.engine.conversations`).
+      num_kept: leading tokens of the prompt whose keys and values its kept row has already; 0 for a first turn.
+      first: tokens of the first turn's prompt, where this is a later turn; else 0.
     """
 
     prompt: np.ndarray
@@ -59,6 +62,24 @@ class Request:
     until: int | None = None
     forced: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     cache_salt: str = ""
+    keep: bool = False
+    num_kept: int = 0
+    first: int = 0
+
+    @property
+    def first_prompt(self) -> int:
+        """Tokens of the prompt of its first turn: what schedules and protection count as the prompt."""
+        return self.first or len(self.prompt)
+
+    @property
+    def num_before(self) -> int:
+        """Tokens after the first turn's prompt and before this completion; schedules count them as generated."""
+        return len(self.prompt) - self.first_prompt
+
+    @property
+    def most_generated(self) -> int:
+        """The most tokens after the first turn's prompt."""
+        return self.num_before + self.max_new_tokens
 
     @property
     def most_tokens(self) -> int:

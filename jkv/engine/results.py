@@ -8,6 +8,7 @@ import numpy as np
 
 from jkv import notebook
 from jkv.checks import counted
+from jkv.engine.conversations import Transcript
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
 from jkv.model.params import Model
@@ -42,6 +43,7 @@ class Result:
       samples: statistics of each sample.
       tokenizer: the model's, None without one.
       slot_bytes: bytes of a token's key and value in one layer and KV head.
+      transcripts: of each sample that was kept or continues a kept one, its conversation over all turns; else None.
     """
 
     text: list[str] | None
@@ -58,6 +60,7 @@ class Result:
     logprobs_full: np.ndarray
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
     slot_bytes: int = 0
+    transcripts: list[Transcript | None] | None = None
 
     def __repr__(self) -> str:
         lines = [
@@ -149,5 +152,6 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         samples=[SampleStats.of(sample) for sample in samples],
         logprobs_full=log_probs_full,
         tokenizer=model.tokenizer,
+        transcripts=[c.transcript for c in completions] if any(c.transcript for c in completions) else None,
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )

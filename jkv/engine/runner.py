@@ -18,9 +18,11 @@ import numpy as np
 from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.checks import counted, size
 from jkv.engine import mesh as meshes
-from jkv.engine import prefill, prefix_reuse, programs, swap
+from jkv.engine import prefill, prefix_reuse, programs, swap, turns
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
+from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
+from jkv.engine.flight import Flight
 from jkv.engine.kernels import programs_for
 from jkv.engine.model_facts import facts_for
 from jkv.engine.prefix_cache import PrefixCache
@@ -42,25 +44,6 @@ from pallas_kernels.quantised import Format
 
 LOGGER = logging.getLogger("jkv")
 MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
-
-
-@dataclasses.dataclass
-class Flight:
-    """A chunk that is dispatched and not read yet.
-
-    Attributes:
-      rows: the samples that it decodes, by row.
-      outputs: a `ChunkOutputs` on the device.
-      num_steps: its decode steps.
-      version: of the weights that run it.
-      compactions: those dispatched after it before it was read: the sample and what `Runner._compact_row` returned.
-    """
-
-    rows: dict[int, Sample]
-    outputs: Any
-    num_steps: int
-    version: int
-    compactions: list[tuple[Sample, Any, Any, Any]] = dataclasses.field(default_factory=list)
 
 
 class Runner:
@@ -86,7 +69,7 @@ class Runner:
       programs: `jkv.engine.programs`, or those of the mesh, with their kernels chosen.
       version: the version of the weights: how often they were replaced.
       is_traced: whether new samples record a trace.
-      prefix_cache: the scheduler's.
+      prefix_cache, conversations: the scheduler's.
       sharer: finds pages to share.
       meter: measures bytes and seconds.
     """
@@ -114,7 +97,7 @@ class Runner:
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
-        self.version, self.is_traced, self.prefix_cache = 0, False, PrefixCache()
+        self.version, self.is_traced, self.prefix_cache, self.conversations = 0, False, PrefixCache(), Conversations()
         self.platform = platform_of(next(iter(devices)))
         self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
         self._held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
@@ -216,12 +199,13 @@ class Runner:
     # A turn.
 
     def execute(self, turn: Turn) -> None:
-        """Carries out a turn: frees, swaps, prefills and forks. Its rows are then ready to decode."""
+        """Carries out the scheduler's turn: frees, swaps, prefills and forks. Its rows are then ready to decode."""
         self.release(turn.release)
         if turn.swap_out:
             with self.meter.clock("swap_seconds"):
                 for row, sample in turn.swap_out.items():
-                    self._swap_out(row, sample)
+                    sample.swapped = swap.swap_out(self.programs, self.state, row, sample.prefix.page_table)
+                    self.state = self.programs.release(self.state, self._pad_rows([row]))
         self.free(turn.free)
         if turn.admit:
             self._settings = None
@@ -231,14 +215,17 @@ class Runner:
                 self._fork(admitted)
                 continue
             for row, sample in admitted.items():
-                if sample.is_swapped:
+                if sample.resumes is not None:
+                    turns.resume(self, row, sample)
+                elif sample.is_swapped:
                     with self.meter.clock("swap_seconds"):
                         self._swap_in(row, sample)
                 else:
                     self._prefill(row, sample)
 
     def release(self, rows: Sequence[int]) -> None:
-        """Frees rows and the pages that only they hold."""
+        """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
+        self.state = turns.settle(self.programs, self.state, self.conversations)
         if rows:
             self.state = self.programs.release(self.state, self._pad_rows(rows))
 
@@ -252,11 +239,6 @@ class Runner:
             self.state = self.programs.free(self.state, prefix.start.snapshot.block_table)
             prefix.start = None
         self.state = prefix_reuse.drop(self.programs, self.state, self.prefix_cache)
-
-    def _swap_out(self, row: int, sample: Sample) -> None:
-        """Moves a row to host memory, except for the pages of its prefix."""
-        sample.swapped = swap.swap_out(self.programs, self.state, row, sample.prefix.page_table)
-        self.state = self.programs.release(self.state, self._pad_rows([row]))
 
     def _swap_in(self, row: int, sample: Sample) -> None:
         """Moves a sample back into a row, bit for bit."""
@@ -275,12 +257,7 @@ class Runner:
             if self.prefix_cache.piece:
                 self.state, start = prefix_reuse.adopt(self.programs, self.state, self.prefix_cache, row, sample)
                 self.meter.found(sample, start)
-            for token, count in prefill.chunks(prompt[start:], self.prefill_sizes):
-                args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
-                self.state, hidden, held = self.programs.prefill_chunk(*args)
-                self._held.append(held)
-                if sample.sentences is not None:
-                    sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
+            self.append(row, sample, prompt[start:])
             if sample.pieces:
                 in_use = pieces_in_use(self.meter.running)
                 self.state = prefix_reuse.keep(self.programs, self.state, self.prefix_cache, row, sample, start, in_use)
@@ -289,6 +266,15 @@ class Runner:
         self.meter.stats.prefills += 1
         if sample.is_due:
             self.compact({row: sample})
+
+    def append(self, row: int, sample: Sample, tokens: np.ndarray) -> None:
+        """Prefills tokens into a row, after those that it has."""
+        for token, count in prefill.chunks(tokens, self.prefill_sizes):
+            args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
+            self.state, hidden, held = self.programs.prefill_chunk(*args)
+            self._held.append(held)
+            if sample.sentences is not None:
+                sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
 
     def _fork(self, admitted: dict[int, Sample]) -> None:
         """Starts rows from the same prompt, which is prefilled once, in the first row, and forked to all."""
@@ -299,8 +285,7 @@ class Runner:
             self.state, snapshot = self.programs.detach(self.state, np.int32(first))
             prefix.start = Start(snapshot, copy.copy(sample.completion), sample.sentences, sample.trace)
             prefix.filled, prefix.heads = sample.filled, sample.heads  # fewer than were reserved, if scores decided how many
-            sizes = self.capacity.num_kv_heads, self.capacity.page_size, self.capacity.num_shards
-            prefix.num_pages = min(prefix.num_pages, sample.num_pages(0, *sizes))
+            prefix.num_pages = min(prefix.num_pages, sample.num_pages(0, *self.capacity.sizes))
         start = prefix.start
         with self.meter.clock("prefill_seconds"):
             for owns_all, group in split_by_ownership(admitted):
@@ -349,17 +334,7 @@ class Runner:
             outputs, held = jax.device_get((flight.outputs, self._held))
         self._held.clear()
         self.meter.peak(max(map(int, held), default=0))
-        log_prob_full = outputs.log_prob if outputs.log_prob_full is None else outputs.log_prob_full
-        counts = outputs.is_real.sum(axis=0)
-
-        def row(i: int) -> RowOutputs:
-            tokens, log_probs, full = (x[: counts[i], i].tolist() for x in (outputs.token, outputs.log_prob, log_prob_full))
-            dropped, is_read = (None if x is None else x[: counts[i], :, i] for x in (outputs.dropped, outputs.is_read))
-            steered, hidden = (None if x is None else x[: counts[i], i] for x in (outputs.steered, outputs.hidden))
-            goes_on = bool(outputs.is_running[i])
-            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden)
-
-        return {i: row(i) for i, sample in flight.rows.items() if not sample.is_finished}, int(outputs.held_pages)
+        return flight.by_row(outputs), int(outputs.held_pages)
 
     def share(self) -> list[tuple[Sample, Exception]]:
         """Shares similar pages found during the chunk; returns samples whose encoder raised, with the error."""
@@ -398,7 +373,7 @@ class Runner:
             self.state,
             np.full(1, row, np.int32),
             np.asarray(sample.budgets, np.int32)[:, None],
-            np.full(1, len(request.prompt), np.int32),
+            np.full(1, request.first_prompt, np.int32),
             np.asarray([[evict.sinks], [evict.recent]], np.int32),
             evict=evict.static,
             is_traced=self.is_traced,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.cache.pool import num_pages_of
+from jkv.engine.conversations import KeptRow, Transcript
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
@@ -31,13 +32,14 @@ class Completion:
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights behind each token
     finish_reason: str = ""
     trace: Trace | None = None  # of the finished sample, when traced
+    transcript: Transcript | None = None  # of the conversation that the finished sample is a turn of
     compactions: int = 0
     evicted: float = 0.0  # tokens dropped, averaged over layers and KV heads
     shared: int = 0  # tokens whose page was replaced by an earlier one
     saved: float = 0.0  # share of its pages that sharing and eviction had freed at its end
     preemptions: int = 0
     is_forked: bool = False
-    cached_tokens: int = 0  # of its prompt, whose keys and values were in the prefix cache
+    cached_tokens: int = 0  # of its prompt, whose keys and values were in the prefix cache or in a kept row
     peak_kv_bytes: int = 0
     queued_seconds: float = 0.0
     first_seconds: float = 0.0
@@ -136,6 +138,9 @@ class Sample:
     submitted: float = 0.0  # time of submission, on a clock that stops during compilation
     is_running: bool = False
     is_swapped: bool = False  # whether its row was swapped out, when preempted or put to sleep
+    resumes: KeptRow | None = None  # the kept row of its last turn, until it has a row itself
+    earlier: Transcript | None = None  # the conversation up to its last turn
+    pending: int = 0  # last tokens of its prompt that are not prefilled yet, of a later turn
     shares: bool = False  # whether its row reads the prefix's pages
     swapped: SwappedRow | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
@@ -193,7 +198,12 @@ class Sample:
     @property
     def num_seen(self) -> int:
         """Tokens of prompt and completion so far."""
-        return len(self.request.prompt) + self.generated
+        return len(self.request.prompt) + self.generated - self.pending
+
+    @property
+    def clock(self) -> int:
+        """Tokens after the prompt of its first turn so far: the time of schedules."""
+        return self.num_seen - self.request.first_prompt
 
     @property
     def remaining(self) -> int:
@@ -210,7 +220,7 @@ class Sample:
     @property
     def budgets(self) -> Any:
         """The most slots that the next compaction leaves in each layer: [L]."""
-        target: Any = self.request.policy.target(len(self.request.prompt), self.generated)
+        target: Any = self.request.policy.target(self.request.first_prompt, self.clock)
         if not self.request.policy.is_planned:
             return np.full(len(self.filled), self.num_seen)
         return self.request.policy.budgets(target, len(self.filled), self.num_seen)
@@ -220,7 +230,7 @@ class Sample:
         """`filled` after the compaction that is due now, if any; the most that it may be, where scores decide how many stay."""
         if self.keeps_all:
             return self.filled
-        return compacted(self.request.policy, self.filled, len(self.request.prompt), self.generated)
+        return compacted(self.request.policy, self.filled, self.request.first_prompt, self.clock)
 
     @property
     def is_due(self) -> bool:
@@ -228,7 +238,7 @@ class Sample:
         if self.is_finished or self.keeps_all:
             return False
         if not self.request.policy.is_planned:
-            target = self.request.policy.target(len(self.request.prompt), self.generated)
+            target = self.request.policy.target(self.request.first_prompt, self.clock)
             return target is not None and bool((self.filled > target).any())
         return bool((self.compacted < self.filled).any())
 
@@ -251,7 +261,7 @@ class Sample:
         """Whether its counters after a chunk are known before its tokens are, unless it ends."""
         policy = self.request.policy
         reads_text = policy.share or policy.steer or policy.sentences or self.request.until is not None
-        return policy.is_planned and not reads_text
+        return policy.is_planned and not reads_text and not self.request.keep
 
     def plan(self, num_steps: int) -> None:
         """Counts a chunk that is dispatched, as if no token ended the sample before its limit."""

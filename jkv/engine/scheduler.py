@@ -8,6 +8,7 @@ Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The poo
 - Samples of one prompt share one prefill: a prefix, which reserves its own pages as long as a sample needs them. An idle prefix
   (no running row reads it) is freed before a sample is preempted.
 - Pages of the prefix cache that no row counts as its own are evicted before that, the least recently used first.
+- Rows that are kept between turns reserve their pages too; they are swapped out after that, and before a sample is preempted.
 - Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool; others were refused.
 
 A chunk ends no later than the next step after which one of its rows may be compacted, and rows are admitted only between
@@ -19,7 +20,11 @@ import heapq
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from jkv.cache.pool import num_pages_of
+from jkv.engine.conversations import Conversations
+from jkv.engine.memory import STEP_PIECE
 from jkv.engine.prefix_cache import PrefixCache, can_reuse
 from jkv.engine.prefix_reuse import reserve
 from jkv.engine.samples import Prefix, Sample, keeps_prefix, pieces_in_use
@@ -53,6 +58,11 @@ class Capacity:
     order: str = "arrival"
     num_shards: int = 1
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """What the number of a row's pages depends on: K, slots of a page, devices."""
+        return self.num_kv_heads, self.page_size, self.num_shards
+
 
 class Turn(NamedTuple):
     """The runner's next actions, in this order; then it decodes a chunk."""
@@ -73,10 +83,11 @@ class Scheduler:
       prefixes: prompts that unfinished samples start from, by key.
       version: the version of the weights in use; prefixes of other weights are not shared.
       prefix_cache: which prompts stay in the pool after their samples.
+      conversations: rows that are kept between turns.
     """
 
     def __init__(self, capacity: Capacity) -> None:
-        self.capacity, self.prefix_cache = capacity, PrefixCache()
+        self.capacity, self.prefix_cache, self.conversations = capacity, PrefixCache(), Conversations()
         self.running: dict[int, Sample] = {}
         self.waiting: list[tuple[tuple[int, int], Sample]] = []
         self.prefixes: dict[object, Prefix] = {}
@@ -126,13 +137,18 @@ class Scheduler:
         return [log for log in logs if log is not None]
 
     def release(self) -> tuple[list[int], list[Prefix]]:
-        """Releases the rows of finished samples; returns these rows, and the prefixes to free since the last call."""
-        rows = [row for row, sample in self.running.items() if sample.is_finished]
+        """Releases the rows of finished samples; returns these rows, and the prefixes to free since the last call.
+
+        Rows that are kept for a next turn are not among them: they are to be detached.
+        """
+        rows, released = [row for row, sample in self.running.items() if sample.is_finished], []
         for row in rows:
             sample = self.running.pop(row)
             sample.is_running = False
             self._detach_prefix(sample)
-        return rows, self._take_freed()
+            if not self.conversations.detach(row, sample.ticket, sample.index):
+                released.append(row)
+        return released, self._take_freed()
 
     def finish(self, sample: Sample) -> None:
         """Records that a sample has finished. If it runs, the next `release` frees its row."""
@@ -149,6 +165,8 @@ class Scheduler:
             if prefix.is_held:
                 self._free(prefix)
         self.prefix_cache.evict_all()
+        while self.conversations.swap_out():
+            pass
         return Turn(release, swap_out, freed + self._take_freed(), {}, 0)
 
     def restart(self, samples: Iterable[Sample]) -> None:
@@ -158,6 +176,7 @@ class Scheduler:
         self.prefixes.clear()
         self._freed.clear()
         self.prefix_cache.forget()
+        self.conversations.lose()
         for sample in samples:
             self.add(sample)
 
@@ -176,10 +195,10 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Pages that running samples and prefixes have reserved, and those of the prefix cache."""
+        """Pages that running samples, kept rows and prefixes have reserved, and those of the prefix cache."""
         rows = sum(self._reservation(sample, sample.shares) for sample in self.running.values())
         prefixes = sum(prefix.num_pages for prefix in self.prefixes.values() if prefix.is_held)
-        return rows + prefixes + self.prefix_cache.num_pages
+        return rows + prefixes + self.prefix_cache.num_pages + self.conversations.num_pages
 
     # Admission and preemption.
 
@@ -193,6 +212,7 @@ class Scheduler:
                 if not self._can_admit(sample):
                     break
                 sample.is_running = True
+                self.conversations.attach(sample.resumes)
                 row = free_rows.pop(0)
                 admitted[row] = self.running[row] = sample
             heapq.heappop(self.waiting)
@@ -212,9 +232,11 @@ class Scheduler:
             sample.num_shared_pieces = 0
             if sample.swapped is None:
                 reserve(self.prefix_cache, sample, counts_once=not shares)
-            needed, kept = self._needed(sample, shares), prefix if shares else None
+            own = self.conversations.pages_of(sample.resumes)
+            needed, kept = self._needed(sample, shares) - own, prefix if shares else None
             in_use = pieces_in_use(self.running).union(sample.pieces[: sample.num_shared_pieces])
             idle = self.prefix_cache.num_free(in_use) * self.prefix_cache.pages_of_piece
+            idle += self.conversations.num_pages - own
             idle += sum(one.num_pages for one in self.prefixes.values() if one.is_idle and one is not kept)
             if self.reserved + needed - idle <= self.capacity.num_pages:
                 while self.reserved + needed > self.capacity.num_pages:
@@ -238,7 +260,7 @@ class Scheduler:
             needed += prefix.num_pages
         if sample.swapped is None and not (shares and prefix.is_held):
             shared = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
-            needed = max(needed, prompt_pages(sample, self.capacity) - shared)
+            needed = max(needed, prefill_pages(sample, self.capacity) - shared)
         return needed
 
     def _make_room(self) -> dict[int, Sample]:
@@ -266,29 +288,31 @@ class Scheduler:
         cached = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
         if policy.is_bounded:
             return sample.most_pages - cached
-        growth = policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
-        sizes = capacity.num_kv_heads, capacity.page_size, capacity.num_shards
-        held = min(sample.num_pages(growth, *sizes), sample.most_pages)
+        growth = sample.pending + policy.most_growth(min(capacity.chunk, sample.remaining), capacity.page_size)
+        held = min(sample.num_pages(growth, *capacity.sizes), sample.most_pages)
         return held - cached - (sample.prefix.num_full_pages if shares and keeps_prefix(policy) else 0)
 
     def _num_steps(self) -> int:
         """Steps of the next chunk, which must not pass a row's next compaction."""
         if not self.running:
             return 0
-        due = (sample.request.policy.steps_until_due(sample.generated) for sample in self.running.values())
+        samples = self.running.values()  # their new tokens are prefilled before the chunk
+        due = (sample.request.policy.steps_until_due(sample.clock + sample.pending) for sample in samples)
         limit = min((steps for steps in due if steps), default=self.capacity.chunk)
         return next(steps for steps in CHUNKS if steps <= min(limit, self.capacity.chunk))
 
     def _spare_pages(self, admitted: Iterable[Sample]) -> int:
         """Pages that nobody has reserved, nor takes while a prompt is prefilled and compacted; for the prefix cache."""
         fresh = [sample for sample in admitted if sample.swapped is None]
-        more = (prompt_pages(sample, self.capacity) - self._reservation(sample, sample.shares) for sample in fresh)
+        more = (prefill_pages(sample, self.capacity) - self._reservation(sample, sample.shares) for sample in fresh)
         return self.capacity.num_pages - self.reserved - max(0, max(more, default=0))
 
     # Prefixes.
 
     def _attach_prefix(self, sample: Sample) -> None:
         """Attaches a sample that has not started to the prefix of its prompt under the weights in use."""
+        if sample.request.num_kept:  # it starts from its own row
+            return
         request, reuses = sample.request, bool(self.prefix_cache.piece) and can_reuse(sample.request.policy)
         key = self.version, request.prefix, reuses  # a row that needs all of its prefill forks from none that skipped some
         sample.prefix = self.prefixes.setdefault(key, Prefix(key))
@@ -307,14 +331,15 @@ class Scheduler:
             self.prefixes.pop(prefix.key, None)
 
     def _free_idle(self, sample: Sample | None = None, other_than: Prefix | None = None) -> bool:
-        """Frees pages that neither a running row nor `sample` needs: a piece of the prefix cache, else a prefix."""
+        """Frees pages that neither a running row nor `sample` needs: of the prefix cache, else of a prefix or a kept row."""
         own = () if sample is None else sample.pieces[: sample.num_shared_pieces]
         if self.prefix_cache.evict(pieces_in_use(self.running).union(own)):
             return True
         idle = next((prefix for prefix in self.prefixes.values() if prefix.is_idle and prefix is not other_than), None)
         if idle is not None:
             self._free(idle)
-        return idle is not None
+            return True
+        return self.conversations.swap_out(None if sample is None else sample.resumes)
 
     def _free(self, prefix: Prefix) -> None:
         prefix.is_held = False
@@ -325,6 +350,12 @@ class Scheduler:
         return freed
 
 
-def prompt_pages(sample: Sample, capacity: Capacity) -> int:
-    """Pages that prefill of a sample's whole prompt takes, until that is compacted."""
-    return capacity.num_layers * capacity.num_kv_heads * num_pages_of(len(sample.request.prompt), capacity.page_size)
+def prefill_pages(sample: Sample, capacity: Capacity) -> int:
+    """Pages that prefill takes before a compaction: of a prompt, or of a later turn whose reservation has too few."""
+    if not sample.request.num_kept:
+        return capacity.num_layers * capacity.num_kv_heads * num_pages_of(len(sample.request.prompt), capacity.page_size)
+    policy = sample.request.policy
+    if not policy.evicts_in_steps:
+        return 0
+    slots = np.minimum(sample.filled + sample.pending, policy.layer_budgets(capacity.num_layers) + 1 + STEP_PIECE)
+    return policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size)

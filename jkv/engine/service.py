@@ -18,6 +18,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from jkv.engine import turns
+from jkv.engine.conversations import ENDS, KeptRow
+from jkv.engine.outputs import Event
 from jkv.engine.owner import Owner, answer
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
@@ -54,12 +57,13 @@ class Service:
         *,
         request: int | None = None,
         streams: bool = False,
+        keep: bool = False,
         **settings: Any,
     ) -> Ticket:
         """Submits `n` samples of one prompt. The prompt is encoded and checked in the caller's thread.
 
         Args:
-          prompt, request: see `Engine.submit`.
+          prompt, request, keep: see `Engine.submit`; `Ticket.extend` submits the next turn.
           options: a `jkv.RequestOptions`.
           streams: whether the ticket yields events.
           settings: fields of `jkv.RequestOptions` by name, in place of `options`.
@@ -74,7 +78,7 @@ class Service:
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
         groups = make_requests(model, prompts, options or RequestOptions(**settings), request, self.engine.options.kv_format)
-        return self.submit_requests(groups[0], streams)
+        return self.submit_requests(turns.kept(groups[0], keep), streams)
 
     def submit_requests(self, requests: Sequence[Request], streams: bool = False) -> Ticket:
         """Submits checked requests under one ticket.
@@ -84,9 +88,59 @@ class Service:
           RuntimeError: the service is closed.
         """
         requests, owner = [self.engine.check(request) for request in requests], self._owner
-        ticket = Ticket(self._cancel, streams)
-        owner.put(ticket, functools.partial(owner.submit, ticket, requests))
+        ticket = Ticket(self, streams, any(request.keep for request in requests))
+        owner.put(ticket, functools.partial(owner.submit, ticket, functools.partial(self.engine.submit_requests, requests)))
         return ticket
+
+    def kept_row(self, ticket: Ticket, sample: int = 0) -> KeptRow:
+        """What a finished request left for a next turn.
+
+        Raises:
+          ValueError: it left nothing; the message has the reason.
+        """
+        rule = "extend continues a finished request of this service that was kept"
+        if ticket._service is not self:
+            raise ValueError(f"{rule}; got a ticket of another one. Call its own extend.")
+        if not ticket.done():
+            raise ValueError(f"{rule}; this one still runs. Wait for its result.")
+        if ticket.exception() is not None:
+            raise ValueError(f"{rule}; this one failed: {ticket.exception()!r}. Submit the conversation again.")
+        if not ticket.keep or ticket.is_closed:
+            got = "is closed" if ticket.keep else "was not"
+            raise ValueError(f"{rule}; this one {got}. Submit the conversation again, with keep=True.")
+        reasons = ticket.result().finish_reason
+        if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample < len(reasons):
+            raise ValueError(f"sample must be one of the request's {len(reasons)}; got {sample!r}.")
+        if reasons[sample] not in ENDS:
+            raise ValueError(
+                f"{rule}, by {' or '.join(ENDS)}; this one ended by {reasons[sample]!r}. Submit the conversation again."
+            )
+        return self.engine.scheduler.conversations.find(ticket.number, sample)
+
+    def extend_request(self, ticket: Ticket, request: Request, row: KeptRow, sample: int = 0, streams: bool = False) -> Ticket:
+        """Submits a checked request (`jkv.engine.turns.next_request`) of a kept row's next turn.
+
+        Raises:
+          ValueError: a request that the engine can never serve.
+          RuntimeError: the service is closed.
+        """
+        request, owner = self.engine.check(request), self._owner
+        later = Ticket(self, streams, request.keep)
+
+        def submit(on_tokens: Callable[[Event], None] | None) -> int:  # which holds the last ticket, and so its row, until then
+            return turns.submit_turn(self.engine, ticket.number, sample, row, request, on_tokens)
+
+        owner.put(later, functools.partial(owner.submit, later, submit))
+        return later
+
+    def _extend(self, ticket: Ticket, tokens: Any, sample: int, streams: bool, keep: bool, settings: Any) -> Ticket:
+        row = self.kept_row(ticket, sample)
+        request = turns.next_request(self.engine.model, row, tokens, RequestOptions(**settings), keep)
+        return self.extend_request(ticket, request, row, sample, streams)
+
+    def _close(self, ticket: Ticket) -> Reply[None]:
+        reply: Reply[None] = Reply()
+        return self._owner.put(reply, functools.partial(answer, reply, functools.partial(self._owner.release, ticket)))
 
     def _cancel(self, ticket: Ticket) -> None:
         reply: Reply[None] = Reply()

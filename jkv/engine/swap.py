@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jkv.cache.pool import NULL_PAGE
-from jkv.engine.programs import State
+from jkv.engine.programs import Snapshot, State
 
 BLOCK = 512  # pages that one program moves, equally many of each KV head
 
@@ -34,10 +34,15 @@ class SwappedRow:
 
 def swap_out(programs: Any, state: State, row: int, prefix_table: np.ndarray | None) -> SwappedRow:
     """A copy of a row in host memory, without the pages at `prefix_table` ([L, K, MP]), which stay in the pool."""
-    snapshot = jax.device_get(programs.snapshot_row(state, np.int32(row)))
-    table = snapshot.block_table.page_table
+    return copy_out(programs, state, programs.snapshot_row(state, np.int32(row)), prefix_table)
+
+
+def copy_out(programs: Any, state: State, snapshot: Snapshot, prefix_table: np.ndarray | None) -> SwappedRow:
+    """`swap_out` of a row that may be detached, by its snapshot."""
+    on_host: Any = jax.device_get(snapshot)
+    table = on_host.block_table.page_table
     is_shared = np.zeros(table.shape, bool) if prefix_table is None else (table == prefix_table) & (table != NULL_PAGE)
-    return SwappedRow(snapshot, read_pages(programs, state, table, (table != NULL_PAGE) & ~is_shared), is_shared)
+    return SwappedRow(on_host, read_pages(programs, state, table, (table != NULL_PAGE) & ~is_shared), is_shared)
 
 
 def swap_in(

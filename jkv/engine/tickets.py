@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from jkv.engine.outputs import Event
 from jkv.engine.results import Result
@@ -23,25 +23,37 @@ class Reply(Future[T], Generic[T]):
         return asyncio.wrap_future(self).__await__()
 
 
+class Turns(Protocol):
+    """What a ticket asks of its service."""
+
+    def _cancel(self, ticket: "Ticket") -> None: ...
+    def _extend(self, ticket: "Ticket", tokens: Any, sample: int, streams: bool, keep: bool, settings: Any) -> "Ticket": ...
+    def _close(self, ticket: "Ticket") -> Reply[None]: ...
+
+
 class Ticket(Reply[Result]):
     """A submitted request. Its result is a `jkv.Result`; iteration, with `for` or `async for`, yields its events as they come.
 
     Any number of threads and tasks may iterate: each receives all events from the first on, and then the error, if the request
     failed.
 
+    Of a request that was kept, the rows are freed when the conversation goes on, by `close`, or when nobody holds the ticket.
+
     Args:
-      cancel: asks the owner thread to end the request.
+      service: whose request it is.
 
     Attributes:
       streams: whether events are kept for iteration; without it their text is not made.
       number: the engine's own ticket; -1 until the owner thread has submitted the request.
+      keep: whether its rows are kept for a next turn.
+      is_closed: whether its caller wants none of them.
       num_resets: after how many failures of a device program it was started again.
     """
 
-    def __init__(self, cancel: Callable[["Ticket"], None], streams: bool) -> None:
+    def __init__(self, service: Turns, streams: bool, keep: bool = False) -> None:
         super().__init__()
         self.number, self.num_resets = -1, 0
-        self._cancel, self.streams = cancel, streams
+        self._service, self.streams, self.keep, self.is_closed = service, streams, keep, False
         self._events: list[Event] = []
         self._wakers: list[Callable[[], None]] = []
 
@@ -52,8 +64,28 @@ class Ticket(Reply[Result]):
         """
         if self.done():
             return False
-        self._cancel(self)
+        self._service._cancel(self)
         return True
+
+    def extend(
+        self, tokens: Sequence[int], *, sample: int = 0, streams: bool = False, keep: bool = True, **settings: Any
+    ) -> "Ticket":
+        """The next turn of a request that was submitted with `keep=True` and is finished; see `Engine.extend`.
+
+        Args:
+          tokens, sample, keep, settings: see `Engine.extend`.
+          streams: whether the turn's ticket yields events.
+
+        Raises:
+          ValueError: a request without a kept row (unfinished, failed, cancelled, not kept, closed, extended already), tokens
+            that are none, or a turn that the engine can never serve; nothing is changed.
+          RuntimeError: the service is closed.
+        """
+        return self._service._extend(self, tokens, sample, streams, keep, settings)
+
+    def close(self) -> Reply[None]:
+        """Frees the rows that the request has left; one that is unfinished leaves none. Its result stays."""
+        return self._service._close(self)
 
     def receive(self, event: Event) -> None:
         """Adds an event, for all who iterate; the engine's streaming callback."""

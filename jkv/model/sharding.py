@@ -44,9 +44,7 @@ def spec_of(letters: str, is_weight: bool = False) -> Any:
         unknown = [name for name in (first, *others) if not (name.isdigit() or name in split | WHOLE)]
         if unknown or split & set(others):
             known = ", ".join(sorted(split | WHOLE))
-            raise ValueError(
-                f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.model.sharding."
-            )
+            raise ValueError(f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.model.sharding.")
         axes.append(HEADS if first in split else None)
     if axes.count(HEADS) > 1:
         raise ValueError(f"At most one axis may be split over {HEADS!r}; got two in {letters!r}. Change the layout.")
@@ -154,5 +152,5 @@ def local_config(config: ModelConfig, num_shards: int) -> ModelConfig:
 
 
 def part_of(params: Params) -> Params:
-    """The weights inside of a `jax.shard_map` over the axis, whose arrays are this shard's; the decoder adds up partial sums."""
+    """The weights of one shard, inside of a `jax.shard_map`; the decoder adds up the partial sums of all shards."""
     return params.replace(config=local_config(params.config, jax.lax.axis_size(HEADS)), axis=HEADS)

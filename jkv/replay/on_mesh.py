@@ -1,4 +1,4 @@
-"""Scoring and replay on a mesh, with their gradients: the axis "tensor" splits heads, MLP width and vocabulary, others the rows.
+"""Scoring, replay and their gradients on a mesh: the axis "tensor" splits heads, MLP width and vocabulary, others the rows.
 
 The whole forward pass runs inside one `jax.shard_map`, where each device sees its rows and its heads, so kernels see local
 arrays and devices exchange no queries, keys or values: in a layer only the two partial sums of the residual stream, as a

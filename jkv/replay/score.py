@@ -225,9 +225,9 @@ def score_rows(
     more = -num_samples % num_row_shards(mesh)
     if more:
         index = [*range(num_samples), *[num_samples - 1] * more]
-        rows = [[values[i] for i in index] for values in (prompts, lengths, settings)]
+        rows: Any = ([values[i] for i in index] for values in (prompts, lengths, settings))
         part: Any = None if trace is None else jax.tree.map(lambda field: field[np.array(index)], trace)
-        return score_rows(params, tokens[index], *rows, part, mesh)[:num_samples]
+        return score_rows(params, tokens[index], *rows, trace=part, mesh=mesh)[:num_samples]
     sequence, starts = join(tokens, prompts, lengths)
     total = sequence.shape[1]
     columns = dense_columns(params.config, num_samples, total) if trace is None else trace_columns(trace, total)
@@ -365,9 +365,7 @@ def positions_of(token: Int[Array, "n T"]) -> Int[Array, "n T"]:
     return jnp.broadcast_to(jnp.arange(token.shape[1], dtype=jnp.int32), token.shape)
 
 
-def hidden_states(
-    params: Params, token: Int[Array, "n T"], columns: Columns, remat: bool = False
-) -> Float[Array, "n T D"]:
+def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns, remat: bool = False) -> Float[Array, "n T D"]:
     """The final hidden state of each token when attention reads `columns`; unembedded, it gives the next token's logits."""
     position = positions_of(token)
     turn = None if columns.sink_shift is None else rotary_angle(params.config, columns.sink_shift)

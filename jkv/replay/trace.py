@@ -66,6 +66,25 @@ class TraceRecorder:
         """Starts from the first `num_tokens` of another sample of the same prompt."""
         self.end[..., :num_tokens] = other.end[..., :num_tokens]
 
+    def grown(self, num_tokens: int) -> "TraceRecorder":
+        """A copy for a sequence of more tokens, which this one is the beginning of."""
+        sinks = self._sinks
+        other = TraceRecorder(*self.end.shape[:2], num_tokens, sinks, self._steer)
+        count = min(num_tokens, self.end.shape[-1])
+        other.end[..., :count] = self.end[..., :count]
+        for name in ("_sink_shift", "_amount"):
+            old = getattr(self, name)[:num_tokens]
+            getattr(other, name)[: len(old)] = old
+        other._reads = list(self._reads)
+        other._extra_source, other._extra_begin = self._extra_source, self._extra_begin
+        other._extra_end = self._extra_end
+        return other
+
+    def extended(self, count: int) -> None:
+        """The next `count` tokens are prefilled, not drawn: their queries read all that is there."""
+        if self._reads:
+            self._reads.append(np.ones((count, *self._reads[-1].shape[1:]), bool))
+
     def dropped(self, position: np.ndarray, now: int) -> None:
         """A compaction dropped these positions ([L, K, n], EMPTY for none): no query from `now` on reads them."""
         layer, head, index = np.nonzero(position != EMPTY)

@@ -102,9 +102,7 @@ def make_batch(
     )
 
 
-def log_probs(
-    params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = None, remat: bool = True
-) -> Float[Array, "N T"]:
+def log_probs(params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = None, remat: bool = True) -> Float[Array, "N T"]:
     """The log-probability in nats of every token of the batch's mask, dense or replayed; 0 elsewhere.
 
     Under the settings that it was drawn with. Differentiable with respect to the weights, usable under jit: columns are data.

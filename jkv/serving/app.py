@@ -23,8 +23,9 @@ from jkv.engine.results import Result
 from jkv.engine.service import Service
 from jkv.engine.tickets import Ticket
 from jkv.model.params import Model
+from jkv.serving.conversations import Conversations, Stored
 from jkv.serving.errors import RefusalError, error_body
-from jkv.serving.jobs import Encoder, Job, make_job
+from jkv.serving.jobs import Encoder, Job, flat, make_job, make_turn
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import ChatFields, CompletionFields, parse, read_fields
@@ -53,6 +54,7 @@ class Server:
 
     Attributes:
       num_open: samples of requests that are not answered yet; changed in the event loop alone.
+      conversations: responses that requests may continue.
 
     Raises:
       ValueError: a model without a tokenizer.
@@ -67,6 +69,7 @@ class Server:
         self.encoder, self.metrics = Encoder(model), Metrics(service.engine, self.name)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
         self.num_open, self.began = 0, int(time.time())
+        self.conversations = Conversations(options)
 
     @property
     def model(self) -> Model:
@@ -85,10 +88,12 @@ class Server:
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n)
-        job = await asyncio.to_thread(make_job, self.encoder, fields, self.options, self.service.engine.options.kv_format)
+        head = Head(name, self.name)
+        last = self.last_of(fields)
+        job = await self.make_job(fields, last)
         self.check_room(job.num_samples)
-        tickets = self.submit(job)
-        head, finish = Head(name, self.name), self.begin(request, job, tickets, headers["x-request-id"])
+        tickets = self.submit(job, head, last)
+        finish = self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:
             return EventStream(stream(self.model, head, job, tickets), finish, headers, self.options.send_seconds)
         try:
@@ -99,16 +104,54 @@ class Server:
             raise RefusalError(500, failure)
         return JSONResponse(whole(self.model, head, job, results, scores), headers=headers)
 
-    def submit(self, job: Job) -> list[Ticket]:
-        """Submits all requests of a call, or none."""
-        tickets: list[Ticket] = []
+    def last_of(self, fields: ChatFields | CompletionFields) -> Stored | None:
+        """The response that a call continues, if it continues one."""
+        if not isinstance(fields, ChatFields):
+            return None
+        if fields.store and not self.options.max_conversations:
+            raise RefusalError(
+                400, "store=true needs a server that keeps responses; --max-conversations is 0 here. Leave it out.", "store"
+            )
+        return None if fields.previous_response_id is None else self.conversations.find(fields.previous_response_id)
+
+    async def make_job(self, fields: ChatFields | CompletionFields, last: Stored | None) -> Job:
+        """Encodes and checks a call."""
+        if last is None:
+            kv_format = self.service.engine.options.kv_format
+            return await asyncio.to_thread(make_job, self.encoder, fields, self.options, kv_format)
+        assert isinstance(fields, ChatFields)
+        assert last.ticket is not None
         try:
-            for group in job.groups:
-                tickets.append(self.service.submit_requests(group, job.fields.stream))
-        except Exception:
-            for ticket in tickets:
-                ticket.cancel()
-            raise
+            row = self.service.kept_row(last.ticket)
+        except ValueError as error:  # such as after a reset
+            raise RefusalError(404, str(error), "previous_response_id") from None
+        return await asyncio.to_thread(make_turn, self.encoder, fields, self.options, row, last.messages)
+
+    def submit(self, job: Job, head: Head, last: Stored | None) -> list[Ticket]:
+        """Submits all requests of a call, or none; stores the response, if it is to be stored."""
+        tickets: list[Ticket] = []
+        fields = job.fields
+        if last is not None:
+            assert isinstance(fields, ChatFields)
+            assert fields.previous_response_id is not None
+            assert job.row is not None
+            self.conversations.find(fields.previous_response_id)  # another call may have continued it in the meantime
+            assert last.ticket is not None
+            before = [*last.messages, last.reply]
+            tickets.append(self.service.extend_request(last.ticket, job.groups[0][0], job.row, streams=fields.stream))
+            self.conversations.go_on(fields.previous_response_id, head.id)
+        else:
+            before = []
+            try:
+                for group in job.groups:
+                    tickets.append(self.service.submit_requests(group, fields.stream))
+            except Exception:
+                for ticket in tickets:
+                    ticket.cancel()
+                raise
+        if isinstance(fields, ChatFields) and fields.store and tickets:
+            messages = [*before, *map(flat, fields.messages)]
+            self.conversations.add(head.id, Stored(tickets[0], messages, job.thinks))
         return tickets
 
     async def score(self, job: Job) -> list[list[Likely | None]] | None:
@@ -276,6 +319,7 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
+        server.conversations.close()
         server.encoder.close()
 
     async def refuse(request: Request, error: Any) -> Response:

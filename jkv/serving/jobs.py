@@ -1,6 +1,7 @@
 """Jobs: a client's fields become checked requests of the engine."""
 
 import dataclasses
+import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import shown
+from jkv.engine import turns
+from jkv.engine.conversations import KeptRow
 from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.model.chat_template import ChatRenderer, has_chat_template
@@ -29,12 +32,14 @@ class Job:
       prompts: token ids.
       groups: the requests of each prompt; none where only the prompt is asked for.
       thinks: whether the first prompt ends in thinking.
+      row: of the response that it continues, if it continues one.
     """
 
     fields: ChatFields | CompletionFields
     prompts: list[np.ndarray]
     groups: list[list[Request]]
     thinks: bool
+    row: KeptRow | None = None
 
     @property
     def num_samples(self) -> int:
@@ -84,6 +89,33 @@ class Encoder:
             text = self._renderer.render(messages, **options)
             return encode_prompt(self.model, 0, text, is_chat=True)
 
+    def encode_after(self, history: list[Any], messages: Any, last_token: int, **options: Any) -> np.ndarray:
+        """Token ids of new messages after a reply, in the template's own form: from the end of the reply on.
+
+        `history` are the messages before the reply, whose last token is `last_token`; if that is the mark that ends a reply, it
+        is not repeated.
+
+        Raises:
+          ValueError: as `encode_chat`; or the template does not write a reply as it is, so that nothing comes after it.
+        """
+        if self._renderer is None:
+            raise ValueError("Chat messages need a model with a chat template; this one has none. Use /v1/completions.")
+        if not isinstance(messages, list) or not messages:
+            raise ValueError(f"messages must be a list of at least one new message; got {shown(messages)}.")
+        messages, mark = [flat(message) for message in messages], f"reply-{secrets.token_hex(8)}"
+        whole = [*history, {"role": "assistant", "content": mark}, *messages]
+        check_messages(self.model, 0, whole)
+        with self._lock:
+            text = self._renderer.render(whole, **options)
+            if text.count(mark) != 1:
+                raise ValueError(
+                    "previous_response_id needs a chat template that writes each reply once, as it is; this model's wrote it "
+                    f"{text.count(mark)} times. Send the whole conversation without previous_response_id."
+                )
+            after = text.partition(mark)[2]
+            ids = encode_prompt(self.model, 0, after, is_chat=True) if after else np.zeros(0, np.int32)
+        return ids[1:] if len(ids) and ids[0] == last_token and last_token in self.model.config.end_ids else ids
+
 
 def flat(message: Any) -> Any:
     """A message whose content is a text, also where it came in parts.
@@ -97,6 +129,27 @@ def flat(message: Any) -> Any:
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise ValueError(f"The parts of a message must be texts; got {shown(parts)}. Leave out images and sounds.")
     return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def make_turn(encoder: Encoder, fields: ChatFields, options: ServerOptions, row: KeptRow, history: list[Any]) -> Job:
+    """Encodes and checks a call that continues a response, which left a row; `history` are the messages before that.
+
+    Raises:
+      ValueError: a request that the model cannot serve, or another policy than the conversation's.
+    """
+    model, policy = encoder.model, row.request.policy
+    if (fields.policy is not None or fields.settings) and policy_of(fields, options) != policy:
+        raise ValueError(f"A conversation keeps its policy, {policy}; got another with previous_response_id. Leave it out.")
+    template = {"add_generation_prompt": fields.add_generation_prompt} | dict(fields.chat_template_kwargs or {})
+    new = encoder.encode_after(history, fields.messages, int(row.transcript.tokens[-1]), **template)
+    request_options = RequestOptions(
+        sampling=fields.sampling(model),
+        max_new_tokens=fields.limit,
+        stop_ids=fields.stop_ids(model),
+        stop_strings=fields.stop_strings,
+    )
+    request = turns.next_request(model, row, new, request_options, fields.store)
+    return Job(fields, [request.prompt], [[request]], ends_in_thinking(model, request.prompt), row)
 
 
 def make_job(
@@ -128,7 +181,8 @@ def make_job(
         )
         salt = fields.cache_salt or ""
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
-        groups = [[dataclasses.replace(request, cache_salt=salt) for request in group] for group in made]
+        keep = isinstance(fields, ChatFields) and fields.store
+        groups = [[dataclasses.replace(request, cache_salt=salt, keep=keep) for request in group] for group in made]
     return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]))
 
 

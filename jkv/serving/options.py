@@ -20,6 +20,9 @@ class ServerOptions:
       api_key: what clients send as a bearer key; None asks for none.
       max_body: bytes of a request's body.
       max_waiting: samples that may wait for a row; more are refused with status 429.
+      max_conversations: responses whose rows are kept at a time, for requests with `store`; the oldest are forgotten first. 0
+        keeps none.
+      conversation_seconds: how long each is kept after its end.
       time_limit: seconds after which a request ends with what it has.
       body_seconds: seconds in which a body must arrive.
       send_seconds: seconds in which a client must take what a stream sends; a slower one is dropped.
@@ -35,6 +38,8 @@ class ServerOptions:
     api_key: str | None = None
     max_body: int = 1 << 22
     max_waiting: int = 256
+    max_conversations: int = 64
+    conversation_seconds: float = 1800.0
     time_limit: float = 3600.0
     body_seconds: float = 30.0
     send_seconds: float = 60.0
@@ -44,9 +49,10 @@ class ServerOptions:
             if name not in POLICIES:
                 raise ValueError(f"allowed must be of {', '.join(POLICIES)}; got {shown(name)}.{did_you_mean(name, POLICIES)}")
         check_counts(max_body=self.max_body)
-        if typed("max_waiting", self.max_waiting, int) < 0:
-            raise ValueError(f"max_waiting must be at least 0; got {self.max_waiting}.")
-        for name in ("time_limit", "body_seconds", "send_seconds"):
+        for name in ("max_waiting", "max_conversations"):
+            if typed(name, getattr(self, name), int) < 0:
+                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}.")
+        for name in ("time_limit", "body_seconds", "send_seconds", "conversation_seconds"):
             if not typed(name, getattr(self, name), float) > 0:
                 raise ValueError(f"{name} must be above 0 seconds; got {getattr(self, name)}.")
         key = typed("api_key", self.api_key, str | None)

@@ -122,7 +122,12 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatFields(Fields):
-    """A body of `/v1/chat/completions`."""
+    """A body of `/v1/chat/completions`.
+
+    Attributes:
+      store: whether the response's row is kept, so that a later request may continue it.
+      previous_response_id: the response that this request continues; `messages` then holds the new messages alone.
+    """
 
     messages: list[Any]
     max_completion_tokens: int | None = None
@@ -132,10 +137,24 @@ class ChatFields(Fields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     include_reasoning: bool = True
+    store: bool = False
+    previous_response_id: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_top(self.top_logprobs, self)
+        is_talk = self.store or self.previous_response_id is not None
+        if is_talk and self.n != 1:
+            raise ValueError(f"n must be 1 with store or previous_response_id, as a conversation is one text; got {self.n}.")
+        if self.store and self.stop_strings:
+            raise ValueError(
+                f"stop cannot end a response with store=true, whose row would hold tokens from beyond it; got "
+                f"{shown(self.stop)}. Use stop_token_ids."
+            )
+        if self.previous_response_id is not None and self.continue_final_message:
+            raise ValueError(
+                "continue_final_message needs the whole conversation; got it with previous_response_id. Leave one out."
+            )
 
     @property
     def limit(self) -> int | None:
@@ -213,7 +232,7 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
             neutral, why = REFUSED[name]
             if value is not None and value != neutral:
                 raise RefusalError(400, f"{name} is not served, because {why}; got {shown(value)}. Leave it out.", name)
-        elif name in IGNORED:
+        elif name in IGNORED and name not in known:
             ignored.append(name)
         elif value is None:
             continue

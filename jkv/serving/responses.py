@@ -35,11 +35,15 @@ class Head:
         """Whether it is of the chat endpoint."""
         return self.kind == "chat.completion"
 
+    @property
+    def id(self) -> str:
+        """The response's id."""
+        return f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.name}"
+
     def body(self, choices: list[dict[str, Any]], is_chunk: bool = False, **more: Any) -> dict[str, Any]:
         """A response, or a chunk of a stream."""
         kind = self.kind + ".chunk" * (is_chunk and self.is_chat)
-        prefix = "chatcmpl" if self.is_chat else "cmpl"
-        head = {"id": f"{prefix}-{self.name}", "object": kind, "created": self.created, "model": self.model}
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         return {**head, "choices": choices, **more}
 
 
@@ -106,7 +110,8 @@ def text_log_probs(
 def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], thinks: bool, is_chat: bool) -> dict[str, Any]:
     """Tokens of prompts and completions, and what the cache held of them at the end.
 
-    `cached_tokens` are those of prompts that the prefix cache held when the first sample of each started.
+    `cached_tokens` are those of prompts that the prefix cache, or a conversation's row, held when the first sample of each
+    started.
 
     `kv` has tokens averaged over layers and KV heads and summed over samples, and the sum of the samples' peak bytes.
     """

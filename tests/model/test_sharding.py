@@ -17,9 +17,9 @@ from jaxtyping import Array, Float, Int
 from jkv.engine import mesh, programs
 from jkv.engine.chunk_inputs import Needs, empty_state
 from jkv.engine.programs import ChunkInputs, State
+from jkv.model.params import ModelConfig, weight_shapes
 from jkv.model.sharding import P as Spec
 from jkv.model.sharding import leaf_hints, letters_of, spec_of, specs_of
-from jkv.model.params import ModelConfig, weight_shapes
 from jkv.testing import TINY, adapted, unfolded
 
 ROOT = Path(__file__).parents[2]

@@ -15,6 +15,7 @@ import jkv
 from jkv.replay.on_mesh import mesh_of
 from jkv.rl import log_probs, make_batch, policy_loss
 from jkv.testing import TINY, tiny_model
+from tests.support.mixes import LOOSE, BreakingTokenizer
 
 CONFIG = dataclasses.replace(TINY, num_query_heads=8, num_kv_heads=4)
 PROMPTS = [list(range(20)), [5, 1, 9], [7]]
@@ -23,9 +24,9 @@ POLICIES = {
     "r_kv": jkv.r_kv(16, 8, window=4),
     "moving-sinks": jkv.streaming_llm(12, interval=8, positions="cache"),
     "seal": jkv.seal(jkv.SteeringVector(np.random.default_rng(0).standard_normal((2, 32)).astype(np.float32)), strength=0.7),
-    "shared": jkv.reason_cache(percentile=100.0, warm_up=1, include_prompt=True),
+    "shared": jkv.reason_cache(include_prompt=True, **LOOSE),
 }
-SHAPES = [(1, 4), (2, 1), (2, 2), (4, 2), (8, 1)]
+SHAPES = [(1, 4), (2, 2), (8, 1)]
 
 
 def mesh_on(shape):
@@ -34,7 +35,7 @@ def mesh_on(shape):
 
 @pytest.fixture(scope="module")
 def model():
-    return tiny_model(config=CONFIG)
+    return tiny_model(config=CONFIG, tokenizer=BreakingTokenizer())
 
 
 @pytest.fixture(scope="module", params=[*POLICIES, "int8"])
@@ -57,7 +58,12 @@ def test_scores_are_those_of_one_device(model, out):
     for shape in SHAPES:
         split = dataclasses.replace(model, params=jkv.shard(model.params, mesh_on(shape)))
         got = np.asarray(jkv.score(split, out, out.trace, max_tokens=1).logprobs)  # the mesh is that of the weights
-        np.testing.assert_allclose(got, wanted, atol=2e-5)
+        apart = np.abs(got - wanted)
+        if out.trace.kv_format is None:
+            assert apart.max() <= 2e-5
+        else:  # partial sums are added in another order, and a number between two codes may get the other one
+            assert np.percentile(apart, 90) <= 2e-5
+            assert apart.max() <= 2e-2
     end = out.trace.end.copy()
     end[..., :3] = np.minimum(end[..., :3], 4)  # as if the first tokens had been evicted at once
     assert np.abs(np.asarray(jkv.score(split, out, out.trace._replace(end=end)).logprobs) - wanted).max() > 1e-3
@@ -71,10 +77,11 @@ def test_the_loss_and_its_gradient_are_those_of_one_device(model, batch):
     for shape in SHAPES:
         on = mesh_on(shape)
         (got, metrics), sharded = grad(jkv.shard(model.params, on), batch, mesh=on)
-        assert float(got) == pytest.approx(float(wanted), abs=1e-5)
-        assert float(metrics["difference"]["max"]) < 1e-4
+        is_exact = batch.columns.kv_format is None
+        assert float(got) == pytest.approx(float(wanted), abs=1e-5 if is_exact else 1e-3)
+        assert float(metrics["difference"]["max"]) < (1e-4 if is_exact else 2e-2)
         for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(sharded), strict=True):
-            np.testing.assert_allclose(other, one, atol=2e-5 * max(1, norm))
+            np.testing.assert_allclose(other, one, atol=(2e-5 if is_exact else 1e-3) * max(1, norm))
 
 
 def test_the_mesh_is_that_of_the_argument_of_the_weights_or_of_the_program(model):

@@ -129,8 +129,11 @@ def assert_engine_is_consistent(engine: Engine) -> None:
     freed = engine.scheduler._freed  # by the next step: a prefix whose last sample was cancelled
     prefixes = [prefix for prefix in (*engine.scheduler.prefixes.values(), *freed) if prefix.start]
     block_tables = [prefix.start.snapshot.block_table for prefix in prefixes]
+    conversations = engine.scheduler.conversations
+    assert not [*conversations.leaving, *conversations.swapping]
+    block_tables += [kept.snapshot.block_table for kept in (*conversations.in_pool, *conversations.freed) if kept.snapshot]
     block_tables += [table_of(piece, pool) for piece in engine.scheduler.prefix_cache._pages.values()]
     assert not engine.scheduler.prefix_cache._evicted
     assert_allocator_is_consistent(pool, [jax.device_get(block_table) for block_table in block_tables])
-    reserved = engine.scheduler.reserved + sum(prefix.num_pages for prefix in freed)
+    reserved = engine.scheduler.reserved + sum(one.num_pages for one in (*freed, *conversations.freed))
     assert len(pool.refcount) - 1 - pool.free_top <= min(reserved, engine.num_pages)

@@ -1,0 +1,182 @@
+"""Rows that stay between the turns of a conversation: where they are, and which of them goes to the host first.
+
+A request that is submitted with `keep=True` leaves its row when it finishes: its pages stay in the pool, counted as reserved,
+and its row of the batch is free. When pages are needed, kept rows are swapped out to host memory, the least recently used
+first, before a running row is preempted. The next turn (`jkv.engine.turns`) attaches the row again, and prefills its new tokens
+alone.
+
+Host arithmetic, no device: `jkv.engine.turns` moves the pages.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jkv.checks import shown
+from jkv.engine.programs import Snapshot
+from jkv.engine.requests import Request
+from jkv.engine.swap import SwappedRow
+from jkv.reasoning.sentences import SentenceLog
+from jkv.replay.trace import TraceRecorder
+
+ENDS = ("stop", "length")  # finish reasons after which a row is kept
+MOST_ENDED = 10_000  # tickets of which it is remembered why they have no row any more
+
+
+@dataclasses.dataclass(frozen=True)
+class Transcript:
+    """A conversation up to the end of a turn, as one sequence: prompts, completions and the tokens between them.
+
+    Attributes:
+      tokens: `[T]` int32.
+      loss_mask: `[T]` bool, True for tokens that the model drew.
+      logprobs: `[T]` float32, as `Result.logprobs`; 0 for tokens that it did not draw.
+      versions: `[T]` int32, of the weights behind each drawn token; for others, of those that prefilled them.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+
+
+@dataclasses.dataclass(eq=False)
+class KeptRow:
+    """A row between two turns, in the pool or in host memory.
+
+    Attributes:
+      request: of the turn that ended.
+      transcript: everything up to its end.
+      filled, heads, keeps_all, sentences, trace: see `jkv.engine.samples.Sample`.
+      evicted, compactions: see `jkv.engine.samples.Completion`.
+      num_pages: the most pages that it holds.
+      snapshot: its block table, logits and queries, where its pages are in the pool.
+      swapped: its copy in host memory.
+    """
+
+    request: Request
+    transcript: Transcript
+    filled: Any
+    heads: Any
+    keeps_all: bool
+    sentences: SentenceLog | None
+    trace: TraceRecorder | None
+    evicted: float
+    compactions: int
+    num_pages: int
+    snapshot: Snapshot | None = None
+    swapped: SwappedRow | None = None
+
+
+class Conversations:
+    """All kept rows of an engine.
+
+    Attributes:
+      in_pool: those whose pages the pool holds, the least recently used first.
+      leaving: rows of the batch that are to be detached, by row.
+      swapping: those that are to be swapped out.
+      freed: those whose pages are to be freed.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, int], KeptRow] = {}  # by ticket and sample
+        self._ended: dict[int, str] = {}
+        self.in_pool: dict[KeptRow, None] = {}
+        self.leaving: dict[int, KeptRow] = {}
+        self.swapping: list[KeptRow] = []
+        self.freed: list[KeptRow] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool that are reserved for kept rows."""
+        return sum(kept.num_pages for kept in self.in_pool)
+
+    def pages_of(self, kept: KeptRow | None) -> int:
+        """Those of one of them."""
+        return kept.num_pages if kept is not None and kept in self.in_pool else 0
+
+    def add(self, ticket: int, sample: int, kept: KeptRow) -> None:
+        """Keeps the row of a sample that finished."""
+        self._rows[ticket, sample] = kept
+
+    def detach(self, row: int, ticket: int, sample: int) -> bool:
+        """Takes a finished sample's row from the batch, if it is kept; it is then the most recently used one."""
+        kept = self._rows.get((ticket, sample))
+        if kept is None:
+            return False
+        self.leaving[row] = kept
+        self.in_pool[kept] = None
+        return True
+
+    def find(self, ticket: int, sample: int) -> KeptRow:
+        """The row that a sample's next turn continues.
+
+        Raises:
+          ValueError: there is none.
+        """
+        kept = self._rows.get((ticket, sample))
+        if kept is None:
+            why = self._ended.get(ticket, "it was never given, or its request was not submitted with keep=True")
+            raise ValueError(
+                f"extend continues a finished request that was kept; sample {shown(sample)} of ticket {shown(ticket)} has no "
+                f"row: {why}. Submit the conversation again, with keep=True."
+            )
+        return kept
+
+    def use(self, ticket: int, sample: int, kept: KeptRow) -> None:
+        """Gives a row to its next turn, which waits for a place in the batch.
+
+        Raises:
+          ValueError: another turn has it, or it is gone.
+        """
+        if self.find(ticket, sample) is not kept:
+            raise ValueError(f"extend continues a request once; that of ticket {ticket} was replaced. Take the last ticket.")
+        self._remove(ticket, sample, "it was extended, and the conversation goes on in the later ticket")
+        if kept in self.in_pool:
+            del self.in_pool[kept]
+            self.in_pool[kept] = None
+
+    def attach(self, kept: KeptRow | None) -> None:
+        """A row gets a place in the batch again: its pages are the running sample's."""
+        if kept is not None:
+            self.in_pool.pop(kept, None)
+
+    def swap_out(self, other_than: KeptRow | None = None) -> bool:
+        """Decides that the least recently used row is swapped out; False if there is none."""
+        kept = next((one for one in self.in_pool if one is not other_than), None)
+        if kept is not None:
+            del self.in_pool[kept]
+            self.swapping.append(kept)
+        return kept is not None
+
+    def free(self, kept: KeptRow | None) -> None:
+        """Frees a row that no turn continues."""
+        if kept is not None:
+            self.in_pool.pop(kept, None)
+            self.swapping = [one for one in self.swapping if one is not kept]
+            self.freed.append(kept)
+
+    def release(self, ticket: int) -> None:
+        """Frees the rows of a ticket, if it has any."""
+        for number, sample in [key for key in self._rows if key[0] == ticket]:
+            self.free(self._rows[number, sample])
+            self._remove(number, sample, "it was closed")
+
+    def lose(self) -> None:
+        """Forgets the rows that were in the pool, which is lost; those in host memory stay."""
+        for ticket, sample in [key for key, kept in self._rows.items() if kept.swapped is None]:
+            self._remove(ticket, sample, "the pool was lost with it, and the engine reset")
+        self.in_pool.clear()
+        self.leaving.clear()
+        self.swapping.clear()
+        self.freed.clear()
+
+    def _remove(self, ticket: int, sample: int, why: str) -> None:
+        del self._rows[ticket, sample]
+        self._ended[ticket] = why
+        while len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]

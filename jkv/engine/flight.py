@@ -1,0 +1,39 @@
+"""A chunk of decode steps that is dispatched, and what the host reads of it."""
+
+import dataclasses
+from typing import Any
+
+from jkv.engine.samples import RowOutputs, Sample
+
+
+@dataclasses.dataclass
+class Flight:
+    """A chunk that is dispatched and not read yet.
+
+    Attributes:
+      rows: the samples that it decodes, by row.
+      outputs: a `ChunkOutputs` on the device.
+      num_steps: its decode steps.
+      version: of the weights that run it.
+      compactions: those dispatched after it before it was read: the sample and what `Runner._compact_row` returned.
+    """
+
+    rows: dict[int, Sample]
+    outputs: Any
+    num_steps: int
+    version: int
+    compactions: list[tuple[Sample, Any, Any, Any]] = dataclasses.field(default_factory=list)
+
+    def by_row(self, outputs: Any) -> dict[int, RowOutputs]:
+        """The outputs, on the host, of each row that is not finished."""
+        log_prob_full = outputs.log_prob if outputs.log_prob_full is None else outputs.log_prob_full
+        counts = outputs.is_real.sum(axis=0)
+
+        def row(i: int) -> RowOutputs:
+            tokens, log_probs, full = (x[: counts[i], i].tolist() for x in (outputs.token, outputs.log_prob, log_prob_full))
+            dropped, is_read = (None if x is None else x[: counts[i], :, i] for x in (outputs.dropped, outputs.is_read))
+            steered, hidden = (None if x is None else x[: counts[i], i] for x in (outputs.steered, outputs.hidden))
+            goes_on = bool(outputs.is_running[i])
+            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden)
+
+        return {i: row(i) for i, sample in self.rows.items() if not sample.is_finished}

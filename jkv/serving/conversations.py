@@ -1,0 +1,118 @@
+"""Conversations that clients go on with by the id of the last response: their rows stay in the engine (`jkv.engine.turns`).
+
+All of it runs in the event loop, but for the end of a request, which the engine's thread announces.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from typing import Any
+
+from jkv.checks import shown
+from jkv.engine.conversations import ENDS
+from jkv.engine.tickets import Ticket
+from jkv.serving.errors import RefusalError
+from jkv.serving.options import ServerOptions
+from jkv.serving.responses import message_of
+
+
+@dataclasses.dataclass(eq=False)
+class Stored:
+    """A response that a client may go on with.
+
+    Attributes:
+      ticket: of its request; None once another response continues it.
+      messages: of the conversation, those of its request included.
+      thinks: whether its prompt ends in thinking.
+      later: the id of the response that continues it, if one does.
+    """
+
+    ticket: Ticket | None
+    messages: list[Any]
+    thinks: bool
+    later: str = ""
+
+    @property
+    def reply(self) -> dict[str, Any]:
+        """The response's own message, once it is finished."""
+        assert self.ticket is not None
+        text = self.ticket.result().text
+        assert text is not None
+        return {"role": "assistant", "content": message_of(text[0], self.thinks, False)["content"]}
+
+
+class Conversations:
+    """The responses that are kept, by id, the oldest first; each for a limited time after it was finished.
+
+    Args:
+      options: how many there may be, and for how long.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self._stored: dict[str, Stored] = {}
+
+    def __len__(self) -> int:
+        """How many have a row, or will have one."""
+        return sum(one.ticket is not None for one in self._stored.values())
+
+    def find(self, name: str) -> Stored:
+        """The response with an id, finished and not continued yet.
+
+        Raises:
+          RefusalError: 404 where there is none, 409 where it runs or another response continues it.
+        """
+        one, field = self._stored.get(name), "previous_response_id"
+        if one is None:
+            raise RefusalError(
+                404,
+                f"{field} must be the id of a response that was sent with store=true, finished by itself, and is no older than "
+                f"{self.options.conversation_seconds:g} seconds; got {shown(name)}. Send the whole conversation without it.",
+                field,
+            )
+        if one.ticket is None:
+            raise RefusalError(409, f"{field} must be the last response; {one.later} continues {name}. Send that one.", field)
+        if not one.ticket.done():
+            raise RefusalError(409, f"{field} must be a finished response; {name} still runs. Wait for its end.", field)
+        return one
+
+    def add(self, name: str, one: Stored) -> None:
+        """Stores a response whose request is submitted. With more than may be stored, the oldest are forgotten."""
+        loop, ticket = asyncio.get_running_loop(), one.ticket
+        assert ticket is not None
+        self._stored[name] = one
+        while len(self) > self.options.max_conversations:
+            self.forget(next(name for name, one in self._stored.items() if one.ticket is not None))
+
+        def ended(ticket: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the server with it
+                loop.call_soon_threadsafe(self._ended, name, ticket)
+
+        ticket.add_done_callback(ended)
+
+    def go_on(self, last: str, name: str) -> None:
+        """Notes which response continues another one. Its row is the later one's."""
+        one = self._stored[last]
+        one.ticket, one.later, one.messages = None, name, []
+
+    def _ended(self, name: str, ticket: Ticket) -> None:
+        """Lets a finished response expire, or forgets one that did not end by itself."""
+        is_whole = not ticket.cancelled() and ticket.exception() is None and ticket.result().finish_reason[0] in ENDS
+        if is_whole:
+            seconds = self.options.conversation_seconds
+            asyncio.get_running_loop().call_later(seconds, functools.partial(self.forget, name))
+        else:
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Forgets a response and frees its row; what was forgotten already stays so."""
+        one = self._stored.pop(name, None)
+        if one is not None and one.ticket is not None:
+            with contextlib.suppress(RuntimeError):  # the service is closed
+                one.ticket.close()
+
+    def close(self) -> None:
+        """Forgets all of them."""
+        for name in list(self._stored):
+            self.forget(name)
