@@ -284,7 +284,9 @@ def sinks_and_steering(trace: Trace, total: int) -> tuple[Any, Any, Any]:
     def fit(x: np.ndarray) -> Array:
         return jnp.asarray(np.pad(x[:, :total], [(0, 0), (0, max(0, total - x.shape[1]))]))
 
-    steer = None if trace.steer is None else trace.steer._replace(amount=fit(trace.steer.amount))
+    steer = None
+    if trace.steer is not None:
+        steer = SteerTrace(fit(trace.steer.amount), jnp.asarray(trace.steer.layer), jnp.asarray(trace.steer.vector))
     if trace.sinks is None or trace.sink_shift is None:
         return None, None, steer
     return jnp.asarray(trace.sinks), fit(trace.sink_shift), steer
