@@ -1,6 +1,4 @@
-"""Where a running sum over values in their order reaches a limit, without sorting them: how the highest scores are kept and
-distributions are cut.
-"""
+"""Where a running sum over values in their order reaches a limit, without sorting them: how distributions are cut."""
 
 from collections.abc import Callable
 from functools import partial

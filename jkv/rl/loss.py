@@ -36,7 +36,7 @@ def policy_loss(
     mean: str = "tokens",
     reference: Float[Array, "N T"] | None = None,
     beta: float = 0.0,
-    denominator: Float[Array, ""] | float | None = None,
+    denominator: Array | float | None = None,
     mesh: AnyMesh | None = None,
     remat: bool = True,
 ) -> tuple[Float[Array, ""], dict[str, Any]]:
@@ -100,7 +100,7 @@ def policy_loss(
         loss, counts = row_means(loss_NT, batch.mask), batch.mask.any(axis=1)
     if denominator is None:
         return share(loss, counts), metrics
-    return jnp.where(counts, loss, 0.0).sum() / denominator, metrics
+    return jnp.where(counts, loss, 0.0).sum() / jnp.asarray(denominator, jnp.float32), metrics
 
 
 def spread(value: Float[Array, "N T"], mask: Array) -> dict[str, Float[Array, ""]]:

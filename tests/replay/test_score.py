@@ -77,6 +77,11 @@ def test_more_tokens_than_a_program_holds_are_scored_alike(model, squeezed):
     np.testing.assert_allclose(apart.logprobs, whole.logprobs, atol=1e-5)
 
 
+def test_a_program_of_no_tokens_is_refused(model, squeezed):
+    with pytest.raises(ValueError, match="max_tokens must be at least 1; got 0"):
+        jkv.score(model, squeezed, max_tokens=0)
+
+
 @pytest.mark.rounding
 def test_general_columns_with_sources_equal_the_short_form(model, squeezed):
     """A trace whose columns are shuffled is still the same attention."""

@@ -76,6 +76,28 @@ def test_the_gradient_is_that_of_advantage_times_weight_times_log_probability(mo
             np.testing.assert_allclose(one, other, rtol=5e-3, atol=2e-6)
 
 
+@pytest.mark.parametrize("mean", ["tokens", "sequences"])
+@pytest.mark.parametrize("sizes", [(9,), (4, 5), (1, 2, 6)], ids=str)
+def test_microbatches_of_any_split_add_up_to_one_gradient(model, batches, mean, sizes):
+    batch = batches[True]
+    counts = batch.mask if mean == "tokens" else batch.mask.any(axis=1)
+    grad = jax.value_and_grad(lambda p, b, n: policy_loss(p, b, mean=mean, denominator=n)[0])
+    whole = jax.value_and_grad(lambda p: policy_loss(p, batch, mean=mean)[0])(model.params)
+    starts = np.cumsum((0, *sizes))
+    pieces = [jax.tree.map(lambda x, a=a, b=b: x[a:b], batch) for a, b in zip(starts, starts[1:], strict=False)]
+    parts = [grad(model.params, piece, counts.sum()) for piece in pieces]
+    total = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(total), strict=True):
+        np.testing.assert_allclose(other, one, atol=2e-6, rtol=1e-4)
+
+
+def test_a_layer_computed_once_more_gives_the_same_gradient(model, batches):
+    """What it keeps less is counted in `tests/aot/test_training_on_mesh.py`."""
+    kept, again = (jax.grad(lambda p, r=r: policy_loss(p, batches[True], remat=r)[0])(model.params) for r in (False, True))
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(other, one, atol=1e-6, rtol=1e-5)
+
+
 def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient(model, batches):
     empty = batches[True].replace(mask=jnp.zeros_like(batches[True].mask))
     value, gradient = jax.value_and_grad(lambda p: policy_loss(p, empty)[0])(model.params)
@@ -90,6 +112,7 @@ def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient(model, batches):
         ({"mean": "rows"}, "over tokens or sequences; got 'rows'"),
         ({"beta": 0.1}, "no reference. Score it with"),
         ({"correction": "pop"}, "mode must be of"),
+        ({"denominator": 0.0}, "denominator must be positive.*got 0"),
     ],
 )
 def test_settings_that_make_no_loss_are_refused(model, batches, options, words):
