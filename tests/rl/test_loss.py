@@ -1,5 +1,7 @@
 """The loss against a loop over tokens, its three ways, its means, and how exact the replay's ratio is."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,7 +86,7 @@ def test_microbatches_of_any_split_add_up_to_one_gradient(model, batches, mean, 
     grad = jax.value_and_grad(lambda p, b, n: policy_loss(p, b, mean=mean, denominator=n)[0])
     whole = jax.value_and_grad(lambda p: policy_loss(p, batch, mean=mean)[0])(model.params)
     starts = np.cumsum((0, *sizes))
-    pieces = [jax.tree.map(lambda x, a=a, b=b: x[a:b], batch) for a, b in zip(starts, starts[1:], strict=False)]
+    pieces = [jax.tree.map(lambda x, a=a, b=b: x[a:b], batch) for a, b in itertools.pairwise(starts)]
     parts = [grad(model.params, piece, counts.sum()) for piece in pieces]
     total = jax.tree.map(lambda *leaves: sum(leaves), *parts)
     for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(total), strict=True):
