@@ -360,7 +360,8 @@ def allocate(pool: Pool, is_needed: Bool[Array, "..."]) -> tuple[Pool, Int[Array
     is_given = is_needed & (rank <= pool.free_top)
     page = jnp.where(is_given, pool.free_stack[jnp.maximum(pool.free_top - rank, 0)], NULL_PAGE)
     refcount = pool.refcount.at[jnp.where(is_given, page, pool.refcount.shape[0])].set(1, mode="drop")
-    return pool.replace(refcount=refcount, free_top=pool.free_top - rank.reshape(-1)[-1]), page
+    num_needed = rank.reshape(-1)[-1:].sum(dtype=jnp.int32)  # the last rank; 0 where there are no entries
+    return pool.replace(refcount=refcount, free_top=pool.free_top - num_needed), page
 
 
 def drop_references(pool: Pool, page: Int[Array, "..."], is_dropped: Bool[Array, "..."]) -> Pool:
