@@ -59,7 +59,7 @@ HOSTILE = {  # name -> template, the line that fails, what the message says
     "format": ("a\n{{ '%9999999999d' % 1 }}", 2, "512 MiB"),
     "format-method": ("a\n{{ '{:>9999999999}'.format(1) }}", 2, "512 MiB"),
     "doubling": ("{% set s = namespace(t='x') %}\n{% for a in range(99) %}{% set s.t = s.t + s.t %}{% endfor %}", 2, "512 MiB"),
-    "lipsum": ("\n{{ lipsum(n=100000000) }}", 2, ""),
+    "lipsum": ("\n{{ lipsum(n=100000000) }}", "lines? (1 to )?2[:,]", ""),  # short of memory, Python may lose the frame
     "long-output": ("{% for a in range(9999) %}\n{{ 'x' * 1000 }}{% endfor %}", None, "8,388,608 characters"),
     "recursion": ("\n{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", 2, "RecursionError"),
     "mutual-recursion": (
@@ -101,7 +101,7 @@ def test_a_hostile_template_is_a_value_error_with_its_line(template, line, says,
     renderer.template = template
     renderer.seconds = SECONDS if says == SLOW else 30.0  # so that a busy machine does not end the others by the clock
     begin = time.monotonic()
-    place = f"line {line}:" if line else "line"
+    place = f"line {line}:" if isinstance(line, int) else line or "line"
     with pytest.raises(ValueError, match=rf"(?s)template of org/model must.*{place}.*{says}.*Correct chat_template"):
         renderer.render(TURNS[:2])
     assert time.monotonic() - begin < 60  # of which most are imports

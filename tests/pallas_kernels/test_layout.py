@@ -26,7 +26,7 @@ OPTIONAL = {
     "pieces.py",
 }  # `pallas`: what gpu and tpu share
 ORDER = (
-    {"choice", "dispatch", "launch", "models", "native_library", "prebuilt", "quantised", "timing"},
+    {"choice", "dispatch", "hadamard", "launch", "models", "native_library", "prebuilt", "quantised", "timing"},
     {"peers"},
     {"bench"},
 )  # the folders lie below `peers`

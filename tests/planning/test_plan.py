@@ -46,6 +46,7 @@ PUBLISHED = {  # weights, as the checkpoints' own indices count them
     "phi-4": 14_659_507_200,
     "qwq-32b": 32_763_876_352,
     "qwen3-30b-a3b": 30_532_122_624,
+    "smollm3-3b": 3_075_098_624,
     "r1-llama-8b": 8_030_261_248,
     "r1-qwen-1.5b": 1_777_088_000,
     "r1-qwen-7b": 7_615_616_512,
