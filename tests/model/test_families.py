@@ -119,7 +119,7 @@ def test_a_made_up_family_is_checked_like_the_others(made_up, tmp_path):
 
 
 def test_without_its_line_a_family_is_refused_and_the_known_ones_are_listed():
-    with pytest.raises(ValueError, match="must be one of llama, qwen2, .*phi3, smollm3; got 'made_up'"):
+    with pytest.raises(ValueError, match=r"must be one of llama, qwen2, .*phi3, smollm3; got 'made_up'"):
         find_family("made_up")
 
 
