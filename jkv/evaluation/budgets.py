@@ -49,7 +49,7 @@ def parse_budget(budget: str | int) -> Budget:
       ValueError: neither slots nor bytes nor a share.
 
     >>> parse_budget("25% each")
-    Budget(slots=None, share=0.25, is_each=True)
+    Budget(slots=None, share=0.25, is_each=True, num_bytes=None)
     """
     text = str(budget).strip()
     number, percent, rest = text.partition("%")

@@ -10,7 +10,7 @@ from jkv.checks import shown, size
 from jkv.policies.policy import Policy, noted
 
 UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-TEXT = re.compile(r"\s*(\d{1,12}(?:\.\d{1,12})?)\s*(B|kB|KB|MB|GB|KiB|MiB|GiB)\s*")
+TEXT = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) {0,4}(B|kB|KB|MB|GB|KiB|MiB|GiB)")
 PROBE = 1 << 24  # slots that every recipe takes, to check its other settings at once
 MOST_SLOTS = 1 << 30
 
@@ -101,7 +101,7 @@ def parse_bytes(text: str, name: str = "a budget") -> int:
     >>> parse_bytes("64MB"), parse_bytes("1.5 KiB")
     (64000000, 1536)
     """
-    found = TEXT.fullmatch(text)
+    found = TEXT.fullmatch(text.strip())
     num_bytes = int(float(found[1]) * UNITS[found[2]]) if found else 0
     if num_bytes < 1:
         raise ValueError(f'{name} must be a whole number of slots, or bytes such as "64MB" or "1.5 GiB"; got {shown(text)}.')
@@ -110,7 +110,7 @@ def parse_bytes(text: str, name: str = "a budget") -> int:
 
 def is_bytes(text: str) -> bool:
     """Whether a text is a number of bytes with its unit."""
-    return TEXT.fullmatch(text) is not None
+    return TEXT.fullmatch(text.strip()) is not None
 
 
 def in_slots(policy: Any, slot: SlotSize) -> Any:
