@@ -51,12 +51,13 @@ def gap(model, out, trace):
 @pytest.mark.parametrize("name", POLICIES)
 @EACH_FORMAT
 def test_replay_reads_what_the_pool_read(model, name, kv_dtype):
-    """A number at the border of two codes may get the other one in the replay: for such tokens the gap is a code's."""
+    """A number at the border of two codes may get the other one in the replay: from there on the row's gap is a code's."""
     sampling = jkv.Sampling(temperature=0.8, seed=1)
     out = jkv.generate(model, PROMPTS, policy=POLICIES[name], sampling=sampling, kv_dtype=kv_dtype, **KNOBS)
     replayed, in_floats = gap(model, out, out.trace), gap(model, out, out.trace._replace(kv_format=None))
-    assert np.percentile(replayed, 90) <= 1e-5
-    assert np.percentile(in_floats, 50) > 20 * np.percentile(replayed, 90)
+    assert np.percentile(replayed, 50) <= 1e-5
+    assert np.percentile(replayed, 90) <= 1e-3
+    assert np.percentile(in_floats, 50) > 20 * np.percentile(replayed, 50)
     assert replayed.max() < in_floats.max()
 
 
