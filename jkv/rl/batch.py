@@ -23,7 +23,7 @@ class Batch(flax.struct.PyTreeNode):
     """
 
     token: Any  # [N, T] int32
-    mask: Any  # [N, T] bool: tokens of completions
+    mask: Any  # [N, T] bool: tokens that the model drew
     sampled: Any  # [N, T] float32: the log-probabilities they were drawn with
     advantage: Any  # [N, T] float32
     settings: SamplingRows  # each [N]
@@ -62,9 +62,13 @@ def make_batch(
     """
     trace = need_trace(out, "make_batch(..., replay=True)") if replay else None
     width, lengths = out.tokens.shape[1], np.asarray(out.lengths)
-    mask = np.arange(width) < lengths[:, None]
-    if not np.array_equal(getattr(out, "mask", mask), mask):
-        raise ValueError("Completions must be padded on the right: mask[i, t] is True for t < lengths[i]; got another mask.")
+    is_token = np.arange(width) < lengths[:, None]
+    mask = np.asarray(getattr(out, "mask", is_token))
+    if mask.shape != is_token.shape or mask.dtype != bool or (mask & ~is_token).any():
+        raise ValueError(
+            "Completions must be padded on the right: mask[i, t] is False for t >= lengths[i]; got another mask, "
+            f"{mask.dtype}{list(mask.shape)} for tokens {list(is_token.shape)}."
+        )
     if replay:
         check_versions(getattr(out, "policy_version", None), mask)
     check_pair(out.logprobs, out.logprobs, mask)

@@ -89,7 +89,7 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
     )
     offset = np.arange(tokens.shape[1])
     before = np.minimum(starts[:, None] + offset, sequence.shape[1]) - 1  # a token's distribution is made by the one before it
-    mask = offset < lengths[:, None]
+    mask = np.asarray(getattr(out, "mask", np.arange(out.tokens.shape[1]) < np.asarray(out.lengths)[:, None]))[chosen]
     return FullOverlap(np.where(mask, np.take_along_axis(np.asarray(shared), before, axis=1), 0), mask, tuple(chosen))
 
 

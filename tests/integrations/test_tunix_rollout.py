@@ -19,6 +19,7 @@ pytest.importorskip("tunix")
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from tests.rollout.test_sessions import in_threads
 from tests.support.tunix_models import (
     EOS,
     LIMIT,
@@ -129,6 +130,19 @@ def test_padding_that_ends_texts_is_warned_of():
         warnings.simplefilter("error", UserWarning)
         rollout.generate(["abc"], rollout_config())  # once is enough
         make_rollout(make_model())
+
+
+def test_threads_have_the_tokens_of_their_calls_by_themselves_and_the_last_one_frees_the_pool():
+    rollout = make_rollout(make_model(), policy=TINY_CACHE)
+    calls = [lambda seed=seed: rollout.generate(["abc"] * 2 + ["bcd"], rollout_config(seed=seed)).tokens for seed in range(4)]
+    larger = dataclasses.replace(rollout_config(seed=9), max_tokens_to_generate=LIMIT + 5)
+    calls.append(lambda: rollout.generate(["abc"], larger).tokens)  # the engine is built anew, when the others are done
+    alone = [call() for call in calls]
+    rollout = make_rollout(make_model(), policy=TINY_CACHE)
+    for one, other in zip(in_threads(*calls), alone, strict=True):
+        assert [row.tolist() for row in one] == [row.tolist() for row in other]
+    assert rollout._rollout.is_asleep
+    assert rollout._rollout.num_pending == 0
 
 
 def test_the_pool_is_freed_between_calls():

@@ -6,11 +6,13 @@ distribution that was drawn from; a call without a seed draws fresh entropy.
 """
 
 import collections
+import contextlib
 import itertools
 import secrets
+import threading
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -49,6 +51,9 @@ class JkvRollout(base_rollout.BaseRollout):
     Attributes:
       last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights. The version is 0
         for the first weights and increases with each change.
+
+    Any number of threads may call `generate`, as tunix's agents do; their samples run in one batch. `last` is then of the call
+    that ended last.
 
     Weights are used in place; only a mesh that splits them differently makes a copy. Rollouts run in the dtype of the weights,
     or, if they are synchronised, in the `data_type` of the configuration.
@@ -92,6 +97,7 @@ class JkvRollout(base_rollout.BaseRollout):
         self._dtype = self._check_dtype(next(iter(leaves.values())).dtype)
         self._rollout: Rollout | None = None
         self._has_warned = False
+        self._calls, self._num_calls = threading.Condition(), 0
         self.last: Rollouts | None = None
         rollout = self._ready(self._config, self._stop_ids(self._config))
         self._rest(rollout)
@@ -109,27 +115,9 @@ class JkvRollout(base_rollout.BaseRollout):
         """
         groups = [(self._encode(text), len(list(same))) for text, same in itertools.groupby(prompts)]
         check_widths(groups, rollout_config.max_prompt_length)
-        sampling, stop_ids = sampling_of(rollout_config), self._stop_ids(rollout_config)
-        rollout = self._ready(rollout_config, stop_ids)
-        seen: collections.Counter[bytes] = collections.Counter()
-        try:
-            for ids, count in groups:
-                rollout.submit(
-                    ids,
-                    n=count,
-                    sampling=sampling,
-                    max_new_tokens=rollout_config.max_tokens_to_generate,
-                    stop_ids=stop_ids,
-                    first_sample=seen[ids.tobytes()],
-                )
-                seen[ids.tobytes()] += count
-            out = rollout.run(progress=False)
-            if rollout.pending:
-                raise KeyboardInterrupt
-        finally:
-            if rollout.pending:
-                rollout.cancel()
-            self._rest(rollout)
+        stop_ids = self._stop_ids(rollout_config)
+        with self._in_use(rollout_config, stop_ids) as rollout:
+            out = self._sample(rollout, groups, rollout_config, stop_ids)
         self.last, self._config = out, rollout_config
         tokens, log_probs = out.ragged()
         return base_rollout.RolloutOutput(
@@ -139,6 +127,54 @@ class JkvRollout(base_rollout.BaseRollout):
             left_padded_prompt_tokens=self._pad_left(out.prompts, rollout_config.max_prompt_length),
             logprobs=log_probs,
         )
+
+    def _sample(
+        self,
+        rollout: Rollout,
+        groups: Sequence[tuple[np.ndarray, int]],
+        config: base_rollout.RolloutConfig,
+        stop_ids: Sequence[int],
+    ) -> Rollouts:
+        """The samples of groups of equal prompts; those of other threads run in the same batch."""
+        sampling, session = sampling_of(config), rollout.session()
+        seen: collections.Counter[bytes] = collections.Counter()
+        try:
+            for ids, count in groups:
+                session.submit(
+                    ids,
+                    n=count,
+                    sampling=sampling,
+                    max_new_tokens=config.max_tokens_to_generate,
+                    stop_ids=stop_ids,
+                    first_sample=seen[ids.tobytes()],
+                )
+                seen[ids.tobytes()] += count
+            out = session.run(progress=False)
+            if session.pending:
+                raise KeyboardInterrupt
+            return out
+        finally:
+            if session.pending:
+                session.cancel()
+
+    @contextlib.contextmanager
+    def _in_use(self, config: base_rollout.RolloutConfig, stop_ids: Sequence[int]) -> Iterator[Rollout]:
+        """The rollout with the current weights, for a call. The last of the calls at one time makes room for the trainer.
+
+        A call that needs higher limits than the engine has waits for the end of the others.
+        """
+        with self._calls:
+            self._calls.wait_for(lambda: not self._num_calls or self._sizes(config, stop_ids) == self._limits)
+            rollout = self._ready(config, stop_ids)
+            self._num_calls += 1
+        try:
+            yield rollout
+        finally:
+            with self._calls:
+                self._num_calls -= 1
+                if not self._num_calls:
+                    self._rest(rollout)
+                self._calls.notify_all()
 
     def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> jax.Array:
         """Log-probabilities [B, T] of completions with the full cache, at the temperature of the last call; 0 in padding.
@@ -238,13 +274,17 @@ class JkvRollout(base_rollout.BaseRollout):
 
     def _ready(self, config: base_rollout.RolloutConfig, stop_ids: Sequence[int]) -> Rollout:
         """The rollout with the current weights. It is rebuilt if the configuration needs higher limits."""
-        asked = (config.max_prompt_length, config.max_tokens_to_generate, len(stop_ids))
-        sizes = tuple(max(pair) for pair in zip(self._limits, asked, strict=True))
+        sizes = self._sizes(config, stop_ids)
         if self._rollout is not None:
             self._use(self._rollout, self._current())
         if self._rollout is None or sizes != self._limits:
             self._rollout, self._limits = self._build(sizes), sizes
         return self._rollout
+
+    def _sizes(self, config: base_rollout.RolloutConfig, stop_ids: Sequence[int]) -> tuple[int, ...]:
+        """The limits that the engine must have for a call: at least those it has."""
+        asked = (config.max_prompt_length, config.max_tokens_to_generate, len(stop_ids))
+        return tuple(max(pair) for pair in zip(self._limits, asked, strict=True))
 
     def _build(self, sizes: tuple[int, ...]) -> Rollout:
         """A new rollout with these limits and the version of the old one, whose pool is freed first."""

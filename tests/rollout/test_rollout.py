@@ -433,7 +433,7 @@ def test_a_result_that_cannot_be_built_loses_nothing(rollout, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("jkv.rollout.make_result", fail)
+        patch.setattr("jkv.rollout.results.make_result", fail)
         with pytest.raises(MemoryError):
             rollout(PROMPTS, n=2, seed=3)
     assert by_sample(rollout.run()) == expected

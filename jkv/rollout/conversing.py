@@ -1,0 +1,251 @@
+"""Conversations of a rollout: the model's turns, and between them the replies of a tool, an environment or a user."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jkv.checks import check_counts, shown, typed
+from jkv.engine.conversations import ENDS
+from jkv.engine.interrupts import call, deferred_interrupts
+from jkv.engine.outputs import Event
+from jkv.generate import progress_bar
+from jkv.rollout.results import Item, Rollouts
+from jkv.rollout.session import Session
+
+LOOK_SECONDS = 0.2  # between two looks at replies, where nothing else is to be done
+MOST_WORKERS = 1_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What the model said in one turn of a conversation.
+
+    Attributes:
+      prompt_index: index of the conversation's prompt in the call.
+      sample_index: index of the conversation among those of its prompt.
+      number: of the turn, from 0.
+      tokens: `[T]` int32, drawn in this turn.
+      text: their text without special tokens; None without a tokenizer.
+      finish_reason: "stop" or "length" (`max_turn_tokens` were drawn).
+      before: `[S]` int32, all tokens before the turn: the prompt, earlier turns and replies.
+    """
+
+    prompt_index: int
+    sample_index: int
+    number: int
+    tokens: np.ndarray
+    text: str | None
+    finish_reason: str
+    before: np.ndarray
+
+
+Reply = Callable[[Turn], Sequence[int] | np.ndarray | str | None]
+Answer = concurrent.futures.Future[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long a conversation may be.
+
+    Attributes:
+      max_turns: turns of the model.
+      max_turn_tokens: tokens of each; None leaves them open.
+      max_new_tokens: tokens of all turns and replies.
+    """
+
+    max_turns: int
+    max_turn_tokens: int | None
+    max_new_tokens: int
+
+    def __post_init__(self) -> None:
+        check_counts(max_turns=self.max_turns, max_turn_tokens=self.max_turn_tokens)
+
+    def left(self, item: Item) -> int:
+        """Tokens that may still follow."""
+        return self.max_new_tokens - item.num_tokens
+
+    def of_turn(self, left: int) -> int:
+        """The most tokens of a turn where `left` may follow."""
+        return min(left, self.max_turn_tokens or left)
+
+    def is_last(self, item: Item) -> bool:
+        """Whether no turn may follow the one in progress."""
+        return len(item.earlier) + 1 >= self.max_turns
+
+
+def converse(
+    session: Session, prompts: Any, reply: Reply, limits: Limits, workers: int, progress: bool | None, **settings: Any
+) -> Rollouts:
+    """Runs conversations to their end: see `jkv.Rollout.converse`."""
+    if not callable(reply):
+        raise ValueError(f"reply must be a function of a jkv.rollout.Turn; got {shown(reply)}.")
+    if not 0 <= typed("workers", workers, int) <= MOST_WORKERS:
+        raise ValueError(f"workers must lie in [0, {MOST_WORKERS}]; got {workers}.")
+    if settings["sampling"] is not None and settings["sampling"].penalises:
+        raise ValueError(
+            "A conversation is drawn without penalties, which count the tokens of one turn alone; got "
+            f"{settings['sampling']}. Leave them out."
+        )
+    rollout = session.rollout
+    with deferred_interrupts(ends_here=True) as presses, asking(reply, workers) as ask:
+        limit = limits.of_turn(limits.max_new_tokens)
+        session.queue(prompts, keep=limits.max_turns > 1, max_new_tokens=limit, **settings)
+        with progress_bar(session.pending, progress, "conversations") as show:
+            conversations = Conversing(session, limits, settings["stop_ids"], ask, show)
+            with rollout.callers.alone():
+                rollout.engine.wake()
+            while conversations.is_unfinished and not presses:
+                conversations.go_on(lambda: bool(presses))
+            for item in conversations.asked:
+                item.reason = "cancelled"
+        return session.cancel()
+
+
+@contextlib.contextmanager
+def asking(reply: Reply, workers: int) -> Iterator[Callable[[Turn], Answer]]:
+    """A function that asks for the reply to a turn: in one of `workers` threads, or with 0 in this one."""
+    if workers:
+        with concurrent.futures.ThreadPoolExecutor(workers, "reply") as pool:
+            yield lambda turn: pool.submit(reply, turn)
+            pool.shutdown(wait=False, cancel_futures=True)
+        return
+
+    def here(turn: Turn) -> Answer:
+        answer: Answer = Answer()
+        error = call(lambda: answer.set_result(reply(turn)))
+        if error is not None:
+            answer.set_exception(error)
+        return answer
+
+    yield here
+
+
+class Conversing:
+    """The unfinished conversations of one call: turns in progress, and replies that are waited for.
+
+    Args:
+      session: has all conversations as its samples.
+      limits: of each conversation.
+      stop_ids: tokens that end a turn; None are the model's.
+      ask: asks for the reply to a turn.
+      show: shows events.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        limits: Limits,
+        stop_ids: Sequence[int] | None,
+        ask: Callable[[Turn], Answer],
+        show: Callable[[list[Event]], None],
+    ) -> None:
+        self.session, self.limits, self.stop_ids, self.ask, self.show = session, limits, stop_ids, ask, show
+        self.engine, self.callers = session.rollout.engine, session.rollout.callers
+        self.running, self.asked = set(session.items), dict[Item, Answer]()
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a conversation goes on."""
+        return bool(self.running or self.asked)
+
+    def go_on(self, is_over: Callable[[], bool]) -> None:
+        """Runs turns until one ends or a reply is there, and does what follows."""
+        if self.running:
+            self.callers.run(lambda: is_over() or any(self.ended) or any(self.answered), self.show_own)
+        else:
+            concurrent.futures.wait(self.asked.values(), LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED)
+        for item in list(self.ended):
+            self.running.discard(item)
+            self.after_turn(item)
+        for item in list(self.answered):
+            self.after_reply(item, self.asked.pop(item))
+
+    @property
+    def ended(self) -> Iterator[Item]:
+        """Conversations whose turn has ended."""
+        return (item for item in self.running if item.sample.is_finished)
+
+    @property
+    def answered(self) -> Iterator[Item]:
+        """Conversations whose reply is there."""
+        return (item for item, answer in self.asked.items() if answer.done())
+
+    def show_own(self, events: list[Event]) -> None:
+        """Shows tokens; only a conversation's end counts as an end."""
+        self.show([dataclasses.replace(event, finish_reason="") for event in self.session.own(events)])
+
+    def after_turn(self, item: Item) -> None:
+        """Asks for a reply, or ends the conversation."""
+        item.drop_empty_turn()
+        if not item.reason and item.sample.completion.finish_reason in ENDS and not self.limits.is_last(item):
+            if self.limits.left(item) > 1:
+                self.asked[item] = self.ask(self.turn_of(item))
+                return
+            item.reason = "length"
+        self.end(item)
+
+    def turn_of(self, item: Item) -> Turn:
+        """What a conversation's last turn said."""
+        request, completion = item.sample.request, item.sample.completion
+        tokens, tokenizer = np.array(completion.tokens, np.int32), self.session.rollout.model.tokenizer
+        text = None if tokenizer is None else tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        place = item.prompt, item.index, len(item.earlier)
+        return Turn(*place, tokens, text, completion.finish_reason, request.prompt)
+
+    def after_reply(self, item: Item, answer: Answer) -> None:
+        """Begins the next turn, or ends the conversation."""
+        error = answer.exception()
+        if isinstance(error, KeyboardInterrupt):
+            item.reason = "cancelled"
+            self.end(item)
+            return
+        try:
+            if error is None and answer.result() is not None:
+                self.extend(item, answer.result())
+                return
+        except ValueError as refusal:
+            error = refusal
+        if error is not None:
+            item.reason, item.sample.completion.error = "error", error
+            warnings.warn(
+                f"The reply to turn {len(item.earlier)} of prompt {item.prompt}, sample {item.index}, failed, which ends this "
+                f"conversation with the reason 'error': {error!r}",
+                stacklevel=5,
+            )
+        self.end(item)
+
+    def extend(self, item: Item, reply: Any) -> None:
+        """Begins the next turn with the tokens of a reply.
+
+        Raises:
+          ValueError: the reply is none.
+        """
+        if isinstance(reply, str):
+            tokenizer = self.session.rollout.model.tokenizer
+            if tokenizer is None:
+                raise ValueError("A reply to a model without a tokenizer must be token ids; got a text. Encode it.")
+            reply = tokenizer.encode(reply, add_special_tokens=False)
+        left = self.limits.left(item) - len(reply)
+        if left < 1:
+            item.reason = "length"
+            self.end(item)
+            return
+        keep = len(item.earlier) + 2 < self.limits.max_turns
+        settings = {"keep": keep, "max_new_tokens": self.limits.of_turn(left), "stop_ids": self.stop_ids}
+        with self.callers.alone():
+            ticket = self.engine.extend(item.ticket, reply, **settings)
+            self.engine.take([item.ticket])
+            item.earlier.append((item.sample, np.asarray(reply, np.int32)))
+            item.ticket, item.sample = ticket, self.engine.tickets[ticket][0]
+        self.running.add(item)
+
+    def end(self, item: Item) -> None:
+        """A conversation is over: its row is freed."""
+        with self.callers.alone():
+            self.engine.release(item.ticket)
+        self.show([Event(item.ticket, 0, [], [], None, item.sample.completion.finish_reason)])

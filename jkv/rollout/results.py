@@ -1,0 +1,150 @@
+"""`jkv.Rollouts`: finished samples as the arrays that a trainer reads, conversations of several turns among them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jkv.engine.results import Result, make_result
+from jkv.engine.samples import Sample
+from jkv.engine.stats import RunStats
+from jkv.model.params import Model
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rollouts(Result):
+    """Finished samples for a trainer, prompt-major. Fields of `jkv.Result`, and:
+
+    Attributes:
+      tokens: `[N, T]` int32, all that follows the prompt, end tokens and the replies of conversations included, right-padded
+        with `pad_id`.
+      mask: `[N, T]` bool, tokens that the model drew, in every turn; replies and padding are False. A trainer that compares
+        tokens with `pad_id` instead loses end tokens equal to it.
+      policy_version: `[N, T]` int32, version of the weights behind each drawn token (0 for the rollout's first weights, and one
+        more for each `update`); -1 elsewhere.
+      prompt_index: `[N]` index of each sample's prompt in the call, or among all submitted since nothing was pending.
+      sample_index: `[N]` index of each sample among those of its prompt.
+      seeds: `[N]` seed of each sample's draws: given, or fresh entropy.
+      pad_id: the padding token.
+    """
+
+    mask: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), bool))
+    policy_version: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    prompt_index: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    sample_index: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+    seeds: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
+    pad_id: int = 0
+
+    def ragged(self) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Each completion's tokens (int32) and their log-probabilities (float32), without padding."""
+        spans = [slice(0, int(length)) for length in self.lengths]
+        return [row[span] for row, span in zip(self.tokens, spans, strict=True)], [
+            row[span] for row, span in zip(self.logprobs, spans, strict=True)
+        ]
+
+    def left_padded_prompts(self, width: int | None = None) -> np.ndarray:
+        """Prompts as `[N, width]` int32, padded on the left with `pad_id`; the width of the longest by default.
+
+        Raises:
+          ValueError: a prompt is wider.
+        """
+        longest = max((len(prompt) for prompt in self.prompts), default=0)
+        width = longest if width is None else width
+        if longest > width:
+            raise ValueError(f"Prompts must fit the width; the longest has {longest} tokens, the width is {width}. Raise it.")
+        padded = np.full((len(self.prompts), width), self.pad_id, np.int32)
+        for row, prompt in zip(padded, self.prompts, strict=True):
+            row[width - len(prompt) :] = prompt
+        return padded
+
+
+@dataclasses.dataclass(eq=False)
+class Item:
+    """A submitted sample that was not returned yet.
+
+    Attributes:
+      prompt: index of its prompt.
+      index: among the samples of that prompt.
+      ticket: the engine's, of the turn in progress.
+      sample: of the turn in progress.
+      earlier: the turns of its conversation before that one, each with the reply after it.
+      reason: why the conversation ended, where its last turn does not say it.
+    """
+
+    prompt: int
+    index: int
+    ticket: int
+    sample: Sample
+    earlier: list[tuple[Sample, np.ndarray]] = dataclasses.field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens after the prompt."""
+        turns = sum(turn.completion.num_tokens + len(reply) for turn, reply in self.earlier)
+        return turns + self.sample.completion.num_tokens
+
+    def drop_empty_turn(self) -> None:
+        """Forgets a last turn that ended before its first token, and the reply that it would have read."""
+        if self.earlier and not self.sample.completion.tokens:
+            self.reason = self.reason or self.sample.completion.finish_reason
+            self.sample, _ = self.earlier.pop()
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """The fields of `Rollouts` after the prompt, `[T]`."""
+        fields: dict[str, list[Any]] = {name: [] for name in FILL}
+        for turn, reply in [*self.earlier, (self.sample, np.zeros(0, np.int32))]:
+            drawn, count = turn.completion, len(reply)
+            fields["tokens"] += [*drawn.tokens, *reply.tolist()]
+            fields["mask"] += [True] * drawn.num_tokens + [False] * count
+            fields["logprobs"] += [*drawn.log_probs, *[0.0] * count]
+            fields["logprobs_full"] += [*drawn.log_probs_full, *[0.0] * count]
+            fields["policy_version"] += [*drawn.versions, *[-1] * count]
+        return {name: np.array(values, FILL[name].dtype) for name, values in fields.items()}
+
+
+FILL = {  # what stands where a sample has no token; the padding token replaces that of `tokens`
+    "tokens": np.int32(0),
+    "mask": np.bool_(False),
+    "logprobs": np.float32(0),
+    "logprobs_full": np.float32(0),
+    "policy_version": np.int32(-1),
+}
+
+
+def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool, pad_id: int) -> Rollouts:
+    """Finished samples as arrays, in the order of the items."""
+    samples = [item.sample for item in items]
+    result = make_result(model, samples, stats, is_traced)
+    columns = [item.columns() for item in items]
+    lengths = np.array([item.num_tokens for item in items], np.int32)
+    arrays = {}
+    for name, fill in FILL.items():
+        fill = fill.dtype.type(pad_id) if name == "tokens" else fill
+        arrays[name] = np.full((len(items), np.max(lengths, initial=0)), fill)
+        for row, column in zip(arrays[name], columns, strict=True):
+            row[: len(column[name])] = column[name]
+    text = result.text
+    if text is not None:
+        text = [text_of(model, item, column["tokens"], last) for item, column, last in zip(items, columns, text, strict=True)]
+    fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(Result)}
+    return Rollouts(
+        **fields
+        | arrays
+        | {
+            "lengths": lengths,
+            "text": text,
+            "prompts": [sample.request.prompt[: sample.request.first_prompt] for sample in samples],
+            "finish_reason": [item.reason or item.sample.completion.finish_reason for item in items],
+        },
+        prompt_index=np.array([item.prompt for item in items], np.int32),
+        sample_index=np.array([item.index for item in items], np.int32),
+        seeds=np.array([sample.request.seed for sample in samples], np.int64),
+        pad_id=pad_id,
+    )
+
+
+def text_of(model: Model, item: Item, tokens: np.ndarray, last: str) -> str:
+    """The text after the prompt; `last` is that of the last turn."""
+    return model.tokenizer.decode(tokens, skip_special_tokens=True) if item.earlier else last

@@ -1,0 +1,287 @@
+"""`jkv.Rollout`: samples groups of completions for a trainer, with the exact log-probability of each token.
+
+The engine stays open between updates of the weights:
+
+    rollout = jkv.Rollout(model, jkv.r_kv(budget=256), max_new_tokens=2048)
+    for prompts in batches:
+        out = rollout(prompts, n=8, return_trace=True)   # [8 * len(prompts), T] tokens, log-probabilities, mask
+        params = train(params, out)
+        rollout.update(params)                           # no recompile
+
+A group's prompt is prefilled once and its pages are shared by reference count; every sample evicts by itself. Log-probabilities
+are those of the exact distribution that each token, end tokens included, was drawn from with the compressed cache. They differ
+from those of a trainer's dense forward pass; `jkv.rl` measures and corrects the difference, or replays the trace.
+"""
+
+import dataclasses
+import inspect
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jkv.checks import check_counts, typed
+from jkv.engine.callers import Callers
+from jkv.engine.engine import Engine
+from jkv.engine.interrupts import deferred_interrupts
+from jkv.engine.options import EngineOptions
+from jkv.engine.requests import Request, RequestOptions, check_model, make_requests, spread_policies
+from jkv.generate import DEFAULT_RUNNING, engine_for
+from jkv.model.params import Model, Params
+from jkv.model.sampling import Sampling
+from jkv.policies import Policy
+from jkv.rollout.conversing import Limits, Reply, converse
+from jkv.rollout.results import Rollouts
+from jkv.rollout.session import Session
+
+DEFAULT_PROMPT_TOKENS, DEFAULT_NEW_TOKENS = 512, 1024
+
+
+class Rollout(Session):
+    """Samples groups of completions with the current weights; programs compile once and the pool is kept.
+
+    Any number of threads may use it. Calls and conversations of several threads run in one batch, on one pool; `submit` and
+    `run` of several threads need a `session` each. The threads that wait run the engine's turns, one at a time.
+
+    Args:
+      model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
+      policy: how caches stay small; None keeps them whole.
+      max_prompt_tokens: the most tokens of a prompt; None is 512, or half of the model's positions if they are below 1,024.
+      max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
+      n: default number of samples of a prompt; the pool has room for the prompts of such groups.
+      pad_id: the padding token; None is the tokenizer's, or 0.
+      settings: of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `mesh`: see `jkv.EngineOptions`.
+
+    Attributes:
+      engine: the `jkv.Engine` that runs the samples. Not to be called while another thread uses the rollout.
+      callers: the threads that use it.
+      sessions: this one, and those of `session`.
+
+    Raises:
+      ValueError: a setting out of its range, or lengths that the model's positions do not hold.
+    """
+
+    def __init__(
+        self,
+        model_or_params: Model | Params,
+        policy: Policy | None = None,
+        *,
+        max_prompt_tokens: int | None = None,
+        max_new_tokens: int | None = None,
+        n: int = 1,
+        pad_id: int | None = None,
+        **settings: Any,
+    ) -> None:
+        check_counts(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, n=n)
+        options = EngineOptions(max_running=DEFAULT_RUNNING).changed(settings, inspect.signature(Rollout).parameters)
+        model = check_model(model_or_params)
+        positions = model.config.max_positions
+        self.n, self.max_prompt_tokens = n, max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)
+        self.max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - self.max_prompt_tokens)
+        self.policy = spread_policies(policy, 1, model.params, options.kv_format)[0]
+        self.pad_id = check_pad(model, pad_id)
+        request_options = RequestOptions(policy=self.policy, n=max(n, 2), max_new_tokens=self.max_new_tokens, stop_ids=())
+        longest = make_requests(model, [np.zeros(self.max_prompt_tokens, np.int32)], request_options)
+        later = [[dataclasses.replace(one, num_kept=1) for one in group] for group in longest]  # a turn of `converse` is wider
+        self.engine: Engine = engine_for(model, later, options)
+        self.callers, self.sessions = Callers(self.engine), weakref.WeakSet[Session]()
+        self._has_warned: set[str] = set()
+        super().__init__(None)
+
+    @property
+    def model(self) -> Model:
+        """The model with the weights in use."""
+        return self.engine.model
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in use: how often they were replaced."""
+        return self.engine.runner.version
+
+    @property
+    def num_pending(self) -> int:
+        """Samples of all sessions that were submitted and not returned yet."""
+        return sum(session.pending for session in list(self.sessions))
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pool is freed."""
+        return self.engine.is_asleep
+
+    def __call__(
+        self,
+        prompts: Any,
+        n: int | None = None,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        max_new_tokens: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
+        return_trace: bool = False,
+        first_sample: int = 0,
+        progress: bool | None = None,
+    ) -> Rollouts:
+        """All samples of some prompts: `submit`, then `run` to the end.
+
+        Ctrl-C returns the finished samples; the others stay pending, and `run` continues or `cancel` ends them.
+
+        Raises:
+          ValueError: bad input, refused before anything compiles; or samples of an earlier call are pending.
+        """
+        self._check_none_pending()
+        session = self.session()
+        try:
+            with deferred_interrupts(ends_here=True):
+                session.submit(prompts, n, sampling, seed, max_new_tokens, stop_ids, stop_strings, return_trace, first_sample)
+                return session.run(progress=progress)
+        finally:
+            session.hand_over(self)
+
+    def converse(
+        self,
+        prompts: Any,
+        reply: Reply,
+        *,
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        n: int | None = None,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+        return_trace: bool = False,
+        first_sample: int = 0,
+        workers: int = 0,
+        progress: bool | None = None,
+    ) -> Rollouts:
+        """Conversations: the model's turns, and between them what a tool, an environment or a user says.
+
+        Each conversation is one row: a turn prefills the reply alone, and evictions of earlier turns stay in effect. It ends
+        when `reply` returns None, after `max_turns` turns, or when its turns and replies fill `max_new_tokens` of the rollout
+        (reason "length"). All that follows the prompt is one sequence of the result, whose `mask` is True for what the model
+        drew; `jkv.rl.make_batch` and `jkv.score` read it as any other, its trace included.
+
+        Args:
+          prompts, n, sampling, seed, stop_ids, return_trace, first_sample, progress: see `submit`.
+          reply: takes a `jkv.rollout.Turn` and returns the tokens before the next turn: token ids, a text (encoded without
+            special tokens, as it stands), or None to end the conversation. If it raises, its conversation ends with the reason
+            "error", and a warning has the exception.
+          max_turns: the most turns of a conversation, at least 1.
+          max_turn_tokens: the most tokens of a turn; None is what is left of `max_new_tokens`.
+          workers: threads that call `reply`, for tools that take time; with 0 this thread calls it, and decoding waits.
+
+        Ctrl-C ends all unfinished conversations, which keep their turns so far (reason "cancelled").
+
+        Raises:
+          ValueError: bad input, or a policy or sampling that cannot go on in a later turn, refused before anything compiles; or
+            samples of an earlier call are pending.
+        """
+        self._check_none_pending()
+        session = self.session()
+        settings = {"n": n, "sampling": sampling, "seed": seed, "stop_ids": stop_ids, "first_sample": first_sample}
+        limits = Limits(max_turns, max_turn_tokens, self.max_new_tokens)
+        return converse(session, prompts, reply, limits, workers, progress, return_trace=return_trace, **settings)
+
+    def session(self) -> Session:
+        """Another session: samples of its own, in the same batch. For a thread that submits and runs beside others."""
+        return Session(self)
+
+    def _check_none_pending(self) -> None:
+        if self.pending:
+            raise ValueError(
+                f"A call must start with no pending samples; {self.pending} samples are. Call run() or cancel() first."
+            )
+
+    def reset(self) -> None:
+        """Makes an empty pool, and starts pending samples again: see `jkv.Engine.reset`. `run` then continues them."""
+        with self.callers.alone():
+            self.engine.reset()
+
+    def update(self, params: Params) -> None:
+        """Uses new weights from the next step on; nothing compiles, and prompts that the old weights prefilled are dropped.
+
+        The arrays are not copied: they may be the trainer's own, as long as it does not donate them before the next update. On
+        a mesh they must be sharded as by `jkv.shard`.
+
+        Raises:
+          ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; the old ones stay.
+        """
+        with self.callers.alone():
+            self.engine.update(params.params if isinstance(params, Model) else params)
+
+    def sleep(self, forget_weights: bool = False) -> None:
+        """Frees the pool for the trainer; pending samples are swapped out to host memory.
+
+        With `forget_weights` it drops its references to the weights too, so that a trainer's old weights are freed when it
+        replaces them; call `update` before the next run.
+        """
+        with self.callers.alone():
+            self.engine.sleep(forget_weights)
+
+    def wake(self) -> None:
+        """Allocates the pool again; `run` also does."""
+        with self.callers.alone():
+            self.engine.wake()
+
+    def check_lengths(self, prompts: Sequence[np.ndarray], max_new_tokens: int | None) -> None:
+        """Refuses lengths above the limits of this rollout."""
+        for i, prompt in enumerate(prompts):
+            if len(prompt) > self.max_prompt_tokens:
+                raise ValueError(
+                    f"A prompt may have {self.max_prompt_tokens} tokens, the rollout's max_prompt_tokens; prompt {i} has "
+                    f"{len(prompt)}. Shorten it, or build the rollout with a higher limit."
+                )
+        if max_new_tokens is not None and max_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"A completion may have {self.max_new_tokens} tokens, the rollout's max_new_tokens; got {max_new_tokens}. "
+                "Lower it, or build the rollout with a higher limit."
+            )
+
+    def warn_of(self, request: Request) -> None:
+        """Warns once that a distribution that is cut or penalised biases a trainer's ratios, and of padding by a stop token."""
+        sampling = request.sampling
+        if self.pad_id in request.stop_ids and self.pad_id not in self.model.config.end_ids:
+            self._warn("pad", pad_warning(self.pad_id))
+        if sampling.draws == "truncated":
+            self._warn(
+                "cut",
+                f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} cut the distribution: `logprobs` are "
+                "those after the cut, `logprobs_full` those before it; a ratio of either with a trainer's log-probabilities is "
+                "biased. Sample with top_p=1, top_k=0 and min_p=0 to train on it.",
+            )
+        if sampling.penalises:
+            self._warn(
+                "penalty",
+                f"repetition_penalty={sampling.repetition_penalty}, presence_penalty={sampling.presence_penalty}, "
+                f"frequency_penalty={sampling.frequency_penalty} change the distribution: `logprobs` are those after the "
+                "penalties, `logprobs_full` those before; a ratio of either with a trainer's log-probabilities is biased. "
+                "Sample without penalties to train on it.",
+            )
+
+    def _warn(self, kind: str, text: str) -> None:
+        """Warns once of each kind."""
+        if kind not in self._has_warned:
+            self._has_warned.add(kind)
+            warnings.warn(text, stacklevel=5)
+
+
+def check_pad(model: Model, pad_id: int | None) -> int:
+    """The padding token, checked; warns if it is an end token."""
+    config = model.config
+    if pad_id is None:
+        own = getattr(model.tokenizer, "pad_token_id", None)
+        pad_id = 0 if own is None else own
+    if not 0 <= typed("pad_id", pad_id, int) < config.vocab_size:
+        raise ValueError(f"pad_id must be a token id in [0, {config.vocab_size}); got {pad_id}.")
+    if pad_id in config.end_ids:
+        warnings.warn(pad_warning(pad_id), stacklevel=3)
+    return pad_id
+
+
+def pad_warning(pad_id: int) -> str:
+    """The warning about padding with an end token."""
+    return (
+        f"pad_id={pad_id} is also an end token: a trainer that masks with `tokens != pad_id` drops every end token from its "
+        "loss, so the policy never learns to stop. Use `out.mask`, or pass another pad_id."
+    )

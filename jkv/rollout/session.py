@@ -1,0 +1,186 @@
+"""The samples that one caller of a rollout has submitted; sessions of several threads run in one batch."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jkv.checks import check_counts, typed
+from jkv.engine.interrupts import deferred_interrupts
+from jkv.engine.outputs import Event
+from jkv.engine.prompts import encode_prompts
+from jkv.engine.requests import Request, RequestOptions, make_requests
+from jkv.generate import progress_bar
+from jkv.model.sampling import Sampling
+from jkv.rollout.results import Item, Rollouts, gather
+
+
+class Session:
+    """Samples of one caller: `submit` them, `run` until some or all are finished, `cancel` the rest.
+
+    A rollout has a session of its own, for the methods of the same names. Each thread that submits and runs takes another
+    (`jkv.Rollout.session`): all of them share the pool and the batch, and none sees the samples of another. Statistics are
+    those of the whole engine since it had nothing pending.
+
+    Args:
+      rollout: the `jkv.Rollout`; None for the session that it is itself.
+
+    Attributes:
+      items: the samples that were not returned yet.
+    """
+
+    def __init__(self, rollout: Any) -> None:
+        self._other, self.items = rollout, list[Item]()
+        self._num_prompts = 0  # submitted since nothing was pending
+        self.rollout.sessions.add(self)
+
+    @property
+    def rollout(self) -> Any:
+        """The rollout: this session itself, where no other is given."""
+        return self if self._other is None else self._other
+
+    @property
+    def pending(self) -> int:
+        """The number of submitted samples that were not returned yet."""
+        return len(self.items)
+
+    def submit(
+        self,
+        prompts: Any,
+        n: int | None = None,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        max_new_tokens: int | None = None,
+        stop_ids: Sequence[int] | None = None,
+        stop_strings: Sequence[str] = (),
+        return_trace: bool = False,
+        first_sample: int = 0,
+    ) -> None:
+        """Queues `n` samples of each prompt for `run`.
+
+        Args:
+          prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these.
+          n, max_new_tokens, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`; None is the rollout's setting.
+          sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
+          seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal
+            seed gives equal tokens, whatever else is in the batch.
+          return_trace: whether to record what each query read, for exact replay. All policies of this package can be traced.
+
+        Raises:
+          ValueError: bad input, refused before anything compiles; nothing is queued, and pending samples are not affected.
+        """
+        settings: Any = {"n": n, "sampling": sampling, "seed": seed, "max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
+        self.queue(prompts, return_trace, stop_strings=stop_strings, first_sample=first_sample, **settings)
+
+    def queue(self, prompts: Any, return_trace: bool, keep: bool = False, **settings: Any) -> None:
+        """`submit`; with `keep`, samples leave their rows for a next turn."""
+        engine = self.rollout.engine
+        with self.rollout.callers.alone():
+            requests = [[dataclasses.replace(one, keep=keep) for one in group] for group in self._requests(prompts, **settings)]
+            self._check_trace(return_trace)
+            for request in (request for group in requests for request in group):
+                engine.check(request)
+            self.rollout.warn_of(requests[0][0])
+            with deferred_interrupts():
+                if not self.rollout.num_pending:
+                    engine.reset_stats()
+                    engine.runner.is_traced = return_trace
+                if not self.items:
+                    self._num_prompts = 0
+                for prompt, group in enumerate(requests, self._num_prompts):
+                    for index, request in enumerate(group):
+                        ticket = engine.submit_requests([request])
+                        self.items.append(Item(prompt, index, ticket, engine.tickets[ticket][0]))
+                self._num_prompts += len(requests)
+
+    def _requests(
+        self,
+        prompts: Any,
+        n: int | None,
+        sampling: Sampling | None,
+        seed: int | None,
+        max_new_tokens: int | None,
+        **settings: Any,
+    ) -> list[list[Request]]:
+        """The checked requests of each prompt."""
+        rollout = self.rollout
+        n = rollout.n if n is None else n
+        check_counts(n=n, max_new_tokens=max_new_tokens)
+        ids = encode_prompts(rollout.model, prompts)
+        rollout.check_lengths(ids, max_new_tokens)
+        drawing = Sampling() if sampling is None else typed("sampling", sampling, Sampling)
+        drawing = drawing if seed is None else dataclasses.replace(drawing, seed=seed)
+        limit = max_new_tokens or rollout.max_new_tokens
+        options = RequestOptions(policy=rollout.policy, sampling=drawing, max_new_tokens=limit, n=n, **settings)
+        return make_requests(rollout.model, ids, options)
+
+    def _check_trace(self, return_trace: bool) -> None:
+        """Refuses to trace some of the pending samples and not the others."""
+        rollout = self.rollout
+        if rollout.num_pending and typed("return_trace", return_trace, bool) != rollout.engine.runner.is_traced:
+            raise ValueError(
+                f"All pending samples are traced, or none; {rollout.num_pending} are pending with return_trace="
+                f"{rollout.engine.runner.is_traced}. Call run() or cancel() first."
+            )
+
+    def run(self, max_steps: int | None = None, until_done: int | None = None, progress: bool | None = None) -> Rollouts:
+        """Continues pending samples and returns the finished ones; the others keep their pages until the next `run`.
+
+        The result may hold only a part of a group: pass `prompt_index` to `jkv.rl.group_advantages`, which refuses that.
+        Weights may be updated between two runs: pending samples keep their cached keys and values, `policy_version` records
+        the weights of each token, and no single set of weights replays their trace.
+
+        Args:
+          max_steps: returns after this many decode steps, rounded up to whole chunks (of up to `chunk` steps).
+          until_done: returns after this many samples have finished.
+          progress: whether to show a bar; None shows it in a terminal or notebook.
+
+        Raises:
+          ValueError: a count below 1.
+          RuntimeError: an earlier turn ended in the middle, because a device program failed; `reset` repairs it.
+        """
+        check_counts(max_steps=max_steps, until_done=until_done)
+        engine, callers = self.rollout.engine, self.rollout.callers
+        with deferred_interrupts(ends_here=True) as presses:
+            with callers.alone():
+                if self.items:
+                    engine.wake()
+                begun, wanted = engine.stats.steps, min(until_done or self.pending, self.pending)
+
+            def is_over() -> bool:
+                is_late = max_steps is not None and engine.stats.steps - begun >= max_steps
+                return bool(presses) or is_late or sum(item.sample.is_finished for item in self.items) >= wanted
+
+            with progress_bar(wanted, progress, "rollout") as show:
+                callers.run(is_over, lambda events: show(self.own(events)))
+            with callers.alone():
+                return self._take([item for item in self.items if item.sample.is_finished])
+
+    def cancel(self) -> Rollouts:
+        """Cancels pending samples and returns them with their tokens so far and the reason "cancelled"."""
+        with deferred_interrupts(), self.rollout.callers.alone():
+            for item in self.items:
+                self.rollout.engine.cancel(item.ticket)
+                item.drop_empty_turn()
+            return self._take(list(self.items))
+
+    def own(self, events: Sequence[Event]) -> list[Event]:
+        """Those of the events that are of this session's samples."""
+        tickets = {item.ticket for item in self.items}
+        return [event for event in events if event.ticket in tickets]
+
+    def hand_over(self, other: "Session") -> None:
+        """Gives pending samples to another session, whose indices of prompts go on."""
+        other.items += self.items
+        other._num_prompts = max(other._num_prompts, self._num_prompts)
+        self.items = []
+
+    def _take(self, finished: list[Item]) -> Rollouts:
+        """Takes finished samples from the engine, in order."""
+        rollout = self.rollout
+        out = gather(rollout.model, finished, rollout.engine.stats, rollout.engine.runner.is_traced, rollout.pad_id)
+        rollout.engine.take([item.ticket for item in finished])
+        for item in finished:
+            if item.sample.request.keep:
+                rollout.engine.release(item.ticket)
+        self.items = [item for item in self.items if item not in finished]
+        return out

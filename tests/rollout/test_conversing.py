@@ -1,0 +1,178 @@
+"""Conversations of a rollout: one sequence of turns and replies, of which a trainer learns what the model drew."""
+
+import dataclasses
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jkv
+from tests.rollout.test_rollout import PROMPTS, R_KV, make_rollout
+from tests.rollout.test_sessions import in_threads
+from tests.support.mixes import BreakingTokenizer
+
+REPLIES = {0: [7, 8, 9], 1: [11] * 5}  # by number of the turn
+SETTINGS = {"max_turns": 3, "max_turn_tokens": 6, "n": 2, "seed": 4, "stop_ids": ()}
+
+
+@pytest.fixture(scope="module")
+def rollout(model):
+    return make_rollout(model, R_KV)
+
+
+def scripted(turn):
+    return REPLIES[turn.number]
+
+
+def drawn(out):
+    """The mask that turns of 6 tokens and the scripted replies give."""
+    row = [True] * 6 + [False] * 3 + [True] * 6 + [False] * 5 + [True] * 4
+    return np.tile(row, (len(out.lengths), 1))
+
+
+def test_a_conversation_is_one_sequence_whose_mask_is_what_the_model_drew(rollout):
+    turns = []
+    out = rollout.converse(PROMPTS[:2], lambda turn: (turns.append(turn), scripted(turn))[1], **SETTINGS)
+    assert out.lengths.tolist() == [24] * 4  # the rollout's max_new_tokens: the last turn has 4 tokens
+    np.testing.assert_array_equal(out.mask, drawn(out))
+    assert out.finish_reason == ["length"] * 4
+    np.testing.assert_array_equal(out.tokens[:, 6:9], [REPLIES[0]] * 4)
+    np.testing.assert_array_equal(out.tokens[:, 15:20], [REPLIES[1]] * 4)
+    assert (out.logprobs[out.mask] < 0).all()
+    assert (out.logprobs[~out.mask] == 0).all()
+    assert (out.policy_version == np.where(out.mask, 0, -1)).all()
+    assert [prompt.tolist() for prompt in out.prompts] == [PROMPTS[0]] * 2 + [PROMPTS[1]] * 2
+    assert (out.prompt_index.tolist(), out.sample_index.tolist()) == ([0, 0, 1, 1], [0, 1, 0, 1])
+    assert sorted((turn.prompt_index, turn.sample_index, turn.number) for turn in turns) == [
+        (prompt, sample, number) for prompt in range(2) for sample in range(2) for number in range(2)
+    ]
+    for turn in turns:
+        row = 2 * turn.prompt_index + turn.sample_index
+        whole, start = [*PROMPTS[turn.prompt_index], *out.tokens[row].tolist()], len(PROMPTS[turn.prompt_index])
+        start += 9 * turn.number
+        assert (turn.before.tolist(), turn.tokens.tolist()) == (whole[:start], whole[start : start + 6])
+    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
+    assert rollout.engine.runner.num_held_pages == 0
+
+
+@pytest.mark.parametrize("policy", [None, R_KV, jkv.h2o(budget=14)], ids=["full", "r_kv", "h2o"])
+def test_its_trace_replays_every_turn_and_a_batch_trains_no_reply(model, policy):
+    rollout = make_rollout(model, policy)
+    out = rollout.converse(PROMPTS[:2], scripted, return_trace=True, **SETTINGS)
+    replayed = np.asarray(jkv.score(model, out, trace=out.trace).logprobs)
+    assert np.abs(replayed - out.logprobs)[out.mask].max() <= 1e-4
+    batch = jkv.rl.make_batch(out, np.ones(4), replay=True)
+    log_probs = np.asarray(jkv.rl.log_probs(model, batch))
+    assert int(batch.mask.sum()) == int(out.mask.sum()) == 4 * 16
+    np.testing.assert_allclose(log_probs[np.asarray(batch.mask)], replayed[out.mask], atol=1e-5)
+    assert (log_probs[~np.asarray(batch.mask)] == 0).all()
+
+    gradient = jax.grad(lambda params: jkv.rl.policy_loss(params, batch)[0])(model.params)
+    assert float(jnp.abs(gradient.embedding).max()) > 0
+    overlap = jkv.rl.full_overlap(model, out, rows=2)
+    np.testing.assert_array_equal(overlap.mask, out.mask[:2])
+
+
+def test_replies_of_workers_give_the_tokens_of_replies_in_turn(rollout):
+    names = set()
+
+    def slow(turn):
+        names.add(threading.current_thread().name)
+        time.sleep(0.02 * turn.sample_index)
+        return scripted(turn)
+
+    out = rollout.converse(PROMPTS[:2], slow, workers=3, **SETTINGS)
+    np.testing.assert_array_equal(out.tokens, rollout.converse(PROMPTS[:2], scripted, **SETTINGS).tokens)
+    assert all(name.startswith("reply") for name in names)
+
+
+def test_conversations_of_two_threads_and_a_call_share_the_rollout(rollout):
+    calls = [lambda prompt=prompt: rollout.converse([prompt], scripted, **SETTINGS).tokens.tolist() for prompt in PROMPTS[:2]]
+    calls.append(lambda: rollout(PROMPTS, n=1, seed=1, stop_ids=()).tokens.tolist())
+    assert in_threads(*calls) == [call() for call in calls]
+
+
+def test_none_ends_a_conversation_and_others_go_on(rollout):
+    out = rollout.converse(PROMPTS[:1], lambda turn: None if turn.sample_index else scripted(turn), **SETTINGS)
+    assert out.lengths.tolist() == [24, 6]
+    assert out.mask[1].tolist() == [True] * 6 + [False] * 18
+    assert (out.tokens[1, 6:] == out.pad_id).all()
+
+
+def test_a_reply_that_fails_ends_its_conversation_alone(rollout):
+    def reply(turn):
+        if turn.sample_index == 0:
+            raise OSError("the tool is gone")
+        return [-1] if turn.prompt_index else scripted(turn)
+
+    with pytest.warns(UserWarning, match="ends this conversation") as caught:
+        out = rollout.converse(PROMPTS[:2], reply, **SETTINGS)
+    assert out.finish_reason == ["error", "length", "error", "error"]
+    assert out.lengths.tolist() == [6, 24, 6, 6]
+    texts = sorted(str(one.message) for one in caught)
+    assert sum("the tool is gone" in text for text in texts) == 2
+    assert sum("Token ids must lie in [0, " in text for text in texts) == 1
+    assert rollout.engine.runner.num_held_pages == 0
+
+
+def test_a_reply_that_does_not_fit_ends_the_conversation_unread(rollout):
+    out = rollout.converse(PROMPTS[:1], lambda turn: [5] * 18, **SETTINGS)
+    assert out.lengths.tolist() == [6, 6]
+    assert out.finish_reason == ["length"] * 2
+    assert rollout.converse(PROMPTS[:1], lambda turn: [5] * 17, **SETTINGS).lengths.tolist() == [24, 24]
+
+
+def test_an_interrupt_returns_every_conversation_with_its_turns_so_far(rollout):
+    def reply(turn):
+        if turn.number == 1:
+            signal.raise_signal(signal.SIGINT)
+        return scripted(turn)
+
+    out = rollout.converse(PROMPTS[:2], reply, **SETTINGS)
+    assert "cancelled" in out.finish_reason
+    assert all(length in range(6, 25) for length in out.lengths)
+    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
+    rollout.converse(PROMPTS[:1], scripted, **SETTINGS)
+
+
+def test_a_text_is_a_reply_where_there_is_a_tokenizer():
+    model = jkv.load("tiny-reasoner")
+    rollout = jkv.Rollout(model, jkv.r_kv(budget=32, interval=8), max_prompt_tokens=64, max_new_tokens=48, page_size=4)
+    texts = []
+
+    def reply(turn):
+        texts.append(turn.text)
+        return "Wait "
+
+    out = rollout.converse("b=3;c=7;d=b*c;?d", reply, max_turns=2, max_turn_tokens=12, seed=0, stop_ids=())
+    assert out.text[0].startswith(texts[0])
+    assert "Wait" in out.text[0][len(texts[0]) :]
+    assert out.mask[0].tolist().count(False) == len(model.tokenizer.encode("Wait ", add_special_tokens=False))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"reply": 3}, "reply must be a function"),
+        ({"max_turns": 0}, "max_turns"),
+        ({"max_turn_tokens": 0}, "max_turn_tokens"),
+        ({"workers": -1}, "workers must lie in"),
+        ({"sampling": jkv.Sampling(presence_penalty=0.5)}, "without penalties"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_queued(rollout, change, message):
+    reply = change.pop("reply", scripted)
+    with pytest.raises(ValueError, match=message):
+        rollout.converse(PROMPTS[:1], reply, **SETTINGS | change)
+    assert rollout.num_pending == 0
+
+
+def test_a_policy_whose_rows_cannot_be_kept_is_refused_by_name(model):
+    named = dataclasses.replace(model, tokenizer=BreakingTokenizer())
+    sharing = make_rollout(named, jkv.random_share(jkv.reason_cache(interval=4)))
+    with pytest.raises(ValueError, match="keep=True needs a row that a later turn can continue"):
+        sharing.converse(PROMPTS[:1], scripted, **SETTINGS)
