@@ -237,6 +237,7 @@ def compact(
     first_head: int | Int[Array, ""] | None = None,
     facts: ModelFacts | None = None,
     cutoff: Cutoff | None = None,
+    is_alive: Bool[Array, " B"] | None = None,
 ) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
     """Compacts rows to their budgets. When traced, also returns the dropped positions (EMPTY where a slot stays).
 
@@ -246,8 +247,8 @@ def compact(
     slots stays would depend on the batch. Temporaries are the row's keys, and values if a score reads them, in all layers.
 
     `protected` holds each row's number of sinks and of recent tokens; `evict` is an `Evict.static`; `first_head` is the index
-    of the pool's first KV head if the pool holds only some of the heads; `facts` are what the score reads of the model; slots
-    below the row's `cutoff` are dropped whatever its budget.
+    of the pool's first KV head if it holds only some of them; `facts` are what the score reads of the model; slots below the
+    row's `cutoff` are dropped whatever its budget; rows that are not `is_alive` have ended, and stay as they are.
     """
     cache = state.cache
     pool = cache.pool
@@ -261,10 +262,15 @@ def compact(
     if cutoff is not None:
         score = Cutoff(*(jnp.tile(x, num_layers) for x in cutoff))(score, view.age)
     score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (score, view.position))
-    if carried is not None:
-        numbers = pool.slot_data["carried"].at[:, row].set(carried.reshape(position.shape))
-        pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
     slots = evict.choose(score, budget[..., None])
+    carried = None if carried is None else carried.reshape(position.shape)
+    if is_alive is not None:
+        goes_on, slot = is_alive[row][:, None, None], jnp.arange(slots.shape[-1], dtype=jnp.int32)
+        slots = jnp.where(goes_on, slots, jnp.where(slot < pool.length[:, row][..., None], slot, EMPTY))
+        carried = None if carried is None else jnp.where(goes_on, carried, pool.slot_data["carried"][:, row])
+    if carried is not None:
+        numbers = pool.slot_data["carried"].at[:, row].set(carried)
+        pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
     state = state._replace(cache=cache._replace(pool=compaction.take_slots(pool, row, slots)))
     dropped = dropped_positions(position, slots) if is_traced else None
     return state, dropped, None if sentences is None else positions_left(position, slots, sentences.sentence.shape[1])
