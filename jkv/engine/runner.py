@@ -103,7 +103,6 @@ class Runner:
         self._held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
-        self._all_alive: Any = np.ones(self.num_rows, bool)
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
         self.is_penalising = False  # whether a request has had penalties; likewise
@@ -121,6 +120,9 @@ class Runner:
         if mesh is not None:
             self._make_state = meshes.state_maker(mesh, config, needs, **sizes)
         self._place = weights.place_of(model.params)
+        everywhere = self._place if mesh is None else meshes.replicated(mesh)
+        # On the device, as what a chunk returns is: programs would compile once more for an array of the host.
+        self._all_alive: Any = jax.device_put(np.ones(self.num_rows, bool), everywhere)
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
         self._generated: Any = None  # how often each row has drawn each token, on the device; None without penalties
@@ -357,7 +359,7 @@ class Runner:
             sample.compact(None if dropped is None else np.asarray(dropped)[:, 0], None if left is None else np.asarray(left))
 
     def _is_alive(self, last: Flight | None) -> Any:
-        """Which rows go on after a chunk that may not be read yet, as the device knows it: [B]. None where nothing runs ahead."""
+        """Which rows go on after a chunk that may not be read yet, on the device: [B]. None where nothing runs ahead."""
         if not self.ahead:
             return None
         return self._all_alive if last is None else last.outputs.is_running

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.engine import programs
 from jkv.engine.engine import Engine
 from jkv.testing import tiny_model
 
@@ -105,6 +106,19 @@ def test_the_next_chunk_is_dispatched_before_the_last_one_is_read(model, policy,
     engine.run()
     assert "".join(done) == order
     assert all(engine.result(ticket).lengths[0] == 32 for ticket in tickets)
+
+
+def test_running_ahead_compiles_nothing_twice(model):
+    counts = []
+    for ahead, max_slots in ((False, 68), (True, 72)):  # other shapes than elsewhere
+        before = programs.decode_chunk.num_compiled(), programs.compact.num_compiled()
+        engine = Engine(model, max_running=2, max_slots=max_slots, chunk=8, page_size=4, ahead=ahead)
+        for prompt in PROMPTS[:2]:
+            engine.submit(prompt, jkv.streaming_llm(12, interval=8), SAMPLED, max_new_tokens=32, stop_ids=())
+        engine.run()
+        after = programs.decode_chunk.num_compiled(), programs.compact.num_compiled()
+        counts.append([end - start for start, end in zip(before, after, strict=True)])
+    assert counts == [[1, 1], [1, 1]]
 
 
 def test_a_policy_that_reads_the_text_waits_for_it(model):
