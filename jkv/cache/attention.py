@@ -193,16 +193,3 @@ class PrefillAttention(NamedTuple):
             over_group="mean",
         )
         return mean[None] * self.num_new.astype(jnp.float32) * (query.shape[2] // num_heads)
-
-
-def last_queries(
-    ring: Float[Array, "L B ring N H"],
-    layer: Int[Array, " R"],
-    row: Int[Array, " R"],
-    num_seen: Int[Array, " R"],
-    window: int,
-) -> Float[Array, "R N W H"]:
-    """The last `window` queries of rows, each in its layer, oldest first."""
-    when = num_seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
-    query_RWNH = ring[layer[:, None], row[:, None], when % ring.shape[2]]
-    return jnp.moveaxis(query_RWNH, 1, 2)

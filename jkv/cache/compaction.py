@@ -110,3 +110,18 @@ def put_rows(data: Shaped[Array, "L B *N"], row: Int[Array, " R"], value: Shaped
     for index in range(len(row)):
         data = jax.lax.dynamic_update_slice_in_dim(data, value[:, index : index + 1], row[index], axis=1)
     return data
+
+
+def positions_left(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"], num_positions: int) -> Bool[Array, "R T"]:
+    """Which positions `slots` holds in any layer and head."""
+    row = jnp.arange(position.shape[1], dtype=jnp.int32)[:, None, None]
+    held = jnp.where(slots == EMPTY, num_positions, jnp.take_along_axis(position, jnp.maximum(slots, 0), axis=-1))
+    return jnp.zeros((position.shape[1], num_positions), bool).at[row, held].set(True, mode="drop")
+
+
+def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:
+    """The positions of the filled slots that are not in `slots`, EMPTY elsewhere."""
+    layer, row, head, _ = jnp.indices(slots.shape, dtype=jnp.int32, sparse=True)
+    place = jnp.where(slots == EMPTY, slots.shape[-1], slots)
+    is_kept = jnp.zeros(slots.shape, bool).at[layer, row, head, place].set(True, mode="drop")
+    return jnp.where(is_kept, EMPTY, position)

@@ -15,13 +15,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 import pallas_kernels as kernels
 from jkv.cache import compaction, page_content, prefix_pages
 from jkv.cache import pool as pages
-from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention, last_queries
+from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention
 from jkv.cache.gating import GATE, store_gate
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.moved_sinks import SinkRules
 from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import EMPTY, BlockTable
+from jkv.cache.query_ring import last_queries, oldest_queries, put_back
 from jkv.engine.device_program import device_program
 from jkv.engine.model_facts import ModelFacts, projected_norms
 from jkv.model import decoder, penalties, sampling
@@ -168,8 +169,14 @@ def decode_chunk(
     is_active = inputs.remaining > 0 if inputs.is_alive is None else (inputs.remaining > 0) & inputs.is_alive
     start = (state, is_active, inputs.remaining, is_thinking, inputs.align, generated)
     forced = None if inputs.forced is None else inputs.forced[:num_steps]
+    ring, num_seen = state.cache.query_ring, state.cache.pool.logical_length
+    # A kept row that the last chunk has ended is as it was then, also where its next turn begins with a compaction.
+    oldest = None if ring is None or inputs.is_alive is None else oldest_queries(ring, num_seen)
     end, (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
     state, is_running, *_, generated = end
+    if oldest is not None:
+        ring = put_back(state.cache.query_ring, oldest, num_seen, ~is_active)
+        state = state._replace(cache=state.cache._replace(query_ring=ring))
     held = pages.held_pages(state.cache.pool)
     return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, generated=generated)
 
@@ -237,6 +244,7 @@ def compact(
     first_head: int | Int[Array, ""] | None = None,
     facts: ModelFacts | None = None,
     cutoff: Cutoff | None = None,
+    is_alive: Bool[Array, " B"] | None = None,
 ) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
     """Compacts rows to their budgets. When traced, also returns the dropped positions (EMPTY where a slot stays).
 
@@ -246,8 +254,8 @@ def compact(
     slots stays would depend on the batch. Temporaries are the row's keys, and values if a score reads them, in all layers.
 
     `protected` holds each row's number of sinks and of recent tokens; `evict` is an `Evict.static`; `first_head` is the index
-    of the pool's first KV head if the pool holds only some of the heads; `facts` are what the score reads of the model; slots
-    below the row's `cutoff` are dropped whatever its budget.
+    of the pool's first KV head if it holds only some of them; `facts` are what the score reads of the model; slots below the
+    row's `cutoff` are dropped whatever its budget; rows that are not `is_alive` have ended, and stay as they are.
     """
     cache = state.cache
     pool = cache.pool
@@ -261,13 +269,19 @@ def compact(
     if cutoff is not None:
         score = Cutoff(*(jnp.tile(x, num_layers) for x in cutoff))(score, view.age)
     score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (score, view.position))
-    if carried is not None:
-        numbers = pool.slot_data["carried"].at[:, row].set(carried.reshape(position.shape))
-        pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
     slots = evict.choose(score, budget[..., None])
+    carried = None if carried is None else carried.reshape(position.shape)
+    if is_alive is not None:
+        goes_on, slot = is_alive[row][:, None, None], jnp.arange(slots.shape[-1], dtype=jnp.int32)
+        slots = jnp.where(goes_on, slots, jnp.where(slot < pool.length[:, row][..., None], slot, EMPTY))
+        carried = None if carried is None else jnp.where(goes_on, carried, pool.slot_data["carried"][:, row])
+    if carried is not None:
+        numbers = pool.slot_data["carried"].at[:, row].set(carried)
+        pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
     state = state._replace(cache=cache._replace(pool=compaction.take_slots(pool, row, slots)))
-    dropped = dropped_positions(position, slots) if is_traced else None
-    return state, dropped, None if sentences is None else positions_left(position, slots, sentences.sentence.shape[1])
+    dropped = compaction.dropped_positions(position, slots) if is_traced else None
+    num_positions = None if sentences is None else sentences.sentence.shape[1]
+    return state, dropped, None if num_positions is None else compaction.positions_left(position, slots, num_positions)
 
 
 def view_of_rows(
@@ -310,21 +324,6 @@ def view_of_rows(
         calibration=calibration,
         gate=pool.slot_data[GATE][layer, row] if evict.needs.gate else None,
     )
-
-
-def positions_left(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"], num_positions: int) -> Bool[Array, "R T"]:
-    """Which positions `slots` holds in any layer and head."""
-    row = jnp.arange(position.shape[1], dtype=jnp.int32)[:, None, None]
-    held = jnp.where(slots == EMPTY, num_positions, jnp.take_along_axis(position, jnp.maximum(slots, 0), axis=-1))
-    return jnp.zeros((position.shape[1], num_positions), bool).at[row, held].set(True, mode="drop")
-
-
-def dropped_positions(position: Int[Array, "L R K S"], slots: Int[Array, "L R K S"]) -> Int[Array, "L R K S"]:
-    """The positions of the filled slots that are not in `slots`, EMPTY elsewhere."""
-    layer, row, head, _ = jnp.indices(slots.shape, dtype=jnp.int32, sparse=True)
-    place = jnp.where(slots == EMPTY, slots.shape[-1], slots)
-    is_kept = jnp.zeros(slots.shape, bool).at[layer, row, head, place].set(True, mode="drop")
-    return jnp.where(is_kept, EMPTY, position)
 
 
 @device_program()

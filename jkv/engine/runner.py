@@ -103,7 +103,6 @@ class Runner:
         self._held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
-        self._all_alive: Any = np.ones(self.num_rows, bool)
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
         self.is_penalising = False  # whether a request has had penalties; likewise
@@ -121,6 +120,9 @@ class Runner:
         if mesh is not None:
             self._make_state = meshes.state_maker(mesh, config, needs, **sizes)
         self._place = weights.place_of(model.params)
+        everywhere = self._place if mesh is None else meshes.replicated(mesh)
+        # On the device, as what a chunk returns is: programs would compile once more for an array of the host.
+        self._all_alive: Any = jax.device_put(np.ones(self.num_rows, bool), everywhere)
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
         self._generated: Any = None  # how often each row has drawn each token, on the device; None without penalties
@@ -306,9 +308,7 @@ class Runner:
     def dispatch(self, running: dict[int, Sample], num_steps: int, last: Flight | None = None) -> Flight:
         """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""
         is_traced = self.is_traced and self.needs.has_events
-        inputs = self._chunk_inputs(running)
-        if self.ahead:
-            inputs = inputs._replace(is_alive=self._all_alive if last is None else last.outputs.is_running)
+        inputs = self._chunk_inputs(running)._replace(is_alive=self._is_alive(last))
         with self.meter.clock("decode_seconds"):
             options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated
             self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
@@ -325,7 +325,7 @@ class Runner:
             sample.plan(flight.num_steps)
             if sample.remaining > 0 and sample.is_due:
                 with self.meter.clock("decode_seconds"):
-                    flight.compactions.append((sample, *self._compact_row(row, sample)))
+                    flight.compactions.append((sample, *self._compact_row(row, sample, flight)))
                 sample.plan_compaction()
 
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
@@ -358,9 +358,17 @@ class Runner:
                 sample.sentences.forget(np.asarray(is_left)[0])
             sample.compact(None if dropped is None else np.asarray(dropped)[:, 0], None if left is None else np.asarray(left))
 
-    def _compact_row(self, row: int, sample: Sample) -> tuple[Any, Any, Any]:
+    def _is_alive(self, last: Flight | None) -> Any:
+        """Which rows go on after a chunk that may not be read yet, on the device: [B]. None where nothing runs ahead."""
+        if not self.ahead:
+            return None
+        return self._all_alive if last is None else last.outputs.is_running
+
+    def _compact_row(self, row: int, sample: Sample, last: Flight | None = None) -> tuple[Any, Any, Any]:
         """Dispatches one row's compaction; returns what is still on the device: the positions dropped (when traced), those left
         (when sentences are compared), and the slots left in each head (when scores decide how many).
+
+        If `last`, a chunk that is not read yet, has ended the row, the row stays as its last token left it, for a next turn.
         """
         request, sentences = sample.request, None
         evict = request.policy.evict
@@ -380,6 +388,7 @@ class Runner:
             sentences=sentences,
             facts=facts_for(request.policy, self.model),
             cutoff=cutoff_of(request.policy),
+            is_alive=self._is_alive(last),
         )
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))

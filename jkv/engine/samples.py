@@ -261,7 +261,7 @@ class Sample:
         """Whether its counters after a chunk are known before its tokens are, unless it ends."""
         policy = self.request.policy
         reads_text = policy.share or policy.steer or policy.sentences or self.request.until is not None
-        return policy.is_planned and not reads_text and not self.request.keep
+        return policy.is_planned and not reads_text
 
     def plan(self, num_steps: int) -> None:
         """Counts a chunk that is dispatched, as if no token ended the sample before its limit."""
