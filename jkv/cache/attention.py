@@ -143,6 +143,7 @@ class PrefillAttention(NamedTuple):
     row: Int[Array, " 1"]
     position: Int[Array, "1 T"]
     num_new: Int[Array, " 1"]
+    num_pages: int | None = None  # of the row, the new ones included; None are all that it can have
 
     def __call__(
         self,
@@ -155,7 +156,7 @@ class PrefillAttention(NamedTuple):
         """`jkv.model.decoder.Attend`."""
         pool = pages.append(cache.pool, self.address[layer], key, value)
         length = pool.length.at[layer, self.row].add(self.num_new[:, None])
-        key_1KSH, value_1KSH, begin_1KS = pages.gather(pool.replace(length=length), layer, self.row)
+        key_1KSH, value_1KSH, begin_1KS = pages.gather(pool.replace(length=length), layer, self.row, self.num_pages)
         out = kernels.replay_attention(
             query,
             jnp.moveaxis(key_1KSH, 1, 2),
@@ -172,8 +173,9 @@ class PrefillAttention(NamedTuple):
             where = jnp.where(is_last, self.position[0] % window, window)
             ring = ring.at[layer, self.row, where].set(query[0], mode="drop")
         if "mass" in pool.slot_data:
-            added = self.mass(query, key_1KSH, begin_1KS)
-            pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer, self.row].add(added)})
+            added, mass = self.mass(query, key_1KSH, begin_1KS), pool.slot_data["mass"]
+            mass = mass.at[layer, self.row, :, : added.shape[-1]].add(added)
+            pool = pool.replace(slot_data=pool.slot_data | {"mass": mass})
         return out, Cache(pool, ring)
 
     def mass(

@@ -335,22 +335,28 @@ def clear_rows(pool: Pool, row: Int[Array, " R"]) -> Pool:
 
 
 def gather(
-    pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: Int[Array, " R"]
+    pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: Int[Array, " R"], num_pages: int | None = None
 ) -> tuple[Float[Array, "R K S H"], Float[Array, "R K S H"], Int[Array, "R K S"]]:
-    """Keys, values and positions (EMPTY in empty slots) of rows, slot by slot; in one layer, or a layer for each row."""
-    table = pool.page_table[layer, row]
-    shape = (*table.shape[:2], pool.max_slots)
+    """Keys, values and positions (EMPTY in empty slots) of rows, slot by slot; in one layer, or a layer for each row.
+
+    Of their first `num_pages` pages, which must hold all filled slots; None are all pages that a row can have.
+    """
+    table = pool.page_table[layer, row, :, :num_pages]
+    shape = (*table.shape[:2], table.shape[2] * pool.page_size)
     key, value = (dequantise(take(pool.kv, (table, half))).reshape(*shape, -1) for half in (0, 1))
-    return key, value, positions(pool, layer, row)
+    return key, value, positions(pool, layer, row, num_pages)
 
 
-def positions(pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: Int[Array, " R"]) -> Int[Array, "R K S"]:
-    """Positions of rows, slot by slot, EMPTY in empty slots; in one layer, or a layer for each row."""
-    table, slot = pool.page_table[layer, row], jnp.arange(pool.max_slots, dtype=jnp.int32)
-    position = pool.position[table].reshape(*table.shape[:2], pool.max_slots)
+def positions(
+    pool: Pool, layer: int | Int[Array, ""] | Int[Array, " R"], row: Int[Array, " R"], num_pages: int | None = None
+) -> Int[Array, "R K S"]:
+    """Positions of rows, slot by slot, EMPTY in empty slots; in one layer, or a layer for each row; of pages as in `gather`."""
+    table = pool.page_table[layer, row, :, :num_pages]
+    slot = jnp.arange(table.shape[2] * pool.page_size, dtype=jnp.int32)
+    position = pool.position[table].reshape(*table.shape[:2], -1)
     is_filled = slot < pool.length[layer, row][..., None]
     if LOG_WEIGHT in pool.slot_data:
-        is_filled &= pool.slot_data[LOG_WEIGHT][layer, row] > -jnp.inf
+        is_filled &= pool.slot_data[LOG_WEIGHT][layer, row, :, : len(slot)] > -jnp.inf
     return jnp.where(is_filled, position, EMPTY)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from jkv.engine import description, turns
 from jkv.engine import mesh as meshes
+from jkv.engine.filling import decoding
 from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
@@ -43,6 +44,7 @@ from jkv.policies import Needs, Policy
 from jkv.replay.trace import TraceRecorder
 
 DEFAULT_RUNNING = 8  # rows
+TO_RUNNER = "kernels", "poison", "kv_format", "ahead", "max_stop_ids", "prefill_tokens"  # options that the runner takes
 
 
 class Engine:
@@ -99,7 +101,7 @@ class Engine:
         self._flight: Flight | None = None  # a chunk that is dispatched and not read yet
         self.scheduler = Scheduler(self.capacity)
         self.outputs = Outputs(model, self.tickets, self._finish)
-        given: Any = {name: getattr(options, name) for name in ("kernels", "poison", "kv_format", "ahead", "max_stop_ids")}
+        given: Any = {name: getattr(options, name) for name in TO_RUNNER}
         given |= {"mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
         self.runner.is_traced, self.runner.conversations = options.return_trace, self.scheduler.conversations
@@ -205,13 +207,13 @@ class Engine:
         return self.outputs.take()
 
     def _turn(self) -> None:
-        if self._flight is not None and not self.scheduler.goes_on:
+        if self._flight is not None and not self.scheduler.goes_on(self._flight.rows):
             self._collect()
-        turn, running = self.scheduler.next(), self.scheduler.running
+        turn = self.scheduler.next()
         self.runner.meter.scheduled(turn)
         self.runner.execute(turn)
-        if running:
-            flight = self.runner.dispatch(running, turn.num_steps, self._flight)
+        if running := decoding(self.scheduler.running):
+            flight = self.runner.dispatch(running, self.runner.filling.lowered(turn.num_steps), self._flight)
             if self.runner.ahead and all(sample.can_plan for sample in running.values()):
                 self.runner.plan(flight)
                 last, self._flight = self._flight, flight
@@ -295,9 +297,7 @@ class Engine:
                         self.cancel(ticket)
 
     def result(self, ticket: int) -> Result:
-        """Returns a finished request's result and drops the request.
-
-        In `stats`, bytes and seconds are those of the whole engine since the last reset.
+        """Returns a finished request's result and drops it; bytes and seconds in `stats` are the engine's since the last reset.
 
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
@@ -371,6 +371,7 @@ class Engine:
             if not self.is_asleep:
                 with self.runner.meter.clock("seconds"):
                     self._collect()
+                    self.runner.fill(to_end=True)
                     self.runner.execute(self.scheduler.sleep())
                 self.runner.sleep()
 
@@ -400,8 +401,6 @@ class Engine:
             for sample in lost:
                 self._finish(sample, "error")
                 self.outputs.emit(sample)
-
-    # Samples.
 
     def check(self, request: Request) -> Request:
         """Refuses a request that this engine can never serve. Returns it, with a limit that was left open lowered to what fits.

@@ -29,7 +29,7 @@ from jkv.model.sharding import HEADS, P, check_divides, is_spec, local_config, p
 from jkv.policies import Needs, Policy
 
 # Static arguments of programs.
-SETTINGS = ("num_steps", "draws", "is_traced", "returns_hidden", "evict", "owns_all", "unrotated")
+SETTINGS = ("num_steps", "draws", "is_traced", "returns_hidden", "evict", "owns_all", "unrotated", "num_pages")
 
 
 def arrange(mesh: Mesh) -> Mesh:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jkv.checks import check_counts, check_length, check_most, did_you_mean, shown, typed
+from jkv.engine.filling import PREFILL_TOKENS
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.model.sampling import SAMPLING_FIELDS
 from jkv.policies import Policy
@@ -20,6 +21,7 @@ MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
     "page_size": 1 << 16,
     "num_pages": (1 << 31) - 1,
     "max_stop_ids": 1 << 20,
+    "prefill_tokens": 1 << 24,
 }
 PLACES = {  # settings that are not the engine's: where they are given
     **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},
@@ -53,6 +55,9 @@ class EngineOptions:
         vectors (SEAL). A request may have any policy that needs no other data. None keeps 8 queries, the default of R-KV and
         SnapKV. `generate` and `Rollout` set it.
       chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
+      prefill_tokens: the most tokens of prompts that are prefilled between two chunks while rows decode, but at least one piece
+        (of 256 tokens, or 1,024 where kernels run). Chunks have at most 8 steps meanwhile. So no row waits for a long prompt.
+        Tokens do not depend on it.
       ahead: whether a chunk is dispatched before the tokens of the last one are read, so that the device does not wait for the
         host. Completions are the same, but events come a chunk later, and a row that ends by a stop token is free a chunk
         later. Policies that share, steer, compare sentences, stop evicting (`until`) or evict by a threshold wait for the
@@ -87,6 +92,7 @@ class EngineOptions:
     num_pages: int | None = None
     policies: Sequence[Policy] | None = None
     chunk: int = CHUNKS[0]
+    prefill_tokens: int = PREFILL_TOKENS
     ahead: bool | None = None
     order: str = "arrival"
     max_stop_ids: int = 8
@@ -98,7 +104,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
-            kind = int if name == "max_stop_ids" else int | None
+            kind = int if name in ("max_stop_ids", "prefill_tokens") else int | None
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
             check_counts(**{name: getattr(self, name)})
             check_most(most, **{name: getattr(self, name)})
@@ -141,8 +147,8 @@ class EngineOptions:
         >>> EngineOptions().changed({"max_runing": 8})
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
-max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, ahead, order, max_stop_ids, return_trace, mesh, \
-kernels, prefix_cache, poison.
+max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, prefill_tokens, ahead, order, max_stop_ids, \
+return_trace, mesh, kernels, prefix_cache, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

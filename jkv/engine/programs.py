@@ -174,8 +174,9 @@ def decode_chunk(
     oldest = None if ring is None or inputs.is_alive is None else oldest_queries(ring, num_seen)
     end, (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
     state, is_running, *_, generated = end
-    if oldest is not None:
-        ring = put_back(state.cache.query_ring, oldest, num_seen, ~is_active)
+    ring = state.cache.query_ring
+    if ring is not None and oldest is not None:
+        ring = put_back(ring, oldest, num_seen, ~is_active)
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     held = pages.held_pages(state.cache.pool)
     return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, generated=generated)
@@ -207,7 +208,7 @@ def start_page(
     return align, pages.fill_page(pool, starts)
 
 
-@device_program(donate_argnames="state")
+@device_program(static_argnames="num_pages", donate_argnames="state")
 def prefill_chunk(
     params: Params,
     state: State,
@@ -215,15 +216,17 @@ def prefill_chunk(
     token: Int[Array, "1 T"],
     num_new: Int[Array, " 1"],
     gate: AnyGate | None = None,
+    num_pages: int | None = None,
 ) -> tuple[State, Float[Array, "1 T D"], Int[Array, ""]]:
     """Appends the first `num_new` of T prompt tokens to a row, and sets its logits.
 
+    Reads the row's first `num_pages` pages, which must hold the new tokens too; None are all that it can have.
     Also returns the hidden states and the number of pages in use, which the host need not wait for.
     """
     cache = state.cache
     position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
-    attend = PrefillAttention(address, row, position, num_new)
+    attend = PrefillAttention(address, row, position, num_new, num_pages)
     observe = None if gate is None else gating(params, gate, row, num_new)
     hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool), observe=observe)
     cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))

@@ -4,7 +4,6 @@ Every program has a fixed shape (`jkv.engine.programs`), the state is donated fr
 device once a chunk.
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -18,16 +17,17 @@ import numpy as np
 from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.checks import counted, size
 from jkv.engine import mesh as meshes
-from jkv.engine import prefill, prefix_reuse, programs, swap, turns
+from jkv.engine import prefill, prefix_reuse, programs, starts, swap, turns
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
+from jkv.engine.filling import PREFILL_TOKENS, Filling
 from jkv.engine.flight import Flight
 from jkv.engine.kernels import programs_for
 from jkv.engine.model_facts import facts_for
 from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.programs import ChunkInputs
-from jkv.engine.samples import Prefix, RowOutputs, Sample, Start, pieces_in_use, split_by_ownership
+from jkv.engine.samples import Prefix, RowOutputs, Sample
 from jkv.engine.scheduler import Capacity, Turn
 from jkv.engine.sharer import Sharer
 from jkv.engine.stats import Meter
@@ -36,7 +36,7 @@ from jkv.model.params import Model, Params
 from jkv.model.sampling import DRAWS
 from jkv.policies import Needs
 from jkv.policies.policy import cutoff_of
-from jkv.reasoning.sentences import map_sentences, new_log
+from jkv.reasoning.sentences import map_sentences
 from jkv.replay.trace import TraceRecorder
 from pallas_kernels.choice import lowest_capability
 from pallas_kernels.dispatch import platform_of
@@ -63,6 +63,7 @@ class Runner:
       gate: the arrays of the gate that all steps compute, on the device or mesh.
       kv_format: how the pool quantises keys and values; None if it does not.
       ahead: whether a chunk may be dispatched before the last one is read; None is True except on a CPU.
+      prefill_tokens: the most tokens of prompts between two chunks.
 
     Attributes:
       state: a `jkv.engine.programs.State`; None while the engine sleeps.
@@ -70,6 +71,7 @@ class Runner:
       version: the version of the weights: how often they were replaced.
       is_traced: whether new samples record a trace.
       prefix_cache, conversations: the scheduler's.
+      filling: prompts that are not in their rows yet.
       sharer: finds pages to share.
       meter: measures bytes and seconds.
     """
@@ -92,15 +94,16 @@ class Runner:
         gate: Any = None,
         kv_format: Format | None = None,
         ahead: bool | None = None,
+        prefill_tokens: int = PREFILL_TOKENS,
     ) -> None:
-        self.gate = gate
+        self.gate, self.filling = gate, Filling(running, prefill_tokens)
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
         self.version, self.is_traced, self.prefix_cache, self.conversations = 0, False, PrefixCache(), Conversations()
         self.platform = platform_of(next(iter(devices)))
         self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
-        self._held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
+        self.held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
@@ -166,13 +169,14 @@ class Runner:
     # Weights and memory.
 
     def set_params(self, params: Params) -> None:
-        """Replaces the weights by others of the same shapes."""
+        """Replaces the weights by others of the same shapes, once the old ones have prefilled what rows are filled with."""
+        self.fill(to_end=True)
         self.model = dataclasses.replace(self.model, params=params)
         self.sharer.set_model(self.model)
 
     def wake(self) -> None:
         """Allocates an empty pool. What a failed program left unread is forgotten."""
-        self._held.clear()
+        self.held.clear()
         state = self._make_state()
         self.state = state if self.mesh is not None else jax.device_put(state, self._place)
 
@@ -185,6 +189,7 @@ class Runner:
 
     def reset(self) -> None:
         """Replaces the device state, which may be lost, by that of an empty pool."""
+        self.filling.clear()
         self.sharer.forget()
         self.sleep()
         self.wake()
@@ -201,35 +206,41 @@ class Runner:
     # A turn.
 
     def execute(self, turn: Turn) -> None:
-        """Carries out the scheduler's turn: frees, swaps, prefills and forks. Its rows are then ready to decode."""
+        """Carries out the scheduler's turn: frees, swaps, and prefills as much as may come before the next chunk."""
         self.release(turn.release)
         if turn.swap_out:
             with self.meter.clock("swap_seconds"):
                 for row, sample in turn.swap_out.items():
                     sample.swapped = swap.swap_out(self.programs, self.state, row, sample.prefix.page_table)
-                    self.state = self.programs.release(self.state, self._pad_rows([row]))
+                    self.state = self.programs.release(self.state, self.pad_rows([row]))
         self.free(turn.free)
         if turn.admit:
             self._settings = None
         for source, group in itertools.groupby(turn.admit.items(), key=lambda item: item[1].source):
             admitted = dict(group)
             if source is not None:
-                self._fork(admitted)
+                self.filling.add(admitted, starts.fork(self, admitted))
                 continue
             for row, sample in admitted.items():
                 if sample.resumes is not None:
-                    turns.resume(self, row, sample)
+                    self.filling.add({row: sample}, turns.resume(self, row, sample))
                 elif sample.is_swapped:
                     with self.meter.clock("swap_seconds"):
                         self._swap_in(row, sample)
                 else:
-                    self._prefill(row, sample)
+                    self.filling.add({row: sample}, starts.start(self, row, sample))
+        self.fill()
+
+    def fill(self, *, to_end: bool = False) -> None:
+        """Prefills as much as may come before the next chunk, or all that waits."""
+        if self.filling.run(to_end=to_end):
+            self._settings = None
 
     def release(self, rows: Sequence[int]) -> None:
         """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
         self.state = turns.settle(self.programs, self.state, self.conversations)
         if rows:
-            self.state = self.programs.release(self.state, self._pad_rows(rows))
+            self.state = self.programs.release(self.state, self.pad_rows(rows))
 
     def free(self, prefixes: Sequence[Prefix]) -> None:
         """Frees prefixes (after a copy to host memory, if a swapped-out sample needs it) and what the prefix cache evicted."""
@@ -248,62 +259,6 @@ class Runner:
         table = sample.prefix.page_table if sample.shares else None
         self.state = swap.swap_in(self.programs, self.state, row, sample.swapped, table, sample.prefix.swapped)
         sample.swapped, sample.is_swapped = None, False
-
-    def _prefill(self, row: int, sample: Sample) -> None:
-        """Prefills a prompt into its row, from where the prefix cache ends, and compacts it if it is longer than the budget."""
-        prompt, config, start = sample.request.prompt, self.model.config, 0
-        sample.filled, sample.heads, sample.version = np.full(config.num_layers, len(prompt)), None, self.version
-        sample.sentences = new_log(self.model, sample.request.policy.sentences)
-        sample.trace = self._new_trace(sample)
-        with self.meter.clock("prefill_seconds"):
-            if self.prefix_cache.piece:
-                self.state, start = prefix_reuse.adopt(self.programs, self.state, self.prefix_cache, row, sample)
-                self.meter.found(sample, start)
-            self.append(row, sample, prompt[start:])
-            if sample.pieces:
-                in_use = pieces_in_use(self.meter.running)
-                self.state = prefix_reuse.keep(self.programs, self.state, self.prefix_cache, row, sample, start, in_use)
-        self.sharer.start(sample)
-        self.meter.row(sample)
-        self.meter.stats.prefills += 1
-        if sample.is_due:
-            self.compact({row: sample})
-
-    def append(self, row: int, sample: Sample, tokens: np.ndarray) -> None:
-        """Prefills tokens into a row, after those that it has."""
-        for token, count in prefill.chunks(tokens, self.prefill_sizes):
-            args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
-            self.state, hidden, held = self.programs.prefill_chunk(*args)
-            self._held.append(held)
-            if sample.sentences is not None:
-                sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
-
-    def _fork(self, admitted: dict[int, Sample]) -> None:
-        """Starts rows from the same prompt, which is prefilled once, in the first row, and forked to all."""
-        first, sample = next(iter(admitted.items()))
-        prefix = sample.prefix
-        if prefix.start is None:
-            self._prefill(first, sample)
-            self.state, snapshot = self.programs.detach(self.state, np.int32(first))
-            prefix.start = Start(snapshot, copy.copy(sample.completion), sample.sentences, sample.trace)
-            prefix.filled, prefix.heads = sample.filled, sample.heads  # fewer than were reserved, if scores decided how many
-            prefix.num_pages = min(prefix.num_pages, sample.num_pages(0, *self.capacity.sizes))
-        start = prefix.start
-        with self.meter.clock("prefill_seconds"):
-            for owns_all, group in split_by_ownership(admitted):
-                self.state = self.programs.fork(self.state, start.snapshot, self._pad_rows(group), owns_all)
-        for sample in admitted.values():
-            completion, done = sample.completion, start.completion
-            sample.filled, sample.heads, sample.version = prefix.filled, prefix.heads, self.version
-            completion.is_forked = True
-            for name in ("compactions", "evicted", "cached_tokens"):
-                setattr(completion, name, getattr(done, name))
-            sample.sentences = None if start.sentences is None else start.sentences.copy()
-            self.sharer.start(sample)
-            sample.trace = None if start.trace is None else self._new_trace(sample)
-            if sample.trace is not None and start.trace is not None:
-                sample.trace.fork_from(start.trace, len(sample.request.prompt))
-        self.meter.stats.forks += len(admitted)
 
     def dispatch(self, running: dict[int, Sample], num_steps: int, last: Flight | None = None) -> Flight:
         """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""
@@ -331,8 +286,8 @@ class Runner:
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""
         with self.meter.clock("decode_seconds"):
-            outputs, held = jax.device_get((flight.outputs, self._held))
-        self._held.clear()
+            outputs, held = jax.device_get((flight.outputs, self.held))
+        self.held.clear()
         self.meter.peak(max(map(int, held), default=0))
         return flight.by_row(outputs), int(outputs.held_pages)
 
@@ -417,7 +372,7 @@ class Runner:
             )
         return for_chunk(self._settings, running, self.model, self.is_forcing)
 
-    def _new_trace(self, sample: Sample) -> TraceRecorder | None:
+    def new_trace(self, sample: Sample) -> TraceRecorder | None:
         """A trace recorder for a sample, if samples are traced."""
         config, policy = self.model.config, sample.request.policy
         if not self.is_traced:
@@ -425,6 +380,6 @@ class Runner:
         size = config.num_layers, config.num_kv_heads, sample.request.most_tokens
         return TraceRecorder(*size, sinks=policy.num_moving_sinks, steer=policy.steer)
 
-    def _pad_rows(self, rows: Sequence[int]) -> np.ndarray:
+    def pad_rows(self, rows: Sequence[int]) -> np.ndarray:
         """Row indices padded to all rows of the pool with an index out of range, which programs ignore."""
         return np.pad(np.asarray(rows, np.int32), (0, self.num_rows - len(rows)), constant_values=self.num_rows)

@@ -137,6 +137,8 @@ class Sample:
     stops: StopFinder | None = None
     submitted: float = 0.0  # time of submission, on a clock that stops during compilation
     is_running: bool = False
+    is_filling: bool = False  # whether it runs, and its prompt is not in its row yet
+    num_passing: int = 0  # pages that it needs besides its reservation while its row is filled
     is_swapped: bool = False  # whether its row was swapped out, when preempted or put to sleep
     resumes: KeptRow | None = None  # the kept row of its last turn, until it has a row itself
     earlier: Transcript | None = None  # the conversation up to its last turn

@@ -17,7 +17,7 @@ chunks. So a row's compactions never depend on the other rows.
 
 import dataclasses
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -112,13 +112,14 @@ class Scheduler:
             self.prefix_cache.spare = self._spare_pages(admit.values())
         return Turn(release, swap_out, freed, admit, self._num_steps())
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the next turn decodes the same rows and does nothing else, whatever tokens the last chunk drew."""
+    def goes_on(self, rows: Mapping[int, Sample]) -> bool:
+        """Whether the next turn decodes rows of the last chunk and does nothing else, whatever tokens that drew."""
         has_free_row = len(self.running) < self.capacity.max_running
-        rows_stay = all(not sample.is_finished and sample.remaining > 0 for sample in self.running.values())
+        samples = self.running.values()
+        rows_stay = all(not sample.is_finished and not sample.is_filling and sample.remaining > 0 for sample in samples)
         return (
             bool(self.running)
+            and self.running.items() <= rows.items()
             and rows_stay
             and not (self.waiting and has_free_row)
             and self.reserved <= self.capacity.num_pages
@@ -141,7 +142,7 @@ class Scheduler:
 
         Rows that are kept for a next turn are not among them: they are to be detached.
         """
-        rows, released = [row for row, sample in self.running.items() if sample.is_finished], []
+        rows, released = [row for row, sample in self.running.items() if sample.is_finished and not sample.is_filling], []
         for row in rows:
             sample = self.running.pop(row)
             sample.is_running = False
@@ -196,9 +197,15 @@ class Scheduler:
     @property
     def reserved(self) -> int:
         """Pages that running samples, kept rows and prefixes have reserved, and those of the prefix cache."""
-        rows = sum(self._reservation(sample, sample.shares) for sample in self.running.values())
         prefixes = sum(prefix.num_pages for prefix in self.prefixes.values() if prefix.is_held)
-        return rows + prefixes + self.prefix_cache.num_pages + self.conversations.num_pages
+        total = prefixes + self.prefix_cache.num_pages + self.conversations.num_pages
+        most = 0
+        for sample in sorted(
+            self.running.values(), key=lambda sample: sample.is_filling
+        ):  # filled rows, and the others in turn
+            total += self._reservation(sample, sample.shares)
+            most = max(most, total + sample.num_passing * sample.is_filling)
+        return max(total, most)
 
     # Admission and preemption.
 
@@ -233,7 +240,8 @@ class Scheduler:
             if sample.swapped is None:
                 reserve(self.prefix_cache, sample, counts_once=not shares)
             own = self.conversations.pages_of(sample.resumes)
-            needed, kept = self._needed(sample, shares) - own, prefix if shares else None
+            lasting, passing = self._needed(sample, shares)
+            needed, kept = lasting + passing - own, prefix if shares else None
             in_use = pieces_in_use(self.running).union(sample.pieces[: sample.num_shared_pieces])
             idle = self.prefix_cache.num_free(in_use) * self.prefix_cache.pages_of_piece
             idle += self.conversations.num_pages - own
@@ -242,14 +250,14 @@ class Scheduler:
                 while self.reserved + needed > self.capacity.num_pages:
                     is_freed = self._free_idle(sample, kept)
                     assert is_freed, "pages counted as idle cannot be freed"
-                sample.shares = shares
+                sample.shares, sample.num_passing = shares, passing
                 prefix.is_held |= shares
                 return True
         sample.num_shared_pieces = 0
         return False
 
-    def _needed(self, sample: Sample, shares: bool) -> int:
-        """Pages that admission of a sample takes, including its prefix's if that is not in the pool."""
+    def _needed(self, sample: Sample, shares: bool) -> tuple[int, int]:
+        """Pages that admission of a sample takes, with its prefix's if that is not in the pool, and more until it is filled."""
         prefix, request = sample.prefix, sample.request
         needed = self._reservation(sample, shares)
         if shares and not prefix.is_held:
@@ -258,10 +266,10 @@ class Scheduler:
             prefix.num_pages = request.policy.num_pages(prefix.filled, *size)
             prefix.num_full_pages = request.policy.num_full_pages(prefix.filled, *size)
             needed += prefix.num_pages
-        if sample.swapped is None and not (shares and prefix.is_held):
-            shared = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
-            needed = max(needed, prefill_pages(sample, self.capacity) - shared)
-        return needed
+        if sample.swapped is not None or (shares and prefix.is_held):
+            return needed, 0
+        shared = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
+        return needed, max(0, prefill_pages(sample, self.capacity) - shared - needed)
 
     def _make_room(self) -> dict[int, Sample]:
         """Preempts the youngest unbounded samples until the next chunk fits the pool."""
@@ -269,7 +277,8 @@ class Scheduler:
         while self.reserved > self.capacity.num_pages:
             if self._free_idle():
                 continue
-            unbounded = [row for row, sample in self.running.items() if not sample.request.policy.is_bounded]
+            filled = {row: sample for row, sample in self.running.items() if not sample.is_filling}
+            unbounded = [row for row, sample in filled.items() if not sample.request.policy.is_bounded]
             youngest = max(unbounded, key=lambda row: self.running[row].priority)
             self.running[youngest].completion.preemptions += 1
             preempted[youngest] = self._preempt(youngest)

@@ -15,12 +15,14 @@ import numpy as np
 from jkv.checks import shown, typed
 from jkv.engine import swap
 from jkv.engine.conversations import ENDS, Conversations, KeptRow, Transcript
+from jkv.engine.filling import Pieces
 from jkv.engine.memory import STEP_PIECE, most_pages
 from jkv.engine.outputs import Event
 from jkv.engine.programs import State
 from jkv.engine.prompts import is_endless, num_elements
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.samples import Completion, Sample, stop_finder
+from jkv.engine.starts import append
 from jkv.engine.timing import COMPILING
 from jkv.model.params import Model
 
@@ -316,7 +318,7 @@ def attach(programs: Any, state: State, row: int, kept: KeptRow) -> State:
     return programs.free(state, snapshot.block_table)
 
 
-def resume(runner: Any, row: int, sample: Sample) -> None:
+def resume(runner: Any, row: int, sample: Sample) -> Pieces:
     """Attaches the row of a sample's last turn, and prefills the new tokens, with compactions where they are due."""
     kept = sample.resumes
     assert kept is not None
@@ -328,8 +330,7 @@ def resume(runner: Any, row: int, sample: Sample) -> None:
             runner.compact({row: sample})
         start = len(sample.request.prompt) - sample.pending
         count = piece_of(sample)
-        with runner.meter.clock("prefill_seconds"):
-            runner.append(row, sample, sample.request.prompt[start : start + count])
+        yield from append(runner, row, sample, sample.request.prompt[start : start + count])
         count_new(sample, count)
         runner.meter.row(sample)
     if sample.is_due:

@@ -1,5 +1,7 @@
 """How prompts are cut, and what prefill waits for."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import jkv
 from jkv.engine import prefill
 from jkv.engine.samples import Start
 from jkv.testing import tiny_model
+from tests.support.mixes import BreakingTokenizer
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 256, 257, 1024, 1025, 3000])
@@ -37,6 +40,47 @@ def test_prompts_in_longer_chunks_give_the_same_text(monkeypatch):
     assert got.stats.peak_kv_bytes == expected.stats.peak_kv_bytes
 
 
+@pytest.mark.rounding
+@pytest.mark.parametrize("policy", [None, jkv.r_kv(64, 16), jkv.h2o(48)], ids=repr)
+def test_a_piece_reads_few_pages_more_than_its_row_has(monkeypatch, policy):
+    """The engine's rows may be far longer than the prompt, whose pieces gather no more than four times what they read."""
+    named, widths = dataclasses.replace(tiny_model(), tokenizer=BreakingTokenizer()), []
+    prompt = np.random.default_rng(0).integers(4, 30, 300).tolist()
+    settings = {"policies": [policy or jkv.full()], "max_slots": 2048, "page_size": 4, "max_running": 1, "poison": True}
+
+    def run():
+        engine = jkv.Engine(named, **settings, return_trace=True)
+        chunk = engine.runner.programs.prefill_chunk
+        monkeypatch.setattr(engine.runner, "programs", Watched(engine.runner.programs, chunk, widths))
+        ticket = engine.submit(prompt, policy=policy, max_new_tokens=12, stop_ids=(), sampling=jkv.Sampling(seed=1))
+        engine.run()
+        return engine.result(ticket)
+
+    expected = run()  # 1,024 slots
+    monkeypatch.setattr(prefill, "LEAST_SLOTS", 16)
+    monkeypatch.setattr(prefill, "SIZES", (16, 64))
+    got = run()
+    assert widths == [256, 256, 16, 64, 64, 64, 256]
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_allclose(got.logprobs, expected.logprobs, atol=2e-5)
+    replayed = np.asarray(jkv.score(named, got, trace=got.trace).logprobs)
+    assert np.percentile(np.abs(replayed - got.logprobs), 99) <= 1e-5
+
+
+class Watched:
+    """The programs, of which prefill notes how many pages it reads."""
+
+    def __init__(self, programs, chunk, widths):
+        self.programs, self.chunk, self.widths = programs, chunk, widths
+
+    def __getattr__(self, name):
+        return getattr(self.programs, name)
+
+    def prefill_chunk(self, *args, num_pages):
+        self.widths.append(num_pages)
+        return self.chunk(*args, num_pages=num_pages)
+
+
 def test_nothing_is_read_from_the_device_before_a_chunk_of_decode_steps(monkeypatch):
     """Prefill and fork of several prompts are dispatched without a wait; the peak of memory is read with the chunk."""
     engine = jkv.Engine(tiny_model(), max_running=4, max_slots=128)
@@ -45,7 +89,7 @@ def test_nothing_is_read_from_the_device_before_a_chunk_of_decode_steps(monkeypa
     unread, read = [], engine.runner.read
 
     def watched(flight):
-        unread.append(len(engine.runner._held))
+        unread.append(len(engine.runner.held))
         monkeypatch.undo()
         return read(flight)
 
@@ -55,15 +99,15 @@ def test_nothing_is_read_from_the_device_before_a_chunk_of_decode_steps(monkeypa
     monkeypatch.setattr(Start, "page_table", property(lambda _: pytest.fail("waits for the device")))
     engine.run()
     assert unread == [2]
-    assert engine.runner._held == []
+    assert engine.runner.held == []
     assert engine.stats.peak_kv_bytes > 0
 
 
 def test_a_prefill_that_failed_is_forgotten_with_its_pool():
     """Reading its result would raise again, in the first turn after a reset."""
     engine = jkv.Engine(tiny_model(), max_running=1, max_slots=64)
-    engine.runner._held.append(jax.numpy.zeros(()))
-    engine.runner._held[0].delete()
+    engine.runner.held.append(jax.numpy.zeros(()))
+    engine.runner.held[0].delete()
     engine.reset()
     ticket = engine.submit([4, 5, 6], max_new_tokens=4, stop_ids=())
     engine.run()

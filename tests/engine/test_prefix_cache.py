@@ -303,9 +303,9 @@ def test_prefill_computes_the_rest_alone_and_compiles_nothing_more(model, monkey
     results(engine, PROMPTS[:2], None)
     before = {name: getattr(programs, name).num_compiled() for name in mesh.PROGRAMS}
 
-    def counted(params, state, row, token, count, gate):
+    def counted(params, state, row, token, count, gate, **settings):
         computed.append(int(count[0]))
-        return chunk(params, state, row, token, count, gate)
+        return chunk(params, state, row, token, count, gate, **settings)
 
     monkeypatch.setattr(programs, "prefill_chunk", counted)
     results(engine, [BASE[:50] + [4] * 7, BASE[:50] + [5] * 9], None)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine import prefill
+from jkv.engine import prefill, turns
 from jkv.policies import POLICIES
 from tests.policies.test_conformance import build
 from tests.support.faults import DeviceError, with_failing_programs
@@ -210,9 +210,9 @@ def test_a_second_turn_prefills_its_new_tokens_alone(model, policy, monkeypatch)
         def __getattr__(self, name):
             return getattr(original, name)
 
-        def prefill_chunk(self, params, state, row, token, num_new, gate=None):
+        def prefill_chunk(self, params, state, row, token, num_new, gate, **settings):
             counts.append(int(num_new[0]))
-            return program(params, state, row, token, num_new, gate)
+            return program(params, state, row, token, num_new, gate, **settings)
 
     original = engine.runner.programs
     monkeypatch.setattr(engine.runner, "programs", Counting())
@@ -231,13 +231,13 @@ def test_a_long_turn_holds_no_more_pages_than_its_policy_allows(breaking, engine
     ticket = engine.submit(PROMPT, policy=policy, max_new_tokens=9, keep=True, **FREE)
     engine.run()
     with pytest.MonkeyPatch.context() as patch:
-        append = runner.append
+        append = turns.append
 
         def noting(*arguments):
-            append(*arguments)
+            yield from append(*arguments)
             held.append(runner.num_held_pages)
 
-        patch.setattr(runner, "append", noting)
+        patch.setattr(turns, "append", noting)
         ticket = engine.extend(ticket, RNG.integers(4, 30, 100).tolist(), max_new_tokens=9, **FREE)
         engine.run()
     engine.release(ticket)

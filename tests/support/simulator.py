@@ -41,9 +41,9 @@ CHANCES = {
 class Schedule:
     """One engine under a random schedule, and what it has told so far."""
 
-    def __init__(self, model, expected, seed):
+    def __init__(self, model, expected, seed, **options):
         self.rng, self.expected, self.counts = np.random.default_rng(seed), expected, collections.Counter()
-        self.engine: Engine = make_engine(model, NUM_ROWS, int(self.rng.choice(POOLS)), return_trace=True)
+        self.engine: Engine = make_engine(model, NUM_ROWS, int(self.rng.choice(POOLS)), return_trace=True, **options)
         self.programs = with_failing_programs(self.engine)
         self.specs = {}  # of open requests, by ticket
         self.events = collections.defaultdict(list)  # tokens that events carried, by ticket and sample

@@ -1,0 +1,102 @@
+"""Prompts enter their rows piece by piece, between the chunks of the rows that decode, so that no such row waits for a prompt.
+
+A row's bits do not depend on it: prompts are cut into the same pieces at any pace, and one piece is one program of one row.
+Several prompts in one program would share its products, whose rounding may depend on their number. They would gain little: a
+piece of about 200 tokens or more computes for longer than it reads the weights, on an accelerator of 989 TFLOP/s and 4.8 TB/s
+(H200).
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jkv.engine.samples import Sample
+
+PREFILL_TOKENS = 2048  # of prompts between two chunks, while rows decode
+STEPS = 8  # the most decode steps of a chunk, while prompts wait
+
+Pieces = Iterator[int]  # yields the tokens of each piece before it is dispatched
+
+
+class Work:
+    """Rows that start from one prompt.
+
+    Attributes:
+      rows: samples by row.
+      pieces: what fills them.
+      size: tokens of the next piece, which is not dispatched yet; 0 before the first.
+    """
+
+    def __init__(self, rows: Mapping[int, Sample], pieces: Pieces) -> None:
+        self.rows, self.pieces, self.size = dict(rows), pieces, 0
+
+    def go_on(self) -> bool:
+        """Dispatches a piece; False when the rows are filled."""
+        size = next(self.pieces, None)
+        self.size = size or 0
+        return size is not None
+
+
+class Filling:
+    """Prompts that are not in their rows yet, in the order of admission; one is filled at a time.
+
+    Args:
+      running: the scheduler's record of samples by row.
+      prefill_tokens: the most tokens of prompts between two chunks.
+    """
+
+    def __init__(self, running: Mapping[int, Sample], prefill_tokens: int) -> None:
+        self._running, self._most, self._queue = running, prefill_tokens, deque[Work]()
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    def add(self, rows: Mapping[int, Sample], pieces: Pieces) -> None:
+        """Queues a prompt."""
+        self._queue.append(Work(rows, pieces))
+        for sample in rows.values():
+            sample.is_filling = True
+
+    def run(self, *, to_end: bool = False) -> bool:
+        """Dispatches as many pieces as may come between two chunks, and more as long as no row decodes; or all of them.
+
+        Returns whether any rows are ready to decode that were not before.
+        """
+        done, is_any_ready = 0, False
+        self._drop_cancelled()
+        while self._queue and (to_end or not done or done + self._queue[0].size <= self._most or not self._decodes()):
+            work = self._queue[0]
+            done += work.size
+            if not work.go_on():
+                self._end(work)
+                is_any_ready = True
+        return is_any_ready
+
+    def lowered(self, num_steps: int) -> int:
+        """Steps of the next chunk: fewer, while prompts wait."""
+        return min(num_steps, STEPS) if self._queue else num_steps
+
+    def clear(self) -> None:
+        """Forgets all prompts, whose rows are lost."""
+        for work in list(self._queue):
+            self._end(work)
+
+    def _decodes(self) -> bool:
+        return any(not (sample.is_filling or sample.is_finished) for sample in self._running.values())
+
+    def _drop_cancelled(self) -> None:
+        """Fills no row whose sample has ended, unless others start from its prompt."""
+        for work in [work for work in self._queue if len(work.rows) == 1]:
+            (sample,) = work.rows.values()
+            if sample.is_finished and not sample.shares:
+                self._end(work)
+
+    def _end(self, work: Work) -> None:
+        self._queue.remove(work)
+        for sample in work.rows.values():
+            sample.is_filling = False
+
+
+def decoding(running: Mapping[int, Sample]) -> dict[int, Any]:
+    """The rows that are filled."""
+    return {row: sample for row, sample in running.items() if not sample.is_filling}
