@@ -90,8 +90,21 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if len(config.args) == 1 and config.args[0].partition("::")[0].endswith(".py") else 2
 
 
+def is_everyday(item, where):
+    """Whether a test runs every day, by its own parameters and those of its fixtures."""
+    return where(*(item.callspec.params[name] for name in inspect.signature(where).parameters))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
-    """The longest files first, the others as they are."""
+    """The longest files first, the others as they are.
+
+    `@pytest.mark.everyday(where=lambda name, dtype: ...)` makes the rest of a sweep `slow`: every value of each parameter runs
+    every day, not their product.
+    """
+    for item in items:
+        if any(not is_everyday(item, mark.kwargs["where"]) for mark in item.iter_markers("everyday")):
+            item.add_marker(pytest.mark.slow)
     rank = {ROOT / "tests" / name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 

@@ -15,7 +15,7 @@ from jkv.testing import TINY, tiny_model
 from tests.cache.test_pool import assert_allocator_is_consistent, snapshot
 
 L, B, K, H = 2, 4, 2, 8
-GROUPS = pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
+GROUPS = pytest.mark.parametrize("group", [1, 4, 7, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 6))])
 
 
 def new_pool(max_pages=6, page_size=4):
