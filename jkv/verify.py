@@ -140,6 +140,11 @@ class Case:
         view = random_view(rng, batch=batch, slots=slots, window=max(8, window), group=self.group, dtype=self.dtype)
         return view._replace(budget=jnp.full(view.position.shape[:2], self.num_kept, jnp.int32))
 
+    @functools.cached_property
+    def select(self) -> Callable[[CacheView], Any]:
+        """The slots that the policy keeps of a view, by one program: what it computes step by step compiles as many."""
+        return jax.jit(lambda view: self.policy.select(view))
+
     @property
     def num_kept(self) -> int:
         """The budget of `view`."""
@@ -162,7 +167,7 @@ def selects_filled_slots(case: Case) -> str | None:
     if case.policy.evict is None:
         return None
     view = case.view(1)
-    slots, filled = np.asarray(case.policy.select(view)), np.asarray(view.is_filled)
+    slots, filled = np.asarray(case.select(view)), np.asarray(view.is_filled)
     able = filled if case.policy.is_planned else np.asarray(case.policy.rate(view)) > -np.inf  # not below its threshold
     count, wanted = (slots != EMPTY).sum(axis=-1), np.minimum(case.num_kept, able.sum(axis=-1))
     if case.policy.evict.scope == "compete":
@@ -183,7 +188,7 @@ def keeps_protected_slots(case: Case) -> str | None:
     if case.policy.evict is None:
         return None
     view = case.view(2)
-    slots, protected = np.asarray(case.policy.select(view)), np.asarray(case.policy.evict.is_protected(view))
+    slots, protected = np.asarray(case.select(view)), np.asarray(case.policy.evict.is_protected(view))
     for b, k in np.ndindex(slots.shape[:2]):
         lost = set(np.flatnonzero(protected[b, k]).tolist()) - set(slots[b, k].tolist())
         if lost:
@@ -197,8 +202,7 @@ def is_pure(case: Case) -> str | None:
     if case.policy.evict is None:
         return None
     view = case.view(3)._replace(layer=None)
-    compiled = jax.jit(case.policy.select)
-    eager, jitted, again = (np.asarray(select(view)) for select in (case.policy.select, compiled, compiled))
+    eager, jitted, again = (np.asarray(select(view)) for select in (case.policy.select, case.select, case.select))
     each = jax.tree.map(lambda x: x[:, None], view)
     mapped = np.asarray(jax.jit(jax.vmap(case.policy.select))(each)[:, 0])
     for name, other in (("under jit", jitted), ("a second time", again), ("under vmap", mapped)):
@@ -212,10 +216,9 @@ def treats_rows_independently(case: Case) -> str | None:
     if case.policy.evict is None:
         return None
     view = case.view(4)._replace(layer=None)
-    select = jax.jit(case.policy.select)
-    together = np.asarray(select(view))
+    together = np.asarray(case.select(view))
     for b in range(3):
-        by_itself = np.asarray(select(jax.tree.map(lambda x, b=b: x[b : b + 1], view)))[0]
+        by_itself = np.asarray(case.select(jax.tree.map(lambda x, b=b: x[b : b + 1], view)))[0]
         if (by_itself != together[b]).any():
             return f"Row {b} keeps other slots by itself than in a batch: the score mixes rows."
     return None

@@ -42,28 +42,38 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 # Files that take longest, those first: no worker is left with a long one when the other has nothing to do.
 LONGEST = (
     "engine/test_faults.py",
-    "bench/test_benchmarks.py",
     "policies/test_conformance.py",
-    "grpo/test_grpo.py",
-    "cli/test_cli.py",
-    "engine/test_engine.py",
-    "repository/test_docs.py",
-    "test_rollout.py",
     "engine/test_mesh.py",
+    "repository/test_docs.py",
+    "evaluation/test_probe.py",
+    "engine/test_engine.py",
+    "bench/test_benchmarks.py",
+    "analysis/test_recall.py",
+    "cli/test_cli.py",
+    "grpo/test_grpo.py",
+    "engine/test_turns.py",
+    "engine/test_prefix_cache.py",
+    "rl/test_mesh.py",
+    "engine/test_quantised_pages.py",
+    "pallas_kernels/test_paged_attention_gpu.py",
+    "evaluation/test_window_leads.py",
+    "evaluation/test_leads.py",
+    "evaluation/test_experiments.py",
+    "evaluation/test_compare.py",
+    "test_rollout.py",
+    "test_generate.py",
+    "policies/test_protection.py",
+    "analysis/test_foresee.py",
     "cache/test_in_step_eviction.py",
-    "reasoning/test_hostile_text.py",
     "model/test_numbers.py",
-    "repository/test_notebooks.py",
-    "repository/test_format.py",
     "engine/test_prompts.py",
     "engine/test_sharer.py",
+    "serving/test_loads.py",
     "cli/test_interrupts.py",
-    "test_generate.py",
+    "repository/test_notebooks.py",
+    "pallas_kernels/test_quantised.py",
     "pallas_kernels/test_paged_attention.py",
     "pallas_kernels/test_replay_attention.py",
-    "policies/test_skip_kv.py",
-    "pallas_kernels/test_key_redundancy.py",
-    "evaluation/test_compare.py",
     "evaluation/test_generations.py",
 )
 
@@ -90,8 +100,21 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if len(config.args) == 1 and config.args[0].partition("::")[0].endswith(".py") else 2
 
 
+def is_everyday(item, where):
+    """Whether a test runs every day, by its own parameters and those of its fixtures."""
+    return where(*(item.callspec.params[name] for name in inspect.signature(where).parameters))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
-    """The longest files first, the others as they are."""
+    """The longest files first, the others as they are.
+
+    `@pytest.mark.everyday(where=lambda name, dtype: ...)` makes the rest of a sweep `slow`: every value of each parameter runs
+    every day, not their product.
+    """
+    for item in items:
+        if any(not is_everyday(item, mark.kwargs["where"]) for mark in item.iter_markers("everyday")):
+            item.add_marker(pytest.mark.slow)
     rank = {ROOT / "tests" / name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 

@@ -70,6 +70,7 @@ def test_statistics_are_counted_on_the_real_pool(model):
 
 
 @pytest.mark.rounding
+@pytest.mark.everyday(where=lambda policy, temperature: (policy == POLICY) == (temperature > 0))
 @pytest.mark.parametrize("policy", [jkv.full(), POLICY], ids=["full", "r_kv"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_a_rows_tokens_do_not_depend_on_the_other_rows(model, policy, temperature):

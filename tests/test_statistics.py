@@ -108,14 +108,13 @@ def test_wilsons_interval_holds_the_shares_whose_score_test_does_not_refuse(righ
 
 def likeliest_spread(better, worse, total, difference):
     """The variance of a paired difference, by searching the likeliest shares of pairs that differ: q worse, q + d better."""
-    best = (-math.inf, 0.0)
-    low, high = max(0.0, -difference), (1 - difference) / 2
-    for i in range(20_001):
-        q = low + (high - low) * i / 20_000
-        shares = [(better, q + difference), (worse, q), (total - better - worse, 1 - 2 * q - difference)]
-        if all(share > 1e-15 or count == 0 for count, share in shares):
-            best = max(best, (sum(count * math.log(share) for count, share in shares if count), 2 * q + difference))
-    return (best[1] - difference**2) / total
+    q = np.linspace(max(0.0, -difference), (1 - difference) / 2, 20_001)
+    likelihood = np.zeros(len(q))
+    for count, share in ((better, q + difference), (worse, q), (total - better - worse, 1 - 2 * q - difference)):
+        if count:
+            likelihood += np.where(share > 1e-15, count * np.log(np.maximum(share, 1e-15)), -np.inf)
+    best = np.flatnonzero(likelihood == likelihood.max())[-1]
+    return (2 * q[best] + difference - difference**2) / total
 
 
 @pytest.mark.parametrize(("better", "worse", "total"), [(0, 0, 20), (3, 1, 12), (1, 9, 40), (12, 0, 12), (0, 5, 30)])

@@ -17,7 +17,6 @@ from jax.experimental import topologies
 
 from jkv.engine.device_program import OPTIONS
 from pallas_kernels import choice
-from pallas_kernels.models import MODELS
 
 # Written by hand. A real H200 prints its own: `jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
 H200 = """
@@ -84,8 +83,9 @@ OLD_GPUS = ("t4", "v100")  # without Triton: plain XLA computes the kernels
 ALIKE = ("h100",)  # differs from another target in memory alone
 WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS + ALIKE)
 FEW = ("r1-llama-8b", "r1-qwen-1.5b", "tiny-reasoner")
+MAIN = (*FEW, "qwq-32b")  # groups of 4, 6 and 5, narrow heads
 # Target -> the models that are compiled for it every day. Other targets take the same programs in much the same way.
-EVERYDAY = {"tpu-v5e": tuple(MODELS), "tpu-v6e": FEW, "h200": tuple(MODELS), "h100": FEW, "t4": FEW}
+EVERYDAY = {"tpu-v5e": MAIN, "tpu-v6e": ("r1-qwen-1.5b",), "h200": MAIN, "h100": ("r1-llama-8b",), "t4": FEW}
 TPUS = tuple(target for target, (platform, *_) in TARGETS.items() if platform == "tpu")
 COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}  # any one of them
 ASSEMBLER = "nvidia-cuda-nvcc-cu12"  # CUDA 13 has none for Volta

@@ -34,20 +34,21 @@ LARGE = [
     pytest.param(target, model, marks=[pytest.mark.slow] if is_slow else [], id=f"{target}-{model}")
     for target in targets.WITH_KERNELS
     for model in MODELS
-    for is_slow in [model == "r1-llama-8b" and target not in ("tpu-v5e", "h200")]
+    for is_slow in [model == "r1-llama-8b" and target != "h200"]
 ]
 
+TWO = ("decode-r_kv", "compact-r_kv")  # with quantised pages on a TPU, every day
+OF_LIKES = ("-h2o", "-quest", "-moving-sinks", "-seal", "-skip_kv", "-share")  # what differs from another program in little
 # A minute or so each on a TPU; what they add to their likes is compiled for the H200 and the CPU.
 SLOW = {
     (target, name) for target in ("tpu-v5e", "tpu-v6e") for name in ("decode-full", "compact-streaming_llm", "compact-random")
 }
-SLOW |= {("tpu-v6e", name) for name in ("detach", "attach", "free", "write_pages", "decode-h2o", "decode-quest")}
+SLOW |= {("tpu-v6e", name) for name in programs.PROGRAMS}  # but for those of `KERNELS`
 SLOW |= {
     (target, name)
     for target in ("tpu-v5e", "tpu-v6e")
     for name in programs.PROGRAMS
-    if name.endswith(("-h2o", "-quest", "-moving-sinks", "-seal", "-skip_kv", "-share"))
-    and name not in ("decode-h2o", "decode-quest")
+    if name.endswith(OF_LIKES) and name not in ("decode-h2o", "decode-quest")
 }
 CASES = [
     pytest.param(target, name, marks=[pytest.mark.slow] if (target, name) in SLOW else [], id=f"{target}-{name}")
@@ -110,6 +111,7 @@ def test_program_updates_the_pool_in_place(target, name):
     assert_runs(compiled, next((kernels for prefix, kernels in OF_OTHERS.items() if name.startswith(prefix)), ()))
 
 
+@pytest.mark.everyday(where=lambda target, kv_dtype, name: kv_dtype == "int8" and (target == "h200" or name in TWO))
 @pytest.mark.parametrize(("target", "kv_dtype"), [("h200", "int8"), ("h200", "fp8"), ("tpu-v5e", "int8")])
 @pytest.mark.parametrize("name", [*KERNELS, "decode-quest", "fork"])
 def test_a_program_reads_quantised_pages_by_the_kernels_and_updates_them_in_place(target, kv_dtype, name):
@@ -123,6 +125,7 @@ def test_a_program_reads_quantised_pages_by_the_kernels_and_updates_them_in_plac
     assert_runs(compiled, (kernels | KERNELS)[name])
 
 
+@pytest.mark.everyday(where=lambda target, name: target == "h200" or name in (*TWO, "write_pages"))
 @pytest.mark.parametrize("target", ["h200", "tpu-v5e"])
 @pytest.mark.parametrize("name", [*KERNELS, "decode-quest", "fork", "write_pages"])
 def test_a_program_updates_pages_of_int4_in_place(target, name):
@@ -140,6 +143,7 @@ def test_a_program_updates_pages_of_int4_in_place(target, name):
     assert compiled.memory_analysis().argument_size_in_bytes < 1.05 * num_bytes
 
 
+@pytest.mark.everyday(where=lambda target, name: target == "t4" and not name.endswith(OF_LIKES))
 @pytest.mark.parametrize(
     ("target", "name"), [("t4", name) for name in programs.PROGRAMS] + [("v100", name) for name in KERNELS]
 )

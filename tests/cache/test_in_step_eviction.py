@@ -15,7 +15,7 @@ from jkv.testing import TINY, tiny_model
 from tests.cache.test_pool import assert_allocator_is_consistent, snapshot
 
 L, B, K, H = 2, 4, 2, 8
-GROUPS = pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
+GROUPS = pytest.mark.parametrize("group", [1, 4, 7, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 6))])
 
 
 def new_pool(max_pages=6, page_size=4):
@@ -157,6 +157,7 @@ def test_a_budget_that_is_a_multiple_of_the_page_takes_one_page_more_and_no_more
     assert out.stats.evicted == out.stats.compactions == 3 + 59 - 8
 
 
+@pytest.mark.everyday(where=lambda policy: policy.name != "tova")
 @pytest.mark.parametrize("policy", [jkv.h2o(budget=12, recent=4), jkv.tova(budget=12), jkv.h2o(budget=12, interval=8)])
 def test_samples_of_a_prompt_own_its_pages_and_drop_apart(policy, model):
     """Forks write into vacant slots, so a page left shared would show up in a sibling."""

@@ -9,7 +9,7 @@ from jkv.cache import pool as pages
 from jkv.cache.in_step_eviction import UNLIMITED
 from jkv.cache.page_selection import bound, choose_pages
 
-GROUPS = pytest.mark.parametrize("group", [1, 2, 4, 6, 7])
+GROUPS = pytest.mark.parametrize("group", [1, 4, 7, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 6))])
 KNOBS = {"max_new_tokens": 50, "stop_ids": (), "page_size": 4, "progress": False}
 
 

@@ -21,6 +21,7 @@ PLANNED = {
     "cur": jkv.cur(16, interval=4),
     "g_kv": jkv.g_kv(24, interval=8, window=4),
 }
+DISTINCT = ("full", "r_kv", "h2o", "streaming_llm, moved sinks", "quest")  # the others take the same path through the engine
 SAMPLED = jkv.Sampling(temperature=1.0, seed=3)
 
 
@@ -52,6 +53,7 @@ def assert_same(one, other):
         assert getattr(one.stats, field) == getattr(other.stats, field)
 
 
+@pytest.mark.everyday(where=lambda name: name in DISTINCT)
 @pytest.mark.parametrize("name", PLANNED)
 def test_completions_traces_and_counts_are_those_of_an_engine_that_waits(model, name):
     waits, ahead = (run(model, PLANNED[name], ahead) for ahead in (False, True))

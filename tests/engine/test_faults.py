@@ -31,7 +31,7 @@ def expected(model):
     return Expected(model)
 
 
-@pytest.mark.parametrize("start", [0, 50, *(pytest.param(start, marks=pytest.mark.slow) for start in (100, 150))])
+@pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.slow) for start in (50, 100, 150))])
 def test_random_schedules_give_right_tokens_and_leave_nothing(model, expected, start):
     counts = simulate(model, expected, range(start, start + 50))
     assert min(counts[name] for name in ("results", "interrupted", "failed", "callback", "sleep", "update")) > 0
@@ -48,7 +48,7 @@ def generate(model):
     )
 
 
-@pytest.mark.parametrize("presses", [1, 2, 5])
+@pytest.mark.parametrize("presses", [1, 2, pytest.param(5, marks=pytest.mark.slow)])
 def test_generate_returns_what_there_is_wherever_ctrl_c_is_pressed(model, presses):
     """At every 29th call of its host loop; a press before the first turn is a KeyboardInterrupt, of which nothing is lost."""
     whole = generate(model)

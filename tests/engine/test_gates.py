@@ -193,7 +193,7 @@ def test_rows_beside_those_that_evict_in_steps_have_their_gates_too():
     assert_dropped_below(engine.model, outs[0], 0, policies[0], "linear")
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_preempted_rows_keep_their_gates_and_their_tokens(n):
     policy = by_threshold()
     requests = [(PROMPT, policy, n), (PROMPT[::-1], policy, n), (PROMPT[5:], by_budget(), n), (PROMPT[3:], jkv.full(), n)]

@@ -12,6 +12,7 @@ from jkv.rl import full_overlap, log_probs, make_batch
 from jkv.testing import TINY, tiny_model
 from tests.model.test_numbers import reference_logits
 from tests.model.test_penalties import penalised
+from tests.support.sweeps import in_turn
 
 PROMPTS = [[4, 5, 6, 7, 8], [9, 9, 1], list(range(3, 30))]
 KNOBS = {"max_new_tokens": 50, "stop_ids": (), "page_size": 4}
@@ -52,6 +53,7 @@ def test_greedy_tokens_and_log_probs_are_what_float64_says(model, name):
             assert out.logprobs[row, step] == pytest.approx(-np.log(np.exp(wanted).sum()), abs=1e-4)
 
 
+@pytest.mark.everyday(where=lambda name, sampling: in_turn(POLICIES, name, (DRAWN, CUT), sampling))
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("sampling", [DRAWN, CUT], ids=["drawn", "cut"])
 def test_log_probs_are_those_of_the_replay(model, name, sampling):

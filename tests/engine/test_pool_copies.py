@@ -13,6 +13,7 @@ from jkv.engine.swap import BLOCK
 from jkv.testing import TINY, assert_no_pool_copy, find_copies
 from pallas_kernels.quantised import FORMATS
 from tests.support import programs
+from tests.support.sweeps import in_turn
 
 
 def shapes_on_the_cpu(needs=programs.NOTHING, kv_dtype=None, **settings) -> programs.Shapes:
@@ -29,6 +30,7 @@ def test_program_updates_the_pool_in_place(name):
     assert_no_pool_copy(program.trace(shapes).lower().compile(), shapes.state.cache.pool)
 
 
+@pytest.mark.everyday(where=lambda name, kv_dtype: in_turn(programs.PROGRAMS, name, FORMATS, kv_dtype))
 @pytest.mark.parametrize("kv_dtype", FORMATS)
 @pytest.mark.parametrize("name", programs.PROGRAMS)
 def test_program_updates_quantised_pages_in_place(name, kv_dtype):

@@ -17,6 +17,7 @@ from jkv.policies import Needs
 from jkv.tasks.evaluate import held_out
 from jkv.testing import random_statistics
 from pallas_kernels.quantised import FORMATS, dequantise, vector_bytes
+from tests.support.sweeps import in_turn
 
 PROMPTS = [[5, 1, 9], [3, 7] * 16 + [1]]
 KNOBS = {"max_new_tokens": 64, "page_size": 4, "stop_ids": (), "progress": False, "return_trace": True, "poison": True}
@@ -32,6 +33,7 @@ BY_CHANNEL = {  # whose scores read channels one by one, not norms and products 
     "vase": lambda model: jkv.vase(budget=24, interval=16),
     "tri_attention": lambda model: jkv.tri_attention(24, random_statistics(model), 16, protect_prompt=False),
 }
+COMPACTED = ("r_kv", "cur", "h2o", "vase", "tri_attention")
 EACH_FORMAT = pytest.mark.parametrize("kv_dtype", FORMATS)
 
 
@@ -48,6 +50,7 @@ def gap(model, out, trace):
 
 
 @pytest.mark.rounding
+@pytest.mark.everyday(where=lambda name, kv_dtype: name == "r_kv" or in_turn(POLICIES, name, FORMATS, kv_dtype))
 @pytest.mark.parametrize("name", POLICIES)
 @EACH_FORMAT
 def test_replay_reads_what_the_pool_read(model, name, kv_dtype):
@@ -79,8 +82,9 @@ def test_a_run_costs_the_bytes_of_codes_and_scales(model, kv_dtype):
     assert out.peak_kv_bytes / plain.peak_kv_bytes == pytest.approx(coded / slot, rel=1e-3)
 
 
+@pytest.mark.everyday(where=lambda name, kv_dtype: in_turn(COMPACTED, name, ("int8", "int4"), kv_dtype))
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
-@pytest.mark.parametrize("name", ["r_kv", "cur", "h2o", "vase", "tri_attention"])
+@pytest.mark.parametrize("name", COMPACTED)
 def test_compaction_keeps_what_it_keeps_of_a_pool_with_the_same_numbers(model, name, kv_dtype):
     """Quantised pages, and a pool of floats that holds what the codes stand for, after the same compaction."""
     policy = BY_CHANNEL[name](model) if name in BY_CHANNEL else POLICIES[name]
@@ -112,6 +116,7 @@ def test_compaction_keeps_what_it_keeps_of_a_pool_with_the_same_numbers(model, n
     np.testing.assert_array_equal(after[0][0][is_kept], after[1][0][is_kept])  # with the same numbers: scales moved along
 
 
+@pytest.mark.everyday(where=lambda kv_dtype: kv_dtype != "fp8")
 @EACH_FORMAT
 def test_forks_and_swaps_keep_every_bit(model, kv_dtype):
     """Samples of one prompt share its pages; with too few pages, rows are preempted and come back."""
@@ -123,6 +128,7 @@ def test_forks_and_swaps_keep_every_bit(model, kv_dtype):
     np.testing.assert_array_equal(ample.logprobs, tight.logprobs)
 
 
+@pytest.mark.everyday(where=lambda kv_dtype: kv_dtype == "int4")
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_rollouts_and_training_read_quantised_pages(model, kv_dtype):
     settings = {"max_prompt_tokens": 40, "max_new_tokens": 32, "n": 2, "page_size": 4}
@@ -136,6 +142,7 @@ def test_rollouts_and_training_read_quantised_pages(model, kv_dtype):
     assert any((np.asarray(leaf) != 0).any() for leaf in jax.tree.leaves(gradient.layers[0].key))
 
 
+@pytest.mark.everyday(where=lambda policy, kv_dtype: (policy.name == "random_share") == (kv_dtype == "int4"))
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize(
     "policy", [jkv.reason_cache(warm_up=8, percentile=100), jkv.random_share(percentile=100)], ids=lambda one: one.name

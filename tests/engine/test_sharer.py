@@ -84,6 +84,7 @@ def assert_layouts_are_the_pools(engine):
 
 
 @pytest.mark.rounding
+@pytest.mark.everyday(where=lambda policy: policy not in (SHARING["with_the_prompt"], SHARING["then_r_kv"]))
 @pytest.mark.parametrize("policy", SHARING.values(), ids=SHARING)
 def test_host_layout_pool_and_trace_agree(model, policy):
     engine = make_engine(model, [policy])
@@ -121,6 +122,7 @@ def test_a_replay_without_the_multiplicity_of_pages_is_noticed(model):
 
 
 @pytest.mark.rounding
+@pytest.mark.everyday(where=lambda policy: policy in (SHARING["with_the_prompt"], SHARING["random"], SHARING["then_r_kv"]))
 @pytest.mark.parametrize("policy", SHARING.values(), ids=SHARING)
 def test_a_row_gives_the_same_by_itself_in_a_batch_and_after_preemption(model, policy):
     """With a known threshold, nothing depends on other rows: other chunks, forks, and a pool too small for all."""

@@ -22,7 +22,8 @@ def view():
     )
 
 
-def test_the_command_has_a_line_for_each_score_and_part(tmp_path, capsys):
+def test_the_command_has_a_line_for_each_score_and_part(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(leads, "PARTS", {name: leads.PARTS[name] for name in ("whole", "without age", "4 hidden units")})
     sizes = ("--texts", "2", "--training", "2", "--steps", "2")
     leads.main([*sizes, "--leads", "foresight;foresight, drawn, temperature 1;random", "--out", str(tmp_path)])
     said = capsys.readouterr().out

@@ -7,7 +7,7 @@ from jkv.evaluation import compare as bench
 from jkv.model.sampling import Sampling
 
 
-@pytest.mark.parametrize("budget", ["25%", "25% each"])
+@pytest.mark.parametrize("budget", ["25%", pytest.param("25% each", marks=pytest.mark.slow)])
 def test_the_oracle_answers_as_the_full_cache_where_chance_does_not(reasoner, problems, budget):
     knobs = {"max_new_tokens": 512, "max_running": 6, "page_size": 4, "progress": False}
     settings = {"random": {"interval": 16, "recent": 4}, "oracle": {"recent": 4}}

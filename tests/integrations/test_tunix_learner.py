@@ -120,7 +120,7 @@ def test_a_plain_learner_rolls_out_with_the_actor_s_live_weights():
     assert set(rollout.last.policy_version.ravel().tolist()) <= {-1, 3}
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "lora"])
 def test_synchronised_weights_are_brought_at_each_step(lora):
     model = make_model(lora=lora)
     learned = learn(model, live=False)

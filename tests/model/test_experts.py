@@ -93,6 +93,7 @@ def mixed():
     return jkv.Model(init_params(MIXED, jax.random.key(0), scale=0.3))
 
 
+@pytest.mark.everyday(where=lambda policy: policy.name == "r_kv")
 @pytest.mark.parametrize(
     "policy", [jkv.full(), jkv.r_kv(budget=16, interval=8, window=4), jkv.h2o(budget=16)], ids=lambda p: p.name
 )

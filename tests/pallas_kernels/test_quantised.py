@@ -176,6 +176,7 @@ def test_a_new_token_is_quantised_once_it_is_rotated(name, implementation):
     np.testing.assert_array_equal(got.codes[untouched], pool.codes[untouched])
 
 
+@pytest.mark.everyday(where=lambda name, implementation: implementation != "tpu" or name == "int8")
 @each_implementation("reference", "gpu", "tpu", on_tpu=OF_A_BYTE, of_groups=("reference", "gpu"))
 def test_slots_move_with_their_scales(name, implementation):
     pool, rest = arguments("take_slots", name, implementation)

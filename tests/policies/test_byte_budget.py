@@ -19,6 +19,8 @@ PROMPTS = [[5, 1, 9], [3, 7] * 16 + [1]]
 #            bytes of a slot of 2 heads of 32 channels in float32, or in codes, and of its position, in 2 layers and 2 KV heads
 WHOLE = {None: 4 * (2 * 128 + 4), "int8": 4 * (2 * 36 + 4), "fp8": 4 * (2 * 36 + 4), "int4": 4 * (2 * 18 + 4)}
 
+EVERYDAY = {("r_kv", None), ("r_kv", "int8"), ("h2o", "int4"), ("streaming_llm", "fp8")}
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -53,6 +55,7 @@ def test_int4_holds_3_4_times_the_slots_of_bfloat16():
     assert plain / coded >= 3.4
 
 
+@pytest.mark.everyday(where=lambda name, kv_dtype: (name, kv_dtype) in EVERYDAY)
 @pytest.mark.parametrize("kv_dtype", WHOLE)
 @pytest.mark.parametrize("name", ["r_kv", "h2o", "streaming_llm"])
 def test_a_budget_in_bytes_is_the_run_with_the_slots_that_they_hold(model, name, kv_dtype):

@@ -32,6 +32,24 @@ def build(name, **changes):
 EVICTING = [name for name in POLICIES if build(name).evict]
 
 
+def kind(policy):
+    """What the engine does differently for a policy: two of a kind differ in their scores alone."""
+    evict = policy.evict
+    return (
+        policy.needs,
+        type(policy.schedule),
+        evict and evict.scope,
+        policy.pyramid,
+        policy.read,
+        policy.share is None,
+        policy.steer,
+    )
+
+
+DISTINCT = {kind(build(name)): name for name in reversed(POLICIES)}.values()  # the first of each kind
+OF_THE_ENGINE = ("equals_full_when_nothing_is_due", "is_batch_invariant", "never_compiles_again")  # for others `-m slow`
+
+
 @pytest.fixture(scope="module", params=list(POLICIES))
 def case(request):
     """Each policy, with the runs that its checks share."""
@@ -41,6 +59,7 @@ def case(request):
 
 
 @pytest.mark.rounding
+@pytest.mark.everyday(where=lambda case, check: case in DISTINCT or check.__name__ not in OF_THE_ENGINE)
 @pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_promise_is_kept(case, check):
     assert check(case) is None
@@ -60,7 +79,7 @@ def test_select_keeps_the_budget_and_what_is_protected_in_order(name, group, dty
     case = Case(build(name), group, dtype)
     assert selects_filled_slots(case) is None
     assert keeps_protected_slots(case) is None
-    slots, position = np.asarray(case.policy.select(case.view(1))), np.asarray(case.view(1).position)
+    slots, position = np.asarray(case.select(case.view(1))), np.asarray(case.view(1).position)
     for b, k in np.ndindex(slots.shape[:2]):
         assert (np.diff(position[b, k, slots[b, k][slots[b, k] != EMPTY]]) > 0).all()
 
@@ -124,10 +143,11 @@ def test_a_views_budget_overrides_the_policys(name):
     view = random_view(np.random.default_rng(3))
     budget = jnp.asarray([[9, 24], [12, 30]], jnp.int32)
     view = view._replace(budget=budget)
-    assert_counts(policy, view, policy.select(view))
+    select = jax.jit(policy.select)
+    assert_counts(policy, view, select(view))
     if policy.budget is not None:
         view = view._replace(budget=None)
-        assert_counts(policy, view._replace(budget=jnp.full((2, 2), policy.budget)), policy.select(view))
+        assert_counts(policy, view._replace(budget=jnp.full((2, 2), policy.budget)), select(view))
 
 
 @pytest.mark.parametrize("name", EVICTING)
@@ -136,7 +156,7 @@ def test_sets_shared_by_scope_are_the_same_for_every_head(name):
     policy = dataclasses.replace(policy, evict=dataclasses.replace(policy.evict, scope="layer"))
     view = random_view(np.random.default_rng(4), budget=24)
     view = view._replace(position=jnp.broadcast_to(view.position[:, :1], view.position.shape))
-    slots = np.asarray(policy.select(view))
+    slots = np.asarray(jax.jit(policy.select)(view))
     np.testing.assert_array_equal(slots[:, 0], slots[:, 1])
 
 

@@ -27,7 +27,7 @@ def rows_of(view):
 @pytest.mark.parametrize("rank", [0, 1, 20])
 def test_cur_keeps_the_largest_products_of_projected_norms(rank):
     view = random_view(np.random.default_rng(rank), slots=60)._replace(layer=3)
-    slots = jkv.cur(BUDGET, rank=rank, sinks=2, recent=5, seed=7).select(view)
+    slots = jax.jit(jkv.cur(BUDGET, rank=rank, sinks=2, recent=5, seed=7).select)(view)
     key, value, position = (np.asarray(x, np.float64) for x in (view.key, view.value, view.position))
     for b, k, size in rows_of(view):
         score = np.full(size, np.inf)
@@ -45,13 +45,13 @@ def test_cur_keeps_the_largest_products_of_projected_norms(rank):
 def test_cur_draws_another_projection_for_each_layer_and_length():
     view = random_view(np.random.default_rng(0), slots=200, batch=1)
     policy = jkv.cur(BUDGET)
-    sets = [policy.select(view._replace(layer=layer)).tolist() for layer in (0, 1, 0)]
+    sets = [jax.jit(policy.select)(view._replace(layer=layer)).tolist() for layer in (0, 1, 0)]
     assert sets[0] == sets[2] != sets[1]
 
 
 def test_vase_keeps_the_values_of_the_largest_range_and_its_sinks():
     view = random_view(np.random.default_rng(1), slots=80)
-    slots = jkv.vase(40, window=WINDOW, share=0.25, sinks=3).select(view)
+    slots = jax.jit(jkv.vase(40, window=WINDOW, share=0.25, sinks=3).select)(view)
     value, position = np.asarray(view.value), np.asarray(view.position)
     for b, k, size in rows_of(view):
         spread = value[b, k, :size].max(axis=-1) - value[b, k, :size].min(axis=-1)
@@ -90,7 +90,7 @@ def test_random_attention_keeps_the_prompt_the_recent_tokens_and_others_by_chanc
     """Of a prompt that does not fit, the first tokens, so that one slot is left to chance."""
     view = random_view(np.random.default_rng(3), slots=200)._replace(prompt_length=jnp.full(2, prompt, jnp.int32))
     policy = jkv.random_attention(BUDGET, recent=5, seed=1)
-    slots, position = policy.select(view), np.asarray(view.position)
+    slots, position = jax.jit(policy.select)(view), np.asarray(view.position)
     numbers = np.asarray(uniform(view, 1))
     for b, k, size in rows_of(view):
         score = numbers[b, k, :size].copy()
@@ -106,7 +106,7 @@ def test_a_block_has_one_number_for_each_head_and_a_cut_block_keeps_its_first_sl
     position = jnp.broadcast_to(jnp.arange(62, dtype=jnp.int32), (2, 2, 62))
     zeros = jnp.zeros((2, 2, 62, 8))
     view = jkv.CacheView(zeros, zeros, position, prompt_length=jnp.zeros(2, jnp.int32), layer=jnp.asarray([0, 1], jnp.int32))
-    slots = jkv.policies.make(name, {"budget": BUDGET, "recent": 3, "block": 8, "seed": 1}).select(view)
+    slots = jax.jit(jkv.policies.make(name, {"budget": BUDGET, "recent": 3, "block": 8, "seed": 1}).select)(view)
     sets = set()
     for b, k in np.ndindex(2, 2):
         key = jax.random.key(1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -30,7 +31,7 @@ def plain_score(network, layer, head, view, b, s):
 def test_the_slots_of_the_largest_scores_stay(layer):
     network = random_networks(tiny_model(), hidden=5)
     view = random_view(np.random.default_rng(layer), slots=60)._replace(layer=layer, calibration=None)
-    slots = np.asarray(jkv.foresight(24, network, sinks=2, recent=5).select(view))
+    slots = np.asarray(jax.jit(jkv.foresight(24, network, sinks=2, recent=5).select)(view))
     for b, head in np.ndindex(view.position.shape[:2]):
         position = np.asarray(view.position[b, head])
         score = np.full(int((position >= 0).sum()), np.inf)

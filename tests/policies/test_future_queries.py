@@ -3,6 +3,7 @@
 import cmath
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def trigonometric_series(view, b, k, head, positions, total):
 def test_tri_attention_scores_by_the_series_of_the_paper(half, factor, protects):
     view = view_with(half, factor, seed=half, batch=2)._replace(prompt_length=jnp.asarray([9, 20]))
     policy = jkv.tri_attention(BUDGET, STATISTICS, protect_prompt=protects)
-    got = np.asarray(policy.evict.score(view))
+    got = np.asarray(jax.jit(policy.evict.score)(view))
     for b, k, heads, positions, total in heads_of(view):
         competes = np.array([position >= int(view.prompt_length[b]) or not protects for position in positions])
         best = np.full(len(positions), -np.inf)
@@ -83,8 +84,8 @@ def test_tri_attention_scores_by_the_series_of_the_paper(half, factor, protects)
 def test_tri_attention_pins_the_prompt_and_keeps_the_best_of_the_others():
     view = view_with(4, 1.0, batch=1, heads=1)._replace(prompt_length=jnp.asarray([30]))
     policy = jkv.tri_attention(BUDGET, STATISTICS)
-    kept = np.asarray(policy.select(view))[0, 0]
-    position, score = np.asarray(view.position)[0, 0], np.asarray(policy.evict.score(view))[0, 0]
+    kept = np.asarray(jax.jit(policy.select)(view))[0, 0]
+    position, score = np.asarray(view.position)[0, 0], np.asarray(jax.jit(policy.evict.score)(view))[0, 0]
     prompt, others = (np.flatnonzero(is_one) for is_one in ((position >= 0) & (position < 30), position >= 30))
     best = others[np.argsort(-score[others])][: BUDGET - len(prompt)]
     assert 0 < len(prompt) < BUDGET
@@ -96,8 +97,8 @@ def test_tri_attention_reads_the_statistics_of_the_views_layer():
     view = random_view(np.random.default_rng(0), batch=2)._replace(calibration=None, layer=1)
     moments = type(STATISTICS.arrays)(*(jnp.stack([jnp.asarray(x[1])] * 2) for x in STATISTICS.arrays))
     policy = jkv.tri_attention(BUDGET, STATISTICS)
-    np.testing.assert_array_equal(policy.select(view), policy.select(view._replace(calibration=moments)))
-    assert (policy.select(view) != policy.select(view._replace(layer=0))).any()
+    np.testing.assert_array_equal(jax.jit(policy.select)(view), jax.jit(policy.select)(view._replace(calibration=moments)))
+    assert (jax.jit(policy.select)(view) != jax.jit(policy.select)(view._replace(layer=0))).any()
 
 
 def expected_scores(view, b, k, heads, positions, total, num_queries, future, sinks):
@@ -137,7 +138,7 @@ def expected_scores(view, b, k, heads, positions, total, num_queries, future, si
 def test_expected_attention_scores_by_the_mean_and_covariance_of_queries_before_rope(half, factor):
     view = view_with(half, factor, seed=half, window=12)
     score = jkv.expected_attention(BUDGET, num_queries=9, future=31, sinks=3).evict.score
-    got = np.asarray(score(view))
+    got = np.asarray(jax.jit(score)(view))
     for b, k, heads, positions, total in heads_of(view):
         wanted = expected_scores(view, b, k, heads, positions, total, 9, 31, 3)
         np.testing.assert_allclose(got[b, k, : len(positions)], wanted, rtol=2e-3, atol=1e-7)
@@ -150,7 +151,7 @@ def test_expected_attention_leaves_out_queries_that_do_not_exist():
     view = view._replace(position=jnp.broadcast_to(position, view.position.shape).astype(jnp.int32))
     view = view._replace(query=view.query.at[:, :, :5].set(jnp.nan))  # the ring of a new sequence
     view = view._replace(query=jnp.nan_to_num(view.query, nan=1e3), key=jnp.nan_to_num(view.key))
-    got = np.asarray(jkv.expected_attention(BUDGET, num_queries=12, future=8, sinks=3).evict.score(view))
+    got = np.asarray(jax.jit(jkv.expected_attention(BUDGET, num_queries=12, future=8, sinks=3).evict.score)(view))
     for b, k, heads, positions, total in heads_of(view):
         wanted = expected_scores(view, b, k, heads, positions, total, 12, 8, 3)
         np.testing.assert_allclose(got[b, k, :7], wanted, rtol=2e-3, atol=1e-7)

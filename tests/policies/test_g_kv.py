@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -149,7 +150,7 @@ def test_what_is_kept_depends_on_compactions_long_ago():
 def test_a_view_with_any_group_is_scored_by_the_rule(group):
     view = random_view(np.random.default_rng(group), slots=60, group=group)
     policy = jkv.g_kv(BUDGET, window=WINDOW)
-    slots = np.asarray(policy.select(view))
+    slots = np.asarray(jax.jit(policy.select)(view))
     limits = Limits(jnp.zeros(2, jnp.int32), jnp.full(2, WINDOW, jnp.int32))
     key, query, position, carried = (np.asarray(x, np.float64) for x in (view.key, view.query, view.position, view.carried))
     written = np.asarray(policy.evict.rate_and_carry(view, limits)[1])

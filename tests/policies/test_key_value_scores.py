@@ -1,5 +1,6 @@
 """Scores of keys and values alone, or with attention, against plain NumPy loops: KeyDiff, CAOTE and LagKV."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ def kept(slots):
 @pytest.mark.parametrize("slots", [30, 80])
 def test_key_diff_keeps_the_keys_least_like_the_mean(slots, sinks, recent):
     view = random_view(np.random.default_rng(slots), slots=slots)
-    chosen = jkv.key_diff(BUDGET, sinks=sinks, recent=recent).select(view)
+    chosen = jax.jit(jkv.key_diff(BUDGET, sinks=sinks, recent=recent).select)(view)
     for b, k, key, _, position in heads_of(view):
         unit = [x / np.sqrt(x @ x) for x in key]
         mean = sum(unit) / len(unit)
@@ -51,7 +52,7 @@ def softmax(x):
 def test_caote_keeps_the_slots_without_which_the_output_moves_most(window, group):
     """The distance is computed anew: the output of attention to all other slots, less that to all slots."""
     view = random_view(np.random.default_rng(window), slots=60, group=group)
-    chosen = jkv.caote(BUDGET, window=window, sinks=2).select(view)
+    chosen = jax.jit(jkv.caote(BUDGET, window=window, sinks=2).select)(view)
     query = np.asarray(view.query, np.float64)
     for b, k, key, value, position in heads_of(view):
         past = len(key) - window
@@ -114,7 +115,7 @@ def test_lag_kv_keeps_the_best_of_each_chunk_by_the_range_of_the_next(slots, lag
         view = view._replace(key=view.key.at[..., 0].set(2.0))
     budget = 2 * lag + 8
     policy = jkv.lag_kv(budget, lag=lag, sinks=sinks, recent=2)
-    chosen, scores = policy.select(view), np.asarray(policy.evict.score(view))
+    chosen, scores = jax.jit(policy.select)(view), np.asarray(jax.jit(policy.evict.score)(view))
     for b, k, key, value, position in heads_of(view):
         score = lag_score(key, value, lag, sinks)
         is_ranked = score < 1

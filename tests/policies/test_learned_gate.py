@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ GATE = random_gate(tiny_model())
 
 def kept(policy, view):
     """The positions that stay, by row and head."""
-    slots, position = np.asarray(policy.select(view)), np.asarray(view.position)
+    slots, position = np.asarray(jax.jit(policy.select)(view)), np.asarray(view.position)
     return {(b, k): position[b, k, slots[b, k][slots[b, k] >= 0]].tolist() for b, k in np.ndindex(slots.shape[:2])}
 
 
@@ -43,7 +44,7 @@ def test_a_gate_that_equals_the_threshold_stays():
     view = view._replace(gate=jnp.where(view.is_filled, jnp.float32(0.1), jnp.nan))
     count = np.asarray(view.is_filled).sum(axis=-1)
     for threshold, expected in ((0.1, count), (math.nextafter(0.1, 1), count), (0.1001, np.minimum(count, 4))):
-        slots = np.asarray(jkv.learned_gate(GATE, threshold=threshold, window=4, sinks=0).select(view))
+        slots = np.asarray(jax.jit(jkv.learned_gate(GATE, threshold=threshold, window=4, sinks=0).select)(view))
         np.testing.assert_array_equal((slots >= 0).sum(axis=-1), expected)
 
 

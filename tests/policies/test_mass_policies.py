@@ -1,5 +1,6 @@
 """SnapKV, PyramidKV, Ada-KV and RPC against independent NumPy implementations, written from the rules with plain loops."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -65,7 +66,7 @@ def kept(slots):
 @pytest.mark.parametrize(("when", "rule"), [("decode", largest_logit_mass), ("prefill", causal_mass)])
 def test_snap_kv_keeps_the_best_by_its_rule_and_the_window(when, rule, group):
     view = random_view(np.random.default_rng(group), slots=60, group=group)
-    slots = jkv.snap_kv(BUDGET, when=when, window=WINDOW, pool=POOL).select(view)
+    slots = jax.jit(jkv.snap_kv(BUDGET, when=when, window=WINDOW, pool=POOL).select)(view)
     for b, k, key, _, query in heads_of(view, group):
         past = len(key) - WINDOW
         best = np.argsort(-rule(key, query), kind="stable")[: BUDGET - WINDOW]
@@ -77,7 +78,7 @@ def test_snap_kv_keeps_the_best_by_its_rule_and_the_window(when, rule, group):
 def test_ada_kv_gives_each_head_a_blend_of_what_it_wins_and_of_its_budget(group, floor):
     """Its authors' arithmetic, head by head; theirs rounds each head, so a head may differ by one slot, and the sum may not."""
     view = random_view(np.random.default_rng(group + 10), slots=200, group=group, heads=3)
-    slots = jkv.ada_kv(BUDGET, window=WINDOW, pool=POOL, floor=floor).select(view)
+    slots = jax.jit(jkv.ada_kv(BUDGET, window=WINDOW, pool=POOL, floor=floor).select)(view)
     base, scores, sizes = BUDGET - WINDOW, {}, set()
     for b, k, key, _, query in heads_of(view, group):
         scores[b, k] = largest_logit_mass(key, query)
@@ -99,7 +100,7 @@ def test_ada_kv_gives_each_head_a_blend_of_what_it_wins_and_of_its_budget(group,
 @GROUPS
 def test_ada_kv_may_rank_the_heads_of_a_layer_together_after_a_floor(group):
     view = random_view(np.random.default_rng(group + 10), slots=200, group=group, heads=3)
-    slots = jkv.ada_kv(BUDGET, window=WINDOW, pool=POOL, floor=0.4, safeguard="floor").select(view)
+    slots = jax.jit(jkv.ada_kv(BUDGET, window=WINDOW, pool=POOL, floor=0.4, safeguard="floor").select)(view)
     by_row = {}
     for b, k, key, _, query in heads_of(view, group):
         score = np.concatenate([largest_logit_mass(key, query), np.full(WINDOW, np.inf)])
@@ -130,7 +131,7 @@ def test_rpc_keeps_prompt_window_and_the_best_of_the_thought(scope, group):
         budget=jnp.full((1, 2), BUDGET + prompt),
         prompt_length=jnp.asarray([prompt]),
     )
-    slots = jkv.rpc(interval=32, window=WINDOW, pool=POOL, scope=scope).select(view)
+    slots = jax.jit(jkv.rpc(interval=32, window=WINDOW, pool=POOL, scope=scope).select)(view)
     scores = np.array([thought_mass(key[0, k], query[0, group * k : group * k + group], prompt) for k in range(2)])
     if scope == "layer":
         scores[:] = scores.mean(axis=0)
@@ -158,7 +159,7 @@ def test_tova_keeps_what_the_newest_query_attends_to_most_over_all_heads(keep_ne
     mass[-1] = np.inf if keep_newest else mass[-1]
     expected = np.sort(np.argsort(-mass, kind="stable")[:BUDGET])
     assert (size - 1 in expected) == keep_newest
-    slots = jkv.tova(BUDGET, recent=int(keep_newest)).select(view)
+    slots = jax.jit(jkv.tova(BUDGET, recent=int(keep_newest)).select)(view)
     np.testing.assert_array_equal(np.asarray(slots)[0, :, :BUDGET], [expected, expected])
 
 
@@ -172,8 +173,8 @@ def test_rpc_released_counts_the_newest_query_twice_and_the_oldest_not_at_all():
     view = random_view(np.random.default_rng(3), slots=60, budget=30)
     doubled = jnp.concatenate([view.query[:, :, -WINDOW + 1 :], view.query[:, :, -1:]], axis=2)
     policy, released = (jkv.rpc(interval=32, window=WINDOW, scope="head", released=flag) for flag in (False, True))
-    np.testing.assert_array_equal(released.select(view), policy.select(view._replace(query=doubled)))
-    assert (np.asarray(released.select(view)) != np.asarray(policy.select(view))).any()
+    np.testing.assert_array_equal(jax.jit(released.select)(view), jax.jit(policy.select)(view._replace(query=doubled)))
+    assert (np.asarray(jax.jit(released.select)(view)) != np.asarray(jax.jit(policy.select)(view))).any()
 
 
 def test_rpc_triggers_and_grows_as_the_paper_says():

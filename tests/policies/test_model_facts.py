@@ -24,7 +24,7 @@ WINDOW = 4
 @pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
 def test_half_of_the_budget_goes_by_attention_and_the_rest_by_the_projected_values_too(share):
     view = random_view(np.random.default_rng(5), slots=80)._replace(budget=jnp.asarray([[20, 30], [40, 24]]))
-    slots = np.asarray(jkv.critical_kv(64, window=WINDOW, pool=1, share=share).select(view))
+    slots = np.asarray(jax.jit(jkv.critical_kv(64, window=WINDOW, pool=1, share=share).select)(view))
     mass = np.asarray(AttentionMass(WINDOW, 1)(view), np.float64)
     for b, k in np.ndindex(view.position.shape[:2]):
         budget, age = int(view.budget[b, k]), np.asarray(view.age[b, k])

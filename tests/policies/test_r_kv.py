@@ -1,5 +1,6 @@
 """R-KV against an independent NumPy implementation, written from the rule with plain loops, one head at a time."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ def test_kept_slots_are_those_of_an_independent_implementation(settings, release
     settings = {"window": 4} | settings
     if released and settings.get("exempt", 1) != 1:
         pytest.skip("the released code exempts exactly one")
-    slots = np.asarray(jkv.r_kv(budget=20, released=released, **settings).select(view))
+    slots = np.asarray(jax.jit(jkv.r_kv(budget=20, released=released, **settings).select)(view))
     key, query, position = (np.asarray(x, np.float64) for x in (view.key, view.query, view.position))
     for b, k in np.ndindex(slots.shape[:2]):
         size = int((position[b, k] >= 0).sum())
@@ -102,7 +103,7 @@ def test_kept_slots_are_those_of_an_independent_implementation(settings, release
 def test_kept_sets_are_those_of_the_rule_for_every_group_and_type(group, over_group, dtype):
     """Outside a band around the cut: max-pooling makes ties common, and bf16 rounds what decides them."""
     view = random_view(np.random.default_rng(group), slots=60, group=group, dtype=dtype)
-    slots = np.asarray(jkv.r_kv(budget=20, window=4, importance=0.5, over_group=over_group).select(view))
+    slots = np.asarray(jax.jit(jkv.r_kv(budget=20, window=4, importance=0.5, over_group=over_group).select)(view))
     key, query, position = (np.asarray(x, np.float64) for x in (view.key, view.query, view.position))
     sure = 0
     for b, k in np.ndindex(slots.shape[:2]):
@@ -120,10 +121,10 @@ def test_kept_sets_are_those_of_the_rule_for_every_group_and_type(group, over_gr
 
 def test_released_stores_in_score_order_and_the_default_by_position():
     view = random_view(np.random.default_rng(6), slots=60)
-    by_score = np.asarray(jkv.r_kv(budget=20, window=4, released=True).select(view))[0, 0, :20]
+    by_score = np.asarray(jax.jit(jkv.r_kv(budget=20, window=4, released=True).select)(view))[0, 0, :20]
     assert (np.diff(by_score[:16]) < 0).any()
     assert (np.diff(by_score[16:]) > 0).all()  # the window comes last, in order
-    by_position = np.asarray(jkv.r_kv(budget=20, window=4).select(view))[0, 0, :20]
+    by_position = np.asarray(jax.jit(jkv.r_kv(budget=20, window=4).select)(view))[0, 0, :20]
     assert (np.diff(by_position) > 0).all()
 
 
@@ -137,7 +138,7 @@ def test_the_newest_of_identical_tokens_outlives_the_others():
         position=jnp.arange(40, dtype=jnp.int32)[None, None],
         query=jnp.asarray(rng.standard_normal((1, 2, 8, 64)), jnp.float32),
     )
-    kept = [np.asarray(jkv.r_kv(budget=budget, importance=0.0).select(view))[0, 0].tolist() for budget in (39, 38, 37)]
+    kept = [np.asarray(jax.jit(jkv.r_kv(budget=budget, importance=0.0).select)(view))[0, 0].tolist() for budget in (39, 38, 37)]
     assert [sorted(set(range(40)) - set(slots)) for slots in kept[:2]] == [[2], [2, 9]]
     assert 17 in kept[2]
 

@@ -120,7 +120,7 @@ def test_compaction_is_told_what_a_plain_reading_of_the_rule_flags(model, monkey
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_kept_slots_are_those_of_r_kv_less_the_similarity(group, dtype):
     view = random_view(np.random.default_rng(group), slots=60, group=group, dtype=dtype)
-    slots = np.asarray(jkv.skip_kv(budget=20, window=4).select(view))
+    slots = np.asarray(jax.jit(jkv.skip_kv(budget=20, window=4).select)(view))
     key, query, position, similarity = (
         np.asarray(x, np.float64) for x in (view.key, view.query, view.position, view.similarity)
     )

@@ -51,25 +51,32 @@ def test_a_reader_ends_soon_with_any_text(reader, name, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())  # nothing was executed
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_the_math_grader_keeps_its_time_limit_with_any_text(name, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def math_grader(tmp_path_factory):
+    """The folder in which the process of the math grader runs; one process reads all texts, as in an evaluation."""
     pytest.importorskip("math_verify")
     from jkv.evaluation import graders
 
-    monkeypatch.chdir(tmp_path)
-    worker = TimeLimited(graders.MATH_VERIFY.script, seconds=3.0)
-    monkeypatch.setattr(graders, "MATH_VERIFY", worker)
-    try:
-        assert graders.equal_math("x", "y") is False  # starts the process
-        start = time.perf_counter()
-        graders.equal_math(TEXTS[name], "7")
-        graders.equal_math("7", TEXTS[name][:390])
-        assert not GRADERS["math"](rf"\boxed{{{TEXTS[name][:350]}", "7")
-        assert time.perf_counter() - start < 12.0
-        assert GRADERS["math"](r"\boxed{\frac{14}{2}}", "7")  # and works afterwards
-    finally:
+    folder, worker = tmp_path_factory.mktemp("grader"), TimeLimited(graders.MATH_VERIFY.script, seconds=3.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(graders, "MATH_VERIFY", worker)
+        yield folder
         worker.close()
-    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_math_grader_keeps_its_time_limit_with_any_text(name, math_grader):
+    from jkv.evaluation import graders
+
+    assert graders.equal_math("x", "y") is False  # starts the process, where the last text ended it
+    start = time.perf_counter()
+    graders.equal_math(TEXTS[name], "7")
+    graders.equal_math("7", TEXTS[name][:390])
+    assert not GRADERS["math"](rf"\boxed{{{TEXTS[name][:350]}", "7")
+    assert time.perf_counter() - start < 12.0
+    assert GRADERS["math"](r"\boxed{\frac{14}{2}}", "7")  # and works afterwards
+    assert not list(math_grader.iterdir())
 
 
 @pytest.mark.parametrize("name", ["a line of a megabyte", "blank lines", "words", "surrogates", "null bytes", "combining"])

@@ -34,6 +34,7 @@ def loss_by_loops(batch, current, old, weights, clip, mean, reference=None, beta
     return np.mean(values) if mean == "tokens" else np.mean(by_row)
 
 
+@pytest.mark.everyday(where=lambda mean, way: mean == "tokens" or way == "replayed")
 @pytest.mark.parametrize("mean", ["tokens", "sequences"])
 @pytest.mark.parametrize("way", ["corrected", "replayed", "bypass"])
 def test_the_loss_is_that_of_a_loop_over_tokens(model, batches, way, mean):
@@ -78,6 +79,7 @@ def test_the_gradient_is_that_of_advantage_times_weight_times_log_probability(mo
             np.testing.assert_allclose(one, other, rtol=5e-3, atol=2e-6)
 
 
+@pytest.mark.everyday(where=lambda mean, sizes: (mean == "tokens") == (sizes != (4, 5)))
 @pytest.mark.parametrize("mean", ["tokens", "sequences"])
 @pytest.mark.parametrize("sizes", [(9,), (4, 5), (1, 2, 6)], ids=str)
 def test_microbatches_of_any_split_add_up_to_one_gradient(model, batches, mean, sizes):

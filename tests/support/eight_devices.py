@@ -207,6 +207,7 @@ def test_new_weights_with_other_shardings_are_refused_and_equal_ones_compile_not
     assert COMPILING.seconds == compiled  # neither new weights nor a new pool compile anything
 
 
+@pytest.mark.everyday(where=lambda name, kv_dtype: (name, kv_dtype) != ("r_kv", "int8"))
 @pytest.mark.parametrize(("name", "kv_dtype"), [("r_kv", "int8"), ("h2o", "int8"), ("r_kv", "int4")])
 def test_quantised_pages_are_split_with_their_scales(model, name, kv_dtype):
     if kv_dtype == "int4":

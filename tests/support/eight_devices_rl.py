@@ -38,7 +38,13 @@ def model():
     return tiny_model(config=CONFIG, tokenizer=BreakingTokenizer())
 
 
-@pytest.fixture(scope="module", params=[*POLICIES, "int8"])
+ALIKE = ("full", "moving-sinks")  # they are split as the others are
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in (*POLICIES, "int8")],
+)
 def out(request, model):
     kv_dtype = "int8" if request.param == "int8" else None
     policy = POLICIES["r_kv" if kv_dtype else request.param]
