@@ -5,7 +5,7 @@ and its row of the batch is free. When pages are needed, kept rows are swapped o
 first, before a running row is preempted. The next turn (`jkv.engine.turns`) attaches the row again, and prefills its new tokens
 alone.
 
-Host arithmetic, no device: `jkv.engine.turns` moves the pages.
+Host arithmetic, no device: `jkv.engine.kept_rows` moves the pages.
 """
 
 import dataclasses

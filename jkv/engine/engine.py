@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jkv.engine import description, turns
+from jkv.engine import description, kept_rows, turns
 from jkv.engine import mesh as meshes
 from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
@@ -393,7 +393,7 @@ class Engine:
         """
         with self._guard.turn("reset", is_reset=True):
             samples = [sample for group in self.tickets.values() for sample in group if not sample.is_finished]
-            lost, self._flight = [sample for sample in samples if not turns.restart(self, sample)], None
+            lost, self._flight = [sample for sample in samples if not kept_rows.restart(self, sample)], None
             self.scheduler.restart(sample for sample in samples if sample not in lost)
             self.outputs.forget()
             self.runner.reset()
@@ -445,6 +445,6 @@ class Engine:
             given = sample.request.first_prompt, self.capacity.page_size, self.options.kv_format
             completion.trace = trace.finish(num_seen, *given)
         pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0
-        turns.end(sample, self.scheduler.conversations, pages)
+        kept_rows.end(sample, self.scheduler.conversations, pages)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None
         self.scheduler.finish(sample)

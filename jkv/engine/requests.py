@@ -12,7 +12,7 @@ import numpy as np
 
 from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts, check_length, did_you_mean, shown, typed
-from jkv.engine.prompts import MOST_SAMPLES, num_elements, too_long
+from jkv.engine.prompts import MOST_SAMPLES, check_ids, num_elements, too_long
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
@@ -280,18 +280,9 @@ def spread_forced(options: RequestOptions, num_prompts: int, vocab_size: int) ->
             f"forced_tokens must be token ids, or a list of them for each prompt; got {len(given)} lists for {num_prompts} "
             "prompts."
         )
-    return [check_forced(i, tokens, vocab_size) for i, tokens in enumerate(given if is_each else [given] * num_prompts)]
-
-
-def check_forced(index: int, tokens: Any, vocab_size: int) -> np.ndarray:
-    """A prompt's forced tokens, checked to be tokens of the model."""
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"forced_tokens must be a list of at least one token id for prompt {index}; got {shown(tokens)}.")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"forced_tokens must be token ids in [0, {vocab_size}); got {wrong} for prompt {index}.")
-    return ids.astype(np.int32)
+    each = given if is_each else [given] * num_prompts
+    rule = "forced_tokens must be a flat list of token ids"
+    return [check_ids(tokens, rule, f"that of prompt {i}", vocab_size) for i, tokens in enumerate(each)]
 
 
 def check_forcing(options: RequestOptions, sampling: Sampling) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 
 from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.checks import counted, size
+from jkv.engine import kept_rows, prefill, prefix_reuse, programs, swap
 from jkv.engine import mesh as meshes
-from jkv.engine import prefill, prefix_reuse, programs, swap, turns
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
@@ -218,7 +218,7 @@ class Runner:
                 continue
             for row, sample in admitted.items():
                 if sample.resumes is not None:
-                    turns.resume(self, row, sample)
+                    kept_rows.resume(self, row, sample)
                 elif sample.is_swapped:
                     with self.meter.clock("swap_seconds"):
                         self._swap_in(row, sample)
@@ -227,7 +227,7 @@ class Runner:
 
     def release(self, rows: Sequence[int]) -> None:
         """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
-        self.state = turns.settle(self.programs, self.state, self.conversations)
+        self.state = kept_rows.settle(self.programs, self.state, self.conversations)
         if rows:
             self.state = self.programs.release(self.state, self._pad_rows(rows))
 
