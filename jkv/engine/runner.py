@@ -271,6 +271,7 @@ class Runner:
 
     def append(self, row: int, sample: Sample, tokens: np.ndarray) -> None:
         """Prefills tokens into a row, after those that it has."""
+        self.meter.stats.prefilled += len(tokens)
         for token, count in prefill.chunks(tokens, self.prefill_sizes):
             args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
             self.state, hidden, held = self.programs.prefill_chunk(*args)
@@ -377,19 +378,20 @@ class Runner:
             assert sample.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
             sentences = map_sentences(sample.sentences, self._map_width)
-        self.state, dropped, is_left = self.programs.compact(
-            self.state,
-            np.full(1, row, np.int32),
-            np.asarray(sample.budgets, np.int32)[:, None],
-            np.full(1, request.first_prompt, np.int32),
-            np.asarray([[evict.sinks], [evict.recent]], np.int32),
-            evict=evict.static,
-            is_traced=self.is_traced,
-            sentences=sentences,
-            facts=facts_for(request.policy, self.model),
-            cutoff=cutoff_of(request.policy),
-            is_alive=self._is_alive(last),
-        )
+        with self.meter.compaction(lambda: self.state):
+            self.state, dropped, is_left = self.programs.compact(
+                self.state,
+                np.full(1, row, np.int32),
+                np.asarray(sample.budgets, np.int32)[:, None],
+                np.full(1, request.first_prompt, np.int32),
+                np.asarray([[evict.sinks], [evict.recent]], np.int32),
+                evict=evict.static,
+                is_traced=self.is_traced,
+                sentences=sentences,
+                facts=facts_for(request.policy, self.model),
+                cutoff=cutoff_of(request.policy),
+                is_alive=self._is_alive(last),
+            )
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 

@@ -183,6 +183,7 @@ def submit_turn(
         sample.submitted = time.perf_counter() - COMPILING.seconds
         kept_rows.begin(sample, kept)
         engine.tickets[number] = [sample]
+        engine.stats.turns += 1
         engine.scheduler.add(sample)
     return number
 

@@ -69,7 +69,7 @@ class Server:
         self.encoder, self.metrics = Encoder(model), Metrics(service.engine, self.name)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
         self.num_open, self.began = 0, int(time.time())
-        self.conversations = Conversations(options)
+        self.conversations = Conversations(options, self.metrics.count_forgotten)
 
     @property
     def model(self) -> Model:

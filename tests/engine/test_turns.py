@@ -173,7 +173,7 @@ def test_a_failed_request_leaves_no_row(shared):
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        ([], "at least one token id, and no more than the model's"),
+        ([], "at least one token; the list is empty"),
         ("text", "Encode texts"),
         (7, "flat list"),
         (None, "flat list"),
@@ -181,9 +181,9 @@ def test_a_failed_request_leaves_no_row(shared):
         ([[1], [2, 3]], "Flatten it"),
         ([1.5], "float64"),
         ([True], "bool"),
-        ([-1], r"must lie in \[0, .*got -1"),
+        ([-1], r"must lie in \[0, .*holds -1"),
         ([10**30], r"must lie in \[0, "),
-        ([5, 10**6], r"must lie in \[0, .*got 1000000"),
+        ([5, 10**6], r"must lie in \[0, .*holds 1000000"),
         (range(2**40), "no more than the model's"),
         ([5] * 100_000, "no more than the model's"),
     ],
