@@ -130,6 +130,8 @@ class RequestOptions:
         list of one for each. Their log-probabilities show how well the model predicts any text with a small cache. They end no
         completion; `max_new_tokens=None` is their number, and `sampling=None` is greedy, with log-probabilities of
         temperature 1.
+      cache_salt: requests share prefills and pages of the prefix cache with those of the same salt alone, such as one for each
+        user. Whether a prompt was computed before then shows in no other user's times and counts. It changes no tokens.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -143,9 +145,10 @@ class RequestOptions:
     stop_strings: Sequence[str] = ()
     first_sample: int = 0
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        for name, kind in (("n", int), ("max_new_tokens", int | None), ("first_sample", int)):
+        for name, kind in (("n", int), ("max_new_tokens", int | None), ("first_sample", int), ("cache_salt", str)):
             # Python's numbers: products of NumPy's small ones overflow.
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_counts(n=self.n, max_new_tokens=self.max_new_tokens)
@@ -231,7 +234,7 @@ def make_requests(
         samples = range(first + seen[prompt_id], first + seen[prompt_id] + n)
         common = (prompt, policy, sampling, seed, prompt_id)
         rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
-        requests.append([Request(*common, sample, *rest) for sample in samples])
+        requests.append([Request(*common, sample, *rest, cache_salt=options.cache_salt) for sample in samples])
         seen[prompt_id] += n
     return requests
 

@@ -73,11 +73,12 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
       ValueError: tokens that are none of the model, settings that a turn cannot change, or a conversation that is too long.
     """
     last, config = kept.request, model.config
-    for name in ("policy", "n", "first_sample"):
+    for name in ("policy", "n", "first_sample", "cache_salt"):
         default = next(field.default for field in dataclasses.fields(options) if field.name == name)
         if getattr(options, name) != default:
             raise ValueError(
-                f"A turn continues one sample with its policy; got {name}={shown(getattr(options, name))}. Leave it out."
+                f"A turn continues one sample with its policy and salt; got {name}={shown(getattr(options, name))}. "
+                "Leave it out."
             )
     new = check_tokens(tokens, config.vocab_size, config.max_positions)
     prompt = np.concatenate([kept.transcript.tokens, new])

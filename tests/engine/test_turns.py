@@ -197,6 +197,7 @@ def test_tokens_that_are_none_are_refused_and_the_row_stays(shared, tokens, word
         ({"policy": jkv.full()}, "continues one sample with its policy; got policy"),
         ({"n": 2}, "got n=2"),
         ({"first_sample": 1}, "got first_sample=1"),
+        ({"cache_salt": "b"}, "got cache_salt='b'"),
         ({"stop_strings": ["a"]}, "a stop string"),
         ({"max_new_tokens": 10**6}, "A conversation must fit the model's"),
         ({"keep": 1}, "keep must be"),
