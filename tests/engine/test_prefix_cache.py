@@ -293,7 +293,7 @@ def test_requests_of_another_salt_share_nothing(model):
     assert engine.stats.forks == 0
     assert_same_bits(outs[1:], outs[:-1])  # a salt changes no tokens
     for wrong in (3, None, b"a"):
-        with pytest.raises(ValueError, match="cache_salt must be a str"):
+        with pytest.raises(ValueError, match="cache_salt must be a text"):
             engine.submit(PROMPTS[0], cache_salt=wrong)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jkv
+from jkv.engine.requests import spread_policies
 from jkv.model import checkpoint
 from tests.serving.conftest import SETTINGS, Running, make_engine
 
@@ -257,6 +258,19 @@ def test_what_a_turn_cannot_do_is_refused_and_the_row_stays(server, fields, word
     error = post(server, 400, **{"messages": ASK, **BODY, **fields})
     assert re.search(words, error["message"])
     assert post(server, messages=ASK, previous_response_id=last, **BODY)["choices"]
+
+
+def test_a_budget_in_bytes_may_be_given_again(server, talking):
+    given = {"policy": "streaming_llm", "budget": "32kB"}
+    slots = spread_policies(jkv.streaming_llm(budget="32kB"), 1, talking.params)[0].budget
+    assert isinstance(slots, int)
+    last = post(server, messages=ASK, store=True, **BODY, **given)["id"]
+    for same in (given, given | {"budget": slots}, given | {"budget": "32 kB"}, {}):
+        last = post(server, messages=MORE, store=True, previous_response_id=last, **BODY, **same)["id"]
+    for other in ({"budget": "24kB"}, {"budget": slots - 1}, {"policy": "r_kv"} | SETTINGS):
+        error = post(server, 400, messages=MORE, previous_response_id=last, **BODY, **given | other)
+        assert "A conversation keeps its policy" in error["message"]
+    post(server, messages=ASK, previous_response_id=last, **BODY)
 
 
 def test_a_response_expires(talking):
