@@ -200,6 +200,7 @@ class Engine:
         return self.outputs.take()
 
     def _turn(self) -> None:
+        self.stats.idle.begin(self.runner.is_ready)
         if self._flight is not None and not self.scheduler.goes_on:
             self._collect()
         turn, running = self.scheduler.next(), self.scheduler.running
@@ -218,6 +219,7 @@ class Engine:
         rows, prefixes = self.scheduler.release()
         self.runner.release(rows)
         self.runner.free(prefixes)
+        self.stats.idle.end(is_unfinished=bool(running or self.scheduler.waiting))
 
     def _collect(self, flight: Flight | None = None) -> None:
         """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events.
@@ -241,6 +243,7 @@ class Engine:
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
         for row, sample in samples.items():
             self.outputs.collect(sample, rows[row], flight.version)
+            self.stats.idle.look(self.runner.is_ready)
         try:
             for sample, error in self.runner.share():
                 if not sample.is_finished:
@@ -367,6 +370,7 @@ class Engine:
                 with self.runner.meter.clock("seconds"):
                     self._collect()
                     self.runner.execute(self.scheduler.sleep())
+                self.stats.idle.end(is_unfinished=False)
                 self.runner.sleep()
 
     def wake(self) -> None:

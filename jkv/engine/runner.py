@@ -163,6 +163,11 @@ class Runner:
         """Pages of the pool in use; waits for the device."""
         return self.capacity.num_pages - int(np.sum(self.state.cache.pool.free_top))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has finished every program."""
+        return self.state is None or bool(self.state.logits.is_ready())
+
     # Weights and memory.
 
     def set_params(self, params: Params) -> None:
@@ -229,7 +234,8 @@ class Runner:
         """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
         self.state = kept_rows.settle(self.programs, self.state, self.conversations)
         if rows:
-            self.state = self.programs.release(self.state, self._pad_rows(rows))
+            with self.meter.stats.idle.dispatching(self.is_ready):
+                self.state = self.programs.release(self.state, self._pad_rows(rows))
 
     def free(self, prefixes: Sequence[Prefix]) -> None:
         """Frees prefixes (after a copy to host memory, if a swapped-out sample needs it) and what the prefix cache evicted."""
@@ -274,7 +280,8 @@ class Runner:
         self.meter.stats.prefilled += len(tokens)
         for token, count in prefill.chunks(tokens, self.prefill_sizes):
             args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
-            self.state, hidden, held = self.programs.prefill_chunk(*args)
+            with self.meter.stats.idle.dispatching(self.is_ready):
+                self.state, hidden, held = self.programs.prefill_chunk(*args)
             self._held.append(held)
             if sample.sentences is not None:
                 sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
@@ -310,7 +317,7 @@ class Runner:
         """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""
         is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)._replace(is_alive=self._is_alive(last))
-        with self.meter.clock("decode_seconds"):
+        with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(self.is_ready):
             options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated
             self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
             self._generated, outputs = outputs.generated, outputs._replace(generated=None)
@@ -331,7 +338,7 @@ class Runner:
 
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""
-        with self.meter.clock("decode_seconds"):
+        with self.meter.clock("decode_seconds"), self.meter.stats.idle.waiting(lambda: self.is_ready):
             outputs, held = jax.device_get((flight.outputs, self._held))
         self._held.clear()
         self.meter.peak(max(map(int, held), default=0))
@@ -378,7 +385,7 @@ class Runner:
             assert sample.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
             sentences = map_sentences(sample.sentences, self._map_width)
-        with self.meter.compaction(lambda: self.state):
+        with self.meter.stats.idle.dispatching(self.is_ready), self.meter.compaction(lambda: self.state):
             self.state, dropped, is_left = self.programs.compact(
                 self.state,
                 np.full(1, row, np.int32),

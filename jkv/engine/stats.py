@@ -14,6 +14,7 @@ from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
 from jkv.engine.counts import Counts
+from jkv.engine.idle import IdleClock
 from jkv.engine.latency import Latency
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Turn
@@ -105,6 +106,7 @@ class RunStats:
     queued_seconds: float = 0.0  # until samples had a row, summed
     first_token: Latency = dataclasses.field(default_factory=Latency)  # seconds from a sample's submission
     between_tokens: Latency = dataclasses.field(default_factory=Latency)  # seconds from one token of a sample to the next
+    idle: IdleClock = dataclasses.field(default_factory=IdleClock)  # of the device, because the host was busy
     turns: int = 0  # that continued a kept row
     compactions: int = 0  # dispatched
     compaction: Latency = dataclasses.field(
