@@ -11,7 +11,6 @@ the outputs. `scheduler` assigns rows and pages, `runner` dispatches device prog
 import collections
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,7 +34,7 @@ from jkv.engine.samples import Completion, Sample, stop_finder
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.service import serve
 from jkv.engine.stats import RunStats
-from jkv.engine.timing import COMPILING
+from jkv.engine.timing import COMPILING, running_seconds
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
@@ -425,7 +424,7 @@ class Engine:
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         stops = stop_finder(self.model.tokenizer, request)
         pages = most_pages(self.model.params, request, self.capacity.page_size)
-        now = time.perf_counter() - COMPILING.seconds
+        now = running_seconds()
         sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, stops=stops, submitted=now)
         self.scheduler.add(sample)
         return sample

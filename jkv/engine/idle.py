@@ -1,15 +1,17 @@
 """How long the device had nothing to do because the host was busy."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from jkv.engine.timing import running_seconds
 
 
 class IdleClock:
     """Seconds in which requests were unfinished and no device program was in flight.
 
     The host looks whether the newest program has finished, at many moments of a turn. An idle device was busy until some time
-    after it was last seen busy, so these are at most the seconds. Host work that runs beside the device is no part of them.
+    after it was last seen busy, so these are at most the seconds. Host work beside the device does not count, nor does
+    compilation.
 
     Attributes:
       seconds: of turns.
@@ -23,7 +25,7 @@ class IdleClock:
 
     def begin(self, is_ready: bool) -> None:
         """A turn begins; `is_ready` says whether the newest program has finished."""
-        now, left = time.perf_counter(), self._left
+        now, left = running_seconds(), self._left
         if left is not None and self._busy is not None and is_ready:
             self.seconds += max(0.0, left - self._busy)
             self.between += now - max(left, self._busy)
@@ -32,20 +34,20 @@ class IdleClock:
     def end(self, is_unfinished: bool) -> None:
         """A turn ends; what follows counts only where requests are unfinished."""
         if is_unfinished:
-            self._left = time.perf_counter()
+            self._left = running_seconds()
         else:
             self._busy = self._left = None
 
     def look(self, is_ready: bool) -> None:
         """Notes whether a program is in flight."""
         if not is_ready and self._busy is not None:
-            self._busy = time.perf_counter()
+            self._busy = running_seconds()
 
     @contextmanager
     def dispatching(self, is_ready: bool) -> Iterator[None]:
         """A block that dispatches a program; the idle time before it ends here."""
         yield
-        now = time.perf_counter()
+        now = running_seconds()
         if self._busy is not None:
             self.seconds += now - self._busy if is_ready else 0.0
             self._busy = now

@@ -4,7 +4,6 @@ What is checked before a turn is queued, and the engine's methods. What happens 
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from jkv.engine.outputs import Event
 from jkv.engine.prompts import check_ids, is_endless, num_elements
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.samples import Completion, Sample, stop_finder
-from jkv.engine.timing import COMPILING
+from jkv.engine.timing import running_seconds
 from jkv.model.params import Model
 
 RULE = "extend takes a flat list of token ids"
@@ -181,7 +180,7 @@ def submit_turn(
         number = next(engine._ticket)
         sample = Sample(number, 0, request, Completion(), most_pages(engine.model.params, request, engine.capacity.page_size))
         sample.on_tokens, sample.stops = on_tokens, stop_finder(engine.model.tokenizer, request)
-        sample.submitted = time.perf_counter() - COMPILING.seconds
+        sample.submitted = running_seconds()
         kept_rows.begin(sample, kept)
         engine.tickets[number] = [sample]
         engine.stats.turns += 1

@@ -168,6 +168,8 @@ class EngineCollector(Collector):
             ("jkv:row_steps", "Rows times decode steps; vllm:generation_tokens is how many drew a token.", stats.row_steps),
             ("jkv:engine_seconds", "Of the engine's turns, compilation excluded.", stats.seconds),
             ("jkv:host_seconds", "Of these, what did not wait for the device.", stats.host_seconds),
+            ("jkv:between_turns_seconds", "From a turn to the next while requests are unfinished.", stats.idle.between),
+            ("jkv:idle_seconds", "Of turns, with no device program in flight, at most.", stats.idle.seconds),
         ):
             counter = CounterMetricFamily(name, about, labels=LABELS)
             counter.add_metric(self.labels, value)
