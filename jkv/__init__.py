@@ -27,6 +27,7 @@ from jkv.analysis.analysis import Analysis, analyze
 from jkv.analysis.calibration import calibrate
 from jkv.analysis.foresee import foresee
 from jkv.analysis.recall import Recall, recall
+from jkv.engine.conversations import Transcript
 from jkv.engine.engine import Engine
 from jkv.engine.mesh import shard, shardings
 from jkv.engine.options import EngineOptions
@@ -100,6 +101,7 @@ __all__ = [
     "SteeringVector",
     "Threshold",
     "Trace",
+    "Transcript",
     "analyze",
     "calibrate",
     "foresee",

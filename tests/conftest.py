@@ -132,3 +132,13 @@ def model():
     import jkv
 
     return jkv.testing.tiny_model()
+
+
+@pytest.fixture(scope="module")
+def short_prefills():
+    """Prompts are prefilled in chunks of 4 and 16 tokens, which compile soon."""
+    from jkv.engine import prefill
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "SIZES", (4, 16))
+        yield

@@ -24,7 +24,15 @@ GROUPS: Mapping[str, Group] = {
     "generate": Group(
         "Generate",
         "From a model and prompts to completions. [Engine](../engine.md) is the guide.",
-        ("jkv.load", "jkv.generate", "jkv.Sampling", "jkv.Result", "jkv.engine.stats.Stats", "jkv.engine.stats.SampleStats"),
+        (
+            "jkv.load",
+            "jkv.generate",
+            "jkv.Sampling",
+            "jkv.Result",
+            "jkv.Transcript",
+            "jkv.engine.stats.Stats",
+            "jkv.engine.stats.SampleStats",
+        ),
     ),
     "engine": Group(
         "Engine",

@@ -27,7 +27,15 @@ from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.evaluate import held_out
 
 SHARES = (0.5, 0.9, 0.99)
-COUNTERS = ("jkv:row_steps_total", "vllm:generation_tokens_total", "jkv:engine_seconds_total", "jkv:host_seconds_total")
+SHARES_OF_ENGINE = ("occupancy", "host_share", "idle_share")
+COUNTERS = (
+    "jkv:row_steps_total",
+    "vllm:generation_tokens_total",
+    "jkv:engine_seconds_total",
+    "jkv:host_seconds_total",
+    "jkv:between_turns_seconds_total",
+    "jkv:idle_seconds_total",
+)
 
 
 def measure(
@@ -150,11 +158,20 @@ def counters(base: str) -> list[float] | None:
 
 
 def engine_shares(before: list[float] | None, after: list[float] | None) -> dict[str, float | None]:
-    """The share of row steps that drew a token, and that of the engine's time which the host took, during a load."""
+    """Shares during a load: of row steps that drew a token, of turns that did not wait for the device, and of the time with
+    unfinished requests in which no device program was in flight.
+
+    >>> engine_shares([0.0] * 6, [100.0, 80.0, 9.0, 3.0, 1.0, 0.5])
+    {'occupancy': 0.8, 'host_share': 0.333, 'idle_share': 0.15}
+    """
     if before is None or after is None:
-        return {"occupancy": None, "host_share": None}
-    steps, used, seconds, host = (end - begin for begin, end in zip(before, after, strict=True))
-    return {"occupancy": digits(used / max(steps, 1)), "host_share": digits(host / max(seconds, 1e-9))}
+        return {"occupancy": None, "host_share": None, "idle_share": None}
+    steps, used, seconds, host, between, idle = (end - begin for begin, end in zip(before, after, strict=True))
+    return {
+        "occupancy": digits(used / max(steps, 1)),
+        "host_share": digits(host / max(seconds, 1e-9)),
+        "idle_share": digits((idle + between) / max(seconds + between, 1e-9)),
+    }
 
 
 @contextlib.contextmanager
@@ -205,6 +222,7 @@ COLUMNS = (
     "p99",
     "occupancy",
     "host share",
+    "device idle",
 )
 
 
@@ -220,7 +238,7 @@ def table(record: dict[str, Any]) -> str:
             *milliseconds(one["first_token_ms"]),
             *milliseconds(one["between_tokens_ms"]),
             *milliseconds(one["end_to_end_ms"]),
-            *("-" if one[name] is None else f"{one[name]:.0%}" for name in ("occupancy", "host_share")),
+            *("-" if one.get(name) is None else f"{one[name]:.0%}" for name in SHARES_OF_ENGINE),
         )
         for one in record["records"]
     ]

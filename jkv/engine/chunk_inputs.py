@@ -4,7 +4,6 @@ Most settings change only when the rows change (`row_settings`). Remaining token
 thoughts change with every chunk (`for_chunk`).
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,8 @@ from jkv.engine.samples import Sample
 from jkv.engine.scheduler import CHUNKS
 from jkv.model.params import Model, ModelConfig
 from jkv.model.penalties import TokenCounts, count_tokens
-from jkv.model.sampling import Sampling, rows_of, sample_key
+from jkv.model.sampling import Sampling, rows_of
+from jkv.model.threefry import sample_key
 from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules, marks_of
 from jkv.reasoning.token_text import facts_of
@@ -87,7 +87,7 @@ def row_settings(
     for i, sample in running.items():
         request = sample.request
         stop_ids[i, : len(request.stop_ids)] = request.stop_ids
-        samplings[i], key[i] = request.sampling, sample_key_of(request.seed, request.identity, request.sample)
+        samplings[i], key[i] = request.sampling, sample_key(request.seed, request.identity, request.sample)
     policies = {i: sample.request.policy for i, sample in running.items()}
     prompts = {i: sample.request.first_prompt for i, sample in running.items()}
     arrays: Any = {"remaining": np.zeros(num_rows, np.int32), "stop_ids": stop_ids, "key": key}
@@ -212,11 +212,3 @@ def steer_rules(policies: Mapping[int, Policy], num_rows: int, model: Model) -> 
             layer[i], vector[i] = policy.steer.layer, policy.steer.values
     arrays: Any = (np.zeros(num_rows, np.float32), layer, vector, np.zeros(num_rows, bool), marks.is_break, marks.think)
     return SteerRules(*arrays)
-
-
-@functools.lru_cache(maxsize=4096)
-def sample_key_of(seed: int, identity: int, sample: int) -> np.ndarray:
-    """`sampling.sample_key`, on the host."""
-    return np.array(
-        sample_key(np.uint32(seed), np.uint32(identity), np.uint32(sample))
-    )  # a view would keep the device buffer alive

@@ -5,7 +5,7 @@ and its row of the batch is free. When pages are needed, kept rows are swapped o
 first, before a running row is preempted. The next turn (`jkv.engine.turns`) attaches the row again, and prefills its new tokens
 alone.
 
-Host arithmetic, no device: `jkv.engine.turns` moves the pages.
+Host arithmetic, no device: `jkv.engine.kept_rows` moves the pages.
 """
 
 import dataclasses
@@ -74,6 +74,8 @@ class Conversations:
 
     Attributes:
       in_pool: those whose pages the pool holds, the least recently used first.
+      on_host: those that were swapped out, or are about to be.
+      dropped: how many were freed or lost without a next turn, by the reason: "closed" or "lost".
       leaving: rows of the batch that are to be detached, by row.
       swapping: those that are to be swapped out.
       freed: those whose pages are to be freed.
@@ -83,6 +85,8 @@ class Conversations:
         self._rows: dict[tuple[int, int], KeptRow] = {}  # by ticket and sample
         self._ended: dict[int, str] = {}
         self.in_pool: dict[KeptRow, None] = {}
+        self.on_host: dict[KeptRow, None] = {}
+        self.dropped = {"closed": 0, "lost": 0}
         self.leaving: dict[int, KeptRow] = {}
         self.swapping: list[KeptRow] = []
         self.freed: list[KeptRow] = []
@@ -92,8 +96,13 @@ class Conversations:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool that are reserved for kept rows."""
-        return sum(kept.num_pages for kept in self.in_pool)
+        """Pages of the pool that are reserved for kept rows; any thread may read it."""
+        return sum(kept.num_pages for kept in tuple(self.in_pool))
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the rows in host memory; any thread may read it."""
+        return sum(kept.swapped.nbytes for kept in tuple(self.on_host) if kept.swapped is not None)
 
     def pages_of(self, kept: KeptRow | None) -> int:
         """Those of one of them."""
@@ -144,12 +153,14 @@ class Conversations:
         """A row gets a place in the batch again: its pages are the running sample's."""
         if kept is not None:
             self.in_pool.pop(kept, None)
+            self.on_host.pop(kept, None)
 
     def swap_out(self, other_than: KeptRow | None = None) -> bool:
         """Decides that the least recently used row is swapped out; False if there is none."""
         kept = next((one for one in self.in_pool if one is not other_than), None)
         if kept is not None:
             del self.in_pool[kept]
+            self.on_host[kept] = None
             self.swapping.append(kept)
         return kept is not None
 
@@ -157,6 +168,7 @@ class Conversations:
         """Frees a row that no turn continues."""
         if kept is not None:
             self.in_pool.pop(kept, None)
+            self.on_host.pop(kept, None)
             self.swapping = [one for one in self.swapping if one is not kept]
             self.freed.append(kept)
 
@@ -165,12 +177,16 @@ class Conversations:
         for number, sample in [key for key in self._rows if key[0] == ticket]:
             self.free(self._rows[number, sample])
             self._remove(number, sample, "it was closed")
+            self.dropped["closed"] += 1
 
     def lose(self) -> None:
         """Forgets the rows that were in the pool, which is lost; those in host memory stay."""
         for ticket, sample in [key for key, kept in self._rows.items() if kept.swapped is None]:
             self._remove(ticket, sample, "the pool was lost with it, and the engine reset")
+            self.dropped["lost"] += 1
         self.in_pool.clear()
+        for kept in [one for one in self.on_host if one.swapped is None]:
+            del self.on_host[kept]
         self.leaving.clear()
         self.swapping.clear()
         self.freed.clear()

@@ -11,11 +11,10 @@ the outputs. `scheduler` assigns rows and pages, `runner` dispatches device prog
 import collections
 import dataclasses
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jkv.engine import description, turns
+from jkv.engine import description, kept_rows, turns
 from jkv.engine import mesh as meshes
 from jkv.engine.filling import decoding
 from jkv.engine.flight import Flight
@@ -36,7 +35,7 @@ from jkv.engine.samples import Completion, Sample, stop_finder
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.service import serve
 from jkv.engine.stats import RunStats
-from jkv.engine.timing import COMPILING
+from jkv.engine.timing import COMPILING, running_seconds
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
@@ -128,13 +127,15 @@ class Engine:
         on_tokens: Callable[[Event], None] | None = None,
         request: int | None = None,
         forced_tokens: Sequence[int] | None = None,
+        cache_salt: str = "",
         keep: bool = False,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
 
         Args:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
-          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample, forced_tokens: see `jkv.RequestOptions`.
+          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample, forced_tokens, cache_salt: see
+            `jkv.RequestOptions`.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
@@ -144,16 +145,9 @@ class Engine:
         Raises:
           ValueError: a request that this engine can never serve, with the arithmetic; other requests are not affected.
         """
-        options = RequestOptions(
-            policy=policy,
-            sampling=sampling,
-            max_new_tokens=max_new_tokens,
-            n=n,
-            stop_ids=stop_ids,
-            stop_strings=stop_strings,
-            first_sample=first_sample,
-            forced_tokens=forced_tokens,
-        )
+        given: Any = {"policy": policy, "sampling": sampling, "max_new_tokens": max_new_tokens, "n": n, "stop_ids": stop_ids}
+        given |= {"stop_strings": stop_strings, "first_sample": first_sample, "forced_tokens": forced_tokens}
+        options = RequestOptions(**given, cache_salt=cache_salt)
         prompts = encode_prompts(self.model, prompt)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
@@ -207,6 +201,7 @@ class Engine:
         return self.outputs.take()
 
     def _turn(self) -> None:
+        self.stats.idle.begin(self.runner.is_ready)
         if self._flight is not None and not self.scheduler.goes_on(self._flight.rows):
             self._collect()
         turn = self.scheduler.next()
@@ -225,6 +220,7 @@ class Engine:
         rows, prefixes = self.scheduler.release()
         self.runner.release(rows)
         self.runner.free(prefixes)
+        self.stats.idle.end(is_unfinished=bool(running or self.scheduler.waiting))
 
     def _collect(self, flight: Flight | None = None) -> None:
         """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events.
@@ -248,6 +244,7 @@ class Engine:
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
         for row, sample in samples.items():
             self.outputs.collect(sample, rows[row], flight.version)
+            self.stats.idle.look(self.runner.is_ready)
         try:
             for sample, error in self.runner.share():
                 if not sample.is_finished:
@@ -373,6 +370,7 @@ class Engine:
                     self._collect()
                     self.runner.fill(to_end=True)
                     self.runner.execute(self.scheduler.sleep())
+                self.stats.idle.end(is_unfinished=False)
                 self.runner.sleep()
 
     def wake(self) -> None:
@@ -394,7 +392,7 @@ class Engine:
         """
         with self._guard.turn("reset", is_reset=True):
             samples = [sample for group in self.tickets.values() for sample in group if not sample.is_finished]
-            lost, self._flight = [sample for sample in samples if not turns.restart(self, sample)], None
+            lost, self._flight = [sample for sample in samples if not kept_rows.restart(self, sample)], None
             self.scheduler.restart(sample for sample in samples if sample not in lost)
             self.outputs.forget()
             self.runner.reset()
@@ -425,7 +423,7 @@ class Engine:
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         stops = stop_finder(self.model.tokenizer, request)
         pages = most_pages(self.model.params, request, self.capacity.page_size)
-        now = time.perf_counter() - COMPILING.seconds
+        now = running_seconds()
         sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, stops=stops, submitted=now)
         self.scheduler.add(sample)
         return sample
@@ -444,6 +442,6 @@ class Engine:
             given = sample.request.first_prompt, self.capacity.page_size, self.options.kv_format
             completion.trace = trace.finish(num_seen, *given)
         pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0
-        turns.end(sample, self.scheduler.conversations, pages)
+        kept_rows.end(sample, self.scheduler.conversations, pages)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None
         self.scheduler.finish(sample)

@@ -99,14 +99,18 @@ def is_endless(values: Any) -> bool:
     )
 
 
-def num_elements(values: Any) -> int:
-    """The length of a sequence; a very large number for one whose length Python cannot return."""
+def num_elements(values: Any, rule: str = RULE) -> int:
+    """The length of a sequence; a very large number for one whose length Python cannot return.
+
+    Raises:
+      ValueError: an array without a dimension, which breaks `rule`.
+    """
     try:
         return len(values)
     except OverflowError:  # such as that of range(2**64)
         return sys.maxsize
     except TypeError:  # an array without a dimension
-        raise ValueError(f"{RULE}; got {shown(values)}.") from None
+        raise ValueError(f"{rule}; got {shown(values)}.") from None
 
 
 def encode_prompt(model: Model, index: int, prompt: Any, is_chat: bool = False) -> np.ndarray:
@@ -114,23 +118,35 @@ def encode_prompt(model: Model, index: int, prompt: Any, is_chat: bool = False) 
     if isinstance(prompt, str):
         prompt = encode_text(model, index, prompt, is_chat)
     config = model.config
-    if is_endless(prompt):
-        raise ValueError(f"{RULE}; prompt {index} is {shown(prompt)}.")
-    if num_elements(prompt) > config.max_positions:
+    if not is_endless(prompt) and num_elements(prompt) > config.max_positions:
         raise ValueError(too_long(index, f"{num_elements(prompt):,}", None, config.max_positions))
+    return check_ids(prompt, RULE, f"prompt {index}", config.vocab_size)
+
+
+def check_ids(values: Any, rule: str, name: str, vocab_size: int) -> np.ndarray:
+    """Token ids of a model, `[T]` int32, T > 0. The errors about others begin with `rule`, and call the ids `name`.
+
+    Raises:
+      ValueError: none, something else than whole numbers, more than one dimension, or ids out of range.
+
+    >>> check_ids([5, 1], "A prompt is a list of ids", "prompt 0", vocab_size=10)
+    array([5, 1], dtype=int32)
+    """
+    if isinstance(values, str) or is_endless(values):
+        raise ValueError(f"{rule}; {name} is {shown(values)}.")
     try:
-        ids = np.asarray(prompt)
+        ids = np.asarray(values)
     except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"{RULE}; prompt {index} is ragged.") from None
+        raise ValueError(f"{rule}; {name} is ragged. Flatten it.") from None
     if ids.size == 0:
-        raise ValueError(f"A prompt must hold at least one token; prompt {index} is empty.")
+        raise ValueError(f"{rule}, at least one token; {name} is empty.")
     if ids.dtype == object and ids.ndim == 1 and all(isinstance(token, int) for token in ids):
-        raise ValueError(f"Token ids must lie in [0, {config.vocab_size}); prompt {index} holds {shown(max(ids, key=abs))}.")
+        raise ValueError(f"Token ids must lie in [0, {vocab_size}); {name} holds {shown(max(ids, key=abs))}. Correct it.")
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{RULE}; prompt {index} is {ids.dtype}{list(ids.shape)}.")
-    if ids.min() < 0 or ids.max() >= config.vocab_size:
-        worst = ids[(ids < 0) | (ids >= config.vocab_size)][0]
-        raise ValueError(f"Token ids must lie in [0, {config.vocab_size}); prompt {index} holds {worst}.")
+        raise ValueError(f"{rule}; {name} is {ids.dtype}{list(ids.shape)}. Flatten it, or convert it.")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise ValueError(f"Token ids must lie in [0, {vocab_size}); {name} holds {wrong}. Correct it.")
     return ids.astype(np.int32)
 
 

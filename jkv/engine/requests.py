@@ -12,7 +12,7 @@ import numpy as np
 
 from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts, check_length, did_you_mean, shown, typed
-from jkv.engine.prompts import MOST_SAMPLES, num_elements, too_long
+from jkv.engine.prompts import MOST_SAMPLES, check_ids, num_elements, too_long
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
@@ -130,6 +130,8 @@ class RequestOptions:
         list of one for each. Their log-probabilities show how well the model predicts any text with a small cache. They end no
         completion; `max_new_tokens=None` is their number, and `sampling=None` is greedy, with log-probabilities of
         temperature 1.
+      cache_salt: requests share prefills and pages of the prefix cache with those of the same salt alone, such as one for each
+        user. Whether a prompt was computed before then shows in no other user's times and counts. It changes no tokens.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -143,9 +145,10 @@ class RequestOptions:
     stop_strings: Sequence[str] = ()
     first_sample: int = 0
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
-        for name, kind in (("n", int), ("max_new_tokens", int | None), ("first_sample", int)):
+        for name, kind in (("n", int), ("max_new_tokens", int | None), ("first_sample", int), ("cache_salt", str)):
             # Python's numbers: products of NumPy's small ones overflow.
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_counts(n=self.n, max_new_tokens=self.max_new_tokens)
@@ -231,7 +234,7 @@ def make_requests(
         samples = range(first + seen[prompt_id], first + seen[prompt_id] + n)
         common = (prompt, policy, sampling, seed, prompt_id)
         rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
-        requests.append([Request(*common, sample, *rest) for sample in samples])
+        requests.append([Request(*common, sample, *rest, cache_salt=options.cache_salt) for sample in samples])
         seen[prompt_id] += n
     return requests
 
@@ -280,18 +283,9 @@ def spread_forced(options: RequestOptions, num_prompts: int, vocab_size: int) ->
             f"forced_tokens must be token ids, or a list of them for each prompt; got {len(given)} lists for {num_prompts} "
             "prompts."
         )
-    return [check_forced(i, tokens, vocab_size) for i, tokens in enumerate(given if is_each else [given] * num_prompts)]
-
-
-def check_forced(index: int, tokens: Any, vocab_size: int) -> np.ndarray:
-    """A prompt's forced tokens, checked to be tokens of the model."""
-    ids = np.asarray(tokens)
-    if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"forced_tokens must be a list of at least one token id for prompt {index}; got {shown(tokens)}.")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"forced_tokens must be token ids in [0, {vocab_size}); got {wrong} for prompt {index}.")
-    return ids.astype(np.int32)
+    each = given if is_each else [given] * num_prompts
+    rule = "forced_tokens must be a flat list of token ids"
+    return [check_ids(tokens, rule, f"that of prompt {i}", vocab_size) for i, tokens in enumerate(each)]
 
 
 def check_forcing(options: RequestOptions, sampling: Sampling) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 
 from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.checks import counted, size
+from jkv.engine import kept_rows, prefill, prefix_reuse, programs, starts, swap
 from jkv.engine import mesh as meshes
-from jkv.engine import prefill, prefix_reuse, programs, starts, swap, turns
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
@@ -166,6 +166,11 @@ class Runner:
         """Pages of the pool in use; waits for the device."""
         return self.capacity.num_pages - int(np.sum(self.state.cache.pool.free_top))
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has finished every program."""
+        return self.state is None or bool(self.state.logits.is_ready())
+
     # Weights and memory.
 
     def set_params(self, params: Params) -> None:
@@ -223,7 +228,7 @@ class Runner:
                 continue
             for row, sample in admitted.items():
                 if sample.resumes is not None:
-                    self.filling.add({row: sample}, turns.resume(self, row, sample))
+                    self.filling.add({row: sample}, kept_rows.resume(self, row, sample))
                 elif sample.is_swapped:
                     with self.meter.clock("swap_seconds"):
                         self._swap_in(row, sample)
@@ -238,9 +243,10 @@ class Runner:
 
     def release(self, rows: Sequence[int]) -> None:
         """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
-        self.state = turns.settle(self.programs, self.state, self.conversations)
+        self.state = kept_rows.settle(self.programs, self.state, self.conversations)
         if rows:
-            self.state = self.programs.release(self.state, self.pad_rows(rows))
+            with self.meter.stats.idle.dispatching(self.is_ready):
+                self.state = self.programs.release(self.state, self.pad_rows(rows))
 
     def free(self, prefixes: Sequence[Prefix]) -> None:
         """Frees prefixes (after a copy to host memory, if a swapped-out sample needs it) and what the prefix cache evicted."""
@@ -264,7 +270,7 @@ class Runner:
         """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""
         is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)._replace(is_alive=self._is_alive(last))
-        with self.meter.clock("decode_seconds"):
+        with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(self.is_ready):
             options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated
             self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
             self._generated, outputs = outputs.generated, outputs._replace(generated=None)
@@ -285,7 +291,7 @@ class Runner:
 
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""
-        with self.meter.clock("decode_seconds"):
+        with self.meter.clock("decode_seconds"), self.meter.stats.idle.waiting(lambda: self.is_ready):
             outputs, held = jax.device_get((flight.outputs, self.held))
         self.held.clear()
         self.meter.peak(max(map(int, held), default=0))
@@ -332,19 +338,20 @@ class Runner:
             assert sample.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
             sentences = map_sentences(sample.sentences, self._map_width)
-        self.state, dropped, is_left = self.programs.compact(
-            self.state,
-            np.full(1, row, np.int32),
-            np.asarray(sample.budgets, np.int32)[:, None],
-            np.full(1, request.first_prompt, np.int32),
-            np.asarray([[evict.sinks], [evict.recent]], np.int32),
-            evict=evict.static,
-            is_traced=self.is_traced,
-            sentences=sentences,
-            facts=facts_for(request.policy, self.model),
-            cutoff=cutoff_of(request.policy),
-            is_alive=self._is_alive(last),
-        )
+        with self.meter.stats.idle.dispatching(self.is_ready), self.meter.compaction(lambda: self.state):
+            self.state, dropped, is_left = self.programs.compact(
+                self.state,
+                np.full(1, row, np.int32),
+                np.asarray(sample.budgets, np.int32)[:, None],
+                np.full(1, request.first_prompt, np.int32),
+                np.asarray([[evict.sinks], [evict.recent]], np.int32),
+                evict=evict.static,
+                is_traced=self.is_traced,
+                sentences=sentences,
+                facts=facts_for(request.policy, self.model),
+                cutoff=cutoff_of(request.policy),
+                is_alive=self._is_alive(last),
+            )
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 

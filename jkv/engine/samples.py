@@ -1,7 +1,6 @@
 """The engine's host records of each sample, and of prompts that samples share."""
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from jkv.engine.conversations import KeptRow, Transcript
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
-from jkv.engine.timing import COMPILING
+from jkv.engine.timing import running_seconds
 from jkv.policies import AfterPrompt, Policy
 from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import SentenceLog
@@ -169,7 +168,7 @@ class Sample:
     @property
     def seconds(self) -> float:
         """Seconds since submission, compilation excluded."""
-        return time.perf_counter() - COMPILING.seconds - self.submitted
+        return running_seconds() - self.submitted
 
     @property
     def is_finished(self) -> bool:

@@ -41,7 +41,8 @@ def append(runner: Any, row: int, sample: Sample, tokens: np.ndarray, done: int 
         if done is not None:
             done += int(count[0])
             num_pages = prefill.pages_to_read(done, runner.capacity.page_size, runner.state.cache.pool.page_table.shape[-1])
-        with runner.meter.clock("prefill_seconds"):
+        runner.meter.stats.prefilled += int(count[0])
+        with runner.meter.clock("prefill_seconds"), runner.meter.stats.idle.dispatching(runner.is_ready):
             args = runner.params, runner.state, np.asarray([row], np.int32), token, count, runner.gate
             runner.state, hidden, held = runner.programs.prefill_chunk(*args, num_pages=num_pages)
             runner.held.append(held)

@@ -3,20 +3,28 @@
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
 
 from jkv import notebook
 from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
+from jkv.engine.counts import Counts
+from jkv.engine.idle import IdleClock
 from jkv.engine.latency import Latency
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Turn
-from jkv.engine.timing import clock
+from jkv.engine.timing import COMPILING, clock
 from jkv.model.params import ModelConfig
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import SharingStats
 from pallas_kernels.dispatch import taken
+
+TIMED = 64  # of this many compactions, one is timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +106,14 @@ class RunStats:
     queued_seconds: float = 0.0  # until samples had a row, summed
     first_token: Latency = dataclasses.field(default_factory=Latency)  # seconds from a sample's submission
     between_tokens: Latency = dataclasses.field(default_factory=Latency)  # seconds from one token of a sample to the next
+    idle: IdleClock = dataclasses.field(default_factory=IdleClock)  # of the device, because the host was busy
+    turns: int = 0  # that continued a kept row
+    compactions: int = 0  # dispatched
+    compaction: Latency = dataclasses.field(
+        default_factory=Latency
+    )  # seconds of one in `TIMED` compactions, see `Meter.compaction`
+    turn_tokens: Counts = dataclasses.field(default_factory=Counts)  # prompt and drawn tokens of each turn that decoded
+    prefilled: int = 0  # prompt tokens since the last chunk was read
 
     @property
     def kernels(self) -> dict[str, str]:
@@ -149,7 +165,10 @@ class Stats:
     occupancy: float  # share of row steps that drew a token
     prefills: int
     forks: int  # samples that started from a prompt prefilled for several
-    cached_tokens: int  # prompt tokens that the prefix cache held and that were not prefilled, summed over samples
+    cached_tokens: (
+        int  # prompt tokens that the prefix cache or a kept row held, and that were not prefilled, summed over samples
+    )
+    turns: int  # samples that continued a kept row
     preemptions: int
     queued_seconds: float  # mean over samples, until they had a row
     first_token_p50: float  # seconds from submission to the first token: the median of samples
@@ -228,6 +247,7 @@ class Stats:
             prefills=run.prefills,
             forks=run.forks,
             cached_tokens=sum(sample.completion.cached_tokens for sample in samples),
+            turns=sum(sample.request.num_kept > 0 for sample in samples),
             preemptions=run.preemptions,
             queued_seconds=sum((s.queued_seconds for s in per_sample), 0.0) / max(len(per_sample), 1),
             first_token_p50=run.first_token.quantile(0.5),
@@ -294,6 +314,23 @@ class Meter:
         self.stats.prefix_queries += len(sample.request.prompt)
         self.stats.prefix_hits += count
 
+    @contextlib.contextmanager
+    def compaction(self, state: Callable[[], Any]) -> Iterator[None]:
+        """Counts a compaction, which a block dispatches, and times one in `TIMED`: from an idle device until it is done.
+
+        The host does not wait for the others, so how long they take is not known. `state` returns arrays of the device state.
+        """
+        stats = self.stats
+        stats.compactions += 1
+        if stats.compactions % TIMED != 1:
+            yield
+            return
+        jax.block_until_ready(state())
+        began, compiled = time.perf_counter(), COMPILING.seconds
+        yield
+        jax.block_until_ready(state())
+        stats.compaction.add(time.perf_counter() - began - (COMPILING.seconds - compiled))
+
     def chunk(self, held: int, num_steps: int, num_tokens: int) -> None:
         """Counts a decode chunk of `num_steps`, after which the pool holds `held` pages."""
         stats, rows = self.stats, len(self.running)
@@ -309,6 +346,8 @@ class Meter:
         stats.kv_bytes_per_sample += (held_by_rows - rows * stats.kv_bytes_per_sample) / (stats.sample_chunks + rows)
         stats.chunks += 1
         stats.sample_chunks += rows
+        stats.turn_tokens.add(num_tokens + stats.prefilled)
+        stats.prefilled = 0
         self.peak(held)
 
     def tokens(self, sample: Sample, count: int) -> None:

@@ -31,6 +31,11 @@ class SwappedRow:
     own: SwappedPages
     is_shared: np.ndarray  # [L, K, MP] entries that hold the prefix's pages
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.snapshot, self.own.place, self.own.content, self.is_shared)))
+
 
 def swap_out(programs: Any, state: State, row: int, prefix_table: np.ndarray | None) -> SwappedRow:
     """A copy of a row in host memory, without the pages at `prefix_table` ([L, K, MP]), which stay in the pool."""

@@ -2,11 +2,13 @@
 
 import asyncio
 import contextlib
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
+from jkv.engine.bells import bell_of_this_loop
 from jkv.engine.outputs import Event
 from jkv.engine.results import Result
 
@@ -108,13 +110,8 @@ class Ticket(Reply[Result]):
         self.result()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        ready, loop, count = asyncio.Event(), asyncio.get_running_loop(), 0
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody reads any more
-                loop.call_soon_threadsafe(ready.set)
-
-        with self._waking(wake):
+        ready, bell, count = asyncio.Event(), bell_of_this_loop(), 0
+        with self._waking(functools.partial(bell.ring, ready)):
             while True:
                 ready.clear()
                 is_over, events = self._unread(count)

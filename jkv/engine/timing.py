@@ -42,6 +42,11 @@ COMPILING = CompileClock()
 jax.monitoring.register_event_duration_secs_listener(COMPILING.listen)
 
 
+def running_seconds() -> float:
+    """Seconds on a clock that stops while this process compiles."""
+    return time.perf_counter() - COMPILING.seconds
+
+
 @contextlib.contextmanager
 def clock(stats: Any, field: str) -> Iterator[None]:
     """Adds the seconds of a block to `stats.field`, compilation excluded."""

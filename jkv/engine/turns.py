@@ -1,33 +1,26 @@
-"""The turns of a conversation: a finished request is extended by new tokens, which alone are prefilled, into the same row.
+"""The turns of a conversation: a finished request that was kept is extended by new tokens.
 
-New tokens enter a compressed row in pieces that end where its schedule may be due, with the compaction between them. Schedules
-count every token after the first turn's prompt, drawn or not, so the row holds no more than one that had drawn all of them. A
-policy that evicts in each step compacts after every `STEP_PIECE` new tokens instead.
+What is checked before a turn is queued, and the engine's methods. What happens to its row is in `jkv.engine.kept_rows`.
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jkv.checks import shown, typed
-from jkv.engine import swap
-from jkv.engine.conversations import ENDS, Conversations, KeptRow, Transcript
-from jkv.engine.filling import Pieces
-from jkv.engine.memory import STEP_PIECE, most_pages
+from jkv.engine import kept_rows
+from jkv.engine.conversations import ENDS, KeptRow
+from jkv.engine.memory import most_pages
 from jkv.engine.outputs import Event
-from jkv.engine.programs import State
-from jkv.engine.prompts import is_endless, num_elements
+from jkv.engine.prompts import check_ids, is_endless, num_elements
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.samples import Completion, Sample, stop_finder
-from jkv.engine.starts import append
-from jkv.engine.timing import COMPILING
+from jkv.engine.timing import running_seconds
 from jkv.model.params import Model
 
-RULE = "extend takes a flat list of at least one token id"
-LOST = "The conversation's row was lost with the pool, and the engine reset. Submit the whole conversation again."
+RULE = "extend takes a flat list of token ids"
 
 
 # Requests.
@@ -64,22 +57,12 @@ def check_tokens(tokens: Any, vocab_size: int, max_positions: int) -> np.ndarray
     Raises:
       ValueError: none, something else, or ids out of range.
     """
-    if isinstance(tokens, str) or is_endless(tokens):
+    if isinstance(tokens, str):
         raise ValueError(f"{RULE}; got {shown(tokens)}. Encode texts with the model's tokenizer.")
-    if not 0 < num_elements(tokens) <= max_positions:
-        raise ValueError(f"{RULE}, and no more than the model's {max_positions} positions; got {num_elements(tokens):,}.")
-    try:
-        ids = np.asarray(tokens)
-    except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"{RULE}; got {shown(tokens)}. Flatten it.") from None
-    if ids.dtype == object and ids.ndim == 1 and all(isinstance(token, int) for token in ids):
-        raise ValueError(f"Token ids must lie in [0, {vocab_size}); got {shown(max(ids, key=abs))}. Correct it.")
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{RULE}; got {ids.dtype}{list(ids.shape)}. Flatten it, or convert it.")
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"Token ids must lie in [0, {vocab_size}); got {wrong}. Correct it.")
-    return ids.astype(np.int32)
+    count = 0 if is_endless(tokens) else num_elements(tokens, RULE)
+    if count > max_positions:
+        raise ValueError(f"{RULE}, no more than the model's {max_positions} positions; got {count:,}. Shorten it.")
+    return check_ids(tokens, RULE, "the list", vocab_size)
 
 
 def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptions, keep: bool) -> Request:
@@ -89,11 +72,12 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
       ValueError: tokens that are none of the model, settings that a turn cannot change, or a conversation that is too long.
     """
     last, config = kept.request, model.config
-    for name in ("policy", "n", "first_sample"):
+    for name in ("policy", "n", "first_sample", "cache_salt"):
         default = next(field.default for field in dataclasses.fields(options) if field.name == name)
         if getattr(options, name) != default:
             raise ValueError(
-                f"A turn continues one sample with its policy; got {name}={shown(getattr(options, name))}. Leave it out."
+                f"A turn continues one sample with its policy and salt; got {name}={shown(getattr(options, name))}. "
+                "Leave it out."
             )
     new = check_tokens(tokens, config.vocab_size, config.max_positions)
     prompt = np.concatenate([kept.transcript.tokens, new])
@@ -196,9 +180,10 @@ def submit_turn(
         number = next(engine._ticket)
         sample = Sample(number, 0, request, Completion(), most_pages(engine.model.params, request, engine.capacity.page_size))
         sample.on_tokens, sample.stops = on_tokens, stop_finder(engine.model.tokenizer, request)
-        sample.submitted = time.perf_counter() - COMPILING.seconds
-        begin(sample, kept)
+        sample.submitted = running_seconds()
+        kept_rows.begin(sample, kept)
         engine.tickets[number] = [sample]
+        engine.stats.turns += 1
         engine.scheduler.add(sample)
     return number
 
@@ -215,139 +200,3 @@ def release(engine: Any, ticket: int) -> None:
         engine.scheduler.conversations.release(ticket)
         if not engine.is_asleep:
             engine.runner.release([])
-
-
-# Samples and rows.
-
-
-def begin(sample: Sample, kept: KeptRow) -> None:
-    """Lets a fresh sample continue a kept row."""
-    sample.resumes, sample.earlier = kept, kept.transcript
-    sample.pending = len(sample.request.prompt) - sample.request.num_kept
-    sample.filled, sample.heads, sample.keeps_all = kept.filled, kept.heads, kept.keeps_all
-    sample.sentences = None if kept.sentences is None else kept.sentences.copy()
-    sample.trace = None if kept.trace is None else kept.trace.grown(sample.request.most_tokens)
-    completion = sample.completion
-    completion.evicted, completion.compactions = kept.evicted, kept.compactions
-    completion.cached_tokens = sample.request.num_kept
-
-
-def restart(engine: Any, sample: Sample) -> bool:
-    """Makes an unfinished sample ready for an empty pool: fresh, or swapped out. False if it continues a row that is lost."""
-    if not sample.request.num_kept:
-        sample.restart(stop_finder(engine.model.tokenizer, sample.request), engine.runner.version)
-        return True
-    is_waiting = sample.resumes is not None and sample.resumes.swapped is not None
-    sample.is_running, sample.is_swapped = False, sample.swapped is not None
-    if is_waiting or sample.is_swapped:
-        return True
-    sample.resumes, sample.completion.error = None, RuntimeError(LOST)
-    return False
-
-
-def end(sample: Sample, conversations: Conversations, num_pages: int) -> None:
-    """At the end of a turn: writes its transcript, and keeps its row if it is to be kept; its pages are `num_pages` at most."""
-    request, completion = sample.request, sample.completion
-    if not (request.keep or request.num_kept):
-        return
-    conversations.free(sample.resumes)  # of a turn that ended before it began
-    sample.resumes = None
-    completion.transcript = transcript_of(sample)
-    if request.keep and completion.finish_reason in ENDS:
-        kept = KeptRow(
-            request=request,
-            transcript=completion.transcript,
-            filled=sample.filled,
-            heads=sample.heads,
-            keeps_all=sample.keeps_all,
-            sentences=sample.sentences,
-            trace=sample.trace,
-            evicted=completion.evicted,
-            compactions=completion.compactions,
-            num_pages=num_pages,
-        )
-        conversations.add(sample.ticket, sample.index, kept)
-
-
-def transcript_of(sample: Sample) -> Transcript:
-    """The conversation up to a sample's last token."""
-    completion, prompt, earlier = sample.completion, sample.request.prompt, sample.earlier
-    num_old, num_drawn = 0 if earlier is None else len(earlier.tokens), completion.num_tokens
-    between = len(prompt) - num_old
-    version = completion.versions[0] if completion.versions else sample.version
-
-    def joined(field: str, given: Any, drawn: Any, dtype: Any) -> np.ndarray:
-        old = [] if earlier is None else [getattr(earlier, field)]
-        return np.concatenate([*old, np.asarray(given, dtype), np.asarray(drawn, dtype)])
-
-    return Transcript(
-        joined("tokens", prompt[num_old:], completion.tokens, np.int32),
-        joined("loss_mask", [False] * between, [True] * num_drawn, bool),
-        joined("logprobs", [0.0] * between, completion.log_probs, np.float32),
-        joined("versions", [version] * between, completion.versions, np.int32),
-    )
-
-
-# The device.
-
-
-def settle(programs: Any, state: State, conversations: Conversations) -> State:
-    """The state after what the scheduler has decided about kept rows: some are detached, swapped out or freed."""
-    leaving, conversations.leaving = conversations.leaving, {}
-    for row, kept in leaving.items():
-        state, kept.snapshot = programs.detach(state, np.int32(row))
-    swapping, conversations.swapping = conversations.swapping, []
-    for kept in swapping:
-        assert kept.snapshot is not None
-        kept.swapped = swap.copy_out(programs, state, kept.snapshot, None)
-    freed, conversations.freed = conversations.freed, []
-    for kept in (*swapping, *freed):
-        if kept.snapshot is not None:
-            state, kept.snapshot = programs.free(state, kept.snapshot.block_table), None
-    return state
-
-
-def attach(programs: Any, state: State, row: int, kept: KeptRow) -> State:
-    """The state with a kept row in an empty row of the batch, which then owns its pages."""
-    if kept.swapped is not None:
-        return swap.swap_in(programs, state, row, kept.swapped, None, None)
-    snapshot = kept.snapshot
-    assert snapshot is not None
-    is_own = np.zeros(snapshot.block_table.page_table.shape, bool)
-    state = programs.attach(state, snapshot, np.int32(row), is_own)
-    return programs.free(state, snapshot.block_table)
-
-
-def resume(runner: Any, row: int, sample: Sample) -> Pieces:
-    """Attaches the row of a sample's last turn, and prefills the new tokens, with compactions where they are due."""
-    kept = sample.resumes
-    assert kept is not None
-    with runner.meter.clock("prefill_seconds" if kept.swapped is None else "swap_seconds"):
-        runner.state = attach(runner.programs, runner.state, row, kept)
-    sample.resumes, sample.version = None, runner.version
-    while sample.pending:
-        if sample.is_due:
-            runner.compact({row: sample})
-        start = len(sample.request.prompt) - sample.pending
-        count = piece_of(sample)
-        yield from append(runner, row, sample, sample.request.prompt[start : start + count])
-        count_new(sample, count)
-        runner.meter.row(sample)
-    if sample.is_due:
-        runner.compact({row: sample})
-
-
-def count_new(sample: Sample, count: int) -> None:
-    """Counts new tokens that were appended to a sample's row."""
-    if sample.trace is not None:
-        sample.trace.extended(count)
-    sample.filled = sample.filled + count
-    sample.heads = None if sample.heads is None else sample.heads + count
-    sample.pending -= count
-
-
-def piece_of(sample: Sample) -> int:
-    """How many new tokens are appended before the row may have to be compacted."""
-    policy = sample.request.policy
-    steps = None if policy.schedule is None else policy.schedule.steps_until_due(sample.clock)
-    return min(sample.pending, STEP_PIECE if policy.evicts_in_steps else steps or sample.pending)

@@ -127,13 +127,6 @@ def request_id(prompt: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2s(np.asarray(prompt, np.int32).tobytes(), digest_size=4).digest(), "little")
 
 
-@jax.jit
-def sample_key(seed: UInt32[Array, ""], request: UInt32[Array, ""], sample: UInt32[Array, ""]) -> UInt32[Array, " 2"]:
-    """The key data of one sample of one request."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), request), sample)
-    return jax.random.key_data(key)
-
-
 def draw(
     logits: Float[Array, "B V"],
     rows: SamplingRows,

@@ -69,7 +69,7 @@ class Server:
         self.encoder, self.metrics = Encoder(model), Metrics(service.engine, self.name)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
         self.num_open, self.began = 0, int(time.time())
-        self.conversations = Conversations(options)
+        self.conversations = Conversations(options, self.metrics.count_forgotten)
 
     @property
     def model(self) -> Model:
@@ -116,8 +116,8 @@ class Server:
 
     async def make_job(self, fields: ChatFields | CompletionFields, last: Stored | None) -> Job:
         """Encodes and checks a call."""
+        kv_format = self.service.engine.options.kv_format
         if last is None:
-            kv_format = self.service.engine.options.kv_format
             return await asyncio.to_thread(make_job, self.encoder, fields, self.options, kv_format)
         assert isinstance(fields, ChatFields)
         assert last.ticket is not None
@@ -125,7 +125,7 @@ class Server:
             row = self.service.kept_row(last.ticket)
         except ValueError as error:  # such as after a reset
             raise RefusalError(404, str(error), "previous_response_id") from None
-        return await asyncio.to_thread(make_turn, self.encoder, fields, self.options, row, last.messages)
+        return await asyncio.to_thread(make_turn, self.encoder, fields, self.options, row, last.messages, kv_format)
 
     def submit(self, job: Job, head: Head, last: Stored | None) -> list[Ticket]:
         """Submits all requests of a call, or none; stores the response, if it is to be stored."""

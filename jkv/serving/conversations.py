@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jkv.checks import shown
@@ -47,10 +48,12 @@ class Conversations:
 
     Args:
       options: how many there may be, and for how long.
+      count: counts a response that is forgotten, by its reason: "expired", "displaced" by later ones, or "unfinished" (it did
+        not end by itself).
     """
 
-    def __init__(self, options: ServerOptions) -> None:
-        self.options = options
+    def __init__(self, options: ServerOptions, count: Callable[[str], None] = lambda reason: None) -> None:
+        self.options, self.count = options, count
         self._stored: dict[str, Stored] = {}
 
     def __len__(self) -> int:
@@ -83,7 +86,7 @@ class Conversations:
         assert ticket is not None
         self._stored[name] = one
         while len(self) > self.options.max_conversations:
-            self.forget(next(name for name, one in self._stored.items() if one.ticket is not None))
+            self.forget(next(name for name, one in self._stored.items() if one.ticket is not None), "displaced")
 
         def ended(ticket: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the server with it
@@ -101,14 +104,16 @@ class Conversations:
         is_whole = not ticket.cancelled() and ticket.exception() is None and ticket.result().finish_reason[0] in ENDS
         if is_whole:
             seconds = self.options.conversation_seconds
-            asyncio.get_running_loop().call_later(seconds, functools.partial(self.forget, name))
+            asyncio.get_running_loop().call_later(seconds, functools.partial(self.forget, name, "expired"))
         else:
-            self.forget(name)
+            self.forget(name, "unfinished")
 
-    def forget(self, name: str) -> None:
+    def forget(self, name: str, reason: str = "") -> None:
         """Forgets a response and frees its row; what was forgotten already stays so."""
         one = self._stored.pop(name, None)
         if one is not None and one.ticket is not None:
+            if reason:
+                self.count(reason)
             with contextlib.suppress(RuntimeError):  # the service is closed
                 one.ticket.close()
 

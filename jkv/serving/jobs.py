@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.cache.slot_size import slot_size_of
 from jkv.checks import shown
 from jkv.engine import turns
 from jkv.engine.conversations import KeptRow
@@ -15,6 +16,7 @@ from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.model.chat_template import ChatRenderer, has_chat_template
 from jkv.model.params import Model
+from jkv.policies.byte_budget import in_slots
 from jkv.reasoning.token_text import END_OF_THINKING, THINK
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import ChatFields, CompletionFields, policy_of
@@ -131,14 +133,24 @@ def flat(message: Any) -> Any:
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
-def make_turn(encoder: Encoder, fields: ChatFields, options: ServerOptions, row: KeptRow, history: list[Any]) -> Job:
+def make_turn(
+    encoder: Encoder,
+    fields: ChatFields,
+    options: ServerOptions,
+    row: KeptRow,
+    history: list[Any],
+    kv_format: Format | None = None,
+) -> Job:
     """Encodes and checks a call that continues a response, which left a row; `history` are the messages before that.
+
+    A policy may be given again: budgets in bytes are compared as slots of the pool, whose format is `kv_format`.
 
     Raises:
       ValueError: a request that the model cannot serve, or another policy than the conversation's.
     """
     model, policy = encoder.model, row.request.policy
-    if (fields.policy is not None or fields.settings) and policy_of(fields, options) != policy:
+    slot = slot_size_of(model.params, kv_format)
+    if (fields.policy is not None or fields.settings) and in_slots(policy_of(fields, options), slot) != policy:
         raise ValueError(f"A conversation keeps its policy, {policy}; got another with previous_response_id. Leave it out.")
     template = {"add_generation_prompt": fields.add_generation_prompt} | dict(fields.chat_template_kwargs or {})
     new = encoder.encode_after(history, fields.messages, int(row.transcript.tokens[-1]), **template)
@@ -178,11 +190,11 @@ def make_job(
             n=fields.n,
             stop_ids=fields.stop_ids(model),
             stop_strings=fields.stop_strings,
+            cache_salt=fields.cache_salt or "",
         )
-        salt = fields.cache_salt or ""
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
         keep = isinstance(fields, ChatFields) and fields.store
-        groups = [[dataclasses.replace(request, cache_salt=salt, keep=keep) for request in group] for group in made]
+        groups = [turns.kept(group, keep) for group in made]
     return Job(fields, prompts, groups, isinstance(fields, ChatFields) and ends_in_thinking(model, prompts[0]))
 
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of a server: by vLLM's names where they mean the same, and jkv's own."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,8 +11,12 @@ from prometheus_client.registry import Collector
 
 from jkv.engine.latency import LEAST, PER_DECADE, Latency
 from jkv.engine.results import Result
+from jkv.engine.stats import TIMED
 
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0)
+SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
 LONG = (
     0.3,
     0.5,
@@ -37,6 +41,7 @@ LONG = (
 )
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
+TURN_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LABELS = ("model_name", "engine")
 
 
@@ -56,6 +61,9 @@ class Metrics:
         self.refused = self._counter("jkv:requests_refused", "Requests that were not served.", "status")
         self.evicted = self._counter("jkv:evicted_tokens", "Tokens dropped, averaged over layers and KV heads.", "policy")
         self.compactions = self._counter("jkv:compactions", "Compactions of rows.", "policy")
+        self.forgotten = self._counter(
+            "jkv:responses_forgotten", "Stored responses that nothing can continue any more.", "reason"
+        )
         about = " of finished samples, compilation excluded."
         self.histograms = {
             "first": self._histogram("vllm:time_to_first_token_seconds", "Until the first token" + about, SECONDS),
@@ -79,6 +87,10 @@ class Metrics:
     def count_refusal(self, status: int) -> None:
         """Counts a request that was not served."""
         self.refused.labels(*self.labels, str(status)).inc()
+
+    def count_forgotten(self, reason: str) -> None:
+        """Counts a stored response that is forgotten."""
+        self.forgotten.labels(*self.labels, reason).inc()
 
     def count_result(self, result: Result, n: int, limit: int | None) -> None:
         """Counts a finished request of one prompt."""
@@ -117,34 +129,72 @@ class EngineCollector(Collector):
         """The families."""
         engine, stats = self.engine, self.engine.stats
         running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
-        held = stats.held_pages if running else 0
+        rows = engine.scheduler.conversations
+        held = stats.held_pages if running else rows.num_pages  # which count an idle engine's kept rows at their most
         for name, about, value in (
             ("vllm:num_requests_running", "Samples in rows.", running),
             ("vllm:num_requests_waiting", "Samples that wait for a row.", waiting),
             ("vllm:kv_cache_usage_perc", "Share of the pool's pages in use; 1 is all.", held / engine.num_pages),
             ("jkv:kv_bytes", "Bytes of the pages in use.", held * engine.page_bytes),
-            ("jkv:kv_bytes_if_full", "Bytes that full caches of the same rows would fill.", running and stats.held_dense_bytes),
+            (
+                "jkv:kv_bytes_if_full",
+                "Bytes that full caches of the running rows would fill.",
+                running and stats.held_dense_bytes,
+            ),
+            ("jkv:kept_pages", "Pages that kept rows in the pool hold at most.", rows.num_pages),
+            ("jkv:kept_host_bytes", "Bytes of the kept rows in host memory.", rows.host_bytes),
         ):
             gauge = GaugeMetricFamily(name, about, labels=LABELS)
             gauge.add_metric(self.labels, value)
             yield gauge
+        yield self.labelled(
+            GaugeMetricFamily,
+            "jkv:kept_rows",
+            "Rows that are kept for a next turn, or wait to begin it.",
+            "place",
+            {"device": len(rows.in_pool), "host": len(rows.on_host)},
+        )
+        yield self.labelled(
+            CounterMetricFamily, "jkv:kept_rows_dropped", "Kept rows that no turn continued.", "reason", dict(rows.dropped)
+        )
         for name, about, value in (
             ("vllm:generation_tokens", "Tokens drawn.", stats.tokens),
             ("vllm:prefix_cache_queries", "Prompt tokens looked for in the prefix cache.", stats.prefix_queries),
             ("vllm:prefix_cache_hits", "Prompt tokens that the prefix cache held.", stats.prefix_hits),
             ("vllm:num_preemptions", "Samples swapped out to make room.", stats.preemptions),
             ("jkv:prefills", "Prompts prefilled.", stats.prefills),
+            ("jkv:turns", "Samples that continued a kept row.", stats.turns),
             ("jkv:forks", "Samples that started from a prompt prefilled for several.", stats.forks),
             ("jkv:row_steps", "Rows times decode steps; vllm:generation_tokens is how many drew a token.", stats.row_steps),
             ("jkv:engine_seconds", "Of the engine's turns, compilation excluded.", stats.seconds),
             ("jkv:host_seconds", "Of these, what did not wait for the device.", stats.host_seconds),
+            ("jkv:between_turns_seconds", "From a turn to the next while requests are unfinished.", stats.idle.between),
+            ("jkv:idle_seconds", "Of turns, with no device program in flight, at most.", stats.idle.seconds),
         ):
             counter = CounterMetricFamily(name, about, labels=LABELS)
             counter.add_metric(self.labels, value)
             yield counter
-        histogram = HistogramMetricFamily("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", labels=LABELS)
-        histogram.add_metric(self.labels, *cumulative(stats.between_tokens, SECONDS))
-        yield histogram
+        sums = [(str(float(bound)), float(stats.turn_tokens.up_to(bound))) for bound in TURN_TOKENS]
+        turns = [*sums, ("+Inf", float(stats.turn_tokens.counts.sum()))], float(stats.turn_tokens.total)
+        for name, about, counts in (
+            ("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", cumulative(stats.between_tokens, SECONDS)),
+            (
+                "jkv:compaction_seconds",
+                f"Of one in {TIMED} compactions of a row, from an idle device until it is done, compilation excluded.",
+                cumulative(stats.compaction, SECONDS),
+            ),
+            ("vllm:iteration_tokens_total", "Prompt and drawn tokens of a turn, which has up to 16 decode steps.", turns),
+        ):
+            histogram = HistogramMetricFamily(name, about, labels=LABELS)
+            histogram.add_metric(self.labels, *counts)
+            yield histogram
+
+    def labelled(self, kind: Any, name: str, about: str, label: str, values: Mapping[str, float]) -> Any:
+        """A family with one more label."""
+        family = kind(name, about, labels=(*LABELS, label))
+        for value, number in values.items():
+            family.add_metric((*self.labels, value), number)
+        return family
 
 
 def cumulative(latency: Latency, buckets: Sequence[float]) -> tuple[list[tuple[str, float]], float]:

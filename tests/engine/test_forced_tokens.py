@@ -111,11 +111,11 @@ def test_a_preempted_sample_is_forced_to_the_end():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"forced_tokens": []}, "at least one token id for prompt 0"),
-        ({"forced_tokens": [1.5]}, "must be a list of at least one token id"),
-        ({"forced_tokens": "text"}, "must be a list of at least one token id"),
-        ({"forced_tokens": [1, 32]}, r"in \[0, 32\); got 32"),
-        ({"forced_tokens": [-1]}, r"in \[0, 32\); got -1"),
+        ({"forced_tokens": []}, "at least one token; that of prompt 0 is empty"),
+        ({"forced_tokens": [1.5]}, r"must be a flat list of token ids; that of prompt 0 is float64\[1\]"),
+        ({"forced_tokens": "text"}, "must be a flat list of token ids; that of prompt 0 is 'text'"),
+        ({"forced_tokens": [1, 32]}, r"in \[0, 32\); that of prompt 0 holds 32"),
+        ({"forced_tokens": [-1]}, r"in \[0, 32\); that of prompt 0 holds -1"),
         ({"forced_tokens": [[1], [2]]}, "got 2 lists for 1 prompts"),
         ({"forced_tokens": [1, 2, 3], "max_new_tokens": 2}, "got 3 of them for prompt 0, and max_new_tokens=2"),
         ({"forced_tokens": [1], "sampling": jkv.Sampling(top_k=2)}, "cuts none of them"),

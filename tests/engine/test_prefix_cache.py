@@ -9,7 +9,6 @@ import pytest
 import jkv
 from jkv.engine import mesh, prefill, programs
 from jkv.engine.prefix_cache import PrefixCache, can_reuse, piece_for
-from jkv.engine.requests import RequestOptions, make_requests
 from tests.engine.test_engine import play
 from tests.support.mixes import POLICIES, BreakingTokenizer, Expected, assert_engine_is_consistent, make_engine
 
@@ -286,13 +285,17 @@ def test_a_request_that_does_not_fit_yet_leaves_the_cache_as_it_is(model):
 
 
 def test_requests_of_another_salt_share_nothing(model):
-    engine = jkv.Engine(model, **KNOBS, prefix_cache=True)
-    request = make_requests(engine.model, [np.asarray(PROMPTS[0], np.int32)], RequestOptions(max_new_tokens=4))[0][0]
+    engine, outs = jkv.Engine(model, **KNOBS, prefix_cache=True), []
     for salts, found in (("ab", [0, 0]), ("a", [48])):  # the first two wait together, and do not share a prefill either
-        tickets = [engine.submit_requests([dataclasses.replace(request, cache_salt=salt)]) for salt in salts]
+        tickets = [engine.submit(PROMPTS[0], cache_salt=salt, max_new_tokens=4) for salt in salts]
         engine.run()
-        assert [engine.result(ticket).samples[0].cached_tokens for ticket in tickets] == found
+        outs += [engine.result(ticket) for ticket in tickets]
+        assert [out.samples[0].cached_tokens for out in outs[-len(salts) :]] == found
     assert engine.stats.forks == 0
+    assert_same_bits(outs[1:], outs[:-1])  # a salt changes no tokens
+    for wrong in (3, None, b"a"):
+        with pytest.raises(ValueError, match="cache_salt must be a text"):
+            engine.submit(PROMPTS[0], cache_salt=wrong)
 
 
 def test_prefill_computes_the_rest_alone_and_compiles_nothing_more(model, monkeypatch):

@@ -13,9 +13,9 @@ from jkv.model.sampling import (
     log_distribution,
     request_id,
     rows_of,
-    sample_key,
     whole_masses,
 )
+from jkv.model.threefry import sample_key
 
 DISTRIBUTION = jax.jit(log_distribution, static_argnums=2)  # as programs run them
 DRAW = jax.jit(draw, static_argnums=4)
@@ -191,7 +191,7 @@ def test_a_row_that_cuts_nothing_is_the_same_beside_one_that_does():
 def test_drawn_tokens_follow_the_distribution():
     count = 20_000
     logits = jnp.broadcast_to(jnp.asarray(LOGITS), (count, 6))
-    keys = jnp.broadcast_to(sample_key(np.uint32(1), np.uint32(2), np.uint32(3)), (count, 2))
+    keys = jnp.broadcast_to(sample_key(1, 2, 3), (count, 2))
     sampling = Sampling(0.8, 0.95)
     token, log_prob, _ = DRAW(logits, rows_of([sampling] * count), keys, jnp.arange(count, dtype=jnp.int32), "truncated")
     wanted = expected(LOGITS, sampling)
@@ -202,8 +202,18 @@ def test_drawn_tokens_follow_the_distribution():
     np.testing.assert_allclose(np.exp(log_prob), wanted[np.asarray(token)], rtol=1e-4)
 
 
+def test_keys_of_the_host_are_those_of_jax():
+    rng = np.random.default_rng(0)
+    numbers = [*rng.integers(0, 2**32, (50, 3), np.uint32).tolist(), [0, 0, 0], [2**32 - 1] * 3]
+    for seed, *folded in numbers:
+        key = jax.random.key(np.uint32(seed), impl="threefry2x32")
+        for number in folded:
+            key = jax.random.fold_in(key, np.uint32(number))
+        assert sample_key(seed, *folded).tolist() == jax.random.key_data(key).tolist()
+
+
 def test_keys_differ_by_seed_request_sample_and_position_and_nothing_else():
-    keys = {tuple(np.asarray(sample_key(*map(np.uint32, x))).tolist()) for x in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]}
+    keys = {tuple(sample_key(*x).tolist()) for x in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]}
     assert len(keys) == 4
     key = jnp.asarray([next(iter(keys))] * 2, jnp.uint32)
     flat = jnp.zeros((2, 1000))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import jkv
+from jkv.engine.requests import spread_policies
 from jkv.model import checkpoint
 from tests.serving.conftest import SETTINGS, Running, make_engine
 
@@ -186,6 +187,56 @@ def test_the_oldest_are_forgotten_beyond_the_limit(server):
         post(server, messages=ASK, previous_response_id=one, **BODY)
 
 
+def values(server):
+    """What `/metrics` has between two turns, by name and label."""
+    server.service.call(lambda engine: None).result()
+    with urllib.request.urlopen(server.url + "/metrics", timeout=60) as response:
+        lines = [line for line in response.read().decode().splitlines() if not line.startswith("#")]
+    found = {}
+    for line in lines:
+        name, _, rest = line.partition("{")
+        label = re.search(r'(?:place|reason)="(\w+)"', rest)
+        found[name, label and label[1]] = float(line.rpartition(" ")[2])
+    return found
+
+
+def swap_out(engine):
+    engine.scheduler.conversations.swap_out()
+    engine.runner.release([])
+
+
+def test_metrics_count_kept_rows_where_they_are(server):
+    start = values(server)
+
+    def since(name, label=None):
+        return now[name, label] - start.get((name, label), 0)
+
+    first = post(server, messages=ASK, store=True, **BODY)
+    now = values(server)
+    kept = server.service.call(lambda engine: engine.scheduler.conversations.num_pages).result()
+    assert (now["jkv:kept_rows", "device"], now["jkv:kept_rows", "host"]) == (1, 0)
+    assert now["jkv:kept_pages", None] == kept > 0
+    assert now["jkv:kv_bytes", None] == kept * server.service.engine.page_bytes
+    server.service.call(swap_out).result()
+    now = values(server)
+    assert (now["jkv:kept_rows", "device"], now["jkv:kept_rows", "host"]) == (0, 1)
+    assert now["jkv:kept_pages", None] == now["jkv:kv_bytes", None] == 0
+    assert now["jkv:kept_host_bytes", None] > 0
+    second = post(server, messages=MORE, store=True, previous_response_id=first["id"], **BODY)
+    now = values(server)
+    assert (now["jkv:kept_rows", "device"], now["jkv:kept_rows", "host"], now["jkv:kept_host_bytes", None]) == (1, 0, 0)
+    assert since("jkv:turns_total") == 1
+    others = [post(server, messages=ASK, store=True, **BODY)["id"] for _ in range(3)]
+    now = values(server)
+    assert since("jkv:responses_forgotten_total", "displaced") == since("jkv:kept_rows_dropped_total", "closed") == 1
+    post(server, 404, messages=ASK, previous_response_id=second["id"], **BODY)
+    for one in others:
+        post(server, messages=ASK, previous_response_id=one, **BODY)
+    now = values(server)
+    assert since("jkv:turns_total") == 4
+    assert since("jkv:kept_rows_dropped_total", "closed") == 1, "those that went on were not dropped"
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -209,12 +260,26 @@ def test_what_a_turn_cannot_do_is_refused_and_the_row_stays(server, fields, word
     assert post(server, messages=ASK, previous_response_id=last, **BODY)["choices"]
 
 
+def test_a_budget_in_bytes_may_be_given_again(server, talking):
+    given = {"policy": "streaming_llm", "budget": "32kB"}
+    slots = spread_policies(jkv.streaming_llm(budget="32kB"), 1, talking.params)[0].budget
+    assert isinstance(slots, int)
+    last = post(server, messages=ASK, store=True, **BODY, **given)["id"]
+    for same in (given, given | {"budget": slots}, given | {"budget": "32 kB"}, {}):
+        last = post(server, messages=MORE, store=True, previous_response_id=last, **BODY, **same)["id"]
+    for other in ({"budget": "24kB"}, {"budget": slots - 1}, {"policy": "r_kv"} | SETTINGS):
+        error = post(server, 400, messages=MORE, previous_response_id=last, **BODY, **given | other)
+        assert "A conversation keeps its policy" in error["message"]
+    post(server, messages=ASK, previous_response_id=last, **BODY)
+
+
 def test_a_response_expires(talking):
     server = Running(make_engine(talking), conversation_seconds=0.3)
     try:
         first = post(server, messages=ASK, store=True, **BODY)["id"]
         time.sleep(1.0)
         post(server, 404, messages=ASK, previous_response_id=first, **BODY)
+        assert values(server)["jkv:responses_forgotten_total", "expired"] == 1
         server.wait_until_idle()
     finally:
         server.close()

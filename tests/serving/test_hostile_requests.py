@@ -14,6 +14,7 @@ from tests.serving.conftest import SETTINGS, Running, make_engine
 
 pytest.importorskip("uvicorn")
 
+from jkv.engine.stats import TIMED
 from jkv.engine.timing import COMPILING
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import CompletionFields, policy_of
@@ -193,7 +194,7 @@ def test_metrics_have_vllms_names_and_count(tiny):
 
     counters = ("vllm:request_success_total", "vllm:prompt_tokens_total", "jkv:evicted_tokens_total")
     names = {name: value(name) for name in counters}
-    tokens = value("vllm:generation_tokens_total")
+    tokens, turns = value("vllm:generation_tokens_total"), value("vllm:iteration_tokens_total_sum")
     usage = post(tiny, TEXT | {"max_tokens": 64, "ignore_eos": True}).json()["usage"]
     tiny.wait_until_idle()
     assert value("vllm:request_success_total") == names["vllm:request_success_total"] + 1
@@ -202,6 +203,9 @@ def test_metrics_have_vllms_names_and_count(tiny):
     assert round(value("jkv:evicted_tokens_total") - names["jkv:evicted_tokens_total"]) == usage["kv"]["evicted_tokens"] > 0
     assert 0 < value("vllm:time_to_first_token_seconds_count") <= value("vllm:e2e_request_latency_seconds_count")
     assert value("vllm:inter_token_latency_seconds_count") > 0
+    assert value("vllm:iteration_tokens_total_sum") - turns == 64 + usage["prompt_tokens"]
+    compactions = tiny.service.call(lambda engine: engine.stats.compactions).result()
+    assert value("jkv:compaction_seconds_count") == -(-compactions // TIMED) > 0, "the first, and each 64th after it"
     assert value("vllm:num_requests_running") == value("vllm:kv_cache_usage_perc") == value("jkv:kv_bytes") == 0
 
 
