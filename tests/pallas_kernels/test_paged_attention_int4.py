@@ -1,0 +1,124 @@
+"""`paged_attention` over pages of 4-bit codes, in every form that reads them, against loops over the numbers of the codes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as kernels
+from pallas_kernels import hadamard
+from pallas_kernels.paged_attention import native
+from pallas_kernels.quantised import FORMATS, dequantise, numbers_of_groups, quantise
+from tests.pallas_kernels.test_paged_attention import RUNS, by_hand, random_case
+
+INT4 = FORMATS["int4"]
+#            rows' lengths               group, head size, page, pages of a row
+CASES = {
+    "head_32_page_16": ([0, 1, 15, 16, 17, 33], 2, 32, 16, 3),
+    "head_64_page_4": ([5, 0, 40, 12, 4], 7, 64, 4, 10),
+    "head_128_page_16": ([130, 16, 1, 0], 1, 128, 16, 9),
+    "head_128_page_64": ([64, 65, 63, 0, 128, 1], 5, 128, 64, 2),
+    "head_256_page_16": ([33, 16, 0], 4, 256, 16, 3),
+}
+
+
+def coded_case(*case, dtype=jnp.float32):
+    """As `random_case`, in codes: the scales of slots that no row fills are NaN."""
+    query, kv, page_table, length = random_case(*case, jnp.float32)
+    return query.astype(dtype), quantise(kv, INT4, dtype), page_table, length
+
+
+def weights_of(lengths, num_slots):
+    """Multiplicities 1 to 4 and vacant slots; NaN beyond the lengths."""
+    weight = np.log(np.random.default_rng(1).integers(1, 5, size=(len(lengths), num_slots)))
+    weight[:, 3::7] = -np.inf
+    weight[np.arange(num_slots) >= np.asarray(lengths)[:, None]] = np.nan
+    return jnp.asarray(weight, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "with_logits"))
+def attend(name, query, kv, page_table, length, weight=None, with_logits=False):
+    """One form's result, by itself or interpreted, with the rotations that `kernels.paged_attention` adds."""
+    out, *rest = RUNS[name](hadamard.rotate(query), kv, page_table, length, weight, with_logits=with_logits)
+    return hadamard.rotate(out), *rest
+
+
+def skip_without_library(name):
+    if name == "native" and (reason := native.why_no_library()):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("name", ["native", "cpu"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_on_a_cpu_every_head_and_page_size_agrees_with_loops(name, case):
+    skip_without_library(name)
+    args = coded_case(*case)
+    numbers = dequantise(args[1])
+    for weight in (None, weights_of(case[0], case[3] * case[4])):
+        got = attend(name, *args, weight, with_logits=True)
+        for x, y in zip(got, by_hand(args[0], numbers, *args[2:], weight), strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("head_size", [32, 64, 128, 256])
+def test_the_compiled_kernel_has_the_bits_of_a_pool_of_these_numbers(head_size):
+    """Infinite and NaN scales included, which only a slot that is read may show."""
+    skip_without_library("native")
+    query, pool, page_table, length = coded_case([40, 7, 20], 3, head_size, 8, 5)
+    scale = pool.scale.at[page_table[1, 0], 1, 2, 0].set(0x7C00).at[page_table[2, 0], 0, 1, 0].set(0x7E00)
+    coded = pool.__class__(pool.codes, scale, pool.format, pool.dtype)
+    numbers = numbers_of_groups(coded, jnp.float32)
+    got, want = (RUNS["native"](query, kv, page_table, length, with_logits=True) for kv in (coded, numbers))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert [bool(np.isfinite(x).all()) for x in got[0]] == [True, False, False]
+
+
+@pytest.mark.parametrize("name", ["native", "cpu"])
+def test_on_a_cpu_a_row_s_bits_depend_on_nothing_but_the_row(name):
+    skip_without_library(name)
+    query, kv, page_table, length = coded_case([150, 700, 130], 2, 64, 16, 48)
+    shorter = jnp.asarray([150, 3, 130], jnp.int32)
+    together = attend(name, query, kv, page_table, length, with_logits=True)
+    narrow = attend(name, query, kv, page_table[:, :11], shorter, with_logits=True)
+    for x, y in zip(together, narrow, strict=True):
+        np.testing.assert_array_equal(x[0::2, ..., : y.shape[-1]], y[0::2])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"query": (2, 2, 48)}, "the head size of codes of 4 bits must be a multiple of 32; got 48"),
+        ({"kv": (3, 2, 4, 64)}, r"kv must have the shape \[3, 2, 4, 32\]; got \[3, 2, 4, 64\]"),
+        ({"kv_scale": (3, 2, 4)}, r"scales must have the shape \[3, 2, 4, 2\]; got \[3, 2, 4\]"),
+        ({"kv_scale": (3, 2, 4, 1)}, r"scales must have the shape \[3, 2, 4, 2\]; got \[3, 2, 4, 1\]"),
+        ({"kv_scale": jnp.float32}, "scales must be uint16"),
+    ],
+)
+def test_the_compiled_kernel_refuses_codes_that_do_not_fit(changed, words):
+    skip_without_library("native")
+    arrays = {
+        "query": jnp.zeros((2, 2, 64)),
+        "kv": jnp.zeros((3, 2, 4, 32), jnp.uint8),
+        "kv_scale": jnp.zeros((3, 2, 4, 2), jnp.uint16),
+        "page_table": jnp.zeros((2, 5), jnp.int32),
+        "length": jnp.zeros(2, jnp.int32),
+        "log_weight": jnp.zeros((2, 0)),
+    }
+    for name, change in changed.items():
+        x = arrays[name]
+        arrays[name] = jnp.zeros(change, x.dtype) if isinstance(change, tuple) else x.astype(change)
+    sizes = arrays["query"].shape, arrays["query"].shape[:-1], (2, 2, 0)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"INVALID_ARGUMENT: paged_attention: {words}"):
+        jax.block_until_ready(jax.ffi.ffi_call(native.TARGET, results)(*arrays.values()))
+
+
+def test_on_a_cpu_the_compiled_kernel_is_chosen():
+    skip_without_library("native")
+    query, kv, page_table, length = coded_case([40, 7], 2, 64, 8, 5)
+    got, want = (kernels.paged_attention(query, kv, page_table, length, implementation=name) for name in (None, "native"))
+    for x, y in zip(got[:2], want[:2], strict=True):
+        np.testing.assert_array_equal(x, y)
