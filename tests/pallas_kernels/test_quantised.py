@@ -154,7 +154,8 @@ def test_what_a_tpu_cannot_take_of_codes_is_named(kernel):
         return dispatch.reason_against(implementation, *args)
 
     assert reason(WIDE, LARGE) is None
-    assert reason(WIDE, LARGE, "fp8") == (None if kernel == "take_slots" else "quantised pages must be int8; got fp8")
+    known = {"take_slots": None, "paged_attention": "int8 or int4", "rotate_append": "int8"}[kernel]
+    assert reason(WIDE, LARGE, "fp8") == (known and f"quantised pages must be {known}; got fp8")
     assert "a quantised page must be a multiple of 128 slots, for its scales; got 16" in reason(WIDE, SMALL)
     assert "multiple" in reason(MODEL._replace(head_size=48), LARGE)
 
