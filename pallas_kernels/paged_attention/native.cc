@@ -3,8 +3,9 @@
 // One thread computes a row, in a fixed order, so the row's bits do not depend on its neighbours, its place in the batch or the
 // width of the table. Letters: R rows, G query heads of a KV head, S slots, H head size.
 //
-// The pool holds floats, or codes of 8 bits and a scale for each slot's key and value. A page of codes becomes floats in a thread's
-// own memory, one page at a time, so a row's bits are those of a pool that holds these floats.
+// The pool holds floats, codes of 8 bits with a scale for each slot's key and value, or codes of 4 bits with one for each group
+// of channels. A page of codes becomes floats in a thread's own memory, which stays in the processor's cache, one page at a time,
+// so a row's bits are those of a pool that holds these floats.
 //
 // Nothing outside of the arrays is read or written, whatever they hold: shapes are checked once a call, lengths are limited to
 // the table's slots, and page ids to the pool as the reference has them (one below 0 counts from the end, then the nearest).
@@ -14,6 +15,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -28,6 +30,8 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int kLanes = 8;
+constexpr int64_t kGroup = 32;  // channels with a scale of their own, of codes of 4 bits
+constexpr int64_t kRun = 16;    // bytes of two codes that are read at once; neither half of them crosses the border of a group
 typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
 constexpr float kNone = -std::numeric_limits<float>::infinity();
@@ -56,8 +60,8 @@ inline Lanes Exp(Lanes x) {
 
 struct Arguments {
   const float* query;       // [R, G, H]
-  const void* kv;           // [P, 2, page, H], float or int8_t
-  const float* kv_scale;    // [P, 2, page]; null for floats
+  const void* kv;           // [P, 2, page, H], float or int8_t, or [P, 2, page, H / 2], uint8_t
+  const void* kv_scale;     // null for float; [P, 2, page] float for int8_t; [P, 2, page, H / 32] float16 for uint8_t
   const int32_t* table;     // [R, MP]
   const int32_t* length;    // [R]
   const float* log_weight;  // [R, MP * page], or null
@@ -117,23 +121,77 @@ float Softmax(float* logits, int64_t padded) {
   return std::log(total) + base;
 }
 
-// The numbers of `slots` slots from this one on, counted over the whole pool.
-inline const float* Numbers(const float* kv, const float*, int64_t at, int64_t, int64_t size, float*) { return kv + at * size; }
+// How a pool stores vectors: as an array of `Number`s, with an array of `Scale`s of the same slots.
+struct Floats {
+  typedef float Number;
+  typedef float Scale;
+  static int64_t NumbersOf(int64_t size) { return size; }
+  static int64_t ScalesOf(int64_t) { return 0; }
+  static const float* Read(const float* numbers, const float*, int64_t, int64_t, float*) { return numbers; }
+};
 
-inline const float* Numbers(const int8_t* kv, const float* scale, int64_t at, int64_t slots, int64_t size, float* to) {
-  for (int64_t slot = 0; slot < slots; ++slot) {
-    const int8_t* codes = kv + (at + slot) * size;
-    const float of_slot = scale[at + slot];
-    for (int64_t h = 0; h < size; ++h) to[slot * size + h] = codes[h] * of_slot;
+struct Codes8 {
+  typedef int8_t Number;
+  typedef float Scale;
+  static int64_t NumbersOf(int64_t size) { return size; }
+  static int64_t ScalesOf(int64_t) { return 1; }
+  static const float* Read(const int8_t* codes, const float* scale, int64_t slots, int64_t size, float* to) {
+    for (int64_t slot = 0; slot < slots; ++slot, codes += size) {
+      const float of_slot = scale[slot];
+      for (int64_t h = 0; h < size; ++h) to[slot * size + h] = codes[h] * of_slot;
+    }
+    return to;
   }
-  return to;
+};
+
+// Float16s that are not negative as floats: their bits move to a float's place, whose exponents count from another number.
+inline void FromHalf(const uint16_t* __restrict half, int64_t count, float* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t moved = (uint32_t)half[i] << 13, special = half[i] >= 0x7C00 ? 0x7F800000u : 0u;  // infinity or NaN
+    float number;
+    std::memcpy(&number, &moved, 4);
+    number *= 5.192296858534828e33f;  // 2^112
+    uint32_t bits;
+    std::memcpy(&bits, &number, 4);
+    bits |= special;
+    std::memcpy(to + i, &bits, 4);
+  }
+}
+
+// Numbers of the low and of the high halves of `kRun` bytes.
+inline void Unpack(const uint8_t* __restrict codes, float low, float high, float* __restrict to, float* __restrict to_high) {
+  for (int i = 0; i < kRun; ++i) to[i] = ((codes[i] & 15) - 8) * low;
+  for (int i = 0; i < kRun; ++i) to_high[i] = ((codes[i] >> 4) - 8) * high;
+}
+
+// Byte c has the code of channel c in its low half and that of channel c + H / 2 in its high half, each plus 8.
+struct Codes4 {
+  typedef uint8_t Number;
+  typedef uint16_t Scale;
+  static int64_t NumbersOf(int64_t size) { return size / 2; }
+  static int64_t ScalesOf(int64_t size) { return size / kGroup; }
+  static const float* Read(const uint8_t* codes, const uint16_t* scale, int64_t slots, int64_t size, float* to) {
+    const int64_t half = size / 2, groups = ScalesOf(size);
+    float* of_group = to + slots * size;
+    FromHalf(scale, slots * groups, of_group);
+    for (int64_t slot = 0; slot < slots; ++slot, codes += half, of_group += groups) {
+      float* of_slot = to + slot * size;
+      for (int64_t c = 0; c < half; c += kRun)
+        Unpack(codes + c, of_group[c / kGroup], of_group[(c + half) / kGroup], of_slot + c, of_slot + half + c);
+    }
+    return to;
+  }
+};
+
+inline void Prefetch(const void* from, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i);
 }
 
 struct Scratch {
   std::vector<float> logits, page;
 };
 
-template <typename Number>
+template <typename Pool>
 void AttendRow(const Arguments& a, int64_t row, Scratch& memory) {
   const int64_t slots = a.max_pages * a.page, filled = std::clamp<int64_t>(a.length[row], 0, slots);
   const int64_t stride = (filled + kLanes - 1) / kLanes * kLanes;
@@ -142,20 +200,22 @@ void AttendRow(const Arguments& a, int64_t row, Scratch& memory) {
   const float* weight = a.log_weight ? a.log_weight + row * slots : nullptr;
   std::vector<float>& scratch = memory.logits;
   scratch.resize(a.group * stride);
-  if (a.kv_scale) memory.page.resize(a.page * a.size);
+  if (a.kv_scale) memory.page.resize(a.page * (a.size + Pool::ScalesOf(a.size)));  // of a page, and its scales as floats
   const auto each_page = [&](int64_t half, auto&& visit) {  // visits keys (0) or values (1) by page, first slot and count
     const int32_t* table = a.table + row * a.max_pages;
     const auto at = [&](int64_t entry) { return (InPool(table[entry], a.num_pages) * 2 + half) * a.page; };  // its first slot
-    const Number* kv = (const Number*)a.kv;
+    const int64_t numbers = Pool::NumbersOf(a.size), scales = Pool::ScalesOf(a.size);  // of a slot
+    const auto* kv = (const typename Pool::Number*)a.kv;
+    const auto* scale = (const typename Pool::Scale*)a.kv_scale;
     int64_t next = filled ? at(0) : 0;
     for (int64_t first = 0, entry = 0; first < filled; first += a.page, ++entry) {
       const int64_t now = next, count = std::min(a.page, filled - first);
       if (first + a.page < filled) {
         next = at(entry + 1);  // it may be anywhere
-        const char* bytes = (const char*)(kv + next * a.size);
-        for (int64_t i = 0; i < a.page * a.size * (int64_t)sizeof(Number); i += 64) __builtin_prefetch(bytes + i);
+        Prefetch(kv + next * numbers, a.page * numbers * sizeof(*kv));
+        Prefetch(scale + next * scales, a.page * scales * sizeof(*scale));
       }
-      visit(Numbers(kv, a.kv_scale, now, count, a.size, memory.page.data()), first, count);
+      visit(Pool::Read(kv + now * numbers, scale + now * scales, count, a.size, memory.page.data()), first, count);
     }
   };
   each_page(0, [&](const float* key, int64_t first, int64_t count) {
@@ -193,6 +253,7 @@ void AttendRow(const Arguments& a, int64_t row, Scratch& memory) {
 // The state of one call that its threads share; it lives until the last thread has looked for work.
 struct Work {
   Arguments arguments;
+  void (*attend)(const Arguments&, int64_t row, Scratch&);
   std::atomic<int64_t> next{0}, done{0};
   std::atomic<bool> is_out_of_memory{false};
   std::mutex mutex;
@@ -203,7 +264,7 @@ struct Work {
     int64_t row, finished = 0;
     while ((row = next.fetch_add(1)) < arguments.rows) {
       try {
-        arguments.kv_scale ? AttendRow<int8_t>(arguments, row, scratch) : AttendRow<float>(arguments, row, scratch);
+        attend(arguments, row, scratch);
       } catch (const std::bad_alloc&) {  // nobody would catch it in a thread of the pool
         is_out_of_memory = true;
       }
@@ -231,7 +292,7 @@ bool Fits(const char* name, Shape shape, std::vector<int64_t> wanted, std::strin
   return fits;
 }
 
-ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer kv, ffi::Buffer<ffi::F32> kv_scale,
+ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer kv, ffi::AnyBuffer kv_scale,
                   ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::F32> log_weight, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::F32> log_total, ffi::ResultBuffer<ffi::F32> logits) {
   const Shape of_query = query.dimensions(), of_kv = kv.dimensions(), of_table = table.dimensions();
@@ -240,13 +301,21 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuf
                                        Text(of_kv) + " and " + Text(of_table));
   const int64_t rows = of_query[0], group = of_query[1], size = of_query[2], page = of_kv[2], slots = of_table[1] * page;
   const bool is_weighted = log_weight.element_count(), has_logits = logits->element_count();
-  const bool is_coded = kv.element_type() == ffi::DataType::S8;
+  const bool is_8 = kv.element_type() == ffi::DataType::S8, is_4 = kv.element_type() == ffi::DataType::U8;
+  const int64_t numbers = is_4 ? Codes4::NumbersOf(size) : size;
+  std::vector<int64_t> scales = {0};
+  if (is_8) scales = {of_kv[0], 2, page};
+  if (is_4) scales = {of_kv[0], 2, page, Codes4::ScalesOf(size)};
   std::string error;
   if (size % kLanes) error = "head size must be a multiple of " + std::to_string(kLanes) + "; got " + std::to_string(size);
-  if (!is_coded && kv.element_type() != ffi::DataType::F32) error = "kv must hold float32 or int8";
+  if (is_4 && size % kGroup)
+    error = "the head size of codes of 4 bits must be a multiple of " + std::to_string(kGroup) + "; got " + std::to_string(size);
+  if (!is_8 && !is_4 && kv.element_type() != ffi::DataType::F32) error = "kv must hold float32, int8 or, in 4 bits, uint8";
+  if (kv_scale.element_type() != (is_4 ? ffi::DataType::U16 : ffi::DataType::F32))
+    error = std::string("scales must be ") + (is_4 ? "uint16" : "float32");
   if (of_kv[0] < 1) error = "kv must have a page; got " + Text(of_kv);
-  if (!error.empty() || !Fits("kv", of_kv, {of_kv[0], 2, page, size}, error) ||
-      !Fits("scales", kv_scale.dimensions(), is_coded ? std::vector<int64_t>{of_kv[0], 2, page} : std::vector<int64_t>{0}, error) ||
+  if (!error.empty() || !Fits("kv", of_kv, {of_kv[0], 2, page, numbers}, error) ||
+      !Fits("scales", kv_scale.dimensions(), scales, error) ||
       !Fits("page table", of_table, {rows, of_table[1]}, error) || !Fits("lengths", length.dimensions(), {rows}, error) ||
       !Fits("log-weights", log_weight.dimensions(), {rows, is_weighted ? slots : 0}, error) ||
       !Fits("the output", out->dimensions(), {rows, group, size}, error) ||
@@ -254,9 +323,10 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuf
       !Fits("the logits", logits->dimensions(), {rows, group, has_logits ? slots : 0}, error))
     return ffi::Error::InvalidArgument("paged_attention: " + error);
   auto work = std::make_shared<Work>();
-  work->arguments = {query.typed_data(), kv.untyped_data(), is_coded ? kv_scale.typed_data() : nullptr, table.typed_data(), length.typed_data(),
-                     is_weighted ? log_weight.typed_data() : nullptr, out->typed_data(), log_total->typed_data(),
+  work->arguments = {query.typed_data(), kv.untyped_data(), is_8 || is_4 ? kv_scale.untyped_data() : nullptr,
+                     table.typed_data(), length.typed_data(), is_weighted ? log_weight.typed_data() : nullptr, out->typed_data(), log_total->typed_data(),
                      has_logits ? logits->typed_data() : nullptr, rows, group, size, page, of_table[1], of_kv[0]};
+  work->attend = is_8 ? AttendRow<Codes8> : is_4 ? AttendRow<Codes4> : AttendRow<Floats>;
   const int64_t helpers = std::min<int64_t>(pool.num_threads(), rows) - 1;
   for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->Run(); });
   work->Run();  // no thread waits for work that has not begun, so a pool with no free thread is enough
@@ -273,7 +343,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(PagedAttention, Attend,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -22,14 +22,15 @@ from pallas_kernels.quantised import Numbers, Quantised
 
 SOURCE = Path(__file__).with_name("native.cc")
 LANES = 8  # numbers of a head per multiplication
+READ = ("int8", "int4")  # formats of quantised pages
 TARGET, SYMBOL = "jkv_paged_attention", "PagedAttention"
 LOADING = threading.Lock()
 
 
 def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any = None, with_logits: bool = False) -> str | None:
     """Why the library cannot take these arguments; None when it can."""
-    if isinstance(kv, Quantised) and kv.format.stored != "int8":
-        return f"quantised pages must be int8; got {kv.format.name}"
+    if isinstance(kv, Quantised) and kv.format.name not in READ:
+        return f"quantised pages must be {' or '.join(READ)}; got {kv.format.name}"
     if not query.dtype == kv.dtype == jnp.float32:
         return f"query and kv must be float32; got {query.dtype} and {kv.dtype}"
     if not page_table.dtype == length.dtype == jnp.int32:

@@ -11,6 +11,7 @@ CASES = (
     Case("decode step"),
     Case("decode step, log-weights", options={"weighted": True}),
     Case("decode step, int8", workload={"kv_format": "int8"}),
+    Case("decode step, int4", workload={"kv_format": "int4"}),
 )
 
 

@@ -11,6 +11,7 @@ a page and one for its values, and multiply logits and probabilities.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -20,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.quantised import Numbers, Quantised, scales_of, stored
+from pallas_kernels.paged_attention import nibbles
+from pallas_kernels.quantised import Numbers, Quantised, is_rotated, scales_of, stored
 
 BLOCK = 1280  # slots per buffer, or a page if that is larger; a row with a budget of 1024 is one block until it is compacted
 BLOCK_BYTES = 2 << 20  # of a buffer, at most, or a page if that is larger
@@ -29,6 +31,7 @@ STARTED = 8  # pages whose fetches start without a branch between them
 ROWS = 8  # per grid step
 LANES = 128
 SUBLANES = 8  # query heads are padded to a multiple
+READ = ("int8", "int4")  # formats of quantised pages
 MOST_SMEM = 960 << 10  # bytes of scalar memory, which has 1 MiB
 MOST_VMEM = 12 << 20  # bytes of vector memory, of the 16 MiB that a kernel has
 
@@ -38,10 +41,12 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, 
     (page_size, head_size), max_pages, tile = kv.shape[2:], page_table.shape[1], 32 // stored(kv).dtype.itemsize
     if kv.dtype not in (jnp.float32, jnp.bfloat16) or query.dtype != kv.dtype:
         return f"queries and pool must both be float32 or bfloat16; got {query.dtype} and {kv.dtype}"
-    if isinstance(kv, Quantised) and kv.format.name != "int8":
-        return f"quantised pages must be int8; got {kv.format.name}"
+    if isinstance(kv, Quantised) and kv.format.name not in READ:
+        return f"quantised pages must be {' or '.join(READ)}; got {kv.format.name}"
     if isinstance(kv, Quantised) and page_size % LANES:
         return f"a quantised page must be a multiple of {LANES} slots, for its scales; got {page_size}"
+    if is_rotated(kv) and head_size not in (64, 128):
+        return f"heads of {kv.format.name} must have 64 or 128 channels; got {head_size}"
     if head_size % LANES and page_size % LANES:
         return f"the head size or the page size must be a multiple of {LANES}; got {head_size} and {page_size}"
     if head_size % tile or page_size % tile:
@@ -56,8 +61,7 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, 
 
 def pages_of_block(kv: Any, max_pages: int) -> int:
     """How many pages a buffer holds."""
-    _, _, page_size, head_size = kv.shape
-    page_bytes = 2 * page_size * head_size * stored(kv).dtype.itemsize
+    page_size, page_bytes = kv.shape[2], math.prod(stored(kv).shape[1:]) * stored(kv).dtype.itemsize
     return max(1, min(BLOCK // page_size, BLOCK_BYTES // page_bytes, max_pages))
 
 
@@ -70,7 +74,9 @@ def memory(query: Any, kv: Any, max_pages: int, is_weighted: bool, with_logits: 
     lanes = head_size + -head_size % LANES
     row = 2 * group * lanes * itemsize + 4 * group * LANES  # query and output; a log-total takes all lanes
     row += 4 * (blocks + -blocks % SUBLANES) * block_pages * page_size * is_weighted + 4 * group * slots * with_logits
-    buffers = 4 * block_pages * page_size * (head_size * stored(kv).dtype.itemsize + 4 * len(scales_of(kv)))
+    scale_rows = 16 if is_rotated(kv) else len(scales_of(kv))  # those of groups fill a tile
+    numbers = stored(kv).shape[3] * stored(kv).dtype.itemsize
+    buffers = 4 * block_pages * page_size * (numbers + 4 * scale_rows)
     smem = 4 * (num_rows + -num_rows % ROWS) + 4 * ROWS * 4 * blocks * block_pages
     return smem, 2 * ROWS * row + buffers
 
@@ -90,10 +96,14 @@ def paged_attention(
     block_pages = pages_of_block(kv, max_pages)
     padded_rows, padded_pages = num_rows + -num_rows % ROWS, max_pages + -max_pages % block_pages
     padded_group, num_slots = group + -group % SUBLANES, padded_pages * page_size
-    is_transposed = head_size % LANES != 0
     pool, scales = stored(kv), scales_of(kv)
+    group_size = kv.format.group if isinstance(kv, Quantised) else None
+    is_transposed = pool.shape[3] % LANES != 0
     if is_transposed:
         pool = jnp.swapaxes(pool, 2, 3)  # as XLA stores it, so nothing moves
+    if group_size is not None:
+        scales = [jnp.swapaxes(x, 2, 3) for x in scales]  # XLA stores these so too
+        query = nibbles.reordered(query)
 
     def pad(x: Array, *sizes: int) -> Array:
         return jnp.pad(x, [(0, size - old) for size, old in zip(sizes, x.shape, strict=True)])
@@ -125,7 +135,7 @@ def paged_attention(
     if with_logits:
         shapes.append(((padded_group, num_slots), jnp.float32))
     outs = pl.pallas_call(
-        functools.partial(attend_rows, steps, is_transposed, bool(scales), log_weight is not None),
+        functools.partial(attend_rows, steps, is_transposed, bool(scales), group_size, log_weight is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(cores, steps),
@@ -144,6 +154,7 @@ def paged_attention(
         name="paged_attention",
     )(pad(length, padded_rows), *inputs)
     out, log_total = outs[0][:num_rows, :group], outs[1][:num_rows, :group, 0]
+    out = out if group_size is None else nibbles.restored(out)
     return out, log_total, outs[2][:num_rows, :group, : max_pages * page_size] if with_logits else None
 
 
@@ -151,6 +162,7 @@ def attend_rows(
     steps: int,
     is_transposed: bool,
     is_quantised: bool,
+    group_size: int | None,
     is_weighted: bool,
     # inputs
     length_smem_ref: Any,
@@ -229,8 +241,16 @@ def attend_rows(
             return jnp.concatenate([buffer_vmem_ref[which, i, part] for i in range(block_pages)], axis=1)
         return buffer_vmem_ref[which, :, part].reshape(block, head_size)
 
+    def words_of(part: int, which: Any) -> Array:
+        """The words of the codes of 4 bits of keys (part 0) or values (1) of a buffer, channels by slots."""
+        pages = [pltpu.bitcast(buffer_vmem_ref[which, i, part], jnp.int32) for i in range(block_pages)]
+        return jnp.concatenate(pages, axis=1)
+
     def scales_of_block(part: int, which: Any) -> Array:
-        """The scales of the keys (part 0) or values (1) of a buffer, in a row."""
+        """The scales of the keys (part 0) or values (1) of a buffer, in a row, or a row for each group."""
+        if group_size is not None:
+            pages = [scale_vmem_ref[which, i, part].astype(jnp.int32) for i in range(block_pages)]
+            return nibbles.scales(jnp.concatenate(pages, axis=1))
         return jnp.concatenate([scale_vmem_ref[which, i, part : part + 1] for i in range(block_pages)], axis=1)
 
     @pl.when(step == 0)
@@ -243,6 +263,7 @@ def attend_rows(
         length = length_smem_ref[row]
         num_blocks = lax.max(lax.div(length + block - 1, block), 1)
         query_GH = query_vmem_ref[local_row]
+        query_QH = None if group_size is None else nibbles.spread(query_GH, group_size)
         for logits_ref in logits_refs:
             logits_ref[local_row] = jnp.full(logits_ref.shape[1:], -jnp.inf, jnp.float32)
 
@@ -260,10 +281,13 @@ def attend_rows(
             wait(num_pages, which)
             if not (is_weighted or is_quantised):
                 clear(num_pages, num_filled, which)
-            key, value = (slots_of(part, which) for part in range(2))
-            key_factor = head_size**-0.5 * (scales_of_block(0, which) if is_quantised else 1)
             is_filled_1S = lax.broadcasted_iota(jnp.int32, (1, block), 1) < num_filled
-            logits_GS = product(query_GH, key.astype(query_GH.dtype), (((1,), (head_axis,)), ((), ()))) * key_factor
+            key, value = (slots_of(part, which) if group_size is None else words_of(part, which) for part in range(2))
+            if group_size is None:
+                key_factor = head_size**-0.5 * (scales_of_block(0, which) if is_quantised else 1)
+                logits_GS = product(query_GH, key.astype(query_GH.dtype), (((1,), (head_axis,)), ((), ()))) * key_factor
+            else:
+                logits_GS = nibbles.logits(query_QH, key, scales_of_block(0, which), product) * head_size**-0.5
             if weight_vmem_ref is not None:
                 weight_1S = weight_vmem_ref[local_row, pl.ds(index, 1), :]
                 logits_GS = logits_GS + weight_1S
@@ -279,13 +303,18 @@ def attend_rows(
             base_G1 = jnp.where(new_peak_G1 == -jnp.inf, 0.0, new_peak_G1)  # the row reads nothing so far
             weight_GS, scale_G1 = jnp.exp(logits_GS - base_G1), jnp.exp(peak_G1 - base_G1)
             total_G1, out_GH = total_G1 * scale_G1, out_GH * scale_G1
-            value_scale_1S = jnp.where(is_filled_1S, scales_of_block(1, which), 0.0) if is_quantised else None
+            value_scale = jnp.where(is_filled_1S, scales_of_block(1, which), 0.0) if is_quantised else None
             for first in range(0, block, CHUNK):
                 last = min(first + CHUNK, block)
                 chunk_GS, chunk = weight_GS[:, first:last], lax.slice_in_dim(value, first, last, axis=1 - head_axis)
                 total_G1 = total_G1 + chunk_GS.sum(axis=1, keepdims=True)
-                if value_scale_1S is not None:
-                    chunk_GS, chunk = chunk_GS * value_scale_1S[:, first:last], chunk.astype(query_GH.dtype)
+                if value_scale is not None:
+                    scale = value_scale[:, first:last]
+                    if group_size is not None:
+                        dtype = query_GH.dtype
+                        out_GH = out_GH + nibbles.outputs(chunk_GS, chunk, scale, group_size, dtype, product)
+                        continue
+                    chunk_GS, chunk = chunk_GS * scale, chunk.astype(query_GH.dtype)
                 out_GH = out_GH + product(chunk_GS.astype(chunk.dtype), chunk, (((1,), (1 - head_axis,)), ((), ())))
             return 1 - which, new_peak_G1, total_G1, out_GH
 

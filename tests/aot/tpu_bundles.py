@@ -37,6 +37,7 @@ CHIPS = {"tpu-v5e": Chip(1.5, 819), "tpu-v6e": Chip(1.75, 1640)}
 LLAMA = MODELS["r1-llama-8b"]
 R_KV = Workload(batch=32, layers=1)  # 1152 slots a row
 INT8 = R_KV._replace(kv_format="int8", layers=None)  # XLA would place the scales of one layer in vector memory
+INT4 = INT8._replace(kv_format="int4")
 CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
     "page 128": (LLAMA, R_KV, {}),
     "page 16": (LLAMA, R_KV._replace(page_size=16), {}),
@@ -47,6 +48,10 @@ CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
     "page 128, int8, log-weights": (LLAMA, INT8, {"weighted": True}),
     "page 128, int8, log-weights, logits": (LLAMA, INT8, {"weighted": True, "with_logits": True}),
     "page 128, int8, head 64": (LLAMA._replace(head_size=64), INT8, {}),
+    "page 128, int4": (LLAMA, INT4, {}),
+    "page 128, int4, log-weights": (LLAMA, INT4, {"weighted": True}),
+    "page 128, int4, log-weights, logits": (LLAMA, INT4, {"weighted": True, "with_logits": True}),
+    "page 128, int4, head 64": (LLAMA._replace(head_size=64), INT4, {}),
 }
 
 

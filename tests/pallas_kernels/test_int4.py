@@ -9,6 +9,7 @@ import scipy.linalg
 import pallas_kernels as kernels
 from pallas_kernels import dispatch, hadamard
 from pallas_kernels.models import ModelShape, Workload
+from pallas_kernels.paged_attention import native
 from pallas_kernels.quantised import FORMATS, Quantised, dequantise, poisoned, quantise, vector_bytes, zeros
 
 INT4 = FORMATS["int4"]
@@ -140,17 +141,20 @@ def test_a_kernel_asked_for_by_name_says_that_it_takes_no_int4(kernel):
     table = kernels.KERNELS[kernel].implementations
     model, workload = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)
     args = kernels.KERNELS[kernel].shapes.arguments(model, workload)
-    takes = {"paged_attention": {"cpu", "reference"}, "take_slots": {"gpu", "reference"}}.get(kernel, {"reference"})
+    takes = {"paged_attention": {"tpu", "native", "cpu", "reference"}, "take_slots": {"gpu", "reference"}}.get(
+        kernel, {"reference"}
+    )
     for name, implementation in table.items():
         reason = dispatch.reason_against(implementation, *args)
         assert (reason is None) == (name in takes)
         assert reason is None or "does not take quantised pages" in reason
-    assert dispatch.best(table, "cpu", *args) == ("cpu" if kernel == "paged_attention" else "reference")
+    on_cpu = "cpu" if native.why_no_library() else "native"
+    assert dispatch.best(table, "cpu", *args) == (on_cpu if kernel == "paged_attention" else "reference")
     assert dispatch.best(table, "cuda", *args) == ("gpu" if kernel == "take_slots" else "reference")
-    assert dispatch.best(table, "tpu", *args) == "reference"
-    if kernel == "paged_attention":
-        with pytest.raises(ValueError, match=r"native: it does not take quantised pages of int4.*Choose one of \['cpu'"):
-            kernels.paged_attention(*kernels.KERNELS[kernel].shapes.values(MODEL, SMALL), implementation="native")
+    assert dispatch.best(table, "tpu", *args) == ("tpu" if kernel == "paged_attention" else "reference")
+    if kernel == "rotate_append":
+        with pytest.raises(ValueError, match=r"gpu: it .*Choose one of \['reference'"):
+            kernels.rotate_append(*kernels.KERNELS[kernel].shapes.values(MODEL, SMALL), implementation="gpu")
 
 
 def test_attention_to_bfloat16_queries_is_that_to_the_numbers():
