@@ -52,6 +52,7 @@ def generate(
     stop_strings: Sequence[str] = (),
     *,
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    prompt_piece: int | None = None,
     on_tokens: Callable[[Event], None] | None = None,
     progress: bool | None = None,
     **settings: Any,
@@ -62,7 +63,8 @@ def generate(
       model_or_params: what `jkv.load` returns; or bare `Params`, with token ids as prompts.
       prompt_or_prompts: a string, a conversation (a list of messages such as `{"role": "user", "content": "..."}`, which the
         tokenizer's chat template turns into text), or a sequence of token ids; or a list of these.
-      policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens: see `jkv.RequestOptions`.
+      policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens, prompt_piece: see
+        `jkv.RequestOptions`.
       on_tokens: receives a `jkv.Event` for each sample and chunk (`event.ticket` is the prompt's index). If it raises, that
         prompt's samples end with the reason "error", a warning gives the exception, and the others continue.
       progress: whether to show a bar; None shows it in a terminal or notebook.
@@ -85,6 +87,7 @@ def generate(
         stop_ids=stop_ids,
         stop_strings=stop_strings,
         forced_tokens=forced_tokens,
+        prompt_piece=prompt_piece,
     )
     prompts = encode_prompts(model, prompt_or_prompts)
     requests = make_requests(model, prompts, request_options, kv_format=options.kv_format)

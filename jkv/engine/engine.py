@@ -128,14 +128,15 @@ class Engine:
         request: int | None = None,
         forced_tokens: Sequence[int] | None = None,
         cache_salt: str = "",
+        prompt_piece: int | None = None,
         keep: bool = False,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
 
         Args:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
-          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample, forced_tokens, cache_salt: see
-            `jkv.RequestOptions`.
+          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample, forced_tokens, cache_salt,
+            prompt_piece: see `jkv.RequestOptions`.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
@@ -147,7 +148,7 @@ class Engine:
         """
         given: Any = {"policy": policy, "sampling": sampling, "max_new_tokens": max_new_tokens, "n": n, "stop_ids": stop_ids}
         given |= {"stop_strings": stop_strings, "first_sample": first_sample, "forced_tokens": forced_tokens}
-        options = RequestOptions(**given, cache_salt=cache_salt)
+        options = RequestOptions(**given, cache_salt=cache_salt, prompt_piece=prompt_piece)
         prompts = encode_prompts(self.model, prompt)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")

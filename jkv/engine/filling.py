@@ -1,9 +1,6 @@
-"""Prompts enter their rows piece by piece, between the chunks of the rows that decode, so that no such row waits for a prompt.
+"""Prompts enter their rows piece by piece, between the chunks of the rows that decode, so that none of these waits for one.
 
 A row's bits do not depend on it: prompts are cut into the same pieces at any pace, and one piece is one program of one row.
-Several prompts in one program would share its products, whose rounding may depend on their number. They would gain little: a
-piece of about 200 tokens or more computes for longer than it reads the weights, on an accelerator of 989 TFLOP/s and 4.8 TB/s
-(H200).
 """
 
 from collections import deque

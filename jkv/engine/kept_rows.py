@@ -12,10 +12,9 @@ import numpy as np
 from jkv.engine import swap
 from jkv.engine.conversations import ENDS, Conversations, KeptRow, Transcript
 from jkv.engine.filling import Pieces
-from jkv.engine.memory import STEP_PIECE
 from jkv.engine.programs import State
 from jkv.engine.samples import Sample, stop_finder
-from jkv.engine.starts import append
+from jkv.engine.starts import append_pending
 
 LOST = "The conversation's row was lost with the pool, and the engine reset. Submit the whole conversation again."
 
@@ -122,29 +121,4 @@ def resume(runner: Any, row: int, sample: Sample) -> Pieces:
     with runner.meter.clock("prefill_seconds" if kept.swapped is None else "swap_seconds"):
         runner.state = attach(runner.programs, runner.state, row, kept)
     sample.resumes, sample.version = None, runner.version
-    while sample.pending:
-        if sample.is_due:
-            runner.compact({row: sample})
-        start = len(sample.request.prompt) - sample.pending
-        count = piece_of(sample)
-        yield from append(runner, row, sample, sample.request.prompt[start : start + count])
-        count_new(sample, count)
-        runner.meter.row(sample)
-    if sample.is_due:
-        runner.compact({row: sample})
-
-
-def count_new(sample: Sample, count: int) -> None:
-    """Counts new tokens that were appended to a sample's row."""
-    if sample.trace is not None:
-        sample.trace.extended(count)
-    sample.filled = sample.filled + count
-    sample.heads = None if sample.heads is None else sample.heads + count
-    sample.pending -= count
-
-
-def piece_of(sample: Sample) -> int:
-    """How many new tokens are appended before the row may have to be compacted."""
-    policy = sample.request.policy
-    steps = None if policy.schedule is None else policy.schedule.steps_until_due(sample.clock)
-    return min(sample.pending, STEP_PIECE if policy.evicts_in_steps else steps or sample.pending)
+    yield from append_pending(runner, row, sample)

@@ -56,9 +56,11 @@ def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, pa
 
 def most_slots(params: Params, request: Request) -> int:
     """The most slots that a request ever fills in a layer and KV head."""
-    config = params.config
-    more = STEP_PIECE if request.num_kept and request.policy.evicts_in_steps else 0
-    return more + request.policy.widest(request.first_prompt, request.most_generated, config.num_layers, config.num_kv_heads)
+    config, policy = params.config, request.policy
+    widest = policy.widest(request.first_prompt, request.most_generated, config.num_layers, config.num_kv_heads)
+    if not (request.num_before and policy.evicts_in_steps):
+        return widest
+    return max(widest, int(policy.layer_budgets(config.num_layers).max()) + 1 + STEP_PIECE)
 
 
 def num_pool_pages(
@@ -167,7 +169,7 @@ def check_fits(
             f"({len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}). "
             "Raise max_slots, or lower the budget or max_new_tokens; align_steps may take twice the slots."
         )
-    prefilled = slots if request.num_kept and request.policy.evicts_in_steps else request.first_prompt
+    prefilled = slots if request.num_before and request.policy.evicts_in_steps else request.first_prompt
     needed = max(most_pages(params, request, page_size), num_row_pages(params, prefilled, page_size))
     if needed > num_pages:
         raise ValueError(

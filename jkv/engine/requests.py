@@ -46,7 +46,8 @@ class Request:
       cache_salt: requests of another salt share neither its prefill nor its pages in the prefix cache.
       keep: whether its row is kept when it finishes, for a next turn (`jkv.engine.conversations`).
       num_kept: leading tokens of the prompt whose keys and values its kept row has already; 0 for a first turn.
-      first: tokens of the first turn's prompt, where this is a later turn; else 0.
+      first: tokens of the first turn's prompt, where this is a later turn, or of the prompt's first piece, where it enters in
+        pieces; else 0.
     """
 
     prompt: np.ndarray
@@ -68,12 +69,12 @@ class Request:
 
     @property
     def first_prompt(self) -> int:
-        """Tokens of the prompt of its first turn: what schedules and protection count as the prompt."""
+        """Tokens of the prompt of its first turn, or of its first piece: what schedules and protection count as the prompt."""
         return self.first or len(self.prompt)
 
     @property
     def num_before(self) -> int:
-        """Tokens after the first turn's prompt and before this completion; schedules count them as generated."""
+        """Tokens after these and before this completion; schedules count them as generated."""
         return len(self.prompt) - self.first_prompt
 
     @property
@@ -92,21 +93,21 @@ class Request:
         return bool(self.stop_ids or self.stop_strings) and len(self.forced) < self.max_new_tokens
 
     def first_slots(self, num_layers: int) -> np.ndarray:
-        """Mean slots of a KV head in each layer when the first token is drawn: [L]."""
-        return compacted(self.policy, np.full(num_layers, len(self.prompt)), len(self.prompt), 0)
+        """Mean slots of a KV head in each layer when the first token is drawn, or the prompt's second piece enters: [L]."""
+        return compacted(self.policy, np.full(num_layers, self.first_prompt), self.first_prompt, 0)
 
     @property
     def stays_whole(self) -> bool:
         """Whether its policy cannot compact the prompt before the first token is drawn."""
         target = self.policy.target(len(self.prompt), 0)
-        return target is None or (target >= len(self.prompt) and self.policy.pyramid == 1)
+        return not self.num_before and (target is None or (target >= len(self.prompt) and self.policy.pyramid == 1))
 
     @property
-    def prefix(self) -> tuple[bytes, str, Policy | Sentences | None]:
-        """A key; requests with equal keys can share a prefill. It holds the prompt, the salt, the rule that finds sentences (if
-        any), and the whole policy if it may compact the prompt.
+    def prefix(self) -> tuple[bytes, str, int, Policy | Sentences | None]:
+        """A key; requests with equal keys can share a prefill. It holds the prompt, the salt, the size of the first piece, the
+        rule that finds sentences (if any), and the whole policy if it may compact the prompt.
         """
-        return self.prompt.tobytes(), self.cache_salt, self.policy.sentences if self.stays_whole else self.policy
+        return self.prompt.tobytes(), self.cache_salt, self.first, self.policy.sentences if self.stays_whole else self.policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +133,11 @@ class RequestOptions:
         temperature 1.
       cache_salt: requests share prefills and pages of the prefix cache with those of the same salt alone, such as one for each
         user. Whether a prompt was computed before then shows in no other user's times and counts. It changes no tokens.
+      prompt_piece: tokens of a prompt that are prefilled before it is compacted for the first time. What follows enters as a
+        later turn of a conversation does, in pieces of at most the policy's interval, with a compaction where one is due. So a
+        prompt of any length needs no more slots than the budget and an interval, or `prompt_piece`. The first piece is then
+        what schedules and protection count as the prompt, and each sample prefills by itself. None prefills whole prompts and
+        compacts them once, as the papers do; policies that evict nothing always do.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -146,12 +152,13 @@ class RequestOptions:
     first_sample: int = 0
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None
     cache_salt: str = ""
+    prompt_piece: int | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in (("n", int), ("max_new_tokens", int | None), ("first_sample", int), ("cache_salt", str)):
-            # Python's numbers: products of NumPy's small ones overflow.
+        kinds = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str, "prompt_piece": int | None}
+        for name, kind in kinds.items():  # Python's numbers: products of NumPy's small ones overflow.
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
-        check_counts(n=self.n, max_new_tokens=self.max_new_tokens)
+        check_counts(n=self.n, max_new_tokens=self.max_new_tokens, prompt_piece=self.prompt_piece)
         check_num_samples(self.n, 1)
         check_sampling(self.sampling)
 
@@ -229,12 +236,15 @@ def make_requests(
                 f"max_new_tokens must hold the forced tokens; got {len(forced[i])} of them for prompt {i}, and "
                 f"max_new_tokens={limit}. Raise it, or leave it out."
             )
-        check_prompt_fits(policy, i, len(prompt))
+        evicts = policy.evict is not None or policy.evicts_in_steps
+        piece = min(len(prompt), options.prompt_piece or len(prompt)) if evicts else len(prompt)
+        check_prompt_fits(policy, i, piece)
         prompt_id = request_id(prompt) if identity is None else identity
         samples = range(first + seen[prompt_id], first + seen[prompt_id] + n)
         common = (prompt, policy, sampling, seed, prompt_id)
         rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
-        requests.append([Request(*common, sample, *rest, cache_salt=options.cache_salt) for sample in samples])
+        named: Any = {"cache_salt": options.cache_salt, "first": piece if piece < len(prompt) else 0}
+        requests.append([Request(*common, sample, *rest, **named) for sample in samples])
         seen[prompt_id] += n
     return requests
 

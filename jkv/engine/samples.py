@@ -141,7 +141,7 @@ class Sample:
     is_swapped: bool = False  # whether its row was swapped out, when preempted or put to sleep
     resumes: KeptRow | None = None  # the kept row of its last turn, until it has a row itself
     earlier: Transcript | None = None  # the conversation up to its last turn
-    pending: int = 0  # last tokens of its prompt that are not prefilled yet, of a later turn
+    pending: int = 0  # last tokens of its prompt that are not prefilled yet, after its first piece or of a later turn
     shares: bool = False  # whether its row reads the prefix's pages
     swapped: SwappedRow | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
@@ -159,6 +159,9 @@ class Sample:
     num_emitted: int = 0  # characters of the text that events have had
     num_emitted_tokens: int = 0
     planned: list[Progress] = dataclasses.field(default_factory=list)  # before each chunk that is dispatched and not read yet
+
+    def __post_init__(self) -> None:
+        self.pending = 0 if self.request.num_kept else self.request.num_before
 
     @property
     def progress(self) -> Progress:

@@ -232,7 +232,7 @@ class Scheduler:
         if sample.filled is None:
             sample.filled = sample.request.first_slots(self.capacity.num_layers)
         if sample.swapped is None:
-            may_share = prefix.is_held or sum(other.is_fresh for other in prefix.samples) > 1
+            may_share = not sample.pending and (prefix.is_held or sum(other.is_fresh for other in prefix.samples) > 1)
         else:
             may_share = prefix.is_held and bool(sample.swapped.is_shared.any())
         for shares in (True, False) if may_share else (False,):
@@ -322,7 +322,8 @@ class Scheduler:
         """Attaches a sample that has not started to the prefix of its prompt under the weights in use."""
         if sample.request.num_kept:  # it starts from its own row
             return
-        request, reuses = sample.request, bool(self.prefix_cache.piece) and can_reuse(sample.request.policy)
+        request = sample.request
+        reuses = bool(self.prefix_cache.piece) and not request.num_before and can_reuse(request.policy)
         key = self.version, request.prefix, reuses  # a row that needs all of its prefill forks from none that skipped some
         sample.prefix = self.prefixes.setdefault(key, Prefix(key))
         sample.prefix.samples.add(sample)
@@ -360,11 +361,12 @@ class Scheduler:
 
 
 def prefill_pages(sample: Sample, capacity: Capacity) -> int:
-    """Pages that prefill takes before a compaction: of a prompt, or of a later turn whose reservation has too few."""
-    if not sample.request.num_kept:
-        return capacity.num_layers * capacity.num_kv_heads * num_pages_of(len(sample.request.prompt), capacity.page_size)
-    policy = sample.request.policy
-    if not policy.evicts_in_steps:
-        return 0
+    """Pages that prefill takes before a compaction: of a prompt, or of pieces after it whose reservation has too few."""
+    request, first = sample.request, 0
+    policy = request.policy
+    if not request.num_kept:
+        first = capacity.num_layers * capacity.num_kv_heads * num_pages_of(request.first_prompt, capacity.page_size)
+    if not (request.num_before and policy.evicts_in_steps):
+        return first
     slots = np.minimum(sample.filled + sample.pending, policy.layer_budgets(capacity.num_layers) + 1 + STEP_PIECE)
-    return policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size)
+    return max(first, policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size))

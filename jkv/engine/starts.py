@@ -7,13 +7,17 @@ import numpy as np
 
 from jkv.engine import prefill, prefix_reuse
 from jkv.engine.filling import Pieces
+from jkv.engine.memory import STEP_PIECE
 from jkv.engine.samples import Completion, Sample, Start, pieces_in_use, split_by_ownership
 from jkv.reasoning.sentences import new_log
 
 
 def start(runner: Any, row: int, sample: Sample) -> Pieces:
-    """Prefills a prompt into its row, from where the prefix cache ends, and compacts it if it is longer than the budget."""
-    prompt, config, done = sample.request.prompt, runner.model.config, 0
+    """Prefills a prompt into its row, from where the prefix cache ends, and compacts it if it is longer than the budget.
+
+    Where it enters in pieces, that is its first one, and the others follow.
+    """
+    prompt, config, done = sample.request.prompt[: sample.request.first_prompt], runner.model.config, 0
     sample.filled, sample.heads, sample.version = np.full(config.num_layers, len(prompt)), None, runner.version
     sample.sentences = new_log(runner.model, sample.request.policy.sentences)
     sample.trace = runner.new_trace(sample)
@@ -29,6 +33,19 @@ def start(runner: Any, row: int, sample: Sample) -> Pieces:
     runner.sharer.start(sample)
     runner.meter.row(sample)
     runner.meter.stats.prefills += 1
+    yield from append_pending(runner, row, sample)
+
+
+def append_pending(runner: Any, row: int, sample: Sample) -> Pieces:
+    """Prefills what is left of a sample's prompt, with a compaction before and after wherever one is due."""
+    while sample.pending:
+        if sample.is_due:
+            runner.compact({row: sample})
+        first = len(sample.request.prompt) - sample.pending
+        count = piece_of(sample)
+        yield from append(runner, row, sample, sample.request.prompt[first : first + count])
+        count_new(sample, count)
+        runner.meter.row(sample)
     if sample.is_due:
         runner.compact({row: sample})
 
@@ -79,3 +96,19 @@ def fork(runner: Any, admitted: dict[int, Sample]) -> Pieces:
         if sample.trace is not None and begin.trace is not None:
             sample.trace.fork_from(begin.trace, len(sample.request.prompt))
     runner.meter.stats.forks += len(admitted)
+
+
+def count_new(sample: Sample, count: int) -> None:
+    """Counts new tokens that were appended to a sample's row."""
+    if sample.trace is not None:
+        sample.trace.extended(count)
+    sample.filled = sample.filled + count
+    sample.heads = None if sample.heads is None else sample.heads + count
+    sample.pending -= count
+
+
+def piece_of(sample: Sample) -> int:
+    """How many new tokens are appended before the row may have to be compacted."""
+    policy = sample.request.policy
+    steps = None if policy.schedule is None else policy.schedule.steps_until_due(sample.clock)
+    return min(sample.pending, STEP_PIECE if policy.evicts_in_steps else steps or sample.pending)

@@ -27,12 +27,12 @@ RULE = "extend takes a flat list of token ids"
 
 
 def check_keep(request: Request) -> None:
-    """Refuses to keep a row whose next turn could not continue it.
+    """Refuses to keep a row whose next turn could not continue it, and a prompt whose next piece could not.
 
     Raises:
       ValueError: the reason.
     """
-    if not request.keep and not request.num_kept:
+    if not request.keep and not request.num_before:
         return
     policy, why = request.policy, ""
     if policy.share is not None:
@@ -41,6 +41,10 @@ def check_keep(request: Request) -> None:
         why = f"{policy.name} reads its sinks at another position in each step, which prefill of a later turn does not"
     elif request.keep and request.stop_strings:
         why = "a stop string is found after a chunk, and the row then holds tokens from beyond it; end turns by stop_ids"
+    elif policy.read is not None and not request.num_kept and request.num_before:
+        why = f"{policy.name} chooses pages for each query, which prefill does not"
+    if why and not (request.keep or request.num_kept):
+        raise ValueError(f"prompt_piece needs a row that new tokens can continue; {why}. Leave prompt_piece out.")
     if why:
         raise ValueError(f"keep=True needs a row that a later turn can continue; {why}. Leave keep out, or change that.")
 
@@ -72,7 +76,7 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
       ValueError: tokens that are none of the model, settings that a turn cannot change, or a conversation that is too long.
     """
     last, config = kept.request, model.config
-    for name in ("policy", "n", "first_sample", "cache_salt"):
+    for name in ("policy", "n", "first_sample", "cache_salt", "prompt_piece"):
         default = next(field.default for field in dataclasses.fields(options) if field.name == name)
         if getattr(options, name) != default:
             raise ValueError(

@@ -80,6 +80,11 @@ class Item:
     reason: str = ""
 
     @property
+    def first(self) -> Sample:
+        """The sample of its first turn."""
+        return self.earlier[0][0] if self.earlier else self.sample
+
+    @property
     def num_tokens(self) -> int:
         """Tokens after the prompt."""
         turns = sum(turn.completion.num_tokens + len(reply) for turn, reply in self.earlier)
@@ -135,7 +140,7 @@ def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool
         | {
             "lengths": lengths,
             "text": text,
-            "prompts": [sample.request.prompt[: sample.request.first_prompt] for sample in samples],
+            "prompts": [item.first.request.prompt for item in items],
             "finish_reason": [item.reason or item.sample.completion.finish_reason for item in items],
         },
         prompt_index=np.array([item.prompt for item in items], np.int32),
