@@ -40,6 +40,7 @@ def policies():
     }
 
 
+@pytest.mark.everyday(where=lambda name: name not in ("full", "quest"))
 @pytest.mark.parametrize("name", policies())
 def test_replay_gives_the_log_probabilities(name):
     model = model_of(HALF)

@@ -44,7 +44,7 @@ POLICIES = {"full": jkv.full(), "r_kv": jkv.r_kv(budget=12, interval=8, window=4
 # A policy knows nothing of the form: the full cache is run with the forms that differ most.
 WITH_POLICIES = [
     *((form, "r_kv") for form in FORMS),
-    *(pytest.param(form, "full", marks=() if form in ("plain", "both") else pytest.mark.slow) for form in FORMS),
+    *(pytest.param(form, "full", marks=() if form == "both" else pytest.mark.slow) for form in FORMS),
 ]
 
 

@@ -47,6 +47,8 @@ def kind(policy):
 
 
 DISTINCT = {kind(build(name)): name for name in reversed(POLICIES)}.values()  # the first of each kind
+OF_BITS = ("is_pure", "treats_rows_independently", "equals_full_when_nothing_is_due", "replays", "is_batch_invariant")
+ROUNDING = {True: [pytest.mark.rounding], False: []}
 OF_THE_ENGINE = ("equals_full_when_nothing_is_due", "is_batch_invariant", "never_compiles_again")  # for others `-m slow`
 
 
@@ -58,9 +60,8 @@ def case(request):
         jax.clear_caches()
 
 
-@pytest.mark.rounding
 @pytest.mark.everyday(where=lambda case, check: case in DISTINCT or check.__name__ not in OF_THE_ENGINE)
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+@pytest.mark.parametrize("check", [pytest.param(one, id=name, marks=ROUNDING[name in OF_BITS]) for name, one in CHECKS.items()])
 def test_promise_is_kept(case, check):
     assert check(case) is None
 
