@@ -191,6 +191,7 @@ def make_job(
             stop_ids=fields.stop_ids(model),
             stop_strings=fields.stop_strings,
             cache_salt=fields.cache_salt or "",
+            prompt_piece=fields.prompt_piece,
         )
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
         keep = isinstance(fields, ChatFields) and fields.store

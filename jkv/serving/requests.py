@@ -44,6 +44,7 @@ class Fields:
       return_token_ids: whether the response has token ids.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
       cache_salt: requests share pages of the prefix cache with those of the same salt alone.
+      prompt_piece: tokens of a prompt that are prefilled before its first compaction; None is all.
 
     Raises:
       ValueError: a field of another type, or out of its range.
@@ -68,6 +69,7 @@ class Fields:
     return_token_ids: bool = False
     request_id: str | None = None
     cache_salt: str | None = None
+    prompt_piece: int | None = None
     policy: str | None = None
     kv_dtype: str | None = None
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
