@@ -43,6 +43,8 @@ class Result:
       samples: statistics of each sample.
       tokenizer: the model's, None without one.
       slot_bytes: bytes of a token's key and value in one layer and KV head.
+      policy_version: `[n, T]` int32, version of the weights behind each token (0 for the engine's first, and one more for each
+        `update`); -1 in padding.
       transcripts: of each sample that was kept or continues a kept one, its conversation over all turns; else None.
     """
 
@@ -61,6 +63,7 @@ class Result:
     tokenizer: Any = dataclasses.field(default=None, repr=False, compare=False)
     slot_bytes: int = 0
     transcripts: list[Transcript | None] | None = None
+    policy_version: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
 
     def __repr__(self) -> str:
         lines = [
@@ -130,9 +133,10 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
     lengths = np.array([len(c.tokens) for c in completions], np.int32)
     tokens = np.zeros((len(completions), np.max(lengths, initial=0)), np.int32)
     log_probs, log_probs_full = np.zeros((2, *tokens.shape), np.float32)
+    version = np.full(tokens.shape, -1, np.int32)
     for i, completion in enumerate(completions):
         tokens[i, : lengths[i]], log_probs[i, : lengths[i]] = completion.tokens, completion.log_probs
-        log_probs_full[i, : lengths[i]] = completion.log_probs_full
+        log_probs_full[i, : lengths[i]], version[i, : lengths[i]] = completion.log_probs_full, completion.versions
     text = None
     if model.tokenizer is not None:
         decoded = (model.tokenizer.decode(completion.tokens, skip_special_tokens=True) for completion in completions)
@@ -153,5 +157,6 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         logprobs_full=log_probs_full,
         tokenizer=model.tokenizer,
         transcripts=[c.transcript for c in completions] if any(c.transcript for c in completions) else None,
+        policy_version=version,
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )

@@ -14,15 +14,13 @@ from jkv.model.params import Model
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Rollouts(Result):
-    """Finished samples for a trainer, prompt-major. Fields of `jkv.Result`, and:
+    """Finished samples for a trainer, prompt-major. Fields of `jkv.Result` (those that are -1 or 0 in padding are so for replies too), and:
 
     Attributes:
       tokens: `[N, T]` int32, all that follows the prompt, end tokens and the replies of conversations included, right-padded
         with `pad_id`.
       mask: `[N, T]` bool, tokens that the model drew, in every turn; replies and padding are False. A trainer that compares
         tokens with `pad_id` instead loses end tokens equal to it.
-      policy_version: `[N, T]` int32, version of the weights behind each drawn token (0 for the rollout's first weights, and one
-        more for each `update`); -1 elsewhere.
       prompt_index: `[N]` index of each sample's prompt in the call, or among all submitted since nothing was pending.
       sample_index: `[N]` index of each sample among those of its prompt.
       seeds: `[N]` seed of each sample's draws: given, or fresh entropy.
@@ -30,7 +28,6 @@ class Rollouts(Result):
     """
 
     mask: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), bool))
-    policy_version: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
     prompt_index: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     sample_index: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
     seeds: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))

@@ -159,6 +159,7 @@ def make_turn(
         max_new_tokens=fields.limit,
         stop_ids=fields.stop_ids(model),
         stop_strings=fields.stop_strings,
+        prompt_piece=fields.prompt_piece,
     )
     request = turns.next_request(model, row, new, request_options, fields.store)
     return Job(fields, [request.prompt], [[request]], ends_in_thinking(model, request.prompt), row)
