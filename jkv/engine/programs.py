@@ -174,8 +174,9 @@ def decode_chunk(
     oldest = None if ring is None or inputs.is_alive is None else oldest_queries(ring, num_seen)
     end, (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
     state, is_running, *_, generated = end
-    if oldest is not None:
-        ring = put_back(state.cache.query_ring, oldest, num_seen, ~is_active)
+    ring = state.cache.query_ring
+    if ring is not None and oldest is not None:
+        ring = put_back(ring, oldest, num_seen, ~is_active)
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     held = pages.held_pages(state.cache.pool)
     return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, generated=generated)
