@@ -19,6 +19,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.filling import decoding
 from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
+from jkv.engine.idle import is_ready
 from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
 from jkv.engine.mappings import let_programs_go
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
@@ -202,7 +203,7 @@ class Engine:
         return self.outputs.take()
 
     def _turn(self) -> None:
-        self.stats.idle.begin(self.runner.is_ready)
+        self.stats.idle.begin(is_ready(self.runner.state))
         if self._flight is not None and not self.scheduler.goes_on(self._flight.rows):
             self._collect()
         turn = self.scheduler.next()
@@ -245,7 +246,7 @@ class Engine:
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
         for row, sample in samples.items():
             self.outputs.collect(sample, rows[row], flight.version)
-            self.stats.idle.look(self.runner.is_ready)
+            self.stats.idle.look(is_ready(self.runner.state))
         try:
             for sample, error in self.runner.share():
                 if not sample.is_finished:

@@ -37,3 +37,8 @@ class Flight:
             return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden)
 
         return {i: row(i) for i, sample in self.rows.items() if not sample.is_finished}
+
+
+def alive_after(last: Flight | None, at_first: Any) -> Any:
+    """Which rows go on after a chunk that may not be read yet, on the device: [B]; `at_first` where none is in flight."""
+    return at_first if last is None else last.outputs.is_running

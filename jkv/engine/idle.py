@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from jkv.engine.timing import running_seconds
 
@@ -58,3 +59,8 @@ class IdleClock:
         was_ready = is_ready()
         yield
         self.look(was_ready)
+
+
+def is_ready(state: Any) -> bool:
+    """Whether the device has finished every program, the last of which returned `state`, or is asleep (None)."""
+    return state is None or bool(state.logits.is_ready())

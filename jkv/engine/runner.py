@@ -22,7 +22,8 @@ from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_sett
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.filling import PREFILL_TOKENS, Filling
-from jkv.engine.flight import Flight
+from jkv.engine.flight import Flight, alive_after
+from jkv.engine.idle import is_ready
 from jkv.engine.kernels import programs_for
 from jkv.engine.model_facts import facts_for
 from jkv.engine.prefix_cache import PrefixCache
@@ -125,7 +126,7 @@ class Runner:
         self._place = weights.place_of(model.params)
         everywhere = self._place if mesh is None else meshes.replicated(mesh)
         # On the device, as what a chunk returns is: programs would compile once more for an array of the host.
-        self._all_alive: Any = jax.device_put(np.ones(self.num_rows, bool), everywhere)
+        self._all_alive: Any = jax.device_put(np.ones(self.num_rows, bool), everywhere) if self.ahead else None
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
         self._generated: Any = None  # how often each row has drawn each token, on the device; None without penalties
@@ -165,11 +166,6 @@ class Runner:
     def num_held_pages(self) -> int:
         """Pages of the pool in use; waits for the device."""
         return self.capacity.num_pages - int(np.sum(self.state.cache.pool.free_top))
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether the device has finished every program."""
-        return self.state is None or bool(self.state.logits.is_ready())
 
     # Weights and memory.
 
@@ -245,7 +241,7 @@ class Runner:
         """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
         self.state = kept_rows.settle(self.programs, self.state, self.conversations)
         if rows:
-            with self.meter.stats.idle.dispatching(self.is_ready):
+            with self.meter.stats.idle.dispatching(is_ready(self.state)):
                 self.state = self.programs.release(self.state, self.pad_rows(rows))
 
     def free(self, prefixes: Sequence[Prefix]) -> None:
@@ -269,8 +265,8 @@ class Runner:
     def dispatch(self, running: dict[int, Sample], num_steps: int, last: Flight | None = None) -> Flight:
         """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""
         is_traced = self.is_traced and self.needs.has_events
-        inputs = self._chunk_inputs(running)._replace(is_alive=self._is_alive(last))
-        with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(self.is_ready):
+        inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self._all_alive))
+        with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
             options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated
             self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
             self._generated, outputs = outputs.generated, outputs._replace(generated=None)
@@ -291,7 +287,7 @@ class Runner:
 
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""
-        with self.meter.clock("decode_seconds"), self.meter.stats.idle.waiting(lambda: self.is_ready):
+        with self.meter.clock("decode_seconds"), self.meter.stats.idle.waiting(lambda: is_ready(self.state)):
             outputs, held = jax.device_get((flight.outputs, self.held))
         self.held.clear()
         self.meter.peak(max(map(int, held), default=0))
@@ -319,12 +315,6 @@ class Runner:
                 sample.sentences.forget(np.asarray(is_left)[0])
             sample.compact(None if dropped is None else np.asarray(dropped)[:, 0], None if left is None else np.asarray(left))
 
-    def _is_alive(self, last: Flight | None) -> Any:
-        """Which rows go on after a chunk that may not be read yet, on the device: [B]. None where nothing runs ahead."""
-        if not self.ahead:
-            return None
-        return self._all_alive if last is None else last.outputs.is_running
-
     def _compact_row(self, row: int, sample: Sample, last: Flight | None = None) -> tuple[Any, Any, Any]:
         """Dispatches one row's compaction; returns what is still on the device: the positions dropped (when traced), those left
         (when sentences are compared), and the slots left in each head (when scores decide how many).
@@ -338,7 +328,7 @@ class Runner:
             assert sample.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
             sentences = map_sentences(sample.sentences, self._map_width)
-        with self.meter.stats.idle.dispatching(self.is_ready), self.meter.compaction(lambda: self.state):
+        with self.meter.stats.idle.dispatching(is_ready(self.state)), self.meter.compaction(lambda: self.state):
             self.state, dropped, is_left = self.programs.compact(
                 self.state,
                 np.full(1, row, np.int32),
@@ -350,7 +340,7 @@ class Runner:
                 sentences=sentences,
                 facts=facts_for(request.policy, self.model),
                 cutoff=cutoff_of(request.policy),
-                is_alive=self._is_alive(last),
+                is_alive=alive_after(last, self._all_alive),
             )
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))

@@ -7,6 +7,7 @@ import numpy as np
 
 from jkv.engine import prefill, prefix_reuse
 from jkv.engine.filling import Pieces
+from jkv.engine.idle import is_ready
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.samples import Completion, Sample, Start, pieces_in_use, split_by_ownership
 from jkv.reasoning.sentences import new_log
@@ -59,7 +60,7 @@ def append(runner: Any, row: int, sample: Sample, tokens: np.ndarray, done: int 
             done += int(count[0])
             num_pages = prefill.pages_to_read(done, runner.capacity.page_size, runner.state.cache.pool.page_table.shape[-1])
         runner.meter.stats.prefilled += int(count[0])
-        with runner.meter.clock("prefill_seconds"), runner.meter.stats.idle.dispatching(runner.is_ready):
+        with runner.meter.clock("prefill_seconds"), runner.meter.stats.idle.dispatching(is_ready(runner.state)):
             args = runner.params, runner.state, np.asarray([row], np.int32), token, count, runner.gate
             runner.state, hidden, held = runner.programs.prefill_chunk(*args, num_pages=num_pages)
             runner.held.append(held)

@@ -7,8 +7,8 @@
     await sampler.weight_sync(sync)          # checks the new weights, and holds them beside the old ones
     await sampler.post_weight_sync(sync)     # switches; rows go on where they stopped
 
-The protocol (google/tunix, `tunix/experimental/rollout/sampler.py`, October 2026) is duck-typed: requests and responses have its
-fields, and neither library imports the other's. Requests come and go while the engine runs; a policy of each is possible. A
+The protocol (google/tunix, `tunix/experimental/rollout/sampler.py`, October 2026) is duck-typed: requests and responses have
+its fields, and neither library imports the other's. Requests come and go while the engine runs; a policy of each is possible. A
 response's `metadata` holds what the protocol has no field for: `policy_versions` of the weights behind each token, and the
 `trace` for exact replay, where the engine has `return_trace`.
 """
@@ -273,9 +273,7 @@ class JkvSampler:
         staged, self._staged = self._staged, None
         try:
             if staged is None:
-                raise ValueError(
-                    "post_weight_sync switches to the weights of a weight_sync; none came. Call weight_sync first."
-                )
+                raise ValueError("post_weight_sync switches to the weights of a weight_sync; none came. Call that first.")
             await self._running.update(staged)
             self.version = getattr(sync_request, "policy_version", None) or self.version + 1
             self._note(sync_request, DONE)
@@ -294,7 +292,7 @@ class JkvSampler:
         return True
 
     async def get_transfer_status(self, req_id: Any, **_: Any) -> str:
-        """ "PENDING", "SUCCESS" or "FAILED" for a request of weights, by its id; "UNKNOWN" for another."""
+        """The status of a request of weights, by its id: "PENDING", "SUCCESS" or "FAILED", or "UNKNOWN" for another."""
         return self._transfers.get(str(req_id), UNKNOWN)
 
     async def migrate_kv_cache(self, source_server_id: str, target_server_id: str, token_ids: list[int], **_: Any) -> bool:

@@ -14,7 +14,7 @@ from jkv.model.params import Model
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Rollouts(Result):
-    """Finished samples for a trainer, prompt-major. Fields of `jkv.Result` (those that are -1 or 0 in padding are so for replies too), and:
+    """Finished samples for a trainer, prompt-major. Fields of `jkv.Result`, whose padding values replies have too, and:
 
     Attributes:
       tokens: `[N, T]` int32, all that follows the prompt, end tokens and the replies of conversations included, right-padded

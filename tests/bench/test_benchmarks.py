@@ -106,6 +106,7 @@ def test_a_server_is_started_and_loaded_at_each_rate_and_policy(capsys, tmp_path
         assert 6 * 12 <= one["tokens"] <= 6 * 36
         assert 0 < one["occupancy"] <= 1
         assert 0 < one["host_share"] < 1
+        assert 0 < one["idle_share"] < 1
         assert one["first_token_ms"] == sorted(one["first_token_ms"])
 
 

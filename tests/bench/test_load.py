@@ -93,7 +93,7 @@ def test_what_is_no_whole_completion_is_not_served(body, words, is_refused):
     assert (found["served"], found["refused"], found["failed"], found["good"]) == (0, is_refused, not is_refused, 0)
     assert found["first_token_ms"] is None
     about = {"command": "c", "date": "d", "machine": {"load": None, "cores": 1, "processor": "p"}, "versions": {}}
-    shares = {"policy": "full", "rate": None, "occupancy": None, "host_share": None}
+    shares = {"policy": "full", "rate": None, "occupancy": None, "host_share": None, "idle_share": None}
     given = {"requests": 1, "new_tokens": 4, "budget": 8, "url": "u", "limits_ms": [1, 1], "records": [found | shares]}
     assert "| full | all at once | 0, " in table(given | {"about": about})
 

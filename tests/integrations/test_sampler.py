@@ -106,9 +106,9 @@ def test_one_request_and_a_bare_prompt_have_one_response(model):
     async def scenario(sampler):
         return await sampler.sample(Request([5, 1, 9], None)), await sampler.sample([5, 1, 9])
 
-    one, bare = running(model, scenario)
+    one, bare = running(model, scenario, max_slots=80)
     assert one.logprobs is None
-    assert 0 < len(one.token_ids) <= 61
+    assert len(one.token_ids) == 64
     assert bare.prompt_token_ids.tolist() == [5, 1, 9]
 
 
@@ -156,9 +156,11 @@ def test_weights_that_cannot_be_used_leave_the_old_ones(model, bad):
             await sampler.weight_sync(request)
             await sampler.abort_weight_sync(request)
         else:
-            with pytest.raises(ValueError, match="weight|Params|final_norm"):
+            if bad == "shape":
                 await sampler.weight_sync(request)
-                await sampler.post_weight_sync(request)
+            change = sampler.post_weight_sync if bad == "shape" else sampler.weight_sync
+            with pytest.raises(ValueError, match=r"weight|Params|final_norm"):
+                await change(request)
             if bad != "shape":
                 await sampler.abort_weight_sync(request)
         assert await sampler.get_transfer_status(request.request_id) == "FAILED"
@@ -172,11 +174,9 @@ def test_weights_that_cannot_be_used_leave_the_old_ones(model, bad):
 def test_a_task_that_is_cancelled_ends_its_requests(model):
     async def scenario(sampler):
         await sampler.pause()
-        task = asyncio.create_task(sampler.sample([Request([5, 1, 9], Params(max_tokens=60)) for _ in range(5)]))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        requests = [Request([5, 1, 9], Params(max_tokens=60)) for _ in range(5)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(sampler.sample(requests), 0.05)
         await sampler.resume()
         while (await sampler.get_load_info()).num_requests_running:
             await asyncio.sleep(0.01)
