@@ -39,7 +39,7 @@ def cut(page_table: Any, length: Any, log_weight: Any = None, layer: Any = None)
 
 IMPLEMENTATIONS = {
     "tpu": of_layer(tpu.paged_attention, "tpu", tpu.why_not, reads_codes=True, reads_groups=True),
-    "gpu": Implementation(gpu.paged_attention, "cuda", gpu.why_not, reads_codes=True),
+    "gpu": Implementation(gpu.paged_attention, "cuda", gpu.why_not, reads_codes=True, reads_groups=True),
     "native": of_layer(native.paged_attention, "cpu", native.why_not, reads_codes=True, reads_groups=True),
     "cpu": of_layer(cpu.paged_attention, "cpu", reads_codes=True, reads_groups=True),
     "reference": of_layer(reference.paged_attention),

@@ -7,6 +7,7 @@ takes whole ones and joins their pieces itself.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,13 +19,15 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import num_resident
 from pallas_kernels.launch import dot, launch, load, store
+from pallas_kernels.paged_attention.nibbles import ADDED, bits_of_16
 from pallas_kernels.paged_attention.pieces import PIECE, walk
-from pallas_kernels.quantised import Format, Numbers, Quantised, numbers_of
+from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, numbers_of
 
 TILE_BYTES = 16_384  # the keys of a block, and as much for its values
 MOST_BLOCK = 64  # slots of a block
 STAGES = 3  # of the pipeline: a block is in use while two others are on their way, one of them into the tile just read
 RESIDENT = 3  # programs per multiprocessor: with 168 registers per thread no more fit, and they keep 192 KiB on their way
+RESIDENT_OF_GROUPS = 2  # the same for codes of 4 bits, whose unpacking takes up to 242 registers per thread
 LEAST_GROUP = 16  # query heads per product; fewer are padded
 COMBINED = 16  # pieces that are read at once to be combined
 ROWS_OF_PROGRAM, MOST_PIECES = 2, 8  # whole rows: at least so many for each program, of at most so many pieces
@@ -61,11 +64,14 @@ def block_size(head_size: int, itemsize: int) -> int:
 def shared_bytes(head_size: int, itemsize: int, query_itemsize: int | None = None) -> int:
     """Shared memory of a program, as compiled: two blocks of keys and values, the queries, and rows of the softmax.
 
-    Codes of 1 byte have scales of 4 bytes beside them; queries have the itemsize of keys if None.
+    Codes of 1 byte have scales of 4 bytes beside them; queries have the itemsize of keys if None. An itemsize of 0 stands for
+    codes of 4 bits with scales of groups.
     """
-    block, head = block_size(head_size, itemsize), whole_head(head_size)
-    slot = head * itemsize + 4 * (itemsize == 1)
-    return (STAGES - 1) * 2 * block * slot + LEAST_GROUP * head * (query_itemsize or itemsize) + 2304
+    block, head = block_size(head_size, itemsize or 1), whole_head(head_size)
+    slot, moved = head * itemsize + 4 * (itemsize == 1), 0
+    if not itemsize:  # the numbers of a block are moved to the threads that multiply them, a half or more at once
+        slot, moved = head // 2 + head // 32 * 2, block * head * (1 if query_itemsize == 2 else 6)
+    return (STAGES - 1) * 2 * block * slot + moved + LEAST_GROUP * head * (query_itemsize or itemsize) + 2304
 
 
 def num_pieces(num_slots: int) -> int:
@@ -93,8 +99,9 @@ def paged_attention(
     layer = jnp.reshape(jnp.int32(0 if layer is None else layer), (1,))
     pieces = num_pieces(num_slots)
     if programs is None:
-        item = 1 if isinstance(kv, Quantised) else kv.dtype.itemsize
-        programs = num_resident(shared_bytes(head_size, item, query.dtype.itemsize), RESIDENT)
+        item = (0 if is_rotated(kv) else 1) if isinstance(kv, Quantised) else kv.dtype.itemsize
+        resident = RESIDENT_OF_GROUPS if is_rotated(kv) else RESIDENT
+        programs = num_resident(shared_bytes(head_size, item, query.dtype.itemsize), resident)
     is_whole = takes_whole_rows(num_rows, pieces, programs)
     programs = num_rows if pieces == 1 else min(programs, num_rows * (1 if is_whole else pieces))
     parts = 1 if is_whole else pieces
@@ -167,7 +174,7 @@ def attend_share(
         if is_whole:
             attend_row(format, refs, row, length_of(row))
         else:
-            leave_part(refs, row, piece, attend_piece(format, refs, row, piece, length_of(row)))
+            leave_part(format, refs, row, piece, attend_piece(format, refs, row, piece, length_of(row)))
 
     if pieces == 1:
         visit(program, jnp.int32(0), None)
@@ -183,14 +190,14 @@ def length_in(length_ref: Any, layer: Any, num_slots: int, row: Any) -> Any:
     return lax.clamp(jnp.zeros_like(length), length, jnp.full_like(length, num_slots))
 
 
-def leave_part(refs: Any, row: Any, part: Any, result: tuple[Any, Any]) -> None:
+def leave_part(format: Format | None, refs: Any, row: Any, part: Any, result: tuple[Any, Any]) -> None:
     """Writes the log of the denominator and the output of a piece or a row."""
     part_ref, log_total_ref = refs[6:8]
     group, head_size = part_ref.shape[2:]
-    head, channel = jnp.arange(LEAST_GROUP, dtype=jnp.int32), jnp.arange(whole_head(head_size), dtype=jnp.int32)
-    log_total_G, out_GH = result
-    is_part = (head < group)[:, None] & (channel < head_size)[None]
-    store(part_ref.at[row, part, head[:, None], channel[None]], out_GH.astype(part_ref.dtype), mask=is_part)
+    head, (log_total_G, outs) = jnp.arange(LEAST_GROUP, dtype=jnp.int32), result
+    for channel, out_GH in zip(channels_of(head_size, format), outs, strict=True):
+        is_part = (head < group)[:, None] & (channel < head_size)[None]
+        store(part_ref.at[row, part, head[:, None], channel[None]], out_GH.astype(part_ref.dtype), mask=is_part)
     store(log_total_ref.at[row, part, head], log_total_G, mask=head < group)
 
 
@@ -200,21 +207,23 @@ def attend_row(format: Format | None, refs: Any, row: Any, length: Any) -> None:
     def add(piece: Any, joined: Any) -> Any:
         return join(joined, *attend_piece(format, refs, row, piece, length))
 
-    start = nothing(LEAST_GROUP, (LEAST_GROUP, whole_head(refs[0].shape[2])))
+    start = nothing(LEAST_GROUP, *((LEAST_GROUP, x.size) for x in channels_of(refs[0].shape[2], format)))
     joined = lax.fori_loop(0, lax.div(length + PIECE - 1, PIECE), add, start)
-    leave_part(refs, row, jnp.int32(0), whole(joined))
+    leave_part(format, refs, row, jnp.int32(0), whole(joined))
 
 
 def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length: Any) -> tuple[Any, Any]:
-    """The log of the softmax's denominator and the output of one piece of one row, for each query head."""
+    """For each query head and one piece of a row, the log of the softmax's denominator, and the output in parts of channels."""
     query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, _, _, *logits_refs = refs
     (group, head_size), page_size = query_ref.shape[1:], kv_ref.shape[2]
-    block = block_size(head_size, kv_ref.dtype.itemsize)
-    head, channel = jnp.arange(LEAST_GROUP, dtype=jnp.int32), jnp.arange(whole_head(head_size), dtype=jnp.int32)
-    is_head, is_channel = head < group, channel < head_size
+    block = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize)
+    head, channels = jnp.arange(LEAST_GROUP, dtype=jnp.int32), channels_of(head_size, format)
+    is_head = head < group
     precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None
-    is_query = is_head[:, None] & is_channel[None]
-    query_GH = load(query_ref.at[row, head[:, None], channel[None]], mask=is_query, other=0.0)
+    queries = []
+    for channel in channels:
+        is_query = is_head[:, None] & (channel < head_size)[None]
+        queries.append(load(query_ref.at[row, head[:, None], channel[None]], mask=is_query, other=0.0))
     begin = piece * PIECE
     end = lax.min(begin + PIECE, length)
 
@@ -229,25 +238,20 @@ def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length:
     # Which slots to read is looked up one iteration ahead. In the same iteration, the look-up would take the place in the
     # compiler's pipeline that the keys and values need, and none of them would be in flight while a block is computed.
     def attend(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        (page_S, weight_S), peak_G, total_G, out_GH = carry
+        (page_S, weight_S), peak_G, total_G, outs = carry
         slot_S = begin + index * block + jnp.arange(block, dtype=jnp.int32)
         ahead = look_up(slot_S + block)
         is_filled_S = slot_S < end
         if weight_S is not None:
             is_filled_S &= weight_S > -jnp.inf
-        at = page_S[:, None], lax.rem(slot_S, page_size)[:, None], channel[None]
-        is_read_SH = is_filled_S[:, None] & is_channel[None]
-        key_SH, value_SH = (load(kv_ref.at[at[0], half, at[1], at[2]], mask=is_read_SH, other=0) for half in (0, 1))
-        key_scale_S = value_scale_S = None
-        if format is not None:
-            key_SH, value_SH = (numbers_of(codes, format, query_ref.dtype) for codes in (key_SH, value_SH))
-            at_S = page_S, lax.rem(slot_S, page_size)
-            key_scale_S, value_scale_S = (
-                load(scale_ref.at[at_S[0], half, at_S[1]], mask=is_filled_S, other=0.0) for half in (0, 1)
-            )
-        logits_GS = dot(query_GH, key_SH, trans_b=True, precision=precision) * head_size**-0.5
-        if key_scale_S is not None:
-            logits_GS = logits_GS * key_scale_S[None]
+        at = page_S, lax.rem(slot_S, page_size), is_filled_S
+        read = read_vectors if format is None or format.group is None else read_groups
+        keys, values = (read(kv_ref, scale_ref, half, at, format, query_ref.dtype) for half in (0, 1))
+        products = []
+        for query_GH, (key_SH, key_scale_S) in zip(queries, keys, strict=True):
+            product_GS = dot(query_GH, key_SH, trans_b=True, precision=precision) * head_size**-0.5
+            products.append(product_GS if key_scale_S is None else product_GS * key_scale_S[None])
+        logits_GS = functools.reduce(operator.add, products)
         if weight_S is not None:
             logits_GS = logits_GS + weight_S[None]
         logits_GS = jnp.where(is_filled_S[None], logits_GS, -jnp.inf)
@@ -256,19 +260,79 @@ def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length:
         new_peak_G = jnp.maximum(peak_G, jnp.max(logits_GS, axis=1))
         base_G = jnp.where(new_peak_G == -jnp.inf, 0.0, new_peak_G)  # the piece reads nothing so far
         weight_GS, scale_G = jnp.exp(logits_GS - base_G[:, None]), jnp.exp(peak_G - base_G)
-        share_GS = weight_GS if value_scale_S is None else weight_GS * value_scale_S[None]
-        added_GH = dot(share_GS.astype(value_SH.dtype), value_SH, precision=precision)
-        return ahead, new_peak_G, total_G * scale_G + weight_GS.sum(axis=1), out_GH * scale_G[:, None] + added_GH
+        added = []
+        for value_SH, value_scale_S in values:
+            share_GS = weight_GS if value_scale_S is None else weight_GS * value_scale_S[None]
+            added.append(dot(share_GS.astype(value_SH.dtype), value_SH, precision=precision))
+        total_G = total_G * scale_G + weight_GS.sum(axis=1)
+        outs = tuple(out_GH * scale_G[:, None] + added_GH for out_GH, added_GH in zip(outs, added, strict=True))
+        return ahead, new_peak_G, total_G, outs
 
     start = (
         look_up(begin + jnp.arange(block, dtype=jnp.int32)),
         jnp.full((LEAST_GROUP,), -jnp.inf, jnp.float32),
         jnp.zeros((LEAST_GROUP,), jnp.float32),
-        jnp.zeros((LEAST_GROUP, channel.size), jnp.float32),
+        tuple(jnp.zeros((LEAST_GROUP, channel.size), jnp.float32) for channel in channels),
     )
-    _, peak_G, total_G, out_GH = lax.fori_loop(0, lax.div(end - begin + block - 1, block), attend, start)
-    out_GH = out_GH / jnp.where(total_G == 0, 1.0, total_G)[:, None]
-    return jnp.log(total_G) + jnp.where(peak_G == -jnp.inf, 0.0, peak_G), out_GH
+    _, peak_G, total_G, outs = lax.fori_loop(0, lax.div(end - begin + block - 1, block), attend, start)
+    outs = tuple(out_GH / jnp.where(total_G == 0, 1.0, total_G)[:, None] for out_GH in outs)
+    return jnp.log(total_G) + jnp.where(peak_G == -jnp.inf, 0.0, peak_G), outs
+
+
+def channels_of(head_size: int, format: Format | None) -> list[Any]:
+    """The channels of each part of a head, in order of `read_groups`; one part, filled up to a power of two, without groups."""
+    if format is None or format.group is None:
+        return [jnp.arange(whole_head(head_size), dtype=jnp.int32)]
+    half = head_size // 2
+    width = min(format.group, half)
+    firsts = [first + of_half for first in range(0, half, width) for of_half in (0, half)]
+    return [first + jnp.arange(width, dtype=jnp.int32) for first in firsts]
+
+
+def read_vectors(kv_ref: Any, scale_ref: Any, half: int, at: Any, format: Format | None, dtype: Any) -> list[Any]:
+    """Keys (half 0) or values (1) of slots, whole, and their scales, if there are any."""
+    page_S, offset_S, is_read_S = at
+    channel = jnp.arange(whole_head(kv_ref.shape[3]), dtype=jnp.int32)
+    is_read_SH = is_read_S[:, None] & (channel < kv_ref.shape[3])[None]
+    vector_SH = load(kv_ref.at[page_S[:, None], half, offset_S[:, None], channel[None]], mask=is_read_SH, other=0)
+    if format is None:
+        return [(vector_SH, None)]
+    scale_S = load(scale_ref.at[page_S, half, offset_S], mask=is_read_S, other=0.0)
+    return [(numbers_of(vector_SH, format, dtype), scale_S)]
+
+
+def read_groups(kv_ref: Any, scale_ref: Any, half: int, at: Any, format: Any, dtype: Any) -> list[Any]:
+    """Keys (half 0) or values (1) of slots, group by group, and the scales: of bytes, the low halves and then the high ones."""
+    page_S, offset_S, is_read_S = at
+    size, num_groups = kv_ref.shape[3], scale_ref.shape[3]
+    group = jnp.arange(num_groups, dtype=jnp.int32)  # one load of all groups is long enough to be on its way meanwhile
+    where = page_S[:, None], half, offset_S[:, None]
+    scale_SN = half_precision(load(scale_ref.at[*where, group[None]], mask=is_read_S[:, None], other=0))
+    width, parts = min(format.group, size), []
+    for first in range(0, size, width):
+        byte = first + jnp.arange(width, dtype=jnp.int32)
+        codes_SW = load(kv_ref.at[*where, byte[None]], mask=is_read_S[:, None], other=0)
+        for channel, number_SW in zip((first, first + size), numbers_of_halves(codes_SW, dtype), strict=True):
+            is_own = (group == channel // format.group)[None]
+            parts.append((number_SW, jnp.where(is_own, scale_SN, 0.0).sum(axis=1)))
+    return parts
+
+
+def numbers_of_halves(codes: Any, dtype: Any) -> tuple[Any, Any]:
+    """The numbers of codes in the low and the high halves of bytes. In the bits of 16, a code is what is added to 16."""
+    as_bits = jnp.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    wide, place = codes.astype(as_bits), jnp.finfo(dtype).nmant - 4
+
+    def number(code: Any) -> Any:
+        bits = (code << jnp.asarray(place, as_bits)) | jnp.asarray(bits_of_16(dtype), as_bits)
+        return lax.bitcast_convert_type(bits, dtype) - jnp.asarray(ADDED, dtype)
+
+    return number(wide & jnp.asarray(15, as_bits)), number(wide >> jnp.asarray(4, as_bits))
+
+
+def half_precision(bits: Any) -> Any:
+    """The numbers of the bits of float16s."""
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
 
 
 def clear(logits_ref: Any, length_of: Callable[[Any], Any], program: Any, programs: int) -> None:
@@ -298,32 +362,36 @@ def combine_row(part_ref: Any, log_total_ref: Any, length_ref: Any, layer_ref: A
     def read(piece: Any) -> tuple[Any, Any]:
         log_total = load(log_total_ref.at[row, piece, head], mask=piece < own, other=-jnp.inf)
         is_read_H = (piece < own) & is_channel
-        return log_total, load(part_ref.at[row, piece, head, channel], mask=is_read_H, other=0.0)
+        return log_total, (load(part_ref.at[row, piece, head, channel], mask=is_read_H, other=0.0),)
 
     def add(index: Any, joined: Any) -> Any:
         parts = [read(index * COMBINED + offset) for offset in range(min(COMBINED, pieces))]
         return functools.reduce(lambda joined, part: join(joined, *part), parts, joined)
 
     turns = lax.div(own + COMBINED - 1, COMBINED)
-    log_total, out_H = whole(lax.fori_loop(0, turns, add, nothing((), (channel.size,))))
+    log_total, (out_H,) = whole(lax.fori_loop(0, turns, add, nothing((), (channel.size,))))
     store(out_ref.at[row, head, channel], out_H.astype(out_ref.dtype), mask=is_channel)
     store(total_ref.at[row, head], log_total)
 
 
 class Joined(NamedTuple):
-    """Pieces of a row that are added up: the largest log of a denominator, and denominator and output relative to it."""
+    """Pieces of a row that are added up: the largest log of a denominator, and denominator and output relative to it.
+
+    The output is in parts of channels.
+    """
 
     peak: Any
     total: Any
-    out: Any
+    outs: tuple[Any, ...]
 
 
-def nothing(heads: Any, out: tuple[int, ...]) -> Joined:
+def nothing(heads: Any, *outs: tuple[int, ...]) -> Joined:
     """No pieces, for arrays of these shapes."""
-    return Joined(jnp.full(heads, -jnp.inf, jnp.float32), jnp.zeros(heads, jnp.float32), jnp.zeros(out, jnp.float32))
+    zeros = tuple(jnp.zeros(out, jnp.float32) for out in outs)
+    return Joined(jnp.full(heads, -jnp.inf, jnp.float32), jnp.zeros(heads, jnp.float32), zeros)
 
 
-def join(joined: Joined, log_total: Any, part: Any) -> Joined:
+def join(joined: Joined, log_total: Any, parts: tuple[Any, ...]) -> Joined:
     """The pieces and the next one. Two kernels call it, and both must round alike.
 
     Of the two factors, that of the higher one is 1. Left out, one product and one sum remain, which every compiler joins in the
@@ -333,17 +401,22 @@ def join(joined: Joined, log_total: Any, part: Any) -> Joined:
     base = jnp.where(peak == -jnp.inf, 0.0, peak)  # nothing is read so far
     scale, weight = jnp.exp(joined.peak - base), jnp.exp(log_total - base)
     is_higher = log_total > joined.peak
-    factor, is_higher_H = (
-        jnp.expand_dims(x, tuple(range(x.ndim, part.ndim))) for x in (jnp.where(is_higher, scale, weight), is_higher)
-    )
-    lower, higher = jnp.where(is_higher_H, joined.out, part), jnp.where(is_higher_H, part, joined.out)
-    return Joined(peak, joined.total * scale + weight, lower * factor + higher)
+    factor = jnp.where(is_higher, scale, weight)
+    outs = []
+    for out, part in zip(joined.outs, parts, strict=True):
+        is_higher_H = beside(is_higher, part)
+        lower, higher = jnp.where(is_higher_H, out, part), jnp.where(is_higher_H, part, out)
+        outs.append(lower * beside(factor, part) + higher)
+    return Joined(peak, joined.total * scale + weight, tuple(outs))
 
 
-def whole(joined: Joined) -> tuple[Any, Any]:
+def whole(joined: Joined) -> tuple[Any, tuple[Any, ...]]:
     """The log of the denominator and the output of all pieces."""
-    peak, total, out = joined
+    peak, total, outs = joined
     divisor = jnp.where(total == 0, 1.0, total)
-    return jnp.log(total) + jnp.where(peak == -jnp.inf, 0.0, peak), out / jnp.expand_dims(
-        divisor, tuple(range(total.ndim, out.ndim))
-    )
+    return jnp.log(total) + jnp.where(peak == -jnp.inf, 0.0, peak), tuple(out / beside(divisor, out) for out in outs)
+
+
+def beside(x: Any, out: Any) -> Any:
+    """An array of heads with as many axes as one of their outputs."""
+    return jnp.expand_dims(x, tuple(range(x.ndim, out.ndim)))

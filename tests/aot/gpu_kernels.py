@@ -121,6 +121,7 @@ def attention_call(model: Any, workload: Workload, *, weighted: bool = False, wi
 
 LLAMA = MODELS["r1-llama-8b"]
 R_KV = Workload(batch=32, page_size=16, layers=1)
+INT4 = R_KV._replace(kv_format="int4")
 CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
     "1 row": (LLAMA, R_KV._replace(batch=1), {}),
     "32 rows": (LLAMA, R_KV, {}),
@@ -135,6 +136,10 @@ CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
     "float32": (LLAMA, R_KV._replace(dtype=jnp.float32), {}),
     "int8": (LLAMA, R_KV._replace(kv_format="int8"), {}),
     "fp8": (LLAMA, R_KV._replace(kv_format="fp8"), {}),
+    "int4": (LLAMA, INT4, {}),
+    "int4, 128 rows": (LLAMA, INT4._replace(batch=128), {}),
+    "int4, log-weights, logits": (LLAMA, INT4, {"weighted": True, "with_logits": True}),
+    "int4, head 64": (LLAMA._replace(head_size=64), INT4, {}),
     "head 64": (LLAMA._replace(head_size=64), R_KV, {}),
     "head 96": (LLAMA._replace(head_size=96), R_KV, {}),
     "head 256": (LLAMA._replace(head_size=256), R_KV, {}),
@@ -145,13 +150,14 @@ CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
 def table() -> str:
     """The figures of all calls in Markdown. Blocks in flight are the one waited for and those behind it.
 
-    A block is two loads, of keys and of values, or four with their scales.
+    A block is two loads, of keys and of values, or four with their scales; in int4, six with head size 128.
     """
     head = "call", "kernel", "programs", "per multiprocessor", "waves", "blocks in flight", "shared bytes", "registers"
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     for name, (model, workload, options) in CALLS.items():
         for one in attention_kernels(model, workload, **options):
-            ahead = str(1 + max(one.waits) // (4 if workload.kv_format else 2)) if one.waits else ""
+            loads = {None: 2, "int4": 2 + model.head_size // 32}.get(workload.kv_format, 4)
+            ahead = str(1 + max(one.waits) // loads) if one.waits else ""
             cells = one.name, one.programs, one.resident, f"{one.waves:.2f}", ahead, one.shared_bytes, one.registers
             lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
     return "\n".join(lines)

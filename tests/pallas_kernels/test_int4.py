@@ -141,16 +141,14 @@ def test_a_kernel_asked_for_by_name_says_that_it_takes_no_int4(kernel):
     table = kernels.KERNELS[kernel].implementations
     model, workload = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)
     args = kernels.KERNELS[kernel].shapes.arguments(model, workload)
-    takes = {"paged_attention": {"tpu", "native", "cpu", "reference"}, "take_slots": {"gpu", "reference"}}.get(
-        kernel, {"reference"}
-    )
+    takes = {"paged_attention": {"tpu", "gpu", "native", "cpu"}, "take_slots": {"gpu"}}.get(kernel, set()) | {"reference"}
     for name, implementation in table.items():
         reason = dispatch.reason_against(implementation, *args)
         assert (reason is None) == (name in takes)
         assert reason is None or "does not take quantised pages" in reason
     on_cpu = "cpu" if native.why_no_library() else "native"
     assert dispatch.best(table, "cpu", *args) == (on_cpu if kernel == "paged_attention" else "reference")
-    assert dispatch.best(table, "cuda", *args) == ("gpu" if kernel == "take_slots" else "reference")
+    assert dispatch.best(table, "cuda", *args) == ("gpu" if kernel in ("paged_attention", "take_slots") else "reference")
     assert dispatch.best(table, "tpu", *args) == ("tpu" if kernel == "paged_attention" else "reference")
     if kernel == "rotate_append":
         with pytest.raises(ValueError, match=r"gpu: it .*Choose one of \['reference'"):

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels as kernels
 from pallas_kernels import hadamard
-from pallas_kernels.paged_attention import native, nibbles, reference, tpu
+from pallas_kernels.paged_attention import gpu, native, nibbles, reference, tpu
 from pallas_kernels.quantised import FORMATS, dequantise, numbers_of_groups, quantise
 from tests.pallas_kernels import tpu_interpreter
 from tests.pallas_kernels.test_paged_attention import DTYPES, RUNS, TOLERANCE, by_hand, random_case
@@ -154,6 +154,33 @@ def test_on_a_tpu_every_head_and_group_agrees_with_plain_xla(monkeypatch, case, 
     monkeypatch.setattr(tpu, "BLOCK", 256)
     with tpu_interpreter.watched() as interpreter:
         assert_like_the_reference(functools.partial(tpu.paged_attention.__wrapped__, interpret=interpreter), case, dtype)
+
+
+ON_GPU = {  # rows of none to three pieces of 256 slots
+    "one_head_of_32": ([17, 0, 1, 16], 1, 32, 16, 2),
+    "seven_heads_of_64": ([0, 257, 1, 256], 7, 64, 16, 17),
+    "four_heads_of_128": ([700, 0, 13, 255], 4, 128, 16, 44),
+    "pages_of_128": ([128, 300, 127], 16, 128, 128, 3),
+    "two_heads_of_256": ([40, 0, 7], 2, 256, 8, 5),
+}
+
+
+@pytest.mark.parametrize("case", ON_GPU.values(), ids=ON_GPU)
+@DTYPES
+@pytest.mark.parametrize("programs", [1, 5])  # whole rows, and parts
+def test_on_a_gpu_every_head_and_group_agrees_with_plain_xla(case, dtype, programs):
+    run = functools.partial(gpu.paged_attention, programs=programs, interpret=True)
+    assert_like_the_reference(jax.jit(run, static_argnames="with_logits"), case, dtype)
+
+
+def test_on_a_gpu_a_row_s_bits_depend_on_nothing_but_the_row():
+    """Neither on its neighbours, nor on the width of the table, nor on who computes what."""
+    query, kv, page_table, length = coded_case([300, 700, 301], 3, 128, 16, 44)
+    run = functools.partial(gpu.paged_attention, log_weight=None, with_logits=True, interpret=True)
+    together = run(query, kv, page_table, length, programs=1)
+    narrow = run(query, kv, page_table[:, :19], length.at[1].set(0), programs=5)
+    for x, y in zip(together, narrow, strict=True):
+        np.testing.assert_array_equal(x[0::2, ..., : y.shape[-1]], y[0::2])
 
 
 @pytest.mark.parametrize(("head_size", "block", "narrow_pages"), [(128, 256, 1), (64, 512, 2)])
