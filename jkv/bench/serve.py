@@ -162,7 +162,7 @@ def engine_shares(before: list[float] | None, after: list[float] | None) -> dict
     unfinished requests in which no device program was in flight.
 
     >>> engine_shares([0.0] * 6, [100.0, 80.0, 9.0, 3.0, 1.0, 0.5])
-    {'occupancy': 0.8, 'host_share': 0.333, 'idle_share': 0.15}
+    {'occupancy': 0.8, 'host_share': 0.3333, 'idle_share': 0.15}
     """
     if before is None or after is None:
         return {"occupancy": None, "host_share": None, "idle_share": None}
