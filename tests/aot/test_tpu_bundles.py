@@ -71,6 +71,13 @@ def test_a_row_of_codes_takes_less_time_than_its_numbers_from_memory(figures, ta
     assert row["fetch"] + row["rest"] < numbers["hbm"]
 
 
+@pytest.mark.parametrize("options", ["", ", log-weights", ", log-weights, logits"])
+def test_a_row_of_int4_takes_two_thirds_of_the_time_of_its_numbers_from_memory(figures, options):
+    """On a v5e; a v6e, whose memory is faster for its clock, is limited by these bundles."""
+    row, numbers = (figures["tpu-v5e"]["attention"][f"page 128{form}{options}"] for form in (", int4", ""))
+    assert row["fetch"] + row["rest"] < 0.67 * numbers["hbm"]
+
+
 @pytest.mark.parametrize("target", tpu_bundles.CHIPS)
 def test_a_page_is_fetched_in_a_few_bundles(figures, target):
     assert figures[target]["attention"]["page 16"]["fetch"] <= 6 * (1152 // 16)
