@@ -9,7 +9,7 @@ from typing import Any
 
 from jkv.engine.samples import Sample
 
-PREFILL_TOKENS = 2048  # of prompts between two chunks, while rows decode
+PIECES = 2  # of the largest size that are prefilled between two chunks by default, while rows decode
 STEPS = 8  # the most decode steps of a chunk, while prompts wait
 
 Pieces = Iterator[int]  # yields the tokens of each piece before it is dispatched

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from jkv.checks import check_counts, check_length, check_most, did_you_mean, shown, typed
-from jkv.engine.filling import PREFILL_TOKENS
 from jkv.engine.scheduler import CHUNKS, ORDERS
 from jkv.model.sampling import SAMPLING_FIELDS
 from jkv.policies import Policy
@@ -56,8 +55,8 @@ class EngineOptions:
         SnapKV. `generate` and `Rollout` set it.
       chunk: the most decode steps between two reads of the device by the host: 16, 8, 4, 2 or 1.
       prefill_tokens: the most tokens of prompts that are prefilled between two chunks while rows decode, but at least one piece
-        (of 256 tokens, or 1,024 where kernels run). Chunks have at most 8 steps meanwhile. So no row waits for a long prompt.
-        Tokens do not depend on it.
+        (of 256 tokens, or 1,024 where kernels run); None is two pieces. Chunks have at most 8 steps meanwhile. So no row waits
+        for a long prompt. Tokens do not depend on it.
       ahead: whether a chunk is dispatched before the tokens of the last one are read, so that the device does not wait for the
         host. Completions are the same, but events come a chunk later, and a row that ends by a stop token is free a chunk
         later. Policies that share, steer, compare sentences, stop evicting (`until`) or evict by a threshold wait for the
@@ -92,7 +91,7 @@ class EngineOptions:
     num_pages: int | None = None
     policies: Sequence[Policy] | None = None
     chunk: int = CHUNKS[0]
-    prefill_tokens: int = PREFILL_TOKENS
+    prefill_tokens: int | None = None
     ahead: bool | None = None
     order: str = "arrival"
     max_stop_ids: int = 8
@@ -104,7 +103,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
-            kind = int if name in ("max_stop_ids", "prefill_tokens") else int | None
+            kind = int if name == "max_stop_ids" else int | None
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
             check_counts(**{name: getattr(self, name)})
             check_most(most, **{name: getattr(self, name)})

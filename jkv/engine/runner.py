@@ -21,7 +21,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
-from jkv.engine.filling import PREFILL_TOKENS, Filling
+from jkv.engine.filling import PIECES, Filling
 from jkv.engine.flight import Flight, alive_after
 from jkv.engine.idle import is_ready
 from jkv.engine.kernels import programs_for
@@ -64,7 +64,7 @@ class Runner:
       gate: the arrays of the gate that all steps compute, on the device or mesh.
       kv_format: how the pool quantises keys and values; None if it does not.
       ahead: whether a chunk may be dispatched before the last one is read; None is True except on a CPU.
-      prefill_tokens: the most tokens of prompts between two chunks.
+      prefill_tokens: the most tokens of prompts between two chunks; None is two of the largest pieces.
 
     Attributes:
       state: a `jkv.engine.programs.State`; None while the engine sleeps.
@@ -95,15 +95,16 @@ class Runner:
         gate: Any = None,
         kv_format: Format | None = None,
         ahead: bool | None = None,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
     ) -> None:
-        self.gate, self.filling = gate, Filling(running, prefill_tokens)
+        self.gate = gate
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
         self.version, self.is_traced, self.prefix_cache, self.conversations = 0, False, PrefixCache(), Conversations()
         self.platform = platform_of(next(iter(devices)))
         self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
+        self.filling = Filling(running, prefill_tokens or PIECES * self.prefill_sizes[-1])
         self.held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
