@@ -16,7 +16,7 @@ class IdleClock:
 
     Attributes:
       seconds: of turns.
-      between: from one turn to the next, such as while results are delivered; pauses of a service are part of it.
+      between: from one turn to the next, such as while results are delivered.
     """
 
     def __init__(self) -> None:

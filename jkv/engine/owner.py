@@ -32,6 +32,8 @@ class Loop(Protocol):
     @property
     def model(self) -> Model: ...
     @property
+    def stats(self) -> Any: ...
+    @property
     def is_idle(self) -> bool: ...
     @property
     def is_asleep(self) -> bool: ...
@@ -188,6 +190,7 @@ class Owner:
                 self.abort(number)
         self.quiet.append(reply)
         if mode == "keep":
+            self.engine.stats.idle.end(is_unfinished=False)  # what follows is no time in which a device waits for its host
             self.settle(None)
 
     def resume(self) -> None:

@@ -287,6 +287,7 @@ def attend_rows(
                 key_factor = head_size**-0.5 * (scales_of_block(0, which) if is_quantised else 1)
                 logits_GS = product(query_GH, key.astype(query_GH.dtype), (((1,), (head_axis,)), ((), ()))) * key_factor
             else:
+                assert query_QH is not None
                 logits_GS = nibbles.logits(query_QH, key, scales_of_block(0, which), product) * head_size**-0.5
             if weight_vmem_ref is not None:
                 weight_1S = weight_vmem_ref[local_row, pl.ds(index, 1), :]
