@@ -24,6 +24,7 @@ class Event:
       text: the new text, if there is a tokenizer and events are streamed. Characters that may be part of a stop string wait for
         a later event.
       finish_reason: empty as long as the sample runs.
+      evicted: tokens of prompt and completion that are not in the cache any more, averaged over layers and KV heads.
     """
 
     ticket: int
@@ -32,6 +33,7 @@ class Event:
     logprobs: list[float]
     text: str | None
     finish_reason: str
+    evicted: float = 0.0
 
 
 class Outputs:
@@ -102,7 +104,8 @@ class Outputs:
         if self.tokenizer is not None and (self.is_streaming or sample.on_tokens):
             text = self._new_text(sample)
         sample.num_emitted_tokens = max(start, completion.num_tokens)
-        event = Event(sample.ticket, sample.index, tokens, log_probs, text, completion.finish_reason)
+        left = completion.evicted + completion.shared
+        event = Event(sample.ticket, sample.index, tokens, log_probs, text, completion.finish_reason, left)
         self.events.append(event)
         if sample.on_tokens is not None and (error := call(sample.on_tokens, event)):
             if not isinstance(error, Exception):

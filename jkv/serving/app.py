@@ -265,8 +265,9 @@ class Server:
         return JSONResponse({name: getattr(self.model.tokenizer, name, None) for name in TOKENIZER_FIELDS})
 
     async def page(self, request: Request) -> Response:
-        """`/`: a page to chat on."""
-        return HTMLResponse(PAGE.read_text(encoding="utf-8"))
+        """`/`: a page to chat on, or to complete texts on where the model has no chat template."""
+        is_chat = bool(getattr(self.model.tokenizer, "chat_template", None))
+        return HTMLResponse(PAGE.read_text(encoding="utf-8").replace("IS_CHAT", str(is_chat).lower()))
 
     def guarded(self, endpoint: Endpoint, is_open: bool = False) -> Endpoint:
         """An endpoint that answers with an error in OpenAI's shape, and asks for the key unless it is open."""

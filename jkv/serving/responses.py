@@ -126,12 +126,13 @@ def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], th
         **counts(num_prompt, num_new),
         "prompt_tokens_details": {"cached_tokens": sum(result.samples[0].cached_tokens for result in results)},
         "completion_tokens_details": {"reasoning_tokens": num_reasoning},
-        "kv": {
-            "held_tokens": max(0, round(seen - evicted)),
-            "evicted_tokens": round(evicted),
-            "bytes": sum(sample.peak_kv_bytes for sample in samples),
-        },
+        "kv": held_tokens(seen, evicted) | {"bytes": sum(sample.peak_kv_bytes for sample in samples)},
     }
+
+
+def held_tokens(seen: int, evicted: float) -> dict[str, int]:
+    """How many of the tokens seen are in the cache, and how many are not, summed over samples."""
+    return {"held_tokens": max(0, round(seen - evicted)), "evicted_tokens": round(evicted)}
 
 
 def counts(num_prompt: int, num_new: int) -> dict[str, int]:

@@ -24,6 +24,7 @@ from jkv.serving.responses import (
     counts,
     describe_failure,
     drawn,
+    held_tokens,
     reason_of,
     reasoning_fields,
     text_log_probs,
@@ -77,6 +78,7 @@ def sse(data: dict[str, Any]) -> str:
 async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) -> AsyncIterator[str]:
     """The events of a call."""
     fields, num_prompt, num_new = job.fields, sum(map(len, job.prompts)), 0
+    evicted: dict[tuple[int, int], float] = {}  # of each sample
     more: dict[str, Any] = {"usage": None} if fields.includes_usage else {}
     if fields.counts_each_chunk:
         more["usage"] = counts(num_prompt, 0)
@@ -90,8 +92,10 @@ async def stream(model: Model, head: Head, job: Job, tickets: Sequence[Ticket]) 
                     result = await tickets[index]
                     raise RuntimeError(describe_failure(event.finish_reason, result.samples[event.sample]))
                 num_new += len(event.tokens)
+                evicted[index, event.sample] = event.evicted
                 if fields.counts_each_chunk:
-                    more["usage"] = counts(num_prompt, num_new)
+                    kv = held_tokens(fields.n * num_prompt + num_new, sum(evicted.values()))
+                    more["usage"] = counts(num_prompt, num_new) | {"kv": kv}
                 for choice in chunks.of(index * fields.n + event.sample, event):
                     yield sse(head.body([choice], is_chunk=True, **more))
         if fields.includes_usage:

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import httpx
 import pytest
 
 import jkv
@@ -92,6 +93,27 @@ def test_a_stream_has_the_role_first_the_reason_last_and_the_same_text(client, e
         log_probs = [one.logprob for choice in own if choice.logprobs for one in choice.logprobs.content]
         assert len(log_probs) == len(tokens)
         assert len(own) > 4  # it is a stream
+
+
+def test_each_chunk_may_say_what_the_cache_holds(client):
+    counting = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(ask(client, n=2, stream=True, stream_options=counting, extra_body={"ignore_eos": True}))
+    *counts, last = [chunk.usage for chunk in chunks if getattr(chunk.usage, "kv", None)]
+    assert [one.kv["held_tokens"] + one.kv["evicted_tokens"] for one in counts] == [
+        2 * one.prompt_tokens + one.completion_tokens for one in counts
+    ]
+    evicted = [one.kv["evicted_tokens"] for one in counts]
+    assert evicted == sorted(evicted)
+    assert 0 == evicted[0] < evicted[-1]
+    assert {name: last.kv[name] for name in counts[-1].kv} == counts[-1].kv
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_the_page_asks_the_endpoint_that_the_model_has(tiny, has_template, monkeypatch):
+    if not has_template:
+        monkeypatch.setattr(tiny.engine.model.tokenizer, "chat_template", None)
+    page = httpx.get(tiny.url).text
+    assert f"const isChatModel = {str(has_template).lower()};" in page
 
 
 def test_many_tasks_at_once_have_the_tokens_of_generate(tiny, expected):
