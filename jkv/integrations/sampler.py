@@ -195,7 +195,7 @@ class JkvSampler:
         """
         is_list = isinstance(sampling_requests, list | tuple) and not is_prompt(sampling_requests)
         requests = list(sampling_requests) if is_list else [sampling_requests]
-        service, seen = self._running, collections.Counter[tuple[bytes, Any]]()
+        service, seen = self._running, collections.Counter[tuple[str, Any]]()
         waited: list[Ticket | ErrorInfo] = []
         for request in requests:
             try:
@@ -212,12 +212,12 @@ class JkvSampler:
         responses = [response_of(request, one) for request, one in zip(requests, waited, strict=True)]
         return responses if is_list else responses[0]
 
-    def _submit(self, service: Service, request: Any, seen: collections.Counter[tuple[bytes, Any]]) -> Ticket:
+    def _submit(self, service: Service, request: Any, seen: collections.Counter[tuple[str, Any]]) -> Ticket:
         params, metadata = getattr(request, "sampling_params", None), getattr(request, "metadata", None) or {}
         prompt = getattr(request, "prompt", request)
         options = options_of(params, metadata.get("policy", self._policy))
         seed = None if options.sampling is None else options.sampling.seed
-        key = repr(prompt).encode(), seed
+        key = prompt if isinstance(prompt, str) else repr(list(prompt)), seed
         index, seen[key] = seen[key], seen[key] + 1
         if seed is not None:
             options = dataclasses.replace(options, first_sample=index)

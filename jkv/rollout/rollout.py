@@ -181,7 +181,10 @@ class Rollout(Session):
         session = self.session()
         settings = {"n": n, "sampling": sampling, "seed": seed, "stop_ids": stop_ids, "first_sample": first_sample}
         limits = Limits(max_turns, max_turn_tokens, self.max_new_tokens)
-        return converse(session, prompts, reply, limits, workers, progress, return_trace=return_trace, **settings)
+        try:
+            return converse(session, prompts, reply, limits, workers, progress, return_trace=return_trace, **settings)
+        finally:
+            session.hand_over(self)
 
     def session(self) -> Session:
         """Another session: samples of its own, in the same batch. For a thread that submits and runs beside others."""

@@ -13,6 +13,7 @@ import pytest
 import jkv
 from tests.rollout.test_rollout import PROMPTS, R_KV, make_rollout
 from tests.rollout.test_sessions import in_threads
+from tests.support.faults import DeviceError, with_failing_programs
 from tests.support.mixes import BreakingTokenizer
 
 REPLIES = {0: [7, 8, 9], 1: [11] * 5}  # by number of the turn
@@ -137,6 +138,19 @@ def test_an_interrupt_returns_every_conversation_with_its_turns_so_far(rollout):
     assert all(length in range(6, 25) for length in out.lengths)
     assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
     rollout.converse(PROMPTS[:1], scripted, **SETTINGS)
+
+
+def test_conversations_of_a_failed_program_stay_pending_until_a_reset(model):
+    rollout = make_rollout(model, R_KV)
+    with_failing_programs(rollout.engine).fail(6, False)
+    with pytest.raises(DeviceError):
+        rollout.converse(PROMPTS[:2], scripted, **SETTINGS)
+    assert rollout.pending == 4
+    rollout.reset()
+    left = rollout.cancel()
+    assert len(left.lengths) == 4
+    assert rollout.num_pending == len(rollout.engine.tickets) == 0
+    assert rollout.converse(PROMPTS[:1], scripted, **SETTINGS).lengths.tolist() == [24, 24]
 
 
 def test_a_text_is_a_reply_where_there_is_a_tokenizer():
