@@ -263,7 +263,7 @@ def attend_rows(
         length = length_smem_ref[row]
         num_blocks = lax.max(lax.div(length + block - 1, block), 1)
         query_GH = query_vmem_ref[local_row]
-        query_QH = None if group_size is None else nibbles.spread(query_GH, group_size)
+        query_QH = query_GH if group_size is None else nibbles.spread(query_GH, group_size)
         for logits_ref in logits_refs:
             logits_ref[local_row] = jnp.full(logits_ref.shape[1:], -jnp.inf, jnp.float32)
 
