@@ -160,7 +160,7 @@ def test_what_a_tpu_cannot_take_of_codes_is_named(kernel):
     assert "multiple" in reason(MODEL._replace(head_size=48), LARGE)
 
 
-@each_implementation("reference", "gpu", "tpu")
+@each_implementation("reference", "gpu", "tpu", of_groups=("reference", "gpu"))
 def test_a_new_token_is_quantised_once_it_is_rotated(name, implementation):
     pool, rest = arguments("rotate_append", name, implementation)
     got, query, ring = run("rotate_append", implementation, pool, rest)
