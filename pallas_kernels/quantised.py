@@ -128,11 +128,16 @@ def codes_of_groups(x: Float[Array, "*A H"], format: Format) -> tuple[UInt[Array
     """
     group_AGC = x.reshape(*x.shape[:-1], -1, format.group)
     most = jnp.max(jnp.abs(group_AGC), axis=-1)
-    scale = jnp.clip(most * (1 / format.most), LEAST_SCALE, MOST_SCALE)
-    scale = jnp.where(most < jnp.inf, scale, jnp.nan).astype(jnp.float16)
+    scale = half_scales(most, format)
     codes = nearest(jnp.clip(group_AGC / scale.astype(jnp.float32)[..., None], -format.most, format.most))
     low, high = jnp.split((codes.reshape(x.shape) + 8).astype(jnp.uint8), 2, axis=-1)
     return low | (high << 4), jax.lax.bitcast_convert_type(scale, jnp.uint16)
+
+
+def half_scales(most: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
+    """The float16 scales of groups with these largest absolute values; NaN where they are not finite."""
+    scale = jnp.clip(most * (1 / format.most), LEAST_SCALE, MOST_SCALE)
+    return jnp.where(most < jnp.inf, scale, jnp.nan).astype(jnp.float16)
 
 
 def numbers_of_groups(x: Quantised, dtype: Any) -> Float[Array, "*A H"]:

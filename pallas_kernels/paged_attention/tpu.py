@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention import nibbles
-from pallas_kernels.quantised import Numbers, Quantised, is_rotated, scales_of, stored
+from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, scales_of, stored
 
 BLOCK = 1280  # slots per buffer, or a page if that is larger; a row with a budget of 1024 is one block until it is compacted
 BLOCK_BYTES = 2 << 20  # of a buffer, at most, or a page if that is larger
@@ -31,7 +31,6 @@ STARTED = 8  # pages whose fetches start without a branch between them
 ROWS = 8  # per grid step
 LANES = 128
 SUBLANES = 8  # query heads are padded to a multiple
-READ = ("int8", "int4")  # formats of quantised pages
 MOST_SMEM = 960 << 10  # bytes of scalar memory, which has 1 MiB
 MOST_VMEM = 12 << 20  # bytes of vector memory, of the 16 MiB that a kernel has
 
@@ -41,8 +40,6 @@ def why_not(query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, 
     (page_size, head_size), max_pages, tile = kv.shape[2:], page_table.shape[1], 32 // stored(kv).dtype.itemsize
     if kv.dtype not in (jnp.float32, jnp.bfloat16) or query.dtype != kv.dtype:
         return f"queries and pool must both be float32 or bfloat16; got {query.dtype} and {kv.dtype}"
-    if isinstance(kv, Quantised) and kv.format.name not in READ:
-        return f"quantised pages must be {' or '.join(READ)}; got {kv.format.name}"
     if isinstance(kv, Quantised) and page_size % LANES:
         return f"a quantised page must be a multiple of {LANES} slots, for its scales; got {page_size}"
     if is_rotated(kv) and head_size not in (64, 128):
@@ -97,11 +94,11 @@ def paged_attention(
     padded_rows, padded_pages = num_rows + -num_rows % ROWS, max_pages + -max_pages % block_pages
     padded_group, num_slots = group + -group % SUBLANES, padded_pages * page_size
     pool, scales = stored(kv), scales_of(kv)
-    group_size = kv.format.group if isinstance(kv, Quantised) else None
+    format = kv.format if isinstance(kv, Quantised) else None
     is_transposed = pool.shape[3] % LANES != 0
     if is_transposed:
         pool = jnp.swapaxes(pool, 2, 3)  # as XLA stores it, so nothing moves
-    if group_size is not None:
+    if is_rotated(kv):
         scales = [jnp.swapaxes(x, 2, 3) for x in scales]  # XLA stores these so too
         query = nibbles.reordered(query)
 
@@ -135,7 +132,7 @@ def paged_attention(
     if with_logits:
         shapes.append(((padded_group, num_slots), jnp.float32))
     outs = pl.pallas_call(
-        functools.partial(attend_rows, steps, is_transposed, bool(scales), group_size, log_weight is not None),
+        functools.partial(attend_rows, steps, is_transposed, format, log_weight is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(cores, steps),
@@ -154,15 +151,14 @@ def paged_attention(
         name="paged_attention",
     )(pad(length, padded_rows), *inputs)
     out, log_total = outs[0][:num_rows, :group], outs[1][:num_rows, :group, 0]
-    out = out if group_size is None else nibbles.restored(out)
+    out = nibbles.restored(out) if is_rotated(kv) else out
     return out, log_total, outs[2][:num_rows, :group, : max_pages * page_size] if with_logits else None
 
 
 def attend_rows(
     steps: int,
     is_transposed: bool,
-    is_quantised: bool,
-    group_size: int | None,
+    format: Format | None,
     is_weighted: bool,
     # inputs
     length_smem_ref: Any,
@@ -173,6 +169,8 @@ def attend_rows(
     *refs: Any,
 ) -> None:
     """Attends for eight rows. Scales and log-weights (inputs), the logits (an output) and a buffer of scales are optional."""
+    is_quantised, group_size = format is not None, None if format is None else format.group
+    may_be_nan = format is not None and jnp.issubdtype(format.meant, jnp.floating)  # a code of a slot that is not read
     *others, semaphores, which_smem_ref = refs
     scale_hbm_ref, *others, scale_vmem_ref = others if is_quantised else (None, *others, None)
     weight_vmem_ref, *others = others if is_weighted else (None, *others)
@@ -224,7 +222,7 @@ def attend_rows(
             pl.when((num_pages >> bit) & 1 == 1)(functools.partial(wait_for, 1 << bit))
 
     def clear(num_pages: Any, num_filled: Any, which: Any) -> None:
-        """Writes zeros to the values of a block that no slot of the row fills: 0 * NaN is NaN. No code of 8 bits is NaN."""
+        """Writes zeros to the values of a block that no slot of the row fills: 0 * NaN is NaN."""
         last = lax.max(num_pages - 1, 0)
         value = buffer_vmem_ref[which, last, 1]
         slot = last * page_size + lax.broadcasted_iota(jnp.int32, value.shape, 1 - head_axis)
@@ -240,6 +238,12 @@ def attend_rows(
         if is_transposed:
             return jnp.concatenate([buffer_vmem_ref[which, i, part] for i in range(block_pages)], axis=1)
         return buffer_vmem_ref[which, :, part].reshape(block, head_size)
+
+    def numbers(codes: Array, dtype: Any) -> Array:
+        """Codes of 8 bits as numbers."""
+        if format is not None and format.stored != format.meant:
+            codes = pltpu.bitcast(codes, jnp.dtype(format.meant))
+        return codes.astype(dtype)
 
     def words_of(part: int, which: Any) -> Array:
         """The words of the codes of 4 bits of keys (part 0) or values (1) of a buffer, channels by slots."""
@@ -263,7 +267,7 @@ def attend_rows(
         length = length_smem_ref[row]
         num_blocks = lax.max(lax.div(length + block - 1, block), 1)
         query_GH = query_vmem_ref[local_row]
-        query_QH = None if group_size is None else nibbles.spread(query_GH, group_size)
+        query_QH = query_GH if group_size is None else nibbles.spread(query_GH, group_size)
         for logits_ref in logits_refs:
             logits_ref[local_row] = jnp.full(logits_ref.shape[1:], -jnp.inf, jnp.float32)
 
@@ -285,7 +289,7 @@ def attend_rows(
             key, value = (slots_of(part, which) if group_size is None else words_of(part, which) for part in range(2))
             if group_size is None:
                 key_factor = head_size**-0.5 * (scales_of_block(0, which) if is_quantised else 1)
-                logits_GS = product(query_GH, key.astype(query_GH.dtype), (((1,), (head_axis,)), ((), ()))) * key_factor
+                logits_GS = product(query_GH, numbers(key, query_GH.dtype), (((1,), (head_axis,)), ((), ()))) * key_factor
             else:
                 assert query_QH is not None
                 logits_GS = nibbles.logits(query_QH, key, scales_of_block(0, which), product) * head_size**-0.5
@@ -315,7 +319,9 @@ def attend_rows(
                         dtype = query_GH.dtype
                         out_GH = out_GH + nibbles.outputs(chunk_GS, chunk, scale, group_size, dtype, product)
                         continue
-                    chunk_GS, chunk = chunk_GS * scale, chunk.astype(query_GH.dtype)
+                    chunk_GS, chunk = chunk_GS * scale, numbers(chunk, query_GH.dtype)
+                    if may_be_nan:
+                        chunk = jnp.where(jnp.isnan(chunk), jnp.zeros_like(chunk), chunk)
                 out_GH = out_GH + product(chunk_GS.astype(chunk.dtype), chunk, (((1,), (1 - head_axis,)), ((), ())))
             return 1 - which, new_peak_G1, total_G1, out_GH
 

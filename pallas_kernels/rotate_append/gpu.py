@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import launch, load, store
-from pallas_kernels.quantised import Format, Numbers, Quantised, codes_of
+from pallas_kernels.quantised import Format, Numbers, Quantised, codes_of, half_scales, is_rotated, nearest
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 WARP_ELEMENTS = 256  # per warp: 16 bytes of bfloat16 per thread
@@ -25,6 +25,8 @@ def why_not(
     """Why the kernel cannot take these arguments; None when it can."""
     if projected.dtype not in FLOATS or kv.dtype not in FLOATS:
         return f"heads and pool must be float32, bfloat16 or float16; got {projected.dtype} and {kv.dtype}"
+    if is_rotated(kv) and kv.shape[3] < 2 * kv.format.group:
+        return f"heads of {kv.format.name} must have at least {2 * kv.format.group} channels; got {kv.shape[3]}"
     if cos.dtype != jnp.float32 or sin.dtype != jnp.float32:
         return f"cosines and sines must be float32; got {cos.dtype} and {sin.dtype}"
     if ring is not None and ring.dtype not in FLOATS:
@@ -114,9 +116,56 @@ def rotate_head(
     page, offset = lax.div(address, page_size), lax.rem(address, page_size)
     key_1H = turned(num_heads + kv_head + one_1, one_1 == 0)
     value_head = num_heads + num_kv_heads + kv_head
+    if format is not None and format.group is not None:
+        refs_of_head = projected_ref, cos_ref, sin_ref, kv_ref, refs[0]
+        for part, head in enumerate((num_heads + kv_head, value_head)):
+            store_groups(format, refs_of_head, row, head, part, (page, part, offset))
+        return
     value_1H = load(projected_ref.at[row, value_head + one_1, channel_H[None]], mask=is_channel_H[None], other=0.0)
     for half, vector_1H in enumerate((key_1H, value_1H)):
         if format is not None:
             vector_1H, scale_1 = codes_of(jnp.where(is_channel_H[None], vector_1H.astype(jnp.float32), 0.0), format)
             store(refs[0].at[page, half, offset + one_1[0]], scale_1)
         store(kv_ref.at[page, half, offset + one_1, channel_H[None]], vector_1H.astype(kv_ref.dtype), mask=is_channel_H[None])
+
+
+def store_groups(format: Any, refs: Any, row: Any, head: Any, part: int, at: tuple[Any, Any, Any]) -> None:
+    """Stores the codes of 4 bits of a key (part 0), once it is rotated by its position, or of a value."""
+    projected_ref, cos_ref, sin_ref, kv_ref, scale_ref = refs
+    head_size, half, width = projected_ref.shape[2], cos_ref.shape[1], format.group
+    groups = head_size // width
+    group_N, within_W = jnp.arange(groups, dtype=jnp.int32), jnp.arange(width, dtype=jnp.int32)
+    channel_NW = group_N[:, None] * width + within_W[None]
+    vector_NW = load(projected_ref.at[row, head, channel_NW]).astype(jnp.float32)
+    if part == 0:
+        is_turned, is_first = channel_NW < 2 * half, channel_NW < half
+        angle = jnp.where(is_first, channel_NW, channel_NW - half)
+        cos = load(cos_ref.at[row, angle], mask=is_turned, other=1.0)
+        sin = load(sin_ref.at[row, angle], mask=is_turned, other=0.0)
+        partner = jnp.where(is_first, channel_NW + half, channel_NW - half)
+        other_NW = load(projected_ref.at[row, head, partner], mask=is_turned, other=0.0).astype(jnp.float32)
+        vector_NW = vector_NW * cos + other_NW * jnp.where(is_first, -sin, sin)
+        vector_NW = vector_NW.astype(projected_ref.dtype).astype(jnp.float32)
+    codes = []
+    for first in (0, groups // 2):  # those in the low halves of bytes, then those in the high ones
+        own_I = first + jnp.arange(groups // 2, dtype=jnp.int32)
+        rotated_IW = hadamard_rows(vector_NW, own_I) * head_size**-0.5
+        scale_I = half_scales(jnp.max(jnp.abs(rotated_IW), axis=1), format)
+        store(scale_ref.at[*at, own_I], lax.bitcast_convert_type(scale_I, jnp.uint16))
+        code_IW = jnp.clip(rotated_IW / scale_I.astype(jnp.float32)[:, None], -format.most, format.most)
+        codes.append((nearest(code_IW) + 8).astype(jnp.int32))
+    byte_IW = jnp.arange(groups // 2, dtype=jnp.int32)[:, None] * width + within_W[None]
+    store(kv_ref.at[*at, byte_IW], (codes[0] | (codes[1] << 4)).astype(kv_ref.dtype))
+
+
+def hadamard_rows(x_NW: Any, own_I: Any) -> Any:
+    """Some groups of a vector times Sylvester's matrix, whose sign is a product of one of the groups and one within them."""
+    groups, width = x_NW.shape
+    group_N, within_W = jnp.arange(groups, dtype=jnp.int32), jnp.arange(width, dtype=jnp.int32)
+    mixed_IW = (x_NW[:, None, :] * sign(group_N[:, None] & own_I[None])[:, :, None]).sum(axis=0)
+    return (mixed_IW[:, :, None] * sign(within_W[:, None] & within_W[None])[None]).sum(axis=1)
+
+
+def sign(bits: Any) -> Any:
+    """-1 where an odd number of bits is set, else 1."""
+    return jnp.where(lax.population_count(bits) % 2 == 1, -1.0, 1.0)

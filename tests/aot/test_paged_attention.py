@@ -15,6 +15,7 @@ WORKLOADS = {
     "page 16": Workload(page_size=16, layers=1),
     "long": Workload(batch=16, slots=32_768, page_size=16, layers=1),
     "float32": Workload(dtype=jnp.float32, layers=1),
+    "fp8": Workload(layers=None, kv_format="fp8"),
     "int4": Workload(layers=None, kv_format="int4"),
     "int4, float32": Workload(layers=None, kv_format="int4", dtype=jnp.float32),
 }

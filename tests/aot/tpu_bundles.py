@@ -48,6 +48,7 @@ CALLS: dict[str, tuple[Any, Workload, dict[str, bool]]] = {
     "page 128, int8, log-weights": (LLAMA, INT8, {"weighted": True}),
     "page 128, int8, log-weights, logits": (LLAMA, INT8, {"weighted": True, "with_logits": True}),
     "page 128, int8, head 64": (LLAMA._replace(head_size=64), INT8, {}),
+    "page 128, fp8": (LLAMA, INT8._replace(kv_format="fp8"), {}),
     "page 128, int4": (LLAMA, INT4, {}),
     "page 128, int4, log-weights": (LLAMA, INT4, {"weighted": True}),
     "page 128, int4, log-weights, logits": (LLAMA, INT4, {"weighted": True, "with_logits": True}),

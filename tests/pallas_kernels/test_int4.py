@@ -11,6 +11,7 @@ from pallas_kernels import dispatch, hadamard
 from pallas_kernels.models import ModelShape, Workload
 from pallas_kernels.paged_attention import native
 from pallas_kernels.quantised import FORMATS, Quantised, dequantise, poisoned, quantise, vector_bytes, zeros
+from pallas_kernels.rotate_append import gpu as rotate_append_gpu
 
 INT4 = FORMATS["int4"]
 HEADS = pytest.mark.parametrize("head_size", [32, 64, 128, 256])
@@ -141,18 +142,49 @@ def test_a_kernel_asked_for_by_name_says_that_it_takes_no_int4(kernel):
     table = kernels.KERNELS[kernel].implementations
     model, workload = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)
     args = kernels.KERNELS[kernel].shapes.arguments(model, workload)
-    takes = {"paged_attention": {"tpu", "gpu", "native", "cpu"}, "take_slots": {"gpu"}}.get(kernel, set()) | {"reference"}
+    takes = {"paged_attention": {"tpu", "gpu", "native", "cpu"}, "block_distance": set()}.get(kernel, {"gpu"}) | {"reference"}
     for name, implementation in table.items():
         reason = dispatch.reason_against(implementation, *args)
         assert (reason is None) == (name in takes)
         assert reason is None or "does not take quantised pages" in reason
     on_cpu = "cpu" if native.why_no_library() else "native"
     assert dispatch.best(table, "cpu", *args) == (on_cpu if kernel == "paged_attention" else "reference")
-    assert dispatch.best(table, "cuda", *args) == ("gpu" if kernel in ("paged_attention", "take_slots") else "reference")
+    assert dispatch.best(table, "cuda", *args) == ("gpu" if "gpu" in takes else "reference")
     assert dispatch.best(table, "tpu", *args) == ("tpu" if kernel == "paged_attention" else "reference")
-    if kernel == "rotate_append":
+    if kernel == "block_distance":
         with pytest.raises(ValueError, match=r"gpu: it .*Choose one of \['reference'"):
-            kernels.rotate_append(*kernels.KERNELS[kernel].shapes.values(MODEL, SMALL), implementation="gpu")
+            kernels.block_distance(*kernels.KERNELS[kernel].shapes.values(MODEL, SMALL), implementation="gpu")
+
+
+@pytest.mark.parametrize(("head_size", "rotary"), [(64, 64), (128, 128), (128, 64), (256, 256)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_gpu_writes_the_codes_of_a_token_and_nothing_else(head_size, rotary, dtype):
+    """A head with NaN has NaN scales; a number at the border of two codes may get either."""
+    pool = zeros((9, 2, 4, head_size), dtype, INT4)
+    keys = jax.random.split(jax.random.key(0), 2)
+    projected = jax.random.normal(keys[0], (3, 6 + 4, head_size), dtype).at[1, 6, 5].set(jnp.nan)  # a key of two heads
+    angle = jax.random.uniform(keys[1], (3, rotary // 2), maxval=6.0)
+    address = jnp.asarray([[5, 33], [7, 12], [34, 20]], jnp.int32)
+    args = pool, projected, jnp.cos(angle), jnp.sin(angle), address
+    got, query, _ = rotate_append_gpu.rotate_append(*args, interpret=True)
+    want, other_query, _ = kernels.rotate_append(*args, implementation="reference")
+    np.testing.assert_allclose(
+        query.astype(jnp.float32), other_query.astype(jnp.float32), atol=0.02 if dtype == jnp.bfloat16 else 1e-6
+    )
+    codes, scales = codes_and_scales(got)
+    expected, other_scales = codes_and_scales(want)
+    is_nan = np.isnan(other_scales)
+    assert is_nan.sum() == head_size // 32
+    np.testing.assert_array_equal(np.isnan(scales), is_nan)
+    np.testing.assert_allclose(scales[~is_nan].astype(float), other_scales[~is_nan].astype(float), rtol=2e-3, atol=1e-30)
+    differs = (codes != expected) & ~np.repeat(is_nan, 32, axis=-1)
+    assert differs.mean() < 1e-3
+    assert np.abs(codes - expected)[differs].max(initial=0) <= 1
+
+
+def test_a_gpu_writes_no_heads_of_one_group():
+    args = kernels.KERNELS["rotate_append"].shapes.arguments(MODEL._replace(head_size=32), SMALL)
+    assert "at least 64 channels; got 32" in rotate_append_gpu.why_not(*args)
 
 
 def test_attention_to_bfloat16_queries_is_that_to_the_numbers():

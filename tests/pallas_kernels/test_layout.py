@@ -21,6 +21,7 @@ OPTIONAL = {
     "gpu.py",
     "tpu.py",
     "native.py",
+    "nibbles.py",
     "native.cc",
     "pallas.py",
     "pieces.py",
