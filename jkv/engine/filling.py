@@ -55,13 +55,13 @@ class Filling:
             sample.is_filling = True
 
     def run(self, *, to_end: bool = False) -> bool:
-        """Dispatches as many pieces as may come between two chunks, and more as long as no row decodes; or all of them.
+        """Dispatches as many pieces as may come between two chunks, or all of them, also where no row would wait for them.
 
         Returns whether any rows are ready to decode that were not before.
         """
-        done, is_any_ready = 0, False
+        done, is_any_ready, decodes = 0, False, self._decodes()
         self._drop_cancelled()
-        while self._queue and (to_end or not done or done + self._queue[0].size <= self._most or not self._decodes()):
+        while self._queue and (to_end or not decodes or not done or done + self._queue[0].size <= self._most):
             work = self._queue[0]
             done += work.size
             if not work.go_on():

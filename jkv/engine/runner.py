@@ -284,7 +284,7 @@ class Runner:
             if sample.remaining > 0 and sample.is_due:
                 with self.meter.clock("decode_seconds"):
                     flight.compactions.append((sample, *self._compact_row(row, sample, flight)))
-                sample.plan_compaction()
+                sample.filled = sample.compacted
 
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""

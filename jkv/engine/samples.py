@@ -275,10 +275,6 @@ class Sample:
         self.filled = self.filled - self._evicted_in_steps(goes_on=self.remaining > count)
         self.generated += count
 
-    def plan_compaction(self) -> None:
-        """Counts the compaction that is dispatched after a planned chunk."""
-        self.filled = self.compacted
-
     def land(self) -> tuple[Progress, list[Progress]]:
         """Goes back to before the first planned chunk, which is to be counted now; returns what `plan_again` takes."""
         now, (first, *others) = self.progress, self.planned

@@ -127,7 +127,7 @@ def test_completions_padded_on_the_left_are_refused(squeezed):
 
 def test_completions_of_several_weights_are_trained_dense_alone(squeezed):
     version = np.where(is_token(squeezed), 0, -1).astype(np.int32)
-    whole = jkv.Rollouts(**vars(squeezed), mask=is_token(squeezed), policy_version=version)
+    whole = jkv.Rollouts(**vars(squeezed) | {"mask": is_token(squeezed), "policy_version": version})
     make_batch(whole, ADVANTAGES, replay=True)
     version = version.copy()
     version[3, 2:] = np.where(is_token(squeezed)[3, 2:], 1, -1)

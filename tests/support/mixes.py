@@ -132,6 +132,8 @@ def assert_engine_is_consistent(engine: Engine) -> None:
     conversations = engine.scheduler.conversations
     assert not [*conversations.leaving, *conversations.swapping]
     block_tables += [kept.snapshot.block_table for kept in (*conversations.in_pool, *conversations.freed) if kept.snapshot]
+    waiting = [sample.resumes for sample in engine.scheduler.running.values() if sample.resumes]  # behind another prompt
+    block_tables += [kept.snapshot.block_table for kept in waiting if kept.snapshot]
     block_tables += [table_of(piece, pool) for piece in engine.scheduler.prefix_cache._pages.values()]
     assert not engine.scheduler.prefix_cache._evicted
     assert_allocator_is_consistent(pool, [jax.device_get(block_table) for block_table in block_tables])
