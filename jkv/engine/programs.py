@@ -167,11 +167,14 @@ def decode_chunk(
 
     is_thinking = None if inputs.steer is None else inputs.steer.is_thinking
     is_active = inputs.remaining > 0 if inputs.is_alive is None else (inputs.remaining > 0) & inputs.is_alive
+    ring, num_seen, oldest = state.cache.query_ring, state.cache.pool.logical_length, None
+    if ring is not None and inputs.is_alive is not None:
+        # A kept row that the last chunk has ended is as it was then, also where its next turn begins with a compaction. The
+        # queries are read before the steps begin, or XLA would copy the ring to read them later.
+        oldest, ring = jax.lax.optimization_barrier((oldest_queries(ring, num_seen), ring))
+        state = state._replace(cache=state.cache._replace(query_ring=ring))
     start = (state, is_active, inputs.remaining, is_thinking, inputs.align, generated)
     forced = None if inputs.forced is None else inputs.forced[:num_steps]
-    ring, num_seen = state.cache.query_ring, state.cache.pool.logical_length
-    # A kept row that the last chunk has ended is as it was then, also where its next turn begins with a compaction.
-    oldest = None if ring is None or inputs.is_alive is None else oldest_queries(ring, num_seen)
     end, (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
     state, is_running, *_, generated = end
     ring = state.cache.query_ring
