@@ -131,7 +131,7 @@ def test_synchronised_weights_are_brought_at_each_step(lora):
     dense = dense_of(actor, out.left_padded_prompt_tokens, padded(out.tokens))
     np.testing.assert_allclose(out.logprobs[0], dense[0, : len(out.tokens[0])], atol=2e-5)
     assert all(example.old_per_token_logps is not None for example in learned.examples)
-    np.testing.assert_allclose(learned.logged("sampler/max_difference"), 0, atol=2e-5)
+    np.testing.assert_allclose(learned.logged("sampler/max_difference"), 0, atol=3e-5)
 
 
 def test_micro_batches_of_unequal_size_join():
