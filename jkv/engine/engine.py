@@ -136,8 +136,8 @@ class Engine:
 
         Args:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
-          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample, forced_tokens, cache_salt, prompt_piece:
-            see `jkv.RequestOptions`.
+          policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
+          forced_tokens, cache_salt, prompt_piece: see there.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
