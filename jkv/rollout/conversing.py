@@ -110,8 +110,10 @@ def converse(
 def asking(reply: Reply, workers: int) -> Iterator[Callable[[Turn], Answer]]:
     """A function that asks for the reply to a turn: in one of `workers` threads, or with 0 in this one."""
     if workers:
-        with concurrent.futures.ThreadPoolExecutor(workers, "reply") as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(workers, "reply")
+        try:
             yield lambda turn: pool.submit(reply, turn)
+        finally:  # a reply that takes long keeps nobody waiting after Ctrl-C or an error
             pool.shutdown(wait=False, cancel_futures=True)
         return
 

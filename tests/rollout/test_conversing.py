@@ -140,6 +140,22 @@ def test_an_interrupt_returns_every_conversation_with_its_turns_so_far(rollout):
     rollout.converse(PROMPTS[:1], scripted, **SETTINGS)
 
 
+def test_an_interrupt_does_not_wait_for_replies_that_take_long(rollout):
+    leave, ended = threading.Event(), []
+
+    def reply(turn):
+        if turn.sample_index:
+            signal.raise_signal(signal.SIGINT)
+        leave.wait(60)
+        ended.append(turn)
+
+    out = rollout.converse(PROMPTS[:1], reply, workers=2, **SETTINGS)
+    assert ended == []
+    leave.set()
+    assert out.finish_reason == ["cancelled"] * 2
+    assert out.lengths.tolist() == [6, 6]
+
+
 def test_conversations_of_a_failed_program_stay_pending_until_a_reset(model):
     rollout = make_rollout(model, R_KV)
     with_failing_programs(rollout.engine).fail(6, False)
