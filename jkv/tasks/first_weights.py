@@ -9,13 +9,14 @@ from jaxtyping import PRNGKeyArray
 from jkv.model import checkpoint
 from jkv.model.params import LayerParams, ModelConfig, Params, init_params
 from jkv.model.rotary import rotary_frequency
-from jkv.tasks import vocabulary
+from jkv.tasks import trails, vocabulary
 
 
 def extend(name: str, config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> Params:
     """The weights of a shipped model in float32, with more rows of the embedding for the tokens that it does not know.
 
-    A new row is random, as long as an old one is on average, but `x>` and `x+` start half-way to `x=`, which heads can look up.
+    A new row is random, as long as an old one is on average, but `x>` and `x+` start half-way to `x=`, which heads can look up,
+    and `A>` half-way to `A`.
 
     Raises:
       ValueError: the model has another shape.
@@ -33,6 +34,9 @@ def extend(name: str, config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) ->
         known, *new = tokenizer.convert_tokens_to_ids([pair, f"{pair[0]}>", f"{pair[0]}+"])
         new = jnp.asarray(new)
         embedding = embedding.at[new].set((embedding[known] + embedding[new]) * 2**-0.5)
+    for name in trails.PASSES:
+        known, new = tokenizer.convert_tokens_to_ids([name, f"{name}>"])
+        embedding = embedding.at[new].set((embedding[known] + embedding[new]) * 2**-0.5)
     return params.replace(embedding=embedding, config=config)
 
 
@@ -42,13 +46,15 @@ def init_to_look_up(config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> P
     Queries and keys of a group start equal, so that equal content attends to itself, and outputs start as transposed values,
     so that a head copies what it reads (mimetic initialisation, arXiv 2305.09828). In the first layer, query and key biases of
     heads 0, 2 and 3 differ by a rotation of one, two and three positions on the fastest channels: they start as heads that
-    read the last three tokens. The tokens `x=` start half-way to their letter's embedding.
+    read the last three tokens. The tokens `x=`, and `x+` and `x>` if there are, start half-way to their letter's embedding.
     """
     params = init_params(config, key, scale=config.width**-0.5 / 2)
     embedding = params.embedding
-    for pair in vocabulary.PAIRS:
-        ids = jnp.asarray(tokenizer.convert_tokens_to_ids([pair, pair[0]]))
-        embedding = embedding.at[ids[0]].set(embedding[ids].sum(axis=0) * 2**-0.5)
+    known = tokenizer.get_vocab()
+    for token in (f"{name}{sign}" for name in (*vocabulary.LETTERS, *trails.PASSES) for sign in "=+>"):
+        if token in known:
+            ids = jnp.asarray([known[token], known[token[0]]])
+            embedding = embedding.at[ids[0]].set(embedding[ids].sum(axis=0) * 2**-0.5)
     group, size = config.group_size, config.head_size
 
     def lean(weights: LayerParams) -> LayerParams:

@@ -183,7 +183,7 @@ class Log:
     """
 
     def __init__(self, config: TrainConfig, deadline: float | None) -> None:
-        self.config, self.deadline = config, deadline
+        self.planned, self.config, self.deadline = config, config, deadline
         self.began = time.monotonic()
         self.waiting: tuple[int, int, Any, Any] | None = None
         self.timed: tuple[int, float] | None = None  # a step of the last stage, and when it was done
@@ -205,7 +205,8 @@ class Log:
                 self.timed = step, now
             elif step - self.timed[0] >= 5 * REPORT_EVERY:
                 pace = (now - self.timed[1]) / (step - self.timed[0])
-                self.config = self.config.fill(step + REPORT_EVERY, self.deadline - now - REPORT_EVERY * pace, pace)
+                left = self.deadline - now - REPORT_EVERY * pace
+                self.config = self.planned.fill(self.config, step + REPORT_EVERY, left, pace)
         line |= {"steps": self.config.num_steps, "batch": size, "seconds": round(now - self.began, 1)}
         print(json.dumps(line), flush=True)
         self.waiting = None

@@ -82,16 +82,16 @@ class TrainConfig:
         last = dataclasses.replace(self.stages[-1], steps=total - start)
         return dataclasses.replace(self, learning_rate=rates, stages=(*self.stages[:-1], last))
 
-    def fill(self, done: int, seconds_left: float, seconds_a_step: float) -> "TrainConfig":
-        """The same run with as many steps as fit in the time that is left after `done` of them.
+    def fill(self, current: "TrainConfig", done: int, seconds_left: float, seconds_a_step: float) -> "TrainConfig":
+        """The run with as many steps as fit in the time that is left after `done` of them; `current` is the last plan.
 
-        The decay of the learning rate starts later or earlier, but not before `done`: the rates of past steps stay what they
-        were, so that the run is that of its final number of steps. Once the decay has started nothing changes any more.
+        The decay of the learning rate starts later or earlier than planned, but not before `done`: the rates of past steps stay
+        what they were, so that the run is that of its final number of steps. Once the decay has started nothing changes.
         """
-        if done < self.last_start or done >= self.decay_start:
-            return self
+        if not self.last_start < done < current.decay_start:
+            return current
         share = (self.decay_start - self.last_start) / self.stages[-1].steps  # of the last stage before the decay
-        least = self.last_start + int((done - self.last_start) / share) + 2
+        least = done + int((done - self.last_start) * (1 / share - 1)) + 2
         return self.with_steps(max(least, done + int(seconds_left / seconds_a_step)))
 
 

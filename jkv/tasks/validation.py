@@ -52,8 +52,7 @@ class Validation:
                     self._count(batch, row, np.asarray(picked)[row], right, whole, missed, asked)
             worst = sorted(missed, key=lambda token: -missed[token] / asked[token])[:SHOWN]
             found[kind] = {
-                "whole": round(float(np.mean(whole)), 3),
-                **{name: round(float(np.mean(hits)), 5) for name, hits in right.items() if hits},
+                **{name: round(float(np.mean(hits)), 5) for name, hits in {"whole": whole, **right}.items() if hits},
                 "missed": {token: round(missed[token] / asked[token], 3) for token in worst},
             }
         return found
@@ -81,4 +80,4 @@ class Validation:
             for at in of_problem.tolist():
                 right[kinds.get(at + 1, "other")].append(bool(hit[at]))
                 asked[names[at + 1]] += 1
-                missed[names[at + 1]] += not hit[at]
+                missed.update([names[at + 1]] * (not hit[at]))
