@@ -62,7 +62,7 @@ def test_a_step_is_timed_with_and_without_the_engine_s_options(shape, tmp_path, 
 
 
 def test_what_fails_or_has_no_time_left_is_a_row_and_not_the_end(shape, tmp_path, monkeypatch):
-    def fail(*args):
+    def fail(*args, **options):
         raise RuntimeError("RESOURCE_EXHAUSTED")
 
     monkeypatch.setattr(device, "timed_step", fail)
