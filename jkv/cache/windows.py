@@ -92,7 +92,7 @@ class WindowDecode(NamedTuple):
         if layer in self.unrotated:
             turn = jnp.ones_like(self.cos), jnp.zeros_like(self.sin)
         kv, rotated, _ = kernels.rotate_append(windows.kv, projected, *turn, address)
-        length = jnp.repeat(jnp.minimum(self.position + self.is_active, windows.size), num_kv_heads)
+        length = jnp.repeat(jnp.minimum(self.position + self.is_active.astype(jnp.int32), windows.size), num_kv_heads)
         table = self.tables[layer].reshape(-1, max_pages)
         out, _, _ = kernels.paged_attention(rotated.reshape(len(table), -1, query.shape[-1]), kv, table, length)
         return out.reshape(query.shape), cache._replace(windows=windows.replace(kv=kv))
