@@ -11,6 +11,7 @@ Rings hold floats, also where the pool is quantised.
 from typing import Annotated, Any, NamedTuple
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -56,11 +57,12 @@ def read_row(windows: Windows, tables: Int[Array, "L B K MP"], row: Int[Array, "
 def write_rows(
     windows: Windows, tables: Int[Array, "L B K MP"], target: Int[Array, " R"], content: Float[Array, "L K MP 2 page H"]
 ) -> Windows:
-    """Rings of rows `target` with the content of one row; a target equal to the number of rows is ignored."""
-    num_rows = tables.shape[1]
-    page = tables[:, jnp.minimum(target, num_rows - 1)]
-    page = jnp.where((target < num_rows)[None, :, None, None], page, NULL_PAGE)
-    return windows.replace(kv=windows.kv.at[page].set(content[:, None]))
+    """Rings of rows `target` with the content of one row; targets equal to the number of rows, at the end, are ignored."""
+
+    def write(i: Int[Array, ""], kv: Any) -> Any:
+        return kv.at[tables[:, target[i]]].set(content)
+
+    return windows.replace(kv=jax.lax.fori_loop(0, (target < tables.shape[1]).sum(dtype=jnp.int32), write, windows.kv))
 
 
 class WindowDecode(NamedTuple):
@@ -116,24 +118,25 @@ class WindowPrefill(NamedTuple):
     ) -> tuple[Float[Array, "1 T N H"], Any]:
         """`jkv.model.decoder.Attend`."""
         windows, num_kv_heads, size = cache.windows, key.shape[2], cache.windows.size
-        table = self.tables[layer, self.row]  # [1, K, MP]
-        old_KS2H = jnp.swapaxes(windows.kv[table[0]], 2, 3).reshape(num_kv_heads, -1, 2, key.shape[-1])
-        old_1SK2H = jnp.swapaxes(old_KS2H, 0, 1)[None]
-        offset = jnp.arange(key.shape[1], dtype=jnp.int32)
+        page = self.tables[layer, self.row[0]]  # [K, MP]
+        old_KP2SH = windows.kv[page]
+        old_SK2H = jnp.transpose(old_KP2SH, (1, 3, 0, 2, 4)).reshape(-1, num_kv_heads, 2, key.shape[-1])
+        new_TK2H = jnp.stack([key[0], value[0]], axis=2).astype(windows.kv.dtype)
+        offset = jnp.arange(len(new_TK2H), dtype=jnp.int32)
         is_new = offset < self.num_new
         new = jnp.where(is_new, self.position[0], EMPTY)
         begin = jnp.concatenate([old_positions(windows, self.position[0, 0]), new])
         end = jnp.where(begin == EMPTY, EMPTY, begin + size)
         begin, end = (jnp.broadcast_to(x, (1, num_kv_heads, *x.shape)) for x in (begin, end))
-        keys = jnp.concatenate([old_1SK2H[..., 0, :], key.astype(windows.kv.dtype)], axis=1)
-        values = jnp.concatenate([old_1SK2H[..., 1, :], value.astype(windows.kv.dtype)], axis=1)
-        out = kernels.replay_attention(query, keys, values, self.position, begin, end)
-        is_last = is_new & (offset >= self.num_new - size)  # later ones would overwrite the others
-        slot = self.position[0] % size
-        page = jnp.where(is_last, table[0, :, slot // windows.page_size].T, NULL_PAGE)  # [K, T]
-        new_KT2H = jnp.moveaxis(jnp.stack([key[0], value[0]], axis=2), 0, 1).astype(windows.kv.dtype)
-        place = page[..., None], jnp.arange(2, dtype=jnp.int32), (slot % windows.page_size)[:, None]
-        return out, cache._replace(windows=windows.replace(kv=windows.kv.at[place].set(new_KT2H)))
+        kv_SK2H = jnp.concatenate([old_SK2H, new_TK2H])
+        out = kernels.replay_attention(query, kv_SK2H[None, :, :, 0], kv_SK2H[None, :, :, 1], self.position, begin, end)
+        # The ring is written as a whole: what is written then depends on what was read, so XLA need not copy the rings.
+        is_last = is_new & (offset >= self.num_new - size)  # others would be overwritten by later ones
+        slot = jnp.where(is_last, self.position[0] % size, len(old_SK2H))
+        ring_SK2H = old_SK2H.at[slot].set(new_TK2H, mode="drop")
+        ring = ring_SK2H.reshape(windows.max_pages, windows.page_size, num_kv_heads, 2, -1)
+        kv = windows.kv.at[page].set(jnp.transpose(ring, (2, 0, 3, 1, 4)))
+        return out, cache._replace(windows=windows.replace(kv=kv))
 
 
 def old_positions(windows: Windows, num_seen: Int[Array, ""]) -> Int[Array, " S"]:
