@@ -29,6 +29,12 @@ class Cache(NamedTuple):
     is_read: Bool[Array, "L B K MP"] | None = None  # pages that the current step reads; None if it reads all
     windows: Windows | None = None  # None if every layer has full attention
 
+    @property
+    def rings(self) -> Int[Array, "L B K MP"]:
+        """The pages of the windows of all rows."""
+        assert self.windows is not None
+        return self.windows.tables(*self.pool.page_table.shape[1:3])
+
 
 class DecodeAttention(NamedTuple):
     """Attention of each row's next token (T = 1) to the row's pages."""

@@ -92,7 +92,9 @@ def num_pool_pages(
       ValueError: a setting out of its range, both settings, or more than the device has free.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
-    windows = window_bytes(params, max(max_running, LEAST_ROWS.get(platform_of(next(iter(params.embedding.devices()))), 1)), page_size)
+    windows = window_bytes(
+        params, max(max_running, LEAST_ROWS.get(platform_of(next(iter(params.embedding.devices()))), 1)), page_size
+    )
     free = free_pool_bytes(params, num_shards, share=1.0) - windows
     if 4 * rows > TABLE_SHARE * free:
         raise ValueError(

@@ -93,12 +93,6 @@ class ChunkOutputs(NamedTuple):
     generated: Int[Array, "B V"] | None = None  # the argument of the next chunk, which stays on the device
 
 
-def tables_of(cache: Cache) -> Int[Array, "L B K MP"]:
-    """The pages of the rings of all rows."""
-    assert cache.windows is not None
-    return cache.windows.tables(*cache.pool.page_table.shape[1:3])
-
-
 @device_program(static_argnames=("num_steps", "draws", "is_traced", "returns_hidden"), donate_argnames=DONATED)
 def decode_chunk(
     params: Params,
@@ -145,7 +139,7 @@ def decode_chunk(
         )
         if cache.windows is not None:
             turn = rotation(params.config.in_windows, position)
-            windowed = WindowDecode(tables_of(cache), position, is_active, *turn, params.config.unrotated_windows)
+            windowed = WindowDecode(cache.rings, position, is_active, *turn, params.config.unrotated_windows)
             attend = LayerGroups(attend, windowed, params.config.window_layers)
         cache = cache._replace(
             pool=pool,
@@ -224,7 +218,7 @@ def prefill_chunk(
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
     attend: decoder.Attend = PrefillAttention(address, row, position, num_new, num_pages)
     if cache.windows is not None:
-        windowed = WindowPrefill(tables_of(cache), row, position, num_new)
+        windowed = WindowPrefill(cache.rings, row, position, num_new)
         attend = LayerGroups(attend, windowed, params.config.window_layers)
     observe = None if gate is None else gating(params, gate, row, num_new)
     hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool), observe=observe)
@@ -378,7 +372,7 @@ def snapshot_row(state: State, row: Int[Array, ""]) -> Snapshot:
         pages.block_table_of(pool, row),
         state.logits[row],
         None if ring is None else ring[:, row],
-        None if windows is None else read_row(windows, tables_of(state.cache), row),
+        None if windows is None else read_row(windows, state.cache.rings, row),
     )
 
 
@@ -412,7 +406,7 @@ def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array,
     windows = state.cache.windows
     if windows is not None:
         assert snapshot.windows is not None
-        windows = write_rows(windows, tables_of(state.cache), target, snapshot.windows)
+        windows = write_rows(windows, state.cache.rings, target, snapshot.windows)
     return State(Cache(pool, ring, windows=windows), state.logits.at[target].set(snapshot.logits, mode="drop"))
 
 

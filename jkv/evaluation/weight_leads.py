@@ -28,6 +28,7 @@ from jkv.policies.cur import NormProduct
 from jkv.policies.foresight import ExpectedReads, Foresight, shipped_networks
 from jkv.policies.r_kv import ImportanceMinusRedundancy
 from jkv.policies.scores import AttentionMass, Uniform
+from jkv.replay.windows import with_windows
 from jkv.reports import about, footnote, write
 
 

@@ -311,7 +311,9 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
     if config.layers_without_rope:
         fields["no_rope_layers"] = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
     if config.window_layers:
-        kinds = ["sliding_attention" if layer in config.window_layers else "full_attention" for layer in range(config.num_layers)]
+        kinds = [
+            "sliding_attention" if layer in config.window_layers else "full_attention" for layer in range(config.num_layers)
+        ]
         fields |= {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
     if config.rotary_size:
         fields["partial_rotary_factor"] = config.rotary_size / config.head_size

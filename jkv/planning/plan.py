@@ -264,8 +264,8 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
         )
     if config.window_layers:
         notes.append(
-            f"{len(config.window_layers)} of {config.num_layers} layers read a window of {config.window:,} tokens: every row has "
-            "room for it, which counts in its bytes, and policies leave it alone."
+            f"{len(config.window_layers)} of {config.num_layers} layers read a window of {config.window:,} tokens: every row "
+            "has room for it, which counts in its bytes, and policies leave it alone."
         )
     if policy.read is not None:
         notes.append(f"{policy.name} frees nothing: it reads fewer pages, and stores bounds for all.")

@@ -120,8 +120,8 @@ def step_costs(
 ) -> dict[str, Cost]:
     """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
 
-    A key or value has `vector` bytes in the pool; None is those of its numbers. Layers with a sliding window read `window_slots`
-    of them, which are not quantised. Of a mixture of experts, a step reads those
+    A key or value has `vector` bytes in the pool; None is those of its numbers. Each layer with a sliding window reads
+    `window_slots` slots, which are never quantised. Of a mixture of experts, a step reads those
     that some row chooses, if rows choose independently, and multiplies by those that each row chooses.
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
     and values of some. Logits are written once and read once; penalties read the counts, and write and read the logits anew.

@@ -198,8 +198,8 @@ def check_trace(trace: Trace | None, params: Params, totals: Sequence[int], is_w
     expected = (len(totals), config.num_paged_layers, config.num_kv_heads)
     if trace is not None and trace.end.shape[:3] != expected:
         raise ValueError(
-            f"A trace must have columns for each sample, layer with full attention and KV head, here {expected}; got {trace.end.shape[:3]}. "
-            "Pass the trace of the call that made the tokens, `out.trace`."
+            f"A trace must have columns for each sample, layer with full attention and KV head, here {expected}; got "
+            f"{trace.end.shape[:3]}. Pass the trace of the call that made the tokens, `out.trace`."
         )
     for row, total in enumerate(totals if trace is not None else ()):
         assert trace is not None
