@@ -8,15 +8,19 @@ import signal
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
+# `JAX_PLATFORMS=cuda python -m pytest tests/pallas_kernels -k gpu` runs the GPU's kernels on a GPU in place of the interpreter.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Compiling takes most of the time of the tests, and a third of that without optimisation. `XLA_FLAGS= python -m pytest ...`
 # compiles as users do; `.ci/run` runs so what is about rounding.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"
-    + " --xla_cpu_use_fusion_emitters=false" * metadata.version("jax").startswith("0.10."),  # later ones do not know it
+    + " --xla_cpu_use_fusion_emitters=false" * metadata.version("jax").startswith("0.10.")  # later ones do not know it
+    if os.environ["JAX_PLATFORMS"] == "cpu"
+    else "",
 )
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import jax
@@ -29,6 +33,9 @@ SHAPED = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FIL
 # Files that write no shapes are left to mypy: the check takes most of the time of the host's loop.
 HOOK = install_import_hook([name.removesuffix(".__init__") for name in SHAPED], "beartype.beartype")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+ON_GPU = os.environ["JAX_PLATFORMS"] == "cuda"
+if ON_GPU:
+    jax.config.update("jax_default_matmul_precision", "highest")  # the references' products, which would be in TF32
 CACHE = ROOT / ".cache" / f"jax-{jax.__version__}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # of what the tests start, too
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
@@ -92,6 +99,20 @@ def check_shapes_alone():
             function = getattr(member, "fget", None) or getattr(member, "__func__", member)
             if inspect.isfunction(function) and not SHAPES.search(str(inspect.signature(function))):
                 function.__no_type_check__ = True
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compile_gpu_kernels():
+    """On a GPU, its kernels run there, whatever a test says."""
+    if ON_GPU:
+        from jax.experimental import pallas
+
+        from pallas_kernels import launch
+
+        def compiled(*args, interpret, **settings):
+            return pallas.pallas_call(*args, interpret=False, **settings)
+
+        launch.pl = SimpleNamespace(pallas_call=compiled)
 
 
 @pytest.hookimpl(optionalhook=True)
