@@ -63,11 +63,25 @@ def muon() -> optax.GradientTransformation:
     def update(gradient: Params, state: MuonState, params: Params | None = None) -> tuple[Params, MuonState]:
         by_adam, adam_state = adam.update(gradient, state.adam, params)
         pulled, momentum_state = momentum.update(gradient, state.momentum, params)
-        mixed = jax.tree.map(lambda a, m: MUON_SCALE * orthogonal(m) if m.ndim == 2 else a, by_adam, pulled)
-        mixed = mixed.replace(embedding=by_adam.embedding, unembedding=by_adam.unembedding)
+        mixed = by_adam.replace(layers=orthogonal_matrices(by_adam.layers, pulled.layers))
         return mixed, MuonState(adam_state, momentum_state)
 
     return optax.GradientTransformation(init, update)
+
+
+def orthogonal_matrices(others: Any, pulled: Any) -> Any:
+    """`MUON_SCALE` times the orthogonal matrix of each matrix of `pulled`, and the leaves of `others` for all else.
+
+    Matrices of one shape are one batch, so that an accelerator starts few programs.
+    """
+    leaves, structure = jax.tree.flatten(others)
+    matrices = jax.tree.leaves(pulled)
+    for shape in dict.fromkeys(matrix.shape for matrix in matrices if matrix.ndim == 2):
+        places = [i for i, matrix in enumerate(matrices) if matrix.shape == shape]
+        whole = MUON_SCALE * jax.vmap(orthogonal)(jnp.stack([matrices[i] for i in places]))
+        for i, place in enumerate(places):
+            leaves[place] = whole[i]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def orthogonal(matrix: Float[Array, "m n"]) -> Float[Array, "m n"]:

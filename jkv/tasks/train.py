@@ -3,20 +3,23 @@
 A curriculum of stages, each with its own problem sizes and sequence length; problems packed into rows, the prompt's loss
 masked; AdamW or Muon; orbax checkpoints, from which a second start of the same command resumes.
 The batch of a step depends on nothing but the seed and the step, so a resumed run sees what an unbroken one would.
+
+With `--seconds` the last stage gets as many steps as the time allows, however fast the device is, and the learning rate's decay
+with them; the number of steps is printed and written, and `--steps` runs the same schedule again.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import time
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool, Float, Int
@@ -24,41 +27,16 @@ from jaxtyping import Array, Bool, Float, Int
 from jkv.model import decoder
 from jkv.model.model_shapes import read_shape
 from jkv.model.params import ModelConfig, Params
-from jkv.tasks import trail_vocabulary, vocabulary
-from jkv.tasks.batches import Stage, make_batch, read_stage
+from jkv.reports import write_text
+from jkv.tasks.feed import TOKENIZERS, Feed
 from jkv.tasks.first_weights import extend, init_to_look_up
 from jkv.tasks.optimizers import make_optimizer
+from jkv.tasks.train_config import TrainConfig, check_can_stretch, read_config
+from jkv.tasks.validation import Validation
 
-TOKENIZERS = {"chains": vocabulary.make_tokenizer, "trails": trail_vocabulary.make_tokenizer}  # by task
 LEAST_SHARE = 0.01  # attention to the first token below which a stage's `sink` pulls no harder
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """Everything a run depends on; `task` is a key of `TOKENIZERS`, `start` a shipped model with whose weights it begins."""
-
-    model: str
-    seed: int
-    learning_rate: tuple[tuple[int, float], ...]  # rates at steps, straight lines between them
-    weight_decay: float
-    checkpoint_every: int
-    stages: tuple[Stage, ...]
-    task: str = "chains"
-    start: str | None = None
-    optimizer: str = "adamw"
-
-    @property
-    def num_steps(self) -> int:
-        """Updates of the whole run."""
-        return sum(stage.steps for stage in self.stages)
-
-
-def read_config(path: Path) -> TrainConfig:
-    """A `TrainConfig` from a TOML file."""
-    fields = tomllib.loads(path.read_text())
-    rates = tuple((step, rate) for step, rate in fields["learning_rate"])
-    stages = tuple(read_stage(stage) for stage in fields["stages"])
-    return TrainConfig(**fields | {"learning_rate": rates, "stages": stages})
+REPORT_EVERY = 20  # steps
+UNIT_RATE = ((0, 1.0), (1, 1.0))  # of the optimiser, whose updates a step multiplies by its own rate
 
 
 def packed_attention(
@@ -120,73 +98,150 @@ def loss(params: Params, batch: dict[str, Int[Array, "B T1"]], sink: float = 0.0
 
 @functools.partial(jax.jit, static_argnames=("optimizer", "sink"), donate_argnames=("params", "state"))
 def train_step(
-    optimizer: optax.GradientTransformation, params: Params, state: Any, batch: dict[str, Any], sink: float = 0.0
+    optimizer: optax.GradientTransformation,
+    params: Params,
+    state: Any,
+    batch: dict[str, Any],
+    sink: float = 0.0,
+    rate: Float[Array, ""] | float = 1.0,
 ) -> tuple[Params, Any, Any, Any]:
-    """One update: new weights and optimiser state, the loss, the share of tokens right."""
+    """One update, times `rate`: new weights and optimiser state, the loss, the share of tokens right."""
     (value, hits), gradient = jax.value_and_grad(loss, has_aux=True)(params, batch, sink)
     update, state = optimizer.update(gradient, state, params)
+    update = jax.tree.map(lambda leaf: leaf * rate, update)
     return optax.apply_updates(params, update), state, value, hits
 
 
-def plan_steps(config: TrainConfig, start: int) -> Iterator[tuple[int, Stage]]:
-    """Every step from `start` on with its stage."""
-    schedule = [stage for stage in config.stages for _ in range(stage.steps)]
-    return iter(list(enumerate(schedule))[start:])
+def pick(params: Params, batch: dict[str, Any]) -> Array:
+    """The model's most likely next token after each token of a batch, `[rows, length]`."""
+    return most_likely(params, {name: batch[name] for name in ("token", "segment", "position", "end")})
 
 
-def train(config: TrainConfig, model_config: ModelConfig, folder: Path) -> Params:
-    """Runs or resumes a training run whose checkpoints lie in `folder`; returns the last weights."""
-    tokenizer = TOKENIZERS[config.task]()
-    optimizer = make_optimizer(config.optimizer, config.learning_rate, config.weight_decay)
+@jax.jit
+def most_likely(params: Params, batch: dict[str, Int[Array, "B T1"]]) -> Int[Array, "B T"]:
+    """`pick`, compiled once for each shape."""
+    position, is_seen = batch["position"][:, :-1], seen(batch["segment"][:, :-1], batch["end"][:, :-1])
+    hidden, _ = decoder.forward(params, batch["token"][:, :-1], position, packed_attention, is_seen)
+    return jnp.argmax(decoder.unembed(params, hidden), axis=-1)
+
+
+def first_params(config: TrainConfig, model_config: ModelConfig, tokenizer: Any) -> Params:
+    """The weights before the first step."""
     key = jax.random.key(config.seed)
-    if config.start:
-        params = extend(config.start, model_config, tokenizer, key)
-    else:
-        params = init_to_look_up(model_config, tokenizer, key)
-    state = optimizer.init(params)
-    step, tokens, began = 0, 0, time.monotonic()
-    with ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=2)) as manager:
-        if manager.latest_step() is not None:
-            step = manager.latest_step()
-            target = {"params": params, "state": state}
-            restored = manager.restore(step, args=ocp.args.StandardRestore(target))
+    return extend(config.start, model_config, tokenizer, key) if config.start else init_to_look_up(model_config, tokenizer, key)
+
+
+def train(
+    config: TrainConfig, model_config: ModelConfig, folder: Path, workers: int = 0, deadline: float | None = None
+) -> tuple[Params, TrainConfig]:
+    """Runs or resumes a training run whose checkpoints lie in `folder`; returns the last weights, and the run as it was.
+
+    Args:
+      config: the run.
+      model_config: the model's shape.
+      folder: of checkpoints.
+      workers: processes that make batches ahead (`jkv.tasks.feed`).
+      deadline: on the clock of `time.monotonic`, by when all steps are done: it sets how many the last stage has.
+    """
+    tokenizer = TOKENIZERS[config.task]()
+    optimizer = make_optimizer(config.optimizer, UNIT_RATE, config.weight_decay)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    with contextlib.ExitStack() as stack:
+        manager = stack.enter_context(ocp.CheckpointManager(folder.absolute(), options=options))
+        step = manager.latest_step() or 0
+        batches = stack.enter_context(contextlib.closing(Feed(config, step, workers)))
+        params = first_params(config, model_config, tokenizer)
+        state = optimizer.init(params)
+        if step:
+            restored = manager.restore(step, args=ocp.args.StandardRestore({"params": params, "state": state}))
             params, state = restored["params"], restored["state"]
             print(f"resumed after step {step}", flush=True)
-        for step, stage in plan_steps(config, step):  # noqa: B020 -- the loop goes on from the restored step
-            batch = make_batch(tokenizer, stage, (config.seed, step), config.task)
-            params, state, value, hits = train_step(optimizer, params, state, batch, stage.sink)
-            tokens += stage.rows * stage.length
-            if (step + 1) % 20 == 0:
-                line = {
-                    "step": step + 1,
-                    "length": stage.length,
-                    "loss": round(float(value), 5),
-                    "right": round(float(hits), 5),
-                }
-                rate = tokens / (time.monotonic() - began)
-                print(json.dumps(line | {"tokens": tokens, "tokens_per_second": round(rate)}), flush=True)
-            if (step + 1) % config.checkpoint_every == 0 or step + 1 == config.num_steps:
-                manager.save(step + 1, args=ocp.args.StandardSave({"params": params, "state": state}))
+        validation = Validation.draw(tokenizer, config.stages[-1], config.task) if config.validate_every else None
+        log = Log(config, deadline)
+        while step < log.config.num_steps:
+            batch = next(batches)
+            stage, rate = config.stage(step), np.float32(log.config.rate(step))
+            params, state, value, hits = train_step(optimizer, params, state, batch, stage.sink, rate)
+            step += 1
+            is_last = step == log.config.num_steps
+            if step % REPORT_EVERY == 0 or is_last:
+                log.add(step, batch["token"].size, value, hits)
+            if validation and (step % config.validate_every == 0 or is_last):
+                figures = validation.measure(functools.partial(pick, params))
+                print(json.dumps({"step": step, "validation": figures}), flush=True)
+            if step % config.checkpoint_every == 0 or is_last:
+                manager.save(step, args=ocp.args.StandardSave({"params": params, "state": state}))
+        log.close()
         manager.wait_until_finished()
-    return params
+    return params, log.config
+
+
+class Log:
+    """Prints a line for every 20th step once the next one was handed to the device, which thus never waits for it.
+
+    With a deadline it also keeps the run's length in step with the measured speed (`TrainConfig.fill`).
+    """
+
+    def __init__(self, config: TrainConfig, deadline: float | None) -> None:
+        self.config, self.deadline = config, deadline
+        self.began = time.monotonic()
+        self.waiting: tuple[int, int, Any, Any] | None = None
+        self.timed: tuple[int, float] | None = None  # a step of the last stage, and when it was done
+
+    def add(self, step: int, size: int, value: Any, hits: Any) -> None:
+        """Keeps what a step gave, and prints what the one before gave."""
+        self.close()
+        self.waiting = step, size, value, hits
+
+    def close(self) -> None:
+        """Prints what is left."""
+        if self.waiting is None:
+            return
+        step, size, value, hits = self.waiting
+        line = {"step": step, "loss": round(float(value), 5), "right": round(float(hits), 5)}  # waits for the device
+        now = time.monotonic()
+        if self.deadline is not None and step > self.config.last_start:
+            if self.timed is None:
+                self.timed = step, now
+            elif step - self.timed[0] >= 5 * REPORT_EVERY:
+                pace = (now - self.timed[1]) / (step - self.timed[0])
+                self.config = self.config.fill(step + REPORT_EVERY, self.deadline - now - REPORT_EVERY * pace, pace)
+        line |= {"steps": self.config.num_steps, "batch": size, "seconds": round(now - self.began, 1)}
+        print(json.dumps(line), flush=True)
+        self.waiting = None
 
 
 def main() -> None:
     """The command line."""
+    began = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=Path, help="a TOML file: see configs/experiments/train-tiny-reasoner.toml")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints/tiny-reasoner"), help="kept across starts")
     parser.add_argument("--out", type=Path, help="write the finished model here, as a Hugging Face checkpoint folder")
+    parser.add_argument("--workers", type=int, default=0, help="processes that make batches ahead (default: none)")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--seconds", type=float, help="end by then: the last stage has as many steps as fit")
+    length.add_argument("--steps", type=int, help="of the whole run: the last stage has what the others leave")
     arguments = parser.parse_args()
     config = read_config(arguments.config)
+    if arguments.seconds or arguments.steps:
+        check_can_stretch(config)
+    if arguments.steps:
+        config = config.with_steps(arguments.steps)
     model_file = arguments.config.parents[1] / "models" / f"{config.model}.toml"
     tokenizer = TOKENIZERS[config.task]()
     model_config = dataclasses.replace(read_shape(model_file), end_ids=(tokenizer.eos_token_id,))
-    params = train(config, model_config, arguments.checkpoints)
+    deadline = began + arguments.seconds if arguments.seconds else None
+    params, config = train(config, model_config, arguments.checkpoints, arguments.workers, deadline)
+    print(
+        f"{config.num_steps} steps in {time.monotonic() - began:.0f} s; the same again: --steps {config.num_steps}", flush=True
+    )
     if arguments.out:
         from jkv.model.checkpoint import export
 
         export(params, tokenizer, arguments.out)
+        record = {"config": arguments.config.name, "steps": config.num_steps, "seconds": round(time.monotonic() - began)}
+        write_text(arguments.out / "training.json", json.dumps(record | {"device": jax.devices()[0].device_kind}) + "\n")
 
 
 if __name__ == "__main__":
