@@ -149,7 +149,7 @@ def random_view(
 def random_statistics(model: Model, seed: int = 0) -> QueryStatistics:
     """Random statistics of queries that a policy takes for those of this model."""
     config, rng = model.config, np.random.default_rng(seed)
-    mean: Any = rng.standard_normal((config.num_layers, config.num_query_heads, config.head_size)).astype(np.float32)
+    mean: Any = rng.standard_normal((config.num_paged_layers, config.num_query_heads, config.head_size)).astype(np.float32)
     length = np.asarray(pair_norms(jnp.asarray(mean), (config.rotary_size or config.head_size) // 2))
     modulus: Any = length + rng.random(length.shape, np.float32)
     return QueryStatistics(QueryMoments(mean, modulus), identity_of(model))
@@ -157,7 +157,7 @@ def random_statistics(model: Model, seed: int = 0) -> QueryStatistics:
 
 def random_networks(model: Model, hidden: int = 4, seed: int = 0) -> Foresight:
     """Random networks that `jkv.foresight` takes for those of this model."""
-    heads = model.config.num_layers, model.config.num_kv_heads
+    heads = model.config.num_paged_layers, model.config.num_kv_heads
     arrays: Any = (np.zeros((*heads, *rest), np.float32) for rest in ((1, hidden), (hidden,), (hidden,)))
     like = random_calibration(Foresight(Network(*arrays)), model, seed)
     assert isinstance(like, Foresight)

@@ -125,7 +125,7 @@ class Case:
     def most_slots(self, policy: Policy) -> int:
         """The most slots of any prompt in a layer and KV head."""
         config, lengths = self.model.config, [len(prompt) for prompt in self.prompts]
-        return max(policy.widest(length, self.new_tokens, config.num_layers, config.num_kv_heads) for length in lengths)
+        return max(policy.widest(length, self.new_tokens, config.num_paged_layers, config.num_kv_heads) for length in lengths)
 
     @functools.cached_property
     def compressed(self) -> Result:

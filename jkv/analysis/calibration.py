@@ -15,6 +15,7 @@ from jkv.model.rope import Rope, pair_norms, rope_of, unrotate
 from jkv.policies.calibration import identity_of
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.replay.score import ReplayAttention, check_tokens, dense_columns, round_up
+from jkv.replay.windows import with_windows
 
 MOST_TOKENS = 32_768  # of the text, by default
 PIECE = 4_096  # tokens of one forward pass
@@ -78,5 +79,5 @@ def query_sums(params: Params, rope: Rope, token: Int[Array, " T"], is_real: Boo
         sums.append(QueryMoments(plain.sum(axis=0), pair_norms(plain, rope.frequency.shape[-1]).sum(axis=0)))
         return attention(layer, query, key, value, cache)
 
-    decoder.forward(params, token[None], position, attend, None)
+    decoder.forward(params, token[None], position, with_windows(params.config, attend, position), None)
     return jax.tree.map(lambda *layers: jnp.stack(layers), *sums)

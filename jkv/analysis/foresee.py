@@ -112,7 +112,7 @@ def check_memory(config: ModelConfig, sequences: Sequence[np.ndarray]) -> None:
       ValueError: they do not; the error counts the bytes.
     """
     width = max(padded(sequence).shape[1] for sequence in sequences)
-    heads = config.num_layers * config.num_kv_heads
+    heads = config.num_paged_layers * config.num_kv_heads
     each = 2 * heads * width * (2 * config.head_size + width // STRIDE)
     one_layer = 4 * config.num_kv_heads * width * (width + 1)
     needed, free = 2 * len(sequences) * each + one_layer, free_bytes(jax.devices("cpu")[0], 1.0)
@@ -129,7 +129,7 @@ def watch(model: Model, sequences: Sequence[np.ndarray], power: int = POWER) -> 
     width = max(padded(sequence).shape[1] for sequence in sequences)
     num_moments = width // STRIDE
     config, n = model.config, len(sequences)
-    heads = config.num_layers, config.num_kv_heads
+    heads = config.num_paged_layers, config.num_kv_heads
     shape = (n, *heads, width, config.head_size)
     key, value = (np.zeros(shape, jnp.bfloat16) for _ in range(2))
     reads = np.zeros((n, num_moments, *heads, width), np.float16)

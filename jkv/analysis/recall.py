@@ -31,6 +31,7 @@ from jkv.policies.calibration import identity_of
 from jkv.policies.oracle import FutureReads, Reads
 from jkv.replay.score import Columns, ReplayAttention, dense_columns, hidden_states, over_blocks, round_up, score, trace_columns
 from jkv.replay.trace import Trace, join_traces
+from jkv.replay.windows import with_windows
 from jkv.reports import markdown
 from jkv.statistics import with_interval
 
@@ -175,7 +176,7 @@ def queries_keys_values(params: Params, token: Int[Array, "1 T"]) -> tuple[Any, 
     """Each layer's queries [T, N, H], keys and values [T, K, H]."""
     position = jnp.arange(token.shape[1], dtype=jnp.int32)[None]
     dense = ReplayAttention(position, dense_columns(params.config, 1, token.shape[1]), None)
-    return decoder.forward(params, token, position, Watch(dense), ())[1]
+    return decoder.forward(params, token, position, with_windows(params.config, Watch(dense), position), ())[1]
 
 
 @functools.partial(jax.jit, static_argnames="power")
@@ -229,7 +230,7 @@ def future_reads(model: Model, text: Text, interval: int, width: int = 0) -> Fut
     prompt, rest = text
     total = len(prompt) + len(rest)
     width = max(width, total)
-    shape = model.config.num_layers, model.config.num_kv_heads, 1 + width // interval, width
+    shape = model.config.num_paged_layers, model.config.num_kv_heads, 1 + width // interval, width
     later: Any = np.zeros(shape, np.float32)
     for layer, (received,) in enumerate(attention_received(model.params, [*prompt, *rest], powers=(2,))):
         from_moment = received[:, total, None] - received[:, len(prompt) : total : interval]

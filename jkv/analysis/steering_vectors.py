@@ -13,6 +13,7 @@ from jkv.model.params import Model, Params
 from jkv.reasoning.steering import SteeringVector, label, marks_of
 from jkv.reasoning.token_text import BREAK
 from jkv.replay.score import ReplayAttention, dense_columns, round_up
+from jkv.replay.windows import with_windows
 
 KINDS = ("check", "switch", "go on")
 
@@ -74,6 +75,7 @@ def class_sums(params: Params, token: Int[Array, " T"], indicator: Float[Array, 
         return hidden
 
     position = jnp.arange(token.shape[0], dtype=jnp.int32)[None]
-    attend = ReplayAttention(position, dense_columns(params.config, 1, token.shape[0]), None)
+    dense = ReplayAttention(position, dense_columns(params.config, 1, token.shape[0]), None)
+    attend = with_windows(params.config, dense, position)
     decoder.forward(params, token[None], position, attend, None, enter)
     return jnp.stack(sums)

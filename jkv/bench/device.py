@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from jkv.bench.fixtures import fill, new_inputs, new_state, random_model, usual_page_size
-from jkv.bench.rounds import GREEDY, seconds_of
+from jkv.bench.rounds import GREEDY, seconds_of, timer
 from jkv.bench.step_breakdown import compact
 from jkv.checks import check_counts, words
 from jkv.engine import programs
@@ -140,38 +140,41 @@ def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
     """A decode step, and what compaction adds to it, for R-KV and the full cache at the same slots, equal and ragged."""
     policy = r_kv(bench.budget, interval=bench.interval)
     slots = bench.budget + bench.interval // 2
-    by_kernel = False
+    steps: dict[int, float] = {}  # milliseconds of R-KV's, by batch
     for batch in bench.batches:
-        equal = np.full(batch, slots)
-        ours, own_milliseconds = programs.decode_chunk, None
-        settings: list[tuple[str, Policy, np.ndarray, Any]] = [("r_kv", policy, equal, ours)]
-        if OPTIONS.get(own_platform()):
-            settings.append(("r_kv, XLA's own options", policy, equal, without_options(ours)))
-        settings.append(("full", full(), equal, ours))
+        row = timed_row("r_kv", batch, until, timed_step, bench, policy, np.full(batch, slots))
+        yield row
+        if "milliseconds" in row:
+            steps[batch] = row["milliseconds"]
+            yield timed_row("r_kv, compactions", batch, until, timed_compaction, bench, policy, batch, steps[batch])
+    if steps and jax.default_backend() != "cpu" and time.perf_counter() < until:
+        batch = max(steps)
+        try:
+            yield from kernel_rows(bench, policy, np.full(batch, slots))
+        except Exception as error:  # a failure on a device is a result, not the end of the run
+            yield {"name": "time by kernel", "batch": batch, "not_timed": described(error)}
+    for batch in bench.batches:
+        equal, ragged = np.full(batch, slots), np.where(np.arange(batch) == 0, LONG * slots, slots)
+        yield timed_row("full", batch, until, timed_step, bench, full(), equal)
         if batch > 1:
-            ragged = np.where(np.arange(batch) == 0, LONG * slots, slots)
-            settings.append(("full, one row 16 times as long", full(), ragged, ours))
-        for name, own, lengths, program in settings:
-            if time.perf_counter() > until:
-                yield {"name": name, "batch": batch, "not_timed": "out of time"}
-                continue
-            row: dict[str, Any] = {"name": name, "batch": batch, "slots": round(float(lengths.mean()))}
-            try:
-                row |= timed_step(bench, own, lengths, program)
-                if program is not ours and own_milliseconds:
-                    row["times_our_options"] = digits(row["milliseconds"] / own_milliseconds, 3)
-                elif own is policy:
-                    own_milliseconds = row["milliseconds"]
-                    row |= timed_compaction(bench, own, batch, row["milliseconds"])
-            except Exception as error:  # a failure on a device is a result, not the end of the run
-                row |= {"not_timed": described(error)}
+            yield timed_row(f"full, one row {LONG} times as long", batch, until, timed_step, bench, full(), ragged)
+        if OPTIONS.get(own_platform()):
+            program = without_options(programs.decode_chunk)
+            row = timed_row("r_kv, XLA's own options", batch, until, timed_step, bench, policy, equal, program)
+            if batch in steps and "milliseconds" in row:
+                row["times_our_options"] = digits(row["milliseconds"] / steps[batch], 3)
             yield row
-            if not by_kernel and jax.default_backend() != "cpu":
-                by_kernel = True
-                try:
-                    yield from kernel_rows(bench, own, lengths)
-                except Exception as error:  # as above
-                    yield {"name": "time by kernel", "batch": batch, "not_timed": described(error)}
+
+
+def timed_row(name: str, batch: int, until: float, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """The figures of a call, or why there are none: a failure on a device is a result, not the end of the run."""
+    row: dict[str, Any] = {"name": name, "batch": batch}
+    if time.perf_counter() > until:
+        return row | {"not_timed": "out of time"}
+    try:
+        return row | call(*args)
+    except Exception as error:
+        return row | {"not_timed": described(error)}
 
 
 def described(error: Exception) -> str:
@@ -185,12 +188,15 @@ def without_options(program: DeviceProgram) -> Any:
 
 
 def chunk_of(
-    bench: Bench, policy: Policy, lengths: np.ndarray, chunks: int, program: Any = programs.decode_chunk
+    bench: Bench, policy: Policy, lengths: np.ndarray, program: Any = programs.decode_chunk, longest: int = 0
 ) -> Callable[[], Any]:
-    """A call that decodes the next chunk of rows that start with `lengths` random slots; it may be called `chunks` times."""
+    """A call that decodes the next chunk of rows that start with `lengths` random slots; `ROUNDS` + 1 calls have room.
+
+    Every row has room for `longest` slots if that is more.
+    """
     params, batch = bench.model.params, len(lengths)
-    state = new_state(params, policy, batch, lengths + STEPS * chunks, usual_page_size())
-    state = fill(state, jax.random.key(1), lengths)
+    room = np.maximum(lengths + STEPS * (ROUNDS + 1), longest)
+    state = fill(new_state(params, policy, batch, room, usual_page_size()), jax.random.key(1), lengths)
     inputs = new_inputs(params, policy, batch)
     held = [state]
 
@@ -202,14 +208,19 @@ def chunk_of(
     return call
 
 
-def timed_step(bench: Bench, policy: Policy, lengths: np.ndarray, program: Any = programs.decode_chunk) -> dict[str, Any]:
+def timed_step(
+    bench: Bench, policy: Policy, lengths: np.ndarray, program: Any = programs.decode_chunk, longest: int = 0
+) -> dict[str, Any]:
     """Milliseconds of a step, and of its roofline at the mean length of the measurement."""
-    call = chunk_of(bench, policy, lengths, ROUNDS + 1, program)
-    jax.block_until_ready(call())
+    call = chunk_of(bench, policy, lengths, program, longest)
+    with timer() as first:
+        jax.block_until_ready(call())
     seconds = statistics.median(seconds_of(call) for _ in range(ROUNDS)) / STEPS
     mean = float(lengths.mean()) + STEPS * (1 + ROUNDS / 2)
     best = roofline(bench, policy, mean, len(lengths))
     return {
+        "slots": round(float(lengths.mean())),
+        "compiling_seconds": digits(first.compiling),
         "milliseconds": digits(1000 * seconds),
         "tokens_per_second": digits(len(lengths) / seconds),
         "roofline_milliseconds": digits(1000 * best),
@@ -240,12 +251,12 @@ def timed_compaction(bench: Bench, policy: Policy, batch: int, step: float) -> d
         run = functools.partial(compact, state, policy=policy, batch=batch, num_layers=config.num_layers)
         seconds.append(seconds_of(run, after=state))
     added = 1000 * seconds[-1] / bench.interval
-    return {"compaction_milliseconds": digits(added), "compaction_share": digits(added / (step + added), 3)}
+    return {"milliseconds": digits(added), "compaction_share": digits(added / (step + added), 3)}
 
 
 def kernel_rows(bench: Bench, policy: Policy, lengths: np.ndarray, most: int = 12) -> Iterator[dict[str, Any]]:
     """The device's time of a step by kernel, the longest first, from a profile of one chunk."""
-    call = chunk_of(bench, policy, lengths, 3)
+    call = chunk_of(bench, policy, lengths)
     jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -350,27 +361,23 @@ def stress_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
     }
     settings = [("full", full(), rows["full"]), ("r_kv", compressed, rows["full"]), ("r_kv", compressed, rows["r_kv"])]
     for name, policy, batch in settings:
-        row: dict[str, Any] = {"name": name, "batch": batch}
-        try:
-            row |= whole_life(bench, policy, batch, length, until)
-        except Exception as error:  # as above
-            row |= {"not_timed": described(error)}
-        yield row
+        yield timed_row(name, batch, until, whole_life, bench, policy, batch, length, until)
 
 
 def whole_life(bench: Bench, policy: Policy, batch: int, length: int, until: float) -> dict[str, Any]:
     """Tokens a second over a row's life, by Simpson's rule over steps at the start, the middle and the end of growth."""
     grown = length if policy.budget is None else bench.budget
     lengths = [PROMPT, (PROMPT + grown) // 2, grown] if policy.budget is None else [bench.budget + bench.interval // 2]
-    step = []
-    for slots in lengths:
+    step, own = [], STEPS * (ROUNDS + 1)  # steps that a measurement takes
+    for slots in lengths:  # in a pool of the same size, for which the step is compiled once
         if time.perf_counter() > until:
             return {"not_timed": "out of time"}
-        step.append(timed_step(bench, policy, np.full(batch, min(slots, length) - STEPS * (ROUNDS + 1)))["milliseconds"])
+        row = timed_step(bench, policy, np.full(batch, min(slots, length) - own), longest=max(lengths))
+        step.append(row["milliseconds"])
     mean = step[0] if len(step) == 1 else (step[0] + 4 * step[1] + step[2]) / 6
     added = 0.0
     if policy.budget is not None:
-        added = timed_compaction(bench, policy, batch, mean)["compaction_milliseconds"]
+        added = timed_compaction(bench, policy, batch, mean)["milliseconds"]
     figures = {"milliseconds": digits(mean + added), "tokens_per_second": digits(1000 * batch / (mean + added))}
     return figures | {"slots": round(float(np.mean(lengths)))}
 
@@ -387,6 +394,7 @@ COLUMNS = {
     "name": "what",
     "batch": "rows",
     "slots": "slots",
+    "compiling_seconds": "compiling, s",
     "milliseconds": "ms",
     "tokens_per_second": "tokens/s",
     "roofline_milliseconds": "roofline, ms",

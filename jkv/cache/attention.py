@@ -14,6 +14,7 @@ from jkv.cache.in_step_eviction import UNLIMITED, StepRules, add_mass, choose_vi
 from jkv.cache.moved_sinks import MOST_SINKS, SinkRules, merge
 from jkv.cache.page_selection import Choice, ReadRules, bound, choose_pages
 from jkv.cache.pool import EMPTY, Pool
+from jkv.cache.windows import Windows
 from jkv.model import decoder
 
 OPEN_END = jnp.iinfo(jnp.int32).max  # the end of a column that is never evicted
@@ -26,6 +27,13 @@ class Cache(NamedTuple):
     query_ring: Float[Array, "L B W N H"] | None  # the query of position p is at p % W; None if no policy needs it
     victim: Int[Array, "L B K"] | None = None  # slots that the current step evicts; None if it evicts none
     is_read: Bool[Array, "L B K MP"] | None = None  # pages that the current step reads; None if it reads all
+    windows: Windows | None = None  # None if every layer has full attention
+
+    @property
+    def rings(self) -> Int[Array, "L B K MP"]:
+        """The pages of the windows of all rows."""
+        assert self.windows is not None
+        return self.windows.tables(*self.pool.page_table.shape[1:3])
 
 
 class DecodeAttention(NamedTuple):
@@ -101,7 +109,7 @@ class DecodeAttention(NamedTuple):
             slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
             victim = victim.at[layer].set(slot)
-        return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring, victim, is_read)
+        return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring, victim, is_read, cache.windows)
 
     def append(
         self, layer: int, query: Float[Array, "B N H"], key: Float[Array, "B K H"], value: Float[Array, "B K H"], cache: Cache
@@ -176,7 +184,7 @@ class PrefillAttention(NamedTuple):
             added, mass = self.mass(query, key_1KSH, begin_1KS), pool.slot_data["mass"]
             mass = mass.at[layer, self.row, :, : added.shape[-1]].add(added)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": mass})
-        return out, Cache(pool, ring)
+        return out, Cache(pool, ring, windows=cache.windows)
 
     def mass(
         self, query: Float[Array, "1 T N H"], key: Float[Array, "1 K S H"], position: Int[Array, "1 K S"]

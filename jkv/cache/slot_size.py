@@ -47,7 +47,7 @@ def slot_bytes(head_size: int, dtype: jnp.dtype, kv_format: Format | None = None
 def slot_size(config: ModelConfig, dtype: jnp.dtype, kv_format: Format | None = None) -> SlotSize:
     """The size of a slot of a model."""
     name = jnp.dtype(dtype).name if kv_format is None else kv_format.name
-    return SlotSize(slot_bytes(config.head_size, dtype, kv_format), config.num_layers, config.num_kv_heads, name)
+    return SlotSize(slot_bytes(config.head_size, dtype, kv_format), config.num_paged_layers, config.num_kv_heads, name)
 
 
 def slot_size_of(params: Params, kv_format: Format | None = None) -> SlotSize:

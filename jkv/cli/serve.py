@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
         policies=[r_kv(budget=OPEN_CONTEXT), policy, *more],  # requests may name what needs no more
         max_stop_ids=MOST_STOP_IDS,
         kernels=options.kernels,
-        prefix_cache=not options.no_prefix_cache,
+        prefix_cache=not (options.no_prefix_cache or model.config.window_layers),
     )
     if options.host not in LOCAL and key is None:
         print(f"jkv: warning: any machine that reaches {options.host} may use the model. Give --api-key.", file=sys.stderr)

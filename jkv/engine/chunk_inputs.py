@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.cache import pool as pages
+from jkv.cache import windows
 from jkv.cache.attention import Cache
 from jkv.cache.gating import GATE
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules
@@ -43,9 +44,9 @@ def empty_state(
     poison: bool = False,
     kv_format: Format | None = None,
 ) -> State:
-    """The state of an idle engine: an empty pool (`pool.create`), the last queries, the logits."""
+    """The state of an idle engine: an empty pool (`pool.create`), the last queries, the windows, the logits."""
     pool = pages.create(
-        num_layers=config.num_layers,
+        num_layers=config.num_paged_layers,
         num_rows=num_rows,
         num_kv_heads=config.num_kv_heads,
         head_size=config.head_size,
@@ -62,8 +63,20 @@ def empty_state(
         poison=poison,
         kv_format=kv_format,
     )
-    ring = (config.num_layers, num_rows, needs.window, config.num_query_heads, config.head_size)
-    cache = Cache(pool, jnp.zeros(ring, dtype) if needs.window else None)
+    ring = (config.num_paged_layers, num_rows, needs.window, config.num_query_heads, config.head_size)
+    rings = None
+    if config.window_layers:
+        rings = windows.create(
+            num_layers=len(config.window_layers),
+            num_rows=num_rows,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            window=config.window,
+            page_size=page_size,
+            dtype=dtype,
+            poison=poison,
+        )
+    cache = Cache(pool, jnp.zeros(ring, dtype) if needs.window else None, windows=rings)
     return State(cache, jnp.zeros((num_rows, config.vocab_size), jnp.float32))
 
 
@@ -94,8 +107,8 @@ def row_settings(
     settings = ChunkInputs(
         **arrays,
         sampling=rows_of(samplings, penalises=is_prompted is not None),
-        rules=step_rules(policies, num_rows, model.config.num_layers, prompts) if needs.mass else None,
-        reads=read_rules(policies, num_rows, page_size, model.config.num_layers) if needs.bounds else None,
+        rules=step_rules(policies, num_rows, model.config.num_paged_layers, prompts) if needs.mass else None,
+        reads=read_rules(policies, num_rows, page_size, model.config.num_paged_layers) if needs.bounds else None,
         sinks=moving_sinks(policies, num_rows) if needs.moving_sinks else None,
         steer=steer_rules(policies, num_rows, model) if needs.steering else None,
         align=align_rules(num_rows, model) if needs.aligning else None,

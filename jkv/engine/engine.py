@@ -26,7 +26,7 @@ from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, p
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
-from jkv.engine.policy_checks import check_num_stops, check_policy, gate_of
+from jkv.engine.policy_checks import check_num_stops, check_policy, check_windows, gate_of
 from jkv.engine.prefix_cache import cache_for
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
@@ -77,6 +77,7 @@ class Engine:
         model, mesh, policies = check_model(model_or_params), options.mesh, options.policies
         self.options, self.mesh = options, mesh
         params, config = model.params, model.config
+        check_windows(config, options)
         if mesh is not None:
             meshes.check_mesh(mesh, config)
             params = meshes.shard(params, mesh)
@@ -94,7 +95,7 @@ class Engine:
         sizes: Any = {"page_size": page_size, "bytes_per_page": self.page_bytes, "num_shards": num_shards}
         sizes |= {"kv_memory": options.kv_memory, "num_pages": options.num_pages}
         self.num_pages = num_pool_pages(model.params, max_running, self.max_slots, **sizes)
-        heads = config.num_layers, config.num_kv_heads
+        heads = config.num_paged_layers, config.num_kv_heads
         self.capacity = Capacity(*heads, page_size, self.num_pages, max_running, options.chunk, options.order, num_shards)
         self.tickets: dict[int, list[Sample]] = {}
         self._ticket, self._guard = itertools.count(), Guard()
@@ -106,7 +107,7 @@ class Engine:
         self.runner = Runner(model, self.capacity, self.needs, self.scheduler.running, **given)
         self.runner.is_traced, self.runner.conversations = options.return_trace, self.scheduler.conversations
         if options.prefix_cache:
-            piece = self.runner.prefill_sizes[-1], page_size, config.num_layers * config.num_kv_heads
+            piece = self.runner.prefill_sizes[-1], page_size, config.num_paged_layers * config.num_kv_heads
             self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*piece, self.needs.window)
         self.reset_stats()
 
@@ -440,7 +441,7 @@ class Engine:
             completion.saved = self.runner.meter.saved(sample)
         if self.runner.is_traced:
             trace, num_seen = sample.trace, len(sample.request.prompt) + sample.generated
-            trace = trace or TraceRecorder(config.num_layers, config.num_kv_heads, num_seen)
+            trace = trace or TraceRecorder(config.num_paged_layers, config.num_kv_heads, num_seen)
             given = sample.request.first_prompt, self.capacity.page_size, self.options.kv_format
             completion.trace = trace.finish(num_seen, *given)
         pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0

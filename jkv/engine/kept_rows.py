@@ -7,6 +7,7 @@ policy that evicts in each step compacts after every `STEP_PIECE` new tokens ins
 
 from typing import Any
 
+import jax
 import numpy as np
 
 from jkv.engine import swap
@@ -91,7 +92,9 @@ def settle(programs: Any, state: State, conversations: Conversations) -> State:
     """The state after what the scheduler has decided about kept rows: some are detached, swapped out or freed."""
     leaving, conversations.leaving = conversations.leaving, {}
     for row, kept in leaving.items():
-        state, kept.snapshot = programs.detach(state, np.int32(row))
+        state, snapshot = programs.detach(state, np.int32(row))
+        # Pages stay in the pool; windows are outside of it, where only the rows of the batch have room.
+        kept.snapshot = snapshot._replace(windows=jax.device_get(snapshot.windows))
     swapping, conversations.swapping = conversations.swapping, []
     for kept in swapping:
         assert kept.snapshot is not None

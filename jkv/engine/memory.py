@@ -9,6 +9,7 @@ from jkv.cache import default_page_size
 from jkv.cache.pool import num_pages_of
 from jkv.cache.slot_size import slot_bytes
 from jkv.checks import check_counts, size, typed
+from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
@@ -36,7 +37,7 @@ def page_bytes(params: Params, page_size: int, has_bounds: bool = False, kv_form
 
 def num_layer_heads(params: Params) -> int:
     """Number of (layer, KV head) pairs; each has its own pages."""
-    return params.config.num_layers * params.config.num_kv_heads
+    return params.config.num_paged_layers * params.config.num_kv_heads
 
 
 def num_row_pages(params: Params, num_slots: int, page_size: int) -> int:
@@ -51,16 +52,23 @@ def most_pages(params: Params, request: Request, page_size: int) -> int:
 
 def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, page_size: int) -> int:
     """`most_pages` of a request with `prompt` prompt tokens and at most `new` new ones."""
-    return policy.most_pages(prompt, new, config.num_layers, config.num_kv_heads, page_size)
+    return policy.most_pages(prompt, new, config.num_paged_layers, config.num_kv_heads, page_size)
 
 
 def most_slots(params: Params, request: Request) -> int:
     """The most slots that a request ever fills in a layer and KV head."""
     config, policy = params.config, request.policy
-    widest = policy.widest(request.first_prompt, request.most_generated, config.num_layers, config.num_kv_heads)
+    widest = policy.widest(request.first_prompt, request.most_generated, config.num_paged_layers, config.num_kv_heads)
     if not (request.num_before and policy.evicts_in_steps):
         return widest
-    return max(widest, int(policy.layer_budgets(config.num_layers).max()) + 1 + STEP_PIECE)
+    return max(widest, int(policy.layer_budgets(config.num_paged_layers).max()) + 1 + STEP_PIECE)
+
+
+def window_bytes(params: Params, num_rows: int, page_size: int) -> int:
+    """Bytes of the rings of the layers with a sliding window, of so many rows; 0 without such layers."""
+    config, of_slot = params.config, 2 * vector_bytes(params.config.head_size, params.embedding.dtype, None)
+    slots = num_pages_of(config.window, page_size) * page_size
+    return len(config.window_layers) * num_rows * config.num_kv_heads * slots * of_slot
 
 
 def num_pool_pages(
@@ -76,6 +84,7 @@ def num_pool_pages(
 ) -> int:
     """Pages of a pool whose size is given in pages, in bytes, as "auto" (the free memory), or as None (full rows, if they fit).
 
+    The windows of layers that have them are allocated beside the pool, and count in a size in bytes and in the free memory.
     A size in bytes is capped at the pages that can ever be in use: full rows, and as many again for prompts that samples
     share. All `num_shards` devices have equally many pages, so the total is rounded down.
 
@@ -83,7 +92,10 @@ def num_pool_pages(
       ValueError: a setting out of its range, both settings, or more than the device has free.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
-    free = free_pool_bytes(params, num_shards, share=1.0)
+    windows = window_bytes(
+        params, max(max_running, LEAST_ROWS.get(platform_of(next(iter(params.embedding.devices()))), 1)), page_size
+    )
+    free = free_pool_bytes(params, num_shards, share=1.0) - windows
     if 4 * rows > TABLE_SHARE * free:
         raise ValueError(
             f"Page tables must fit an eighth of the device's free memory, {size(free)}: {max_running} rows of {max_slots} "
@@ -92,14 +104,19 @@ def num_pool_pages(
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}. Pass one.")
     if kv_memory is None and num_pages is None:
-        num_pages = cap_to_free(params, rows, bytes_per_page, num_shards)
+        num_pages = cap_to_free(params, rows, bytes_per_page, num_shards, windows)
         return num_pages - num_pages % num_shards
     if kv_memory == "auto":
         kv_memory = free_pool_bytes(params, num_shards)
     if num_pages is None:
         num_bytes = typed('kv_memory, unless "auto",', kv_memory, int)
         check_counts(kv_memory=num_bytes)
-        num_pages = min(2 * rows, num_bytes // bytes_per_page)
+        if windows and num_bytes < windows + bytes_per_page:
+            raise ValueError(
+                f"kv_memory must hold the windows of {len(params.config.window_layers)} layers, {size(windows)} for all rows, "
+                f"and a pool; got {size(num_bytes)}. Raise it, or lower max_running."
+            )
+        num_pages = min(2 * rows, (num_bytes - windows) // bytes_per_page)
     if num_pages * bytes_per_page > free:
         raise ValueError(
             f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = "
@@ -109,13 +126,13 @@ def num_pool_pages(
     return num_pages - num_pages % num_shards
 
 
-def cap_to_free(params: Params, num_pages: int, bytes_per_page: int, num_shards: int = 1) -> int:
-    """At most `num_pages`, as many as fit the device, at least one; with fewer pages, fewer rows run at a time.
+def cap_to_free(params: Params, num_pages: int, bytes_per_page: int, num_shards: int = 1, windows: int = 0) -> int:
+    """At most `num_pages`, as many as fit the device beside the `windows`, at least one; with fewer, fewer rows run at a time.
 
     The number is a compiled shape, and the free memory changes all the time: fewer pages are a power of two, or half as many
     again.
     """
-    free = max(1, free_pool_bytes(params, num_shards) // bytes_per_page)
+    free = max(1, (free_pool_bytes(params, num_shards) - windows) // bytes_per_page)
     return num_pages if num_pages <= free else coarse(free)
 
 

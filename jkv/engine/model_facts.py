@@ -32,7 +32,7 @@ def facts_for(policy: Policy, model: Model) -> ModelFacts | None:
     return ModelFacts(
         rope=rope_of(model.config) if needs.rope else None,
         calibration=None if calibration is None else arrays_of(calibration),
-        out=tuple(layer.out for layer in model.params.layers) if needs.projected else None,
+        out=tuple(model.params.layers[layer].out for layer in model.config.paged_layers) if needs.projected else None,
     )
 
 

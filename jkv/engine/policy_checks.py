@@ -5,8 +5,9 @@ from collections.abc import Iterable
 import jax
 
 from jkv.engine import mesh as meshes
+from jkv.engine.options import EngineOptions
 from jkv.engine.requests import Request
-from jkv.model.params import Model
+from jkv.model.params import Model, ModelConfig
 from jkv.policies import Needs, Policy
 from jkv.policies.gate import Gate
 from jkv.policies.policy import check_parts
@@ -29,6 +30,15 @@ def check_policy(
         raise ValueError(
             f"An engine computes one gate for all of its rows; it has {gate}, and {policy.name} reads {policy.calibration}. "
             "Build an engine for each gate."
+        )
+
+
+def check_windows(config: ModelConfig, options: EngineOptions) -> None:
+    """Refuses what an engine cannot do for a model with sliding windows."""
+    if config.window_layers and options.prefix_cache:
+        raise ValueError(
+            f"prefix_cache keeps prompts in the pool, and layers {list(config.window_layers)} keep their window of "
+            f"{config.window} tokens outside of it, so later prompts could not start from them. Leave it off."
         )
 
 

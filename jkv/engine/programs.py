@@ -23,9 +23,12 @@ from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import EMPTY, BlockTable
 from jkv.cache.query_ring import last_queries, oldest_queries, put_back
+from jkv.cache.windows import WindowDecode, WindowPrefill, read_row, write_rows
+from jkv.engine.alignment import AlignRules, start_page
 from jkv.engine.device_program import device_program
 from jkv.engine.model_facts import ModelFacts, projected_norms
 from jkv.model import decoder, penalties, sampling
+from jkv.model.layer_groups import LayerGroups
 from jkv.model.params import Params
 from jkv.model.penalties import TokenCounts
 from jkv.model.rotary import rotary_angle, rotation
@@ -54,15 +57,7 @@ class Snapshot(NamedTuple):
     block_table: BlockTable
     logits: Float[Array, " V"]
     query_ring: Float[Array, "L W N H"] | None
-
-
-class AlignRules(NamedTuple):
-    """Which rows start each thought on a new page, and how far they are in a thought (`jkv.reasoning.sharing`)."""
-
-    is_aligning: Bool[Array, " B"]
-    was_end: Bool[Array, " B"]  # whether the last token ended a thought
-    since: Int[Array, " B"]  # tokens since the last thought that started a page
-    is_end: Bool[Array, " V"]  # whether a token ends a thought
+    windows: Float[Array, "L K MP 2 page H"] | None = None
 
 
 class ChunkInputs(NamedTuple):
@@ -138,10 +133,14 @@ def decode_chunk(
         if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
             angle = rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
             sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
-        attend = DecodeAttention(
+        attend: decoder.Attend = DecodeAttention(
             *(address, length, position, *rotation(params.config, position)),
-            *(inputs.rules, inputs.reads, sinks, goes_on, params.config.layers_without_rope),
+            *(inputs.rules, inputs.reads, sinks, goes_on, params.config.unrotated),
         )
+        if cache.windows is not None:
+            turn = rotation(params.config.in_windows, position)
+            windowed = WindowDecode(cache.rings, position, is_active, *turn, params.config.unrotated_windows)
+            attend = LayerGroups(attend, windowed, params.config.window_layers)
         cache = cache._replace(
             pool=pool,
             victim=None if inputs.rules is None else jnp.full_like(length, EMPTY),
@@ -157,7 +156,7 @@ def decode_chunk(
         if cache.victim is not None:
             pool, dropped = pages.vacate(pool, cache.victim)
         logits = decoder.unembed(params, hidden[:, 0])
-        state = State(Cache(pool, cache.query_ring), logits)
+        state = State(Cache(pool, cache.query_ring, windows=cache.windows), logits)
         events = (
             *((dropped, cache.is_read, steered) if is_traced else (None, None, None)),
             hidden[:, 0] if returns_hidden else None,
@@ -190,25 +189,13 @@ def gating(params: Params, gate: AnyGate, row: Int[Array, " R"], num_new: Int[Ar
     epsilon = params.config.norm_epsilon
 
     def observe(layer: int, hidden: Float[Array, "R T D"], cache: Cache) -> Cache:
+        if layer in params.config.window_layers:
+            return cache
         normed = decoder.rms_norm(hidden, params.layers[layer].attention_norm, epsilon)
         value = gate(layer, hidden.astype(jnp.float32), normed.astype(jnp.float32), epsilon)
-        return cache._replace(pool=store_gate(cache.pool, layer, row, num_new, value))
+        return cache._replace(pool=store_gate(cache.pool, params.config.paged_layers.index(layer), row, num_new, value))
 
     return observe
-
-
-def start_page(
-    align: AlignRules, pool: pages.Pool, token: Int[Array, " B"], is_active: Bool[Array, " B"]
-) -> tuple[AlignRules, pages.Pool]:
-    """The pool with a new page for each row whose next token starts a thought; `Sharing.append` does the same on the host.
-
-    After less than half a page of text, a thought continues in the same page, so that no row is more than half empty.
-    """
-    is_end = align.is_end[token]
-    starts = align.is_aligning & is_active & align.was_end & ~is_end & (2 * align.since >= pool.page_size)
-    since = jnp.where(is_active, jnp.where(starts, 0, align.since) + 1, align.since)
-    align = align._replace(was_end=jnp.where(is_active, is_end, align.was_end), since=since)
-    return align, pages.fill_page(pool, starts)
 
 
 @device_program(static_argnames="num_pages", donate_argnames="state")
@@ -229,7 +216,10 @@ def prefill_chunk(
     cache = state.cache
     position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
-    attend = PrefillAttention(address, row, position, num_new, num_pages)
+    attend: decoder.Attend = PrefillAttention(address, row, position, num_new, num_pages)
+    if cache.windows is not None:
+        windowed = WindowPrefill(cache.rings, row, position, num_new)
+        attend = LayerGroups(attend, windowed, params.config.window_layers)
     observe = None if gate is None else gating(params, gate, row, num_new)
     hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool), observe=observe)
     cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
@@ -377,8 +367,13 @@ def release(state: State, row: Int[Array, " B"]) -> State:
 @device_program()
 def snapshot_row(state: State, row: Int[Array, ""]) -> Snapshot:
     """A row's snapshot, which holds no page references."""
-    ring = state.cache.query_ring
-    return Snapshot(pages.block_table_of(state.cache.pool, row), state.logits[row], None if ring is None else ring[:, row])
+    pool, ring, windows = state.cache.pool, state.cache.query_ring, state.cache.windows
+    return Snapshot(
+        pages.block_table_of(pool, row),
+        state.logits[row],
+        None if ring is None else ring[:, row],
+        None if windows is None else read_row(windows, state.cache.rings, row),
+    )
 
 
 @device_program(donate_argnames="state")
@@ -408,7 +403,11 @@ def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array,
     if ring is not None:
         assert snapshot.query_ring is not None
         ring = ring.at[:, target].set(snapshot.query_ring[:, None], mode="drop")
-    return State(Cache(pool, ring), state.logits.at[target].set(snapshot.logits, mode="drop"))
+    windows = state.cache.windows
+    if windows is not None:
+        assert snapshot.windows is not None
+        windows = write_rows(windows, state.cache.rings, target, snapshot.windows)
+    return State(Cache(pool, ring, windows=windows), state.logits.at[target].set(snapshot.logits, mode="drop"))
 
 
 @device_program(donate_argnames="state")

@@ -134,7 +134,7 @@ class Runner:
         # A longer request widens it to a power of two; then compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
-        row_arrays = cache.query_ring, cache.pool.slot_data, cache.pool.vacant_slot
+        row_arrays = cache.query_ring, cache.windows, cache.pool.slot_data, cache.pool.vacant_slot
         self.meter = Meter(
             config,
             running,
@@ -375,7 +375,7 @@ class Runner:
         config, policy = self.model.config, sample.request.policy
         if not self.is_traced:
             return None
-        size = config.num_layers, config.num_kv_heads, sample.request.most_tokens
+        size = config.num_paged_layers, config.num_kv_heads, sample.request.most_tokens
         return TraceRecorder(*size, sinks=policy.num_moving_sinks, steer=policy.steer)
 
     def pad_rows(self, rows: Sequence[int]) -> np.ndarray:

@@ -100,7 +100,7 @@ class Sharer:
             index, first, second, count, shifts = np.pad(block, [(0, NUM_PAIRS - len(block)), (0, 0)]).T
             angle = shifts[:, None] * self._frequency if is_raw else None
             measured = self.programs.measure_pages(
-                state, index, first, second, count, angle, unrotated=self.model.config.layers_without_rope
+                state, index, first, second, count, angle, unrotated=self.model.config.unrotated
             )
             self._squares.append((len(block), measured))
 
@@ -115,7 +115,7 @@ class Sharer:
             return state
         kept: list[tuple[int, np.ndarray, np.ndarray]] = []
         with clock(self.stats, "measure_seconds"):
-            none = np.zeros((0, self.model.config.num_layers, 2, 3), np.float32)
+            none = np.zeros((0, self.model.config.num_paged_layers, 2, 3), np.float32)
             squares, start = np.concatenate([none, *(np.asarray(block)[:count] for count, block in self._squares)]), 0
             # In the order of measurement: rows that share at random have none, rows that compare raw keys come last.
             for row in sorted(self._rows, key=lambda row: row.sharing.share.compare_on == "raw"):

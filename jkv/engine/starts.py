@@ -19,7 +19,7 @@ def start(runner: Any, row: int, sample: Sample) -> Pieces:
     Where it enters in pieces, that is its first one, and the others follow.
     """
     prompt, config, done = sample.request.prompt[: sample.request.first_prompt], runner.model.config, 0
-    sample.filled, sample.heads, sample.version = np.full(config.num_layers, len(prompt)), None, runner.version
+    sample.filled, sample.heads, sample.version = np.full(config.num_paged_layers, len(prompt)), None, runner.version
     sample.sentences = new_log(runner.model, sample.request.policy.sentences)
     sample.trace = runner.new_trace(sample)
     with runner.meter.clock("prefill_seconds"):

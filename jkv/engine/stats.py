@@ -364,8 +364,9 @@ class Meter:
         """Records the pages in use now, and the bytes that full caches of the same rows would hold, if they are peaks."""
         config, stats = self.config, self.stats
         stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.row_bytes)
-        seen = sum(sample.num_seen for sample in self.running.values())
-        dense = seen * 2 * config.num_layers * config.num_kv_heads * config.head_size * self.itemsize
+        seen = [sample.num_seen for sample in self.running.values()]
+        slots = config.num_paged_layers * sum(seen) + len(config.window_layers) * sum(min(n, config.window) for n in seen)
+        dense = slots * 2 * config.num_kv_heads * config.head_size * self.itemsize
         stats.dense_kv_bytes = max(stats.dense_kv_bytes, dense)
         stats.held_pages, stats.held_dense_bytes = held, dense
 
@@ -395,7 +396,7 @@ class Meter:
         if sample.heads is not None:
             held = float(num_pages_of(sample.heads, self.page_size).sum())
         if policy.read is not None:
-            dense = policy.read.num_dense(config.num_layers) / config.num_layers
+            dense = policy.read.num_dense(config.num_paged_layers) / config.num_paged_layers
             read = min(whole, pages_read(policy.read.budget, self.page_size))
             held *= dense + (1 - dense) * read / whole
-        return held, config.num_layers * config.num_kv_heads * whole
+        return held, config.num_paged_layers * config.num_kv_heads * whole

@@ -91,13 +91,13 @@ def recall_by_head(model: Model, texts: Sequence[Text], policies: Sequence[Polic
                     )
                     for run in runs
                 ]
-    shape = len(texts), model.config.num_layers, model.config.num_kv_heads, len(policies)
+    shape = len(texts), model.config.num_paged_layers, model.config.num_kv_heads, len(policies)
     return np.moveaxis(np.reshape(shares, shape).mean(axis=0), -1, 0)
 
 
 def measure(model: Model, calibration: Sequence[Text], texts: Sequence[Text], budget: int) -> dict[str, Any]:
     """Lines of each family, and the windows that its heads took."""
-    shape = model.config.num_layers, model.config.num_kv_heads
+    shape = model.config.num_paged_layers, model.config.num_kv_heads
     lines, chosen = [], {}
     for family in FAMILIES:
         fixed = [policy_of(family, f"window {window}", np.full(shape, window), budget) for window in WINDOWS]

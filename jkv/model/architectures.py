@@ -93,7 +93,8 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         raise ValueError(f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}")
     scaling = parse_rope(rope, rotary_size, config.max_position_embeddings, where)
     positions = most_positions(config, scaling)
-    check_features(config, family, positions, where)
+    windows = window_layers(config, family, positions)
+    check_features(config, family, positions, windows, where)
     return ModelConfig(
         family=family.name,
         vocab_size=config.vocab_size,
@@ -108,6 +109,8 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         rope_scaling=scaling,
         rotary_size=0 if rotary_size == head_size else rotary_size,
         layers_without_rope=layers_without_rope(config) if family.has_layers_without_rope else (),
+        window=config.sliding_window if windows else 0,
+        window_layers=windows,
         norm_epsilon=config.rms_norm_eps,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -121,6 +124,14 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
 def layers_without_rope(config: Any) -> tuple[int, ...]:
     """The layers whose entry of `no_rope_layers` is 0; 1 marks a layer with RoPE."""
     return tuple(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
+
+
+def window_layers(config: Any, family: Family, limit: int) -> tuple[int, ...]:
+    """The layers with a sliding window; one of all the `limit` positions is full attention."""
+    window = getattr(config, "sliding_window", None)
+    if not family.has_windows or window is None or window >= limit:
+        return ()
+    return tuple(layer for layer, kind in enumerate(config.layer_types) if kind == "sliding_attention")
 
 
 def check_family(fields: Mapping[str, Any], where: str) -> Family:
@@ -137,13 +148,13 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
     return family
 
 
-def check_features(config: Any, family: Family, limit: int, where: str) -> None:
+def check_features(config: Any, family: Family, limit: int, windows: tuple[int, ...], where: str) -> None:
     """Refuses by name the features of a supported family, of `limit` positions, that the decoder lacks."""
     queries, keys = config.num_attention_heads, config.num_key_value_heads
     window = getattr(config, "sliding_window", None)
     others = set(family.attention_kinds(config))
     others -= {"full_attention"}
-    if window is None or window >= limit:  # a window of the maximum length is full attention
+    if windows or window is None or window >= limit:  # a window of the maximum length is full attention
         others -= {"sliding_attention"}
     biases = [name for name in family.bias_switches if getattr(config, name, False)]
     has_head_size = getattr(config, "head_dim", None) is not None
@@ -153,6 +164,10 @@ def check_features(config: Any, family: Family, limit: int, where: str) -> None:
             f"hidden_size must be a multiple of num_attention_heads={queries}, got {config.hidden_size}",
         ),
         (not others, f"attention must be full, got {sorted(others)} with sliding_window={window} below {limit} positions"),
+        (
+            len(windows) < config.num_hidden_layers,
+            f"a layer must have full attention, for policies to act on, got a sliding_window={window} in all of them",
+        ),
         (not biases, f"{' and '.join(biases)} must be false in {family.architecture}, got true"),
         (config.hidden_act in ("silu", "swish"), f"hidden_act must be 'silu', got {config.hidden_act!r}"),
         (queries % keys == 0, f"query heads must be a multiple of KV heads, got {queries} and {keys}"),
@@ -295,6 +310,11 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         fields |= original_of_rope(fields)
     if config.layers_without_rope:
         fields["no_rope_layers"] = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
+    if config.window_layers:
+        kinds = [
+            "sliding_attention" if layer in config.window_layers else "full_attention" for layer in range(config.num_layers)
+        ]
+        fields |= {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
     if config.rotary_size:
         fields["partial_rotary_factor"] = config.rotary_size / config.head_size
     return fields

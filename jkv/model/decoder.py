@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 from jkv.model.experts import mixture
+from jkv.model.layer_groups import check_attend
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
 from jkv.model.rotary import rotation
 from pallas_kernels.add_norm.reference import rms_norm
@@ -54,7 +55,10 @@ def forward(
     `remat`, a gradient computes each layer once more in place of keeping what it computed.
     """
     config = params.config
-    cos, sin = rotation(config, position)
+    check_attend(config, attend)
+    turn = turn_of_windows = rotation(config, position)
+    if config.window_layers:
+        turn_of_windows = rotation(config.in_windows, position)
     norms = [*(weights.attention_norm for weights in params.layers), params.final_norm]
 
     def add(hidden: Array, added: Array, norm: Array) -> tuple[Array, Array]:
@@ -69,6 +73,7 @@ def forward(
         cache = cache if observe is None else observe(layer, hidden, cache)
         query, key, value = project(config, weights, normed)
         if rotates and layer not in config.layers_without_rope:
+            cos, sin = turn_of_windows if layer in config.window_layers else turn
             query, key = rotate(query, cos, sin), rotate(key, cos, sin)
         mixed, cache = attend(layer, query, key, value, cache)
         hidden, normed = add(hidden, times(mixed.reshape(*token.shape, -1), weights.out), weights.mlp_norm)

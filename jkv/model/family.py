@@ -48,6 +48,7 @@ class Family:
       has_partial_rotary: whether `partial_rotary_factor` is used; in other families transformers ignores it.
       has_experts: whether its feed-forward blocks are mixtures of experts.
       has_layers_without_rope: whether config.json lists layers whose queries and keys are not rotated (`no_rope_layers`).
+      has_windows: whether its layers may have a sliding window, each by its entry of `layer_types`.
       bias_switches: fields of config.json that add biases which the decoder lacks.
       attention_kinds: the kinds of attention that a transformers configuration uses.
       tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Fields of one tensor are stacked in it by rows,
@@ -66,6 +67,7 @@ class Family:
     has_partial_rotary: bool = False
     has_experts: bool = False
     has_layers_without_rope: bool = False
+    has_windows: bool = False
     bias_switches: tuple[str, ...] = ("attention_bias", "mlp_bias")
     attention_kinds: Callable[[Any], set[str]] = layer_types
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSORS)

@@ -60,6 +60,10 @@ class ModelConfig:
     rope_scaling: RopeScaling = RopeScaling()
     rotary_size: int = 0  # leading channels of a head that are rotated; 0 means all
     layers_without_rope: tuple[int, ...] = ()  # whose queries and keys are not rotated
+    window: int = 0  # tokens that a query reads in the `window_layers`, its own included
+    window_layers: tuple[int, ...] = ()  # layers with a sliding window; the others have full attention
+    window_theta: float | None = None  # RoPE of these layers, where it is another
+    window_scaling: RopeScaling | None = None
     norm_epsilon: float = 1e-6
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -72,13 +76,39 @@ class ModelConfig:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "ModelConfig":
         """The configuration with fields as TOML and JSON write them: lists for tuples, and an object for `rope_scaling`."""
-        scaling = {"rope_scaling": RopeScaling(**as_tuples(fields.get("rope_scaling", {})))}
-        return cls(**as_tuples(fields) | scaling)
+        names = [name for name in ("rope_scaling", "window_scaling") if fields.get(name) is not None]
+        return cls(**as_tuples(fields) | {name: RopeScaling(**as_tuples(fields[name])) for name in names})
 
     @property
     def group_size(self) -> int:
         """Query heads for each KV head (G)."""
         return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def paged_layers(self) -> tuple[int, ...]:
+        """The layers with full attention, whose keys and values are in the pool; their order is that of the pool's layers."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.window_layers)
+
+    @property
+    def num_paged_layers(self) -> int:
+        """The number of layers with full attention: L of the pool, of policies and of traces."""
+        return self.num_layers - len(self.window_layers)
+
+    @property
+    def in_windows(self) -> "ModelConfig":
+        """The configuration with the RoPE of the layers with a sliding window."""
+        theta = self.rope_theta if self.window_theta is None else self.window_theta
+        return dataclasses.replace(self, rope_theta=theta, rope_scaling=self.window_scaling or self.rope_scaling)
+
+    @property
+    def unrotated(self) -> tuple[int, ...]:
+        """The layers of the pool without RoPE, by their index among those."""
+        return tuple(i for i, layer in enumerate(self.paged_layers) if layer in self.layers_without_rope)
+
+    @property
+    def unrotated_windows(self) -> tuple[int, ...]:
+        """The layers with a sliding window and without RoPE, by their index among those."""
+        return tuple(i for i, layer in enumerate(self.window_layers) if layer in self.layers_without_rope)
 
 
 # The axes of the fields are not checked as types, because JAX also builds these pytrees with leaves that are not arrays. A mesh

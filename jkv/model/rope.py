@@ -29,10 +29,10 @@ class Rope(NamedTuple):
 
 @functools.lru_cache
 def rope_of(config: ModelConfig) -> Rope:
-    """The RoPE of each layer of a model, on the host."""
-    frequency = np.tile(np.asarray(rotary_frequency(config)), (config.num_layers, 1))
-    factor = np.full(config.num_layers, config.rope_scaling.attention_factor, np.float32)
-    without = list(config.layers_without_rope)
+    """The RoPE of each layer with full attention, on the host."""
+    frequency = np.tile(np.asarray(rotary_frequency(config)), (config.num_paged_layers, 1))
+    factor = np.full(config.num_paged_layers, config.rope_scaling.attention_factor, np.float32)
+    without = list(config.unrotated)
     frequency[without], factor[without] = 0, 1
     of_layers: Any = frequency, factor
     return Rope(*of_layers)

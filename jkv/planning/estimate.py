@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine import mesh as meshes
@@ -152,7 +153,7 @@ class Setting:
     def layout(self, policy: Policy, length: int) -> Layout:
         """The slots and pages that the engine reserves for each row, and those of a prompt that is not compacted yet."""
         config, new = self.config, length - self.prompt
-        slots = policy.widest(self.prompt, new, config.num_layers, config.num_kv_heads)
+        slots = policy.widest(self.prompt, new, config.num_paged_layers, config.num_kv_heads)
         pages = most_pages_of(config, policy, self.prompt, new, self.page_size)
         first = max(pages, num_row_pages(self.shapes, self.prompt, self.page_size))
         return Layout(slots, num_pages_of(slots, self.page_size), pages, first)
@@ -189,7 +190,7 @@ class Setting:
         if batch is None:
             batch = bisect.bisect_right(range(1, MOST_ROWS), self.usable_bytes, key=total)
         rows, pages = max(1, batch), layout.pool_pages(max(1, batch))
-        life = lifetime(policy, self.prompt, length - self.prompt, self.config.num_layers)
+        life = lifetime(policy, self.prompt, length - self.prompt, self.config.num_paged_layers)
         speed, phases, limit, share = self.speed(policy, life, length - self.prompt, batch)
         return Estimate(
             policy=policy.name,
@@ -228,6 +229,7 @@ class Setting:
             page_size=self.page_size,
             rows=batch,
             penalises=self.sampling.penalises,
+            window_slots=float(np.minimum(self.prompt + 1 + np.arange(new), self.config.window).mean()),
         )
         phases = {name: cost.seconds(device, itemsize) for name, cost in costs.items()}
         limits: dict[str, float] = {}

@@ -161,7 +161,7 @@ def plan(
         length=length,
         num_weights=count_weights(setting.shapes),
         weight_bytes=setting.weight_bytes,
-        bytes_per_token=config.num_layers * setting.local.num_kv_heads * kv,
+        bytes_per_token=config.num_paged_layers * setting.local.num_kv_heads * kv,
         usable_bytes=setting.usable_bytes,
         own=own,
         full=whole,
@@ -251,6 +251,7 @@ def pays_from(setting: Setting, policy: Policy, is_better: Callable[[Estimate, E
 
 def notes_of(setting: Setting, policy: Policy) -> list[str]:
     """What the figures do not include."""
+    config = setting.config
     notes = ["Tokens a second are a bound from the device's figures (a roofline), not a measurement; they exclude prefill."]
     if setting.device.bandwidth is None:
         notes[0] = f"No speed: {setting.device.name}'s bandwidth and rate are not known. Give a jkv.Device with both."
@@ -260,6 +261,11 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
         notes.append(
             f"{setting.device.name} has a compute capability below {choice.spell(choice.LEAST_CAPABILITY)}, so no Triton "
             "kernels and no bfloat16: weights load as float32, and plain XLA computes the kernels."
+        )
+    if config.window_layers:
+        notes.append(
+            f"{len(config.window_layers)} of {config.num_layers} layers read a window of {config.window:,} tokens: every row "
+            "has room for it, which counts in its bytes, and policies leave it alone."
         )
     if policy.read is not None:
         notes.append(f"{policy.name} frees nothing: it reads fewer pages, and stores bounds for all.")

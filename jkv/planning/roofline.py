@@ -116,10 +116,12 @@ def step_costs(
     page_size: int,
     rows: int,
     penalises: bool = False,
+    window_slots: float = 0.0,
 ) -> dict[str, Cost]:
     """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
 
-    A key or value has `vector` bytes in the pool; None is those of its numbers. Of a mixture of experts, a step reads those
+    A key or value has `vector` bytes in the pool; None is those of its numbers. Each layer with a sliding window reads
+    `window_slots` slots, which are never quantised. Of a mixture of experts, a step reads those
     that some row chooses, if rows choose independently, and multiplies by those that each row chooses.
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
     and values of some. Logits are written once and read once; penalties read the counts, and write and read the logits anew.
@@ -132,7 +134,9 @@ def step_costs(
         read = np.where(np.arange(len(slots)) < policy.read.num_dense(len(slots)), slots, chosen)
     extra = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * bounds / page_size
     row_bytes = config.num_kv_heads * float((read * pair + slots * extra).sum())
-    row_flops = 4 * config.num_query_heads * config.head_size * float(read.sum())
+    in_windows = len(config.window_layers) * window_slots
+    row_bytes += config.num_kv_heads * in_windows * bounds
+    row_flops = 4 * config.num_query_heads * config.head_size * (float(read.sum()) + in_windows)
     of_experts = 3 * config.num_layers * config.num_experts * config.mlp_width * config.width
     chosen_by_one = config.num_active_experts / max(config.num_experts, 1)
     chosen_by_any, active = 1 - (1 - chosen_by_one) ** rows, of_experts * chosen_by_one

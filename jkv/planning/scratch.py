@@ -66,17 +66,18 @@ def scratch_of(
         decode += copies * 3 * num_rows * config.num_active_experts * config.mlp_width * config.width * itemsize
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
-    prefill = 2 * key_bytes + chunk * token
+    of_window = config.num_kv_heads * (config.window + chunk) * config.head_size * itemsize if config.window_layers else 0
+    prefill = 2 * max(key_bytes, of_window) + chunk * token
     evict, compaction = policy.evict, 0
     if evict is not None:
-        compaction = config.num_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
+        compaction = config.num_paged_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
         compaction += 4 * policy.needs.projected * config.width * max_slots  # of one query head
     if is_plain:
         columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
         joined = config.width * (2 * config.mlp_width * max(config.num_experts, 1) + columns) * itemsize
         logits_of_step = 4 * config.num_query_heads * max_slots
         decode += max(joined, num_rows * (2 * key_bytes + logits_of_step))
-        decode += num_rows * policy.needs.mass * config.num_layers * logits_of_step
+        decode += num_rows * policy.needs.mass * config.num_paged_layers * logits_of_step
         prefill += joined + chunk * config.num_layers * config.width * itemsize
         prefill += MASS_COPIES * chunk * policy.needs.mass * logits_of_step
         compaction = compaction * 23 // 20 + (evict is not None) * KEY_COPIES * key_bytes

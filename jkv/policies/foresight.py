@@ -48,7 +48,7 @@ class Foresight(Calibration):
             raise ValueError(f"into must be [L, K, F, I], bias and out [L, K, I]; got {into.shape}, {bias.shape}, {out.shape}.")
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        heads, hidden = (config.num_layers, config.num_kv_heads), self.arrays.into.shape[-1]
+        heads, hidden = (config.num_paged_layers, config.num_kv_heads), self.arrays.into.shape[-1]
         num_features = 2 * config.head_size + len(AGES)
         return {"into": (*heads, num_features, hidden), "bias": (*heads, hidden), "out": (*heads, hidden)}
 

@@ -41,7 +41,7 @@ class FutureReads(Calibration):
             raise ValueError(f"later must be [L, K, E, S]; got {self.arrays.later.shape}.")
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        return {"later": (config.num_layers, config.num_kv_heads, *self.arrays.later.shape[2:])}
+        return {"later": (config.num_paged_layers, config.num_kv_heads, *self.arrays.later.shape[2:])}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,5 +35,5 @@ class QueryStatistics(Calibration):
             raise ValueError(f"mean must be [L, N, H] and modulus [L, N, half]; got {mean.shape} and {modulus.shape}.")
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
-        heads = config.num_layers, config.num_query_heads
+        heads = config.num_paged_layers, config.num_query_heads
         return {"mean": (*heads, config.head_size), "modulus": (*heads, (config.rotary_size or config.head_size) // 2)}

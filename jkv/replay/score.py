@@ -28,6 +28,7 @@ from jkv.model.sampling import Sampling, SamplingRows, rows_of
 from jkv.reasoning import steering
 from jkv.replay.on_mesh import AnyMesh, mesh_of, num_row_shards, on_mesh
 from jkv.replay.trace import SteerTrace, Trace
+from jkv.replay.windows import with_windows
 from pallas_kernels.quantised import Format, straight_through
 
 UNEMBED_BLOCK = 64  # tokens whose logits exist at once
@@ -194,11 +195,11 @@ def check_trace(trace: Trace | None, params: Params, totals: Sequence[int], is_w
     Where the rows are whole results, so are the texts of their trace; bare tokens may be the first ones of a longer text.
     """
     config = params.config
-    expected = (len(totals), config.num_layers, config.num_kv_heads)
+    expected = (len(totals), config.num_paged_layers, config.num_kv_heads)
     if trace is not None and trace.end.shape[:3] != expected:
         raise ValueError(
-            f"A trace must have columns for each sample, layer and KV head, here {expected}; got {trace.end.shape[:3]}. "
-            "Pass the trace of the call that made the tokens, `out.trace`."
+            f"A trace must have columns for each sample, layer with full attention and KV head, here {expected}; got "
+            f"{trace.end.shape[:3]}. Pass the trace of the call that made the tokens, `out.trace`."
         )
     for row, total in enumerate(totals if trace is not None else ()):
         assert trace is not None
@@ -257,7 +258,7 @@ def join(tokens: np.ndarray, prompts: Sequence[Any], lengths: Sequence[int]) -> 
 
 def dense_columns(config: ModelConfig, num_samples: int, total: int) -> Columns:
     """Every token's own column, which never ends."""
-    shape = (num_samples, config.num_layers, config.num_kv_heads, total)
+    shape = (num_samples, config.num_paged_layers, config.num_kv_heads, total)
     own = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), shape)
     return Columns(None, own, jnp.full(shape, OPEN_END, jnp.int32))
 
@@ -374,7 +375,8 @@ def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns, re
     enter, steer = None, columns.steer
     if steer is not None:
         enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)
-    attend = ReplayAttention(position, columns, turn, params.config.layers_without_rope)
+    paged = ReplayAttention(position, columns, turn, params.config.unrotated)
+    attend = with_windows(params.config, paged, position)
     return decoder.forward(params, token, position, attend, None, enter, remat=remat)[0]
 
 

@@ -127,9 +127,9 @@ def log_probs(params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = No
     columns = batch.columns
     if columns is None:
         columns = dense_columns(config, *batch.token.shape)
-    elif columns.end.shape[:3] != (num_rows, config.num_layers, config.num_kv_heads):
+    elif columns.end.shape[:3] != (wanted := (num_rows, config.num_paged_layers, config.num_kv_heads)):
         raise ValueError(
-            f"A batch's columns are of each row, layer and KV head, here {(num_rows, config.num_layers, config.num_kv_heads)}; "
+            f"A batch's columns are of each row, layer with full attention and KV head, here {wanted}; "
             f"got {columns.end.shape[:3]}. Make the batch of what this model sampled."
         )
     settings = {"truncates": batch.truncates, "start": batch.start, "mesh": mesh_of(weights, mesh), "remat": remat}

@@ -57,6 +57,7 @@ CONFIGS = {  # every family, and every feature of the configuration at least onc
         rope_scaling=RopeScaling("yarn", 8.0, 1.0, 1.0, 32, 2.0, 0.5, 1.5, False),
         rope_theta=100.0,
     ),
+    "qwen3-window": dataclasses.replace(SMALL, family="qwen3", qk_norm=True, window=64, window_layers=(1,)),
     "qwen3-experts": dataclasses.replace(SMALL, family="qwen3_moe", qk_norm=True, num_experts=4, num_active_experts=2),
     "mistral": dataclasses.replace(SMALL, family="mistral", head_size=16),
     "phi3-longrope": dataclasses.replace(
@@ -277,11 +278,21 @@ REFUSED = {
     "no-model-type": ("llama", {"model_type": None}, "model_type None"),
     "quantised": ("qwen2", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised.*gptq"),
     "window-phi3": ("phi3", {"sliding_window": 255}, "full.*sliding_window=255 below 256"),
-    "window-qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_window=64"),
-    "window-qwen3": (
-        "qwen3",
-        {"use_sliding_window": True, "sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
-        "sliding_attention.*=64",
+    "window-qwen2": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
+        "a layer must have full attention.*sliding_window=64 in all",
+    ),
+    "window-llama": (
+        "llama",
+        {"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]},
+        "sliding_attention.*sliding_window=64",
+    ),
+    "window-qwen3-moe": (
+        "qwen3_moe",
+        {"use_sliding_window": True, "sliding_window": 64}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "full.*sliding_window=64",
     ),
     "chunked": ("qwen3", {"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
     "attention-bias": ("llama", {"attention_bias": True}, "attention_bias must be false"),
@@ -295,7 +306,7 @@ REFUSED = {
     "window-and-yarn": (
         "qwen2",
         YARN | {"max_position_embeddings": 64, "use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0},
-        "full.*sliding_window=64 below 256",
+        "full attention.*sliding_window=64 in all",
     ),
     "yarn-of-llama3": (
         "qwen2",
@@ -318,7 +329,7 @@ REFUSED = {
     "long-longrope": ("llama", LONGROPE | {"head_dim": 4}, "short_factor.*2 rotated pairs.*got 4"),
     "rope-of-fewer-layers": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have an entry for each of the 2.*got 1"),
     "half-rotated": ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers must be"),
-    "window-smollm3": ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [1, 0]}, "sliding"),
+    "window-smollm3": ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [0, 0]}, "in all of"),
     "unknown-rope": ("llama", {"rope_scaling": {"rope_type": "banana"}}, "RoPE.*default, linear, llama3, yarn.*banana"),
     "half-a-rope": ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     "wrong-type": ("llama", {"vocab_size": "96"}, "vocab_size.*int"),

@@ -129,7 +129,7 @@ CAUSAL = {
     indirect=["replay_attention"],
 )
 def test_causal_columns_give_causal_attention(replay_attention, num_tokens, heads, group, dtype):
-    query, key, value = random_inputs(2, num_tokens, num_tokens, heads, group, 8, dtype)
+    query, key, value = random_inputs(2, num_tokens, num_tokens, heads, group, 16, dtype)
     columns = causal_columns(2, num_tokens, heads)
     out = replay_attention(query, key, value, *columns)
     assert_agrees(out, by_hand(query, key, value, *columns), dtype)
@@ -143,7 +143,7 @@ SPANS = {"T9_C14": (9, 14), "T200_C150": (200, 150)}
     ("replay_attention", "num_tokens", "num_columns"), cases_of(SPANS, ["T9_C14"]), indirect=["replay_attention"]
 )
 def test_a_query_reads_the_columns_whose_span_holds_its_position(replay_attention, num_tokens, num_columns, dtype):
-    query, key, value = random_inputs(2, num_tokens, num_tokens, 2, 2, 8, dtype)
+    query, key, value = random_inputs(2, num_tokens, num_tokens, 2, 2, 16, dtype)
     position, begin, end, source = random_columns(2, num_tokens, 2, num_columns)
     out = replay_attention(query, key, value, position, begin, end, source)
     assert_agrees(out, by_hand(query, key, value, position, begin, end, source), dtype)

@@ -414,3 +414,26 @@ def test_a_plan_counts_the_bytes_of_each_device(model, count):
 
         assert held(engine.model.params) == plan.weight_bytes
         assert held(engine.runner.state) == plan.own.state_bytes
+
+
+def test_windows_are_split_with_the_heads():
+    config = dataclasses.replace(CONFIG, num_layers=4, window=6, window_layers=(0, 2))
+    model = tiny_model(config=config, tokenizer=BreakingTokenizer())
+
+    def outcome(on):
+        settings = {"max_running": 2, "max_slots": 64, "page_size": PAGE_SIZE, "num_pages": 2 * ROW, "mesh": on}
+        engine = jkv.Engine(model, policies=[REQUESTS["r_kv"]["policy"]], return_trace=True, poison=True, **settings)
+        names = "full", "forked", "r_kv"
+        tickets = [engine.submit(**REQUESTS[name], max_new_tokens=22, stop_ids=()) for name in names]
+        engine.step()
+        engine.sleep()
+        engine.wake()
+        engine.run()
+        return [engine.result(ticket) for ticket in tickets]
+
+    on = devices_of(4)
+    for one, other in zip(outcome(None), outcome(on), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        params = jkv.shard(model.params, on)
+        np.testing.assert_allclose(jkv.score(params, other, other.trace).logprobs, other.logprobs, atol=1e-4)

@@ -53,6 +53,11 @@ LONGROPE = {  # all 88 positions are beyond the 16 of the original context, so t
     "short_factor": [1.0, 1.1],
     "long_factor": [1.5, 9.0],
 }
+WINDOWS = {  # a prompt of 24 tokens leaves the window, and so do decode steps
+    "num_hidden_layers": 3,
+    "sliding_window": 10,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> family, configuration, how it is saved
     "llama_scaled": ("llama", {"eos_token_id": [94, 95], "rope_parameters": LLAMA3, "tie_word_embeddings": False}, {}),
@@ -60,6 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> fami
     "qwen2": ("qwen2", {"tie_word_embeddings": True}, {"max_shard_size": "50KB"}),
     "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": False}, {"dtype": "bfloat16"}),
     "qwen3_yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN, "tie_word_embeddings": False}, {}),
+    "qwen3_window": ("qwen3", {"head_dim": 16, "use_sliding_window": True} | WINDOWS, {}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 16} | EXPERTS, {}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}, {}),
     "phi3_longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}, {}),

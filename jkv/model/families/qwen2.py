@@ -3,4 +3,4 @@
 from jkv.model.family import Family
 
 # transformers always adds these three biases and no others; it ignores the switches of config.json.
-FAMILY = Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, bias_switches=())
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", qkv_bias=True, has_windows=True, bias_switches=())

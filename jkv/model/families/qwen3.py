@@ -2,4 +2,4 @@
 
 from jkv.model.family import Family
 
-FAMILY = Family("qwen3", "Qwen3ForCausalLM", qk_norm=True)
+FAMILY = Family("qwen3", "Qwen3ForCausalLM", qk_norm=True, has_windows=True)

@@ -10,5 +10,11 @@ EXPERTS = {
 }
 
 FAMILY = Family(
-    "qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, has_experts=True, tensors=TENSORS | EXPERTS, is_read_from_gguf=False
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    qk_norm=True,
+    has_experts=True,
+    attention_kinds=lambda _: {"sliding_attention"},  # in every layer, if config.json has a sliding_window and uses it
+    tensors=TENSORS | EXPERTS,
+    is_read_from_gguf=False,
 )

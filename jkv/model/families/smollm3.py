@@ -2,4 +2,4 @@
 
 from jkv.model.family import Family
 
-FAMILY = Family("smollm3", "SmolLM3ForCausalLM", has_layers_without_rope=True, is_read_from_gguf=False)
+FAMILY = Family("smollm3", "SmolLM3ForCausalLM", has_layers_without_rope=True, has_windows=True, is_read_from_gguf=False)

@@ -1,0 +1,149 @@
+"""The last keys and values of each row in the layers with a sliding window: a ring of fixed pages, outside of the pool.
+
+A query reads the last W tokens, its own included, and nothing else. So the token of position p takes the slot `p % W` of its
+row's ring, over the token that has just left the window, and a decode step reads every filled slot without a mask. The pages
+of a ring belong to one layer, row and KV head for good: no allocator, nothing to compact, nothing to share. Policies do not
+see these layers. A fork copies a row's rings; so do swapping and the rows kept for a next turn.
+
+Rings hold floats, also where the pool is quantised.
+"""
+
+from typing import Annotated, Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+import pallas_kernels as kernels
+from jkv.cache.pool import EMPTY, NULL_PAGE, num_pages_of
+
+
+class Windows(flax.struct.PyTreeNode):
+    """The rings of all rows, on the device; page 0 receives the writes of rows that do not run."""
+
+    kv: Annotated[Any, "P 2 page H"]
+    size: int = flax.struct.field(pytree_node=False)  # W
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.kv.shape[2]
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of a ring (MP)."""
+        return num_pages_of(self.size, self.page_size)
+
+    def tables(self, num_rows: int, num_kv_heads: int) -> Int[Array, "L B K MP"]:
+        """The pages of each ring, which never change."""
+        page = jnp.arange(1, self.kv.shape[0], dtype=jnp.int32)
+        return page.reshape(-1, num_rows, num_kv_heads, self.max_pages)
+
+
+def create(
+    *, num_layers: int, num_rows: int, num_kv_heads: int, head_size: int, window: int, page_size: int, dtype: Any, poison: bool
+) -> Windows:
+    """Empty rings of `num_layers` layers with a window of `window` tokens; NaN with `poison`, for tests."""
+    num_pages = num_layers * num_rows * num_kv_heads * num_pages_of(window, page_size)
+    return Windows(jnp.full((1 + num_pages, 2, page_size, head_size), jnp.nan if poison else 0, dtype), window)
+
+
+def read_row(windows: Windows, tables: Int[Array, "L B K MP"], row: Int[Array, ""]) -> Float[Array, "L K MP 2 page H"]:
+    """A copy of one row's rings."""
+    return windows.kv[tables[:, row]]
+
+
+def write_rows(
+    windows: Windows, tables: Int[Array, "L B K MP"], target: Int[Array, " R"], content: Float[Array, "L K MP 2 page H"]
+) -> Windows:
+    """Rings of rows `target` with the content of one row; targets equal to the number of rows, at the end, are ignored."""
+
+    def write(i: Int[Array, ""], kv: Any) -> Any:
+        return kv.at[tables[:, target[i]]].set(content)
+
+    return windows.replace(kv=jax.lax.fori_loop(0, (target < tables.shape[1]).sum(dtype=jnp.int32), write, windows.kv))
+
+
+class WindowDecode(NamedTuple):
+    """Attention of each row's next token (T = 1) to its window."""
+
+    tables: Int[Array, "L B K MP"]
+    position: Int[Array, " B"]
+    is_active: Bool[Array, " B"]
+    cos: Float[Array, "B half"]  # of the new token's rotation
+    sin: Float[Array, "B half"]
+    unrotated: tuple[int, ...] = ()  # layers without RoPE
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K H"],
+        cache: Any,
+    ) -> tuple[Float[Array, "B T N H"], Any]:
+        """`jkv.model.decoder.Attend`, which rotates queries and keys."""
+        windows, (_, num_rows, num_kv_heads, max_pages) = cache.windows, self.tables.shape
+        slot = (self.position % windows.size)[:, None]
+        page = self.tables[layer, :, :, 0] + slot // windows.page_size  # a ring's pages follow each other
+        address = jnp.where(self.is_active[:, None], page * windows.page_size + slot % windows.page_size, NULL_PAGE)
+        flat = jnp.concatenate([x.reshape(num_rows, -1) for x in (query, key, value)], axis=1)
+        projected = flat.reshape(num_rows, -1, query.shape[-1])
+        turn = self.cos, self.sin
+        if layer in self.unrotated:
+            turn = jnp.ones_like(self.cos), jnp.zeros_like(self.sin)
+        kv, rotated, _ = kernels.rotate_append(windows.kv, projected, *turn, address)
+        length = jnp.repeat(jnp.minimum(self.position + self.is_active.astype(jnp.int32), windows.size), num_kv_heads)
+        table = self.tables[layer].reshape(-1, max_pages)
+        out, _, _ = kernels.paged_attention(rotated.reshape(len(table), -1, query.shape[-1]), kv, table, length)
+        return out.reshape(query.shape), cache._replace(windows=windows.replace(kv=kv))
+
+
+class WindowPrefill(NamedTuple):
+    """Attention of a chunk of one row's prompt to the row's window and to itself."""
+
+    tables: Int[Array, "L B K MP"]
+    row: Int[Array, " 1"]
+    position: Int[Array, "1 T"]
+    num_new: Int[Array, " 1"]
+
+    def __call__(
+        self,
+        layer: int,
+        query: Float[Array, "1 T N H"],
+        key: Float[Array, "1 T K H"],
+        value: Float[Array, "1 T K H"],
+        cache: Any,
+    ) -> tuple[Float[Array, "1 T N H"], Any]:
+        """`jkv.model.decoder.Attend`."""
+        windows, num_kv_heads, size = cache.windows, key.shape[2], cache.windows.size
+        page = self.tables[layer, self.row[0]]  # [K, MP]
+        old_KP2SH = windows.kv[page]
+        old_SK2H = jnp.transpose(old_KP2SH, (1, 3, 0, 2, 4)).reshape(-1, num_kv_heads, 2, key.shape[-1])
+        new_TK2H = jnp.stack([key[0], value[0]], axis=2).astype(windows.kv.dtype)
+        offset = jnp.arange(len(new_TK2H), dtype=jnp.int32)
+        is_new = offset < self.num_new
+        new = jnp.where(is_new, self.position[0], EMPTY)
+        begin = jnp.concatenate([old_positions(windows, self.position[0, 0]), new])
+        end = jnp.where(begin == EMPTY, EMPTY, begin + size)
+        begin, end = (jnp.broadcast_to(x, (1, num_kv_heads, *x.shape)) for x in (begin, end))
+        kv_SK2H = jnp.concatenate([old_SK2H, new_TK2H])
+        out = kernels.replay_attention(query, kv_SK2H[None, :, :, 0], kv_SK2H[None, :, :, 1], self.position, begin, end)
+        # The ring is written as a whole: what is written then depends on what was read, so XLA need not copy the rings.
+        is_last = is_new & (offset >= self.num_new - size)  # others would be overwritten by later ones
+        slot = jnp.where(is_last, self.position[0] % size, len(old_SK2H))
+        ring_SK2H = old_SK2H.at[slot].set(new_TK2H, mode="drop")
+        ring = ring_SK2H.reshape(windows.max_pages, windows.page_size, num_kv_heads, 2, -1)
+        kv = windows.kv.at[page].set(jnp.transpose(ring, (2, 0, 3, 1, 4)))
+        return out, cache._replace(windows=windows.replace(kv=kv))
+
+
+def old_positions(windows: Windows, num_seen: Int[Array, ""]) -> Int[Array, " S"]:
+    """The position of the token in each slot of a ring after `num_seen` tokens, EMPTY in empty slots.
+
+    In: a window of 4 tokens, 6 seen -> Out: 4, 5, 2, 3.
+    """
+    slot = jnp.arange(windows.max_pages * windows.page_size, dtype=jnp.int32)
+    position = num_seen - 1 - (num_seen - 1 - slot) % windows.size
+    return jnp.where((slot < windows.size) & (position >= 0), position, EMPTY)
