@@ -4,6 +4,7 @@ On an NVIDIA GPU, CUPTI measures the kernels themselves. Elsewhere, calls are qu
 wall clock. `pallas_kernels.bench` and `pallas_kernels.peers` use it.
 """
 
+import functools
 import statistics
 import sys
 import time
@@ -17,13 +18,15 @@ from pallas_kernels.dispatch import own_platform
 
 ROUNDS = 5  # measurements; the median counts
 SECONDS = 0.05  # minimum length of one measurement
+IN_PROGRAM = 16  # calls on an updated argument inside one program of an accelerator
 
 
 def seconds_of(run: Callable[..., Any], args: tuple[Any, ...], is_updated: bool = False) -> tuple[float, str]:
-    """Device seconds of one call and the name of the clock, "cupti" or "queue".
+    """Device seconds of one call and the name of the clock, "cupti", "loop" or "queue".
 
-    With `is_updated`, the first argument is donated to each call and is its first result; CUPTI cannot measure that, so such
-    calls are always queued. A queue hides the dispatch of a call that takes longer than its dispatch.
+    With `is_updated`, the first argument is donated to each call and is the first of its results, or the only one. CUPTI cannot
+    measure that. On an accelerator such a call is repeated inside one program, as its dispatch takes longer than the kernel; a
+    queue hides the dispatch of calls that take longer than theirs.
     """
     if own_platform() == "cuda" and not is_updated:
         try:
@@ -35,8 +38,9 @@ def seconds_of(run: Callable[..., Any], args: tuple[Any, ...], is_updated: bool 
             return statistics.median(milliseconds) / 1000, "cupti"
         except (ImportError, RuntimeError, TypeError, ValueError) as error:
             print(f"CUPTI is not available ({error}): calls are queued instead.", file=sys.stderr)
-    program = jax.jit(run, donate_argnums=0 if is_updated else ())
-    first = jnp.array(args[0]) if is_updated else args[0]
+    repeats = IN_PROGRAM if is_updated and own_platform() != "cpu" else 1
+    program = jax.jit(functools.partial(repeated, run, repeats), donate_argnums=0) if is_updated else jax.jit(run)
+    first = jax.tree.map(jnp.array, args[0]) if is_updated else args[0]
 
     def queue(calls: int) -> float:
         nonlocal first
@@ -44,11 +48,25 @@ def seconds_of(run: Callable[..., Any], args: tuple[Any, ...], is_updated: bool 
         began = time.perf_counter()
         for _ in range(calls):
             out = program(first, *args[1:])
-            first = jax.tree.leaves(out)[0] if is_updated else first
+            first = first_of(out, first) if is_updated else first
         jax.block_until_ready(out)
         return time.perf_counter() - began
 
+    if repeats > 1:
+        return median_seconds(queue) / repeats, "loop"
     return median_seconds(queue), "queue"
+
+
+def first_of(out: Any, like: Any) -> Any:
+    """The first of a call's results, of the structure of the argument that it replaces."""
+    structure = jax.tree.structure(like)
+    return structure.unflatten(jax.tree.leaves(out)[: structure.num_leaves])
+
+
+def repeated(run: Callable[..., Any], times: int, first: Any, *args: Any) -> Any:
+    """The results of the last of so many calls, each with the first result of the one before."""
+    out = run(first, *args)
+    return jax.lax.fori_loop(1, times, lambda _, out: run(first_of(out, first), *args), out)
 
 
 def median_seconds(queue: Callable[[int], float]) -> float:

@@ -104,7 +104,8 @@ def paged_attention(
         item = (0 if is_rotated(kv) else 1) if isinstance(kv, Quantised) else kv.dtype.itemsize
         resident = RESIDENT_OF_GROUPS if is_rotated(kv) else RESIDENT
         programs = num_resident(shared_bytes(head_size, item, query.dtype.itemsize), resident)
-    is_whole = takes_whole_rows(num_rows, pieces, programs)
+    of_bytes = isinstance(kv, Quantised) and not is_rotated(kv)
+    is_whole = pieces == 1 or (takes_whole_rows(num_rows, pieces, programs) and log_weight is None and not of_bytes)
     programs = num_rows if pieces == 1 else min(programs, num_rows * (1 if is_whole else pieces))
     parts = 1 if is_whole else pieces
     pool, format = ([kv.codes, kv.scale], kv.format) if isinstance(kv, Quantised) else ([kv], None)
@@ -143,8 +144,12 @@ def paged_attention(
 
 
 def takes_whole_rows(num_rows: int, pieces: int, programs: int) -> bool:
-    """Whether a program takes whole rows, of up to so many pieces, and none is left to combine."""
-    return pieces == 1 or (pieces <= MOST_PIECES and num_rows >= ROWS_OF_PROGRAM * programs)
+    """Whether a program takes whole rows, of up to so many pieces, and none is left to combine.
+
+    On an H200, 128 rows of 8 heads with log-weights or codes of a byte took longer so than four times 32 rows in parts: codes
+    take so many registers that a multiprocessor holds two programs in place of three.
+    """
+    return pieces <= MOST_PIECES and num_rows >= ROWS_OF_PROGRAM * programs
 
 
 def attend_share(
