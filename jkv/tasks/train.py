@@ -223,8 +223,11 @@ def main() -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, help="end by then: the last stage has as many steps as fit")
     length.add_argument("--steps", type=int, help="of the whole run: the last stage has what the others leave")
+    parser.add_argument("--start", help="a shipped model with whose weights to begin, or `fresh` (default: as the file says)")
     arguments = parser.parse_args()
     config = read_config(arguments.config)
+    if arguments.start:
+        config = dataclasses.replace(config, start=None if arguments.start == "fresh" else arguments.start)
     if arguments.seconds or arguments.steps:
         check_can_stretch(config)
     if arguments.steps:
@@ -241,7 +244,12 @@ def main() -> None:
         from jkv.model.checkpoint import export
 
         export(params, tokenizer, arguments.out)
-        record = {"config": arguments.config.name, "steps": config.num_steps, "seconds": round(time.monotonic() - began)}
+        record = {
+            "config": arguments.config.name,
+            "start": config.start,
+            "steps": config.num_steps,
+            "seconds": round(time.monotonic() - began),
+        }
         write_text(arguments.out / "training.json", json.dumps(record | {"device": jax.devices()[0].device_kind}) + "\n")
 
 

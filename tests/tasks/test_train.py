@@ -23,6 +23,7 @@ RUN = TrainConfig("none", 7, ((0, 0.0), (3, 1.0), (13, 1.0), (23, 0.0)), 0.01, 1
 TINY = ModelConfig("qwen2", trail_vocabulary.SIZE, 16, 1, 2, 1, 8, 32, 256, qkv_bias=True, tie_embeddings=True)
 TOML = """
 model = "tiny"
+start = "a model that does not exist"
 task = "trails"
 seed = 7
 learning_rate = [[0, 0.0], [3, 1e-3], [13, 1e-3], [23, 0.0]]
@@ -152,11 +153,12 @@ def test_a_run_with_a_given_number_of_steps_writes_it_and_its_model(tmp_path, mo
         "--out",
         str(tmp_path / "o"),
     ]
-    monkeypatch.setattr("sys.argv", [*command, "--steps", "30"])
+    monkeypatch.setattr("sys.argv", [*command, "--steps", "30", "--start", "fresh"])
     monkeypatch.setattr(training, "REPORT_EVERY", 5)
     main()
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [line["step"] for line in lines if "loss" in line] == [5, 10, 15, 20, 25, 30]
     assert [line["step"] for line in lines if "validation" in line] == [20, 30]
-    assert json.loads((tmp_path / "o/training.json").read_text())["steps"] == 30
+    record = json.loads((tmp_path / "o/training.json").read_text())
+    assert (record["steps"], record["start"]) == (30, None)
     assert (tmp_path / "o/model.safetensors").stat().st_size > 0
