@@ -300,6 +300,8 @@ def kernels_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
     assert bench.device.bandwidth is not None
     for kernel in KERNELS:
         for row in kernel_bench.rows_of(kernel, bench.model.name, workload, bench.device.bandwidth, until):
+            if "largest_difference" in row:
+                row["largest_difference"] = digits(row["largest_difference"], 2)
             yield row | {"name": f"{row['kernel']}, {row['case']}, {row['implementation']}"}
 
 
