@@ -1,8 +1,8 @@
 """How long a decode step would take on an H200: what is counted, over named assumptions of how near each part comes to a limit.
 
 `python -m tests.aot.forecast` compiles a compaction and a step of two layers, takes the other counts from
-`results/decode-steps.json`, and writes `results/forecast.json` and the table of `docs/kernels.md`. Some assumptions are figures of
-an H200 (`results/device-nvidia-h200.json`); a whole step was not measured.
+`results/decode-steps.json`, and writes `results/forecast.json` and the table of `docs/kernels.md`. Some figures come from
+an H200 (`results/device-nvidia-h200.json`), a whole step was not.
 """
 
 import dataclasses
