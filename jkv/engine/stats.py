@@ -109,9 +109,7 @@ class RunStats:
     idle: IdleClock = dataclasses.field(default_factory=IdleClock)  # of the device, because the host was busy
     turns: int = 0  # that continued a kept row
     compactions: int = 0  # dispatched
-    compaction: Latency = dataclasses.field(
-        default_factory=Latency
-    )  # seconds of one in `TIMED` compactions, see `Meter.compaction`
+    compaction: Latency = dataclasses.field(default_factory=Latency)  # seconds of one in `TIMED`, where a server asks for them
     turn_tokens: Counts = dataclasses.field(default_factory=Counts)  # prompt and drawn tokens of each turn that decoded
     prefilled: int = 0  # prompt tokens since the last chunk was read
 
@@ -289,6 +287,7 @@ class Meter:
         self.config, self.running, self.itemsize = config, running, itemsize
         self.page_size, self.page_bytes, self.row_bytes = page_size, page_bytes, row_bytes
         self.max_running, self.platform = max_running, platform
+        self.times_compactions = False  # whether anybody asks how long they take
         self.reset()
 
     def reset(self) -> None:
@@ -316,13 +315,13 @@ class Meter:
 
     @contextlib.contextmanager
     def compaction(self, state: Callable[[], Any]) -> Iterator[None]:
-        """Counts a compaction, which a block dispatches, and times one in `TIMED`: from an idle device until it is done.
+        """Counts a compaction, which a block dispatches; with `times_compactions`, times one in `TIMED` from an idle device on.
 
         The host does not wait for the others, so how long they take is not known. `state` returns arrays of the device state.
         """
         stats = self.stats
         stats.compactions += 1
-        if stats.compactions % TIMED != 1:
+        if not self.times_compactions or stats.compactions % TIMED != 1:
             yield
             return
         jax.block_until_ready(state())

@@ -54,6 +54,7 @@ class Metrics:
     """
 
     def __init__(self, engine: Any, name: str) -> None:
+        engine.runner.meter.times_compactions = True
         self.registry, self.labels = CollectorRegistry(), (name, "0")
         self.registry.register(EngineCollector(engine, self.labels))
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
