@@ -59,7 +59,7 @@ def seconds_of(run: Callable[..., Any], args: tuple[Any, ...], is_updated: bool 
 
 def first_of(out: Any, like: Any) -> Any:
     """The first of a call's results, of the structure of the argument that it replaces."""
-    structure = jax.tree.structure(like)
+    structure: Any = jax.tree.structure(like)
     return structure.unflatten(jax.tree.leaves(out)[: structure.num_leaves])
 
 
