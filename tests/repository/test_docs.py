@@ -1,5 +1,6 @@
 """Every example of every page runs, in order, and every file and link that a page names exists."""
 
+import json
 import re
 import shutil
 
@@ -123,3 +124,28 @@ def test_the_table_of_methods_is_that_of_the_recipes():
     text = (ROOT / "docs" / "methods.md").read_text()
     assert text == page_with_table(text, POLICIES, folder="../")
     assert all(f"\n| `{name}` | " in text for name in POLICIES)
+
+
+def test_the_figures_of_an_h200_are_those_of_its_records():
+    cases = {
+        "decode attention": ("paged_attention", "decode step"),
+        "the same with log-weights": ("paged_attention", "decode step, log-weights"),
+        "the same, int8": ("paged_attention", "decode step, int8"),
+        "the same, int4": ("paged_attention", "decode step, int4"),
+        "attention mass": ("attention_mass", "score"),
+        "key redundancy": ("key_redundancy", "compaction"),
+        "taking slots": ("take_slots", "compaction"),
+    }
+    records = [json.loads((ROOT / "results" / f"{name}-nvidia-h200.json").read_text()) for name in ("device", "kernels")]
+    found = {
+        tuple(row[name] for name in ("kernel", "case", "batch", "implementation")): row
+        for row in [*records[0]["rows"], *records[1]["kernels"]]
+        if "kernel" in row and "milliseconds" in row
+    }
+    text = (ROOT / "docs" / "kernels.md").read_text()
+    rows = re.findall(r"^\| ([\w ,-]+) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| (\d+) % \|$", text, flags=re.MULTILINE)
+    assert {row[0] for row in rows} == set(cases)
+    for name, batch, plain, own, share in rows:
+        reference, gpu = (found[*cases[name], int(batch), which] for which in ("reference", "gpu"))
+        assert (plain, own) == (f"{reference['milliseconds']:.3f}", f"{gpu['milliseconds']:.3f}")
+        assert abs(int(share) - 100 * gpu["share_of_copy_rate"]) <= 0.5
