@@ -36,7 +36,7 @@ def gpus(*capabilities):
         (gpus("10.0", "9.0"), (9, 0)),  # as numbers, not as text
         ([SimpleNamespace(platform="tpu")], None),
         (gpus("gfx90a", None), None),  # an AMD GPU's is no number
-        (jax.devices("cpu"), None),
+        ([SimpleNamespace(platform="cpu")], None),
     ],
 )
 def test_a_program_of_several_gpus_must_run_on_the_lowest(devices, lowest):
