@@ -34,8 +34,8 @@ class ModelShape(NamedTuple):
 
 
 FILES = {file.stem: file for file in sorted((Path(__file__).parent / "real_models").glob("*.toml"))}
-LANES = 128  # most TPU kernels take heads of whole lanes; models with other heads have plain XLA for the others there
-WHOLE = {name: shape for name, file in FILES.items() if (shape := ModelShape.read(file)).head_size % LANES == 0}
+LANES = 128  # every kernel takes heads of one row of lanes; models with other heads have plain XLA for some
+WHOLE = {name: shape for name, file in FILES.items() if (shape := ModelShape.read(file)).head_size == LANES}
 MODELS = WHOLE | {"tiny-reasoner": ModelShape(4, 4, 2, 64)}
 
 

@@ -1,7 +1,7 @@
 """A kernel's C++ library: compiled on first use, kept in the user's cache folder, and checked before its code runs.
 
 The folder must belong to this user, and nobody else may write to it. A library's name ends with the digest of its content, so
-that a damaged, cut or replaced file is recognised, removed and compiled again. `native.py` of a kernel calls `load`.
+that a damaged, cut or replaced file is recognised, removed and compiled again. `pallas_kernels.native_target` calls `load`.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import signal
 import stat
@@ -26,6 +27,7 @@ import jaxlib
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-shared", "-fPIC", "-w")
 LARGEST = 1 << 26  # bytes of a library
+INCLUDED = re.compile(rb'^#include "(\.\./\w+\.h)"', re.MULTILINE)  # what kernels share
 COMPILE_SECONDS = 120.0  # that a compiler may take
 WAIT_SECONDS = 150.0  # for another process that compiles
 
@@ -81,9 +83,15 @@ def find_compiler() -> str:
 
 
 def key_of(source: Path, compiler: str) -> str:
-    """A digest of what a library is made from: the source, JAX's version, the compiler, its flags and the processor."""
+    """A digest of what a library is made from: the source and its headers, JAX, the compiler, its flags and the processor."""
     made_by = f"{jaxlib.__version__} {compiler} {FLAGS} {processor()}"
-    return hashlib.sha256(source.read_bytes() + made_by.encode()).hexdigest()[:16]
+    return hashlib.sha256(text_of(source) + made_by.encode()).hexdigest()[:16]
+
+
+def text_of(source: Path) -> bytes:
+    """A C++ file, and then the headers of this package that it includes."""
+    text = source.read_bytes()
+    return text + b"".join((source.parent / name.decode()).read_bytes() for name in INCLUDED.findall(text))
 
 
 def processor() -> str:

@@ -3,19 +3,22 @@
 Both append the new keys and values and then read the pool. Both store the last queries if a policy scores by them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt
 
 import pallas_kernels as kernels
 from jkv.cache import pool as pages
-from jkv.cache.in_step_eviction import UNLIMITED, StepRules, add_mass, choose_victim
+from jkv.cache.in_step_eviction import StepRules, add_mass, choose_victim
 from jkv.cache.moved_sinks import MOST_SINKS, SinkRules, merge
-from jkv.cache.page_selection import Choice, ReadRules, bound, choose_pages
+from jkv.cache.page_selection import Choice, ReadRules, choose_in
 from jkv.cache.pool import EMPTY, Pool
-from jkv.cache.windows import Windows
+from jkv.cache.sink_logit import add_sink, sink_of_rows
+from jkv.cache.states import States
+from jkv.cache.windows import WindowChunk, Windows
 from jkv.model import decoder
+from jkv.model.rotary import turn_in
 
 OPEN_END = jnp.iinfo(jnp.int32).max  # the end of a column that is never evicted
 
@@ -27,13 +30,33 @@ class Cache(NamedTuple):
     query_ring: Float[Array, "L B W N H"] | None  # the query of position p is at p % W; None if no policy needs it
     victim: Int[Array, "L B K"] | None = None  # slots that the current step evicts; None if it evicts none
     is_read: Bool[Array, "L B K MP"] | None = None  # pages that the current step reads; None if it reads all
-    windows: Windows | None = None  # None if every layer has full attention
+    windows: Windows | None = None  # None if no layer has a sliding window
+    states: States | None = None  # None if no layer has a recurrent state
+    tail: Windows | None = None  # each row's pages that are not sealed; None unless the pool holds records
+    chunk: WindowChunk | None = None  # what a window of a prompt's chunk read, within a pass, for layers that share it
+    choice: Choice | None = None  # the pages that a step's last layer chose, within a pass, likewise
+    experts: UInt[Array, "B T L A"] | None = None  # chosen in the current pass, by layer with experts; None unless asked for
 
     @property
     def rings(self) -> Int[Array, "L B K MP"]:
         """The pages of the windows of all rows."""
         assert self.windows is not None
-        return self.windows.tables(*self.pool.page_table.shape[1:3])
+        return self.windows.tables(self.pool.page_table.shape[1])
+
+    @property
+    def tails(self) -> Int[Array, "L B K MP"]:
+        """The pages of the tails of all rows."""
+        assert self.tail is not None
+        return self.tail.tables(self.pool.page_table.shape[1])
+
+    def after_pass(self, pool: Pool) -> "Cache":
+        """The cache with this pool, and without what belongs to a pass alone."""
+        return Cache(pool, self.query_ring, windows=self.windows, states=self.states, tail=self.tail)
+
+    @property
+    def beside(self) -> tuple[Any, ...]:
+        """What rows have outside of the pool."""
+        return self.windows, self.states, self.tail
 
 
 class DecodeAttention(NamedTuple):
@@ -57,10 +80,19 @@ class DecodeAttention(NamedTuple):
         key: Float[Array, "B T K H"],
         value: Float[Array, "B T K H"],
         cache: Cache,
+        sink: Float[Array, " N"] | None = None,
+        is_stored: bool = False,
     ) -> tuple[Float[Array, "B T N H"], Cache]:
         """`jkv.model.decoder.Attend`, which rotates queries and keys."""
         batch, _, num_heads, head_size = query.shape
-        pool, query, ring = self.append(layer, query[:, 0], key[:, 0], value[:, 0], cache)
+        if is_stored:
+            pool, query, ring = (
+                cache.pool,
+                decoder.rotate(query, *(x[:, None] for x in self.turn(layer)))[:, 0],
+                cache.query_ring,
+            )
+        else:
+            pool, query, ring = self.append(layer, query[:, 0], key[:, 0], value[:, 0], cache)
         num_layers, rows = len(self.length), batch * key.shape[2]
         query_RGH = query.reshape(rows, -1, head_size)
         page_table, length = pool.page_table.reshape(num_layers, rows, -1), self.length.reshape(num_layers, rows)
@@ -70,10 +102,11 @@ class DecodeAttention(NamedTuple):
         if self.reads is not None or self.sinks is not None:
             page_table, length, of_layer = page_table[layer], length[layer], None
             log_weight = None if log_weight is None else log_weight[layer]
-        is_read = cache.is_read
+        is_read, choice = cache.is_read, cache.choice
         if self.reads is not None:
             assert is_read is not None
-            choice = self.choose(layer, query_RGH, pool, page_table, length)
+            choice = choice if is_stored else self.choose(layer, query_RGH, pool, page_table, length)
+            assert choice is not None
             page_table, length = choice.page_table, choice.length
             is_read = is_read.at[layer].set(choice.is_read.reshape(is_read.shape[1:]))
             if log_weight is not None:
@@ -83,7 +116,7 @@ class DecodeAttention(NamedTuple):
             is_sink = jnp.arange(pool.max_slots, dtype=jnp.int32) < jnp.repeat(self.sinks.num_sinks, key.shape[2])[:, None]
             log_weight = jnp.where(is_sink, -jnp.inf, 0.0 if log_weight is None else log_weight)
         out, log_total, logits = kernels.paged_attention(
-            query_RGH, pool.kv, page_table, length, log_weight, of_layer, with_logits=self.rules is not None
+            query_RGH, pool.kv, page_table, length, log_weight, of_layer, with_logits=self.rules is not None and not is_stored
         )
         if self.sinks is not None:
             turned = query_RGH
@@ -93,8 +126,11 @@ class DecodeAttention(NamedTuple):
             num_sinks = jnp.minimum(length, jnp.repeat(self.sinks.num_sinks, key.shape[2]))
             sinks_out, sinks_total, _ = kernels.paged_attention(turned, pool.kv, first_pages, num_sinks)
             out = merge((out, sinks_out), (log_total, sinks_total))
+            log_total = log_total if sink is None else jnp.logaddexp(log_total, sinks_total)
+        if sink is not None:  # from here on the probabilities are those with the sink, the accumulated mass of H2O and TOVA too
+            out, log_total = add_sink(out, log_total, sink_of_rows(sink, batch, key.shape[2]))
         victim = cache.victim
-        if self.rules is not None:
+        if self.rules is not None and not is_stored:  # the slots are of the layer that stored them, and so is their mass
             assert logits is not None
             assert victim is not None
             shape = pool.page_table.shape[1:3]
@@ -109,7 +145,12 @@ class DecodeAttention(NamedTuple):
             slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
             victim = victim.at[layer].set(slot)
-        return out.reshape(batch, 1, num_heads, head_size), Cache(pool, ring, victim, is_read, cache.windows)
+        cache = cache._replace(pool=pool, query_ring=ring, victim=victim, is_read=is_read, choice=choice)
+        return out.reshape(batch, 1, num_heads, head_size), cache
+
+    def turn(self, layer: int) -> tuple[Float[Array, "B half"], Float[Array, "B half"]]:
+        """The rotation of new queries and keys in a layer."""
+        return turn_in(layer, self.cos, self.sin, self.unrotated)
 
     def append(
         self, layer: int, query: Float[Array, "B N H"], key: Float[Array, "B K H"], value: Float[Array, "B K H"], cache: Cache
@@ -124,9 +165,7 @@ class DecodeAttention(NamedTuple):
         # XLA computes the three in one product; concatenated without their heads, they are its result, which is not copied.
         flat = jnp.concatenate([x.reshape(len(x), -1) for x in (query, key, value)], axis=1)
         projected, address = flat.reshape(len(flat), -1, query.shape[-1]), self.address[..., 0]
-        turn = self.cos, self.sin
-        if layer in self.unrotated:
-            turn = jnp.ones_like(self.cos), jnp.zeros_like(self.sin)
+        turn = self.turn(layer)
         kv, query, flat_ring = kernels.rotate_append(pool.kv, projected, *turn, address, flat_ring, ring_at, layer)
         pool = pool.replace(kv=kv)
         if pool.bounds is not None:
@@ -138,10 +177,7 @@ class DecodeAttention(NamedTuple):
     ) -> Choice:
         """The pages that each row and KV head reads in this layer."""
         assert self.reads is not None
-        num_heads = pool.page_table.shape[2]
-        num_pages = jnp.where(layer < self.reads.dense_layers, UNLIMITED, self.reads.num_pages)
-        worth = bound(query, pool.bounds[page_table], jnp.repeat(self.reads.averages, num_heads))
-        return choose_pages(worth, page_table, length, pool.page_size, jnp.repeat(num_pages, num_heads))
+        return choose_in(layer, self.reads, query, pool, page_table, length)
 
 
 class PrefillAttention(NamedTuple):
@@ -160,9 +196,11 @@ class PrefillAttention(NamedTuple):
         key: Float[Array, "1 T K H"],
         value: Float[Array, "1 T K H"],
         cache: Cache,
+        sink: Float[Array, " N"] | None = None,
+        is_stored: bool = False,
     ) -> tuple[Float[Array, "1 T N H"], Cache]:
         """`jkv.model.decoder.Attend`."""
-        pool = pages.append(cache.pool, self.address[layer], key, value)
+        pool = cache.pool if is_stored else pages.append(cache.pool, self.address[layer], key, value)
         length = pool.length.at[layer, self.row].add(self.num_new[:, None])
         key_1KSH, value_1KSH, begin_1KS = pages.gather(pool.replace(length=length), layer, self.row, self.num_pages)
         out = kernels.replay_attention(
@@ -172,24 +210,32 @@ class PrefillAttention(NamedTuple):
             self.position,
             begin_1KS,
             jnp.where(begin_1KS == EMPTY, EMPTY, OPEN_END),
+            sink=sink,
         )
         ring = cache.query_ring
-        if ring is not None:
+        if ring is not None and not is_stored:
             window = ring.shape[2]
             offset = jnp.arange(query.shape[1], dtype=jnp.int32)
             is_last = (offset < self.num_new) & (offset >= self.num_new - window)
             where = jnp.where(is_last, self.position[0] % window, window)
             ring = ring.at[layer, self.row, where].set(query[0], mode="drop")
-        if "mass" in pool.slot_data:
-            added, mass = self.mass(query, key_1KSH, begin_1KS), pool.slot_data["mass"]
+        if "mass" in pool.slot_data and not is_stored:
+            added, mass = self.mass(query, key_1KSH, begin_1KS, sink), pool.slot_data["mass"]
             mass = mass.at[layer, self.row, :, : added.shape[-1]].add(added)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": mass})
-        return out, Cache(pool, ring, windows=cache.windows)
+        return out, cache._replace(pool=pool, query_ring=ring)
 
     def mass(
-        self, query: Float[Array, "1 T N H"], key: Float[Array, "1 K S H"], position: Int[Array, "1 K S"]
+        self,
+        query: Float[Array, "1 T N H"],
+        key: Float[Array, "1 K S H"],
+        position: Int[Array, "1 K S"],
+        sink: Float[Array, " N"] | None,
     ) -> Float[Array, "1 K S"]:
-        """The attention mass of each slot, summed over the chunk's queries and over the query heads of each KV head."""
+        """The attention mass of each slot, summed over the chunk's queries and over the query heads of each KV head.
+
+        The layer's sink, if it has one, is in the denominator.
+        """
         num_heads, head_size = key.shape[1], key.shape[3]
         num_queries = query.shape[1]
         last = jnp.arange(num_queries, dtype=jnp.int32) >= num_queries - self.num_new  # the real queries, rolled to the end
@@ -200,6 +246,7 @@ class PrefillAttention(NamedTuple):
             position[0] != EMPTY,
             jnp.broadcast_to(last, (num_heads, num_queries)),
             self.position[0, 0] + self.num_new - 1 - position[0],
+            sink=None if sink is None else sink_of_rows(sink, 1, num_heads),
             over_group="mean",
         )
         return mean[None] * self.num_new.astype(jnp.float32) * (query.shape[2] // num_heads)

@@ -15,7 +15,7 @@ from jkv.cache.pool import (
     is_entry_used,
     num_pages_of,
 )
-from pallas_kernels.quantised import poisoned
+from pallas_kernels.sealed import poisoned
 
 
 def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) -> Pool:
@@ -74,6 +74,26 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     if has_twins:
         return drop_references(pool, table, is_dropped)
     return pool.replace(kv=poisoned(pool.kv, jnp.where(is_freed, table, pool.refcount.shape[0]))) if pool.poison else pool
+
+
+def take_whole_pages(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) -> Pool:
+    """`take_slots` of `slots` that fill whole pages, but for the last: tables change, and nothing is moved.
+
+    Rows have no slot data.
+    """
+    table, length = jax.lax.optimization_barrier((pool.page_table[:, row], pool.length[:, row]))
+    slots = jnp.pad(slots, [(0, 0)] * 3 + [(0, pool.max_slots - slots.shape[-1])], constant_values=EMPTY)
+    first = slots[..., :: pool.page_size]
+    is_kept, entry = first != EMPTY, jnp.maximum(first, 0) // pool.page_size
+    layer, at, head, _ = jnp.indices(table.shape, dtype=jnp.int32, sparse=True)
+    where = jnp.where(is_kept, entry, table.shape[-1])
+    is_left = jnp.zeros(table.shape, bool).at[layer, at, head, where].set(True, mode="drop")
+    new_table = jnp.where(is_kept, jnp.take_along_axis(table, entry, axis=-1), NULL_PAGE)
+    pool = pool.replace(
+        page_table=put_rows(pool.page_table, row, new_table),
+        length=put_rows(pool.length, row, jnp.sum(slots != EMPTY, axis=-1, dtype=jnp.int32)),
+    )
+    return drop_references(pool, table, is_entry_used(pool, length) & ~is_left)
 
 
 def exchange(

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.cache.pool import num_pages_of
+from jkv.cache.in_step_eviction import UNLIMITED
+from jkv.cache.pool import Pool, num_pages_of
 
 
 class ReadRules(NamedTuple):
@@ -48,6 +49,21 @@ def bound(query: Float[Array, "R G H"], bounds: Float[Array, "R MP 2 H"], averag
     total = jnp.einsum("rgh,rph->rgp", up, high, preferred_element_type=jnp.float32)
     total += jnp.einsum("rgh,rph->rgp", down, low, preferred_element_type=jnp.float32)
     return jnp.where(averages[:, None], total.mean(axis=1), total.max(axis=1))
+
+
+def choose_in(
+    layer: int,
+    reads: ReadRules,
+    query: Float[Array, "R G H"],
+    pool: Pool,
+    page_table: Int[Array, "R MP"],
+    length: Int[Array, " R"],
+) -> Choice:
+    """The pages that each row and KV head reads in a layer."""
+    num_heads = pool.page_table.shape[2]
+    num_pages = jnp.where(layer < reads.dense_layers, UNLIMITED, reads.num_pages)
+    worth = bound(query, pool.bounds[page_table], jnp.repeat(reads.averages, num_heads))
+    return choose_pages(worth, page_table, length, pool.page_size, jnp.repeat(num_pages, num_heads))
 
 
 def choose_pages(

@@ -24,7 +24,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.chunk_writes import write
-from pallas_kernels.quantised import Format, dequantise, like, poisoned, take, zeros
+from pallas_kernels import sealed
+from pallas_kernels.quantised import Format, dequantise, like, take
+from pallas_kernels.sealed import Records, poisoned, zeros
 
 EMPTY = -1  # the position of an empty slot, and an entry that `take_slots` ignores
 NULL_PAGE = 0  # the page that receives masked-out writes
@@ -38,7 +40,7 @@ class Pool(flax.struct.PyTreeNode):
     the arrays by these axes (`jkv.model.sharding`).
     """
 
-    kv: Annotated[Any, "P 2 page H"]  # keys (rotated at their true position) and values; floats or a `Quantised`
+    kv: Annotated[Any, "P 2 page H"]  # keys (rotated at their true position) and values; floats, a `Quantised` or `Records`
     position: Annotated[Any, "P page"]  # position of each slot's token in its sequence
     page_table: Annotated[Any, "L B K MP"]  # pages of each layer, row and KV head; NULL_PAGE beyond the last
     length: Annotated[Any, "L B K"]  # filled slots
@@ -170,7 +172,9 @@ def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"
 
 def widen_bounds(pool: Pool, address: Int[Array, "*A"], key: Float[Array, "*A H"]) -> Pool:
     """The pool whose pages' bounds hold new keys at these addresses too."""
-    page, key = address // pool.page_size, dequantise(like(pool.kv, key), pool.bounds.dtype)
+    page = address // pool.page_size
+    if not isinstance(pool.kv, Records):
+        key = dequantise(like(pool.kv, key), pool.bounds.dtype)
     return pool.replace(bounds=pool.bounds.at[page, 0].min(key).at[page, 1].max(key))
 
 
@@ -343,7 +347,11 @@ def gather(
     """
     table = pool.page_table[layer, row, :, :num_pages]
     shape = (*table.shape[:2], table.shape[2] * pool.page_size)
-    key, value = (dequantise(take(pool.kv, (table, half))).reshape(*shape, -1) for half in (0, 1))
+    if isinstance(pool.kv, Records):
+        vectors = sealed.unsealed(sealed.take(pool.kv, table))
+    else:
+        vectors = dequantise(take(pool.kv, (table, 0))), dequantise(take(pool.kv, (table, 1)))
+    key, value = (x.reshape(*shape, -1) for x in vectors)
     return key, value, positions(pool, layer, row, num_pages)
 
 

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from jkv.checks import size
 from jkv.model.params import ModelConfig, Params
-from pallas_kernels.quantised import Format, vector_bytes
+from pallas_kernels.quantised import Format
+from pallas_kernels.sealed import SealedFormat, page_bytes
 
 POSITION_BYTES = 4
 
@@ -32,7 +33,7 @@ class SlotSize(NamedTuple):
 
 
 def slot_bytes(head_size: int, dtype: jnp.dtype, kv_format: Format | None = None) -> int:
-    """Bytes of a slot in one layer and KV head: its key, its value and its position.
+    """Bytes of a slot in one layer and KV head: its key, its value and its position; its part of a sealed page, rounded up.
 
     Raises:
       ValueError: heads that the format cannot take.
@@ -41,7 +42,8 @@ def slot_bytes(head_size: int, dtype: jnp.dtype, kv_format: Format | None = None
     >>> [slot_bytes(128, jnp.dtype("bfloat16"), kv_format) for kv_format in (None, FORMATS["int8"], FORMATS["int4"])]
     [516, 268, 148]
     """
-    return 2 * vector_bytes(head_size, dtype, kv_format) + POSITION_BYTES
+    page = kv_format.page if isinstance(kv_format, SealedFormat) else 1
+    return -(-page_bytes(head_size, dtype, kv_format, page) // page) + POSITION_BYTES
 
 
 def slot_size(config: ModelConfig, dtype: jnp.dtype, kv_format: Format | None = None) -> SlotSize:

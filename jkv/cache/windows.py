@@ -17,6 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
 from jkv.cache.pool import EMPTY, NULL_PAGE, num_pages_of
+from jkv.cache.sink_logit import add_sink, sink_of_rows
+from jkv.model.rotary import turn_in
+from pallas_kernels.rotate_append.reference import rotate
 
 
 class Windows(flax.struct.PyTreeNode):
@@ -24,6 +27,7 @@ class Windows(flax.struct.PyTreeNode):
 
     kv: Annotated[Any, "P 2 page H"]
     size: int = flax.struct.field(pytree_node=False)  # W
+    num_layers: int = flax.struct.field(pytree_node=False)  # L
 
     @property
     def page_size(self) -> int:
@@ -35,10 +39,10 @@ class Windows(flax.struct.PyTreeNode):
         """Pages of a ring (MP)."""
         return num_pages_of(self.size, self.page_size)
 
-    def tables(self, num_rows: int, num_kv_heads: int) -> Int[Array, "L B K MP"]:
-        """The pages of each ring, which never change."""
+    def tables(self, num_rows: int) -> Int[Array, "L B K MP"]:
+        """The pages of each ring, which never change. K may be another than that of the pool."""
         page = jnp.arange(1, self.kv.shape[0], dtype=jnp.int32)
-        return page.reshape(-1, num_rows, num_kv_heads, self.max_pages)
+        return page.reshape(self.num_layers, num_rows, -1, self.max_pages)
 
 
 def create(
@@ -46,7 +50,7 @@ def create(
 ) -> Windows:
     """Empty rings of `num_layers` layers with a window of `window` tokens; NaN with `poison`, for tests."""
     num_pages = num_layers * num_rows * num_kv_heads * num_pages_of(window, page_size)
-    return Windows(jnp.full((1 + num_pages, 2, page_size, head_size), jnp.nan if poison else 0, dtype), window)
+    return Windows(jnp.full((1 + num_pages, 2, page_size, head_size), jnp.nan if poison else 0, dtype), window, num_layers)
 
 
 def read_row(windows: Windows, tables: Int[Array, "L B K MP"], row: Int[Array, ""]) -> Float[Array, "L K MP 2 page H"]:
@@ -63,6 +67,15 @@ def write_rows(
         return kv.at[tables[:, target[i]]].set(content)
 
     return windows.replace(kv=jax.lax.fori_loop(0, (target < tables.shape[1]).sum(dtype=jnp.int32), write, windows.kv))
+
+
+class WindowChunk(NamedTuple):
+    """What a chunk of a prompt reads in a layer with a window: the window before it, and itself."""
+
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K H"]
+    begin: Int[Array, "B K S"]  # positions that read the slot, from here
+    end: Int[Array, "B K S"]  # to here
 
 
 class WindowDecode(NamedTuple):
@@ -82,22 +95,41 @@ class WindowDecode(NamedTuple):
         key: Float[Array, "B T K H"],
         value: Float[Array, "B T K H"],
         cache: Any,
+        sink: Float[Array, " N"] | None = None,
+        is_stored: bool = False,
     ) -> tuple[Float[Array, "B T N H"], Any]:
         """`jkv.model.decoder.Attend`, which rotates queries and keys."""
         windows, (_, num_rows, num_kv_heads, max_pages) = cache.windows, self.tables.shape
+        turn = turn_in(layer, self.cos, self.sin, self.unrotated)
+        kv, rotated = windows.kv, query
+        if is_stored:
+            rotated = rotate(query, *(part[:, None] for part in turn))
+        else:
+            kv, rotated = self.append(layer, query, key, value, windows, turn)
+        length = jnp.repeat(jnp.minimum(self.position + self.is_active.astype(jnp.int32), windows.size), num_kv_heads)
+        table = self.tables[layer].reshape(-1, max_pages)
+        out, log_total, _ = kernels.paged_attention(rotated.reshape(len(table), -1, query.shape[-1]), kv, table, length)
+        if sink is not None:
+            out, _ = add_sink(out, log_total, sink_of_rows(sink, num_rows, num_kv_heads))
+        return out.reshape(query.shape), cache._replace(windows=windows.replace(kv=kv))
+
+    def append(
+        self,
+        layer: int,
+        query: Float[Array, "B T N H"],
+        key: Float[Array, "B T K H"],
+        value: Float[Array, "B T K H"],
+        windows: Windows,
+        turn: tuple[Float[Array, "B half"], Float[Array, "B half"]],
+    ) -> tuple[Any, Float[Array, "B N H"]]:
+        """The rings with each row's new token, and the rotated queries."""
         slot = (self.position % windows.size)[:, None]
         page = self.tables[layer, :, :, 0] + slot // windows.page_size  # a ring's pages follow each other
         address = jnp.where(self.is_active[:, None], page * windows.page_size + slot % windows.page_size, NULL_PAGE)
-        flat = jnp.concatenate([x.reshape(num_rows, -1) for x in (query, key, value)], axis=1)
-        projected = flat.reshape(num_rows, -1, query.shape[-1])
-        turn = self.cos, self.sin
-        if layer in self.unrotated:
-            turn = jnp.ones_like(self.cos), jnp.zeros_like(self.sin)
+        flat = jnp.concatenate([x.reshape(len(x), -1) for x in (query, key, value)], axis=1)
+        projected = flat.reshape(len(flat), -1, query.shape[-1])
         kv, rotated, _ = kernels.rotate_append(windows.kv, projected, *turn, address)
-        length = jnp.repeat(jnp.minimum(self.position + self.is_active.astype(jnp.int32), windows.size), num_kv_heads)
-        table = self.tables[layer].reshape(-1, max_pages)
-        out, _, _ = kernels.paged_attention(rotated.reshape(len(table), -1, query.shape[-1]), kv, table, length)
-        return out.reshape(query.shape), cache._replace(windows=windows.replace(kv=kv))
+        return kv, rotated
 
 
 class WindowPrefill(NamedTuple):
@@ -115,9 +147,15 @@ class WindowPrefill(NamedTuple):
         key: Float[Array, "1 T K H"],
         value: Float[Array, "1 T K H"],
         cache: Any,
+        sink: Float[Array, " N"] | None = None,
+        is_stored: bool = False,
     ) -> tuple[Float[Array, "1 T N H"], Any]:
         """`jkv.model.decoder.Attend`."""
         windows, num_kv_heads, size = cache.windows, key.shape[2], cache.windows.size
+        if is_stored:  # the ring holds the chunk by now, over tokens that its first queries read
+            assert cache.chunk is not None
+            key, value, begin, end = cache.chunk
+            return kernels.replay_attention(query, key, value, self.position, begin, end, sink=sink), cache
         page = self.tables[layer, self.row[0]]  # [K, MP]
         old_KP2SH = windows.kv[page]
         old_SK2H = jnp.transpose(old_KP2SH, (1, 3, 0, 2, 4)).reshape(-1, num_kv_heads, 2, key.shape[-1])
@@ -129,14 +167,15 @@ class WindowPrefill(NamedTuple):
         end = jnp.where(begin == EMPTY, EMPTY, begin + size)
         begin, end = (jnp.broadcast_to(x, (1, num_kv_heads, *x.shape)) for x in (begin, end))
         kv_SK2H = jnp.concatenate([old_SK2H, new_TK2H])
-        out = kernels.replay_attention(query, kv_SK2H[None, :, :, 0], kv_SK2H[None, :, :, 1], self.position, begin, end)
+        key, value = kv_SK2H[None, :, :, 0], kv_SK2H[None, :, :, 1]
+        out = kernels.replay_attention(query, key, value, self.position, begin, end, sink=sink)
         # The ring is written as a whole: what is written then depends on what was read, so XLA need not copy the rings.
         is_last = is_new & (offset >= self.num_new - size)  # others would be overwritten by later ones
         slot = jnp.where(is_last, self.position[0] % size, len(old_SK2H))
         ring_SK2H = old_SK2H.at[slot].set(new_TK2H, mode="drop")
         ring = ring_SK2H.reshape(windows.max_pages, windows.page_size, num_kv_heads, 2, -1)
         kv = windows.kv.at[page].set(jnp.transpose(ring, (2, 0, 3, 1, 4)))
-        return out, cache._replace(windows=windows.replace(kv=kv))
+        return out, cache._replace(windows=windows.replace(kv=kv), chunk=WindowChunk(key, value, begin, end))
 
 
 def old_positions(windows: Windows, num_seen: Int[Array, ""]) -> Int[Array, " S"]:

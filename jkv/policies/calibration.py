@@ -122,7 +122,7 @@ class Calibration:
 def rope_words(config: ModelConfig) -> Any:
     """The RoPE of a model in words, equal for equal RoPE."""
     scaling = config.rope_scaling
-    how = "no scaling" if scaling.kind == "default" else str(scaling)
+    how = "no scaling" if scaling.kind == "default" else str(scaling).replace(", share=1.0", "")  # of before
     without = f", none in layers {list(config.layers_without_rope)}" if config.layers_without_rope else ""
     return f"theta {config.rope_theta} for {config.rotary_size or config.head_size} channels, {how}{without}"
 

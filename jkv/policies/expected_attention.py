@@ -13,12 +13,15 @@ from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
+from jkv.policies.scores import attention, sinks_by_group
 from jkv.policies.view import CacheView
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpectedAttention:
     """The attention that a normal distribution of future queries pays to each slot, times the norm of its value.
+
+    The learned sinks of a model with such are in the denominator of the attention.
 
     Attributes:
       num_queries: last queries that the mean and covariance are taken from.
@@ -49,17 +52,19 @@ class ExpectedAttention:
         query = rotate(query, cos, sin)  # [B, W, N, H], each rotated to all future positions on average
         is_used = position >= jnp.minimum(self.sinks, newest - 1)
 
-        def of_row(query: Array, is_used: Array, key: Array, is_filled: Array) -> Float[Array, "K S"]:
+        def of_row(query: Array, is_used: Array, key: Array, is_filled: Array, sink: Array | None) -> Float[Array, "K S"]:
             heads, _, size = key.shape
             grouped = query.reshape(len(query), heads, -1, size)
             logits = jnp.einsum("wkgh,ksh->kgws", grouped, key.astype(jnp.float32), precision="highest") * size**-0.5
             mean = logits.mean(axis=2, where=is_used[:, None])
             variance = logits.var(axis=2, where=is_used[:, None])  # key . covariance . key / H
-            expected = jax.nn.softmax(mean + variance / 2, axis=-1, where=is_filled[:, None])
+            expected = attention(mean + variance / 2, is_filled[:, None], sink)
             return expected.mean(axis=1)
 
         is_old = view.is_filled & (view.position >= self.sinks)
-        share = jax.lax.map(lambda row: of_row(*row), (query, is_used, view.key, is_old))  # of one row at once: [K, G, W, S]
+        sink = sinks_by_group(view)
+        rows = query, is_used, view.key, is_old, None if sink is None else sink[..., None]
+        share = jax.lax.map(lambda row: of_row(*row), rows)  # of one row at once: [K, G, W, S]
         return share * jnp.linalg.norm(view.value.astype(jnp.float32), axis=-1)
 
 

@@ -12,7 +12,7 @@ from jkv.policies.policy import Policy
 from jkv.policies.r_kv import redundancy_of
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
-from jkv.policies.scores import is_query
+from jkv.policies.scores import attention, is_query, sinks_by_group
 from jkv.policies.view import CacheView
 
 
@@ -54,11 +54,14 @@ class RememberedImportance:
 
 
 def largest_attention(view: CacheView, window: int) -> Float[Array, "B K S"]:
-    """The mean over the last `window` queries of the largest softmax among a KV head's query heads, over all slots seen."""
+    """The mean over the last `window` queries of the largest softmax among a KV head's query heads, over all slots seen.
+
+    The softmax has the learned sink of a model with such in its denominator.
+    """
     assert view.query is not None
     batch, heads, _, size = view.key.shape
     query = view.query[:, :, -window:].reshape(batch, heads, -1, window, size)
-    is_seen = is_query(view, window)
+    is_seen, sink = is_query(view, window), sinks_by_group(view)
 
     def add(total: Float[Array, "B K S"], w: Array) -> tuple[Float[Array, "B K S"], None]:
         logits = size**-0.5 * jnp.einsum(
@@ -67,7 +70,7 @@ def largest_attention(view: CacheView, window: int) -> Float[Array, "B K S"]:
         if view.log_weight is not None:
             logits += view.log_weight[:, :, None]
         where = view.is_filled & (view.age >= window - 1 - w)
-        share = jax.nn.softmax(logits, axis=-1, where=where[:, :, None]).max(axis=2)
+        share = attention(logits, where[:, :, None], None if sink is None else sink[..., None]).max(axis=2)
         return total + jnp.where(is_seen[:, w, None, None], share, 0.0), None
 
     total, _ = jax.lax.scan(add, jnp.zeros(view.position.shape), jnp.arange(window, dtype=jnp.int32))

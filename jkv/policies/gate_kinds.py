@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jkv.model.decoder import rms_norm
+from pallas_kernels.add_norm.reference import rms_norm
 
 DMS_SCALE, DMS_OFFSET = 100.0, 5.0
 DMS_WINDOW, KVZAP_WINDOW, FAST_KVZIP_WINDOW = 512, 128, 8  # tokens that the authors keep whatever their gate says

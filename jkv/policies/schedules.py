@@ -65,6 +65,17 @@ class Every:
 
 
 @dataclasses.dataclass(frozen=True)
+class WholeBlocks(Every):
+    """`Every`, to the newest block of `block` tokens and as many others as the budget holds whole."""
+
+    block: int = 1
+
+    def target(self, prompt: int, generated: int) -> int | None:
+        newest = (prompt + generated - 1) % self.block + 1  # its tokens so far
+        return None if generated % self.interval else newest + (self.budget - newest) // self.block * self.block
+
+
+@dataclasses.dataclass(frozen=True)
 class EachStep:
     """Evicts to `budget` slots inside each decode step (`jkv.cache.in_step_eviction`), and once after a longer prompt."""
 

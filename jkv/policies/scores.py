@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 import pallas_kernels as kernels
 from jkv.policies.needs import Needs
 from jkv.policies.view import CacheView
+from pallas_kernels.replay_attention.reference import softmax_beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,22 @@ class Uniform:
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         return uniform(view, self.seed, self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class UniformBlocks:
+    """`Uniform` with 2 for all tokens of a block that holds one of the first `sinks` or the last `recent` tokens."""
+
+    chance: Uniform
+    sinks: int
+    recent: int
+    needs = Needs()
+
+    def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
+        number = view.position // self.chance.block
+        first_recent = (view.num_seen - self.recent) // self.chance.block
+        stays = (number * self.chance.block < self.sinks) | (number >= first_recent[:, None, None])
+        return jnp.where(stays, 2.0, self.chance(view))
 
 
 def uniform(view: CacheView, seed: int, block: int = 1) -> Float[Array, "B K S"]:
@@ -71,7 +88,10 @@ def default_recent(budget: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class AccumulatedMass:
-    """The softmax mass of each slot from all queries so far, summed over the query heads of its KV head."""
+    """The softmax mass of each slot from all queries so far, summed over the query heads of its KV head.
+
+    In a model with learned sinks the softmax has them in its denominator (`jkv.cache.attention`).
+    """
 
     needs = Needs(mass=True, in_step="sum")
 
@@ -83,6 +103,8 @@ class AccumulatedMass:
 @dataclasses.dataclass(frozen=True)
 class AttentionMass:
     """The softmax mass of each slot from the last `window` queries, 0 to 1: their mean, pooled over neighbouring slots.
+
+    In a model with learned sinks the sink of a query head is one more candidate of its softmax, which gets no score.
 
     Attributes:
       window: how many queries. The slots of the last `window` tokens get no score unless `candidates` is "all".
@@ -154,6 +176,7 @@ class AttentionMass:
             jnp.repeat(is_seen, heads, axis=0),
             view.age.reshape(rows) if sees_all else None,
             None if view.log_weight is None else view.log_weight.reshape(rows),
+            None if view.sink is None else view.sink.reshape(batch * heads, -1),
             over_group=self.over_group,
         ).reshape(view.position.shape)
         return self._pooled(mass, is_scored)
@@ -167,11 +190,11 @@ class AttentionMass:
         logits = jnp.einsum("bkgwh,bksh->bkgws", grouped, view.key.astype(jnp.float32), precision="highest") * size**-0.5
         if view.log_weight is not None:
             logits += view.log_weight[:, :, None, None]
-        where = is_scored[:, :, None]
+        where, sink = is_scored[:, :, None], sinks_by_group(view)
         if self.over_group == "max":
-            share = jax.nn.softmax(logits.max(axis=2), axis=-1, where=where)
+            share = attention(logits.max(axis=2), where, None if sink is None else sink.max(axis=2)[..., None, None])
         else:
-            share = jax.nn.softmax(logits, axis=-1, where=where[:, :, None])
+            share = attention(logits, where[:, :, None], None if sink is None else sink[..., None, None])
             share = share.mean(axis=2) if self.over_group == "mean" else share.max(axis=2)
         total = share.sum(axis=-1, keepdims=True)
         share = share / jnp.where(total > 0, total, 1.0)
@@ -186,6 +209,20 @@ class AttentionMass:
         if self.pooling == "mean":
             return mean_pool(jnp.where(is_scored, mass, 0.0), self.pool)
         return max_pool(jnp.where(is_scored, mass, -jnp.inf), self.pool)
+
+
+def sinks_by_group(view: CacheView) -> Float[Array, "B K G"] | None:
+    """The learned sinks of each KV head's query heads; None in models without."""
+    return None if view.sink is None else view.sink.reshape(*view.key.shape[:2], -1)
+
+
+def attention(
+    logits: Float[Array, "*B S"], where: Bool[Array, "*#B S"], sink: Float[Array, "*#B 1"] | None = None
+) -> Float[Array, "*B S"]:
+    """The softmax over slots, with the model's learned sink in the denominator; all zeros where there is no slot."""
+    if sink is None:
+        return jax.nn.softmax(logits, axis=-1, where=where)
+    return softmax_beside(sink, logits, where)
 
 
 WIDEST_POOL = 4_096  # the scores are padded by half of it

@@ -56,6 +56,9 @@ class CacheView(NamedTuple):
       calibration: the arrays of the policy's calibration, of each batch row's layer. None unless `Needs.calibration`.
       gate: what the policy's gate (`jkv.policies.gate`) computed from the hidden state when the slot was written. None unless
         `Needs.gate`.
+      sink: the learned sink of each query head, a logit without a slot that the model's attention has in the denominator of its
+        softmax (gpt-oss). A score that computes attention from queries and keys adds it (`jkv.policies.scores.attention`);
+        `mass` has it already. None in models without.
     """
 
     key: Float[Array, "B K S H"]
@@ -74,6 +77,7 @@ class CacheView(NamedTuple):
     projected_norm: Float[Array, "B K S"] | None = None
     calibration: Any = None
     gate: Float[Array, "B K S"] | None = None
+    sink: Float[Array, "B N"] | None = None
 
     @property
     def is_filled(self) -> Bool[Array, "B K S"]:

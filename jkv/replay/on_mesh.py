@@ -50,20 +50,20 @@ def on_mesh(
     Raises:
       ValueError: rows that do not divide.
     """
-    rows, shards = columns.end.shape[0], num_row_shards(mesh)
+    rows, shards = columns.ended.shape[0], num_row_shards(mesh)
     if rows % shards:
         raise ValueError(
             f"The rows of a batch must be a multiple of the {shards} devices that split them; got {rows}. Make the batch with "
-            f"rows={-(-rows // shards) * shards}."
+            f"rows={-(-rows // shards) * shards}, or pack=(rows, tokens)."
         )
     has_heads = HEADS in mesh.axis_names
     row_axes = tuple(name for name in mesh.axis_names if name != HEADS)
     of_rows = P(row_axes)
     of_columns = P(row_axes, None, HEADS) if has_heads else of_rows
     column_specs = jax.tree.map(lambda _: of_rows, columns)
-    column_specs = column_specs._replace(
-        source=None if columns.source is None else of_columns, begin=of_columns, end=of_columns
-    )
+    by_head = {name: getattr(columns, name) for name in ("ended", "tokens", "starts")}
+    by_head = {name: of_columns for name, field in by_head.items() if field is not None and field.shape[2] > 1}
+    column_specs = column_specs._replace(**by_head)
     weights = specs_of(Params, params, "params") if has_heads else jax.tree.map(lambda _: P(), params)
 
     def on_shard(params: Params, columns: Any, by_row: tuple[Any, ...]) -> Float[Array, "n T"]:

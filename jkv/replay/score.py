@@ -17,19 +17,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from jkv.cache.attention import OPEN_END
 from jkv.checks import typed
 from jkv.model import decoder
 from jkv.model import sampling as distributions
-from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.params import Model, Params
 from jkv.model.penalties import TokenCounts, counts_in_block
 from jkv.model.rotary import rotary_angle
+from jkv.model.routes import check_experts, given
 from jkv.model.sampling import Sampling, SamplingRows, rows_of
 from jkv.reasoning import steering
+from jkv.replay import sealed
+from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
 from jkv.replay.on_mesh import AnyMesh, mesh_of, num_row_shards, on_mesh
-from jkv.replay.trace import SteerTrace, Trace
-from jkv.replay.windows import with_windows
-from pallas_kernels.quantised import Format, straight_through
+from jkv.replay.other_groups import with_other_groups
+from jkv.replay.trace import Trace
+from pallas_kernels.quantised import straight_through
+from pallas_kernels.sealed import SealedFormat
 
 UNEMBED_BLOCK = 64  # tokens whose logits exist at once
 MAX_TOKENS = 65_536  # of a program, padding included
@@ -60,25 +63,13 @@ class Scores:
         return f"Scores(logprobs: {self.logprobs.dtype} {list(self.logprobs.shape)})"
 
 
-class Columns(NamedTuple):
-    """`Trace` on the device."""
-
-    source: Int[Array, "n L K C"] | None  # None: column c is token c
-    begin: Int[Array, "n L K C"]
-    end: Int[Array, "n L K C"]
-    sinks: Int[Array, " n"] | None = None
-    sink_shift: Int[Array, "n T"] | None = None
-    steer: SteerTrace | None = None
-    kv_format: Format | None = None  # keys and values are read as a pool of this format gives them back
-
-
 class ReplayAttention(NamedTuple):
     """Every token of a sequence attends over columns (`jkv.model.decoder.Attend`); nothing is cached.
 
     Where the columns have a format, keys and values are quantised and dequantised first, with the gradient of doing neither.
     """
 
-    position: Int[Array, "n T"]
+    place: Int[Array, "n T"]  # of each token in its row, which is its position where the row is one sequence
     columns: Columns
     turn: Float[Array, "n T half"] | None  # radians by which queries are rotated for the sinks
     unrotated: tuple[int, ...] = ()  # layers without RoPE
@@ -90,14 +81,17 @@ class ReplayAttention(NamedTuple):
         key: Float[Array, "n T K H"],
         value: Float[Array, "n T K H"],
         cache: None,
+        sink: Float[Array, " N"] | None = None,
+        is_stored: bool = False,
     ) -> tuple[Float[Array, "n T N H"], None]:
         """Attention over the columns of a layer."""
-        source, begin, end, sinks, *_ = self.columns
-        if self.columns.kv_format is not None:
+        sinks, columns = self.columns.sinks, self.columns.of_layer(layer)
+        if isinstance(self.columns.kv_format, SealedFormat):
+            key, value, columns = sealed.with_records(key, value, columns, self.columns.kv_format)
+        elif self.columns.kv_format is not None:
             key, value = (straight_through(x, self.columns.kv_format) for x in (key, value))
-        columns = begin[:, layer], end[:, layer], None if source is None else source[:, layer]
         if sinks is None:
-            return kernels.replay_attention(query, key, value, self.position, *columns), None
+            return kernels.replay_attention(query, key, value, self.place, *columns, sink=sink), None
         # One softmax over sinks and other keys: heads are twice as wide, the first half for other keys, the second for sinks.
         assert self.turn is not None
         turned = query if layer in self.unrotated else decoder.rotate(query, jnp.cos(self.turn), jnp.sin(self.turn))
@@ -105,7 +99,7 @@ class ReplayAttention(NamedTuple):
         query = jnp.concatenate([query, turned], axis=-1) * 2**0.5  # the kernel divides by the root of the doubled size
         key = jnp.concatenate([jnp.where(is_sink, 0, key), jnp.where(is_sink, key, 0)], axis=-1)
         value = jnp.concatenate([value, jnp.zeros_like(value)], axis=-1)
-        out = kernels.replay_attention(query, key, value, self.position, *columns)
+        out = kernels.replay_attention(query, key, value, self.place, *columns, sink=sink)
         return out[..., : out.shape[-1] // 2], None
 
 
@@ -119,6 +113,7 @@ def score(
     sampling: Sampling | Sequence[Sampling] | None = None,
     max_tokens: int = MAX_TOKENS,
     mesh: AnyMesh | None = None,
+    routed_experts: Any = None,
 ) -> Scores:
     """The log-probability of every completion token in nats: with a full cache, or (`trace=out.trace`) with the compressed one.
 
@@ -130,12 +125,15 @@ def score(
     On a `mesh`, by default that of the weights (`jkv.shard`), each device computes its heads, and its rows where the mesh has
     other axes than "tensor".
 
+    With `routed_experts=out.routed_experts`, tokens go through the experts that they went through in the engine, with the
+    weights that the router gives these (`jkv.model.routes`); None lets the router choose.
+
     With top-k or top-p, a token that the scored distribution cuts has `-inf`: compressed and dense distributions may cut
     different tokens.
 
     Raises:
-      ValueError: tokens without prompts, a trace of another shape, the trace None of a result that recorded none, or a mesh
-        that does not divide the model.
+      ValueError: tokens without prompts, a trace or experts of another shape, the trace None of a result that recorded none,
+        or a mesh that does not divide the model.
     """
     params = model.params if isinstance(model, Model) else model
     mesh, max_tokens = mesh_of(params, mesh), typed("max_tokens", max_tokens, int)
@@ -163,13 +161,15 @@ def score(
     check_tokens(params, tokens, prompts)
     totals = [len(prompt) + count for prompt, count in zip(prompts, counts, strict=True)]
     check_trace(columns, params, totals, is_whole=isinstance(out_or_tokens, Completed))
+    experts = None if routed_experts is None else check_experts(routed_experts, params.config, totals)
     parts = []
     shards = num_row_shards(mesh)
     most = shards * max(1, max_tokens // round_up(max(totals, default=1)) // shards)
     for start in range(0, num_samples, most):
         rows = slice(start, min(start + most, num_samples))
-        part: Any = None if columns is None else jax.tree.map(lambda field, rows=rows: field[rows], columns)
-        parts.append(score_rows(params, tokens[rows], prompts[rows], counts[rows], settings[rows], part, mesh))
+        part = None if columns is None else columns.part(rows)
+        of_rows = None if experts is None else experts[rows]
+        parts.append(score_rows(params, tokens[rows], prompts[rows], counts[rows], settings[rows], part, mesh, of_rows))
     return Scores(jnp.concatenate(parts) if parts else jnp.zeros(tokens.shape, jnp.float32))
 
 
@@ -196,15 +196,15 @@ def check_trace(trace: Trace | None, params: Params, totals: Sequence[int], is_w
     """
     config = params.config
     expected = (len(totals), config.num_paged_layers, config.num_kv_heads)
-    if trace is not None and trace.end.shape[:3] != expected:
+    if trace is not None and trace.shape[:3] != expected:
         raise ValueError(
             f"A trace must have columns for each sample, layer with full attention and KV head, here {expected}; got "
-            f"{trace.end.shape[:3]}. Pass the trace of the call that made the tokens, `out.trace`."
+            f"{trace.shape[:3]}. Pass the trace of the call that made the tokens, `out.trace`."
         )
     for row, total in enumerate(totals if trace is not None else ()):
         assert trace is not None
-        is_read = trace.end[row, 0, 0] > trace.begin[row, 0, 0]
-        covered = 1 + int(np.max(trace.source[row, 0, 0], where=is_read, initial=-1))
+        source, begin, end = trace.columns(row, 0)
+        covered = 1 + int(np.max(source[0], where=end[0] > begin[0], initial=-1))
         if covered < total or (is_whole and covered > total):
             raise ValueError(
                 f"A trace must cover the tokens that are scored; row {row} has {total}, and the trace {covered}. Pass the "
@@ -220,6 +220,7 @@ def score_rows(
     settings: Sequence[Sampling],
     trace: Trace | None,
     mesh: AnyMesh | None = None,
+    experts: np.ndarray | None = None,
 ) -> Float[Array, "n T"]:
     """`score` of the rows of one program; those that a mesh needs more are copies of the last."""
     num_samples, width = tokens.shape
@@ -227,15 +228,16 @@ def score_rows(
     if more:
         index = [*range(num_samples), *[num_samples - 1] * more]
         rows: Any = ([values[i] for i in index] for values in (prompts, lengths, settings))
-        part: Any = None if trace is None else jax.tree.map(lambda field: field[np.array(index)], trace)
-        return score_rows(params, tokens[index], *rows, trace=part, mesh=mesh)[:num_samples]
+        part = None if trace is None else trace.part(np.array(index))
+        of_rows = None if experts is None else experts[index]
+        return score_rows(params, tokens[index], *rows, trace=part, mesh=mesh, experts=of_rows)[:num_samples]
     sequence, starts = join(tokens, prompts, lengths)
     total = sequence.shape[1]
     columns = dense_columns(params.config, num_samples, total) if trace is None else trace_columns(trace, total)
     log_probs = sequence_log_probs(
         params,
         jnp.asarray(sequence),
-        columns,
+        columns._replace(experts=fit_tokens(experts, total)),
         rows_of(settings),
         truncates=any(s.draws == "truncated" for s in settings),
         start=starts,
@@ -254,43 +256,6 @@ def join(tokens: np.ndarray, prompts: Sequence[Any], lengths: Sequence[int]) -> 
         sequence[i, : starts[i]] = prompt
         sequence[i, starts[i] : starts[i] + length] = tokens[i, :length]
     return sequence, starts
-
-
-def dense_columns(config: ModelConfig, num_samples: int, total: int) -> Columns:
-    """Every token's own column, which never ends."""
-    shape = (num_samples, config.num_paged_layers, config.num_kv_heads, total)
-    own = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), shape)
-    return Columns(None, own, jnp.full(shape, OPEN_END, jnp.int32))
-
-
-def trace_columns(trace: Trace, total: int) -> Columns:
-    """The columns of a trace, padded to sequences of `total` tokens."""
-    shape = (*trace.end.shape[:3], total)
-    own = np.broadcast_to(np.arange(total, dtype=np.int32), shape)
-    # The trace is as wide as its longest sample; these rows may be shorter, and read only their own tokens.
-    num_columns = min(trace.end.shape[-1], total)
-    if np.array_equal(trace.source, trace.begin) and (trace.begin[..., :num_columns] == own[..., :num_columns]).all():
-        end = np.full(shape, OPEN_END, np.int32)
-        end[..., :num_columns] = trace.end[..., :num_columns]
-        return Columns(None, jnp.asarray(own), jnp.asarray(end), *sinks_and_steering(trace, total), trace.kv_format)
-    end = np.where(trace.source < total, trace.end, trace.begin)
-    source = np.minimum(trace.source, total - 1)
-    rest = *sinks_and_steering(trace, total), trace.kv_format
-    return Columns(jnp.asarray(source), jnp.asarray(trace.begin), jnp.asarray(end), *rest)
-
-
-def sinks_and_steering(trace: Trace, total: int) -> tuple[Any, Any, Any]:
-    """A trace's sinks, sink shifts and steering, padded or cut to sequences of `total` tokens."""
-
-    def fit(x: np.ndarray) -> Array:
-        return jnp.asarray(np.pad(x[:, :total], [(0, 0), (0, max(0, total - x.shape[1]))]))
-
-    steer = None
-    if trace.steer is not None:
-        steer = SteerTrace(fit(trace.steer.amount), jnp.asarray(trace.steer.layer), jnp.asarray(trace.steer.vector))
-    if trace.sinks is None or trace.sink_shift is None:
-        return None, None, steer
-    return jnp.asarray(trace.sinks), fit(trace.sink_shift), steer
 
 
 @functools.partial(jax.jit, static_argnames=("truncates", "mesh", "remat"))
@@ -370,14 +335,17 @@ def positions_of(token: Int[Array, "n T"]) -> Int[Array, "n T"]:
 
 def hidden_states(params: Params, token: Int[Array, "n T"], columns: Columns, remat: bool = False) -> Float[Array, "n T D"]:
     """The final hidden state of each token when attention reads `columns`; unembedded, it gives the next token's logits."""
-    position = positions_of(token)
+    place = position = positions_of(token)
+    if columns.first is not None:
+        position = place - columns.first
     turn = None if columns.sink_shift is None else rotary_angle(params.config, columns.sink_shift)
     enter, steer = None, columns.steer
     if steer is not None:
         enter = functools.partial(steering.push, steer.vector, steer.layer, steer.amount)
-    paged = ReplayAttention(position, columns, turn, params.config.unrotated)
-    attend = with_windows(params.config, paged, position)
-    return decoder.forward(params, token, position, attend, None, enter, remat=remat)[0]
+    paged = ReplayAttention(place, columns, turn, params.config.unrotated)
+    attend = with_other_groups(params.config, paged, place, columns.first)
+    choose = given(params.config, columns.experts)
+    return decoder.forward(params, token, position, attend, None, enter, choose=choose, remat=remat)[0]
 
 
 def log_distributions(

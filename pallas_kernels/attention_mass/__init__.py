@@ -19,6 +19,7 @@ def attention_mass(
     is_query: Bool[Array, "R W"],
     age: Int[Array, "R S"] | None = None,
     log_weight: Float[Array, "R S"] | None = None,
+    sink: Float[Array, "R G"] | None = None,
     *,
     over_group: str = "max",
     implementation: str | None = None,
@@ -30,12 +31,13 @@ def attention_mass(
     (the sequence is shorter than the window) do not count. A row without queries or candidates gives zeros. `age` is the number
     of tokens after a slot's token: query w, with W - 1 - w tokens after it, sees only slots that are at least as old.
     `log_weight` is added to a slot's logits, as in `paged_attention`; `-inf` is a vacant slot, which is no candidate and may
-    hold anything.
+    hold anything. `sink` is a logit of each query head that adds `exp(sink)` to the denominator of its softmax, as one more
+    candidate would that gets no mass; with "max", the largest of the group counts, as of any candidate.
 
     Raises:
       ValueError: an unknown `over_group` or implementation.
     """
     if over_group not in ("max", "mean"):
         raise ValueError(f"over_group must be 'max' or 'mean'; got {over_group!r}.")
-    args = query, key, is_candidate, is_query, age, log_weight
+    args = query, key, is_candidate, is_query, age, log_weight, *(() if sink is None else (sink,))
     return call("attention_mass", IMPLEMENTATIONS, implementation, *args, over_group=over_group)

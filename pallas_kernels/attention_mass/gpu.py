@@ -21,17 +21,21 @@ from pallas_kernels.launch import dot, launch, load, store
 SPANS = 16  # per row at most, a power of two
 MOST_QUERIES = 64  # per product
 MOST_BLOCK = 128  # slots per product
+HEAD_SIZES = (16, 32, 64, 128, 256)
+MOST_FLOAT32 = 128  # channels; with 256, threads spill up to 13 KiB, and the kernel compiles for most of a minute
 LEAST = -1e30  # masked logit; with -inf, the difference of two would be NaN
 
 
 def why_not(
-    query: Any, key: Any, is_candidate: Any, is_query: Any, age: Any, log_weight: Any, over_group: str = "max"
+    query: Any, key: Any, is_candidate: Any, is_query: Any, age: Any, log_weight: Any, sink: Any = None, over_group: str = "max"
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
     if reason := pallas.why_not(query, key):
         return reason
-    if key.shape[2] not in (16, 32, 64, 128):
-        return f"the head size must be a power of two from 16 to 128; got {key.shape[2]}"
+    if key.shape[2] not in HEAD_SIZES:
+        return f"the head size must be a power of two from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]}; got {key.shape[2]}"
+    if key.shape[2] > MOST_FLOAT32 and key.dtype == jnp.float32:
+        return f"the head size must be at most {MOST_FLOAT32} in float32; got {key.shape[2]}"
     if key.size >= 2**31:
         return f"offsets are 32 bits wide, so keys must be fewer than 2**31 numbers; got {key.size}"
     return None
@@ -45,11 +49,14 @@ def attention_mass(
     is_query: Bool[Array, "R W"],
     age: Int[Array, "R S"] | None,
     log_weight: Float[Array, "R S"] | None,
+    sink: Float[Array, "R G"] | None = None,
+    *,
     over_group: str,
     interpret: Any = False,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
-    query_RDVH, bias_RS, share_RV, after_V = pallas.terms(query, is_candidate, is_query, log_weight, over_group)
+    terms = pallas.terms(query, is_candidate, is_query, log_weight, sink, over_group)
+    query_RDVH, bias_RS, share_RV, after_V, sink_RV = terms
     num_rows, num_slots = bias_RS.shape
     most_queries = MOST_QUERIES // 2 if key.dtype == jnp.float32 else MOST_QUERIES
     window = min(most_queries, max(16, pl.next_power_of_2(query_RDVH.shape[2])))  # queries per product
@@ -57,7 +64,8 @@ def attention_mass(
     windows = (query_RDVH.shape[2] + padding) // window
     query_RDVH = jnp.pad(query_RDVH, [(0, 0), (0, 0), (0, padding), (0, 0)])
     share_RV, after_V = jnp.pad(share_RV, [(0, 0), (0, padding)]), jnp.pad(after_V, [(0, padding)])
-    block = MOST_BLOCK // 2 if window == MOST_QUERIES or key.dtype == jnp.float32 else MOST_BLOCK
+    is_small = window == MOST_QUERIES or key.dtype == jnp.float32 or key.shape[2] > 128
+    block = MOST_BLOCK // 2 if is_small else MOST_BLOCK
     blocks = -(-num_slots // block)
     spans = min(SPANS, pl.next_power_of_2(blocks))
     slot = jnp.arange(1, num_slots + 1, dtype=jnp.int32)
@@ -74,6 +82,11 @@ def attention_mass(
         out_shape=(statistic, statistic),
         **settings,
     )
+    if sink_RV is not None:  # one more term of the first span's denominators
+        sink_RV = jnp.pad(sink_RV, [(0, 0), (0, padding)])
+        raised_RV = jnp.maximum(peak[:, 0], sink_RV)
+        more_RV = total[:, 0] * jnp.exp(peak[:, 0] - raised_RV) + jnp.exp(sink_RV - raised_RV)
+        peak, total = peak.at[:, 0].set(raised_RV), total.at[:, 0].set(more_RV)
     return launch(
         functools.partial(collect, window, block, windows),
         *inputs,

@@ -17,6 +17,7 @@ class Terms(NamedTuple):
     bias_RS: Float[Array, "R S"]  # added to logits; -inf where a slot is no candidate
     share_RV: Float[Array, "R V"]  # the weight of a query's softmax in the result
     after_V: Int[Array, " V"]  # tokens after the query
+    sink_RV: Float[Array, "R V"] | None  # a logit that counts in the query's denominator alone
 
 
 def terms(
@@ -24,6 +25,7 @@ def terms(
     is_candidate: Bool[Array, "R S"],
     is_query: Bool[Array, "R W"],
     log_weight: Float[Array, "R S"] | None,
+    sink: Float[Array, "R G"] | None,
     over_group: str,
 ) -> Terms:
     """The arguments of `pallas_kernels.attention_mass` other than keys and ages."""
@@ -33,10 +35,14 @@ def terms(
     count_R1 = jnp.maximum(is_query.sum(axis=-1, keepdims=True), 1).astype(jnp.float32)
     share_RV = is_query.astype(jnp.float32) / count_R1
     after_V = jnp.arange(window - 1, -1, -1, dtype=jnp.int32)
+    sink_RV = None
+    if sink is not None:
+        of_heads = sink if over_group == "mean" else sink.max(axis=1, keepdims=True)
+        sink_RV = jnp.repeat(of_heads.astype(jnp.float32), window, axis=1)
     if over_group == "mean":
         query = query.reshape(rows, 1, group * window, head_size)
         share_RV, after_V = jnp.tile(share_RV / group, (1, group)), jnp.tile(after_V, group)
-    return Terms(query, bias_RS, share_RV, after_V)
+    return Terms(query, bias_RS, share_RV, after_V, sink_RV)
 
 
 def why_not(query: Any, key: Any) -> str | None:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.sinks import softmax_beside
+
 
 def attention_mass(
     query_RGWH: Float[Array, "R G W H"],
@@ -12,6 +14,8 @@ def attention_mass(
     is_query: Bool[Array, "R W"],
     age: Int[Array, "R S"] | None,
     log_weight: Float[Array, "R S"] | None,
+    sink: Float[Array, "R G"] | None = None,
+    *,
     over_group: str,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
@@ -28,7 +32,12 @@ def attention_mass(
     if age is not None:
         after_W = jnp.arange(is_query.shape[1] - 1, -1, -1, dtype=age.dtype)
         is_seen_RWS &= age[:, None] >= after_W[:, None]
-    probability_RGWS = jax.nn.softmax(logits_RGWS, axis=-1, where=is_seen_RWS[:, None])
+    is_seen_RGWS = is_seen_RWS[:, None]
+    if sink is None:
+        probability_RGWS = jax.nn.softmax(logits_RGWS, axis=-1, where=is_seen_RGWS)
+    else:
+        sink_RG = sink.max(axis=1, keepdims=True) if over_group == "max" else sink
+        probability_RGWS = softmax_beside(sink_RG[..., None, None], logits_RGWS, is_seen_RGWS)
     mass_RWS = jnp.where(is_query[..., None], probability_RGWS.mean(axis=1), 0.0)
     mass_RS = mass_RWS.sum(axis=1) / jnp.maximum(is_query.sum(axis=-1, keepdims=True), 1).astype(jnp.float32)
     return jnp.where(is_candidate, mass_RS, 0.0)

@@ -27,7 +27,7 @@ MOST_TABLE = 1 << 16  # rows; each one has a number in scalar memory
 
 
 def why_not(
-    query: Any, key: Any, is_candidate: Any, is_query: Any, age: Any, log_weight: Any, over_group: str = "max"
+    query: Any, key: Any, is_candidate: Any, is_query: Any, age: Any, log_weight: Any, sink: Any = None, over_group: str = "max"
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
     if reason := pallas.why_not(query, key):
@@ -59,11 +59,14 @@ def attention_mass(
     is_query: Bool[Array, "R W"],
     age: Int[Array, "R S"] | None,
     log_weight: Float[Array, "R S"] | None,
+    sink: Float[Array, "R G"] | None = None,
+    *,
     over_group: str,
     interpret: Any = False,
 ) -> Float[Array, "R S"]:
     """See `pallas_kernels.attention_mass`."""
-    query_RDVH, bias_RS, share_RV, after_V = pallas.terms(query, is_candidate, is_query, log_weight, over_group)
+    terms = pallas.terms(query, is_candidate, is_query, log_weight, sink, over_group)
+    query_RDVH, bias_RS, share_RV, after_V, sink_RV = terms
     (num_rows, heads, num_queries, head_size), num_slots = query_RDVH.shape, key.shape[1]
     window = min(up(num_queries, 8), max(8, QUERIES // heads // 8 * 8))  # queries per grid step
     windows = -(-num_queries // window)
@@ -118,8 +121,11 @@ def attention_mass(
         ]
         in_specs.append(pl.BlockSpec((rows, 1, block), of_lanes))
         in_specs.append(pl.BlockSpec((1, window, 1), lambda row, window, *_: (window, 0, 0)))
+    if sink_RV is not None:
+        inputs.append(pad(sink_RV, 0, padded_rows, windows * window).reshape(padded_rows, windows, window, 1))
+        in_specs.append(pl.BlockSpec((rows, 1, window, 1), of_window))
     mass = pl.pallas_call(
-        functools.partial(add_block, heads, blocks, block, age is not None),
+        functools.partial(add_block, heads, blocks, block, age is not None, sink is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(padded_rows // rows, windows, passes, blocks),
@@ -135,11 +141,12 @@ def attention_mass(
     return mass[:num_rows, 0, :num_slots]
 
 
-def add_block(heads: int, blocks: int, block: int, has_age: bool, extent_smem_ref: Any, *refs: Any) -> None:
+def add_block(heads: int, blocks: int, block: int, has_age: bool, has_sink: bool, extent_smem_ref: Any, *refs: Any) -> None:
     """Adds the mass from some of the queries: for some whole rows, or in one visit to a block of one row."""
     # inputs, outputs, scratch
     query_ref, share_ref, key_ref, bias_ref, *rest = refs
-    age_ref, after_ref, mass_ref, peak_ref, total_ref = rest if has_age else (None, None, *rest)
+    age_ref, after_ref, *rest = rest if has_age else (None, None, *rest)
+    sink_ref, mass_ref, peak_ref, total_ref = rest if has_sink else (None, *rest)
     turn, index = pl.program_id(2), pl.program_id(3)
     rows, head_size = key_ref.shape[0], key_ref.shape[2]
     precision = lax.Precision.HIGHEST if key_ref.dtype == jnp.float32 else None
@@ -169,16 +176,22 @@ def add_block(heads: int, blocks: int, block: int, has_age: bool, extent_smem_re
     if blocks == 1:
         for row in range(rows):
             logits_VS = logits_of(row)
-            weight_VS = jnp.exp(logits_VS - base_of(logits_VS.max(axis=1, keepdims=True)))
-            mass_ref[row] += mass_of(weight_VS, weight_VS.sum(axis=1, keepdims=True), row)
+            peak_V1 = logits_VS.max(axis=1, keepdims=True)
+            if sink_ref is not None:
+                peak_V1 = jnp.maximum(peak_V1, sink_ref[row, 0])
+            weight_VS = jnp.exp(logits_VS - base_of(peak_V1))
+            total_V1 = weight_VS.sum(axis=1, keepdims=True)
+            if sink_ref is not None:
+                total_V1 += jnp.exp(sink_ref[row, 0] - peak_V1)
+            mass_ref[row] += mass_of(weight_VS, total_V1, row)
         return
 
     is_filled = index * block < extent_smem_ref[pl.program_id(0)]
 
     @pl.when((turn == 0) & (index == 0))
     def _() -> None:
-        peak_ref[...] = jnp.full_like(peak_ref, -jnp.inf)
-        total_ref[...] = jnp.zeros_like(total_ref)
+        peak_ref[...] = jnp.full_like(peak_ref, -jnp.inf) if sink_ref is None else sink_ref[0, 0]
+        total_ref[...] = jnp.zeros_like(total_ref) if sink_ref is None else jnp.ones_like(total_ref)
 
     @pl.when((turn == 0) & is_filled)
     def _() -> None:

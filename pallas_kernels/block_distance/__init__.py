@@ -7,8 +7,8 @@ from pallas_kernels.dispatch import Implementation, call
 from pallas_kernels.quantised import Numbers
 
 IMPLEMENTATIONS = {
-    "tpu": Implementation(tpu.block_distance, "tpu", tpu.why_not),
-    "gpu": Implementation(gpu.block_distance, "cuda", gpu.why_not, reads_codes=True),
+    "tpu": Implementation(tpu.block_distance, "tpu", tpu.why_not, reads_codes=True, reads_groups=True),
+    "gpu": Implementation(gpu.block_distance, "cuda", gpu.why_not, reads_codes=True, reads_groups=True),
     "reference": Implementation(reference.block_distance),
 }
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import hadamard
 from pallas_kernels.quantised import Numbers, dequantise
 
 
@@ -37,3 +38,12 @@ def turn(x: Float[Array, "... H"], angle: Float[Array, "... half"]) -> Float[Arr
     low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin, rest], axis=-1)
+
+
+def turn_of_rotated(angle: Float[Array, "I half"], head_size: int) -> Float[Array, "I H H"]:
+    """Matrices that turn keys which Hadamard's matrix has rotated, as row vectors: rotated back, turned, and rotated again.
+
+    A difference of rotated vectors is as long as that of the vectors, so kernels need not turn pages back.
+    """
+    matrix = hadamard.rotate(jnp.eye(head_size, dtype=jnp.float32))
+    return hadamard.rotate(turn(jnp.broadcast_to(matrix, (len(angle), head_size, head_size)), angle[:, None]))

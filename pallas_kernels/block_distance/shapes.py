@@ -11,6 +11,7 @@ CASES = (
     Case("64 pairs"),
     Case("64 pairs, keys turned", options={"turned": True}),
     Case("64 pairs, int8", workload={"kv_format": "int8"}),
+    Case("64 pairs, int4, keys turned", workload={"kv_format": "int4"}, options={"turned": True}),
 )
 
 

@@ -16,10 +16,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import nibbles
+from pallas_kernels.block_distance.reference import turn_of_rotated
+from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, scales_of, stored
+
 PAIRS = 8  # per grid step
 LANES = 128
 SUBLANES = 8
-CHUNK = 32  # slots of a page per addition, at most
+CHUNK = 32  # slots of a page per addition, at most; of quantised ones, a row of lanes
 MOST_UNROLLED = 16  # chunks of an item, at most, that are unrolled
 RING_BYTES = 4 << 20
 MOST_RING = 32  # items
@@ -34,14 +38,18 @@ def table_entries(num_layers: int, num_heads: int) -> int:
 
 def why_not(kv: Any, first: Any, second: Any, num_tokens: Any, angle: Any) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    (_, num_layers, num_heads), page_size, head_size, tile = first.shape, kv.shape[2], kv.shape[3], 32 // kv.dtype.itemsize
+    (_, num_layers, num_heads), (page_size, head_size), tile = first.shape, kv.shape[2:], 32 // stored(kv).dtype.itemsize
     if kv.dtype not in (jnp.float32, jnp.bfloat16):
         return f"the pool must be float32 or bfloat16; got {kv.dtype}"
-    if head_size % LANES:
+    if isinstance(kv, Quantised) and page_size % LANES:
+        return f"a quantised page must be a multiple of {LANES} slots, for its scales; got {page_size}"
+    if is_rotated(kv) and head_size not in (64, 128):
+        return f"heads of {kv.format.name} must have 64 or 128 channels; got {head_size}"
+    if not is_rotated(kv) and head_size % LANES:
         return f"the head size must be a multiple of {LANES}; got {head_size}"
     if page_size % tile:
         return f"a page of {kv.dtype} must be a multiple of {tile} slots; got {page_size}"
-    size = 8 * num_heads * page_size * head_size * kv.dtype.itemsize
+    size = 2 * item_bytes(kv, num_heads)
     if size > MOST_BYTES:
         return f"two layers of a pair must have at most {MOST_BYTES} bytes; got {size}"
     if table_entries(num_layers, num_heads) > MOST_TABLE:
@@ -49,9 +57,14 @@ def why_not(kv: Any, first: Any, second: Any, num_tokens: Any, angle: Any) -> st
     return None
 
 
+def item_bytes(kv: Any, num_heads: int) -> int:
+    """Bytes of vector memory for both pages of all heads. Scales fill tiles of 32 bytes for every slot."""
+    return int(4 * num_heads * kv.shape[2] * (stored(kv).shape[3] * stored(kv).dtype.itemsize + 32 * len(scales_of(kv))))
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def block_distance(
-    kv: Float[Array, "P 2 page H"],
+    kv: Numbers,
     first: Int[Array, "I L K"],
     second: Int[Array, "I L K"],
     num_tokens: Int[Array, " I"],
@@ -59,10 +72,13 @@ def block_distance(
     interpret: Any = False,
 ) -> Float[Array, "I L 2 3"]:
     """See `pallas_kernels.block_distance`."""
-    (num_pairs, num_layers, num_heads), (page_size, head_size) = first.shape, kv.shape[2:]
+    (num_pairs, num_layers, num_heads), head_size = first.shape, kv.shape[3]
+    pool, format = jax.tree.leaves(kv), kv.format if isinstance(kv, Quantised) else None
+    if is_rotated(kv):
+        # As XLA stores them, so nothing moves; without the constraint, a pool that fits is copied to vector memory first.
+        pool = [pltpu.with_memory_space_constraint(jnp.swapaxes(x, 2, 3), pltpu.HBM) for x in pool]
     items = PAIRS * num_layers  # per grid step
-    item_bytes = 4 * num_heads * page_size * head_size * kv.dtype.itemsize
-    ring = min(MOST_RING, max(2, RING_BYTES // item_bytes), items)
+    ring = min(MOST_RING, max(2, RING_BYTES // item_bytes(kv, num_heads)), items)
     steps = -(-num_pairs // PAIRS)
     cores = 2 if steps % 2 == 0 else 1  # of a chip whose two cores share a memory; on other chips, one runs after the other
     tokens = jnp.broadcast_to(num_tokens[:, None, None], (num_pairs, num_layers, 1))
@@ -80,20 +96,23 @@ def block_distance(
 
     in_specs = [
         pl.BlockSpec((1, 1, table.shape[2]), this, memory_space=pltpu.SMEM),
-        pl.BlockSpec(memory_space=pl.ANY),
+        *[pl.BlockSpec(memory_space=pl.ANY) for _ in pool],
     ]
-    inputs = [table, kv]
+    inputs = [table, *pool]
     if angle is not None:
-        in_specs.append(pl.BlockSpec((PAIRS, 3, head_size), this))
-        inputs.append(jnp.pad(turns(angle, head_size), [(0, cores * steps * PAIRS - num_pairs), (0, 0), (0, 0)]))
+        of_pairs = turns(angle, head_size)
+        if is_rotated(kv):  # in the order of unpacked channels, to multiply columns from the left
+            of_pairs = nibbles.reordered(jnp.swapaxes(nibbles.reordered(turn_of_rotated(angle, head_size)), 1, 2))
+        in_specs.append(pl.BlockSpec((PAIRS, *of_pairs.shape[1:]), this))
+        inputs.append(jnp.pad(of_pairs, [(0, cores * steps * PAIRS - num_pairs), (0, 0), (0, 0)]))
     out = pl.pallas_call(
-        functools.partial(measure, steps, ring, num_heads, None if angle is None else angle.shape[1]),
+        functools.partial(measure, steps, ring, num_heads, format, None if angle is None else angle.shape[1]),
         grid=(cores, steps),
         in_specs=in_specs,
         out_specs=pl.BlockSpec((1, SUBLANES, padded_items), this),
         out_shape=jax.ShapeDtypeStruct((cores * steps, SUBLANES, padded_items), jnp.float32),
         scratch_shapes=[
-            pltpu.VMEM((ring, 2, num_heads, 2, page_size, head_size), kv.dtype),
+            *[pltpu.VMEM((ring, 2, num_heads, *x.shape[1:]), x.dtype) for x in pool],
             pltpu.SemaphoreType.DMA((ring,)),
             pltpu.SMEM((1,), jnp.int32),
         ],
@@ -115,11 +134,22 @@ def turns(angle: Float[Array, "I half"], head_size: int) -> Float[Array, "I 3 H"
     return jnp.stack([jnp.concatenate(row, axis=-1) for row in rows], axis=1)
 
 
-def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_ref: Any, kv_hbm_ref: Any, *refs: Any) -> None:
+def measure(
+    steps: int,
+    ring: int,
+    num_heads: int,
+    format: Format | None,
+    half: int | None,
+    # inputs
+    table_smem_ref: Any,
+    *refs: Any,
+) -> None:
     """Measures eight pairs. `half` is the number of rotating channel pairs; if it is given, the turns are among the inputs."""
-    *turns_refs, out_vmem_ref, ring_vmem_ref, semaphores, which_smem_ref = refs  # turns, output and scratch
-    page_size, head_size = kv_hbm_ref.shape[2:]
-    chunk, entries = math.gcd(page_size, CHUNK), 2 * num_heads + 1
+    arrays, is_transposed = 1 if format is None else 2, format is not None and format.group is not None
+    pool_refs, (*turns_refs, out_vmem_ref), ring_refs = refs[:arrays], refs[arrays : -arrays - 2], refs[-arrays - 2 : -2]
+    semaphores, which_smem_ref = refs[-2:]
+    page_size, head_size = pool_refs[0].shape[3 if is_transposed else 2], pool_refs[0].shape[3]
+    chunk, entries = math.gcd(page_size, CHUNK) if format is None else LANES, 2 * num_heads + 1
     items = table_smem_ref.shape[2] // entries - ring
     num_layers = items // PAIRS
     chunks_of_page = page_size // chunk
@@ -132,8 +162,9 @@ def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_
         def _() -> None:
             for i in range(2 * num_heads):
                 page = table_smem_ref[0, 0, item * entries + 1 + i]
-                to_ref = ring_vmem_ref.at[which, i // num_heads, i % num_heads]
-                pltpu.make_async_copy(kv_hbm_ref.at[page], to_ref, semaphores.at[which]).start()
+                for pool_ref, ring_ref in zip(pool_refs, ring_refs, strict=True):
+                    to_ref = ring_ref.at[which, i // num_heads, i % num_heads]
+                    pltpu.make_async_copy(pool_ref.at[page], to_ref, semaphores.at[which]).start()
 
     @pl.when(step == 0)
     def _() -> None:
@@ -145,11 +176,27 @@ def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_
     quantity_SX = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 0)
 
     def turned(key_SH: Any, half: int, pair: Any) -> Any:
+        if is_transposed:
+            settings = {"precision": lax.Precision.HIGHEST, "preferred_element_type": jnp.float32}
+            return lax.dot_general(turns_refs[0][pair], key_SH, (((1,), (0,)), ((), ())), **settings)
         stay_1H, above_1H, below_1H = (turns_refs[0][pair, pl.ds(i, 1), :] for i in range(3))
         if 2 * half == head_size:  # both partners are the same channel
             return key_SH * stay_1H + pltpu.roll(key_SH, half, 1) * (above_1H + below_1H)
         above_SH, below_SH = pltpu.roll(key_SH, head_size - half, 1), pltpu.roll(key_SH, half, 1)
         return key_SH * stay_1H + above_SH * above_1H + below_SH * below_1H
+
+    def numbers(which: Any, side: int, head: Any, part: int, begin: Any) -> Any:
+        """A chunk of a page in float32: slots by channels, or channels by slots where pages are transposed."""
+        slots, page = pl.ds(begin, chunk), (which, side, head, part)
+        if is_transposed:
+            words, bits = pltpu.bitcast(ring_refs[0][*page, :, slots], jnp.int32), ring_refs[1][*page, :, slots]
+            return nibbles.numbers(words, bits.astype(jnp.int32))
+        x_SH = ring_refs[0][*page, slots, :]
+        if format is None:
+            return x_SH.astype(jnp.float32)
+        if format.stored != format.meant:
+            x_SH = pltpu.bitcast(x_SH, jnp.dtype(format.meant))
+        return x_SH.astype(jnp.float32) * ring_refs[1][which, side, head, pl.ds(part, 1), slots].reshape(chunk, 1)
 
     def sums_of(item: Any, which: Any, num_tokens: Any) -> Any:
         """The six sums of an item, over everything but the lanes."""
@@ -161,27 +208,23 @@ def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_
             else:
                 head = lax.div(index, chunks_of_page)
                 begin = pl.multiple_of(lax.rem(index, chunks_of_page) * chunk, chunk)
-            is_read_SH = begin + lax.broadcasted_iota(jnp.int32, (chunk, head_size), 0) < num_tokens
             added = []
             for part in range(2):
-                one_SH, other_SH = (
-                    jnp.where(
-                        is_read_SH, ring_vmem_ref[which, side, head, part, pl.ds(begin, chunk), :].astype(jnp.float32), 0.0
-                    )
-                    for side in range(2)
-                )
+                one_SH, other_SH = (numbers(which, side, head, part, begin) for side in range(2))
+                slot_SH = begin + lax.broadcasted_iota(jnp.int32, one_SH.shape, 1 if is_transposed else 0)
+                one_SH, other_SH = (jnp.where(slot_SH < num_tokens, x, 0.0) for x in (one_SH, other_SH))
                 if half is not None and part == 0:
                     other_SH = turned(other_SH, half, pair)
                 added += [one_SH * one_SH, other_SH * other_SH, jnp.square(one_SH - other_SH)]
             return tuple(old + rows_of(new) for old, new in zip(sums, added, strict=True))
 
         def rows_of(x_SH: Any) -> Any:
-            x = x_SH.reshape(-1, SUBLANES, head_size).sum(axis=0)
-            return sum(x[:, i : i + LANES] for i in range(0, head_size, LANES))
+            x = x_SH.reshape(-1, SUBLANES, x_SH.shape[1]).sum(axis=0)
+            return sum(x[:, i : i + LANES] for i in range(0, x.shape[1], LANES))
 
         sums = (jnp.zeros((SUBLANES, LANES), jnp.float32),) * 6
         total = num_heads * chunks_of_page
-        if total <= MOST_UNROLLED:
+        if total * max(1, chunk // CHUNK) <= MOST_UNROLLED:
             for index in range(total):
                 sums = add(index, sums)
         else:
@@ -195,8 +238,9 @@ def measure(steps: int, ring: int, num_heads: int, half: int | None, table_smem_
 
         @pl.when(num_tokens > 0)
         def _() -> None:
-            whole_ref = ring_vmem_ref.at[which]
-            pltpu.make_async_copy(whole_ref, whole_ref, semaphores.at[which]).wait()  # waits for the bytes of all pages
+            for ring_ref in ring_refs:
+                whole_ref = ring_ref.at[which]
+                pltpu.make_async_copy(whole_ref, whole_ref, semaphores.at[which]).wait()  # waits for the bytes of all pages
             sums_SX = jnp.zeros((SUBLANES, LANES), jnp.float32)
             for i, sum_SX in enumerate(sums_of(item, which, num_tokens)):
                 sums_SX = jnp.where(quantity_SX == i, jnp.sum(sum_SX, axis=0, keepdims=True), sums_SX)

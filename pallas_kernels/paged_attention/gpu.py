@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.choice import num_resident
 from pallas_kernels.launch import dot, launch, load, store
-from pallas_kernels.paged_attention.nibbles import ADDED, bits_of_16
+from pallas_kernels.nibbles import ADDED, bits_of_16
 from pallas_kernels.paged_attention.pieces import PIECE, walk
 from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, numbers_of
 

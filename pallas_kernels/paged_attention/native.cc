@@ -1,67 +1,20 @@
 // Decode attention on a CPU that reads pages in place: XLA gathers them first, which takes most of its time.
 //
-// One thread computes a row, in a fixed order, so the row's bits do not depend on its neighbours, its place in the batch or the
-// width of the table. Letters: R rows, G query heads of a KV head, S slots, H head size.
-//
-// The pool holds floats, codes of 8 bits with a scale for each slot's key and value, or codes of 4 bits with one for each group
+// The pool holds floats, codes of 8 bits (whole numbers or floats) with a scale for each slot's key and value, or codes of 4 bits with one for each group
 // of channels. A page of codes becomes floats in a thread's own memory, which stays in the processor's cache, one page at a time,
 // so a row's bits are those of a pool that holds these floats.
-//
-// Nothing outside of the arrays is read or written, whatever they hold: shapes are checked once a call, lengths are limited to
-// the table's slots, and page ids to the pool as the reference has them (one below 0 counts from the end, then the nearest).
 
-#include <algorithm>
-#include <atomic>
-#include <cmath>
-#include <condition_variable>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <mutex>
-#include <new>
-#include <string>
-#include <vector>
-
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "../native.h"
 
 namespace {
 
-constexpr int kLanes = 8;
 constexpr int64_t kGroup = 32;  // channels with a scale of their own, of codes of 4 bits
 constexpr int64_t kRun = 16;    // bytes of two codes that are read at once; neither half of them crosses the border of a group
-typedef float Lanes __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
-constexpr float kNone = -std::numeric_limits<float>::infinity();
-
-inline float Sum(Lanes x) {
-  return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
-}
-
-// e to the power x for x <= 0, to two units in the last place; 0 below -87, NaN for NaN.
-inline Lanes Exp(Lanes x) {
-  const Lanes is_small = (Lanes)(x < -87.0f);
-  Lanes bounded = x < -87.0f ? Lanes{} - 87.0f : x;
-  Lanes shifted = bounded * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the nearest integer
-  Lanes whole = shifted - 12582912.0f;
-  Lanes rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;
-  Lanes sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.0f;
-  IntLanes bits = ((IntLanes)shifted - 0x4B400000 + 127) << 23;
-  Lanes power = sum * (Lanes)bits;
-  return (IntLanes)is_small != 0 ? Lanes{} : power;
-}
 
 struct Arguments {
   const float* query;       // [R, G, H]
-  const void* kv;           // [P, 2, page, H], float or int8_t, or [P, 2, page, H / 2], uint8_t
-  const void* kv_scale;     // null for float; [P, 2, page] float for int8_t; [P, 2, page, H / 32] float16 for uint8_t
+  const void* kv;           // [P, 2, page, H], float or codes of 8 bits, or [P, 2, page, H / 2] with two codes of 4 bits in each
+  const void* kv_scale;     // null for float; [P, 2, page] float of codes of 8 bits; [P, 2, page, H / 32] float16 of 4
   const int32_t* table;     // [R, MP]
   const int32_t* length;    // [R]
   const float* log_weight;  // [R, MP * page], or null
@@ -70,11 +23,6 @@ struct Arguments {
   float* logits;            // [R, G, MP * page], or null
   int64_t rows, group, size, page, max_pages, num_pages;
 };
-
-// A page of the pool for any id.
-inline int64_t InPool(int64_t id, int64_t num_pages) {
-  return std::clamp<int64_t>(id < 0 ? id + num_pages : id, 0, num_pages - 1);
-}
 
 // Scaled products of neighbouring keys with `Heads` of the group's queries.
 template <int Heads>
@@ -105,22 +53,6 @@ void AddValues(const float* value, int64_t slots, const float* share, int64_t si
     for (int64_t h = 0; h < size; h += kLanes) *(Lanes*)(out + h) += *(const Lanes*)(value + h) * share[slot];
 }
 
-// Turns logits into shares of the softmax, whose denominator's logarithm it returns.
-float Softmax(float* logits, int64_t padded) {
-  float peak = kNone;
-  for (int64_t slot = 0; slot < padded; ++slot) peak = logits[slot] > peak ? logits[slot] : peak;
-  const float base = peak == kNone ? 0.0f : peak;
-  Lanes sums = {};
-  for (int64_t slot = 0; slot < padded; slot += kLanes) {
-    Lanes* of_slots = (Lanes*)(logits + slot);
-    *of_slots = Exp(*of_slots - base);
-    sums += *of_slots;
-  }
-  const float total = Sum(sums), share = total == 0 ? 0.0f : 1.0f / total;
-  for (int64_t slot = 0; slot < padded; slot += kLanes) *(Lanes*)(logits + slot) *= share;
-  return std::log(total) + base;
-}
-
 // How a pool stores vectors: as an array of `Number`s, with an array of `Scale`s of the same slots.
 struct Floats {
   typedef float Number;
@@ -144,19 +76,35 @@ struct Codes8 {
   }
 };
 
-// Float16s that are not negative as floats: their bits move to a float's place, whose exponents count from another number.
-inline void FromHalf(const uint16_t* __restrict half, int64_t count, float* __restrict to) {
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t moved = (uint32_t)half[i] << 13, special = half[i] >= 0x7C00 ? 0x7F800000u : 0u;  // infinity or NaN
-    float number;
-    std::memcpy(&number, &moved, 4);
-    number *= 5.192296858534828e33f;  // 2^112
-    uint32_t bits;
-    std::memcpy(&bits, &number, 4);
-    bits |= special;
-    std::memcpy(to + i, &bits, 4);
-  }
+// A float of 8 bits, 4 of them its exponent's, as a float: its bits move to a float's place, whose exponents count from another
+// number. Numbers below the smallest normal one are moved one exponent up, with a first digit that is taken off again: a
+// processor may be told to take floats that are not normal for 0. The code of NaN is 480, and the scale of its vector is NaN.
+inline float FromFloat8(uint8_t code) {
+  const uint32_t moved = (uint32_t)(code & 0x7F) << 20;
+  const bool is_small = moved < 1u << 23;
+  uint32_t bits = moved + (120u << 23) + (is_small ? 1u << 23 : 0u);
+  float number;
+  std::memcpy(&number, &bits, 4);
+  number -= is_small ? 0.015625f : 0.0f;  // 2^-6
+  std::memcpy(&bits, &number, 4);
+  bits |= (uint32_t)(code & 0x80) << 24;
+  std::memcpy(&number, &bits, 4);
+  return number;
 }
+
+struct CodesFloat8 {
+  typedef uint8_t Number;
+  typedef float Scale;
+  static int64_t NumbersOf(int64_t size) { return size; }
+  static int64_t ScalesOf(int64_t) { return 1; }
+  static const float* Read(const uint8_t* __restrict codes, const float* scale, int64_t slots, int64_t size, float* __restrict to) {
+    for (int64_t slot = 0; slot < slots; ++slot, codes += size) {
+      const float of_slot = scale[slot];
+      for (int64_t h = 0; h < size; ++h) to[slot * size + h] = FromFloat8(codes[h]) * of_slot;
+    }
+    return to;
+  }
+};
 
 // Numbers of the low and of the high halves of `kRun` bytes.
 inline void Unpack(const uint8_t* __restrict codes, float low, float high, float* __restrict to, float* __restrict to_high) {
@@ -183,16 +131,8 @@ struct Codes4 {
   }
 };
 
-inline void Prefetch(const void* from, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch((const char*)from + i);
-}
-
-struct Scratch {
-  std::vector<float> logits, page;
-};
-
 template <typename Pool>
-void AttendRow(const Arguments& a, int64_t row, Scratch& memory) {
+void AttendPages(const Arguments& a, int64_t row, Scratch& memory) {
   const int64_t slots = a.max_pages * a.page, filled = std::clamp<int64_t>(a.length[row], 0, slots);
   const int64_t stride = (filled + kLanes - 1) / kLanes * kLanes;
   const float scale = 1.0f / std::sqrt((float)a.size);
@@ -250,48 +190,6 @@ void AttendRow(const Arguments& a, int64_t row, Scratch& memory) {
   });
 }
 
-// The state of one call that its threads share; it lives until the last thread has looked for work.
-struct Work {
-  Arguments arguments;
-  void (*attend)(const Arguments&, int64_t row, Scratch&);
-  std::atomic<int64_t> next{0}, done{0};
-  std::atomic<bool> is_out_of_memory{false};
-  std::mutex mutex;
-  std::condition_variable is_done;
-
-  void Run() {
-    Scratch scratch;
-    int64_t row, finished = 0;
-    while ((row = next.fetch_add(1)) < arguments.rows) {
-      try {
-        attend(arguments, row, scratch);
-      } catch (const std::bad_alloc&) {  // nobody would catch it in a thread of the pool
-        is_out_of_memory = true;
-      }
-      ++finished;
-    }
-    if (finished && done.fetch_add(finished) + finished == arguments.rows) {
-      std::lock_guard<std::mutex> lock(mutex);
-      is_done.notify_all();
-    }
-  }
-};
-
-using Shape = ffi::Span<const int64_t>;
-
-std::string Text(Shape shape) {
-  std::string text;
-  for (const int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  return "[" + text + "]";
-}
-
-// Whether an array has this shape; if not, the error says so.
-bool Fits(const char* name, Shape shape, std::vector<int64_t> wanted, std::string& error) {
-  const bool fits = shape == Shape(wanted);
-  if (!fits) error = std::string(name) + " must have the shape " + Text(Shape(wanted)) + "; got " + Text(shape);
-  return fits;
-}
-
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuffer kv, ffi::AnyBuffer kv_scale,
                   ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> length, ffi::Buffer<ffi::F32> log_weight, ffi::ResultBuffer<ffi::F32> out,
                   ffi::ResultBuffer<ffi::F32> log_total, ffi::ResultBuffer<ffi::F32> logits) {
@@ -301,7 +199,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuf
                                        Text(of_kv) + " and " + Text(of_table));
   const int64_t rows = of_query[0], group = of_query[1], size = of_query[2], page = of_kv[2], slots = of_table[1] * page;
   const bool is_weighted = log_weight.element_count(), has_logits = logits->element_count();
-  const bool is_8 = kv.element_type() == ffi::DataType::S8, is_4 = kv.element_type() == ffi::DataType::U8;
+  const bool is_int8 = kv.element_type() == ffi::DataType::S8, is_uint8 = kv.element_type() == ffi::DataType::U8;
+  const bool is_4 = is_uint8 && kv_scale.element_type() == ffi::DataType::U16, is_8 = is_int8 || (is_uint8 && !is_4);
   const int64_t numbers = is_4 ? Codes4::NumbersOf(size) : size;
   std::vector<int64_t> scales = {0};
   if (is_8) scales = {of_kv[0], 2, page};
@@ -310,9 +209,8 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuf
   if (size % kLanes) error = "head size must be a multiple of " + std::to_string(kLanes) + "; got " + std::to_string(size);
   if (is_4 && size % kGroup)
     error = "the head size of codes of 4 bits must be a multiple of " + std::to_string(kGroup) + "; got " + std::to_string(size);
-  if (!is_8 && !is_4 && kv.element_type() != ffi::DataType::F32) error = "kv must hold float32, int8 or, in 4 bits, uint8";
-  if (kv_scale.element_type() != (is_4 ? ffi::DataType::U16 : ffi::DataType::F32))
-    error = std::string("scales must be ") + (is_4 ? "uint16" : "float32");
+  if (!is_8 && !is_4 && kv.element_type() != ffi::DataType::F32) error = "kv must hold float32, int8, or uint8 of floats or of two codes of 4 bits";
+  if (!is_4 && kv_scale.element_type() != ffi::DataType::F32) error = "scales must be float32, or uint16 of codes of 4 bits";
   if (of_kv[0] < 1) error = "kv must have a page; got " + Text(of_kv);
   if (!error.empty() || !Fits("kv", of_kv, {of_kv[0], 2, page, numbers}, error) ||
       !Fits("scales", kv_scale.dimensions(), scales, error) ||
@@ -322,18 +220,12 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::AnyBuf
       !Fits("the log-totals", log_total->dimensions(), {rows, group}, error) ||
       !Fits("the logits", logits->dimensions(), {rows, group, has_logits ? slots : 0}, error))
     return ffi::Error::InvalidArgument("paged_attention: " + error);
-  auto work = std::make_shared<Work>();
-  work->arguments = {query.typed_data(), kv.untyped_data(), is_8 || is_4 ? kv_scale.untyped_data() : nullptr,
-                     table.typed_data(), length.typed_data(), is_weighted ? log_weight.typed_data() : nullptr, out->typed_data(), log_total->typed_data(),
-                     has_logits ? logits->typed_data() : nullptr, rows, group, size, page, of_table[1], of_kv[0]};
-  work->attend = is_8 ? AttendRow<Codes8> : is_4 ? AttendRow<Codes4> : AttendRow<Floats>;
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), rows) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->Run(); });
-  work->Run();  // no thread waits for work that has not begun, so a pool with no free thread is enough
-  std::unique_lock<std::mutex> lock(work->mutex);
-  work->is_done.wait(lock, [&] { return work->done.load() == rows; });
-  if (work->is_out_of_memory) return ffi::Error(ffi::ErrorCode::kResourceExhausted, "paged_attention: out of memory");
-  return ffi::Error::Success();
+  const Arguments arguments = {query.typed_data(), kv.untyped_data(), is_8 || is_4 ? kv_scale.untyped_data() : nullptr,
+                               table.typed_data(), length.typed_data(), is_weighted ? log_weight.typed_data() : nullptr,
+                               out->typed_data(), log_total->typed_data(), has_logits ? logits->typed_data() : nullptr,
+                               rows, group, size, page, of_table[1], of_kv[0]};
+  const auto attend = is_int8 ? AttendPages<Codes8> : is_8 ? AttendPages<CodesFloat8> : is_4 ? AttendPages<Codes4> : AttendPages<Floats>;
+  return ForEachRow<Arguments>(pool, "paged_attention", arguments, attend);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import nibbles
+from pallas_kernels import nibbles
 from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, scales_of, stored
 
 BLOCK = 1280  # slots per buffer, or a page if that is larger; a row with a budget of 1024 is one block until it is compacted

@@ -20,6 +20,7 @@ def replay_attention(
     begin: Int[Array, "B K C"],
     end: Int[Array, "B K C"],
     source: Int[Array, "B K C"] | None = None,
+    sink: Float[Array, " N"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "B T N H"]:
@@ -27,9 +28,11 @@ def replay_attention(
 
     Column c holds the key and value at index `source[b, k, c]` (None: c itself), and the query at `position` q reads it when
     `begin <= q < end`. A column with an empty span (`begin >= end`) may hold anything. A query that reads nothing gives zeros.
+    `sink` is a logit of each query head that adds `exp(sink)` to the softmax's denominator (gpt-oss, arXiv 2508.10925), as a
+    column with the value 0 would; gradients reach it too.
 
     Raises:
       ValueError: an unknown implementation, or one that cannot run here or with these arguments.
     """
-    args = query, key, value, position, begin, end, source
+    args = query, key, value, position, begin, end, source, *(() if sink is None else (sink,))
     return call("replay_attention", IMPLEMENTATIONS, implementation, *args)

@@ -37,7 +37,7 @@ class Settings(NamedTuple):
     interpret: Any
 
 
-def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, source: Any = None) -> str | None:
+def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, *_: Any) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
     if reason := pallas.why_not_floats(query, key, value):
         return reason
@@ -75,13 +75,14 @@ def replay_attention(
     begin: Int[Array, "B K C"],
     end: Int[Array, "B K C"],
     source: Int[Array, "B K C"] | None,
+    sink: Float[Array, " N"] | None = None,
     interpret: Any = False,
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.replay_attention`."""
     settings = settings_for(query, key, begin, interpret)
     rows, columns = (max(getattr(tile, name) for tile in settings[:3]) for name in ("rows", "columns"))
     passes = pallas.Passes(forward, backward_query, backward_columns, settings)
-    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source)
+    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink)
 
 
 def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Array]:

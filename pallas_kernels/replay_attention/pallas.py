@@ -4,7 +4,9 @@ A tile is a block of query rows (the G heads of a token are neighbours) times a 
 it is computed. The forward pass saves its output and the log of each softmax's denominator, from which the backward passes
 compute the weights of a tile again. One loops over columns for the gradient of queries, the other over queries for that of
 columns, so two tiles never add to the same place at once. The ranges of positions and spans show which tiles have nothing
-visible. Letters: I query rows of a KV head (T * G, padded), C columns (padded), NI and NC their blocks.
+visible. The sink of a head needs no pass of its own: it scales the output and raises the log of the denominator, from which the
+backward passes then compute the right weights. Letters: I query rows of a KV head (T * G, padded), C columns (padded), NI and
+NC their blocks.
 """
 
 import functools
@@ -48,6 +50,7 @@ def attend(
     begin: Int[Array, "B K C"],
     end: Int[Array, "B K C"],
     source: Int[Array, "B K C"] | None,
+    sink: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """`pallas_kernels.replay_attention` by the passes of a platform, with rows and columns padded to these multiples."""
     batch, num_tokens, num_heads, head_size = query.shape
@@ -65,7 +68,11 @@ def attend(
         jnp.pad(jnp.where(is_used, x, never).astype(jnp.int32), [(0, 0), (0, 0), (0, more_columns)], constant_values=never)
         for x, never in ((begin, LAST), (end, FIRST))
     )
-    out_BKIH = attend_columns(passes, query_BKIH, key_BKCH, value_BKCH, position_BI, begin_BKC, end_BKC)
+    sink_KI = None
+    if sink is not None:
+        sink_KI = jnp.tile(sink.astype(jnp.float32).reshape(num_kv_heads, group), (1, num_tokens))
+        sink_KI = jnp.pad(sink_KI, [(0, 0), (0, more_rows)])
+    out_BKIH = attend_columns(passes, query_BKIH, key_BKCH, value_BKCH, position_BI, begin_BKC, end_BKC, sink_KI)
     out_BKTGH = out_BKIH[:, :, :num_rows].reshape(query_BKTGH.shape)
     return jnp.moveaxis(out_BKTGH, 2, 1).reshape(query.shape)
 
@@ -84,23 +91,30 @@ def attend_columns(
     position: Int[Array, "B I"],
     begin: Int[Array, "B K C"],
     end: Int[Array, "B K C"],
+    sink: Float[Array, "K I"] | None,
 ) -> Float[Array, "B K I H"]:
-    """The output of every row over the columns whose span contains its position."""
-    return passes.forward(passes.settings, query, key, value, position, begin, end)[0]
+    """The output of every row over the columns whose span contains its position, and over its sink."""
+    return forward(passes, query, key, value, position, begin, end, sink)[0]
 
 
-def forward(passes: Passes, *args: Array) -> tuple[Array, tuple[Array, ...]]:
+def forward(passes: Passes, *args_and_sink: Any) -> tuple[Array, tuple[Any, ...]]:
     """The output, and the residuals of the backward pass, none larger than the rows or the columns."""
+    *args, sink = args_and_sink
     out, log_total = passes.forward(passes.settings, *args)
-    return out, (*args, out, log_total)
+    if sink is not None:
+        out = (out.astype(jnp.float32) * jax.nn.sigmoid(log_total - sink)[..., None]).astype(out.dtype)
+        log_total = jnp.logaddexp(log_total, sink)
+    return out, (*args_and_sink, out, log_total)
 
 
-def backward(passes: Passes, kept: tuple[Array, ...], grad: Array) -> tuple[Array | None, ...]:
-    """Gradients of query, key and value."""
-    *args, out, log_total = kept
+def backward(passes: Passes, kept: tuple[Any, ...], grad: Array) -> tuple[Array | None, ...]:
+    """Gradients of query, key, value and sink: for the softmax, the sink is a column whose value is 0."""
+    *args, sink, out, log_total = kept
     delta = jnp.sum(grad.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     args = [*args, log_total, grad, delta]
-    return (passes.backward_query(passes.settings, *args), *passes.backward_columns(passes.settings, *args), None, None, None)
+    of_sink = None if sink is None else -jnp.sum(jnp.exp(sink - log_total) * delta, axis=0)
+    of_columns = passes.backward_columns(passes.settings, *args)
+    return passes.backward_query(passes.settings, *args), *of_columns, None, None, None, of_sink
 
 
 attend_columns.defvjp(forward, backward)

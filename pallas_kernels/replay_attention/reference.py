@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.sinks import softmax_beside
+
 BLOCK = 128
 
 
@@ -15,6 +17,7 @@ def replay_attention(
     begin: Int[Array, "B K C"],
     end: Int[Array, "B K C"],
     source: Int[Array, "B K C"] | None,
+    sink: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.replay_attention`."""
     batch, num_tokens, num_heads, head_size = query_BTNH.shape
@@ -30,7 +33,12 @@ def replay_attention(
         when_B1I1 = position_BI[:, None, :, None]
         is_visible_BKIC = (begin[:, :, None] <= when_B1I1) & (when_B1I1 < end[:, :, None])
         logits_BKGIC = logits_BKGIC * head_size**-0.5
-        weight_BKGIC = jax.nn.softmax(logits_BKGIC, axis=-1, where=is_visible_BKIC[:, :, None])
+        is_visible_BKGIC = is_visible_BKIC[:, :, None]
+        if sink is None:
+            weight_BKGIC = jax.nn.softmax(logits_BKGIC, axis=-1, where=is_visible_BKGIC)
+        else:
+            sink_KG11 = sink.astype(jnp.float32).reshape(-1, group, 1, 1)
+            weight_BKGIC = softmax_beside(sink_KG11, logits_BKGIC, is_visible_BKGIC)
         # The axis of queries moves afterwards: XLA for CPU refuses the bf16 product that would move it.
         out_BKGIH = jnp.einsum(
             "bkgic,bkch->bkgih", weight_BKGIC.astype(value_BKCH.dtype), value_BKCH, preferred_element_type=jnp.float32

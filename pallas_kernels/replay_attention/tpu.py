@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     interpret: Any
 
 
-def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, source: Any = None) -> str | None:
+def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, *_: Any) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
     if reason := pallas.why_not_floats(query, key, value):
         return reason
@@ -68,12 +68,13 @@ def replay_attention(
     begin: Int[Array, "B K C"],
     end: Int[Array, "B K C"],
     source: Int[Array, "B K C"] | None,
+    sink: Float[Array, " N"] | None = None,
     interpret: Any = False,
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.replay_attention`."""
     rows, columns = blocks_of(query, key, begin)
     passes = pallas.Passes(forward, backward_query, backward_columns, Settings(rows, columns, interpret))
-    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source)
+    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink)
 
 
 def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ from pallas_kernels.quantised import Numbers
 from pallas_kernels.rotate_append import gpu, reference, tpu
 
 IMPLEMENTATIONS = {
-    "tpu": Implementation(tpu.rotate_append, "tpu", tpu.why_not, reads_codes=True),
+    "tpu": Implementation(tpu.rotate_append, "tpu", tpu.why_not, reads_codes=True, reads_groups=True),
     "gpu": Implementation(gpu.rotate_append, "cuda", gpu.why_not, reads_codes=True, reads_groups=True),
     "reference": Implementation(reference.rotate_append),
 }

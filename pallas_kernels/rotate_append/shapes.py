@@ -11,6 +11,7 @@ CASES = (
     Case("decode step", is_updated=True),
     Case("decode step, no ring", options={"has_ring": False}, is_updated=True),
     Case("decode step, int8", workload={"kv_format": "int8"}, is_updated=True),
+    Case("decode step, int4", workload={"kv_format": "int4"}, is_updated=True),
 )
 WINDOW = 8  # queries that a row remembers
 

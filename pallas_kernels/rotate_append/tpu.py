@@ -4,6 +4,9 @@ A slot is one sublane of a packed tile, which a DMA cannot write alone. So the t
 written back. The reads of all rows and heads start before the rotation and are waited for after it. No two tokens share a
 page, so their tiles do not overlap. Tokens of the null page are not stored. A quantised pool has tiles of codes and rows of
 scales.
+
+Pages of 4-bit codes are transposed, slots in lanes, as XLA stores them. There one product with Hadamard's matrix rotates all
+heads of a token and makes columns of them; a column is rolled to the lane of its slot.
 """
 
 import functools
@@ -16,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.quantised import Format, Numbers, Quantised, rounded, scales_of, stored
+from pallas_kernels import hadamard, nibbles
+from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, rounded, scales_of, stored
 
 LANES = 128
 SUBLANES = 8
@@ -32,12 +36,16 @@ def why_not(
     (num_rows, _, head_size), page_size, tile = projected.shape, kv.shape[2], tile_of(kv)
     if kv.dtype not in (jnp.float32, jnp.bfloat16) or projected.dtype != kv.dtype:
         return f"heads and pool must both be float32 or bfloat16; got {projected.dtype} and {kv.dtype}"
-    if isinstance(kv, Quantised) and kv.format.name != "int8":
-        return f"quantised pages must be int8; got {kv.format.name}"
+    if isinstance(kv, Quantised) and kv.format.name not in ("int8", "int4"):
+        return f"quantised pages must be int8 or int4; got {kv.format.name}"
     if isinstance(kv, Quantised) and page_size % LANES:
         return f"a quantised page must be a multiple of {LANES} slots, for its scales; got {page_size}"
     if head_size % LANES:
         return f"the head size must be a multiple of {LANES}; got {head_size}"
+    if is_rotated(kv) and head_size != LANES:
+        return f"heads of {kv.format.name} must have {LANES} channels; got {head_size}"
+    if is_rotated(kv) and projected.shape[1] > LANES:
+        return f"a token of {kv.format.name} must have at most {LANES} heads; got {projected.shape[1]}"
     if page_size % tile:
         return f"a page of {kv.dtype} must be a multiple of {tile} slots; got {page_size}"
     if ring is not None and ring.dtype != kv.dtype:
@@ -50,17 +58,27 @@ def why_not(
 
 
 def tile_of(kv: Any) -> int:
-    """Slots of a tile: 32 bytes of each channel."""
-    return int(32 // stored(kv).dtype.itemsize)
+    """Slots of a tile: 32 bytes of each channel, or a row of lanes."""
+    return LANES if is_rotated(kv) else int(32 // stored(kv).dtype.itemsize)
 
 
 def row_bytes(projected: Any, kv: Any, num_kv_heads: int) -> int:
     """Bytes of vector memory for a row: its heads and rotated queries, double-buffered, its tiles, and their new slots."""
     _, num_heads, head_size = projected.shape
     itemsize = projected.dtype.itemsize
+    if is_rotated(kv):
+        heads = num_heads + -num_heads % (32 // itemsize)
+        codes, scales = head_size // 2 * LANES, 2 * (32 // 2) * LANES  # of a vector's tiles
+        return int(4 * head_size * heads * itemsize + 2 * num_kv_heads * (codes + scales) + 4 * LANES * new_rows(kv))
     heads, new = num_heads + -num_heads % (32 // itemsize), 2 * num_kv_heads + -2 * num_kv_heads % SUBLANES
     scales = 4 * LANES * (2 * num_kv_heads + new) * len(scales_of(kv))
     return int(head_size * (4 * heads * itemsize + 2 * num_kv_heads * 32 + 4 * new)) + scales
+
+
+def new_rows(kv: Any) -> int:
+    """Rows of the words of a token's 4-bit codes and of the bits of their scales, a head in each lane."""
+    (words, groups) = stored(kv).shape[3] // 4, kv.scale.shape[3]
+    return int(words + groups + -groups % SUBLANES)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -98,6 +116,18 @@ def rotate_append(
     # XLA stores a ring whose heads do not fill its tiles in another order, and would copy it for the kernel.
     kernel_ring = ring if num_query_heads % SUBLANES == 0 else None
     pool, treedef = jax.tree.flatten(kv)  # numbers, or codes and scales
+    is_transposed = is_rotated(kv)
+    if is_transposed:
+        pool = [jnp.swapaxes(x, 2, 3) for x in pool]  # as XLA stores them, so nothing moves
+        tile_shapes: list[Any] = [(2, x.shape[2], LANES) for x in pool]
+        new_shapes: list[Any] = [((rows, new_rows(kv), LANES), jnp.int32)]
+        matrices = [nibbles.reordered(hadamard.signs(head_size, jnp.dtype(jnp.float32))).T.astype(kv.dtype)]
+    else:
+        tile_shapes = [(2, tile, head_size), *[(2, LANES) for _ in scales_of(kv)]]
+        heads = rows, 2 * num_kv_heads
+        new_shapes = [((*heads, head_size), jnp.int32 if isinstance(kv, Quantised) else jnp.float32)]
+        new_shapes += [((*heads, LANES), jnp.float32) for _ in scales_of(kv)]
+        matrices = []
     pools = [*pool, *([] if kernel_ring is None else [kernel_ring])]
     format = kv.format if isinstance(kv, Quantised) else None
     tiles = rows * num_kv_heads
@@ -110,14 +140,13 @@ def rotate_append(
             in_specs=[
                 pl.BlockSpec((rows, num_heads, head_size), this),
                 pl.BlockSpec((rows, 2, head_size), this),
+                *[pl.BlockSpec(matrix.shape, lambda *_: (0, 0)) for matrix in matrices],
                 *[hbm for _ in pools],
             ],
             out_specs=[pl.BlockSpec((rows, num_query_heads, head_size), this), *[hbm for _ in pools]],
             scratch_shapes=[
-                pltpu.VMEM((tiles, 2, tile, head_size), stored(kv).dtype),
-                *[pltpu.VMEM((tiles, 2, LANES), jnp.float32) for _ in scales_of(kv)],
-                pltpu.VMEM((rows, 2 * num_kv_heads, head_size), jnp.float32 if format is None else jnp.int32),
-                *[pltpu.VMEM((rows, 2 * num_kv_heads, LANES), jnp.float32) for _ in scales_of(kv)],
+                *[pltpu.VMEM((tiles, *shape), x.dtype) for shape, x in zip(tile_shapes, pool, strict=True)],
+                *[pltpu.VMEM(shape, dtype) for shape, dtype in new_shapes],
                 pltpu.SemaphoreType.DMA((3,)),
             ],
         ),
@@ -125,16 +154,18 @@ def rotate_append(
             jax.ShapeDtypeStruct((steps * rows, num_query_heads, head_size), kv.dtype),
             *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pools],
         ],
-        input_output_aliases={4 + i: 1 + i for i in range(len(pools))},
+        input_output_aliases={4 + len(matrices) + i: 1 + i for i in range(len(pools))},
         # Addresses are in bounds, as XLA's scatter assumes too.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), disable_bounds_checks=True),
         interpret=interpret,
         name="rotate_append",
-    )(pad(address).reshape(-1), pad(places), pad(projected), pad(factors), *pools)
-    query = query[:num_rows]
+    )(pad(address).reshape(-1), pad(places), pad(projected), pad(factors), *matrices, *pools)
+    query, updated_pool = query[:num_rows], updated[: len(pool)]
+    if is_transposed:
+        updated_pool = [jnp.swapaxes(x, 2, 3) for x in updated_pool]
     if ring is not None:
         ring = ring.at[ring_at].set(query) if kernel_ring is None else updated[-1]
-    return jax.tree.unflatten(treedef, updated[: len(pool)]), query, ring
+    return jax.tree.unflatten(treedef, updated_pool), query, ring
 
 
 def rotate_rows(
@@ -152,11 +183,14 @@ def rotate_rows(
 ) -> None:
     """Rotates and stores some rows. The pool and the ring, if there is one, are the same as the inputs before."""
     *others, semaphores = refs
+    is_transposed = format is not None and format.group is not None
     arrays = 1 if format is None else 2  # of the pool: numbers, or codes and scales
-    *others, tile_refs, new_refs = *others[: -2 * arrays], others[-2 * arrays : -arrays], others[-arrays:]
+    num_new = 1 if is_transposed else arrays
+    matrix_vmem_ref, *others = others if is_transposed else (None, *others)
+    *others, tile_refs, new_refs = *others[: -arrays - num_new], others[-arrays - num_new : -num_new], others[-num_new:]
     query_vmem_ref, *updated = others[len(others) // 2 :]
     pool_refs, rings = updated[:arrays], updated[arrays:]
-    num_queries, page_size = query_vmem_ref.shape[1], pool_refs[0].shape[2]
+    num_queries, page_size = query_vmem_ref.shape[1], pool_refs[0].shape[3 if is_transposed else 2]
     first_row = pl.program_id(0) * rows
     num_real = lax.min(num_rows - first_row, rows)
     reads, writes, ring_writes = (semaphores.at[i] for i in range(3))
@@ -169,9 +203,10 @@ def rotate_rows(
         page, offset = divided(address_of(row, head), page_size)
         copies = []
         for pool_ref, tile_ref in zip(pool_refs, tile_refs, strict=True):
-            tile = tile_ref.shape[2]
-            first = pl.multiple_of(offset - divided(offset, tile)[1], tile)
-            ends = pool_ref.at[page, :, pl.ds(first, tile)], tile_ref.at[row * num_kv_heads + head]
+            tile = tile_ref.shape[3 if is_transposed else 2]
+            slots = pl.ds(pl.multiple_of(offset - divided(offset, tile)[1], tile), tile)
+            place_ref = pool_ref.at[page, :, :, slots] if is_transposed else pool_ref.at[page, :, slots]
+            ends = place_ref, tile_ref.at[row * num_kv_heads + head]
             copies.append(pltpu.make_async_copy(*(ends[::-1] if is_write else ends), writes if is_write else reads))
         return copies
 
@@ -200,14 +235,52 @@ def rotate_rows(
         is_value = lax.broadcasted_iota(jnp.int32, x.shape, 0) >= num_queries + num_kv_heads
         out = jnp.where(is_rotated & ~is_value, turned, x).astype(query_vmem_ref.dtype)
         query_vmem_ref[row] = out[:num_queries]
+        if is_transposed:
+            store_columns(row, out)
+            return
         new = out[num_queries:].astype(jnp.float32)
         if format is not None:
             new, scale = rounded(new, format)
             new, new_refs[1][row] = new.astype(jnp.int32) & 0xFF, jnp.broadcast_to(scale[:, None], new_refs[1].shape[1:])
         new_refs[0][row] = new
 
+    def store_columns(row: Any, out_NH: Any) -> None:
+        """Stores the codes and scales of a token's heads, a head in each lane: those of queries too, which nobody reads."""
+        assert matrix_vmem_ref is not None
+        assert format is not None
+        turned_HN = lax.dot_general(
+            matrix_vmem_ref[...],
+            out_NH,
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.HIGHEST if out_NH.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        words_XN, bits_XN = nibbles.packed(turned_HN * out_NH.shape[1] ** -0.5, format)
+        heads, num_words = pl.ds(0, len(out_NH)), len(words_XN)
+        new_refs[0][row, pl.ds(0, num_words), heads] = words_XN
+        new_refs[0][row, pl.ds(num_words, len(bits_XN)), heads] = bits_XN
+
+    def write_column(row: Any, head: int) -> None:
+        """Changes the tiles around a slot of 4-bit codes."""
+        own, lane = row * num_kv_heads + head, divided(address_of(row, head), LANES)[1]
+        code_ref, scale_ref = tile_refs
+        for part in range(2):
+            column = num_queries + part * num_kv_heads + head
+            new_XS = pltpu.roll(new_refs[0][row], lane - column & LANES - 1, 1)
+            words_XS, bits_XS = pltpu.bitcast(code_ref[own, part], jnp.int32), scale_ref[own, part].astype(jnp.int32)
+            num_words, groups = len(words_XS), len(bits_XS)
+            is_own_XS = lax.broadcasted_iota(jnp.int32, new_XS.shape, 1) == lane
+            words_XS = jnp.where(is_own_XS[:num_words], new_XS[:num_words], words_XS)
+            code_ref[own, part] = pltpu.bitcast(words_XS, code_ref.dtype)
+            bits_XS = jnp.where(is_own_XS[:groups], new_XS[num_words : num_words + groups], bits_XS)
+            scale_ref[own, part] = bits_XS.astype(scale_ref.dtype)
+
     def write(row: Any, _: None) -> None:
         for head in range(num_kv_heads):
+            if is_transposed:
+                write_column(row, head)
+                start(row, head, copies_of(row, head, is_write=True))
+                continue
             copies, own, address = copies_of(row, head, is_write=True), row * num_kv_heads + head, address_of(row, head)
             tile_ref, *scale_refs = tile_refs
             _, offset = divided(address, tile_ref.shape[2])

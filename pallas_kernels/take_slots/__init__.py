@@ -7,7 +7,7 @@ from pallas_kernels.quantised import Numbers
 from pallas_kernels.take_slots import gpu, reference, tpu
 
 IMPLEMENTATIONS = {
-    "tpu": Implementation(tpu.take_slots, "tpu", tpu.why_not, reads_codes=True),
+    "tpu": Implementation(tpu.take_slots, "tpu", tpu.why_not, reads_codes=True, reads_groups=True),
     "gpu": Implementation(gpu.take_slots, "cuda", gpu.why_not, reads_codes=True, reads_groups=True),
     "reference": Implementation(reference.take_slots),
 }

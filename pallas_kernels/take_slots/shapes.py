@@ -7,7 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.models import Case, ModelShape, Workload, of
 
-CASES = Case("compaction", is_updated=True), Case("compaction, int8", workload={"kv_format": "int8"}, is_updated=True)
+CASES = (
+    Case("compaction", is_updated=True),
+    Case("compaction, int8", workload={"kv_format": "int8"}, is_updated=True),
+    Case("compaction, int4", workload={"kv_format": "int4"}, is_updated=True),
+)
 
 
 def arguments(model: ModelShape, workload: Workload) -> tuple[Any, ...]:

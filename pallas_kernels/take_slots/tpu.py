@@ -6,7 +6,8 @@ change, and slots may be in any order (a product with a one-hot matrix would spr
 any is written. Meanwhile, reads of the next row and earlier writes are in flight. A row that moves nothing is not read.
 
 The codes of a quantised slot fill half of its words. Their upper halves take the halves of its two scales, in four lanes, so
-that a slot with its scales is one row too.
+that a slot with its scales is one row too. Pages of 4-bit codes are transposed, slots in lanes, as XLA stores them: turned
+round, the words of a slot's codes and scales are one row of lanes.
 """
 
 import functools
@@ -20,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from pallas_kernels.quantised import Numbers, Quantised, stored
+from pallas_kernels.quantised import Numbers, Quantised, is_rotated, stored
 
 ROWS = 8  # per grid step, at most
 STEP_SLOTS = 16384  # per grid step: 64 KiB of scalar memory, double-buffered
@@ -39,21 +40,23 @@ EXTENT = 4  # entries of a row's table before its pages: begin and end of the pa
 
 def why_not(kv: Any, slots: Any, source: Any, target: Any) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    page_size, head_size = kv.shape[2:]
+    (page_size, head_size), itemsize = kv.shape[2:], stored(kv).dtype.itemsize
     if kv.dtype not in (jnp.float32, jnp.bfloat16):
         return f"the pool must be float32 or bfloat16; got {kv.dtype}"
     if isinstance(kv, Quantised) and page_size % LANES:
         return f"a quantised page must be a multiple of {LANES} slots, for its scales; got {page_size}"
-    if head_size % 128 or head_size > MOST_HEAD_SIZE:
-        return f"the head size must be a multiple of 128, at most {MOST_HEAD_SIZE}; got {head_size}"
+    if is_rotated(kv) and head_size not in (64, 128):
+        return f"heads of {kv.format.name} must have 64 or 128 channels; got {head_size}"
+    if not is_rotated(kv) and (head_size % LANES or head_size > MOST_HEAD_SIZE):
+        return f"the head size must be a multiple of {LANES}, at most {MOST_HEAD_SIZE}; got {head_size}"
     if page_size % TILE:
         return f"a page must be a multiple of {TILE} slots; got {page_size}"
     if page_size > STAGED * 2:
         return f"a page must have at most {STAGED * 2} slots; got {page_size}"
-    if (size := 2 * page_size * head_size * stored(kv).dtype.itemsize) > MOST_PAGE_BYTES:
+    if (size := 2 * page_size * stored(kv).shape[3] * itemsize) > MOST_PAGE_BYTES:
         return f"a page must have at most {MOST_PAGE_BYTES} bytes; got {size}"
-    size = 2 * slots.shape[1] * head_size * max(2, stored(kv).dtype.itemsize)  # a slot of codes is a row of words too
-    if size > MOST_BYTES:
+    slot_bytes = 4 * LANES if is_rotated(kv) else 2 * head_size * max(2, itemsize)  # a slot of codes is a row of words too
+    if (size := slots.shape[1] * slot_bytes) > MOST_BYTES:
         return f"a row must have at most {MOST_BYTES} bytes; got {size}"
     if slots.shape[1] > STEP_SLOTS:
         return f"a row must have at most {STEP_SLOTS} slots; got {slots.shape[1]}"
@@ -71,10 +74,13 @@ def take_slots(
     """See `pallas_kernels.take_slots`."""
     (num_rows, num_slots), (page_size, head_size) = slots.shape, kv.shape[2:]
     pool, treedef = jax.tree.flatten(kv)  # numbers, or codes and scales
-    itemsize = pool[0].dtype.itemsize
-    packed = 4 // itemsize  # slots per word of a tile
+    itemsize, is_transposed = pool[0].dtype.itemsize, is_rotated(kv)
+    if is_transposed:
+        pool = [jnp.swapaxes(x, 2, 3) for x in pool]  # as XLA stores them, so nothing moves
+    packed = 1 if is_transposed else 4 // itemsize  # slots per word of a tile
+    is_joined = is_transposed or packed > 1  # key and value in the same words
     block_pages = max(1, BLOCK // page_size)
-    block_bytes = 2 * block_pages * page_size * head_size * itemsize
+    block_bytes = block_pages * math.prod(pool[0].shape[1:]) * itemsize
     num_blocks = pl.cdiv(source.shape[1], block_pages)
     ring = max(1, min(RING, RING_BYTES // block_bytes, num_blocks))
     rows = max(1, min(ROWS, STEP_SLOTS // num_slots, num_rows))
@@ -100,12 +106,13 @@ def take_slots(
     def this(core: Any, step: Any) -> tuple[Any, ...]:
         return core * steps + step, 0, 0
 
-    words = (1 if packed > 1 else 2, num_slots, head_size)
-    word = jnp.uint32 if packed > 1 else pool[0].dtype
+    lanes = LANES if is_transposed else head_size
+    words = (1 if is_joined else 2, num_slots, lanes)
+    word = jnp.uint32 if is_joined else pool[0].dtype
     staged = max(2, STAGED // page_size)
     hbm = [pl.BlockSpec(memory_space=pl.ANY) for _ in pool]
     out = pl.pallas_call(
-        functools.partial(move_rows, steps, rows, block_pages, len(pool)),
+        functools.partial(move_rows, steps, rows, block_pages, packed, len(pool)),
         grid=(cores, steps),
         in_specs=[
             pl.BlockSpec((1, 1, table.shape[2]), this, memory_space=pltpu.SMEM),
@@ -118,7 +125,7 @@ def take_slots(
             *[pltpu.VMEM((ring, block_pages, *x.shape[1:]), x.dtype) for x in pool],
             *[pltpu.VMEM((staged, *x.shape[1:]), x.dtype) for x in pool],
             pltpu.VMEM(words, word),
-            pltpu.VMEM((1, page_size, head_size), word),
+            pltpu.VMEM((1, page_size, lanes), word),
             pltpu.SemaphoreType.DMA((ring,)),
             pltpu.SemaphoreType.DMA((staged,)),
             pltpu.SMEM((1,), jnp.int32),
@@ -129,7 +136,7 @@ def take_slots(
         interpret=interpret,
         name="take_slots",
     )(table, slot, *pool)
-    return jax.tree.unflatten(treedef, out)
+    return jax.tree.unflatten(treedef, [jnp.swapaxes(x, 2, 3) for x in out] if is_transposed else out)
 
 
 def extent_of(page: Int[Array, "R X"]) -> tuple[Int[Array, " R"], Int[Array, " R"]]:
@@ -143,6 +150,7 @@ def move_rows(
     steps: int,
     rows: int,
     block_pages: int,
+    packed: int,
     arrays: int,
     # inputs
     table_smem_ref: Any,
@@ -153,8 +161,8 @@ def move_rows(
     *refs, words_vmem_ref, page_vmem_ref, read_semaphores, write_semaphores, num_written_smem_ref = refs  # type: ignore[assignment]
     pool_refs, ring_refs, staged_refs = (refs[i * arrays : (i + 1) * arrays] for i in range(1, 4))
     (ring_vmem_ref, *ring_scales), (staged_vmem_ref, *staged_scales) = ring_refs, staged_refs
-    page_size, num_slots = pool_refs[0].shape[2], words_vmem_ref.shape[1]
-    packed = 4 // pool_refs[0].dtype.itemsize
+    page_size, (num_parts, num_slots, num_lanes) = page_vmem_ref.shape[1], words_vmem_ref.shape
+    is_transposed, is_joined = bool(staged_scales) and packed == 1, num_parts == 1
     page_part, row_part = page_size // packed, num_slots // packed
     ring, staged = ring_vmem_ref.shape[0], staged_vmem_ref.shape[0]
     unrolled = math.gcd(page_size, UNROLLED)
@@ -202,11 +210,15 @@ def move_rows(
         def join_page(i: Any, _: None) -> None:
             page = block * block_pages + i
             if packed == 1:
-                words_vmem_ref[:, pl.ds(pl.multiple_of(page * page_size, 8), page_size), :] = ring_vmem_ref[which, i]
+                own = pl.ds(pl.multiple_of(page * page_size, 8), page_size)
+                if is_transposed:
+                    words_vmem_ref[0, own, :] = rows_of_page(ring_vmem_ref.at[which, i], ring_scales[0].at[which, i])
+                else:
+                    words_vmem_ref[:, own, :] = ring_vmem_ref[which, i]
                 return
             key_SH, value_SH = (pltpu.bitcast(ring_vmem_ref[which, i, part], jnp.uint32) for part in range(2))
             if ring_scales:
-                page_vmem_ref[0] = lanes_of(ring_scales[0][which, i], page_vmem_ref.shape[2])
+                page_vmem_ref[0] = lanes_of(ring_scales[0][which, i], num_lanes)
             for turn in range(packed):
                 place = pl.ds(pl.multiple_of(turn * row_part + page * page_part, 8), page_part)
                 if packed == 2:
@@ -233,7 +245,7 @@ def move_rows(
             first = group * unrolled
             for i in range(unrolled):
                 slot = pl.ds(slot_smem_ref[0, 0, row * num_slots + index * page_size + first + i], 1)
-                if packed > 1:
+                if is_joined:
                     own = pl.ds(i % packed * page_part + group * (unrolled // packed) + i // packed, 1)
                     page_vmem_ref[0, own, :] = words_vmem_ref[0, slot, :]
                 else:
@@ -253,6 +265,8 @@ def move_rows(
             for turn, part_SH in enumerate(parts):
                 page_vmem_ref[0, pl.ds(turn, page_part, stride=packed), :] = part_SH
             staged_scales[0][which] = scales_in(page_vmem_ref[0])
+        elif is_transposed:
+            store_page(page_vmem_ref[0], staged_vmem_ref.at[which], staged_scales[0].at[which])
         page = entry(row, EXTENT + max_pages + index)
         for staged_ref, pool_ref in zip(staged_refs, pool_refs, strict=True):
             pltpu.make_async_copy(staged_ref.at[which], pool_ref.at[page], write_semaphores.at[which]).start()
@@ -306,3 +320,21 @@ def scales_in(words_SH: Any) -> Any:
     """The scales of slots from their words: the inverse of `lanes_of`."""
     halves_XS = words_SH[:, :LANES].T
     return pltpu.bitcast(high(halves_XS[:2]) | halves_XS[2:4] >> 16, jnp.float32)
+
+
+def rows_of_page(codes_ref: Any, scale_ref: Any) -> Any:
+    """A transposed page, codes `[2, bytes, page]` and bits of scales `[2, groups, page]`, as a row of words for each slot."""
+    codes = [pltpu.bitcast(codes_ref[part], jnp.uint32) for part in range(2)]
+    scales = [pltpu.bitcast(scale_ref[part].astype(jnp.int32), jnp.uint32) for part in range(2)]
+    words_XS = jnp.concatenate([*codes, *scales], axis=0)
+    rest = jnp.zeros((LANES - len(words_XS), words_XS.shape[1]), jnp.uint32)
+    return jnp.concatenate([words_XS, rest], axis=0).T
+
+
+def store_page(words_SX: Any, codes_ref: Any, scale_ref: Any) -> None:
+    """Writes the codes and scales of slots from their rows of words: the inverse of `rows_of_page`."""
+    words_XS, word, groups = words_SX.T, codes_ref.shape[1] // 4, scale_ref.shape[1]
+    for part in range(2):
+        codes_ref[part] = pltpu.bitcast(words_XS[part * word : (part + 1) * word], codes_ref.dtype)
+        first = 2 * word + part * groups
+        scale_ref[part] = pltpu.bitcast(words_XS[first : first + groups], jnp.int32).astype(scale_ref.dtype)

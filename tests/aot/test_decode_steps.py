@@ -1,16 +1,21 @@
 """Decode steps at the sizes of production: few kernels, one CUDA graph, nothing computed twice, 64-bit addresses."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jaxlib.mlir import ir
 
+from jkv.engine.device_program import LEAST_ROWS
+from jkv.model.eight_bits import quantise_weights
 from pallas_kernels import KERNELS, choice
 from pallas_kernels.models import MODELS, Workload
 from pallas_kernels.paged_attention import gpu as attention
 from pallas_kernels.rotate_append import gpu as appending
 from tests.aot import decode_steps, targets
 from tests.aot.decode_steps import SETTINGS
+from tests.support import programs
 
 ON_GPUS = [one for one in SETTINGS if targets.TARGETS[one.target][0] == "cuda"]
 ON_TPUS = [one for one in SETTINGS if one not in ON_GPUS]
@@ -108,3 +113,20 @@ def code_of(config):
     with ir.Context() as context:
         dialect.register_dialect(context)
         return ir.StringAttr(config["name"]).value, str(ir.Module.parse(code))
+
+
+@pytest.mark.parametrize(("target", "model"), [("h200", "r1-llama-8b"), ("tpu-v6e", "r1-qwen-1.5b")])
+def test_codes_of_weights_become_floats_inside_of_products(target, model):
+    """No matrix of floats is written: the memory that a step reads is that of codes."""
+    skip_without_compiler(target)
+    config = dataclasses.replace(decode_steps.MODELS[model], num_layers=2)
+    platform, _, page_size = targets.TARGETS[target]
+    sharding, rows = targets.sharding_of(target), max(32, LEAST_ROWS.get(platform, 1))
+    sizes = {"page_size": page_size, "num_rows": rows, "slots": 1152, "pool_gb": 10}
+    shapes = programs.shapes_of(config, dtype=jnp.bfloat16, sharding=sharding, needs=programs.QUERIES, **sizes)
+    codes = jax.tree.map(lambda x: x.update(sharding=sharding), quantise_weights(shapes.params, "int8"))
+    floats, coded = (
+        targets.compile_for(target, programs.decode, shapes._replace(params=params)) for params in (shapes.params, codes)
+    )
+    one_matrix = 2 * config.width**2  # of the smallest, in bfloat16
+    assert coded.memory_analysis().temp_size_in_bytes < floats.memory_analysis().temp_size_in_bytes + one_matrix // 2

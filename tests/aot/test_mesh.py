@@ -5,6 +5,7 @@ More rows than one engine has room for are those of replicas: each runs this pro
 
 import dataclasses
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,11 @@ from jax.sharding import Mesh
 from jkv.cache import pool
 from jkv.engine import mesh, scheduler
 from jkv.engine.programs import ChunkInputs
-from jkv.model.params import ModelConfig, weight_shapes
+from jkv.model.model_shapes import find_shape
+from jkv.model.params import ModelConfig
 from jkv.model.sampling import SamplingRows
+from jkv.model.sharding import placed, shardings
+from jkv.model.weight_shapes import weight_shapes
 from jkv.policies import Needs
 from jkv.testing import assert_no_pool_copy, find_copies
 from tests.aot import targets
@@ -58,6 +62,14 @@ SETUPS = {
 }
 
 
+QWEN = find_shape("qwen3-30b-a3b")[1]
+BY_WIDTH = dataclasses.replace(QWEN, whole_experts=False)
+EXPERTS = {  # the split of experts -> with many rows, and with few
+    "by number": (Setup(QWEN, "v6e:2x2", 4, 32 * GB, 32), Setup(QWEN, "v6e:2x2", 4, 32 * GB, 2)),
+    "by width": (Setup(BY_WIDTH, "v6e:2x2", 4, 32 * GB, 32), Setup(BY_WIDTH, "v6e:2x2", 4, 32 * GB, 2)),
+}
+
+
 class Compiled(NamedTuple):
     """A decode program, and the pool of one device."""
 
@@ -66,11 +78,10 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def compiled(name: str, num_layers: int) -> Compiled:
+def compiled(setup: Setup, num_layers: int) -> Compiled:
     """Some layers of the model, with the pages of all of its layers."""
     if reason := targets.why_missing("tpu-v5e"):
         pytest.skip(reason)
-    setup = SETUPS[name]
     config, rows = dataclasses.replace(setup.config, num_layers=num_layers), setup.num_rows
     described = topologies.get_topology_desc(setup.topology, platform="tpu").devices
     on = Mesh(np.asarray(described[: setup.num_shards]), ("tensor",))
@@ -86,8 +97,8 @@ def compiled(name: str, num_layers: int) -> Compiled:
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), tree, shardings)
 
     params, state = weight_shapes(config, jnp.bfloat16), jax.eval_shape(make)
-    params = on_devices(params, mesh.shardings(params, on))
-    state = on_devices(state, mesh.placed(on, mesh.state_specs(state), state))
+    params = on_devices(params, shardings(params, on))
+    state = on_devices(state, placed(on, mesh.state_specs(state), state))
     wide = leaf(rows, dtype=jnp.float32)
     settings, key = SamplingRows(wide, wide, leaf(rows), wide), leaf(rows, 2, dtype=jnp.uint32)
     inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules=None, reads=None, sinks=None, steer=None)
@@ -119,7 +130,8 @@ def bytes_of_layers(setup: Setup, count: int) -> int:
 
 def check(name: str, num_layers: int) -> None:
     """The program has room with all layers of the model, those that were not compiled by arithmetic."""
-    setup, (program, of_device) = SETUPS[name], compiled(name, num_layers)
+    setup = SETUPS[name]
+    program, of_device = compiled(setup, num_layers)
     kv, memory, text = of_device.kv, program.memory_analysis(), program.as_text()
     assert memory.alias_size_in_bytes >= kv.size * kv.dtype.itemsize
     assert not find_copies(text, kv.shape)
@@ -134,10 +146,41 @@ def check(name: str, num_layers: int) -> None:
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_mesh_decodes_a_model_within_its_memory(name):
     check(name, num_layers=2)
-    assert_no_pool_copy(*compiled(name, 2))
+    assert_no_pool_copy(*compiled(SETUPS[name], 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETUPS)
 def test_a_mesh_decodes_all_layers_within_its_memory(name):
     check(name, num_layers=SETUPS[name].config.num_layers)
+
+
+def collectives(program: jax.stages.Compiled) -> dict[str, int]:
+    """How often the program calls each kind of collective."""
+    kinds = "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"
+    return {kind: len(re.findall(rf" {kind}(?:-start)?\(", program.as_text())) for kind in kinds}
+
+
+def bytes_read(program: jax.stages.Compiled) -> float:
+    """Bytes that a chunk of steps reads and writes, as the compiler counts them: its loop over steps once."""
+    analysis = program.cost_analysis()
+    return float(analysis["bytes accessed"])
+
+
+@pytest.mark.slow
+def test_whole_experts_are_read_where_they_lie_and_parts_are_copied():
+    """Two layers of Qwen3-30B-A3B on four v6e: why a mesh splits experts by their number.
+
+    The parts by width are written in another layout, as large as they are. Of few rows, each device reads fewer of them.
+    """
+    (whole, whole_few), (part, part_few) = ([compiled(one, 2) for one in EXPERTS[split]] for split in EXPERTS)
+    experts = 2 * 3 * 2 * QWEN.num_experts * QWEN.mlp_width * QWEN.width // 4  # bytes of a device's, in two layers
+    for one, other in ((whole, part), (whole_few, part_few)):
+        assert collectives(one.program) == collectives(other.program)
+    assert_no_pool_copy(*whole)  # with two rows, the pool is so small that it is prefetched as a whole
+    temporaries = [one.program.memory_analysis().temp_size_in_bytes for one in (whole, part, whole_few, part_few)]
+    assert temporaries[0] < experts / 10
+    assert temporaries[1] > experts
+    assert max(temporaries[2:]) < experts / 10
+    assert bytes_read(whole.program) < 0.6 * bytes_read(part.program)
+    assert bytes_read(part_few.program) < 0.9 * bytes_read(whole_few.program)

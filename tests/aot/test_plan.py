@@ -10,7 +10,7 @@ import pytest
 import jkv
 from jkv.cache.pool import num_pages_of
 from jkv.engine import chunk_inputs, prefill
-from jkv.model.params import weight_shapes
+from jkv.model.weight_shapes import weight_shapes
 from jkv.policies import Needs
 from tests.aot import targets
 from tests.support import programs

@@ -104,7 +104,10 @@ def test_narrow_heads_are_read_where_xla_stores_them(target, head_size, dtype):
 @pytest.mark.parametrize("target", tpu_bundles.CHIPS)
 @pytest.mark.parametrize(
     ("dtype", "page_size", "kv_format"),
-    [*((dtype, size, None) for dtype in ("float32", "bfloat16") for size in (16, 128)), ("bfloat16", 128, "int8")],
+    [
+        *((dtype, size, None) for dtype in ("float32", "bfloat16") for size in (16, 128)),
+        *(("bfloat16", 128, name) for name in ("int8", "int4")),
+    ],
 )
 @pytest.mark.parametrize("model", ["r1-llama-8b", "r1-qwen-7b"])
 def test_slots_are_stored_without_a_scatter_or_a_copy_of_the_pool(target, model, dtype, page_size, kv_format):

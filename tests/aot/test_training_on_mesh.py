@@ -10,10 +10,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jkv.engine.mesh import shardings
-from jkv.model.params import weight_shapes
 from jkv.model.sampling import SamplingRows
-from jkv.replay.score import Columns
+from jkv.model.sharding import shardings
+from jkv.model.weight_shapes import weight_shapes
+from jkv.replay.columns import Columns
 from jkv.rl import policy_loss
 from jkv.rl.batch import Batch
 from tests.aot import targets
@@ -30,7 +30,7 @@ def batch_of(config, rows, length, place):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=place(P("data", *([None, heads] if heads else []))))
 
     wide = leaf(rows, dtype=jnp.float32)
-    columns = leaf(rows, config.num_layers, config.num_kv_heads, length, heads="tensor")
+    ended = leaf(rows, config.num_layers, config.num_kv_heads, length, dtype=jnp.uint8, heads="tensor")
     values = leaf(rows, length, dtype=jnp.float32)
     return Batch(
         token=leaf(rows, length),
@@ -38,7 +38,7 @@ def batch_of(config, rows, length, place):
         sampled=values,
         advantage=values,
         settings=SamplingRows(wide, wide, leaf(rows), wide),
-        columns=Columns(None, columns, columns),
+        columns=Columns(leaf(rows, 256), ended),
         start=leaf(rows),
     )
 

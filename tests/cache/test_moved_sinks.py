@@ -76,10 +76,10 @@ def test_replay_gives_the_log_probabilities_and_true_positions_would_not(sinks, 
     replayed = np.asarray(jkv.score(model, out, trace=out.trace).logprobs)
     assert np.abs(replayed - out.logprobs).max() <= 1e-4
     assert np.percentile(np.abs(replayed - out.logprobs), 99) <= 1e-5
-    unmoved = jkv.score(model, out, trace=out.trace._replace(sinks=None, sink_shift=None)).logprobs
+    unmoved = jkv.score(model, out, trace=out.trace.replace(sinks=None, sink_shift=None)).logprobs
     by_row = np.abs(np.asarray(unmoved) - out.logprobs).max(axis=1)
     assert (by_row > 1e-3).tolist() == [True, False, True]
-    off_by_one = out.trace._replace(sink_shift=np.minimum(out.trace.sink_shift + 1, 0))
+    off_by_one = out.trace.replace(sink_shift=np.minimum(out.trace.sink_shift + 1, 0))
     assert np.abs(np.asarray(jkv.score(model, out, trace=off_by_one).logprobs) - out.logprobs).max() > 1e-3
 
 

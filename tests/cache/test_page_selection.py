@@ -87,7 +87,7 @@ def test_replay_gives_the_log_probabilities_and_reading_less_changes_them(policy
     assert np.percentile(np.abs(replayed - out.logprobs), 99) <= 1e-5
     if policy.read.num_dense(2) < 2:  # of the model's two
         assert np.abs(np.asarray(jkv.score(model, out).logprobs) - out.logprobs).max() > 1e-2
-    planted = out.trace._replace(end=np.where(out.trace.end < 2**31 - 1, out.trace.end + 1, out.trace.end))
+    planted = out.trace.replace(end=np.where(out.trace.end < 2**31 - 1, out.trace.end + 1, out.trace.end))
     if policy.read.num_dense(2) < 2:
         assert np.abs(np.asarray(jkv.score(model, out, trace=planted).logprobs) - out.logprobs).max() > 1e-3
 

@@ -22,6 +22,7 @@ from jkv.cache import compaction, page_content
 from jkv.cache import pool as pages
 from jkv.cache.pool import EMPTY, NULL_PAGE
 from pallas_kernels.quantised import FORMATS, Quantised, dequantise, quantise
+from pallas_kernels.sealed import Records
 
 L, B, K, H = 2, 3, 2, 2
 CHUNK = 5  # tokens of a chunk; some of them are padding
@@ -137,7 +138,10 @@ def assert_allocator_is_consistent(pool, block_tables=()):
     np.testing.assert_array_equal(pool.refcount, num_holders)
     free = pool.free_stack[: pool.free_top]
     assert sorted(free) == [page for page in range(1, len(num_holders)) if num_holders[page] == 0]
-    numbers = pool.kv.scale[free] if isinstance(pool.kv, Quantised) else pool.kv[free]
+    if isinstance(pool.kv, Records):
+        numbers = pool.kv.of_key_slot[free].view(np.float16)
+    else:
+        numbers = pool.kv.scale[free] if isinstance(pool.kv, Quantised) else pool.kv[free]
     assert np.isnan(numbers.view(np.float16) if numbers.dtype == np.uint16 else numbers).all()
     for page in np.flatnonzero(num_holders > 1):
         layer, row, head, index = np.nonzero((table == page) & is_used)

@@ -22,8 +22,8 @@ RUNS = {
 
 @pytest.fixture(params=RUNS)
 def attention_mass(request):
-    def run(query, key, is_candidate, is_query, age=None, log_weight=None, over_group="max"):
-        return RUNS[request.param](query, key, is_candidate, is_query, age, log_weight, over_group=over_group)
+    def run(query, key, is_candidate, is_query, age=None, log_weight=None, sink=None, over_group="max"):
+        return RUNS[request.param](query, key, is_candidate, is_query, age, log_weight, sink, over_group=over_group)
 
     return run
 
@@ -57,7 +57,7 @@ def with_age_and_weight(args, seed=1):
     return query, key, is_candidate, is_query, jnp.asarray(age, jnp.int32), jnp.asarray(log_weight, jnp.float32)
 
 
-def by_hand(query, key, is_candidate, is_query, age, log_weight, over_group):
+def by_hand(query, key, is_candidate, is_query, age, log_weight, over_group, sink=None):
     """One row and one remembered query at a time."""
     query, key = np.asarray(query, np.float64), np.asarray(key, np.float64)
     rows, group, window, head_size = query.shape
@@ -72,10 +72,11 @@ def by_hand(query, key, is_candidate, is_query, age, log_weight, over_group):
                 continue
             logits = np.array([[query[row, g, w] @ key[row, s] for s in slots] for g in range(group)]) / math.sqrt(head_size)
             logits += weight_of[row, slots]
+            of_sink = np.full((group, 1), -np.inf) if sink is None else np.asarray(sink, np.float64)[row][:, None]
             if over_group == "max":
-                logits = logits.max(axis=0, keepdims=True)
+                logits, of_sink = logits.max(axis=0, keepdims=True), of_sink.max(axis=0, keepdims=True)
             weight = np.exp(logits)
-            mass[row, slots] += (weight / weight.sum(axis=-1, keepdims=True)).mean(axis=0) / len(when)
+            mass[row, slots] += (weight / (weight.sum(axis=-1, keepdims=True) + np.exp(of_sink))).mean(axis=0) / len(when)
     return mass
 
 
@@ -105,6 +106,7 @@ def test_averages_the_softmax_over_the_queries_that_exist(case, over_group, dtyp
         pytest.param((2, 6, 8, 33, 128), jnp.bfloat16, "max", False, marks=pytest.mark.slow),
         ((5, 7, 4, 40, 128), jnp.bfloat16, "mean", False),
         ((2, 8, 8, 130, 64), jnp.bfloat16, "max", True),
+        ((2, 2, 8, 130, 256), jnp.bfloat16, "max", True),
     ],
     ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else None,
 )
@@ -113,6 +115,22 @@ def test_age_hides_what_came_later_and_log_weights_are_added_and_minus_infinity_
 ):
     args = random_case(*case, dtype)
     assert_agrees(attention_mass, with_age_and_weight(args) if has_age_and_weight else args, over_group)
+
+
+def sinks_of(query, seed=2):
+    """A sink of each query head: from far below the logits to far above them."""
+    return jnp.asarray(np.random.default_rng(seed).uniform(-4, 6, query.shape[:2]), jnp.float32)
+
+
+@OVER_GROUP
+@pytest.mark.parametrize("has_age_and_weight", [False, True], ids=["plain", "aged"])
+def test_a_sink_is_one_more_candidate_that_gets_no_mass(attention_mass, has_age_and_weight, over_group):
+    args = random_case(3, 3, 5, 21, 64, jnp.float32)
+    args = with_age_and_weight(args) if has_age_and_weight else (*args, None, None)
+    sink = sinks_of(args[0])
+    mass = attention_mass(*args, sink, over_group=over_group)
+    np.testing.assert_allclose(mass, by_hand(*args, over_group, sink), atol=2e-6, rtol=2e-5)
+    assert (mass.sum(axis=1) < 0.999).all()
 
 
 @OVER_GROUP
@@ -125,7 +143,11 @@ def test_rows_and_windows_of_several_blocks(monkeypatch, name, over_group):
     query, key, is_candidate, is_query = random_case(3, 2, 19, 421, 64, jnp.bfloat16)
     is_candidate, key = is_candidate.at[2, 50:].set(False), key.at[2, 50:].set(jnp.nan)
     run = jax.jit(functools.partial(module.attention_mass.__wrapped__, interpret=True), static_argnames="over_group")
-    assert_agrees(run, with_age_and_weight((query, key, is_candidate, is_query)), over_group)
+    args = with_age_and_weight((query, key, is_candidate, is_query))
+    assert_agrees(run, args, over_group)
+    sink = sinks_of(query)
+    mass = run(*args, sink, over_group=over_group)
+    np.testing.assert_allclose(mass, by_hand(*args, over_group, sink), atol=2e-6, rtol=2e-5)
 
 
 @OVER_GROUP
@@ -192,7 +214,8 @@ def shapes_of(group=2, head_size=64, slots=32, dtype=jnp.float32, key_dtype=None
         (tpu, {"group": 65}, "at most 64 heads; got 65"),
         (tpu, {"slots": 1 << 19}, "slots; got 524288"),
         (tpu, {"rows": 1 << 17}, "rows; got 131072"),
-        (gpu, {"head_size": 96}, "a power of two from 16 to 128; got 96"),
+        (gpu, {"head_size": 96}, "a power of two from 16 to 256; got 96"),
+        (gpu, {"head_size": 256}, "at most 128 in float32; got 256"),
         (gpu, {"slots": 1 << 24}, "fewer than 2\\*\\*31 numbers; got 2147483648"),
     ],
 )

@@ -9,7 +9,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels as kernels
+from pallas_kernels import hadamard
 from pallas_kernels.block_distance import gpu, tpu
+from pallas_kernels.block_distance.reference import turn, turn_of_rotated
+from pallas_kernels.quantised import FORMATS, zeros
 from tests.pallas_kernels import tpu_interpreter
 
 RUNS = {
@@ -188,3 +191,18 @@ def test_a_tpu_refuses_what_it_cannot_take_and_says_why(pool, pages, reason):
 
 def test_a_gpu_refuses_other_dtypes_and_says_why():
     assert "float16" in gpu.why_not(jax.ShapeDtypeStruct((9, 2, 16, 64), jnp.float16), None, None, None, None)
+
+
+def test_a_gpu_turns_no_wide_heads_of_int4_and_says_why():
+    pages, angle = jax.ShapeDtypeStruct((4, 2, 2), jnp.int32), jax.ShapeDtypeStruct((4, 128), jnp.float32)
+    pool = jax.eval_shape(lambda: zeros((9, 2, 16, 256), jnp.bfloat16, FORMATS["int4"]))
+    assert gpu.why_not(pool, pages, pages, None, None) is None
+    assert "int4 must have at most 128 channels for keys to turn; got 256" in gpu.why_not(pool, pages, pages, None, angle)
+
+
+@pytest.mark.parametrize("half", [16, 32, 64])
+def test_the_turn_of_rotated_vectors_is_that_of_the_vectors(half):
+    x, angle = np.random.default_rng(0).standard_normal((3, 5, 128)), np.linspace(-9, 9, 3 * half).reshape(3, half)
+    x, angle = jnp.asarray(x, jnp.float32), jnp.asarray(angle, jnp.float32)
+    got = hadamard.rotate(x) @ turn_of_rotated(angle, 128)
+    np.testing.assert_allclose(got, hadamard.rotate(turn(x, angle[:, None])), atol=1e-5)

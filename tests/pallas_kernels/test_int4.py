@@ -12,6 +12,9 @@ from pallas_kernels.models import ModelShape, Workload
 from pallas_kernels.paged_attention import native
 from pallas_kernels.quantised import FORMATS, Quantised, dequantise, poisoned, quantise, vector_bytes, zeros
 from pallas_kernels.rotate_append import gpu as rotate_append_gpu
+from pallas_kernels.rotate_append import tpu as rotate_append_tpu
+from pallas_kernels.take_slots import tpu as take_slots_tpu
+from tests.pallas_kernels import tpu_interpreter
 
 INT4 = FORMATS["int4"]
 HEADS = pytest.mark.parametrize("head_size", [32, 64, 128, 256])
@@ -138,48 +141,70 @@ def test_a_slot_takes_less_than_a_third_of_bfloat16():
 
 
 @pytest.mark.parametrize("kernel", ["paged_attention", "rotate_append", "take_slots", "block_distance"])
-def test_a_kernel_asked_for_by_name_says_that_it_takes_no_int4(kernel):
+def test_every_kernel_of_an_accelerator_takes_int4(kernel):
     table = kernels.KERNELS[kernel].implementations
     model, workload = MODEL._replace(head_size=128), SMALL._replace(slots=300, page_size=128)
     args = kernels.KERNELS[kernel].shapes.arguments(model, workload)
-    takes = {"paged_attention": {"tpu", "gpu", "native", "cpu"}, "block_distance": set()}.get(kernel, {"gpu"}) | {"reference"}
-    for name, implementation in table.items():
-        reason = dispatch.reason_against(implementation, *args)
-        assert (reason is None) == (name in takes)
-        assert reason is None or "does not take quantised pages" in reason
+    assert all(dispatch.reason_against(one, *args) is None for one in table.values())
     on_cpu = "cpu" if native.why_no_library() else "native"
     assert dispatch.best(table, "cpu", *args) == (on_cpu if kernel == "paged_attention" else "reference")
-    assert dispatch.best(table, "cuda", *args) == ("gpu" if "gpu" in takes else "reference")
-    assert dispatch.best(table, "tpu", *args) == ("tpu" if kernel == "paged_attention" else "reference")
-    if kernel == "block_distance":
-        with pytest.raises(ValueError, match=r"gpu: it .*Choose one of \['reference'"):
-            kernels.block_distance(*kernels.KERNELS[kernel].shapes.values(MODEL, SMALL), implementation="gpu")
+    assert [dispatch.best(table, platform, *args) for platform in ("cuda", "tpu")] == ["gpu", "tpu"]
+
+
+def test_an_implementation_without_groups_is_refused_by_name():
+    table = kernels.KERNELS["block_distance"].implementations
+    args = kernels.KERNELS["block_distance"].shapes.values(MODEL, SMALL)
+    older = {name: one._replace(reads_groups=False) for name, one in table.items()}
+    assert dispatch.best(older, "cuda", *args) == "reference"
+    assert "does not take quantised pages of int4" in dispatch.reason_against(older["gpu"], *args)
+    with pytest.raises(ValueError, match=r"gpu: it .*Choose one of \['reference'"):
+        dispatch.call("block_distance", older, "gpu", *args)
+
+
+def appended(pool, rotary, num_heads, address, dtype):
+    """The arguments of `rotate_append` for a pool of 4-bit codes of two KV heads; the second row's first key has NaN."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    projected = jax.random.normal(keys[0], (len(address), num_heads + 4, pool.shape[3]), dtype)
+    angle = jax.random.uniform(keys[1], (len(address), rotary // 2), maxval=6.0)
+    address = jnp.asarray(address, jnp.int32)
+    return pool, projected.at[1, num_heads, 5].set(jnp.nan), jnp.cos(angle), jnp.sin(angle), address
+
+
+def assert_codes_of_token(got, want, dtype):
+    """Against the reference's pool and queries: a number at the border of two codes may get either."""
+    tolerance = 0.02 if dtype == jnp.bfloat16 else 1e-6
+    np.testing.assert_allclose(got[1].astype(jnp.float32), want[1].astype(jnp.float32), atol=tolerance)
+    codes, scales = codes_and_scales(got[0])
+    expected, other_scales = codes_and_scales(want[0])
+    is_nan = np.isnan(other_scales)
+    assert is_nan.sum() == codes.shape[-1] // 32  # one vector
+    np.testing.assert_array_equal(np.isnan(scales), is_nan)
+    np.testing.assert_allclose(scales[~is_nan].astype(float), other_scales[~is_nan].astype(float), rtol=2e-3, atol=1e-30)
+    differs = (codes != expected) & ~np.repeat(is_nan, 32, axis=-1)
+    is_written = np.repeat(other_scales > 0, 32, axis=-1)
+    assert differs.sum() < 1e-3 * is_written.sum() + 2
+    assert np.abs(codes - expected)[differs].max(initial=0) <= 1
 
 
 @pytest.mark.parametrize(("head_size", "rotary"), [(64, 64), (128, 128), (128, 64), (256, 256)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_gpu_writes_the_codes_of_a_token_and_nothing_else(head_size, rotary, dtype):
-    """A head with NaN has NaN scales; a number at the border of two codes may get either."""
-    pool = zeros((9, 2, 4, head_size), dtype, INT4)
-    keys = jax.random.split(jax.random.key(0), 2)
-    projected = jax.random.normal(keys[0], (3, 6 + 4, head_size), dtype).at[1, 6, 5].set(jnp.nan)  # a key of two heads
-    angle = jax.random.uniform(keys[1], (3, rotary // 2), maxval=6.0)
-    address = jnp.asarray([[5, 33], [7, 12], [34, 20]], jnp.int32)
-    args = pool, projected, jnp.cos(angle), jnp.sin(angle), address
-    got, query, _ = rotate_append_gpu.rotate_append(*args, interpret=True)
-    want, other_query, _ = kernels.rotate_append(*args, implementation="reference")
-    np.testing.assert_allclose(
-        query.astype(jnp.float32), other_query.astype(jnp.float32), atol=0.02 if dtype == jnp.bfloat16 else 1e-6
-    )
-    codes, scales = codes_and_scales(got)
-    expected, other_scales = codes_and_scales(want)
-    is_nan = np.isnan(other_scales)
-    assert is_nan.sum() == head_size // 32
-    np.testing.assert_array_equal(np.isnan(scales), is_nan)
-    np.testing.assert_allclose(scales[~is_nan].astype(float), other_scales[~is_nan].astype(float), rtol=2e-3, atol=1e-30)
-    differs = (codes != expected) & ~np.repeat(is_nan, 32, axis=-1)
-    assert differs.mean() < 1e-3
-    assert np.abs(codes - expected)[differs].max(initial=0) <= 1
+    args = appended(zeros((9, 2, 4, head_size), dtype, INT4), rotary, 6, [[5, 33], [7, 12], [34, 20]], dtype)
+    got = rotate_append_gpu.rotate_append(*args, interpret=True)
+    assert_codes_of_token(got, kernels.rotate_append(*args, implementation="reference"), dtype)
+
+
+@pytest.mark.parametrize(("rotary", "dtype"), [(128, jnp.float32), (64, jnp.bfloat16)])
+def test_a_tpu_writes_the_codes_of_a_token_and_nothing_else(rotary, dtype):
+    """Two rows of lanes to a page, and a token of the null page."""
+    pool = zeros((9, 2, 256, 128), dtype, INT4)
+    args = appended(pool, rotary, 5, [[256 * 5 + 127, 256 * 3], [256 * 7 + 129, 256 * 2 + 255], [3, 256 * 8 + 128]], dtype)
+    with tpu_interpreter.watched() as interpreter:
+        got = rotate_append_tpu.rotate_append(*args, interpret=interpreter)
+    want, *others = kernels.rotate_append(*args, implementation="reference")
+    want = jax.tree.map(lambda x, y: x.at[0].set(y[0]), want, pool)  # the null page may hold anything, and is not written
+    assert_codes_of_token(got, (want, *others), dtype)
+    np.testing.assert_array_equal(np.asarray(got[0].scale == 0), np.asarray(want.scale == 0))
 
 
 def test_a_gpu_writes_no_heads_of_one_group():
@@ -197,3 +222,23 @@ def test_attention_to_bfloat16_queries_is_that_to_the_numbers():
     assert got[0].dtype == jnp.bfloat16
     np.testing.assert_allclose(got[0].astype(jnp.float32), want[0], atol=0.03)
     np.testing.assert_allclose(got[1], want[1], atol=0.05)
+
+
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_a_tpu_moves_every_bit_of_slots_in_any_order(head_size):
+    """Codes of all bytes and scales of all bits, those of NaN too; a row that writes where it reads, and a fresh page."""
+    rng = np.random.default_rng(0)
+    codes = rng.integers(0, 256, (9, 2, 256, head_size // 2)).astype(np.uint8)
+    scale = rng.integers(0, 1 << 16, (9, 2, 256, head_size // 32)).astype(np.uint16)
+    pool = Quantised(jnp.asarray(codes), jnp.asarray(scale), INT4, np.dtype(np.float32))
+    slots = np.stack([rng.permutation(512), np.r_[rng.integers(0, 512, 300), np.full(212, -1)]]).astype(np.int32)
+    source, target = np.array([[5, 2], [7, 3]], np.int32), np.array([[2, 5], [8, 0]], np.int32)
+    with tpu_interpreter.watched() as interpreter:
+        got = take_slots_tpu.take_slots(pool, *map(jnp.asarray, (slots, source, target)), interpret=interpreter)
+    for old, new in ((codes, got.codes), (scale, got.scale)):
+        wanted = old.copy()
+        for row, at in np.ndindex(slots.shape):
+            taken, page = slots[row, at], target[row, at // 256]
+            if page and taken >= 0:
+                wanted[page, :, at % 256] = old[source[row, taken // 256], :, taken % 256]
+        np.testing.assert_array_equal(new, wanted)

@@ -103,6 +103,7 @@ def test_is_the_mean_similarity_without_each_rows_most_recent_look_alikes(plain_
         pytest.param([37, 20, 9], 1, 128, jnp.bfloat16, id="ragged-bfloat16", marks=pytest.mark.slow),
         pytest.param([37, 20, 9], 2, 128, jnp.float32, id="exempt2"),
         pytest.param([0, 1, 2], 1, 64, jnp.bfloat16, id="empty_and_single_slot-bfloat16"),
+        pytest.param([131, 20], 1, 256, jnp.bfloat16, id="heads_of_256-bfloat16"),
     ],
 )
 @pytest.mark.parametrize("name", PALLAS)
@@ -130,6 +131,17 @@ def test_kernels_walk_over_several_blocks(monkeypatch, name, exempt, exempt_firs
     run = jax.jit(functools.partial(module.key_redundancy.__wrapped__, interpret=True), static_argnames=KNOBS)
     result = run(*args, threshold=0.5, exempt=exempt, exempt_first=exempt_first)
     np.testing.assert_allclose(result, by_hand(*args, 0.5, exempt, exempt_first), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", PALLAS | PLAIN)
+def test_the_first_slot_may_be_empty_when_it_would_be_exempt(name):
+    """It holds NaN: a value that is taken from it, even times 0, would be in every total."""
+    key, is_filled = random_case([30, 30], jnp.float32, head_size=64)
+    is_filled = is_filled.at[0, 0].set(False).at[1, 0].set(True)
+    key = jnp.where(is_filled[..., None], jnp.nan_to_num(key, nan=1.0), jnp.nan)
+    result = (PALLAS | PLAIN)[name](key, is_filled, threshold=0.95, exempt=1, exempt_first=True)
+    assert np.isfinite(result).all()
+    np.testing.assert_allclose(result[1], by_hand(key[1:], is_filled[1:], 0.95, 1, True)[0], atol=2e-6, rtol=2e-5)
 
 
 @pytest.mark.parametrize("threshold", [0.0, pytest.param(0.3, marks=pytest.mark.slow), 0.95])
@@ -209,7 +221,8 @@ def why_not(module, head_size=64, slots=32, dtype=jnp.float32, rows=2, **setting
         (tpu, {"head_size": 96}, "64, 128, 192 or 256; got 96"),
         (tpu, {"slots": 1 << 16}, "slots; got 65536"),
         (tpu, {"rows": 1 << 17}, "rows; got 131072"),
-        (gpu, {"head_size": 96}, "a power of two from 16 to 128; got 96"),
+        (gpu, {"head_size": 96}, "a power of two from 16 to 256; got 96"),
+        (gpu, {"head_size": 256}, "at most 128 in float32; got 256"),
         (gpu, {"slots": 1 << 24}, r"fewer than 2\*\*31 numbers; got 2147483648"),
     ],
 )

@@ -21,13 +21,25 @@ OPTIONAL = {
     "gpu.py",
     "tpu.py",
     "native.py",
-    "nibbles.py",
     "native.cc",
     "pallas.py",
     "pieces.py",
 }  # `pallas`: what gpu and tpu share
 ORDER = (
-    {"choice", "dispatch", "hadamard", "launch", "models", "native_library", "prebuilt", "quantised", "timing"},
+    {
+        "choice",
+        "dispatch",
+        "hadamard",
+        "launch",
+        "models",
+        "native_library",
+        "native_target",
+        "nibbles",
+        "prebuilt",
+        "quantised",
+        "sinks",
+        "timing",
+    },
     {"peers"},
     {"bench"},
 )  # the folders lie below `peers`

@@ -20,9 +20,10 @@ CASES = [
 @pytest.mark.parametrize(("kernel", "platform", "model"), CASES)
 def test_real_models_fall_back_nowhere_on_an_accelerator(kernel, platform, model):
     _, table, shapes = KERNELS[kernel]
+    batch = 64 if MODELS[model].num_kv_heads < 32 else 32  # kernels take fewer than 2**31 numbers of keys; the engine, one row
     for page_size in (16, 128):
         for slots in (1152, 4096, 16_384 if kernel == "paged_attention" else 8192):
-            args = shapes.arguments(MODELS[model], Workload(batch=64, slots=slots, page_size=page_size))
+            args = shapes.arguments(MODELS[model], Workload(batch=batch, slots=slots, page_size=page_size))
             assert best(table, platform, *args) == OF[platform]
 
 

@@ -52,6 +52,14 @@ def library_in(folder):
     return path
 
 
+def test_a_header_of_another_text_is_another_library(source, folder, compiles):
+    source.write_text('#include "../answer.h"\n')
+    for answer in (42, 43):
+        (source.parent.parent / "answer.h").write_text(f'extern "C" int Answer() {{ return {answer}; }}\n')
+        assert load(source, SYMBOLS).Answer() == answer
+    assert len(compiles) == 2
+
+
 def test_a_library_is_compiled_once_into_a_folder_of_its_owner_alone(source, folder, compiles):
     assert load(source, SYMBOLS).Answer() == 42
     assert load(source, SYMBOLS).Answer() == 42

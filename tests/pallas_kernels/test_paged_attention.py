@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels as kernels
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, native_target
 from pallas_kernels.paged_attention import IMPLEMENTATIONS, cpu, cut, gpu, native, reference, tpu
 from tests.pallas_kernels import tpu_interpreter
 
@@ -371,7 +371,7 @@ def test_other_dtypes_are_no_arguments_of_the_compiled_kernel():
 def no_library(monkeypatch, tmp_path):
     """As in a process in which nothing was compiled yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "load_once", functools.cache(native.load_once.__wrapped__))
+    monkeypatch.setattr(native_target, "load_once", functools.cache(native_target.load_once.__wrapped__))
     return tmp_path
 
 

@@ -11,8 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels as kernels
-from pallas_kernels import hadamard
-from pallas_kernels.paged_attention import gpu, native, nibbles, reference, tpu
+from pallas_kernels import hadamard, nibbles
+from pallas_kernels.paged_attention import gpu, native, reference, tpu
 from pallas_kernels.quantised import FORMATS, dequantise, numbers_of_groups, quantise
 from tests.pallas_kernels import tpu_interpreter
 from tests.pallas_kernels.test_paged_attention import DTYPES, RUNS, TOLERANCE, by_hand, random_case
@@ -98,7 +98,11 @@ def test_on_a_cpu_a_row_s_bits_depend_on_nothing_but_the_row(name):
         ({"kv": (3, 2, 4, 64)}, r"kv must have the shape \[3, 2, 4, 32\]; got \[3, 2, 4, 64\]"),
         ({"kv_scale": (3, 2, 4)}, r"scales must have the shape \[3, 2, 4, 2\]; got \[3, 2, 4\]"),
         ({"kv_scale": (3, 2, 4, 1)}, r"scales must have the shape \[3, 2, 4, 2\]; got \[3, 2, 4, 1\]"),
-        ({"kv_scale": jnp.float32}, "scales must be uint16"),
+        ({"kv_scale": jnp.int32}, "scales must be float32, or uint16 of codes of 4 bits"),
+        (
+            {"kv_scale": jnp.float32},
+            r"kv must have the shape \[3, 2, 4, 64\]; got \[3, 2, 4, 32\]",
+        ),  # then codes are floats of 8 bits
     ],
 )
 def test_the_compiled_kernel_refuses_codes_that_do_not_fit(changed, words):

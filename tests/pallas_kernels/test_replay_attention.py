@@ -21,7 +21,7 @@ def implementation_of(name, interpret=True):
     if name == "reference":
         return jax.jit(functools.partial(kernels.replay_attention, implementation="reference"))
     run = ON_DEVICES[name].replay_attention
-    return lambda *args: run(*args, *[None] * (7 - len(args)), interpret=interpret)
+    return lambda *args, sink=None: run(*args, *[None] * (7 - len(args)), sink, interpret=interpret)
 
 
 def cases_of(cases, on_devices, slow=()):
@@ -74,8 +74,8 @@ def random_columns(batch, num_tokens, heads, num_columns, seed=1):
     return [jnp.asarray(x, jnp.int32) for x in (position, begin, end, source)]
 
 
-def by_hand(query, key, value, position, begin, end, source=None):
-    """One query and head at a time, over the columns that it may read."""
+def by_hand(query, key, value, position, begin, end, source=None, sink=None):
+    """One query and head at a time, over the columns that it may read, and over its sink."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     position, begin, end = (np.asarray(x) for x in (position, begin, end))
     source = np.broadcast_to(np.arange(begin.shape[2]), begin.shape) if source is None else np.asarray(source)
@@ -86,11 +86,12 @@ def by_hand(query, key, value, position, begin, end, source=None):
         index = source[b, k, is_visible]
         if len(index):
             weight = np.exp(key[b, index, k] @ query[b, t, n] / math.sqrt(query.shape[-1]))
-            out[b, t, n] = weight @ value[b, index, k] / weight.sum()
+            of_sink = 0.0 if sink is None else math.exp(sink[n])
+            out[b, t, n] = weight @ value[b, index, k] / (weight.sum() + of_sink)
     return out
 
 
-def naive(query, key, value, position, begin, end, source=None):
+def naive(query, key, value, position, begin, end, source=None, sink=None):
     """All at once, with a T x C mask; the keys that no query reads must be finite."""
     key, value = (jnp.moveaxis(x, 1, 2) for x in (key, value))
     if source is not None:
@@ -102,7 +103,8 @@ def naive(query, key, value, position, begin, end, source=None):
     is_visible = (begin[:, :, None] <= when) & (when < end[:, :, None])
     logits = jnp.einsum("btnh,bnch->bntc", query, key) / math.sqrt(query.shape[-1])
     weight = jnp.where(is_visible, jnp.exp(logits), 0.0)
-    weight = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True), 1e-30)
+    of_sink = 0.0 if sink is None else jnp.exp(sink)[:, None, None]
+    weight = weight / jnp.maximum(weight.sum(axis=-1, keepdims=True) + of_sink, 1e-30)
     return jnp.einsum("bntc,bnch->btnh", weight, value)
 
 
@@ -213,6 +215,49 @@ def test_a_chunk_of_a_prompt_reads_what_came_before_and_itself(replay_attention)
     whole = replay_attention(query, key, value, position, begin, end)
     chunk = replay_attention(query[:, 7:], key, value, position[:, 7:], begin, end)
     np.testing.assert_allclose(chunk, whole[:, 7:], atol=1e-6)
+
+
+SINK = jnp.asarray([-1.5, 0.5, 2.0, 6.0])  # of four query heads
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("replay_attention", "num_tokens", "num_columns"), cases_of(SPANS, ["T9_C14"]), indirect=["replay_attention"]
+)
+def test_a_sink_is_one_more_term_of_the_denominator_of_its_head(replay_attention, num_tokens, num_columns, dtype):
+    query, key, value = random_inputs(2, num_tokens, num_tokens, 2, 2, 16, dtype)
+    columns = random_columns(2, num_tokens, 2, num_columns)
+    out = replay_attention(query, key, value, *columns, sink=SINK)
+    assert_agrees(out, by_hand(query, key, value, *columns, SINK), dtype)
+
+
+def test_a_sink_far_above_or_below_all_logits_takes_all_or_nothing(replay_attention):
+    query, key, value = random_inputs(1, 5, 5, 1, 2, 16)
+    columns = causal_columns(1, 5, 1)
+    out = replay_attention(query, key, value, *columns, sink=jnp.asarray([-1e4, 1e4]))
+    np.testing.assert_allclose(out[:, :, 0], replay_attention(query, key, value, *columns)[:, :, 0], atol=1e-6)
+    np.testing.assert_array_equal(out[:, :, 1], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("replay_attention", "num_tokens", "num_columns"), cases_of(SPANS, ["T9_C14"]), indirect=["replay_attention"]
+)
+def test_gradients_reach_the_sink_and_count_it(replay_attention, num_tokens, num_columns):
+    inputs = random_inputs(2, num_tokens, num_tokens, 2, 2, 8)
+    columns = random_columns(2, num_tokens, 2, num_columns)
+    columns[1] = jnp.maximum(columns[1], jnp.where(columns[1] < 0, columns[1], 3))  # positions 0 to 2 read nothing
+    weight = jnp.asarray(np.random.default_rng(2).standard_normal(inputs[0].shape), jnp.float32)
+
+    def loss(attend, query, key, value, sink):
+        return jnp.sum(weight * attend(query, key, value, *columns, sink=sink))
+
+    grads = [
+        jax.jit(jax.grad(functools.partial(loss, attend), argnums=(0, 1, 2, 3)))(*inputs, SINK)
+        for attend in (replay_attention, naive)
+    ]
+    for x, y in zip(*grads, strict=True):
+        assert np.abs(y).max() > 0.01
+        np.testing.assert_allclose(x, y, atol=4e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])

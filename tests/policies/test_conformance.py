@@ -1,8 +1,8 @@
 """What every policy must do, whatever its idea; a new line in the table of policies is enough to be tested here."""
 
 import dataclasses
+import functools
 import importlib
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,12 @@ import jkv
 from jkv.cache.pool import EMPTY
 from jkv.engine.mappings import limit, num_mappings
 from jkv.engine.runner import Runner
-from jkv.policies import POLICIES, make
-from jkv.testing import random_gate, random_networks, random_statistics, random_view, tiny_model
+from jkv.policies import POLICIES
+from jkv.testing import random_view, tiny_model
 from jkv.verify import CHECKS, Case, is_hashable, keeps_protected_slots, selects_filled_slots
+from tests.support import policies
 
-SMALL = {"budget": 24, "interval": 16, "window": 4, "num_queries": 4, "growth": 0.1, "tau": 0.3}
-VECTOR = jkv.SteeringVector(np.ones((2, 32), np.float32))
-STATISTICS, NETWORKS, GATE = (draw(tiny_model()) for draw in (random_statistics, random_networks, random_gate))
-
-
-def build(name, **changes):
-    """A policy at test size: only the settings that its recipe has."""
-    fields = inspect.signature(POLICIES[name]).parameters
-    settings = SMALL | {"vector": VECTOR, "statistics": STATISTICS, "network": NETWORKS, "weights": GATE} | changes
-    return make(name, {field: value for field, value in settings.items() if field in fields})
-
-
+build = functools.partial(policies.build, model=tiny_model())
 EVICTING = [name for name in POLICIES if build(name).evict]
 
 
@@ -297,7 +287,7 @@ def other(out, **fields):
 
 def ended_early(trace):
     """Every eviction one query too soon."""
-    return trace._replace(end=trace.end - (trace.end < 2**31 - 1))
+    return trace.replace(end=trace.end - (trace.end < 2**31 - 1))
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +300,7 @@ def window_case():
     [
         (
             "replays",
-            lambda out: other(out, trace=out.trace._replace(end=out.trace.end - (out.trace.end < 2**31 - 1))),
+            lambda out: other(out, trace=out.trace.replace(end=out.trace.end - (out.trace.end < 2**31 - 1))),
             "differ",
         ),
         ("frees_memory", lambda out: other(out, stats=dataclasses.replace(out.stats, evicted=0.0)), "dropped nothing"),

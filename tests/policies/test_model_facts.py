@@ -12,7 +12,9 @@ import jkv
 from jkv.engine import programs
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.model_facts import facts_for, projected_norms
-from jkv.model.params import fold, weight_shapes
+from jkv.engine.row_views import view_of_rows
+from jkv.model.params import fold
+from jkv.model.weight_shapes import weight_shapes
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.scores import AttentionMass
 from jkv.testing import TINY, adapted, assert_no_pool_copy, random_statistics, random_view, tiny_model, unfolded
@@ -65,7 +67,7 @@ def test_a_view_of_the_engine_has_the_facts_of_each_layer_and_only_those_declare
     row, budget = jnp.asarray([1]), jnp.full((2, 1), 8)
 
     def view_for(policy):
-        view_of = functools.partial(programs.view_of_rows, state.cache, row, policy.evict.static, budget, row)
+        view_of = functools.partial(view_of_rows, state.cache, row, policy.evict.static, budget, row)
         return jax.jit(lambda facts: view_of(facts=facts))(facts_for(policy, model))
 
     view = view_for(jkv.tri_attention(8, statistics))

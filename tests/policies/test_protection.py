@@ -7,7 +7,8 @@ import pytest
 
 import jkv
 from jkv.policies import POLICIES
-from jkv.testing import TinyTokenizer, random_gate, random_networks, random_statistics, tiny_model
+from jkv.testing import TinyTokenizer, tiny_model
+from tests.support.policies import build as build_small
 
 KNOBS = {"stop_ids": (), "page_size": 4, "progress": False, "max_new_tokens": 60, "return_trace": True}
 PROMPT = list(range(1, 12))
@@ -21,16 +22,8 @@ def model():
 
 def build(name, **settings):
     """A policy with compactions in short texts."""
-    known = inspect.signature(POLICIES[name]).parameters
-    own = {
-        "num_queries": 4,
-        "statistics": random_statistics(tiny_model()),
-        "network": random_networks(tiny_model()),
-        "weights": random_gate(tiny_model()),
-        "protect_prompt": False,
-    }
-    small = own | {"budget": 24, "interval": 1 if name in ("h2o", "tova") else 8, "window": 4, "ends": (1, 5, 9), "beta": 1.2}
-    return POLICIES[name](**{field: value for field, value in (small | settings).items() if field in known})
+    own = {"interval": 1 if name in ("h2o", "tova") else 8, "protect_prompt": False, "ends": (1, 5, 9), "beta": 1.2}
+    return build_small(name, tiny_model(), **own | settings)
 
 
 def held_to_the_end(out, row):

@@ -17,7 +17,8 @@ from jkv.policies.scores import Recency
 from jkv.policies.skip_kv import LessRepeated
 from jkv.reasoning.sentences import SentenceLog, SentenceMap, Sentences, ends_of, similarity_of_slots
 from jkv.reasoning.steering import Steer, SteeringVector
-from jkv.replay.score import ReplayAttention, trace_columns
+from jkv.replay.columns import trace_columns
+from jkv.replay.score import ReplayAttention
 from jkv.testing import TinyTokenizer, random_view, tiny_model
 from tests.policies.test_r_kv import reference as r_kv_reference
 
@@ -54,7 +55,7 @@ def hidden_states(model, out, i):
     """Those of a sample's whole text after the final norm, by replay; [T, D]."""
     tokens = np.concatenate([out.prompts[i], out.tokens[i]])[None]
     position = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    trace = out.trace._replace(**{name: getattr(out.trace, name)[i : i + 1] for name in ("source", "begin", "end")})
+    trace = out.trace.replace(**{name: getattr(out.trace, name)[i : i + 1] for name in ("source", "begin", "end")})
     columns = trace_columns(trace, tokens.shape[1])
     attend = ReplayAttention(position, columns, None)
     hidden, _ = decoder.forward(model.params, jnp.asarray(tokens), position, attend, None)

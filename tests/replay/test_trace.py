@@ -1,11 +1,14 @@
 """The recorder of traces against plain sets: which tokens each query reads, after any sequence of events."""
 
+import pickle
+
 import numpy as np
 import pytest
 
 from jkv.cache.attention import OPEN_END
 from jkv.cache.pool import EMPTY
-from jkv.replay.trace import TraceRecorder, columns_of, join_traces
+from jkv.replay.columns import trace_columns
+from jkv.replay.trace import Trace, TraceRecorder, columns_of, join_traces
 
 
 def test_columns_are_the_spans_of_queries_that_read_a_page():
@@ -92,3 +95,69 @@ def test_moved_sinks_and_steering_are_zero_for_samples_without_them():
     assert trace.sinks.tolist() == [0, 2]
     assert trace.sink_shift.tolist() == [[0] * 4, [0, 0, -3, -3]]
     assert trace.steer is None
+
+
+@pytest.mark.parametrize(("compactions", "kind"), [(255, np.uint8), (256, np.uint16)])
+def test_an_end_takes_one_byte_up_to_255_moments(compactions, kind):
+    """One moment too many must widen all indices: cut to a byte, it would be that of tokens that stay."""
+    layers, heads, total = 2, 3, 300
+    recorder, expected = TraceRecorder(layers, heads, total), np.full((layers, heads, total), OPEN_END)
+    for i in range(compactions):
+        recorder.dropped(np.full((layers, heads, 1), i, np.int32), i + 20)
+        expected[..., i] = i + 20
+    trace = recorder.finish(total, 1, 4)
+    np.testing.assert_array_equal(trace.end[0], expected)
+    assert trace.ended.dtype == kind
+    assert (trace.tokens, trace.starts) == (None, None)
+    assert trace.ended.nbytes == layers * heads * total * kind().itemsize
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_trace_that_is_written_out_and_made_again_is_the_same(seed):
+    rng = np.random.default_rng(seed)
+    shape = (2, 2, 3, 70)
+    own = np.broadcast_to(np.arange(70, dtype=np.int32), shape)
+    begin, end = own, np.where(rng.random(shape) < 0.5, OPEN_END, rng.integers(0, 90_000, shape)).astype(np.int32)
+    source = own
+    if seed % 2:
+        source, begin = rng.integers(0, 70_000, shape), rng.integers(0, 70, shape)
+    trace = Trace.of(source, begin, end)
+    for again in (
+        trace,
+        pickle.loads(pickle.dumps(trace)),
+        trace.replace(end=end),
+        join_traces([trace.part([0]), trace.part([1])]),
+    ):
+        for name, field in {"source": source, "begin": begin, "end": end}.items():
+            np.testing.assert_array_equal(getattr(again, name), field)
+            for sample, layer in np.ndindex(2, 2):
+                columns = dict(zip(("source", "begin", "end"), again.columns(sample, layer), strict=True))
+                np.testing.assert_array_equal(columns[name], field[sample, layer])
+    assert (trace.tokens is None) == (seed % 2 == 0)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_the_device_gets_are_the_columns_that_the_host_has(is_shared):
+    """With more moments than one byte holds, and rows cut shorter than the trace."""
+    recorder = TraceRecorder(2, 2, 400)
+    for i in range(300):
+        recorder.dropped(np.full((2, 2, 1), i, np.int32) * [[[1], [1]], [[1], [0]]], i + 50)
+    if is_shared:
+        recorder.shared(np.array([350]), np.array([5, 399]), 380)
+    trace = join_traces([recorder.finish(400, 1, 4), TraceRecorder(2, 2, 10).finish(10, 1, 4)])
+    for total in (400, 64, 512):
+        columns = trace_columns(trace, total)
+        for layer in range(2):
+            begin, end, source = columns.of_layer(layer)
+            source = np.broadcast_to(np.arange(begin.shape[-1]), begin.shape) if source is None else np.asarray(source)
+            for row in range(2):
+                got = spans_in(source[row], np.asarray(begin[row]), np.asarray(end[row]), min(total, 400))
+                assert got == spans_in(*trace.columns(row, layer), total=min(total, 400))
+
+
+def spans_in(source, begin, end, total):
+    """The columns of each head that some query of a text reads."""
+    is_read = (begin < np.minimum(end, total)) & (source < total)
+    return [
+        sorted(zip(*(x[head][is_read[head]].tolist() for x in (source, begin, end)), strict=True)) for head in range(len(end))
+    ]

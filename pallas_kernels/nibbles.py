@@ -5,9 +5,12 @@ eight. A shift, a mask and four bits of an exponent turn two of them at once int
 channels of their own: queries are brought to that order before the kernel, and outputs back after it. What is added to codes is
 taken off their products.
 
+`packed` writes such words, of vectors whose channels a product brought to that order.
+
 Scales multiply products, not codes: each query head stands once for every group, with the channels of that group alone.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +20,10 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.quantised import LEAST_SCALE, MOST_SCALE, NAN_BITS, Format, nearest
+
 BYTES = 4  # of a word
+SUBLANES = 8
 ADDED = 24.0  # to a code: 8 in the pool, and 16 by the exponent
 Product = Callable[[Any, Any, Any], Any]  # of `lax.dot_general`, with a float32 result
 
@@ -66,6 +72,40 @@ def unpacked(words: Int[Array, "W S"], dtype: Any) -> Float[Array, "H S"]:
         moved = words << shift if shift >= 0 else lax.shift_right_logical(words, jnp.int32(-shift))
         rows.append(pltpu.bitcast((moved & jnp.int32(mask)) | jnp.int32(exponent), dtype))
     return jnp.concatenate(rows, axis=0)
+
+
+def packed(x: Float[Array, "H X"], format: Format) -> tuple[Int[Array, "W X"], Int[Array, "groups X"]]:
+    """The words of the codes of rotated vectors, and the bits of their groups' scales: what `unpacked` and `scales` read.
+
+    Vectors are columns, float32, with channels in the order of `unpacked` for float32. There every eight rows are of one group.
+    """
+    assert format.group == SUBLANES * BYTES
+    rows = len(x) // (2 * BYTES)
+    turns = [x[turn * rows : (turn + 1) * rows] for turn in range(2 * BYTES)]  # byte by byte: its low half, then its high one
+    words, bits = jnp.zeros(turns[0].shape, jnp.int32), []
+    for half in range(2):
+        most = functools.reduce(jnp.maximum, (jnp.abs(turn) for turn in turns[half::2]))
+        of_groups = [most[first : first + SUBLANES].max(axis=0, keepdims=True) for first in range(0, rows, SUBLANES)]
+        bits += [half_bits(of_group * (1 / format.most)) for of_group in of_groups]
+        scale = jnp.concatenate([jnp.broadcast_to(scales(one), (SUBLANES, x.shape[1])) for one in bits[-len(of_groups) :]])
+        for byte, turn in enumerate(turns[half::2]):
+            code = nearest(jnp.clip(turn / scale, -format.most, format.most)).astype(jnp.int32) + 8
+            words = words | (code & 15) << (8 * byte + 4 * half)  # the code of NaN is any
+    return words, jnp.concatenate(bits, axis=0)
+
+
+def numbers(words: Int[Array, "W X"], bits: Int[Array, "groups X"]) -> Float[Array, "H X"]:
+    """The rotated vectors of `packed` codes and scales, float32, in the order of `unpacked`."""
+    shape = SUBLANES, words.shape[1]
+    scale = jnp.concatenate([jnp.broadcast_to(scales(bits[i : i + 1]), shape) for i in range(len(bits))], axis=0)
+    return (unpacked(words, jnp.dtype(jnp.float32)) - ADDED) * jnp.concatenate([scale] * BYTES, axis=0)
+
+
+def half_bits(scale: Float[Array, "..."]) -> Int[Array, "..."]:
+    """The bits of scales as float16, rounded to the nearest (ties to even), within the bounds of scales; NaN if not finite."""
+    within = lax.bitcast_convert_type(jnp.clip(scale, LEAST_SCALE, MOST_SCALE), jnp.int32)
+    rounded = (within + 0xFFF + (within >> 13 & 1)) >> 13  # of 23 bits of a fraction, 10 are left
+    return jnp.where(scale < jnp.inf, rounded - (112 << 10), NAN_BITS)
 
 
 def bits_of_16(dtype: Any) -> int:

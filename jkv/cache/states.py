@@ -1,0 +1,96 @@
+"""The recurrent states of each row in the layers that have one (`jkv.model.delta_net`): arrays of a fixed shape.
+
+A token changes the whole state of its row, so nothing is ever evicted, compacted or shared; policies do not see these layers.
+Each layer has an array of its own, which a step overwrites as a whole: XLA copies arrays of all layers to write into one.
+"""
+
+from typing import Annotated, Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jkv.model import delta_net
+from jkv.model.delta_net import DeltaInputs, DeltaState
+from jkv.model.delta_weights import DeltaNet
+
+
+class LayerStates(flax.struct.PyTreeNode):
+    """The states of all rows in a layer. Channels of the convolution are those of one shard after the other."""
+
+    memory: Annotated[Any, "B N I H"]  # float32; I channels of a key, H of a value
+    recent: Annotated[Any, "B R K*I"]  # the last inputs of the convolution
+
+
+class RowStates(NamedTuple):
+    """The states of one row in all layers."""
+
+    memory: Annotated[Any, "L N I H"]
+    recent: Annotated[Any, "L R K*I"]
+
+
+States = tuple[LayerStates, ...]
+
+
+def create(sizes: DeltaNet, *, num_layers: int, num_rows: int, dtype: Any, poison: bool) -> States:
+    """States that no row has used, of each layer; NaN with `poison`, for tests."""
+
+    def of_layer() -> LayerStates:
+        empty = delta_net.zero_state(sizes, num_rows, dtype)
+        return LayerStates(*(jnp.full_like(x, jnp.nan if poison else 0) for x in empty))
+
+    return tuple(of_layer() for _ in range(num_layers))
+
+
+def read_row(states: States, row: Int[Array, ""]) -> RowStates:
+    """A copy of one row's states."""
+    return RowStates(jnp.stack([layer.memory[row] for layer in states]), jnp.stack([layer.recent[row] for layer in states]))
+
+
+def write_rows(states: States, target: Int[Array, " B"], content: RowStates) -> States:
+    """States of rows `target` with those of one row; targets equal to the number of rows, at the end, are ignored."""
+
+    def write(i: Int[Array, ""], states: States) -> States:
+        return tuple(
+            LayerStates(layer.memory.at[target[i]].set(memory), layer.recent.at[target[i]].set(recent))
+            for layer, memory, recent in zip(states, content.memory, content.recent, strict=True)
+        )
+
+    num_rows = states[0].memory.shape[0]
+    return jax.lax.fori_loop(0, (target < num_rows).sum(dtype=jnp.int32), write, states)
+
+
+def replaced(cache: Any, layer: int, memory: Float[Array, "B N I H"], recent: Float[Array, "B R C"]) -> Any:
+    """The cache with other states in a layer."""
+    return cache._replace(states=(*cache.states[:layer], LayerStates(memory, recent), *cache.states[layer + 1 :]))
+
+
+class StateDecode(NamedTuple):
+    """The recurrence of each row's next token (T = 1)."""
+
+    sizes: DeltaNet
+    is_active: Bool[Array, " B"]
+
+    def __call__(self, layer: int, inputs: DeltaInputs, cache: Any) -> tuple[Float[Array, "B T N H"], Any]:
+        """`jkv.model.layer_groups.LayerGroups.recur`."""
+        old = cache.states[layer]
+        out, new = delta_net.step(self.sizes, inputs, DeltaState(old.memory, old.recent), self.is_active)
+        return out, replaced(cache, layer, *new)
+
+
+class StatePrefill(NamedTuple):
+    """The recurrence over a chunk of one row's prompt, from the row's state or from the first token."""
+
+    sizes: DeltaNet
+    row: Int[Array, " 1"]
+    position: Int[Array, "1 T"]
+    num_new: Int[Array, " 1"]
+
+    def __call__(self, layer: int, inputs: DeltaInputs, cache: Any) -> tuple[Float[Array, "1 T N H"], Any]:
+        """`jkv.model.layer_groups.LayerGroups.recur`."""
+        states = cache.states[layer]
+        old = (jnp.where(self.position[0, 0] == 0, 0, x[self.row]) for x in (states.memory, states.recent))  # an earlier row's
+        out, new = delta_net.chunks(self.sizes, inputs, DeltaState(*old), self.num_new)
+        memory, recent = states.memory.at[self.row].set(new.memory), states.recent.at[self.row].set(new.recent)
+        return out, replaced(cache, layer, memory, recent)

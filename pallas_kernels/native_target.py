@@ -1,0 +1,44 @@
+"""A kernel's C++ function as a target that XLA calls on a CPU.
+
+A wheel may bring the library (`pallas_kernels.prebuilt`). Otherwise the machine's C++ compiler compiles it on first use, for
+this processor, into the user's cache folder (`pallas_kernels.native_library`). Without either, the kernel's `why_not` returns
+the reason and plain XLA runs. The threads are XLA's. `native.py` of a kernel calls this.
+"""
+
+import functools
+import threading
+import warnings
+from pathlib import Path
+
+import jax
+
+from pallas_kernels import native_library, prebuilt
+from pallas_kernels.dispatch import own_platform
+
+LOADING = threading.Lock()
+
+
+def target_of(source: Path) -> str:
+    """The name by which XLA calls the function of a kernel's C++ file: `jkv_paged_attention`."""
+    return f"jkv_{source.parent.name}"
+
+
+def why_no_library(source: Path) -> str | None:
+    """Why a kernel has no library, or None; the first call compiles, loads and registers it, and warns where it cannot."""
+    with LOADING:
+        return load_once(source)
+
+
+@functools.cache
+def load_once(source: Path) -> str | None:
+    """The outcome of the only try in this process."""
+    kernel = source.parent.name
+    symbol = kernel.title().replace("_", "")
+    try:
+        library = prebuilt.load(source, (symbol,)) or native_library.load(source, (symbol,))
+    except native_library.UnavailableError as error:
+        if own_platform() == "cpu":
+            warnings.warn(f"The compiled {kernel} cannot be used, and plain XLA is slower: {error}.", stacklevel=3)
+        return str(error)
+    jax.ffi.register_ffi_target(target_of(source), jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    return None
