@@ -3,16 +3,29 @@
 The differences between families are in `jkv.model.families`. `jkv.model.checkpoint` reads and writes the files.
 """
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jkv.model.config_rules import EXPERT_RULES, EXPERTS_REQUIRED, NAMES, REQUIRED, ROPE, ROPELESS_RULES, RULES
+from jkv.model.config_rules import (
+    MEANINGLESS,
+    NAMES,
+    QK_NORM_RULES,
+    REQUIRED,
+    ROPE,
+    ROPELESS_RULES,
+    RULES,
+    UNREAD,
+)
+from jkv.model.expert_fields import check_experts, expert_rules, read_experts, required_fields, write_experts
 from jkv.model.families import FAMILIES, find_family
 from jkv.model.family import Family
 from jkv.model.huggingface import transformers
-from jkv.model.json_files import CORRECT, check_fields, printable, shown
-from jkv.model.params import ModelConfig, RopeScaling
+from jkv.model.json_files import CORRECT, Rule, check_fields, printable, shown
+from jkv.model.multimodal import text_fields
+from jkv.model.params import ModelConfig
+from jkv.model.rope_scaling import RopeScaling
 
 ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint)
     "default": {},
@@ -31,6 +44,7 @@ ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint
         "attention_factor": "attention_factor",
         "truncates": "truncate",
     },
+    "proportional": {"factor": "factor", "share": "partial_rotary_factor"},
     "longrope": {
         "original_max_position": "original_max_position_embeddings",
         "attention_factor": "attention_factor",
@@ -46,6 +60,8 @@ SCALES = (
     *("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
     *("attention_factor", "beta_fast", "beta_slow", *MSCALES),
 )
+FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
+PROPORTIONAL = "proportional"  # RoPE of some families, whose fields have defaults
 UNSET = ("partial_rotary_factor", "original_max_position_embeddings")  # null is as good as absent
 
 
@@ -57,17 +73,17 @@ def advice() -> str:
 
 def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
+    fields = text_fields(fields, where)
     family = check_family(fields, where)
-    rules, required = dict(RULES), list(REQUIRED)
-    if family.has_layers_without_rope:
-        rules |= ROPELESS_RULES
-    if family.has_experts:
-        rules |= EXPERT_RULES
-        required += EXPERTS_REQUIRED
-        if "num_local_experts" in fields:  # as transformers 5 writes it
-            fields = {"num_experts": fields["num_local_experts"]} | {**fields}
+    fields = {**family.defaults, **fields}
+    rules, required = rules_of(family), [name for name in REQUIRED if name not in family.absent_fields]
+    check_known(fields, family, rules, where)
+    required += required_fields(family)
+    if family.has_experts and "num_local_experts" in fields:  # as transformers 5 writes it
+        fields = {"num_experts": fields["num_local_experts"]} | {**fields}
     check_fields(fields, rules, where, required)
-    check_rope(fields, where)
+    kinds = ROPE_FIELDS.keys() - ({PROPORTIONAL} if not family.has_proportional_rope else set())
+    check_rope(fields, where, family.has_rope_by_kind, sorted(kinds))
     layers = fields["num_hidden_layers"]
     for name in ("layer_types", *(["no_rope_layers"] if family.has_layers_without_rope else [])):
         if (count := len(fields.get(name) or [])) not in (0, layers):
@@ -78,14 +94,16 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     fields = original_of_rope(fields) | {**fields}
     known = {name: fields[name] for name in rules.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
     try:
-        config = transformers().AutoConfig.for_model(family.config_type or family.name, **known)
+        config: Any = transformers().AutoConfig.for_model(family.config_type or family.name, **known)
     except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: must be a valid {family.name} configuration: {printable(error)}. Correct it or download it again."
         ) from error
+    config.allow_global_per_layer_attribute_access = True  # to the heads that `Family.reads` completes
     if "num_key_value_heads" not in fields and config.num_key_value_heads != config.num_attention_heads:
         raise ValueError(f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}")
-    rope = config.rope_parameters
+    of_windows = config.rope_parameters[WINDOWED] if family.has_rope_by_kind else None
+    rope = config.rope_parameters[FULL] if family.has_rope_by_kind else config.rope_parameters
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     share = (rope.get("partial_rotary_factor") or 1.0) if family.has_partial_rotary else 1.0
     rotary_size = int(head_size * share)
@@ -95,7 +113,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
     positions = most_positions(config, scaling)
     windows = window_layers(config, family, positions)
     check_features(config, family, positions, windows, where)
-    return ModelConfig(
+    found = ModelConfig(
         family=family.name,
         vocab_size=config.vocab_size,
         width=config.hidden_size,
@@ -103,7 +121,7 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         num_query_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_size=head_size,
-        mlp_width=config.moe_intermediate_size if family.has_experts else config.intermediate_size,
+        mlp_width=getattr(config, family.expert_width) if family.has_experts else config.intermediate_size,
         max_positions=positions,
         rope_theta=float(rope["rope_theta"]),
         rope_scaling=scaling,
@@ -111,14 +129,59 @@ def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
         layers_without_rope=layers_without_rope(config) if family.has_layers_without_rope else (),
         window=config.sliding_window if windows else 0,
         window_layers=windows,
+        **({} if of_windows is None or not windows else rope_of_windows(of_windows, rope, rotary_size, config, where)),
         norm_epsilon=config.rms_norm_eps,
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
+        qkv_bias=config.attention_bias if family.says_qkv_bias else family.qkv_bias,
+        out_bias=family.out_bias,
+        qk_norm=config.use_qk_norm if family.says_qk_norm else family.qk_norm,
+        all_heads_norm=family.all_heads_norm,
+        norms_after=family.norms_after,
+        has_sinks=family.has_sinks,
         tie_embeddings=config.tie_word_embeddings,
-        num_experts=config.num_experts if family.has_experts else 0,
-        num_active_experts=config.num_experts_per_tok if family.has_experts else 0,
-        normalises_experts=family.has_experts and config.norm_topk_prob,
+        **read_experts(config, family),
     )
+    try:
+        found = dataclasses.replace(found, **{**family.switches, **family.reads(config)})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}. {advice()}") from None
+    if found.num_query_heads % found.num_kv_heads:
+        raise ValueError(
+            f"{where}: query heads must be a multiple of KV heads in layers with full attention too, got "
+            f"{found.num_query_heads} and {found.num_kv_heads}. {advice()}"
+        )
+    return found
+
+
+def rope_of_windows(
+    own: Mapping[str, Any], rope: Mapping[str, Any], num_rotated: int, config: Any, where: str
+) -> dict[str, Any]:
+    """The fields of a `ModelConfig` for the RoPE of layers with a window, where it is not that of the other layers."""
+    scaling, other = (parse_rope(x, num_rotated, config.max_position_embeddings, where) for x in (own, rope))
+    theta = {"window_theta": float(own["rope_theta"])} if own["rope_theta"] != rope["rope_theta"] else {}
+    return theta | ({"window_scaling": scaling} if scaling != other else {})
+
+
+def rules_of(family: Family) -> dict[str, Rule]:
+    """The rules of the fields that are read for a family."""
+    rules = dict(RULES)
+    if not family.ignores_fields:
+        unread = UNREAD - {"partial_rotary_factor"} if family.has_partial_rotary else UNREAD
+        rules = {name: rule for name, rule in rules.items() if name not in unread}
+    rules |= ROPELESS_RULES if family.has_layers_without_rope else {}
+    rules |= QK_NORM_RULES if family.says_qk_norm else {}
+    return rules | expert_rules(family) | dict(family.rules)
+
+
+def check_known(fields: Mapping[str, Any], family: Family, rules: Mapping[str, Rule], where: str) -> None:
+    """Refuses fields that are not read and may have a meaning, in a family that does not ignore them."""
+    if family.ignored_fields is None:
+        return
+    unknown = sorted(fields.keys() - rules.keys() - NAMES.keys() - MEANINGLESS - family.ignored_fields)
+    if unknown:
+        raise ValueError(
+            f"{where}: every field must be known for {family.architecture}, got also {shown(unknown)}. Remove what has no "
+            "effect, or choose a checkpoint without it."
+        )
 
 
 def layers_without_rope(config: Any) -> tuple[int, ...]:
@@ -127,9 +190,9 @@ def layers_without_rope(config: Any) -> tuple[int, ...]:
 
 
 def window_layers(config: Any, family: Family, limit: int) -> tuple[int, ...]:
-    """The layers with a sliding window; one of all the `limit` positions is full attention."""
+    """The layers with a sliding window; one of all the `limit` positions is full attention, unless its RoPE is another."""
     window = getattr(config, "sliding_window", None)
-    if not family.has_windows or window is None or window >= limit:
+    if not family.has_windows or window is None or (window >= limit and not family.has_rope_by_kind):
         return ()
     return tuple(layer for layer, kind in enumerate(config.layer_types) if kind == "sliding_attention")
 
@@ -142,8 +205,8 @@ def check_family(fields: Mapping[str, Any], where: str) -> Family:
     if family is None or any(architecture != family.architecture for architecture in architectures):
         raise ValueError(f"{where}: the architecture must be supported, got {architectures} of model_type {name!r}. {advice()}")
     quantised = fields.get("quantization_config") or fields.get("compression_config")
-    if quantised:
-        method = quantised.get("quant_method", "unknown")
+    method = quantised.get("quant_method", "unknown") if quantised else None
+    if quantised and not (family.reads_mxfp4 and method == "mxfp4"):
         raise ValueError(f"{where}: weights must not be quantised, got quantization_config with method {method!r}. {advice()}")
     return family
 
@@ -157,6 +220,7 @@ def check_features(config: Any, family: Family, limit: int, windows: tuple[int, 
     if windows or window is None or window >= limit:  # a window of the maximum length is full attention
         others -= {"sliding_attention"}
     biases = [name for name in family.bias_switches if getattr(config, name, False)]
+    activation = getattr(config, family.activation_field)
     has_head_size = getattr(config, "head_dim", None) is not None
     rules: tuple[tuple[bool, str], ...] = (
         (
@@ -168,40 +232,51 @@ def check_features(config: Any, family: Family, limit: int, windows: tuple[int, 
             len(windows) < config.num_hidden_layers,
             f"a layer must have full attention, for policies to act on, got a sliding_window={window} in all of them",
         ),
+        (
+            not family.out_bias or config.attention_bias,
+            f"attention_bias must be true in {family.architecture}, got false",
+        ),
         (not biases, f"{' and '.join(biases)} must be false in {family.architecture}, got true"),
-        (config.hidden_act in ("silu", "swish"), f"hidden_act must be 'silu', got {config.hidden_act!r}"),
+        (
+            activation in family.activations,
+            f"{family.activation_field} must be {family.activations[0]!r}, got {activation!r}",
+        ),
         (queries % keys == 0, f"query heads must be a multiple of KV heads, got {queries} and {keys}"),
     )
-    if family.has_experts:
-        active, dense = config.num_experts_per_tok, config.mlp_only_layers
-        rules += (
-            (
-                active <= config.num_experts,
-                f"num_experts_per_tok must be at most num_experts={config.num_experts}, got {active}",
-            ),
-            (
-                config.decoder_sparse_step == 1 and not dense,
-                "every layer must have experts (decoder_sparse_step 1, no mlp_only_layers), got "
-                f"decoder_sparse_step={config.decoder_sparse_step} and mlp_only_layers={dense}",
-            ),
-        )
-    for holds, rule in rules:
+    for holds, rule in (*rules, *check_experts(config, family)):
         if not holds:
             raise ValueError(f"{where}: {rule}. {advice()}")
 
 
-def check_rope(fields: Mapping[str, Any], where: str) -> None:
-    """Refuses RoPE settings out of their range, and those that contradict each other."""
+def ropes_in(fields: Mapping[str, Any], where: str, is_by_kind: bool) -> dict[str, Mapping[str, Any]]:
+    """The objects with RoPE settings, by name; with `is_by_kind`, rope_parameters may have one for each kind of layer."""
     given = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)}
-    if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
-        raise ValueError(f"{where}: rope_parameters and rope_scaling must be the same, got two that differ. {CORRECT}")
+    nested = given.get("rope_parameters", {})
+    if not (is_by_kind and nested.keys() & {FULL, WINDOWED}):
+        if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
+            raise ValueError(f"{where}: rope_parameters and rope_scaling must be the same, got two that differ. {CORRECT}")
+        return given
+    odd = [kind for kind, rope in nested.items() if kind not in (FULL, WINDOWED) or not isinstance(rope, dict)]
+    if odd or len(given) > 1:
+        raise ValueError(
+            f"{where}: rope_parameters must have an object for {FULL} and one for {WINDOWED}, and no rope_scaling beside them, "
+            f"got {shown([*odd, *given])}. {CORRECT}"
+        )
+    return {f"rope_parameters: {kind}": rope for kind, rope in nested.items()}
+
+
+def check_rope(
+    fields: Mapping[str, Any], where: str, is_by_kind: bool = False, kinds: Sequence[str] = tuple(ROPE_FIELDS)
+) -> None:
+    """Refuses RoPE settings out of their range, of other kinds, and those that contradict each other."""
+    given = ropes_in(fields, where, is_by_kind)
     for name, rope in given.items():
         inside = f"{where}: {name}"
         kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in tuple(ROPE_FIELDS):  # which may be no string
-            raise ValueError(f"{inside}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {shown(kind)}. {advice()}")
+        if kind not in tuple(kinds):  # which may be no string
+            raise ValueError(f"{inside}: the RoPE type must be one of {', '.join(kinds)}, got {shown(kind)}. {advice()}")
         used = {*ROPE_FIELDS[kind].values(), *GROWTH.get(kind, ())}
-        needed = [field for field in ROPE_FIELDS[kind].values() if field not in DEFAULTED]
+        needed = [field for field in ROPE_FIELDS[kind].values() if field not in DEFAULTED and kind != PROPORTIONAL]
         check_fields(
             {field: value for field, value in rope.items() if field in used or field not in SCALES}, ROPE, inside, needed
         )
@@ -277,13 +352,21 @@ def longrope_attention_factor(rope: Mapping[str, Any], positions: int) -> float:
     return math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
 
 
-def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The fields of config.json, with RoPE in the form that both transformers 4 and 5 read."""
+def rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """The `rope_parameters` of layers of one kind."""
     scaling = config.rope_scaling
     numbers = {name: getattr(scaling, field) for field, name in ROPE_FIELDS[scaling.kind].items()}
     numbers = {name: list(value) if isinstance(value, tuple) else value for name, value in numbers.items()}
+    return {"rope_type": scaling.kind, "rope_theta": config.rope_theta, **numbers}
+
+
+def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The fields of config.json, with RoPE in the form that both transformers 4 and 5 read."""
+    scaling, numbers = config.rope_scaling, rope_fields(config)
+    del numbers["rope_theta"]
+    family = find_family(config.family)
     fields = {
-        "architectures": [find_family(config.family).architecture],
+        "architectures": [family.architecture],
         "model_type": config.family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.width,
@@ -294,27 +377,37 @@ def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "intermediate_size": config.mlp_width,
         "max_position_embeddings": config.max_positions,
         "rope_theta": config.rope_theta,
-        "rope_scaling": {"rope_type": scaling.kind, **numbers} if numbers else None,
+        "rope_scaling": numbers if len(numbers) > 1 or not family.ignores_fields else None,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tie_embeddings,
-        "hidden_act": "silu",
+        family.activation_field: family.activations[0],
         "bos_token_id": None,
         "pad_token_id": None,
         "eos_token_id": list(config.end_ids) or None,
         "torch_dtype": dtype,
     }
-    if config.num_experts:
-        fields |= {"num_experts": config.num_experts, "num_experts_per_tok": config.num_active_experts}
-        fields |= {"moe_intermediate_size": config.mlp_width, "norm_topk_prob": config.normalises_experts}
+    fields = {name: value for name, value in fields.items() if name not in family.absent_fields}
+    if config.out_bias:
+        fields["attention_bias"] = True
+    if family.says_qkv_bias:
+        fields["attention_bias"] = config.qkv_bias
+    if family.says_qk_norm:
+        fields["use_qk_norm"] = config.qk_norm
+    fields |= write_experts(config, family)
     if scaling.kind == "longrope":
         fields |= original_of_rope(fields)
     if config.layers_without_rope:
         fields["no_rope_layers"] = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
-    if config.window_layers:
+    if config.window_layers or (family.has_windows and not family.ignores_fields):
         kinds = [
             "sliding_attention" if layer in config.window_layers else "full_attention" for layer in range(config.num_layers)
         ]
-        fields |= {"use_sliding_window": True, "sliding_window": config.window, "layer_types": kinds}
-    if config.rotary_size:
-        fields["partial_rotary_factor"] = config.rotary_size / config.head_size
-    return fields
+        fields |= {"sliding_window": config.window or config.max_positions, "layer_types": kinds}
+    if config.window_layers and family.ignores_fields:
+        fields["use_sliding_window"] = True
+    if family.has_rope_by_kind:
+        del fields["rope_theta"], fields["rope_scaling"]
+        fields["rope_parameters"] = {FULL: rope_fields(config), WINDOWED: rope_fields(config.in_windows)}
+    if family.has_partial_rotary:
+        fields["partial_rotary_factor"] = (config.rotary_size or config.head_size) / config.head_size
+    return fields | dict(family.writes(config))

@@ -1,85 +1,90 @@
-"""Reads Hugging Face checkpoint folders and GGUF files into a `Model`, and writes the former.
+"""Loads a `Model` from a Hugging Face checkpoint folder, a GGUF file or a folder of `jkv.save`, and writes the first of these.
 
-`jkv.model.families` has the names of the tensors. Unsupported features are refused by name from config.json alone, before any
-weight is read or downloaded. Errors name the file and the tensor. `load` is `jkv.load`; `jkv.model.saved_weights` has jkv's
-own format.
+`jkv.model.families` has the names of the tensors, and `jkv.model.weight_reading` reads them. Unsupported features are refused
+by name from config.json alone, before any weight is read or downloaded. Errors name the file and the tensor. `load` is
+`jkv.load`; `jkv.model.saved_weights` has jkv's own format.
 """
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jkv.checks import did_you_mean, install
+from jkv.checks import did_you_mean, install, typed
 from jkv.model.architectures import config_fields, parse_config
 from jkv.model.cards import card_of, read_card
+from jkv.model.checkpoint_tensors import joined, stacked_shape, tensor_parts
 from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING
-from jkv.model.families import find_family
-from jkv.model.family import Family
-from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config, read_gguf_weight, stored_dtype
-from jkv.model.gguf_header import GgufHeader, read_header
+from jkv.model.eight_bits import check_format
+from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
+from jkv.model.gguf_header import read_header
 from jkv.model.gguf_tokenizer import read_gguf_end_ids, read_gguf_tokenizer
-from jkv.model.json_files import AGAIN, CORRECT, check_fields, find_file, printable, read_json, shown
-from jkv.model.params import Model, ModelConfig, Params, leaf_name, named_leaves, weight_shapes
+from jkv.model.json_files import CORRECT, Folder, check_fields, find_file, read_json, shown
+from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling
+from jkv.model.saved_weights import is_saved, read_saved, restore_as
 from jkv.model.tokenizer_files import read_tokenizer
-from jkv.model.weight_files import Stored, list_files, list_tensors
-from pallas_kernels.choice import is_old_gpu
+from jkv.model.weight_reading import Kept, float_dtype, read_gguf_weights, read_weights
+from jkv.model.weight_shapes import named_leaves
 from pallas_kernels.models import FILES
 
-DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}  # by their names in safetensors headers
 MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
 SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 
-Folder: TypeAlias = str | os.PathLike[str]
 
-
-class Part(NamedTuple):
-    """A leaf of `Params` inside a tensor of the checkpoint."""
-
-    leaf: int  # index among the leaves
-    shape: tuple[int, ...]  # in the file, rows first
-    is_transposed: bool
-    expert: int | None = None  # whose matrix it is, of a leaf that holds those of all experts
-
-
-Pieces = dict[tuple[int, int | None], jax.Array]  # leaves of `Params` by index, those of experts also by expert
-
-
-def load(name_or_folder: Folder, dtype: Any = None) -> Model:
-    """Weights, configuration and tokenizer of a model: a name that `jkv models` lists, a Hugging Face folder, a GGUF file, or a
-    name of the hub like `org/name`.
+def load(
+    name_or_folder: Folder,
+    dtype: Any = None,
+    weight_dtype: str | None = None,
+    *,
+    mesh: Mesh | None = None,
+    split_by_width: bool = False,
+) -> Model:
+    """Weights, configuration and tokenizer of a model: a name that `jkv models` lists, a Hugging Face folder, a GGUF file, a
+    folder of `jkv.save` (which has no tokenizer), or a name of the hub like `org/name`.
 
     The default `dtype` is float32 on a CPU and on a GPU of compute capability below 8.0, and the checkpoint's dtype elsewhere
     (bfloat16 for quantised weights, which are dequantised).
-    Tensors are read one by one, so host memory holds one copy of the model. Code in a checkpoint is never run.
+    With `weight_dtype="int8"` or `"fp8"`, matrices are kept in 8 bits: see `jkv.quantise_weights`. Computation is in `dtype`.
+    Tensors are read, and quantised, one by one. Code in a checkpoint is never run.
+
+    With a `mesh`, whose axis "tensor" splits the weights, each device gets its part at once, where `jkv.shardings` puts it: no
+    host holds more than the weights of its devices and one tensor, and no device more than its part and that of one weight.
+    `generate`, `Engine`, `Rollout` and `score` then run on this mesh. With `split_by_width`, it splits each expert by its
+    width, as `jkv.split_by_width` does.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: the decoder cannot run it, or a file is bad; the message names the file and the remedy.
+        ValueError: the decoder cannot run it, a file is bad, or the mesh does not divide it; the message names the file and the
+            remedy.
     """
+    kept = Kept(
+        dtype, check_format(weight_dtype), typed("mesh", mesh, Mesh | None), typed("split_by_width", split_by_width, bool)
+    )
     card = card_of(name_or_folder)
     if file := find_gguf(name_or_folder):
-        return load_gguf(file, dtype, str(name_or_folder), card.sampling if card else None)
+        return load_gguf(file, kept, str(name_or_folder), card.sampling if card else None)
     folder = find_folder(name_or_folder)
+    if folder is not None and is_saved(folder):
+        return load_saved(folder, kept, str(name_or_folder))
     is_hub, hub_name = folder is None, card.hub if card else str(name_or_folder)
     folder = folder or fetch(hub_name, SMALL_FILES)
     config = read_config(folder)
     end_ids = read_end_ids(folder, None, config)
     sampling, tokenizer = read_sampling(folder), read_tokenizer(folder, config)
-    config = dataclasses.replace(config, end_ids=end_ids or read_end_ids(folder, tokenizer, config))
+    config = kept.arranged(dataclasses.replace(config, end_ids=end_ids or read_end_ids(folder, tokenizer, config)))
+    places = kept.places(config)
     if is_hub:
         folder = fetch(hub_name, ["*.safetensors"])
         sampling = sampling or (card.sampling if card else None)
-    return Model(read_weights(folder, config, dtype), tokenizer, str(name_or_folder), sampling)
+    return Model(read_weights(folder, config, kept, places), tokenizer, str(name_or_folder), sampling)
 
 
 def load_tokenizer(name_or_folder: Folder) -> Any:
@@ -94,14 +99,21 @@ def load_tokenizer(name_or_folder: Folder) -> Any:
     return read_tokenizer(find_folder(name_or_folder) or fetch(card.hub if card else str(name_or_folder), SMALL_FILES))
 
 
-def load_gguf(file: Path, dtype: Any, name: str, sampling: Sampling | None) -> Model:
+def load_gguf(file: Path, kept: Kept, name: str, sampling: Sampling | None) -> Model:
     """The model in a GGUF file, which says nothing of sampling."""
     header = read_header(file)
-    config = dataclasses.replace(read_gguf_config(header), end_ids=read_gguf_end_ids(header))
+    config = kept.arranged(dataclasses.replace(read_gguf_config(header), end_ids=read_gguf_end_ids(header)))
+    places = kept.places(config)
     wanted = tensor_parts(config, gguf_family(config))
     check_gguf_tensors(header, {name: stacked_shape(parts) for name, parts in wanted.items()})
     tokenizer = read_gguf_tokenizer(header, config)
-    return Model(read_gguf_weights(header, config, dtype), tokenizer, name, sampling)
+    return Model(read_gguf_weights(header, config, kept, places), tokenizer, name, sampling)
+
+
+def load_saved(folder: Path, kept: Kept, name: str) -> Model:
+    """The model in a folder of `jkv.save`, which has neither a tokenizer nor a sampling."""
+    config = kept.arranged(read_saved(folder)[0])
+    return Model(restore_as(folder, config, kept), None, name)
 
 
 # Finding the folder
@@ -137,8 +149,8 @@ def find_folder(name_or_folder: Folder) -> Path | None:
     if isinstance(name_or_folder, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name_or_folder):
         return None
     raise FileNotFoundError(
-        f"A model must be a name that `jkv models` lists ({', '.join([*shipped, *FILES])}), a folder with config.json, a GGUF "
-        f"file, or a hub name 'org/name'; got {shown(str(name_or_folder))}, which is none of these."
+        f"A model must be a name that `jkv models` lists ({', '.join([*shipped, *FILES])}), a folder with config.json or of "
+        f"jkv.save, a GGUF file, or a hub name 'org/name'; got {shown(str(name_or_folder))}, which is none of these."
         f"{did_you_mean(str(name_or_folder), [*shipped, *FILES])} Check the name or the path."
     )
 
@@ -178,7 +190,8 @@ def read_end_ids(folder: Path, tokenizer: Any, config: ModelConfig | None = None
         file = find_file(folder / name)
         fields = {} if file is None else read_json(file, MAX_SMALL)
         check_fields(fields, GENERATION, str(file))
-        found = fields.get("eos_token_id")
+        check_fields(text := fields.get("text_config") or {}, GENERATION, str(file))  # of a multimodal model
+        found = fields.get("eos_token_id", text.get("eos_token_id"))
         if found is not None:
             ids = (found,) if isinstance(found, int) else tuple(found)
             if config is not None and max(ids) >= config.vocab_size:
@@ -207,150 +220,6 @@ def read_sampling(folder: Path) -> Sampling | None:
         raise ValueError(f"{file}: {error} {CORRECT}") from None
 
 
-# Tensors of a checkpoint
-
-
-def tensor_parts(config: ModelConfig, family: Family | None = None) -> dict[str, list[Part]]:
-    """For each tensor of the checkpoint, the leaves of `Params` that are stacked in it by rows. `family` names the tensors."""
-    parts: dict[str, list[Part]] = {}
-    family = family or find_family(config.family)
-    for index, (path, leaf) in enumerate(jax.tree_util.tree_flatten_with_path(weight_shapes(config))[0]):
-        name = leaf_name(path)
-        tensor, is_of_experts = family.tensor_of(name), len(leaf.shape) == 3
-        shape = leaf.shape[is_of_experts:]
-        is_transposed = len(shape) == 2 and name != "embedding" and not name.endswith(("experts.gate", "experts.up"))
-        part = Part(index, shape[::-1] if is_transposed else shape, is_transposed)
-        for expert in range(leaf.shape[0]) if is_of_experts else (None,):
-            parts.setdefault(tensor.format(expert), []).append(part._replace(expert=expert))
-    return parts
-
-
-def stacked_shape(parts: list[Part]) -> tuple[int, ...]:
-    """The shape of a tensor of the checkpoint."""
-    return (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-
-
-def check_tensors(wanted: Mapping[str, list[Part]], stored: Mapping[str, Stored], config: ModelConfig) -> None:
-    """Refuses missing, unexpected and misshapen tensors."""
-    unembedding = find_family(config.family).tensors["unembedding"]
-    files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()}))
-    missing = [name for name in wanted if name not in stored]
-    if missing:
-        hint = " (or set tie_word_embeddings to true, if they are tied)" if unembedding in missing else ""
-        raise ValueError(f"{files} must contain {list_some(missing)}; missing. Download the checkpoint again{hint}.")
-    for name, parts in wanted.items():
-        file, shape, dtype = stored[name]
-        if shape != stacked_shape(parts):
-            raise ValueError(f"{file}: {name} must have shape {stacked_shape(parts)}, got {shape}. Use its own config.json.")
-        if dtype not in DTYPES:
-            raise ValueError(f"{file}: {name} must be one of {', '.join(DTYPES)}, got {dtype}. Convert the weights first.")
-    redundant = {unembedding} if config.tie_embeddings else set()
-    surplus = [name for name in stored.keys() - wanted.keys() - redundant if not name.endswith("rotary_emb.inv_freq")]
-    if surplus:
-        raise ValueError(
-            f"{files} must not contain {list_some(sorted(surplus))}: config.json defines no such weights. Use the config.json "
-            "of these weights."
-        )
-
-
-def list_some(names: list[str]) -> str:
-    """The first three names of a list, and the number of others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-# Reading and writing
-
-
-def read_weights(folder: Path, config: ModelConfig, dtype: Any = None) -> Params:
-    """The weights of a checkpoint folder, in the layout of `Params`, on the default device."""
-    from safetensors import SafetensorError, safe_open
-
-    files, names = list_files(folder), find_family(config.family).tensors
-    wanted, stored = tensor_parts(config), list_tensors(files)
-    check_tensors(wanted, stored, config)
-    dtype = chosen_dtype(dtype, stored[names["embedding"]].dtype)
-    pieces: Pieces = {}
-    for file in files:
-        try:
-            with safe_open(file, "numpy") as tensors:
-                for name in [name for name in wanted if stored[name].file == file]:
-                    pieces |= read_parts(tensors.get_tensor(name), wanted[name], dtype, f"{file}: {name}")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}") from error
-    if config.tie_embeddings and names["unembedding"] in stored:
-        check_tied(stored, names["embedding"], names["unembedding"])
-    return put_together(config, pieces)
-
-
-def read_gguf_weights(header: GgufHeader, config: ModelConfig, dtype: Any = None) -> Params:
-    """The weights of a GGUF file, dequantised one by one, in the layout of `Params`, on the default device."""
-    wanted = tensor_parts(config, gguf_family(config))
-    dtype = chosen_dtype(dtype, stored_dtype(header))
-    pieces: Pieces = {}
-    for name, parts in wanted.items():
-        pieces |= read_parts(read_gguf_weight(header, name, config), parts, dtype, f"{header.file}: {name}")
-    return put_together(config, pieces)
-
-
-def chosen_dtype(dtype: Any, stored: str) -> np.dtype:
-    """The dtype of weights: the one given, else the default for weights that are stored like this."""
-    default = jnp.float32 if computes_in_float32() else DTYPES[stored]
-    return weight_dtype(default if dtype is None else dtype)
-
-
-def computes_in_float32() -> bool:
-    """Whether the default device computes in float32 whatever the dtype: a CPU, or a GPU from before Ampere."""
-    return jax.default_backend() == "cpu" or is_old_gpu()
-
-
-def weight_dtype(dtype: Any) -> np.dtype:
-    """The dtype of weights, checked."""
-    if jnp.dtype(dtype) not in DTYPES.values():
-        raise ValueError(f"dtype must be one of float32, float16, bfloat16; got {jnp.dtype(dtype)}.")
-    return jnp.dtype(dtype)
-
-
-def read_parts(tensor: np.ndarray, parts: list[Part], dtype: Any, where: str) -> Pieces:
-    """The leaves, or experts of leaves, in a tensor of the checkpoint."""
-    pieces: Pieces = {}
-    ends = np.cumsum([part.shape[0] for part in parts])
-    for part, rows in zip(parts, np.split(tensor, ends[:-1]), strict=True):
-        with np.errstate(over="ignore"):  # reported below
-            leaf = jnp.array(rows.T if part.is_transposed else rows, dtype)
-        if not jnp.isfinite(leaf).all():
-            wider = "" if jnp.dtype(dtype) == jnp.float32 else ' Or load with dtype="float32".'
-            raise ValueError(f"{where} must be finite, got NaN or infinity as {dtype}. {AGAIN}{wider}")
-        pieces[part.leaf, part.expert] = leaf
-    return pieces
-
-
-def put_together(config: ModelConfig, pieces: Pieces) -> Params:
-    """The weights, made of all pieces; the matrices of experts are stacked, leaf by leaf."""
-
-    def leaf(index: int, shape: tuple[int, ...]) -> jax.Array:
-        if (index, None) in pieces:
-            return pieces[index, None]
-        return jnp.stack([pieces.pop((index, expert)) for expert in range(shape[0])])
-
-    shapes, structure = jax.tree.flatten(weight_shapes(config))
-    return jax.tree.unflatten(structure, [leaf(index, shape.shape) for index, shape in enumerate(shapes)])
-
-
-def check_tied(stored: Mapping[str, Stored], embedding: str, unembedding: str) -> None:
-    """Refuses a tied unembedding that is also in the file and differs from the embedding."""
-    from safetensors import safe_open
-
-    pair = []
-    for name in (embedding, unembedding):
-        with safe_open(stored[name].file, "numpy") as tensors:
-            pair.append(tensors.get_tensor(name))
-    if not np.array_equal(*pair):
-        raise ValueError(
-            f"{stored[unembedding].file}: {unembedding} must equal {embedding}, because config.json sets tie_word_embeddings; "
-            "it differs. Set that to false, or remove the tensor."
-        )
-
-
 def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bfloat16) -> None:
     """Writes a Hugging Face checkpoint folder, which `load`, transformers and serving engines can read.
 
@@ -358,19 +227,19 @@ def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bflo
     """
     from safetensors.numpy import save_file
 
-    folder, config, dtype = Path(folder), params.config, weight_dtype(dtype)
+    folder, config, dtype = Path(folder), params.config, float_dtype(dtype)
     leaves, fields = list(named_leaves(params).values()), config_fields(config, dtype.name)
     readable = parse_config(fields, "export")
-    if dataclasses.replace(readable, end_ids=config.end_ids) != config:
+    if dataclasses.replace(readable, end_ids=config.end_ids, whole_experts=config.whole_experts) != config:
         raise ValueError(
             f"A {config.family} checkpoint must express all of {config=}; it would be read as {readable}. Correct the config."
         )
     tensors = {}
     for name, parts in tensor_parts(config).items():
         whole = [leaves[part.leaf] if part.expert is None else leaves[part.leaf][part.expert] for part in parts]
-        rows = [np.asarray(leaf).astype(dtype) for leaf in whole]
-        rows = [leaf.T if part.is_transposed else leaf for leaf, part in zip(rows, parts, strict=True)]
-        tensors[name] = np.ascontiguousarray(np.concatenate(rows))  # save_file ignores strides
+        rows = [np.asarray(leaf).astype(np.float32 if parts[0].is_exact else dtype) for leaf in whole]
+        rows = [np.swapaxes(leaf, -1, -2) if part.is_transposed else leaf for leaf, part in zip(rows, parts, strict=True)]
+        tensors[name] = np.ascontiguousarray(joined(rows, parts))  # save_file ignores strides
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)  # safetensors makes it readable by its owner alone

@@ -48,14 +48,7 @@ ROPELESS_RULES = {  # of families with layers without RoPE; others ignore them
     "no_rope_layers": nullable(list_of(integer(0, 1), MAX_LAYERS)),
     "no_rope_layer_interval": integer(1, MAX_LAYERS),
 }
-EXPERT_RULES = {  # of families with a mixture of experts; others ignore them
-    **{name: integer(1, MAX_EXPERTS) for name in ("num_experts", "num_local_experts", "num_experts_per_tok")},
-    "moe_intermediate_size": integer(1, 1 << 20),
-    "norm_topk_prob": SWITCH,
-    "decoder_sparse_step": integer(1, MAX_LAYERS),
-    "mlp_only_layers": nullable(list_of(integer(0, MAX_LAYERS), MAX_LAYERS)),
-}
-EXPERTS_REQUIRED = "num_experts", "num_experts_per_tok", "moe_intermediate_size"
+QK_NORM_RULES = {"use_qk_norm": SWITCH}  # of families that may have norms of queries and keys
 NAMES = {  # what is read beside them
     "model_type": nullable(TEXT),
     "architectures": nullable(list_of(TEXT, 16)),
@@ -65,6 +58,14 @@ NAMES = {  # what is read beside them
     "torch_dtype": nullable(TEXT),
     "dtype": nullable(TEXT),
     "eos_token_id": TOKENS,
+}
+UNREAD = {  # of `RULES`, by families that do not ignore fields
+    *("mlp_bias", "use_sliding_window", "max_window_layers", "partial_rotary_factor", "original_max_position_embeddings"),
+}
+MEANINGLESS = {  # for a forward pass, in any family
+    *("transformers_version", "_name_or_path", "use_cache", "initializer_range", "bos_token_id", "pad_token_id"),
+    *("output_attentions", "output_hidden_states", "return_dict", "chunk_size_feed_forward", "is_encoder_decoder"),
+    *("id2label", "label2id", "problem_type", "attn_implementation", "_attn_implementation"),
 }
 REQUIRED = (
     "vocab_size",

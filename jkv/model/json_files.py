@@ -9,13 +9,14 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 AGAIN = "The file is damaged, incomplete or a git-lfs pointer. Download or copy it again."
 CORRECT = "Correct the field, or download the file again."
 MAX_BYTES = 1 << 26  # the tokenizer.json of Gemma 3, with 262,144 tokens, has half of this
 MAX_VALUES = 1 << 22
 MAX_DEPTH = 64
+Folder: TypeAlias = str | os.PathLike[str]
 
 
 class Rule(NamedTuple):

@@ -15,27 +15,15 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array
 
 from jkv import notebook
+from jkv.model.delta_weights import DeltaNet, DeltaParams
+from jkv.model.rope_scaling import UNSCALED, RopeScaling
 from jkv.model.sampling import Sampling
-
-
-@dataclasses.dataclass(frozen=True)
-class RopeScaling:
-    """The scaling of rotary frequencies; the fields are those of a checkpoint's `rope_parameters`."""
-
-    kind: str = "default"  # default | linear | llama3 | yarn | longrope
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position: int = 0
-    beta_fast: float = 32.0  # of YaRN: turns over the original context, from which a frequency is kept
-    beta_slow: float = 1.0  # and below which it is divided by the factor
-    attention_factor: float = 1.0  # multiplies rotated queries and keys
-    truncates: bool = True  # whether the ramp between the two ends at whole pairs of channels
-    short_factor: tuple[float, ...] = ()  # of LongRoPE: divide each frequency, in models of at most the original context
-    long_factor: tuple[float, ...] = ()  # and in longer ones
+from jkv.model.weight_records import Codes as Codes
+from jkv.model.weight_records import Experts as Experts
+from jkv.model.weight_records import LowRank as LowRank
 
 
 def as_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,27 +45,63 @@ class ModelConfig:
     mlp_width: int  # F, of an expert where there are some
     max_positions: int
     rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling = RopeScaling()
+    rope_scaling: RopeScaling = UNSCALED
     rotary_size: int = 0  # leading channels of a head that are rotated; 0 means all
     layers_without_rope: tuple[int, ...] = ()  # whose queries and keys are not rotated
     window: int = 0  # tokens that a query reads in the `window_layers`, its own included
     window_layers: tuple[int, ...] = ()  # layers with a sliding window; the others have full attention
     window_theta: float | None = None  # RoPE of these layers, where it is another
     window_scaling: RopeScaling | None = None
+    window_head_size: int = 0  # H and K in these layers, where they are others; 0 is the same
+    window_kv_heads: int = 0
+    state_layers: tuple[int, ...] = ()  # layers with a recurrent state in place of attention
+    delta_net: DeltaNet | None = None  # their sizes
     norm_epsilon: float = 1e-6
     qkv_bias: bool = False
-    qk_norm: bool = False
+    out_bias: bool = False  # of the attention's output projection
+    qk_norm: bool = False  # of each head
+    all_heads_norm: bool = False  # a norm of queries, and one of keys, over all heads together
+    norms_after: bool = False  # whether attention and MLP have their norms after them instead of before
+    norms_around: bool = False  # whether they have norms before and after
+    norm_offset: float | None = None  # added to weights of norms, which then multiply in float32; None: in the weights' dtype
+    attention_scale: float = 0.0  # multiplies products of queries and keys; 0 is head_size ** -0.5
+    activation: str = "silu"  # of a feed-forward block's gate: silu | gelu_tanh
+    scales_embedding: bool = False  # whether embeddings are multiplied by the root of the width
+    num_sharing_layers: int = 0  # last layers, each of which reads the keys and values of the last other layer of its kind
+    sharing_mlp_width: int = 0  # F in these, where it is another; 0 is the same
+    layer_input_width: int = 0  # of an input of each layer that depends on the token alone and its embedding; 0: there is none
+    keys_are_values: bool = False  # in layers with full attention, before the norms: they have no value projection
+    value_norm: bool = False  # a norm of each value, without weights
+    has_layer_scale: bool = False  # whether a number multiplies the hidden state after each layer
+    has_output_gate: bool = False  # whether attention is multiplied by a sigmoid of its input, for each channel of the heads
+    final_softcap: float = 0.0  # bounds logits of tokens, as cap * tanh(logit / cap); 0 does not
+    has_sinks: bool = False  # a learned logit of each query head in the softmax's denominator
     tie_embeddings: bool = False
     end_ids: tuple[int, ...] = ()
     num_experts: int = 0  # X; 0 means that every token has the same feed-forward block
     num_active_experts: int = 0  # of each token
     normalises_experts: bool = False  # whether the weights of a token's experts sum to 1
+    num_dense_layers: int = 0  # first layers, which have no experts
+    dense_width: int = 0  # MLP width of these layers
+    shared_width: int = 0  # MLP width of what every token goes through beside its experts; 0 is nothing
+    gates_shared: bool = False  # whether a sigmoid of the token multiplies what that block gives
+    norms_experts: bool = False  # whether that block and the experts have norms of their own, and each expert a scale (Gemma 4)
+    routes_by_sigmoid: bool = False  # whether the router rates each expert by itself, with a bias in the choice alone
+    num_expert_groups: int = 1  # of which a token chooses some, and then experts of these alone
+    num_active_groups: int = 1
+    route_scale: float = 1.0  # multiplies the weights of a token's experts
+    whole_experts: bool = True  # whether a mesh splits experts by their number, each on one device, in place of their width
+    num_own_experts: int = 0  # of those whose matrices one device has, where a mesh splits them so; 0 means all
+    expert_bias: bool = False  # of the router, and of all three matrices of an expert
+    swiglu_limit: float = 0.0  # of experts: bounds gate and up, to which 1 is added; 0 is plain SwiGLU
+    swiglu_alpha: float = 1.0  # which then multiplies the gate inside of the sigmoid
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "ModelConfig":
-        """The configuration with fields as TOML and JSON write them: lists for tuples, and an object for `rope_scaling`."""
-        names = [name for name in ("rope_scaling", "window_scaling") if fields.get(name) is not None]
-        return cls(**as_tuples(fields) | {name: RopeScaling(**as_tuples(fields[name])) for name in names})
+        """The configuration with fields as TOML and JSON write them: lists for tuples, and objects for records."""
+        records: dict[str, type] = {"rope_scaling": RopeScaling, "window_scaling": RopeScaling, "delta_net": DeltaNet}
+        given = {name: record for name, record in records.items() if fields.get(name) is not None}
+        return cls(**as_tuples(fields) | {name: record(**as_tuples(fields[name])) for name, record in given.items()})
 
     @property
     def group_size(self) -> int:
@@ -85,20 +109,74 @@ class ModelConfig:
         return self.num_query_heads // self.num_kv_heads
 
     @property
+    def unpaged_layers(self) -> tuple[int, ...]:
+        """The layers whose cache is outside of the pool, as large for each row: with a sliding window, or with a state."""
+        return tuple(sorted({*self.window_layers, *self.state_layers}))
+
+    @property
     def paged_layers(self) -> tuple[int, ...]:
-        """The layers with full attention, whose keys and values are in the pool; their order is that of the pool's layers."""
-        return tuple(layer for layer in range(self.num_layers) if layer not in self.window_layers)
+        """The layers whose keys and values are in the pool; their order is that of the pool's layers.
+
+        They are those with full attention, without those that share what another layer has stored.
+        """
+        return tuple(layer for layer in range(self.num_owners) if layer not in self.unpaged_layers)
 
     @property
     def num_paged_layers(self) -> int:
-        """The number of layers with full attention: L of the pool, of policies and of traces."""
-        return self.num_layers - len(self.window_layers)
+        """The number of layers whose keys and values are in the pool: L of the pool, of policies and of traces."""
+        return len(self.paged_layers)
+
+    @property
+    def num_ring_layers(self) -> int:
+        """The number of layers with a window that store their keys and values."""
+        return sum(layer < self.num_owners for layer in self.window_layers)
+
+    @property
+    def num_owners(self) -> int:
+        """The number of layers that store their keys and values; those after them share."""
+        return self.num_layers - self.num_sharing_layers
+
+    def owner_of(self, layer: int) -> int:
+        """The layer whose keys and values a layer reads: itself, or the last layer of its kind that stores its own."""
+        if layer < self.num_owners:
+            return layer
+        is_windowed = layer in self.window_layers
+        return max(other for other in range(self.num_owners) if (other in self.window_layers) == is_windowed)
+
+    @property
+    def own_experts(self) -> int:
+        """The experts of a layer whose matrices one device has."""
+        return self.num_own_experts or self.num_experts
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with a mixture of experts."""
+        return tuple(range(self.num_dense_layers, self.num_layers)) if self.num_experts else ()
 
     @property
     def in_windows(self) -> "ModelConfig":
-        """The configuration with the RoPE of the layers with a sliding window."""
-        theta = self.rope_theta if self.window_theta is None else self.window_theta
-        return dataclasses.replace(self, rope_theta=theta, rope_scaling=self.window_scaling or self.rope_scaling)
+        """The configuration with the RoPE, the heads and the values of the layers with a sliding window."""
+        return dataclasses.replace(
+            self,
+            rope_theta=self.rope_theta if self.window_theta is None else self.window_theta,
+            rope_scaling=self.window_scaling or self.rope_scaling,
+            head_size=self.window_head_size or self.head_size,
+            num_kv_heads=self.window_kv_heads or self.num_kv_heads,
+            keys_are_values=False,
+        )
+
+    def block_width(self, has_experts: bool) -> int:
+        """The width of the block that every token goes through in a layer with or without experts; 0 for none."""
+        if has_experts:
+            return self.shared_width
+        return self.dense_width if self.num_experts else self.mlp_width
+
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The configuration as a layer has it."""
+        config = self.in_windows if layer in self.window_layers else self
+        if layer < self.num_owners or not self.sharing_mlp_width:
+            return config
+        return dataclasses.replace(config, mlp_width=self.sharing_mlp_width)
 
     @property
     def unrotated(self) -> tuple[int, ...]:
@@ -113,30 +191,12 @@ class ModelConfig:
 
 # The axes of the fields are not checked as types, because JAX also builds these pytrees with leaves that are not arrays. A mesh
 # splits the weights by these axes (`jkv.model.sharding`).
-class LowRank(flax.struct.PyTreeNode):
-    """A matrix and its low-rank adapter (LoRA, arXiv 2106.09685). The sum `base + down @ up * scale` is never materialised.
-
-    It may replace any matrix of `LayerParams` but those of `Experts`, and `Params.unembedding`. Base and adapter are separate
-    leaves, so an update of the adapter does not copy the base.
-    """
-
-    base: Any  # [in, out]
-    down: Any  # [in, rank]
-    up: Any  # [rank, out]
-    scale: float = flax.struct.field(pytree_node=False, default=1.0)
-
-
-class Experts(flax.struct.PyTreeNode):
-    """The feed-forward blocks of a layer among which a router chooses some for each token (a mixture of experts)."""
-
-    router: Annotated[Any, "D X"]
-    gate: Annotated[Any, "X F D"]  # so that one product of a token with all experts reads it as it lies
-    up: Annotated[Any, "X F D"]
-    down: Annotated[Any, "X F D"]
-
-
 class LayerParams(flax.struct.PyTreeNode):
-    """The weights of one decoder layer; absent parts are None. It has either `gate`, `up` and `down`, or `experts`.
+    """The weights of one decoder layer; absent parts are None.
+
+    Every token goes through `gate`, `up` and `down`, unless the layer has nothing but `experts`; it may have both. A layer
+    without `value` has the products with `key` as its values. One with a recurrent state has `delta` in place of the
+    attention's weights. With an output gate, `query` is twice as wide: of each head the query, then the gate.
 
     Matrices may also have the unfolded shapes of other libraries (`query` as [D, N, H], `out` as [N, H, D]); they are used
     without a copy.
@@ -144,7 +204,7 @@ class LayerParams(flax.struct.PyTreeNode):
 
     attention_norm: Annotated[Any, "D"]
     query: Annotated[Any, "D N*H"]
-    key: Annotated[Any, "D K*H"]
+    key: Annotated[Any, "D K*H"]  # None in a layer that shares the keys and values of another, as `value` and `key_norm` are
     value: Annotated[Any, "D K*H"]
     out: Annotated[Any, "N*H D"]
     mlp_norm: Annotated[Any, "D"]
@@ -156,7 +216,30 @@ class LayerParams(flax.struct.PyTreeNode):
     value_bias: Annotated[Any, "K*H"] = None
     query_norm: Annotated[Any, "H"] = None
     key_norm: Annotated[Any, "H"] = None
+    out_bias: Annotated[Any, "D"] = None
+    sink: Annotated[Any, "N"] = None
+    all_query_norm: Annotated[Any, "N*H"] = None
+    all_key_norm: Annotated[Any, "K*H"] = None
+    after_attention_norm: Annotated[Any, "D"] = None
+    after_mlp_norm: Annotated[Any, "D"] = None
+    layer_scale: Annotated[Any, "1"] = None
+    delta: DeltaParams | None = None
+    mlp_out_norm: Annotated[Any, "D"] = None  # with experts beside the feed-forward block: of its output
+    shared_gate: Annotated[Any, "D 1"] = None  # of the block beside the experts
+    experts_norm: Annotated[Any, "D"] = None  # and of the hidden state that these read
+    experts_out_norm: Annotated[Any, "D"] = None  # and of what they give
+    input_gate: Annotated[Any, "D E"] = None  # of the layer's own input, as the two that follow
+    input_out: Annotated[Any, "E D"] = None
+    input_norm: Annotated[Any, "D"] = None
     experts: Experts | None = None
+
+
+class LayerInputs(flax.struct.PyTreeNode):
+    """What gives each layer an input of its own (per-layer embeddings of Gemma 4): `decoder.inputs_of_layers`."""
+
+    embedding: Annotated[Any, "V L*E"]
+    projection: Annotated[Any, "D L*E"]
+    norm: Annotated[Any, "E"]
 
 
 class Params(flax.struct.PyTreeNode):
@@ -168,6 +251,7 @@ class Params(flax.struct.PyTreeNode):
     unembedding: Annotated[Any, "D V"]  # None if tied to the embedding
     config: ModelConfig = flax.struct.field(pytree_node=False)
     axis: str | None = flax.struct.field(pytree_node=False, default=None)  # mesh axis over which the weights are split
+    layer_inputs: LayerInputs | None = None
 
     def __repr__(self) -> str:
         leaves = jax.tree.leaves(self)  # other trees of this shape hold gradients, shapes or shardings
@@ -219,91 +303,22 @@ def first_numbers(params: Params) -> list[Array]:
 
 
 def count_weights(params: Params) -> int:
-    """The number of weights; tied weights count once."""
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    """The number of weights; tied weights count once, and scales of codes are none."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Codes)))
 
 
 def fold(weight: Any, shape: tuple[int, ...]) -> Any:
     """A weight in the shape of `weight_shapes`: unfolded sides are folded, and an adapter is added (in float32, rounded once).
+    Codes become float32.
 
     A weight that has the shape already, or has another size, is returned unchanged.
     """
+    if isinstance(weight, Codes):
+        weight = weight.dequantised
     if isinstance(weight, LowRank):
-        base, down, up = (jnp.asarray(x, jnp.float32) for x in (weight.base, weight.down, weight.up))
+        whole = weight.base.dequantised if isinstance(weight.base, Codes) else weight.base
+        base, down, up = (jnp.asarray(x, jnp.float32) for x in (whole, weight.down, weight.up))
         rank = up.shape[0]
         added = weight.scale * (down.reshape(-1, rank) @ up.reshape(rank, -1))
-        weight = (base.reshape(added.shape) + added).astype(weight.base.dtype)
+        weight = (base.reshape(added.shape) + added).astype(whole.dtype)
     return weight.reshape(shape) if weight.shape != shape and weight.size == math.prod(shape) else weight
-
-
-def weight_shapes(config: ModelConfig, dtype: Any = jnp.float32) -> Params:
-    """The `Params` of a configuration with `jax.ShapeDtypeStruct` leaves."""
-    c = config
-    queries, keys = c.num_query_heads * c.head_size, c.num_kv_heads * c.head_size
-
-    def leaf(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    experts = None
-    if c.num_experts:
-        matrices = leaf(c.num_experts, c.mlp_width, c.width)
-        experts = Experts(router=leaf(c.width, c.num_experts), gate=matrices, up=matrices, down=matrices)
-    layer = LayerParams(
-        attention_norm=leaf(c.width),
-        query=leaf(c.width, queries),
-        key=leaf(c.width, keys),
-        value=leaf(c.width, keys),
-        out=leaf(queries, c.width),
-        mlp_norm=leaf(c.width),
-        gate=None if experts else leaf(c.width, c.mlp_width),
-        up=None if experts else leaf(c.width, c.mlp_width),
-        down=None if experts else leaf(c.mlp_width, c.width),
-        query_bias=leaf(queries) if c.qkv_bias else None,
-        key_bias=leaf(keys) if c.qkv_bias else None,
-        value_bias=leaf(keys) if c.qkv_bias else None,
-        query_norm=leaf(c.head_size) if c.qk_norm else None,
-        key_norm=leaf(c.head_size) if c.qk_norm else None,
-        experts=experts,
-    )
-    return Params(
-        embedding=leaf(c.vocab_size, c.width),
-        layers=(layer,) * c.num_layers,
-        final_norm=leaf(c.width),
-        unembedding=None if c.tie_embeddings else leaf(c.width, c.vocab_size),
-        config=config,
-    )
-
-
-def leaf_name(path: Any) -> str:
-    """The name of a leaf of `Params`, such as `layers.0.query`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def named_leaves(params: Params) -> dict[str, Any]:
-    """The folded weights by name, in the order of the tree. Refuses weights that do not fit their configuration."""
-    wanted = {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(weight_shapes(params.config))[0]}
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, LowRank))
-    named = {leaf_name(path): leaf for path, leaf in leaves}
-    named = {name: fold(leaf, wanted[name].shape) if name in wanted else leaf for name, leaf in named.items()}
-    for name in wanted | named:
-        got, rule = (getattr(leaves.get(name), "shape", None) for leaves in (named, wanted))
-        if got != rule:
-            raise ValueError(f"{name} must have shape {rule}, as params.config defines it; got {got}. Correct either.")
-    return named
-
-
-def init_params(config: ModelConfig, key: PRNGKeyArray, scale: float = 0.02, dtype: Any = jnp.float32) -> Params:
-    """Random weights: normal with standard deviation `scale`, smaller for outputs by depth; norms are one, biases zero."""
-    paths, treedef = jax.tree_util.tree_flatten_with_path(weight_shapes(config, dtype))
-    shrink = (2.0 * config.num_layers) ** -0.5
-
-    def draw(index: int, path: Any, shape: Any) -> Float[Array, "..."]:
-        name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
-        if name.endswith("norm"):
-            return jnp.ones(shape.shape, dtype)
-        if name.endswith("bias"):
-            return jnp.zeros(shape.shape, dtype)
-        size = scale * (shrink if name in ("out", "down") else 1.0)
-        return (size * jax.random.normal(jax.random.fold_in(key, index), shape.shape)).astype(dtype)
-
-    return jax.tree.unflatten(treedef, [draw(i, path, shape) for i, (path, shape) in enumerate(paths)])

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jkv.model.params import ModelConfig, RopeScaling
+from jkv.model.params import ModelConfig
+from jkv.model.rope_scaling import RopeScaling
 
 
 def rotation(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
@@ -16,6 +17,13 @@ def rotation(config: ModelConfig, position: Int[Array, "*B"]) -> tuple[Float[Arr
     They are those of the layers with RoPE; `ModelConfig.layers_without_rope` lists the others.
     """
     return turned(rotary_angle(config, position), config.rope_scaling.attention_factor)
+
+
+def turn_in(
+    layer: int, cos: Float[Array, "*B half"], sin: Float[Array, "*B half"], unrotated: tuple[int, ...]
+) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
+    """The rotation in a layer: none in those without RoPE."""
+    return (jnp.ones_like(cos), jnp.zeros_like(sin)) if layer in unrotated else (cos, sin)
 
 
 def turned(angle: Float[Array, "*B half"], factor: Any) -> tuple[Float[Array, "*B half"], Float[Array, "*B half"]]:
@@ -36,6 +44,9 @@ def rotary_frequency(config: ModelConfig) -> Float[Array, " half"]:
         return frequency
     if scaling.kind == "linear":
         return frequency / scaling.factor
+    if scaling.kind == "proportional":  # the pairs are those of the whole head, and most of them stay as they are
+        turns = jnp.arange(size // 2, dtype=jnp.int32) < int(scaling.share * size // 2)
+        return jnp.where(turns, frequency / scaling.factor, 0.0)
     if scaling.kind == "longrope":
         return frequency / jnp.asarray(longrope_divisors(config), jnp.float32)
     is_llama = scaling.kind == "llama3"

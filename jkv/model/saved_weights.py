@@ -2,7 +2,7 @@
 
 Every weight has files of its own, whose SHA-256 is written down in `jkv.json` and compared before they are read, so damaged
 weights are an error with their name. `jkv.json` is written last: a folder that has it is complete.
-`jkv.model.checkpoint` reads and writes Hugging Face folders.
+`jkv.model.checkpoint` loads these folders too, and reads and writes those of Hugging Face.
 """
 
 import contextlib
@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jkv.model.checkpoint import Folder, read_json
-from jkv.model.params import ModelConfig, Params, leaf_name, named_leaves, weight_shapes
+from jkv.model.checkpoint_tensors import EXACT
+from jkv.model.eight_bits import code_axis
+from jkv.model.family import field_of
+from jkv.model.json_files import Folder, read_json
+from jkv.model.params import Codes, ModelConfig, Params
+from jkv.model.weight_reading import Kept, finished
+from jkv.model.weight_shapes import leaf_name, named_leaves, weight_shapes
 from jkv.reports import write_text
 
 FILE, WEIGHTS = "jkv.json", "weights"
@@ -74,7 +80,8 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
     """Reads the weights of a folder that `jkv.save` wrote, each directly to its devices.
 
     `shardings` is a `Params` of shardings (`jkv.shardings`), one `jax.sharding.Sharding` for all weights, or a function of a
-    weight's name (such as `layers.0.query`) and its `jax.ShapeDtypeStruct`. None means the default device.
+    weight's name (such as `layers.0.query`) and its `jax.ShapeDtypeStruct`. None means the default device. A host never holds
+    more than the weights of its devices, one weight and a gigabyte.
 
     Raises:
       ValueError: `jkv.save` did not write the folder, or its files are damaged.
@@ -89,12 +96,42 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
     placed = {
         name: shapes[name].update(sharding=place) for name, place in zip(shapes, placements(shardings, shapes), strict=True)
     }
+    largest = max(leaf.size * leaf.dtype.itemsize for leaf in shapes.values())
     try:
-        with ocp.StandardCheckpointer() as checkpointer:
+        with ocp.StandardCheckpointer(restore_concurrent_gb=1 + largest // 10**9) as checkpointer:
             named = checkpointer.restore(folder / WEIGHTS, placed)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{folder / WEIGHTS} must be complete and fit the shardings: {error}. Save it again.") from error
     return jax.tree.unflatten(structure, [named[name] for name in placed])
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether a folder has weights of `jkv.save`, and no checkpoint of Hugging Face."""
+    return (folder / FILE).is_file() and not (folder / "config.json").exists()
+
+
+def restore_as(folder: Path, config: ModelConfig, kept: Kept) -> Params:
+    """The weights of a folder that `jkv.save` wrote, kept and placed as `kept` says; `config` may split experts in another way.
+
+    Raises:
+      ValueError: as `restore` does, or weights that are not finite, or a mesh that does not divide them.
+    """
+    places = kept.places(config)
+    structure: Any = jax.tree.structure(weight_shapes(config))
+    targets = [None] * structure.num_leaves if places is None else jax.tree.leaves(places, is_leaf=is_codes)
+    if places is not None:
+        places = jax.tree.map(lambda one: one.code if is_codes(one) else one, places, is_leaf=is_codes)
+    named = named_leaves(restore(folder, places))
+    kept, leaves = kept.chosen(named["embedding"].dtype), []
+    for name, place in zip(list(named), targets, strict=True):  # one by one, so that floats are freed before the next codes
+        own = kept._replace(dtype=jnp.float32) if field_of(name) in EXACT else kept
+        leaves.append(finished(named.pop(name), own, code_axis(name), place, [f"{folder}: {name}"]))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def is_codes(x: Any) -> bool:
+    """Whether a leaf of weights, shapes or shardings is a matrix in 8 bits."""
+    return isinstance(x, Codes)
 
 
 def read_saved(folder: Path) -> tuple[ModelConfig, dict[str, str], dict[str, str]]:
@@ -145,7 +182,7 @@ def check_files(folder: Path, known: Mapping[str, str]) -> None:
 def placements(shardings: Placement, shapes: Mapping[str, Any]) -> list[Sharding]:
     """The sharding of each weight."""
     if shardings is None:
-        shardings = SingleDeviceSharding(jax.devices()[0])
+        shardings = SingleDeviceSharding(jax.local_devices()[0])
     if isinstance(shardings, Sharding):
         return [shardings] * len(shapes)
     if isinstance(shardings, Params):

@@ -1,7 +1,8 @@
 """How arrays are split over a mesh: the `PartitionSpec` of each array follows from the axes in its annotation.
 
 The dimension letters of `jkv.__init__` decide. KV heads, query heads and pages are split over the mesh axis "tensor", and so
-are the MLP width and the vocabulary of weights (Megatron-LM, arXiv 1909.08053). Other axes are replicated. There is no table
+are the MLP width and the vocabulary of weights (Megatron-LM, arXiv 1909.08053). Experts are split by their
+number, or by their width too, if the configuration says so. Other axes are replicated. There is no table
 of arguments or fields: one without axes, or with an unknown axis, is an error when `jkv.engine.mesh` builds the program.
 """
 
@@ -13,31 +14,43 @@ from typing import Any
 
 import flax.struct
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import AbstractArray
 
-from jkv.model.params import LowRank, ModelConfig, Params
+from jkv.model.params import Codes, LowRank, Model, ModelConfig, Params
 
 P: Any = PartitionSpec  # typed as Any: records hold specs in place of their arrays
 HEADS = "tensor"  # the mesh axis
 SPLIT = frozenset("KNP")  # P: pages of all shards, one shard after the other
 SPLIT_WEIGHTS = frozenset("KNFV")
-WHOLE = frozenset([*"BDEFGHILMRSTVWX", "MP", "half", "page", "steps"])  # E: stop tokens, I: entries of a list, X: experts
+EXPERTS = "X"  # split in place of the width of their matrices
+WHOLE = frozenset([*"ABDEFGHILMRSTVWX", "MP", "choices", "half", "page", "steps"])  # E: stop tokens, I: entries of a list
+HEAD_COUNTS = "num_kv_heads", "window_kv_heads", "num_query_heads"  # 0 for what a model does not have
+WIDTHS = (
+    "mlp_width",
+    "dense_width",
+    "shared_width",
+    "sharing_mlp_width",
+)  # fields of `ModelConfig` that are F of some block; 0 if it has none
 ANY: Any = object()  # in place of a value that does not exist yet; all of its optional parts count as present
 
 
-def spec_of(letters: str, is_weight: bool = False) -> Any:
-    """The `PartitionSpec` of an array with these axes. The first factor decides for an axis such as `N*H`.
+def spec_of(letters: str, split: frozenset[str] = SPLIT) -> Any:
+    """The `PartitionSpec` of an array with these axes, of which those in `split` are split. The first factor decides for an
+    axis such as `N*H`.
 
     Raises:
       ValueError: an unknown axis, or two axes that are both to be split.
 
     >>> spec_of("L B K MP") == P(None, None, "tensor")
     True
-    >>> spec_of("B V") == P(), spec_of("D V", is_weight=True) == P(None, "tensor")
+    >>> spec_of("B V") == P(), spec_of("D V", SPLIT_WEIGHTS) == P(None, "tensor")
+    (True, True)
+    >>> spec_of("X F D", SPLIT_WEIGHTS) == P(None, "tensor"), spec_of("X F D", SPLIT_WEIGHTS | {EXPERTS}) == P("tensor")
     (True, True)
     """
-    split = SPLIT_WEIGHTS if is_weight else SPLIT
+    if EXPERTS in split and EXPERTS in letters.split():
+        split = frozenset(EXPERTS)
     axes: list[str | None] = []
     for axis in letters.split():
         first, *others = axis.split("*")
@@ -53,7 +66,7 @@ def spec_of(letters: str, is_weight: bool = False) -> Any:
     return P(*axes)
 
 
-def specs_of(hint: Any, value: Any = ANY, name: str = "value", is_weight: bool = False) -> Any:
+def specs_of(hint: Any, value: Any = ANY, name: str = "value", split: frozenset[str] = SPLIT) -> Any:
     """The specs of a value of an annotated type: a tree of `PartitionSpec`, each of which applies to all arrays below it.
 
     Args:
@@ -61,6 +74,7 @@ def specs_of(hint: Any, value: Any = ANY, name: str = "value", is_weight: bool =
       value: gives the optional parts that are present, the number of layers and the static fields. With `ANY`, all parts are
         present, and a record with static fields becomes a dict.
       name: the name of the value in errors.
+      split: the axes that are split; below a `Params`, those of its weights.
 
     Raises:
       ValueError: a part whose annotation names no axes.
@@ -70,31 +84,34 @@ def specs_of(hint: Any, value: Any = ANY, name: str = "value", is_weight: bool =
         return None
     if letters is not None:
         try:
-            spec = spec_of(letters, is_weight)
+            spec = spec_of(letters, split)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        return adapter_specs(spec, value) if isinstance(value, LowRank) else spec
+        return matrix_specs(spec, value)
     origin, members = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         arrays = [member for member in members if member not in (type(None), int, float, bool)]
         present = [member for member in arrays if len(arrays) == 1 or value is ANY or type(value) is member]
         if present:  # of several records, the value's own
-            return specs_of(present[0], value, name, is_weight)
+            return specs_of(present[0], value, name, split)
     if origin is dict:
-        spec = specs_of(members[1], name=name, is_weight=is_weight)
+        spec = specs_of(members[1], name=name, split=split)
         return spec if value is ANY else dict.fromkeys(value, spec)
     if origin is tuple:
         if members[-1] is Ellipsis:
             members = members[:1] * (1 if value is ANY else len(value))
         pairs = enumerate(zip(members, parts(value, members), strict=True))
-        return tuple(specs_of(member, part, f"{name}[{i}]", is_weight) for i, (member, part) in pairs)
+        return tuple(specs_of(member, part, f"{name}[{i}]", split) for i, (member, part) in pairs)
     if hasattr(hint, "_fields"):  # a NamedTuple
         hints = typing.get_type_hints(hint, include_extras=True)
         fields = zip(hint._fields, parts(value, hint._fields), strict=True)
-        return hint(*(specs_of(hints[field], part, f"{name}.{field}", is_weight) for field, part in fields))
+        return hint(*(specs_of(hints[field], part, f"{name}.{field}", split) for field, part in fields))
     if isinstance(hint, type) and issubclass(hint, flax.struct.PyTreeNode):
+        if hint is Params:
+            by_number = value is not ANY and splits_experts(value.config)
+            split = SPLIT_WEIGHTS | {EXPERTS} if by_number else SPLIT_WEIGHTS
         specs = {
-            field: specs_of(leaf_hint, getattr(value, field, ANY), f"{name}.{field}", is_weight or hint is Params)
+            field: specs_of(leaf_hint, getattr(value, field, ANY), f"{name}.{field}", split)
             for field, leaf_hint in leaf_hints(hint).items()
         }
         return specs if value is ANY else value.replace(**specs)
@@ -123,10 +140,15 @@ def parts(value: Any, members: Sequence[Any]) -> Any:
     return [ANY] * len(members) if value is ANY else value
 
 
-def adapter_specs(spec: Any, weight: LowRank) -> LowRank:
-    """The specs of a low-rank adapter, which is split on the same side as its base: `down` by rows or `up` by columns."""
-    down, up = (P(HEADS), P()) if spec == P(HEADS) else (P(), P(None, HEADS))
-    return weight.replace(base=spec, down=down, up=up)
+def matrix_specs(spec: Any, weight: Any) -> Any:
+    """The specs of a matrix in its parts: an adapter is split on the same side as its base, and scales with what they scale."""
+    if isinstance(weight, LowRank):
+        down, up = (P(HEADS), P()) if spec == P(HEADS) else (P(), P(None, HEADS))
+        return weight.replace(base=matrix_specs(spec, weight.base), down=down, up=up)
+    if isinstance(weight, Codes):
+        of_scale = spec if weight.code.ndim == 3 else P(HEADS) if spec == P(None, HEADS) else P()
+        return Codes(code=spec, scale=of_scale)
+    return spec
 
 
 def is_spec(x: Any) -> bool:
@@ -135,20 +157,95 @@ def is_spec(x: Any) -> bool:
 
 
 def check_divides(config: ModelConfig, num_shards: int) -> None:
-    """Refuses a number of shards that does not divide a model's heads, MLP width and vocabulary."""
-    for field in ("num_kv_heads", "num_query_heads", "mlp_width", "vocab_size"):
+    """Refuses a number of shards that does not divide a model's heads, MLP width or experts, and vocabulary."""
+    for field in (*HEAD_COUNTS, *split_sizes(config), "vocab_size"):
         size = getattr(config, field)
         if size % num_shards:
+            remedy = " or jkv.split_by_width(model), to load it jkv.load(..., split_by_width=True)" * (field == "num_experts")
             raise ValueError(
                 f'{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"; '
+                f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices{remedy}."
+            )
+    for field in ("num_key_heads", "num_value_heads"):
+        size = num_shards if config.delta_net is None else getattr(config.delta_net, field)
+        if size % num_shards:
+            raise ValueError(
+                f'delta_net.{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"; '
                 f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices."
             )
 
 
+def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
+    """The `NamedSharding` of each array in a tree."""
+
+    def below(spec: Any, arrays: Any) -> Any:
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), arrays)
+
+    return jax.tree.map(below, specs, tree, is_leaf=is_spec)
+
+
+def shardings(params: Params, mesh: Mesh) -> Params:
+    """The `NamedSharding` of each weight on a mesh, as `jkv.restore` takes them; of weights or of `jkv.weight_shapes`.
+
+    A mesh may have axes other than "tensor", along which devices hold copies: scoring and training split their rows there.
+
+    Raises:
+      ValueError: a mesh without an axis "tensor".
+    """
+    if HEADS not in mesh.axis_names:
+        raise ValueError(f'The mesh of weights must have an axis "{HEADS}"; got {dict(mesh.shape)}. Rename its axis.')
+    return placed(mesh, specs_of(Params, params, "params"), params)
+
+
+def shard(params: Params, mesh: Mesh) -> Params:
+    """The weights, split over the axis "tensor" of a mesh; weights that are already in place are not copied."""
+    return jax.device_put(params, shardings(params, mesh))
+
+
+def splits_experts(config: ModelConfig) -> bool:
+    """Whether a mesh splits the experts of a model by their number."""
+    return bool(config.num_experts and config.whole_experts)
+
+
+def split_sizes(config: ModelConfig) -> tuple[str, ...]:
+    """The fields with sizes of feed-forward blocks that a mesh splits."""
+    return ("num_experts", *WIDTHS[1:]) if splits_experts(config) else WIDTHS
+
+
+def split_by_width(model: Model) -> Model:
+    """The same model, of each of whose experts every device of a mesh will have a part of the width.
+
+    By default each device has some whole experts. Both add up partial sums once in a layer. Programs for TPUs write parts of
+    experts in another layout before they read them, which takes as much memory again (`tests/aot/test_mesh.py`). Use this where
+    the number of devices divides the width of experts and not their number, or with very few rows, which then read less.
+
+    Raises:
+      ValueError: a model without experts.
+    """
+    return dataclasses.replace(model, params=model.params.replace(config=without_whole_experts(model.config)))
+
+
+def without_whole_experts(config: ModelConfig) -> ModelConfig:
+    """The configuration of a model whose experts are split by their width.
+
+    Raises:
+      ValueError: a model without experts.
+    """
+    if not config.num_experts:
+        raise ValueError(f"Only experts can be split in two ways; this {config.family} model has none. Leave it as it is.")
+    return dataclasses.replace(config, whole_experts=False)
+
+
 def local_config(config: ModelConfig, num_shards: int) -> ModelConfig:
-    """The configuration of one shard, with its part of the heads and of the MLP width."""
-    parts = {field: getattr(config, field) // num_shards for field in ("num_query_heads", "num_kv_heads", "mlp_width")}
-    return dataclasses.replace(config, **parts)
+    """The configuration of one shard, with its part of the heads, and of the MLP width or of the experts."""
+    parts = {field: getattr(config, field) // num_shards for field in (*HEAD_COUNTS, *split_sizes(config))}
+    if splits_experts(config):
+        parts["num_own_experts"] = parts.pop("num_experts")
+    delta_net = config.delta_net
+    if delta_net is not None:
+        heads = {field: getattr(delta_net, field) // num_shards for field in ("num_key_heads", "num_value_heads")}
+        delta_net = dataclasses.replace(delta_net, **heads)
+    return dataclasses.replace(config, **parts, delta_net=delta_net)
 
 
 def part_of(params: Params) -> Params:

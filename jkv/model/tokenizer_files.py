@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.model.config_rules import MAX_POSITIONS, MAX_VOCAB, NAMES
+from jkv.model.families import find_family
 from jkv.model.huggingface import transformers
 from jkv.model.json_files import (
     CORRECT,
@@ -158,7 +159,7 @@ def check_tokenizer(folder: Path, config: ModelConfig | None = None) -> tuple[di
     names = (*TOKENIZER_FILES, "added_tokens.json", "special_tokens_map.json")
     found = {name: folder / name for name in names if name.endswith(".json") and find_file(folder / name)}
     fields = {name: read_json(file) for name, file in found.items()}
-    limit = MAX_VOCAB if config is None else config.vocab_size
+    limit = MAX_VOCAB if config is None else most_tokens(config)
     largest = -1
     for name, file in found.items():
         if name == "tokenizer.json":
@@ -184,11 +185,18 @@ def check_places(folder: Path) -> None:
 
 def check_size(size: int, place: str, config: ModelConfig | None) -> None:
     """Refuses a tokenizer whose largest id is `size - 1` for a model with fewer tokens."""
-    if config is not None and size > config.vocab_size:
+    if config is not None and size > most_tokens(config):
+        foreign = find_family(config.family).num_foreign_tokens
         raise ValueError(
-            f"The tokenizer {place} must have at most vocab_size={config.vocab_size} tokens, got {size}: it belongs to "
+            f"The tokenizer {place} must have at most vocab_size={config.vocab_size} tokens"
+            f"{f' and {foreign} more' if foreign else ''}, got {size}: it belongs to "
             "another model. Copy the right tokenizer files there."
         )
+
+
+def most_tokens(config: ModelConfig) -> int:
+    """The tokens that a tokenizer of a model may have; the engine refuses prompts with those that the model does not know."""
+    return config.vocab_size + find_family(config.family).num_foreign_tokens
 
 
 def check_ids(ids: Mapping[str, Any], where: str) -> int:

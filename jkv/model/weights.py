@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jkv.model.params import Params
+from jkv.model.params import ModelConfig, Params
 
 
 def place_of(params: Params) -> jax.sharding.Sharding | None:
@@ -31,6 +31,21 @@ def shapes_of(params: Params) -> Params:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), params)
 
 
+def check_config(old: ModelConfig, new: ModelConfig) -> None:
+    """Refuses another model's configuration; the error names the fields that differ.
+
+    Raises:
+      ValueError: it differs.
+    """
+    changed = [name for name, value in vars(old).items() if getattr(new, name) != value]
+    if changed:
+        raise ValueError(
+            f"New weights must be of the same model; their configuration differs in {', '.join(changed)}: "
+            f"{[getattr(new, name) for name in changed]}, not {[getattr(old, name) for name in changed]}. "
+            "Build another engine for another model."
+        )
+
+
 def check_same(old: Params, new: Any) -> None:
     """Refuses weights for which programs would compile again; the error names the first difference.
 
@@ -39,13 +54,7 @@ def check_same(old: Params, new: Any) -> None:
     """
     if not isinstance(new, Params):
         raise ValueError(f"New weights must be jkv.Params, like the old ones; got {type(new).__name__}. Convert them first.")
-    if new.config != old.config:
-        changed = [name for name, value in vars(old.config).items() if getattr(new.config, name) != value]
-        raise ValueError(
-            f"New weights must be of the same model; their configuration differs in {', '.join(changed)}: "
-            f"{[getattr(new.config, name) for name in changed]}, not {[getattr(old.config, name) for name in changed]}. "
-            "Build another engine for another model."
-        )
+    check_config(old.config, new.config)
     names = [[jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)] for tree in (old, new)]
     if names[0] != names[1]:
         missing, extra = sorted({*names[0]} - {*names[1]}), sorted({*names[1]} - {*names[0]})

@@ -15,16 +15,19 @@ import numpy as np
 from jkv.cache.pool import num_pages_of
 from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import empty_state
-from jkv.engine.memory import most_pages_of, num_row_pages
-from jkv.model.params import ModelConfig, Params, weight_shapes
+from jkv.engine.memory import most_pages_of, num_row_pages, state_bytes
+from jkv.model.eight_bits import quantise_weights
+from jkv.model.params import ModelConfig, Params
 from jkv.model.penalties import COUNTED
 from jkv.model.sampling import Sampling
 from jkv.model.sharding import local_config
+from jkv.model.weight_shapes import weight_shapes
 from jkv.planning.devices import Device
 from jkv.planning.roofline import Lifetime, compaction_cost, host_seconds, lifetime, step_costs
 from jkv.planning.scratch import Scratch, scratch_of
 from jkv.policies import Needs, Policy
-from pallas_kernels.quantised import Format, vector_bytes
+from pallas_kernels.quantised import Format
+from pallas_kernels.sealed import page_bytes
 
 MOST_ROWS = 1 << 16
 
@@ -119,11 +122,13 @@ class Setting:
     sampling: Sampling
     memory_share: float
     kv_format: Format | None = None
+    weight_dtype: str | None = None  # of matrices in 8 bits
 
     @functools.cached_property
     def shapes(self) -> Params:
         """The shapes of the model's weights."""
-        return weight_shapes(self.config, self.dtype)
+        shapes = weight_shapes(self.config, self.dtype)
+        return shapes if self.weight_dtype is None else quantise_weights(shapes, self.weight_dtype)
 
     @functools.cached_property
     def local(self) -> ModelConfig:
@@ -146,9 +151,9 @@ class Setting:
         return jnp.dtype(self.dtype).itemsize
 
     @property
-    def vector_bytes(self) -> int:
-        """Bytes of a key or value in the pool."""
-        return vector_bytes(self.config.head_size, self.dtype, self.kv_format)
+    def vector_bytes(self) -> float:
+        """Bytes of a key or value in the pool, on average."""
+        return page_bytes(self.config.head_size, self.dtype, self.kv_format, self.page_size) / (2 * self.page_size)
 
     def layout(self, policy: Policy, length: int) -> Layout:
         """The slots and pages that the engine reserves for each row, and those of a prompt that is not compacted yet."""
@@ -217,18 +222,24 @@ class Setting:
             return None, {}, None, None
         if batch == 0:
             return 0.0, {}, None, None
-        embedding = 0 if self.config.tie_embeddings else self.config.vocab_size * self.config.width // self.num_devices
+        looked_up = (
+            not self.config.tie_embeddings
+        ) * self.config.width + self.config.num_layers * self.config.layer_input_width
+        embedding = looked_up * self.config.vocab_size // self.num_devices
+        num_weights = meshes.local_bytes(weight_shapes(self.config, self.dtype), self.num_devices) // itemsize - embedding
         costs = step_costs(
             self.local,
             policy,
             life,
-            weights=self.weight_bytes // itemsize - embedding,
+            weights=num_weights,
+            weight_size=(self.weight_bytes - embedding * itemsize) / num_weights,
             logits=self.config.vocab_size,
             itemsize=itemsize,
             vector=self.vector_bytes,
             page_size=self.page_size,
             rows=batch,
             penalises=self.sampling.penalises,
+            state_bytes=state_bytes(self.local, 1, self.dtype),
             window_slots=float(np.minimum(self.prompt + 1 + np.arange(new), self.config.window).mean()),
         )
         phases = {name: cost.seconds(device, itemsize) for name, cost in costs.items()}

@@ -16,8 +16,10 @@ from jkv.cache import default_page_size
 from jkv.cache.slot_size import slot_size
 from jkv.checks import check_counts, size, typed
 from jkv.engine import mesh as meshes
+from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import check_prompt_fits, spread_policies
+from jkv.model.eight_bits import check_format
 from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model, ModelConfig, Params, count_weights
 from jkv.model.sampling import Sampling
@@ -26,9 +28,11 @@ from jkv.planning.devices import Device, find_device
 from jkv.planning.estimate import Estimate, Setting
 from jkv.policies import Policy, full
 from jkv.policies.byte_budget import in_slots
+from jkv.policies.sealing import check_sealing_on
 from pallas_kernels import KERNELS, choice
 from pallas_kernels.dispatch import best
 from pallas_kernels.models import ModelShape, Workload
+from pallas_kernels.sealed import SEALED, SealedFormat
 
 DRAWN = Sampling(top_p=0.95)  # what is planned for where nothing is said
 MARGIN = 1.01  # of speeds: where arithmetic is the limit, they differ only by rounding
@@ -39,7 +43,7 @@ class Plan:
     """The result of `jkv.plan`; print it.
 
     Attributes:
-      model, device, dtype, kv_dtype, num_devices, page_size, prompt, length: the setting that was planned.
+      model, device, dtype, weight_dtype, kv_dtype, num_devices, page_size, prompt, length: the setting that was planned.
       num_weights: weights of the whole model.
       weight_bytes: bytes of weights on each device.
       bytes_per_token: bytes of one token's keys, values and positions in all layers, on each device.
@@ -55,6 +59,7 @@ class Plan:
     model: str
     device: Device
     dtype: str
+    weight_dtype: str | None
     kv_dtype: str | None
     num_devices: int
     page_size: int
@@ -103,6 +108,7 @@ def plan(
     sampling: Sampling | None = None,
     memory_share: float = 0.9,
     kv_dtype: str | None = None,
+    weight_dtype: str | None = None,
 ) -> Plan:
     """Computes what fits a device, how fast it could be, and whether compression pays, from a model's shape alone.
 
@@ -114,14 +120,16 @@ def plan(
       length: tokens of a row at its end, prompt included; None takes 16,384, or the model's positions if fewer.
       prompt: tokens of its prompt.
       batch: rows that decode together; None takes as many as fit.
-      page_size: slots of a page; None takes 128 on a TPU, 16 elsewhere.
+      page_size: slots of a page; None takes 128 on a TPU and for "kvarn", 16 elsewhere.
       dtype: of weights and cache; None is the loaded model's, or what `jkv.load` takes of a bfloat16 checkpoint: float32 on a
         CPU and on a GPU of compute capability below 8.0, and bfloat16 elsewhere.
       num_devices: devices over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For
         more rows than such a group holds, plan one engine for each replica.
       sampling: how tokens are drawn. A cut by top-k, top-p or min-p keeps two copies of the logits, penalties keep counts of
         every token in every row, which each step reads. None plans for draws that are cut, without penalties.
-      kv_dtype: "int8", "fp8" or "int4" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in `dtype`.
+      kv_dtype: "int8", "fp8", "int4" or "kvarn" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in
+        `dtype`.
+      weight_dtype: "int8" or "fp8" for matrices in 8 bits (`jkv.load`); None keeps them in `dtype`.
       memory_share: share of a device's memory that JAX may fill. The rest is for program code, the runtime and gaps.
 
     Every row is planned to reach `length`, and shares no prompt. Unbounded rows are planned with pages to their end; the engine
@@ -133,10 +141,12 @@ def plan(
     """
     name, config = find_shape(model)
     device = find_device(device)
-    dtype, kv_format = dtype_of(model, device, dtype), EngineOptions(kv_dtype=kv_dtype).kv_format
-    policy = spread_policies(in_slots(policy, slot_size(config, dtype, kv_format)), 1)[0]
+    dtype, kv_format = dtype_of(model, device, dtype), EngineOptions(kv_dtype=kv_dtype, page_size=page_size).kv_format
+    check_sealing_on(device.platform, kv_format)
+    policy = spread_policies(in_slots(policy, slot_size(config, dtype, kv_format)), 1, kv_format=kv_format)[0]
     length = min(config.max_positions, 16_384) if length is None else length
-    page_size = default_page_size(device.platform) if page_size is None else page_size
+    if page_size is None:
+        page_size = kv_format.page if isinstance(kv_format, SealedFormat) else default_page_size(device.platform)
     check_counts(length=length, prompt=prompt, batch=batch, page_size=page_size, num_devices=num_devices)
     check_lengths(policy, prompt, length, config.max_positions)
     if not 0 < typed("memory_share", memory_share, float) <= 1:
@@ -144,7 +154,9 @@ def plan(
     check_divides(config, num_devices)
     meshes.check_policy(policy, num_devices)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
-    setting = Setting(config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format)
+    setting = Setting(
+        config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format, check_format(weight_dtype)
+    )
     own = setting.estimate(policy, length, batch)
     check_fits(setting, policy, length, own)
     most_full = setting.estimate(full(), length)
@@ -154,6 +166,7 @@ def plan(
         model=name,
         device=device,
         dtype=jnp.dtype(dtype).name,
+        weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
         num_devices=num_devices,
         page_size=page_size,
@@ -192,12 +205,13 @@ def kernels_on(
 ) -> dict[str, str]:
     """The implementation that a device gets of each kernel."""
     shape = ModelShape(config.num_layers, config.num_query_heads, config.num_kv_heads, config.head_size)
-    workload = Workload(1, slots, page_size, dtype, kv_format=kv_dtype)
+    workload = Workload(1, slots, page_size, dtype, kv_format=None if kv_dtype in SEALED else kv_dtype)
     platform = "cuda" if device.platform == "gpu" else device.platform
     with choice.tracing_for(device.compute_capability or choice.LEAST_CAPABILITY):  # whatever this process has
         return {
             name: best(kernel.implementations, platform, *kernel.shapes.arguments(shape, workload))
             for name, kernel in KERNELS.items()
+            if name != "sealed_attention" or kv_dtype in SEALED
         }
 
 
@@ -267,6 +281,14 @@ def notes_of(setting: Setting, policy: Policy) -> list[str]:
             f"{len(config.window_layers)} of {config.num_layers} layers read a window of {config.window:,} tokens: every row "
             "has room for it, which counts in its bytes, and policies leave it alone."
         )
+    if config.state_layers:
+        of_row = state_bytes(setting.local, 1, setting.dtype)
+        tokens = int(of_row // (config.num_paged_layers * setting.local.num_kv_heads * 2 * setting.vector_bytes))
+        notes.append(
+            f"{len(config.state_layers)} of {config.num_layers} layers have a recurrent state: {size(of_row)} a row at any "
+            f"length, as much as {tokens:,} tokens take in the other {config.num_paged_layers}. Each step reads and writes it, "
+            "and no policy makes it smaller."
+        )
     if policy.read is not None:
         notes.append(f"{policy.name} frees nothing: it reads fewer pages, and stores bounds for all.")
     if policy.share is not None:
@@ -284,7 +306,8 @@ def report(plan: Plan) -> str:
     """The printed form of a plan."""
     own, whole, device = plan.own, plan.full, plan.device
     count = "one" if plan.num_devices == 1 else f"each of {plan.num_devices}"
-    kept = f", cache in {plan.kv_dtype}" if plan.kv_dtype else ""
+    kept = f", weights in {plan.weight_dtype}" if plan.weight_dtype else ""
+    kept += f", cache in {plan.kv_dtype}" if plan.kv_dtype else ""
     both = [own] if own.policy == whole.policy else [own, whole]
 
     def line(label: str, *cells: str) -> str:

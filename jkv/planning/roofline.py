@@ -112,20 +112,25 @@ def step_costs(
     weights: int,
     logits: int,
     itemsize: int,
-    vector: int | None = None,
+    weight_size: float | None = None,
+    vector: float | None = None,
     page_size: int,
     rows: int,
     penalises: bool = False,
     window_slots: float = 0.0,
+    state_bytes: int = 0,
 ) -> dict[str, Cost]:
-    """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products.
+    """The phases of a step of `rows` rows on a device with the part `config` of the model, and `weights` weights in products,
+    of `weight_size` bytes each (None is `itemsize`).
 
     A key or value has `vector` bytes in the pool; None is those of its numbers. Each layer with a sliding window reads
-    `window_slots` slots, which are never quantised. Of a mixture of experts, a step reads those
-    that some row chooses, if rows choose independently, and multiplies by those that each row chooses.
+    `window_slots` slots, which are never quantised. Recurrent states of a row, of `state_bytes`, are read and written. Of a
+    mixture of experts, a step reads those that some row chooses, if rows choose independently, and multiplies by those that
+    each row chooses.
     H2O and TOVA read and write each slot's mass, sharing reads log-weights, Quest reads the bounds of all pages and the keys
     and values of some. Logits are written once and read once; penalties read the counts, and write and read the logits anew.
     """
+    weight_size = itemsize if weight_size is None else weight_size
     slots, bounds = life.mean_slots, 2 * config.head_size * itemsize
     pair = bounds if vector is None else 2 * vector
     read = slots
@@ -133,21 +138,23 @@ def step_costs(
         chosen = np.minimum(slots, page_size * pages_read(policy.read.budget, page_size))
         read = np.where(np.arange(len(slots)) < policy.read.num_dense(len(slots)), slots, chosen)
     extra = 8 * policy.needs.mass + 4 * (policy.share is not None) + (policy.read is not None) * bounds / page_size
-    row_bytes = config.num_kv_heads * float((read * pair + slots * extra).sum())
-    in_windows = len(config.window_layers) * window_slots
-    row_bytes += config.num_kv_heads * in_windows * bounds
-    row_flops = 4 * config.num_query_heads * config.head_size * (float(read.sum()) + in_windows)
-    of_experts = 3 * config.num_layers * config.num_experts * config.mlp_width * config.width
+    times = np.ones(len(read))  # that a layer's slots are read: once more by each layer that shares them
+    times[-1:] += config.num_layers - len(config.unpaged_layers) - len(read)
+    row_bytes = config.num_kv_heads * float((times * read * pair + slots * extra).sum())
+    in_windows, own = len(config.window_layers) * window_slots, config.in_windows
+    row_bytes += own.num_kv_heads * in_windows * 2 * own.head_size * itemsize + 2 * state_bytes
+    row_flops = 4 * config.num_query_heads * (config.head_size * float((times * read).sum()) + own.head_size * in_windows)
+    of_experts = 3 * len(config.expert_layers) * config.own_experts * config.mlp_width * config.width
     chosen_by_one = config.num_active_experts / max(config.num_experts, 1)
     chosen_by_any, active = 1 - (1 - chosen_by_one) ** rows, of_experts * chosen_by_one
     return {
-        "weights": Cost((weights - of_experts * (1 - chosen_by_any)) * itemsize, rows * 2 * (weights - of_experts + active)),
+        "weights": Cost((weights - of_experts * (1 - chosen_by_any)) * weight_size, rows * 2 * (weights - of_experts + active)),
         "attention": Cost(rows * row_bytes, rows * row_flops),
         "sampling": Cost(rows * logits * (8 + penalises * (COUNTED + 8)), 0.0),
     }
 
 
-def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, vector: int) -> Cost:
+def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, vector: float) -> Cost:
     """All compactions of one row: a score may read all keys, of `vector` bytes each, and slots that stay are read and written.
 
     A score that compares keys with each other (R-KV's) multiplies all pairs of keys.

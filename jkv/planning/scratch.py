@@ -17,6 +17,7 @@ CUT = 2  # copies of the logits in float32 that draws with a cut read again and 
 PENALISED = 1  # likewise, of draws with penalties
 RESIDUALS = 6  # arrays as wide as the residual stream that a token takes, beside three as wide as the MLP
 LISTED = 7  # 4-byte values per slot in a compaction: scores, positions and indices
+STATE_COPIES = 4  # arrays of float32 that a token takes in a layer with a recurrent state, as wide as its convolution
 MASS_COPIES = 12  # of a chunk's attention, where plain XLA adds it up
 KEY_COPIES = 9  # of one layer's keys in a compaction, where plain XLA computes it
 
@@ -54,8 +55,9 @@ def scratch_of(
     and values of all rows in a layer, joins the weights of products with one operand in common for each call, and keeps each
     layer's hidden states, or its attention where a policy adds it up.
     """
-    inner = 3 * config.mlp_width * max(config.num_experts, 1)  # of all experts: `jkv.model.experts.by_all`
-    token = (RESIDUALS * config.width + inner) * itemsize
+    of_experts = config.mlp_width * max(config.own_experts, 1) + config.shared_width
+    widest = max(of_experts, config.dense_width, config.sharing_mlp_width)
+    token = (RESIDUALS * config.width + 3 * widest) * itemsize  # of all experts: `jkv.model.experts.by_all`
     mass = 8 * policy.needs.mass * config.num_query_heads * max_slots  # logits of a step's attention, and their mass
     pieces = -(-max_slots // PIECE) * (platform == "gpu" and not is_plain and max_slots > PIECE)
     parts = 4 * pieces * config.num_query_heads * (config.head_size + 1)
@@ -66,15 +68,18 @@ def scratch_of(
         decode += copies * 3 * num_rows * config.num_active_experts * config.mlp_width * config.width * itemsize
     key_bytes = config.num_kv_heads * max_slots * config.head_size * itemsize  # of one row in one layer
     chunk = chunks.SIZES[-1] if is_plain or platform == "cpu" else chunks.LARGE
-    of_window = config.num_kv_heads * (config.window + chunk) * config.head_size * itemsize if config.window_layers else 0
-    prefill = 2 * max(key_bytes, of_window) + chunk * token
+    own = config.in_windows
+    of_window = own.num_kv_heads * (config.window + chunk) * own.head_size * itemsize if config.window_layers else 0
+    channels = 0 if config.delta_net is None else config.delta_net.num_channels
+    of_state = RESIDUALS * config.width * itemsize + 4 * STATE_COPIES * channels
+    prefill = 2 * max(key_bytes, of_window) + chunk * max(token, of_state)
     evict, compaction = policy.evict, 0
     if evict is not None:
         compaction = config.num_paged_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
         compaction += 4 * policy.needs.projected * config.width * max_slots  # of one query head
     if is_plain:
         columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
-        joined = config.width * (2 * config.mlp_width * max(config.num_experts, 1) + columns) * itemsize
+        joined = config.width * (2 * widest + columns) * itemsize
         logits_of_step = 4 * config.num_query_heads * max_slots
         decode += max(joined, num_rows * (2 * key_bytes + logits_of_step))
         decode += num_rows * policy.needs.mass * config.num_paged_layers * logits_of_step

@@ -20,7 +20,14 @@ def test_every_short_name_has_a_place_a_shape_and_a_start(name):
     assert own == name
     assert config.max_positions >= 8192
     policy = jkv.r_kv(budget=card.budget, interval=card.interval)
-    assert jkv.plan(name, "h200", policy, length=8192).own.batch > 0
+    num_devices = {"gpt-oss-120b": 2, "glm-4.5-air": 2, "glm-4.5": 8}.get(name, 1)  # whose weights are 214 GB and more
+    assert jkv.plan(name, "h200", policy, length=8192, num_devices=num_devices).own.batch > 0
+
+
+def test_the_largest_fits_one_device_with_weights_in_8_bits():
+    with pytest.raises(ValueError, match="GB"):
+        jkv.plan("gpt-oss-120b", "h200", length=8192)
+    assert jkv.plan("gpt-oss-120b", "h200", length=8192, weight_dtype="int8").own.batch > 0
 
 
 def test_no_other_name_has_a_card():

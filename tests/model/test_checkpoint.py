@@ -18,9 +18,14 @@ from safetensors.numpy import load_file, save_file
 from jkv.model import checkpoint, saved_weights
 from jkv.model.decoder import forward, unembed
 from jkv.model.families import FAMILIES
-from jkv.model.params import ModelConfig, RopeScaling, weight_shapes
+from jkv.model.params import ModelConfig
+from jkv.model.rope_scaling import RopeScaling
 from jkv.model.rotary import rotary_frequency
+from jkv.model.weight_shapes import weight_shapes
+from jkv.replay.columns import dense_columns
+from jkv.replay.score import hidden_states
 from jkv.tasks import vocabulary
+from tests.support import gemma, glm, learned_sinks, olmo3, recurrent
 
 GOLDEN = Path(__file__).parents[1] / "support" / "golden"
 CASES = ("llama_scaled", "llama_tied", "qwen2", "qwen3", "phi3")
@@ -59,7 +64,28 @@ CONFIGS = {  # every family, and every feature of the configuration at least onc
     ),
     "qwen3-window": dataclasses.replace(SMALL, family="qwen3", qk_norm=True, window=64, window_layers=(1,)),
     "qwen3-experts": dataclasses.replace(SMALL, family="qwen3_moe", qk_norm=True, num_experts=4, num_active_experts=2),
+    "glm": glm.CONFIG,
+    "glm-air": dataclasses.replace(
+        glm.CONFIG, qk_norm=False, num_expert_groups=1, num_active_groups=1, route_scale=1.0, num_dense_layers=0, dense_width=0
+    ),
+    "gpt-oss": dataclasses.replace(learned_sinks.CONFIG, head_size=16, vocab_size=96, window=0, window_layers=()),
+    "gpt-oss-yarn": dataclasses.replace(
+        learned_sinks.CONFIG,
+        window=64,
+        rope_scaling=RopeScaling("yarn", 8.0, 1.0, 1.0, 512, 2.0, 1.0, 1.5, False),
+        rope_theta=100.0,
+    ),
     "mistral": dataclasses.replace(SMALL, family="mistral", head_size=16),
+    "olmo3": olmo3.CONFIG,
+    "olmo3-full": dataclasses.replace(olmo3.CONFIG, window=0, window_layers=(), window_theta=None, window_scaling=None),
+    "gemma3": gemma.GEMMA3,
+    "gemma3-full": dataclasses.replace(
+        gemma.GEMMA3, window=0, window_layers=(), window_theta=None, window_scaling=None, attention_scale=0.0
+    ),
+    "gemma4": gemma.GEMMA4,
+    "gemma4-equal": dataclasses.replace(gemma.GEMMA4, window_head_size=0, window_kv_heads=0, keys_are_values=False),
+    "gemma4-experts": gemma.EXPERTS,
+    "gemma4-sharing": gemma.SHARING,
     "phi3-longrope": dataclasses.replace(
         SMALL,
         family="phi3",
@@ -68,6 +94,18 @@ CONFIGS = {  # every family, and every feature of the configuration at least onc
             "longrope", original_max_position=32, attention_factor=1.25, short_factor=(1.0, 2.0), long_factor=(1.5, 9.0)
         ),
     ),
+    "qwen3_5": recurrent.CONFIG,
+    "qwen3_5_moe": dataclasses.replace(
+        recurrent.CONFIG,
+        family="qwen3_5_moe_text",
+        num_experts=4,
+        num_active_experts=2,
+        normalises_experts=True,
+        mlp_width=16,
+        shared_width=24,
+        gates_shared=True,
+    ),
+    "qwen3_5-all-rotated": dataclasses.replace(recurrent.CONFIG, rotary_size=0, state_layers=(1, 2, 3), end_ids=(3,)),
     "smollm3": dataclasses.replace(SMALL, family="smollm3", tie_embeddings=True, layers_without_rope=(1,)),
     "phi3-all-heads": dataclasses.replace(SMALL, family="phi3", num_kv_heads=4, norm_epsilon=1e-5),
     "phi3-partial": dataclasses.replace(SMALL, family="phi3", rotary_size=4, tie_embeddings=True),
@@ -92,6 +130,8 @@ def dense_logits(params, tokens):
 
 @jax.jit
 def dense_forward(params, tokens):
+    if params.config.unpaged_layers or params.config.has_sinks:  # what `dense_attention` has not
+        return unembed(params, hidden_states(params, tokens, dense_columns(params.config, *tokens.shape)))
     hidden, _ = forward(params, tokens, jnp.arange(tokens.shape[1])[None], dense_attention, None)
     return unembed(params, hidden)
 
@@ -330,7 +370,11 @@ REFUSED = {
     "rope-of-fewer-layers": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must have an entry for each of the 2.*got 1"),
     "half-rotated": ("smollm3", {"no_rope_layers": [1, 2]}, "no_rope_layers must be"),
     "window-smollm3": ("smollm3", {"use_sliding_window": True, "sliding_window": 64, "no_rope_layers": [0, 0]}, "in all of"),
-    "unknown-rope": ("llama", {"rope_scaling": {"rope_type": "banana"}}, "RoPE.*default, linear, llama3, yarn.*banana"),
+    "unknown-rope": (
+        "llama",
+        {"rope_scaling": {"rope_type": "banana"}},
+        "RoPE.*default, linear, llama3, longrope, yarn.*banana",
+    ),
     "half-a-rope": ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
     "wrong-type": ("llama", {"vocab_size": "96"}, "vocab_size.*int"),
 }
@@ -649,7 +693,7 @@ SHARDED = """
 import sys, jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jkv
-from jkv.model.params import leaf_name
+from jkv.model.weight_shapes import leaf_name
 
 golden, folder = sys.argv[1:]
 devices = np.array(jax.devices())

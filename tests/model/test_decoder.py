@@ -22,13 +22,15 @@ def golden(request):
 
 
 # Neither pages nor the steps of a chunk know the family: what compiles anew for them is run on some families only.
+LIKE_ANOTHER = ("gemma4", "gemma4_moe", "glm4_moe_air", "llama_tied", "phi3_longrope", "qwen3_window", "qwen3_yarn")
 WITH_PAGES = [
-    *((case, 4) for case in CASES),
+    *(pytest.param(case, 4, marks=pytest.mark.slow if case in LIKE_ANOTHER else ()) for case in CASES),
     *(pytest.param(case, 16, marks=() if case == "qwen3" else pytest.mark.slow) for case in CASES),
 ]
 IN_CHUNKS = [pytest.param(case, marks=() if case in ("llama_scaled", "phi3") else pytest.mark.slow) for case in CASES]
 
 
+@pytest.mark.tested("64 decode steps")
 @pytest.mark.parametrize(("golden", "page_size"), WITH_PAGES, indirect=["golden"])
 def test_logits_of_64_decode_steps_through_the_pool_match(golden, page_size):
     model, reference = golden
@@ -43,6 +45,7 @@ def test_logits_of_64_decode_steps_through_the_pool_match(golden, page_size):
     assert engine.result(ticket).tokens[0].tolist() == reference["greedy"].tolist()
 
 
+@pytest.mark.tested("prompt")
 @pytest.mark.parametrize("piece", [16, 5])
 def test_logits_of_every_prompt_position_through_the_pool_match(golden, piece):
     model, reference = golden
@@ -54,7 +57,7 @@ def test_logits_of_every_prompt_position_through_the_pool_match(golden, piece):
         count = len(prompt[start : start + piece])
         tokens[0, :count] = prompt[start : start + piece]
         row = np.asarray([1], np.int32), tokens, np.asarray([count], np.int32)
-        state, hidden, _ = programs.prefill_chunk(model.params, state, *row)
+        state, hidden, *_ = programs.prefill_chunk(model.params, state, *row)
         logits.append(decoder.unembed(model.params, hidden[0, :count]))
     np.testing.assert_allclose(np.concatenate(logits), reference["prompt_logits"], atol=1e-4)
 

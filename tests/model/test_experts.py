@@ -4,6 +4,7 @@ Parity with transformers is in `test_decoder.py` (the golden checkpoint `qwen3_m
 """
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -14,54 +15,78 @@ import pytest
 
 import jkv
 from jkv.model import experts
-from jkv.model.params import Experts, LowRank, init_params, weight_shapes
+from jkv.model.params import Experts, LowRank
+from jkv.model.weight_shapes import init_params, weight_shapes
 from jkv.testing import TINY, adapted
 from tests.model.test_decoder import GOLDEN
 
 SETTING = {"family": "qwen3_moe", "qkv_bias": False, "qk_norm": True, "tie_embeddings": False, "mlp_width": 16}
 MIXED = dataclasses.replace(TINY, **SETTING, num_experts=8, num_active_experts=3, normalises_experts=True)
+BOUNDED = dataclasses.replace(MIXED, expert_bias=True, swiglu_limit=0.7, swiglu_alpha=1.702)
 WAYS = {"by_token": experts.by_token, "by_all": experts.by_all, "in_blocks": experts.in_blocks, "by_expert": experts.by_expert}
 
 
-def expected_of(config, weights, token):
-    """Token by token and expert by expert, in float64."""
+def expected_of(config, weights, token, with_biases=False):
+    """Token by token and expert by expert, in float64; `with_biases` adds those of the last products."""
     router, gate, up, down = (np.asarray(x, np.float64) for x in (weights.router, weights.gate, weights.up, weights.down))
+    biases = [np.asarray(0 if x is None else x, np.float64) for x in (weights.router_bias, weights.gate_bias, weights.up_bias)]
+    of_router, of_gate, of_up = (
+        np.broadcast_to(x, shape) for x, shape in zip(biases, (len(gate), gate.shape[:2], gate.shape[:2]), strict=True)
+    )
     out = np.zeros(token.shape, np.float64)
     for i, x in enumerate(np.asarray(token, np.float64)):
-        logits = x @ router
+        logits = x @ router + of_router
         prob = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
         chosen = np.argsort(-prob, kind="stable")[: config.num_active_experts]
         total = prob[chosen].sum() if config.normalises_experts else 1.0
         for e in chosen:
-            a = gate[e] @ x
-            out[i] += prob[e] / total * ((a / (1 + np.exp(-a)) * (up[e] @ x)) @ down[e])
+            a, b = gate[e] @ x + of_gate[e], up[e] @ x + of_up[e]
+            if config.swiglu_limit:
+                a, b = np.minimum(a, config.swiglu_limit), np.clip(b, -config.swiglu_limit, config.swiglu_limit) + 1
+            out[i] += prob[e] / total * ((a / (1 + np.exp(-config.swiglu_alpha * a)) * b) @ down[e])
+            if with_biases and weights.down_bias is not None:
+                out[i] += prob[e] / total * np.asarray(weights.down_bias[e], np.float64)
     return out
 
 
 def drawn(config, num_tokens, seed=0):
     shapes = weight_shapes(config).layers[0].experts
-    keys = jax.random.split(jax.random.key(seed), 5)
-    weights = Experts(
-        *(jax.random.normal(key, x.shape) * 0.3 for key, x in zip(keys[:4], jax.tree.leaves(shapes), strict=True))
-    )
-    return weights, jax.random.normal(keys[4], (num_tokens, config.width))
+    leaves = jax.tree.leaves(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves) + 1)
+    weights = Experts(*(jax.random.normal(key, x.shape) * 0.3 for key, x in zip(keys[:-1], leaves, strict=True)))
+    return weights, jax.random.normal(keys[-1], (num_tokens, config.width))
+
+
+def way_of(name, config):
+    return functools.partial(WAYS[name], gating=experts.Gating(config.swiglu_limit, config.swiglu_alpha))
 
 
 @pytest.mark.parametrize("normalises", [True, False])
+@pytest.mark.parametrize("base", [MIXED, BOUNDED], ids=["plain", "bounded"])
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_gives_the_weighted_sum_of_the_chosen_experts(way, normalises, monkeypatch):
+def test_each_way_gives_the_weighted_sum_of_the_chosen_experts(way, base, normalises, monkeypatch):
     monkeypatch.setattr(experts, "BLOCK", 8)
-    config = dataclasses.replace(MIXED, normalises_experts=normalises)
+    config = dataclasses.replace(base, normalises_experts=normalises)
     weights, token = drawn(config, 21)
-    out = WAYS[way](token, *experts.route(config, weights.router, token), weights)
+    out = way_of(way, config)(token, *experts.route(config, weights, token), weights)
     np.testing.assert_allclose(out, expected_of(config, weights, token), atol=1e-5)
 
 
+@pytest.mark.parametrize("config", [MIXED, BOUNDED], ids=["plain", "bounded"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 600])
-def test_the_number_of_tokens_chooses_the_way_and_not_the_result(num_tokens):
-    weights, token = drawn(MIXED, num_tokens, seed=1)
-    out = experts.mixture(MIXED, weights, token[None])
-    np.testing.assert_allclose(out[0], expected_of(MIXED, weights, token), atol=1e-5)
+def test_the_number_of_tokens_chooses_the_way_and_not_the_result(num_tokens, config):
+    weights, token = drawn(config, num_tokens, seed=1)
+    out, of_biases, _ = experts.mixture(config, weights, token[None])
+    assert (of_biases is None) == (config == MIXED)
+    whole = out if of_biases is None else out + of_biases
+    np.testing.assert_allclose(whole[0], expected_of(config, weights, token, with_biases=True), atol=1e-5)
+
+
+def test_a_limit_of_gates_and_ups_is_reached():
+    weights, token = drawn(BOUNDED, 5)
+    wide = dataclasses.replace(BOUNDED, swiglu_limit=1e6)
+    outs = [np.asarray(experts.mixture(config, weights, token[None])[0]) for config in (BOUNDED, wide)]
+    assert np.abs(outs[0] - outs[1]).max() > 0.1
 
 
 def test_an_expert_that_no_token_chooses_and_one_that_all_choose():
@@ -69,18 +94,19 @@ def test_an_expert_that_no_token_chooses_and_one_that_all_choose():
     router = weights.router.at[:, 0].set(0).at[:, 1].set(0)
     token = jnp.abs(token)
     weights = weights.replace(router=router.at[:, 2:].set(-1.0).at[:, 7].set(1.0))
-    expert = experts.route(MIXED, weights.router, token)[1]
+    expert = experts.route(MIXED, weights, token)[1]
     assert {7, 0, 1} == set(np.unique(expert).tolist())
     expected = expected_of(MIXED, weights, token)
     for way in WAYS.values():
-        np.testing.assert_allclose(way(token, *experts.route(MIXED, weights.router, token), weights), expected, atol=1e-5)
+        np.testing.assert_allclose(way(token, *experts.route(MIXED, weights, token), weights), expected, atol=1e-5)
 
 
-def test_gradients_are_those_of_every_way():
-    weights, token = drawn(MIXED, 6)
+@pytest.mark.parametrize("config", [MIXED, BOUNDED], ids=["plain", "bounded"])
+def test_gradients_are_those_of_every_way(config):
+    weights, token = drawn(config, 6)
 
     def loss(way, weights):
-        return jnp.sum(jnp.sin(WAYS[way](token, *experts.route(MIXED, weights.router, token), weights)))
+        return jnp.sum(jnp.sin(way_of(way, config)(token, *experts.route(config, weights, token), weights)))
 
     of_all, *others = (jax.grad(lambda weights, way=way: loss(way, weights))(weights) for way in WAYS)
     for other in others:
@@ -91,29 +117,6 @@ def test_gradients_are_those_of_every_way():
 @pytest.fixture(scope="module")
 def mixed():
     return jkv.Model(init_params(MIXED, jax.random.key(0), scale=0.3))
-
-
-@pytest.mark.everyday(where=lambda policy: policy.name == "r_kv")
-@pytest.mark.parametrize(
-    "policy", [jkv.full(), jkv.r_kv(budget=16, interval=8, window=4), jkv.h2o(budget=16)], ids=lambda p: p.name
-)
-def test_rows_replay_exactly_and_do_not_depend_on_each_other(mixed, policy):
-    prompts = [[5, 1, 9], [3, 7] * 10 + [1], [2]]
-    settings = {
-        "policy": policy,
-        "max_new_tokens": 32,
-        "sampling": jkv.Sampling(seed=3),
-        "stop_ids": (),
-        "page_size": 4,
-        "return_trace": True,
-    }
-    out = jkv.generate(mixed, prompts, progress=False, **settings)
-    apart = np.abs(jkv.score(mixed, out, out.trace).logprobs - out.logprobs)
-    assert apart.max() <= 1e-4
-    greedy = settings | {"sampling": jkv.Sampling(temperature=0.0)}
-    together = jkv.generate(mixed, prompts, progress=False, **greedy)
-    alone = [jkv.generate(mixed, [prompt], progress=False, **greedy).tokens[0] for prompt in prompts]
-    np.testing.assert_array_equal(together.tokens, alone)
 
 
 def test_attention_takes_adapters_and_experts_take_none(mixed):

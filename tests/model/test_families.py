@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import jkv
 from jkv.model import checkpoint
 from jkv.model.families import FAMILIES, find_family
-from jkv.model.params import init_params
+from jkv.model.weight_shapes import init_params
 from jkv.testing import TINY
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ import pytest
 
 import jkv
 from jkv.model.chat_template import render_chats
-from jkv.model.checkpoint import tensor_parts
-from jkv.model.params import named_leaves
+from jkv.model.checkpoint_tensors import tensor_parts
+from jkv.model.weight_shapes import named_leaves
 
 pytestmark = pytest.mark.slow
 CHATS = [

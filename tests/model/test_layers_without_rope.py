@@ -13,9 +13,9 @@ import pytest
 import jkv
 import pallas_kernels as kernels
 from jkv.engine import programs
-from jkv.model.params import init_params
 from jkv.model.rope import rope_of, unrotate
 from jkv.model.rotary import rotary_frequency
+from jkv.model.weight_shapes import init_params
 from jkv.testing import TINY, random_statistics
 
 HALF = dataclasses.replace(TINY, family="smollm3", qkv_bias=False, layers_without_rope=(1,))
@@ -28,26 +28,10 @@ def model_of(config):
     return jkv.Model(init_params(config, jax.random.key(1), scale=0.3))
 
 
-def policies():
-    statistics = random_statistics(model_of(HALF))
-    return {
-        "full": jkv.full(),
-        "r_kv": jkv.r_kv(budget=24, interval=8),
-        "moved-sinks": jkv.streaming_llm(budget=20, sinks=4, interval=8, positions="cache"),
-        "tri_attention": jkv.tri_attention(budget=24, interval=8, statistics=statistics),
-        "expected_attention": jkv.expected_attention(budget=24, interval=8, num_queries=8),
-        "quest": jkv.quest(budget=16),
-    }
-
-
-@pytest.mark.everyday(where=lambda name: name not in ("full", "quest"))
-@pytest.mark.parametrize("name", policies())
-def test_replay_gives_the_log_probabilities(name):
+def test_a_replay_with_rope_in_all_layers_differs():
     model = model_of(HALF)
     sampling = jkv.Sampling(seed=1)
-    out = jkv.generate(model, PROMPTS, policy=policies()[name], return_trace=True, sampling=sampling, **KNOBS)
-    replayed = np.asarray(jkv.score(model, out, trace=out.trace).logprobs)
-    assert np.percentile(np.abs(replayed - out.logprobs), 99) <= 1e-5
+    out = jkv.generate(model, PROMPTS, return_trace=True, sampling=sampling, **KNOBS)
     rotated = dataclasses.replace(model, params=model.params.replace(config=dataclasses.replace(HALF, layers_without_rope=())))
     assert np.abs(np.asarray(jkv.score(rotated, out, trace=out.trace).logprobs) - out.logprobs).max() > 1e-3
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.model.params import init_params
 from jkv.model.sampling import log_distribution, rows_of
+from jkv.model.weight_shapes import init_params
 from jkv.testing import TINY
 
 PROMPT = [1, 7, 3, 30]

@@ -10,7 +10,8 @@ import pytest
 import jkv
 from jkv.engine.timing import COMPILING
 from jkv.model import decoder
-from jkv.model.params import LowRank, fold, init_params, named_leaves, weight_shapes
+from jkv.model.params import LowRank, fold
+from jkv.model.weight_shapes import init_params, named_leaves, weight_shapes
 from jkv.testing import TINY, adapted, unfolded
 
 UNTIED = dataclasses.replace(TINY, tie_embeddings=False, qk_norm=True)
@@ -48,6 +49,7 @@ WITH_POLICIES = [
 ]
 
 
+@pytest.mark.everyday(where=lambda pair, policy: pair == "both")
 @pytest.mark.parametrize(("pair", "policy"), WITH_POLICIES, indirect=["pair"])
 def test_every_form_gives_the_tokens_and_log_probabilities_of_the_plain_weights(pair, policy):
     given, plain = pair

@@ -17,9 +17,10 @@ from jaxtyping import Array, Float, Int
 from jkv.engine import mesh, programs
 from jkv.engine.chunk_inputs import Needs, empty_state
 from jkv.engine.programs import ChunkInputs, State
-from jkv.model.params import ModelConfig, weight_shapes
+from jkv.model.params import ModelConfig
+from jkv.model.sharding import EXPERTS, SPLIT, SPLIT_WEIGHTS, leaf_hints, letters_of, spec_of, specs_of
 from jkv.model.sharding import P as Spec
-from jkv.model.sharding import leaf_hints, letters_of, spec_of, specs_of
+from jkv.model.weight_shapes import weight_shapes
 from jkv.testing import TINY, adapted, unfolded
 
 ROOT = Path(__file__).parents[2]
@@ -33,28 +34,33 @@ def one():
 
 
 @pytest.mark.parametrize(
-    ("letters", "is_weight", "spec"),
+    ("letters", "split", "spec"),
     [
-        ("", False, Spec()),
-        ("L B K MP", False, Spec(None, None, "tensor")),
-        ("P 2 page H", False, Spec("tensor")),
-        ("L B W N H", False, Spec(None, None, None, "tensor")),
-        ("L B K MP*page", False, Spec(None, None, "tensor")),
-        ("B V", False, Spec()),  # logits are gathered
-        ("D V", True, Spec(None, "tensor")),
-        ("V D", True, Spec("tensor")),
-        ("D N*H", True, Spec(None, "tensor")),
-        ("F D", True, Spec("tensor")),
-        ("D", True, Spec()),
+        ("", SPLIT, Spec()),
+        ("L B K MP", SPLIT, Spec(None, None, "tensor")),
+        ("P 2 page H", SPLIT, Spec("tensor")),
+        ("L B W N H", SPLIT, Spec(None, None, None, "tensor")),
+        ("L B K MP*page", SPLIT, Spec(None, None, "tensor")),
+        ("B V", SPLIT, Spec()),  # logits are gathered
+        ("D V", SPLIT_WEIGHTS, Spec(None, "tensor")),
+        ("V D", SPLIT_WEIGHTS, Spec("tensor")),
+        ("D N*H", SPLIT_WEIGHTS, Spec(None, "tensor")),
+        ("F D", SPLIT_WEIGHTS, Spec("tensor")),
+        ("D", SPLIT_WEIGHTS, Spec()),
+        ("X F D", SPLIT_WEIGHTS, Spec(None, "tensor")),
+        ("X F D", SPLIT_WEIGHTS | {EXPERTS}, Spec("tensor")),
+        ("X D", SPLIT_WEIGHTS | {EXPERTS}, Spec("tensor")),
+        ("F D", SPLIT_WEIGHTS | {EXPERTS}, Spec("tensor")),  # of a shared block
+        ("D choices", SPLIT_WEIGHTS | {EXPERTS}, Spec()),
     ],
 )
-def test_letters_decide_how_an_array_is_split(letters, is_weight, spec):
-    assert spec_of(letters, is_weight) == spec
+def test_letters_decide_how_an_array_is_split(letters, split, spec):
+    assert spec_of(letters, split) == spec
 
 
 @pytest.mark.parametrize("letters", ["B Q", "...", "*B V", "H*N D", "B N*Q"])
 def test_an_unknown_axis_is_refused(letters):
-    with pytest.raises(ValueError, match=r"must be one of B, D, .* or a number"):
+    with pytest.raises(ValueError, match=r"must be one of A, B, D, .* or a number"):
         spec_of(letters)
 
 

@@ -83,7 +83,7 @@ def test_replay_is_exact_and_a_push_one_token_late_is_not(talker):
     replayed = np.asarray(jkv.score(talker, out, trace=out.trace).logprobs)
     assert np.abs(replayed - out.logprobs).max() <= 1e-4
     late = out.trace.steer._replace(amount=np.roll(out.trace.steer.amount, 1, axis=1))
-    difference = np.abs(np.asarray(jkv.score(talker, out, trace=out.trace._replace(steer=late)).logprobs) - out.logprobs)
+    difference = np.abs(np.asarray(jkv.score(talker, out, trace=out.trace.replace(steer=late)).logprobs) - out.logprobs)
     assert difference[0].max() > 1e-3
     assert difference[1].max() <= 1e-4
     alone = jkv.generate(talker, [7, 8], policy=policies[1], sampling=SAMPLING, max_running=4, **KNOBS)

@@ -15,13 +15,16 @@ from jax.sharding import Mesh
 import jkv
 from jkv.engine import chunk_inputs, mesh, programs
 from jkv.engine.timing import COMPILING
-from jkv.model.params import init_params
+from jkv.model.eight_bits import quantise_weights
 from jkv.model.sampling import rows_of
+from jkv.model.weight_shapes import init_params
 from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteeringVector
 from jkv.testing import TINY, adapted, random_gate, random_statistics, tiny_model, unfolded
 from tests.cache.test_pool import assert_allocator_is_consistent
+from tests.support import gemma, glm, learned_sinks, olmo3, recurrent
+from tests.support.learned_sinks import with_random_vectors
 from tests.support.mixes import LOOSE, BreakingTokenizer
 
 CONFIG = dataclasses.replace(TINY, num_query_heads=16, num_kv_heads=8)
@@ -58,7 +61,7 @@ MESHES = {4: tuple(REQUESTS), 8: tuple(REQUESTS), 2: ("forked", "r_kv", "skip_kv
 
 
 def marks_of(count):
-    return () if count == 4 else pytest.mark.slow
+    return () if count == 2 else pytest.mark.slow
 
 
 meshes = pytest.mark.parametrize("count", [pytest.param(count, marks=marks_of(count)) for count in MESHES])
@@ -126,7 +129,8 @@ def part_of(block_table, num_shards, index):
 
 @pytest.fixture(scope="module")
 def on_one_device(model):
-    return play(model, None, tuple(REQUESTS))
+    """Number of devices -> the result of the same requests on one."""
+    return functools.cache(lambda count: play(model, None, MESHES[count]))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,7 @@ def on_devices(model):
     ("count", "name"), [pytest.param(count, name, marks=marks_of(count)) for count, names in MESHES.items() for name in names]
 )
 def test_a_mesh_changes_no_token(on_one_device, on_devices, count, name):
-    one, many = on_one_device[0][name], on_devices(count)[0][name]
+    one, many = on_one_device(count)[0][name], on_devices(count)[0][name]
     np.testing.assert_array_equal(many.tokens, one.tokens)
     np.testing.assert_allclose(many.logprobs, one.logprobs, atol=1e-4)
     for field in ("source", "begin", "end"):  # which tokens each head read and evicted
@@ -163,27 +167,27 @@ def test_shards_whose_heads_hold_unequal_numbers_of_slots_never_run_out_of_pages
 
 @meshes
 def test_the_pages_of_all_shards_are_freed(on_one_device, on_devices, count):
-    (_, one, _), (_, many, _) = on_one_device, on_devices(count)
+    (_, one, _), (_, many, _) = on_one_device(count), on_devices(count)
     assert one.num_pages % count > 0
     assert many.num_pages == one.num_pages // count * count
     assert np.asarray(many.runner.state.cache.pool.free_top).tolist() == [many.num_pages // count] * count
     assert many.stats.preemptions > 0
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+@meshes
 def test_all_shards_count_as_one_pool(on_one_device, on_devices, count):
-    (_, one, _), (_, many, _) = on_one_device, on_devices(count)
+    (_, one, _), (_, many, _) = on_one_device(count), on_devices(count)
     for field in ("preemptions", "forks", "prefills", "steps", "peak_kv_bytes", "kv_bytes", "dense_kv_bytes"):
         assert getattr(many.stats, field) == getattr(one.stats, field) > 0, field
     assert many.stats.sharing.shared == one.stats.sharing.shared > 0
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+@meshes
 def test_a_mesh_compiles_programs_no_more_often(on_one_device, on_devices, count):
-    assert on_devices(count)[2] == on_one_device[2]
+    assert on_devices(count)[2] == on_one_device(count)[2]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
+@meshes
 def test_weights_and_pages_are_split_evenly(on_devices, count):
     _, engine, _ = on_devices(count)
     num_shards, layer, pool = engine.mesh.size, engine.model.params.layers[0], engine.runner.state.cache.pool
@@ -226,6 +230,26 @@ def test_quantised_pages_are_split_with_their_scales(model, name, kv_dtype):
     assert one.stats.peak_kv_bytes == split.stats.peak_kv_bytes
 
 
+@pytest.mark.parametrize("num_experts", [0, 4])
+def test_codes_of_weights_are_split_with_their_scales(num_experts):
+    config = dataclasses.replace(UNTIED, num_experts=num_experts, num_active_experts=min(num_experts, 2))
+    params = quantise_weights(init_params(config, jax.random.key(2), scale=0.3), "int8")
+
+    def tokens_on(on):
+        engine = jkv.Engine(params, max_running=2, max_slots=MAX_SLOTS, page_size=PAGE_SIZE, mesh=on)
+        ticket = engine.submit(LONG, max_new_tokens=24, stop_ids=())
+        engine.run()
+        return engine, engine.result(ticket).tokens.tolist()
+
+    _, expected = tokens_on(None)
+    engine, found = tokens_on(devices_of(4))
+    assert found == expected
+    layer = engine.model.params.layers[0]
+    matrices = [layer.query, *([layer.experts.down] if num_experts else [layer.gate])]
+    for leaf in jax.tree.leaves(matrices):
+        assert leaf.addressable_shards[0].data.size * 4 == leaf.size
+
+
 def test_weights_with_adapters_or_unfolded_shapes_are_split_too(model):
     params = adapted(unfolded(init_params(UNTIED, jax.random.key(2), scale=0.3)))
 
@@ -247,7 +271,7 @@ def test_weights_with_adapters_or_unfolded_shapes_are_split_too(model):
 
 
 def test_each_expert_is_split_by_its_width():
-    config = dataclasses.replace(CONFIG, num_experts=4, num_active_experts=2, normalises_experts=True)
+    config = dataclasses.replace(CONFIG, num_experts=4, num_active_experts=2, normalises_experts=True, whole_experts=False)
     params, settings = init_params(config, jax.random.key(4), scale=0.3), {"max_running": 2, "max_slots": MAX_SLOTS}
 
     def tokens_on(on):
@@ -416,14 +440,44 @@ def test_a_plan_counts_the_bytes_of_each_device(model, count):
         assert held(engine.runner.state) == plan.own.state_bytes
 
 
-def test_windows_are_split_with_the_heads():
-    config = dataclasses.replace(CONFIG, num_layers=4, window=6, window_layers=(0, 2))
-    model = tiny_model(config=config, tokenizer=BreakingTokenizer())
+WINDOWED = tiny_model(config=dataclasses.replace(CONFIG, num_layers=4, window=6, window_layers=(0, 2)))
+SUNK = with_random_vectors(tiny_model(config=dataclasses.replace(learned_sinks.CONFIG, num_query_heads=16, num_kv_heads=8)))
+
+
+OLMO = olmo3.with_random_norms(tiny_model(config=dataclasses.replace(olmo3.CONFIG, num_query_heads=16, num_kv_heads=8)))
+
+MIXED = gemma.random_model(dataclasses.replace(gemma.EXPERTS, num_query_heads=16, num_kv_heads=4, window_kv_heads=8))
+SHARED = gemma.random_model(dataclasses.replace(gemma.SHARING, num_query_heads=16, num_kv_heads=8))
+GEMMA = gemma.random_model(dataclasses.replace(gemma.GEMMA4, num_query_heads=16, num_kv_heads=4, window_kv_heads=8))
+
+GLM = glm.with_random_biases(tiny_model(config=dataclasses.replace(glm.CONFIG, num_query_heads=16, num_kv_heads=8)))
+RECURRENT = recurrent.recurrent_model(
+    dataclasses.replace(
+        recurrent.CONFIG,
+        num_query_heads=16,
+        num_kv_heads=8,
+        delta_net=dataclasses.replace(recurrent.SIZES, num_key_heads=4, num_value_heads=8),
+    )
+)
+
+
+@pytest.mark.everyday(where=lambda tiny: tiny is SUNK or tiny is RECURRENT)
+@pytest.mark.parametrize(
+    "tiny",
+    [WINDOWED, SUNK, OLMO, GEMMA, MIXED, SHARED, GLM, RECURRENT],
+    ids=[
+        *("windows", "learned-sinks", "norms-over-all-heads", "heads-by-group", "experts-beside", "layers-that-share"),
+        *("shared-block", "recurrent-states"),
+    ],
+)
+def test_windows_learned_sinks_norms_over_all_heads_and_states_are_split_with_the_heads(tiny):
+    model = dataclasses.replace(tiny, tokenizer=BreakingTokenizer())
+    policies = {"r_kv": REQUESTS["r_kv"]["policy"], "h2o": REQUESTS["h2o"]["policy"]}
 
     def outcome(on):
         settings = {"max_running": 2, "max_slots": 64, "page_size": PAGE_SIZE, "num_pages": 2 * ROW, "mesh": on}
-        engine = jkv.Engine(model, policies=[REQUESTS["r_kv"]["policy"]], return_trace=True, poison=True, **settings)
-        names = "full", "forked", "r_kv"
+        engine = jkv.Engine(model, policies=list(policies.values()), return_trace=True, poison=True, **settings)
+        names = "full", "forked", *policies
         tickets = [engine.submit(**REQUESTS[name], max_new_tokens=22, stop_ids=()) for name in names]
         engine.step()
         engine.sleep()
@@ -437,3 +491,9 @@ def test_windows_are_split_with_the_heads():
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
         params = jkv.shard(model.params, on)
         np.testing.assert_allclose(jkv.score(params, other, other.trace).logprobs, other.logprobs, atol=1e-4)
+
+
+def test_a_mesh_that_does_not_divide_the_heads_of_states_is_refused():
+    config = dataclasses.replace(recurrent.CONFIG, num_query_heads=16, num_kv_heads=8)
+    with pytest.raises(ValueError, match=r"delta_net\.num_key_heads=2 must be a multiple of the 4 devices"):
+        jkv.Engine(init_params(config, jax.random.key(0)), mesh=devices_of(4))

@@ -38,7 +38,7 @@ def model():
     return tiny_model(config=CONFIG, tokenizer=BreakingTokenizer())
 
 
-ALIKE = ("full", "moving-sinks")  # they are split as the others are
+ALIKE = ("full", "moving-sinks", "shared", "seal", "int8")  # they are split as the others are
 
 
 @pytest.fixture(
@@ -72,7 +72,18 @@ def test_scores_are_those_of_one_device(model, out):
             assert apart.max() <= 2e-2
     end = out.trace.end.copy()
     end[..., :3] = np.minimum(end[..., :3], 4)  # as if the first tokens had been evicted at once
-    assert np.abs(np.asarray(jkv.score(split, out, out.trace._replace(end=end)).logprobs) - wanted).max() > 1e-3
+    assert np.abs(np.asarray(jkv.score(split, out, out.trace.replace(end=end)).logprobs) - wanted).max() > 1e-3
+
+
+def test_packed_rows_are_split(model):
+    settings = {"sampling": jkv.Sampling(seed=3), "max_new_tokens": 40, "page_size": 4, "stop_ids": [2], "n": 2}
+    out = jkv.generate(model, PROMPTS, policy=POLICIES["r_kv"], return_trace=True, progress=False, **settings)
+    batch = make_batch(out, np.ones(len(out.tokens)), replay=True, pack=(8, 80))
+    wanted = np.asarray(log_probs(model.params, batch))
+    np.testing.assert_allclose(wanted[np.asarray(batch.mask)], np.asarray(batch.sampled)[np.asarray(batch.mask)], atol=1e-4)
+    for shape in SHAPES:
+        got = log_probs(jkv.shard(model.params, mesh_on(shape)), batch)
+        np.testing.assert_allclose(got, wanted, atol=2e-5)
 
 
 def test_the_loss_and_its_gradient_are_those_of_one_device(model, batch):

@@ -59,6 +59,90 @@ WINDOWS = {  # a prompt of 24 tokens leaves the window, and so do decode steps
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True}
+GPT_OSS = {  # the limit is low enough that it bounds many values
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 16,
+    "swiglu_limit": 1.25,
+    "rope_parameters": YARN | {"truncate": False},
+}
+OLMO3 = {  # RoPE of windows is another than that of full attention
+    "rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+    "head_dim": 16,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+GEMMA3 = {  # a scale of attention that is not the head size's, and RoPE of windows with another base than that of the others
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+}
+GEMMA4 = {  # two heads of 8 channels in windows, one of 16 in full attention, of whose 8 pairs 2 turn
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 6.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+    },
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+}
+QWEN3_5 = {  # key heads that serve two value heads each; a head of 16 channels rotates four
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "rope_parameters": PLAIN | {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "tie_word_embeddings": False,
+}
+QWEN3_5_EXPERTS = {  # a block beside the experts that is wider than they are
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 16}
+GEMMA4_SHARING = {  # the last two layers read the keys and values of the third and the second
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_global_key_value_heads": None,
+    "attention_k_eq_v": False,
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 96,
+}
+GLM = {  # one layer without experts; two of four groups are chosen from, and a scale that is not 1
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "rope_parameters": PLAIN | {"partial_rotary_factor": 0.5},
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1,
+    "attention_bias": True,
+    "use_qk_norm": True,
+}
+AIR = {"n_group": 1, "topk_group": 1, "use_qk_norm": False, "n_shared_experts": 1, "routed_scaling_factor": 1.0}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> family, configuration, how it is saved
     "llama_scaled": ("llama", {"eos_token_id": [94, 95], "rope_parameters": LLAMA3, "tie_word_embeddings": False}, {}),
     "llama_tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}, {}),
@@ -67,9 +151,19 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> fami
     "qwen3_yarn": ("qwen3", {"head_dim": 16, "rope_parameters": YARN, "tie_word_embeddings": False}, {}),
     "qwen3_window": ("qwen3", {"head_dim": 16, "use_sliding_window": True} | WINDOWS, {}),
     "qwen3_moe": ("qwen3_moe", {"head_dim": 16} | EXPERTS, {}),
+    "glm4_moe": ("glm4_moe", GLM, {}),
+    "glm4_moe_air": ("glm4_moe", GLM | AIR, {"dtype": "bfloat16"}),
+    "gpt_oss": ("gpt_oss", WINDOWS | GPT_OSS, {}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}, {}),
     "phi3_longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}, {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}, {}),
+    "olmo3": ("olmo3", WINDOWS | OLMO3, {}),
+    "qwen3_5": ("qwen3_5_text", QWEN3_5, {}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", QWEN3_5 | QWEN3_5_EXPERTS, {}),
+    "gemma3": ("gemma3_text", WINDOWS | GEMMA3, {}),
+    "gemma4": ("gemma4_text", WINDOWS | GEMMA4, {}),
+    "gemma4_moe": ("gemma4_text", WINDOWS | GEMMA4 | GEMMA4_EXPERTS, {}),
+    "gemma4_sharing": ("gemma4_text", WINDOWS | GEMMA4 | GEMMA4_SHARING, {}),
     "phi3": ("phi3", {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.5}, "tie_word_embeddings": False}, {}),
 }
 
@@ -82,15 +176,25 @@ def make_model(family: str, fields: dict[str, Any], seed: int, dtype: str) -> An
     torch.manual_seed(seed)
     config = AutoConfig.for_model(family, **TINY | fields)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    of_embedding = {"gemma3_text": 0.1, "gemma4_text": 0.19}.get(family, 0.4)  # which Gemma multiplies by the root of the width
+    of_matrix = {"qwen3_5_moe_text": 1.2}.get(family, 1.5)  # so that rounding does not grow over the layers with a state
     for name, weight in model.named_parameters():
         noise = torch.randn_like(weight)
         if "norm" in name:
-            drawn = 1.0 + 0.3 * noise
+            is_offset = family.startswith("qwen3_5") and "linear_attn" not in name  # by 1, in the model
+            drawn = (0.0 if is_offset else 1.0) + 0.3 * noise
+        elif "A_log" in name:
+            drawn = noise - 2  # states that halve in some five tokens
         elif weight.ndim == 1:
             drawn = 0.5 * noise
         else:
-            drawn = noise * (0.4 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5)
+            drawn = noise * (of_embedding if "embed" in name else of_matrix * weight.shape[-1] ** -0.5)
         weight.copy_(drawn.to(getattr(torch, dtype)))
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.copy_((0.7 + 0.6 * torch.rand_like(buffer)).to(getattr(torch, dtype)))
+        elif name.endswith("e_score_correction_bias"):  # about as large as the differences of the scores
+            buffer.copy_((0.2 * torch.randn_like(buffer)).to(getattr(torch, dtype)))
     return model
 
 

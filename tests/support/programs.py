@@ -1,5 +1,6 @@
 """The device programs, traced with shapes only, so that any target can compile them. Nothing is allocated or run."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,15 +19,17 @@ from jkv.engine import scheduler, sharer, swap
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.prefill import LARGE
 from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
-from jkv.model.params import ModelConfig, Params, weight_shapes
+from jkv.model.params import ModelConfig, Params
 from jkv.model.penalties import PenaltyRows
 from jkv.model.sampling import SamplingRows
+from jkv.model.weight_shapes import weight_shapes
 from jkv.policies import Evict, Needs
 from jkv.policies.gate_kinds import KVzapLinearGate
 from jkv.policies.learned_gate import GateValue
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteerRules
 from pallas_kernels.quantised import FORMATS, vector_bytes
+from pallas_kernels.sealed import SEALED
 
 DEEP = 28  # layers of the pool, even if fewer layers of the model are compiled
 NUM_ROWS = 32
@@ -106,8 +109,11 @@ def shapes_of(
     num_pages = DEEP * num_rows * config.num_kv_heads * max_pages
     if pool_gb is not None:
         num_pages = int(pool_gb * 1e9) // (2 * page_size * vector_bytes(config.head_size, dtype, FORMATS.get(kv_dtype)))
+    kv_format = FORMATS.get(kv_dtype)
+    if kv_dtype in SEALED:
+        kv_format = dataclasses.replace(SEALED[kv_dtype], page=page_size)
     sizes = {"num_rows": num_rows, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
-    state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype, kv_format=FORMATS.get(kv_dtype)))
+    state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype, kv_format=kv_format))
     weights = jax.eval_shape(layout, weight_shapes(config, dtype))
     params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weights, state))
     return Shapes(params, state, leaf)
@@ -120,6 +126,7 @@ def decode(
     returns_hidden: bool = False,
     draws: str = "sampled",
     penalises: bool = False,
+    returns_experts: bool = False,
 ) -> Any:
     """A chunk of decode steps."""
     leaf, rows = shapes.leaf, shapes.state.logits.shape[0]
@@ -150,13 +157,15 @@ def decode(
     alive = leaf(rows, dtype=bool)  # as an engine that runs a chunk ahead passes it
     inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, steer, align, alive, None, is_prompted)
     options = {"num_steps": scheduler.CHUNKS[0], "draws": draws, "returns_hidden": returns_hidden, "gate": gate_of(shapes)}
+    options["returns_experts"] = returns_experts
     return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options, generated=generated)
 
 
-def prefill(shapes: Shapes, num_tokens: int = LARGE) -> Any:
+def prefill(shapes: Shapes, num_tokens: int = LARGE, returns_experts: bool = False) -> Any:
     """The largest chunk of a prompt."""
     token = shapes.leaf(1, num_tokens)
-    return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1), gate_of(shapes))
+    arguments = shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1), gate_of(shapes)
+    return device.prefill_chunk.trace(*arguments, returns_experts=returns_experts)
 
 
 def gate_of(shapes: Shapes) -> KVzapLinearGate | None:

@@ -3,15 +3,37 @@
 To add a family whose layers `jkv.model.decoder` can compute, write its `Family` in a file here and add it to `FAMILIES`.
 """
 
-from jkv.model.families import llama, mistral, phi3, qwen2, qwen3, qwen3_moe, smollm3
+from jkv.model.families import (
+    gemma3,
+    gemma4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    smollm3,
+)
 from jkv.model.family import Family
 
 FAMILIES: dict[str, Family] = {  # by `model_type` of config.json
     "llama": llama.FAMILY,
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen3_5_text": qwen3_5.FAMILY,
+    "qwen3_5_moe_text": qwen3_5_moe.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "gemma3_text": gemma3.FAMILY,
+    "gemma4_text": gemma4.FAMILY,
+    "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
     "mistral": mistral.FAMILY,
+    "olmo3": olmo3.FAMILY,
     "phi3": phi3.FAMILY,
     "smollm3": smollm3.FAMILY,
 }

@@ -1,0 +1,61 @@
+"""Matrices in other forms than one array, and the weights of experts; `jkv.model.params` has the records that hold them."""
+
+from typing import Annotated, Any
+
+import flax.struct
+import jax.numpy as jnp
+
+
+class Codes(flax.struct.PyTreeNode):
+    """A matrix in 8 bits, `code * scale`: see `jkv.model.eight_bits`.
+
+    It may replace any matrix that `LowRank` may, with a scale for each output, and those of `Experts`, [X, F, D], with a scale
+    for each of an expert's F values: an output of `gate` and `up`, an input of `down`.
+    """
+
+    code: Any  # [in, out] or [X, F, D], int8 or float8_e4m3fn
+    scale: Any  # [out] or [X, F] float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix."""
+        return tuple(self.code.shape)
+
+    @property
+    def size(self) -> int:
+        """Numbers of the matrix."""
+        return int(self.code.size)
+
+    @property
+    def dequantised(self) -> Any:
+        """The matrix in float32."""
+        return self.code.astype(jnp.float32) * (self.scale if self.code.ndim == 2 else self.scale[..., None])
+
+
+class LowRank(flax.struct.PyTreeNode):
+    """A matrix and its low-rank adapter (LoRA, arXiv 2106.09685). The sum `base + down @ up * scale` is never materialised.
+
+    It may replace any matrix of `LayerParams` but those of `Experts`, and `Params.unembedding`. Base and adapter are separate
+    leaves, so an update of the adapter does not copy the base.
+    """
+
+    base: Any  # [in, out]
+    down: Any  # [in, rank]
+    up: Any  # [rank, out]
+    scale: float = flax.struct.field(pytree_node=False, default=1.0)
+
+
+class Experts(flax.struct.PyTreeNode):
+    """The feed-forward blocks of a layer among which a router chooses some for each token (a mixture of experts)."""
+
+    router: Annotated[Any, "D choices"]
+    gate: Annotated[Any, "X F D"]  # so that one product of a token with all experts reads it as it lies
+    up: Annotated[Any, "X F D"]
+    down: Annotated[Any, "X F D"]
+    router_bias: Annotated[Any, "choices"] = None
+    gate_bias: Annotated[Any, "X F"] = None
+    up_bias: Annotated[Any, "X F"] = None
+    down_bias: Annotated[Any, "X D"] = None
+    router_scale: Annotated[Any, "D"] = None  # multiplies the normalised hidden state that the router then reads
+    expert_scale: Annotated[Any, "choices"] = None  # multiplies the weight of each expert
+    choice_bias: Annotated[Any, "choices"] = None  # added to the scores that choose, not to the weights; float32 in every model
