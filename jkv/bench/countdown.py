@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.model.params import ModelConfig, Params, init_params
+from jkv.model.params import ModelConfig, Params
+from jkv.model.weight_shapes import init_params
 
 PAD, END = 0, 1
 LOUD, SHARP = 100.0, 60.0  # norm of an embedding, logit of the next token

@@ -325,7 +325,7 @@ def prefill_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
         for _ in range(3):
             arguments = np.zeros(1, np.int32), np.ones((1, chunk), np.int32), np.full(1, chunk, np.int32)
             began = time.perf_counter()
-            state, hidden, _ = programs.prefill_chunk(params, state, *arguments)
+            state, hidden, *_ = programs.prefill_chunk(params, state, *arguments)
             jax.block_until_ready(hidden)
             seconds.append(time.perf_counter() - began)
         row = {"name": f"chunk {chunk}", "batch": 1, "milliseconds": digits(1000 * min(seconds[1:]))}

@@ -16,8 +16,9 @@ from jkv.engine.chunk_inputs import empty_state, step_rules
 from jkv.engine.programs import ChunkInputs, State
 from jkv.model import checkpoint
 from jkv.model.model_shapes import read_shape
-from jkv.model.params import Model, ModelConfig, Params, init_params
+from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, rows_of
+from jkv.model.weight_shapes import init_params
 from jkv.policies import Needs, Policy
 
 MOST_NEW = 512  # slots that are filled at a time, as their random numbers are stored twice

@@ -182,7 +182,7 @@ def started(model: str, rows: int, waiting: int, *options: str) -> Iterator[str]
       ValueError: it does not start.
     """
     command = [sys.executable, "-m", "jkv", "serve", model, "--port", "0"]
-    command += ["--max-running", str(rows), "--max-waiting", str(waiting), *options]
+    command += ["--max-running", str(rows), "--max-waiting", str(waiting), "--warm-up", "first", *options]
     environment = {name: value for name, value in os.environ.items() if name != "JKV_API_KEY"}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stderr is not None

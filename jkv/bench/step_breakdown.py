@@ -19,6 +19,7 @@ from jkv.bench.rounds import medians_in_turns, seconds_of
 from jkv.cache import pool as pages
 from jkv.engine import programs
 from jkv.engine.programs import ChunkInputs, State
+from jkv.engine.row_views import view_of_rows
 from jkv.engine.scheduler import CHUNKS
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
@@ -132,7 +133,7 @@ def scores(state: State, evict: Evict) -> Float[Array, "L B K S"]:
     budget = jnp.zeros((state.cache.pool.page_table.shape[0], 1), jnp.int32)
 
     def rate(row: Array) -> Array:
-        return evict.rate(programs.view_of_rows(state.cache, row[None], evict, budget, jnp.zeros(1, jnp.int32)))
+        return evict.rate(view_of_rows(state.cache, row[None], evict, budget, jnp.zeros(1, jnp.int32)))
 
     score = jax.lax.map(rate, jnp.arange(state.cache.pool.num_rows, dtype=jnp.int32))
     return score.swapaxes(0, 1)

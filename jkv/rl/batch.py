@@ -11,15 +11,18 @@ from jaxtyping import Array, Float
 from jkv.engine.results import Result
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
+from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
 from jkv.replay.on_mesh import AnyMesh, mesh_of
-from jkv.replay.score import Columns, Trace, dense_columns, join, round_up, sequence_log_probs, trace_columns
+from jkv.replay.score import Trace, join, sequence_log_probs
+from jkv.rl.packed import Packing, columns_for, pack_batch, pad_columns, row_count
 from jkv.rl.ratios import check_pair
 
 
 class Batch(flax.struct.PyTreeNode):
     """Sequences, prompt and completion in one row, right-padded; everything `[N, T]` belongs to the token at its place.
 
-    A pytree of arrays: `jax.tree.map(lambda x: x[:8], batch)` is a smaller batch. Only `truncates` is static.
+    A pytree of arrays: `jax.tree.map(lambda x: x[:8], batch)` is a smaller batch, unless it is packed: then each microbatch is
+    made by itself. Only `truncates` is static.
     """
 
     token: Any  # [N, T] int32
@@ -29,20 +32,31 @@ class Batch(flax.struct.PyTreeNode):
     settings: SamplingRows  # each [N]
     columns: Columns | None = None  # of the compressed cache, whose replay is trained; None trains the dense policy
     start: Any = None  # [N] int32: where completions begin
+    experts: Any = None  # [N, T, L, A]: those that tokens went through; None leaves the choice to the router
+    packing: Packing | None = None  # in which the forward pass computes the sequences; None computes the rows as they are
     truncates: bool = flax.struct.field(pytree_node=False, default=False)  # whether any row cuts its distribution
 
     @property
     def is_replayed(self) -> bool:
         """Whether log-probabilities are the compressed cache's."""
-        return self.columns is not None
+        return self.columns is not None or (self.packing is not None and self.packing.is_replayed)
 
     def dense(self) -> "Batch":
         """The same tokens with the full cache."""
+        if self.packing is not None and self.packing.is_replayed:
+            raise ValueError("A packed batch has no other columns than those that it replays. Make a dense batch beside it.")
         return self.replace(columns=None)
 
 
 def make_batch(
-    out: Result, advantages: Any, *, replay: bool = False, rows: int | None = None, length: int | None = None
+    out: Result,
+    advantages: Any,
+    *,
+    replay: bool = False,
+    rows: int | None = None,
+    length: int | None = None,
+    routed_experts: bool = False,
+    pack: int | tuple[int, int] | None = None,
 ) -> Batch:
     """Rollouts as device arrays, padded to one of a few shapes so that few programs compile.
 
@@ -55,10 +69,15 @@ def make_batch(
       replay: whether to train what was sampled from, under the same evictions, by `out.trace`; else the dense policy.
       rows: of the batch, at least as many as there are completions.
       length: tokens of a row, prompt included, at least as many as the longest has.
+      routed_experts: whether tokens go through the experts that they went through in the engine, by `out.routed_experts`
+        (rollout routing replay, arXiv 2510.11370); the router still gives their weights, and has the gradient of these.
+      pack: the forward pass computes several sequences in a row of this many tokens, at least as many as the longest has, in
+        place of one in a row of `length`; or, as on a mesh, in so many rows of so many tokens. Log-probabilities, loss and
+        gradients are the same but for rounding.
 
     Raises:
-      ValueError: a replay without a trace or of completions that several weights drew, shapes that do not belong together, or
-        what is no log-probability or advantage.
+      ValueError: a replay without a trace, experts that were not recorded, a replay of completions that several weights drew,
+        what cannot be packed, shapes that do not belong together, or what is no log-probability or advantage.
     """
     trace = need_trace(out, "make_batch(..., replay=True)") if replay else None
     width, lengths = out.tokens.shape[1], np.asarray(out.lengths)
@@ -91,8 +110,13 @@ def make_batch(
 
     token = np.zeros((num_rows, total), np.int32)
     token[: len(sequence), : sequence.shape[1]] = sequence
+    experts = fit_tokens(need_experts(out), total) if routed_experts else None
     columns: Any = None
-    if trace is not None:
+    packing = None
+    if pack is not None:
+        ends = (starts + lengths).tolist()
+        packing = pack_batch(sequence, ends, out.sampling, trace, experts, pack, (num_rows, total))
+    elif trace is not None:
         columns = jax.tree.map(more, pad_columns(trace_columns(trace, total)))
     return Batch(
         token=jnp.asarray(token),
@@ -102,6 +126,8 @@ def make_batch(
         settings=jax.tree.map(more, jax.tree.map(jnp.asarray, rows_of(out.sampling))),
         columns=columns,
         start=more(jnp.asarray(starts)),
+        experts=None if experts is None or packing is not None else more(jnp.asarray(experts)),
+        packing=packing,
         truncates=any(one.draws == "truncated" for one in out.sampling),
     )
 
@@ -120,20 +146,32 @@ def log_probs(params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = No
         the residual stream of it, in place of all that the layer computed.
 
     Raises:
-      ValueError: columns of another model, or a mesh that does not divide the model or the rows.
+      ValueError: columns or experts of another model, or a mesh that does not divide the model or the rows.
     """
     weights = params.params if isinstance(params, Model) else params
-    config, num_rows = weights.config, batch.token.shape[0]
-    columns = batch.columns
-    if columns is None:
-        columns = dense_columns(config, *batch.token.shape)
-    elif columns.end.shape[:3] != (wanted := (num_rows, config.num_paged_layers, config.num_kv_heads)):
+    config, token, columns, rows, start = weights.config, batch.token, batch.columns, batch.settings, batch.start
+    experts = batch.experts
+    if batch.packing is not None:
+        columns = columns_for(config, batch.packing, len(token))
+        token, experts, rows, start = batch.packing.token, columns.experts, batch.packing.settings, None
+    elif columns is None:
+        columns = dense_columns(config, *token.shape)
+    wanted: tuple[int, ...] = (len(token), config.num_paged_layers, config.num_kv_heads)
+    if columns.ended.shape[:3] != wanted:
         raise ValueError(
             f"A batch's columns are of each row, layer with full attention and KV head, here {wanted}; "
-            f"got {columns.end.shape[:3]}. Make the batch of what this model sampled."
+            f"got {columns.ended.shape[:3]}. Make the batch of what this model sampled."
         )
-    settings = {"truncates": batch.truncates, "start": batch.start, "mesh": mesh_of(weights, mesh), "remat": remat}
-    log_prob = sequence_log_probs(weights, batch.token, columns, batch.settings, **settings)
+    wanted = (*token.shape, len(config.expert_layers), config.num_active_experts)
+    if experts is not None and experts.shape != wanted:
+        raise ValueError(
+            f"A batch's experts are of each row, token, layer with experts and choice, here {wanted}; got "
+            f"{experts.shape}. Make the batch of what this model sampled."
+        )
+    settings = {"truncates": batch.truncates, "start": start, "mesh": mesh_of(weights, mesh), "remat": remat}
+    log_prob = sequence_log_probs(weights, token, columns._replace(experts=experts), rows, **settings)
+    if batch.packing is not None:
+        log_prob = log_prob.reshape(-1)[batch.packing.place]
     return jnp.where(batch.mask, log_prob, 0.0)
 
 
@@ -145,6 +183,16 @@ def need_trace(out: Result, who: str) -> Trace:
             "return_trace=True."
         )
     return out.trace
+
+
+def need_experts(out: Result) -> np.ndarray:
+    """The experts that tokens went through."""
+    if out.routed_experts is None:
+        raise ValueError(
+            "make_batch(..., routed_experts=True) takes the experts that the engine chose; this result has none. Sample with "
+            "routed_experts=True."
+        )
+    return out.routed_experts
 
 
 def check_versions(version: Any, mask: np.ndarray) -> None:
@@ -178,23 +226,3 @@ def fit(name: str, asked: int | None, least: int, usual: int) -> int:
     if asked is not None and asked < least:
         raise ValueError(f"{name} must hold what was sampled, at least {least}; got {asked}. Raise it or leave it out.")
     return usual if asked is None else asked
-
-
-def row_count(count: int) -> int:
-    """The next of a few numbers of rows.
-
-    >>> [row_count(n) for n in (1, 7, 9, 33)]
-    [1, 7, 10, 40]
-    """
-    step = max(1, (1 << (count - 1).bit_length()) // 8)
-    return -(-count // step) * step
-
-
-def pad_columns(columns: Columns) -> Columns:
-    """Columns in one of a few numbers; no query reads those added. Without sources, they are the tokens."""
-    if columns.source is None:
-        return columns
-    count = columns.end.shape[-1]
-    spare = [(0, 0)] * 3 + [(0, round_up(count) - count)]
-    source, begin, end = (jnp.pad(x, spare) for x in (columns.source, columns.begin, columns.end))
-    return columns._replace(source=source, begin=begin, end=end)

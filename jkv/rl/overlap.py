@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,18 +13,8 @@ from jkv.checks import typed
 from jkv.engine.results import Result
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
-from jkv.replay.score import (
-    Columns,
-    check_trace,
-    counter_of,
-    dense_columns,
-    hidden_states,
-    join,
-    log_distributions,
-    over_blocks,
-    positions_of,
-    trace_columns,
-)
+from jkv.replay.columns import Columns, dense_columns, trace_columns
+from jkv.replay.score import check_trace, counter_of, hidden_states, join, log_distributions, over_blocks, positions_of
 from jkv.rl.batch import need_trace
 
 
@@ -77,12 +66,11 @@ def full_overlap(model: Model | Params, out: Result, rows: int | Sequence[int] =
         raise ValueError(f"rows must be of the {num_samples} samples there are, at least one; got {rows}.")
     tokens, lengths = out.tokens[chosen], out.lengths[chosen]
     sequence, starts = join(tokens, [out.prompts[row] for row in chosen], lengths.tolist())
-    some: Any = jax.tree.map(lambda field: field[np.array(chosen)], trace)
     sampling = [out.sampling[row] for row in chosen]
     shared = sequence_overlap(
         params,
         jnp.asarray(sequence),
-        trace_columns(some, sequence.shape[1]),
+        trace_columns(trace.part(np.array(chosen)), sequence.shape[1]),
         rows_of(sampling),
         truncates=any(one.draws == "truncated" for one in sampling),
         start=starts,

@@ -4,4 +4,5 @@ from jkv.rollout.conversing import Turn as Turn
 from jkv.rollout.results import Rollouts as Rollouts
 from jkv.rollout.rollout import DEFAULT_NEW_TOKENS as DEFAULT_NEW_TOKENS
 from jkv.rollout.rollout import Rollout as Rollout
+from jkv.rollout.session import SampleOptions as SampleOptions
 from jkv.rollout.session import Session as Session

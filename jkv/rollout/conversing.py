@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -14,8 +14,10 @@ from jkv.engine.conversations import ENDS
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.outputs import Event
 from jkv.generate import progress_bar
+from jkv.model.sampling import Sampling
+from jkv.reasoning.marks import completion_decoder
 from jkv.rollout.results import Item, Rollouts
-from jkv.rollout.session import Session
+from jkv.rollout.session import SampleOptions, Session
 
 LOOK_SECONDS = 0.2  # between two looks at replies, where nothing else is to be done
 MOST_WORKERS = 1_000
@@ -79,24 +81,35 @@ class Limits:
 
 
 def converse(
-    session: Session, prompts: Any, reply: Reply, limits: Limits, workers: int, progress: bool | None, **settings: Any
+    session: Session,
+    prompts: Any,
+    reply: Reply,
+    limits: Limits,
+    workers: int,
+    progress: bool | None,
+    **options: Unpack[SampleOptions],
 ) -> Rollouts:
     """Runs conversations to their end: see `jkv.Rollout.converse`."""
+    if unwanted := [name for name in ("max_new_tokens", "stop_strings") if options.get(name)]:
+        raise ValueError(
+            f"Turns are limited by max_turn_tokens and ended by stop_ids; got {' and '.join(unwanted)}. Leave that out."
+        )
     if not callable(reply):
         raise ValueError(f"reply must be a function of a jkv.rollout.Turn; got {shown(reply)}.")
     if not 0 <= typed("workers", workers, int) <= MOST_WORKERS:
         raise ValueError(f"workers must lie in [0, {MOST_WORKERS}]; got {workers}.")
-    if settings["sampling"] is not None and settings["sampling"].penalises:
+    sampling = options.get("sampling")
+    if sampling is not None and typed("sampling", sampling, Sampling).penalises:
         raise ValueError(
             "A conversation is drawn without penalties, which count the tokens of one turn alone; got "
-            f"{settings['sampling']}. Leave them out."
+            f"{sampling}. Leave them out."
         )
     rollout = session.rollout
     with deferred_interrupts(ends_here=True) as presses, asking(reply, workers) as ask:
-        limit = limits.of_turn(limits.max_new_tokens)
-        session.queue(prompts, keep=limits.max_turns > 1, max_new_tokens=limit, **settings)
+        options["max_new_tokens"] = limits.of_turn(limits.max_new_tokens)
+        session.queue(prompts, keep=limits.max_turns > 1, **options)
         with progress_bar(session.pending, progress, "conversations") as show:
-            conversations = Conversing(session, limits, settings["stop_ids"], ask, show)
+            conversations = Conversing(session, limits, options.get("stop_ids"), ask, show)
             with rollout.callers.alone():
                 rollout.engine.wake()
             while conversations.is_unfinished and not presses:
@@ -195,7 +208,7 @@ class Conversing:
         """What a conversation's last turn said."""
         request, completion = item.sample.request, item.sample.completion
         tokens, tokenizer = np.array(completion.tokens, np.int32), self.session.rollout.model.tokenizer
-        text = None if tokenizer is None else tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        text = None if tokenizer is None else completion_decoder(tokenizer)(completion.tokens)
         place = item.prompt, item.index, len(item.earlier)
         return Turn(*place, tokens, text, completion.finish_reason, request.prompt)
 

@@ -10,6 +10,7 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats
 from jkv.model.params import Model
+from jkv.reasoning.marks import completion_decoder
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -149,4 +150,4 @@ def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool
 
 def text_of(model: Model, item: Item, tokens: np.ndarray, last: str) -> str:
     """The text after the prompt; `last` is that of the last turn."""
-    return model.tokenizer.decode(tokens, skip_special_tokens=True) if item.earlier else last
+    return completion_decoder(model.tokenizer)(tokens) if item.earlier else last

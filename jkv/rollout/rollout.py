@@ -18,7 +18,7 @@ import inspect
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -30,11 +30,10 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.requests import Request, RequestOptions, check_model, make_requests, spread_policies
 from jkv.generate import DEFAULT_RUNNING, engine_for
 from jkv.model.params import Model, Params
-from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from jkv.rollout.conversing import Limits, Reply, converse
 from jkv.rollout.results import Rollouts
-from jkv.rollout.session import Session
+from jkv.rollout.session import SampleOptions, Session
 
 DEFAULT_PROMPT_TOKENS, DEFAULT_NEW_TOKENS = 512, 1024
 
@@ -52,6 +51,8 @@ class Rollout(Session):
       max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
       n: default number of samples of a prompt; the pool has room for the prompts of such groups.
       pad_id: the padding token; None is the tokenizer's, or 0.
+      prompt_piece: tokens of a prompt that are prefilled before its first compaction, so that long prompts need no more slots
+        than short ones: see `jkv.RequestOptions`.
       settings: of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `mesh`: see `jkv.EngineOptions`.
 
     Attributes:
@@ -72,9 +73,10 @@ class Rollout(Session):
         max_new_tokens: int | None = None,
         n: int = 1,
         pad_id: int | None = None,
+        prompt_piece: int | None = None,
         **settings: Any,
     ) -> None:
-        check_counts(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, n=n)
+        check_counts(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, n=n, prompt_piece=prompt_piece)
         options = EngineOptions(max_running=DEFAULT_RUNNING).changed(settings, inspect.signature(Rollout).parameters)
         model = check_model(model_or_params)
         positions = model.config.max_positions
@@ -82,7 +84,9 @@ class Rollout(Session):
         self.max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - self.max_prompt_tokens)
         self.policy = spread_policies(policy, 1, model.params, options.kv_format)[0]
         self.pad_id = check_pad(model, pad_id)
-        request_options = RequestOptions(policy=self.policy, n=max(n, 2), max_new_tokens=self.max_new_tokens, stop_ids=())
+        self.prompt_piece = prompt_piece
+        widest: Any = {"n": max(n, 2), "max_new_tokens": self.max_new_tokens, "prompt_piece": prompt_piece}
+        request_options = RequestOptions(policy=self.policy, stop_ids=(), **widest)
         longest = make_requests(model, [np.zeros(self.max_prompt_tokens, np.int32)], request_options)
         later = [[dataclasses.replace(one, num_kept=1) for one in group] for group in longest]  # a turn of `converse` is wider
         self.engine: Engine = engine_for(model, later, options)
@@ -110,31 +114,24 @@ class Rollout(Session):
         """Whether the pool is freed."""
         return self.engine.is_asleep
 
-    def __call__(
-        self,
-        prompts: Any,
-        n: int | None = None,
-        sampling: Sampling | None = None,
-        seed: int | None = None,
-        max_new_tokens: int | None = None,
-        stop_ids: Sequence[int] | None = None,
-        stop_strings: Sequence[str] = (),
-        return_trace: bool = False,
-        first_sample: int = 0,
-        progress: bool | None = None,
-    ) -> Rollouts:
+    def __call__(self, prompts: Any, *, progress: bool | None = None, **options: Unpack[SampleOptions]) -> Rollouts:
         """All samples of some prompts: `submit`, then `run` to the end.
 
         Ctrl-C returns the finished samples; the others stay pending, and `run` continues or `cancel` ends them.
 
+        Args:
+          prompts, options: see `submit`.
+          progress: see `run`.
+
         Raises:
           ValueError: bad input, refused before anything compiles; or samples of an earlier call are pending.
+          TypeError: an unknown option; the known ones are listed.
         """
         self._check_none_pending()
         session = self.session()
         try:
             with deferred_interrupts(ends_here=True):
-                session.submit(prompts, n, sampling, seed, max_new_tokens, stop_ids, stop_strings, return_trace, first_sample)
+                session.submit(prompts, **options)
                 return session.run(progress=progress)
         finally:
             session.hand_over(self)
@@ -146,14 +143,9 @@ class Rollout(Session):
         *,
         max_turns: int = 8,
         max_turn_tokens: int | None = None,
-        n: int | None = None,
-        sampling: Sampling | None = None,
-        seed: int | None = None,
-        stop_ids: Sequence[int] | None = None,
-        return_trace: bool = False,
-        first_sample: int = 0,
         workers: int = 0,
         progress: bool | None = None,
+        **options: Unpack[SampleOptions],
     ) -> Rollouts:
         """Conversations: the model's turns, and between them what a tool, an environment or a user says.
 
@@ -163,13 +155,15 @@ class Rollout(Session):
         drew; `jkv.rl.make_batch` and `jkv.score` read it as any other, its trace included.
 
         Args:
-          prompts, n, sampling, seed, stop_ids, return_trace, first_sample, progress: see `submit`.
+          prompts: see `submit`.
           reply: takes a `jkv.rollout.Turn` and returns the tokens before the next turn: token ids, a text (encoded without
             special tokens, as it stands), or None to end the conversation. If it raises, its conversation ends with the reason
             "error", and a warning has the exception.
           max_turns: the most turns of a conversation, at least 1.
           max_turn_tokens: the most tokens of a turn; None is what is left of `max_new_tokens`.
           workers: threads that call `reply`, for tools that take time; with 0 this thread calls it, and decoding waits.
+          progress: see `run`.
+          options: see `jkv.rollout.SampleOptions`; a conversation takes no `max_new_tokens` and no `stop_strings`.
 
         Ctrl-C ends all unfinished conversations, which keep their turns so far (reason "cancelled").
 
@@ -179,10 +173,9 @@ class Rollout(Session):
         """
         self._check_none_pending()
         session = self.session()
-        settings = {"n": n, "sampling": sampling, "seed": seed, "stop_ids": stop_ids, "first_sample": first_sample}
         limits = Limits(max_turns, max_turn_tokens, self.max_new_tokens)
         try:
-            return converse(session, prompts, reply, limits, workers, progress, return_trace=return_trace, **settings)
+            return converse(session, prompts, reply, limits, workers, progress, **options)
         finally:
             session.hand_over(self)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from jkv.checks import check_counts, typed
 from jkv.engine.interrupts import deferred_interrupts
@@ -12,6 +12,28 @@ from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.generate import progress_bar
 from jkv.model.sampling import Sampling
 from jkv.rollout.results import Item, Rollouts, gather
+
+
+class SampleOptions(TypedDict, total=False):
+    """What a rollout is asked for besides prompts, by name. What is left out is the rollout's setting; so is None.
+
+    Attributes:
+      n, max_new_tokens, stop_ids, stop_strings, first_sample, cache_salt: see `jkv.RequestOptions`.
+      sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
+      seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal seed
+        gives equal tokens, whatever else is in the batch.
+      return_trace: whether to record what each query read, for exact replay. All policies of this package can be traced.
+    """
+
+    n: int | None
+    sampling: Sampling | None
+    seed: int | None
+    max_new_tokens: int | None
+    stop_ids: Sequence[int] | None
+    stop_strings: Sequence[str]
+    return_trace: bool
+    first_sample: int
+    cache_salt: str
 
 
 class Session:
@@ -43,39 +65,26 @@ class Session:
         """The number of submitted samples that were not returned yet."""
         return len(self.items)
 
-    def submit(
-        self,
-        prompts: Any,
-        n: int | None = None,
-        sampling: Sampling | None = None,
-        seed: int | None = None,
-        max_new_tokens: int | None = None,
-        stop_ids: Sequence[int] | None = None,
-        stop_strings: Sequence[str] = (),
-        return_trace: bool = False,
-        first_sample: int = 0,
-    ) -> None:
+    def submit(self, prompts: Any, **options: Unpack[SampleOptions]) -> None:
         """Queues `n` samples of each prompt for `run`.
 
         Args:
           prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these.
-          n, max_new_tokens, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`; None is the rollout's setting.
-          sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
-          seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal
-            seed gives equal tokens, whatever else is in the batch.
-          return_trace: whether to record what each query read, for exact replay. All policies of this package can be traced.
+          options: see `jkv.rollout.SampleOptions`.
 
         Raises:
           ValueError: bad input, refused before anything compiles; nothing is queued, and pending samples are not affected.
+          TypeError: an unknown option; the known ones are listed.
         """
-        settings: Any = {"n": n, "sampling": sampling, "seed": seed, "max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
-        self.queue(prompts, return_trace, stop_strings=stop_strings, first_sample=first_sample, **settings)
+        self.queue(prompts, **options)
 
-    def queue(self, prompts: Any, return_trace: bool, keep: bool = False, **settings: Any) -> None:
+    def queue(self, prompts: Any, *, keep: bool = False, **options: Unpack[SampleOptions]) -> None:
         """`submit`; with `keep`, samples leave their rows for a next turn."""
+        check_names(options)
+        return_trace = options.pop("return_trace", False)
         engine = self.rollout.engine
         with self.rollout.callers.alone():
-            requests = [[dataclasses.replace(one, keep=keep) for one in group] for group in self._requests(prompts, **settings)]
+            requests = [[dataclasses.replace(one, keep=keep) for one in group] for group in self._requests(prompts, **options)]
             self._check_trace(return_trace)
             for request in (request for group in requests for request in group):
                 engine.check(request)
@@ -95,11 +104,11 @@ class Session:
     def _requests(
         self,
         prompts: Any,
-        n: int | None,
-        sampling: Sampling | None,
-        seed: int | None,
-        max_new_tokens: int | None,
-        **settings: Any,
+        n: int | None = None,
+        sampling: Sampling | None = None,
+        seed: int | None = None,
+        max_new_tokens: int | None = None,
+        **options: Any,
     ) -> list[list[Request]]:
         """The checked requests of each prompt."""
         rollout = self.rollout
@@ -110,8 +119,8 @@ class Session:
         drawing = Sampling() if sampling is None else typed("sampling", sampling, Sampling)
         drawing = drawing if seed is None else dataclasses.replace(drawing, seed=seed)
         limit = max_new_tokens or rollout.max_new_tokens
-        options = RequestOptions(policy=rollout.policy, sampling=drawing, max_new_tokens=limit, n=n, **settings)
-        return make_requests(rollout.model, ids, options)
+        own: Any = {"policy": rollout.policy, "prompt_piece": rollout.prompt_piece}
+        return make_requests(rollout.model, ids, RequestOptions(sampling=drawing, max_new_tokens=limit, n=n, **own, **options))
 
     def _check_trace(self, return_trace: bool) -> None:
         """Refuses to trace some of the pending samples and not the others."""
@@ -184,3 +193,12 @@ class Session:
                 rollout.engine.release(item.ticket)
         self.items = [item for item in self.items if item not in finished]
         return out
+
+
+def check_names(options: Any) -> None:
+    """Refuses options that are no `SampleOptions`."""
+    if unknown := sorted(set(options) - set(SampleOptions.__annotations__)):
+        raise TypeError(
+            f"Options of samples are {', '.join(SampleOptions.__annotations__)}; got {', '.join(unknown)}. Settings of the "
+            "engine, the policy and prompt_piece are given to jkv.Rollout."
+        )

@@ -24,8 +24,9 @@ ROOT = Path(__file__).parents[2]
 def bench(capsys, folder, name, *options):
     """What a benchmark wrote, after a look that it is what it showed."""
     assert cli.main(["bench", name, "--quick", "--out", str(folder), *map(str, options)]) == 0
-    written = json.loads((folder / f"{name}.json").read_text())
-    table = (folder / f"{name}.md").read_text()
+    stem = f"{name}-{Path(options[options.index('--model') + 1]).stem}" if "--model" in options else name
+    written = json.loads((folder / f"{stem}.json").read_text())
+    table = (folder / f"{stem}.md").read_text()
     assert table == capsys.readouterr().out
     assert table == importlib.import_module(f"jkv.bench.{name}").table(written) + "\n"
     assert written["about"]["command"].startswith(f"jkv bench {name} --quick")
@@ -33,6 +34,7 @@ def bench(capsys, folder, name, *options):
     return written
 
 
+@pytest.mark.slow
 def test_throughput_runs_the_same_requests_in_every_pool(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "throughput", "--model", shape)
     assert (said["requests"], said["prompt"], said["new_tokens"]) == (4, 44, 64)
@@ -72,6 +74,7 @@ def test_compression_pays_from_where_it_is_as_fast_as_full(ratios, found, share)
     assert throughput.pays_from(records, "r_kv") == {"found": found, "pool_share": share}
 
 
+@pytest.mark.slow
 def test_cost_splits_an_engines_step_into_parts(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "cost", "--model", shape)
     assert [(one["varied"], one["policy"]) for one in said["records"]] == [("length", "full"), ("budget", "r_kv")]
@@ -86,6 +89,7 @@ def test_cost_splits_an_engines_step_into_parts(capsys, tmp_path, shape):
         assert one["tokens_per_second"] == pytest.approx(1e6 * one["batch"] / one["step_us"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_latency_is_that_of_every_batch_chunk_and_policy(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "latency", "--model", shape, "--batches", "1,2", "--chunks", "8,2")
     at = [(one["batch"], one["chunk"], one["policy"]) for one in said["records"]]
@@ -95,6 +99,7 @@ def test_latency_is_that_of_every_batch_chunk_and_policy(capsys, tmp_path, shape
         assert 0 < one["token_p50_ms"] <= one["token_p99_ms"]
 
 
+@pytest.mark.slow
 def test_a_server_is_started_and_loaded_at_each_rate_and_policy(capsys, tmp_path):
     pytest.importorskip("uvicorn")
     said = bench(capsys, tmp_path, "serve", "--rates", "40,inf")
@@ -110,6 +115,7 @@ def test_a_server_is_started_and_loaded_at_each_rate_and_policy(capsys, tmp_path
         assert one["first_token_ms"] == sorted(one["first_token_ms"])
 
 
+@pytest.mark.slow
 def test_eviction_is_compared_with_its_own_arithmetic(capsys, tmp_path, shape):
     said = bench(capsys, tmp_path, "eviction", "--model", shape)
     # 2 layers * 2 rows * 2 heads, 64 slots: their similarities and 8 queries of 2 heads, 8 numbers each.
@@ -272,15 +278,17 @@ def test_each_error_is_one_line_that_says_what_to_do(capsys, arguments, words):
 
 
 def test_stale_tables_are_found_and_made_anew(capsys, tmp_path):
-    (tmp_path / "peers.json").write_text((ROOT / "results" / "peers.json").read_text())
+    marks = "<!-- bench peers-other.1b -->\n", "<!-- /bench peers-other.1b -->\nafter\n"  # the record of a model of that name
+    for name in ("peers", "peers-other.1b"):
+        (tmp_path / f"{name}.json").write_text((ROOT / "results" / "peers.json").read_text())
     page = tmp_path / "page.md"
-    page.write_text("before\n<!-- bench peers -->\nold figures\n<!-- /bench peers -->\nafter\n")
+    page.write_text("before\n" + "old figures\n".join(marks))
     options = ["bench", "tables", "--results", str(tmp_path), "--page", str(page)]
     assert cli.main([*options, "--check"]) == 1
     assert "old figures" in page.read_text()
     assert cli.main(options) == 0
     made = page.read_text()
-    assert made == "before\n<!-- bench peers -->\n" + (tmp_path / "peers.md").read_text() + "<!-- /bench peers -->\nafter\n"
+    assert made == "before\n" + (tmp_path / "peers-other.1b.md").read_text().join(marks)
     assert "| full cache" in made
     assert cli.main([*options, "--check"]) == 0
     (tmp_path / "peers.md").write_text("typed by hand")

@@ -10,7 +10,7 @@ import pytest
 
 import jkv
 from jkv.integrations.sampler import JkvSampler
-from jkv.model.params import init_params
+from jkv.model.weight_shapes import init_params
 
 R_KV = jkv.r_kv(budget=16, interval=8, window=4)
 SETTINGS = {"max_running": 3, "max_slots": 64, "page_size": 4, "chunk": 4}

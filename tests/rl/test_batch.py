@@ -9,7 +9,7 @@ import pytest
 
 import jkv
 from jkv.rl import group_advantages, log_probs, make_batch
-from jkv.rl.batch import row_count
+from jkv.rl.packed import row_count
 
 ADVANTAGES = np.linspace(-1, 1, 8, dtype=np.float32)
 
@@ -75,13 +75,13 @@ def test_rollouts_of_about_one_size_make_batches_of_one_shape(model):
 
 def test_columns_that_name_their_tokens_replay_alike_however_many_there_are(model, squeezed):
     """As sharing's traces have them: here every column in two, one after the other, and all shuffled."""
-    source, begin, end = squeezed.trace[:3]
+    source, begin, end = squeezed.trace.source, squeezed.trace.begin, squeezed.trace.end
     middle = np.minimum(begin + 5, end)
     halves = ((source, source), (begin, middle), (middle, end))
     order = np.random.default_rng(0).permutation(2 * source.shape[-1])
-    trace = jkv.Trace(*(np.concatenate(pair, axis=-1)[..., order] for pair in halves))
+    trace = jkv.Trace.of(*(np.concatenate(pair, axis=-1)[..., order] for pair in halves))
     batch = make_batch(dataclasses.replace(squeezed, trace=trace), ADVANTAGES, replay=True, rows=9)
-    assert batch.columns.end.shape[-1] > batch.token.shape[1]
+    assert batch.columns.ended.shape[-1] > batch.token.shape[1]
     told = cut_out(log_probs(model, batch), squeezed, batch)
     assert np.abs(told - squeezed.logprobs).max() <= 1e-4
 

@@ -10,7 +10,7 @@ import pytest
 
 import jkv
 from jkv.model.sampling import SamplingRows
-from jkv.replay.score import Columns, Trace
+from jkv.replay.columns import Columns
 from jkv.rl import full_overlap, mismatch
 from jkv.rl.overlap import sequence_overlap
 
@@ -24,7 +24,7 @@ def both(model, squeezed):
     vocab = model.config.vocab_size
     tokens = np.repeat(squeezed.tokens[row : row + 1, :31], vocab, axis=0)
     tokens[:, 30] = np.arange(vocab)
-    trace = Trace(*(np.repeat(field[row : row + 1], vocab, axis=0) for field in squeezed.trace[:3]))
+    trace = squeezed.trace.part(np.full(vocab, row))
     knobs = {"prompts": [squeezed.prompts[row]] * vocab, "sampling": squeezed.sampling[row]}
     told = (np.exp(np.asarray(jkv.score(model, tokens, each, **knobs).logprobs)[:, 30]) for each in ("dense", trace))
     return row, *(np.float64(x) for x in told)
@@ -74,13 +74,14 @@ def test_overlap_is_one_with_the_full_cache_and_less_with_a_compressed_one(model
 
 def test_no_array_holds_the_distributions_of_all_tokens(model):
     n, total, vocab = 2, 512, 50_000
-    columns = jax.ShapeDtypeStruct((n, model.config.num_layers, model.config.num_kv_heads, total), jnp.int32)
+    ended = jax.ShapeDtypeStruct((n, model.config.num_layers, model.config.num_kv_heads, total), jnp.uint8)
+    columns = Columns(jax.ShapeDtypeStruct((n, 256), jnp.int32), ended)
     row = jax.ShapeDtypeStruct((n,), jnp.float32)
     settings = SamplingRows(row, row, jax.ShapeDtypeStruct((n,), jnp.int32), row)
     wide = model.params.replace(embedding=jax.ShapeDtypeStruct((vocab, model.config.width), jnp.float32))
     token = jax.ShapeDtypeStruct((n, total), jnp.int32)
     run = lambda *args: sequence_overlap(*args, truncates=False)  # noqa: E731
-    text = str(jax.make_jaxpr(run)(wide, token, Columns(None, columns, columns), settings))
+    text = str(jax.make_jaxpr(run)(wide, token, columns, settings))
     assert re.search(r"\[2,64,50000\]", text)
     for sizes in re.findall(r"\w+\d+\[([\d,]+)\]", text):
         told = [int(size) for size in sizes.split(",")]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine import programs
-from jkv.model.params import init_params
+from jkv.engine import prefill, programs
+from jkv.model.weight_shapes import init_params
 from jkv.verify import mismatch
 from tests.support.mixes import BreakingTokenizer
 
@@ -451,7 +451,43 @@ def test_parts_of_several_submits_have_prompt_indices(rollout):
     assert rest.seeds[1] == 5
 
 
+# Prompts in pieces, and salts.
+
+
+def test_long_prompts_enter_in_pieces_and_replay(model):
+    """The pool is sized for a piece, and a trainer replays what later pieces read."""
+    prompt = (np.arange(90) * 7 % 31).tolist()
+    settings = {"max_prompt_tokens": 90, "n": 3, "max_new_tokens": 10}
+    rollout = make_rollout(model, R_KV, prompt_piece=12, **settings)
+    assert 3 * rollout.engine.num_pages < make_rollout(model, R_KV, **settings).engine.num_pages
+    out = rollout([prompt], seed=4, stop_ids=(), return_trace=True)
+    asked = {"sampling": jkv.Sampling(seed=4), "stop_ids": (), "page_size": PAGE}
+    alone = jkv.generate(model, prompt, R_KV, n=3, max_new_tokens=10, prompt_piece=12, **asked)
+    np.testing.assert_array_equal(out.tokens, alone.tokens)
+    replayed = np.asarray(jkv.score(model, out, trace=out.trace).logprobs)
+    assert np.percentile(np.abs(replayed - out.logprobs), 99) <= 1e-5
+
+
+def test_only_prompts_of_one_salt_share_the_prefix_cache(model, monkeypatch):
+    monkeypatch.setattr(prefill, "SIZES", (8,))  # tokens of the pieces that the cache keeps
+    rollout = make_rollout(model, prefix_cache=True)
+    prompt = [(np.arange(30) * 7 % 31).tolist()]
+    cached = [rollout(prompt, n=1, cache_salt=salt, seed=1).stats.cached_tokens for salt in ("", "a", "a", "")]
+    assert cached[:2] == [0, 0]
+    assert cached[2] == cached[3] > 0
+
+
 # Bad input.
+
+
+def test_unknown_options_are_refused_by_name(rollout):
+    for name in ("prompt_piece", "policy", "temperature"):
+        with pytest.raises(TypeError, match=f"Options of samples are n, sampling, .*; got {name}"):
+            rollout(PROMPTS, **{name: None})
+    for name, value in {"max_new_tokens": 3, "stop_strings": ("a",)}.items():
+        with pytest.raises(ValueError, match=f"Turns are limited by max_turn_tokens .*; got {name}"):
+            rollout.converse(PROMPTS, lambda turn: None, **{name: value})
+    assert not rollout.pending
 
 
 def test_settings_out_of_range_are_refused(model):

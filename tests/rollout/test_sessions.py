@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jkv.model.params import init_params
+from jkv.model.weight_shapes import init_params
 from tests.rollout.test_rollout import PROMPTS, R_KV, by_sample, make_rollout
 from tests.support.faults import DeviceError, with_failing_programs
 

@@ -25,6 +25,7 @@ from jkv.engine import mesh as meshes
 from jkv.integrations.tunix.weights import Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
 from jkv.model.params import Params
 from jkv.model.sampling import Sampling
+from jkv.model.sharding import shard
 from jkv.policies import Policy
 from jkv.replay.score import score
 from jkv.rollout import Rollout, Rollouts
@@ -233,7 +234,7 @@ class JkvRollout(base_rollout.BaseRollout):
         if self._dtype is not None:
             params = jax.tree.map(lambda leaf: leaf.astype(self._dtype), params)
         if self._devices.size > 1:
-            return meshes.shard(params, self._devices)
+            return shard(params, self._devices)
         return jax.device_put(params, jax.sharding.SingleDeviceSharding(self._devices.devices.item()))
 
     def _is_known(self, leaves: Leaves) -> bool:

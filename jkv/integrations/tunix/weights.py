@@ -19,7 +19,8 @@ import qwix
 from flax import nnx
 
 from jkv.model.families import FAMILIES
-from jkv.model.params import LayerParams, LowRank, ModelConfig, Params, weight_shapes
+from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
+from jkv.model.weight_shapes import weight_shapes
 
 MODULES = {  # module of tunix -> name of the family, and the configuration field that ties the embeddings
     "tunix.models.qwen2.model": ("qwen2", "use_tied_embedding"),

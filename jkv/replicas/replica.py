@@ -1,0 +1,197 @@
+"""The seam between the dispatcher and what carries an engine: a thread of this process, or an actor of Ray.
+
+The dispatcher calls a `Replica`, whose methods do not wait for the engine. What happens there comes back as messages, from any
+thread, through the function `Post` that a carrier was given.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from jkv.engine.engine import Engine
+from jkv.engine.requests import Request
+from jkv.engine.samples import Completion, Sample
+from jkv.engine.stats import RunStats
+from jkv.model.routes import RouteRecorder
+from jkv.policies import Policy, full
+
+
+class Item(NamedTuple):
+    """One sample to generate, as it is sent.
+
+    Attributes:
+      number: which identifies it among all items of the front.
+      policy: index of its policy among those that each replica has had since it was built.
+      request: its request, with the full cache in the place of that policy.
+    """
+
+    number: int
+    policy: int
+    request: Request
+
+    @classmethod
+    def of(cls, number: int, request: Request, policies: Sequence[Policy]) -> "Item":
+        """An item of a checked request whose policy is one of these."""
+        return cls(number, policies.index(request.policy), dataclasses.replace(request, policy=full()))
+
+    def restored(self, policies: Sequence[Policy]) -> Request:
+        """The request with its policy."""
+        return dataclasses.replace(self.request, policy=policies[self.policy])
+
+
+class Facts(NamedTuple):
+    """What the dispatcher knows of every replica's engine; all have the same."""
+
+    max_running: int
+    max_slots: int
+    num_pages: int
+    page_size: int
+    page_bytes: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Facts":
+        """Those of an engine."""
+        capacity = engine.capacity
+        return cls(capacity.max_running, engine.max_slots, engine.num_pages, capacity.page_size, engine.page_bytes)
+
+
+# Messages of a replica.
+
+
+class Finished(NamedTuple):
+    """A finished item: no prompt, no policy, no tokenizer, and its trace once.
+
+    Attributes:
+      completion: with arrays in the place of lists.
+      text: without a tokenizer None.
+    """
+
+    number: int
+    completion: Completion
+    generated: int
+    text: str | None
+    routes: RouteRecorder | None
+
+    @classmethod
+    def of(cls, number: int, sample: Sample, text: str | None) -> "Finished":
+        """What is sent of a finished sample."""
+        completion, error = sample.completion, sample.completion.error
+        if sample.routes is not None:
+            sample.routes.land()
+        packed: Any = {
+            "tokens": np.array(completion.tokens, np.int32),
+            "log_probs": np.array(completion.log_probs, np.float32),
+            "log_probs_full": np.array(completion.log_probs_full, np.float32),
+            "versions": np.array(completion.versions, np.int32),
+            "error": None if error is None else RuntimeError(repr(error)),  # others may not pickle
+        }
+        return cls(number, dataclasses.replace(completion, **packed), sample.generated, text, sample.routes)
+
+    def sample(self, request: Request, index: int) -> Sample:
+        """The engine's record of it, of which results are made."""
+        sample = Sample(index, 0, request, self.completion, 0, generated=self.generated)
+        sample.routes = self.routes
+        return sample
+
+
+class Failed(NamedTuple):
+    """An item that its engine could not finish."""
+
+    number: int
+    error: BaseException
+
+
+class Updated(NamedTuple):
+    """A replica uses weights of this version."""
+
+    version: int
+
+
+class Rows(NamedTuple):
+    """A snapshot of rows (`jkv.engine.row_copies`).
+
+    Attributes:
+      numbers: of the items whose rows it has.
+      content: bytes by number, or what the carrier's replicas read them from.
+      is_last: whether the rows have left the replica, and all else that it had, by `drain`.
+    """
+
+    numbers: frozenset[int]
+    content: Any
+    is_last: bool = False
+
+
+class Lost(NamedTuple):
+    """The replica ended, and what it had is to be done by others."""
+
+    error: BaseException
+
+
+Message = Finished | Failed | Updated | Rows | Lost
+Post = Callable[[Message], None]
+
+
+class Replica(Protocol):
+    """An engine somewhere. No call waits for it but `stats` and `close`.
+
+    Attributes:
+      facts: the sizes of its engine.
+      version: that of the weights that it began with.
+    """
+
+    facts: Facts
+    version: int
+
+    def submit(self, items: Sequence[Item]) -> None:
+        """Queues items; each comes back as `Finished` or `Failed`, unless the replica is `Lost` or drained."""
+
+    def restore(self, items: Sequence[Item], rows: Rows) -> None:
+        """Queues items whose rows are in a snapshot, to go on where it was taken."""
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Ends items, which come back with the tokens that they have."""
+
+    def update(self, change: Any, version: int) -> None:
+        """Uses new weights, of a carrier's `put`, from the engine's next turn on; then `Updated` comes."""
+
+    def drain(self) -> None:
+        """Gives up all items: `Rows` come, the last message about any of them."""
+
+    def reset_stats(self) -> None:
+        """Statistics start from zero."""
+
+    def stats(self) -> RunStats | None:
+        """The engine's statistics; None if it cannot be asked any more."""
+
+    def close(self) -> None:
+        """Ends it, with all that it has."""
+
+
+class Carrier(Protocol):
+    """Starts replicas and brings weights to them.
+
+    Attributes:
+      count: the number of replicas.
+      name: as the user writes it.
+      num_starts: how many may be started side by side.
+    """
+
+    count: int
+    name: str
+    num_starts: int
+
+    def start(self, index: int, post: Post) -> Replica:
+        """A replica with the newest weights; waits until its engine is built.
+
+        Raises:
+          ValueError: settings that its engine refuses.
+          RuntimeError: it did not start.
+        """
+
+    def put(self, leaves: Mapping[int, Any], version: int) -> Any:
+        """Brings new weights, by their index among the leaves, to where all replicas can take them; returns the change."""
+
+    def close(self) -> None:
+        """Ends what the replicas share."""

@@ -1,0 +1,274 @@
+"""`jkv.Replicas`: engines of one model behind one front, for more rows than one engine holds."""
+
+import contextlib
+import dataclasses
+import inspect
+import itertools
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Unpack
+
+import jax
+from jax.sharding import Mesh
+
+from jkv.checks import check_counts, counted, shown, typed
+from jkv.engine.memory import check_fits, lowered, most_pages
+from jkv.engine.options import EngineOptions
+from jkv.engine.outputs import Event
+from jkv.engine.policy_checks import check_request
+from jkv.engine.prompts import encode_prompts
+from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
+from jkv.engine.results import Result
+from jkv.engine.tickets import Reply
+from jkv.generate import progress_bar
+from jkv.model import weights
+from jkv.model.params import Model, Params
+from jkv.policies import Policy, full
+from jkv.replicas.buckets import Changes
+from jkv.replicas.dispatch import Load
+from jkv.replicas.dispatcher import Dispatcher, Open
+from jkv.replicas.merging import merged_result, merged_stats
+from jkv.replicas.options import RayOptions, RequestSettings
+from jkv.replicas.replica import Carrier, Finished, Item
+from jkv.replicas.threads import ThreadCarrier, places_of
+
+CARRIERS = ("threads", "ray")
+TICK = 0.1  # seconds between two looks for Ctrl-C
+
+
+class Replicas:
+    """Engines of one model that share the prompts of a call; tokens are those that one of them would draw alone.
+
+        mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (4, 2)), ("data", "tensor"))
+        with jkv.Replicas(model, mesh=mesh, policies=[jkv.r_kv(budget=1024)], max_running=32) as replicas:
+            out = replicas.generate(prompts, n=8)
+
+    Items (one sample each) go to the replica with the fewest claimed pages that has a free row. The samples of a prompt stay
+    together, since they share its prefill, unless rows would be idle. If a replica is lost, its items go on at others, with
+    equal tokens. Any number of threads may call.
+
+    Args:
+      model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
+      mesh: devices of this process, with the axes "data" (replicas) and "tensor" (devices of each): an engine for each row.
+      num_replicas: in place of a mesh: one engine for each device, or several on each; with Ray, the number of actors.
+      carrier: "threads" of this process, or actors of "ray" (extra `ray`; `ray.init` comes first, else Ray starts here).
+      policies: the policies of later calls, which replicas receive once; None is the full cache alone. A policy of your own is
+        compiled once in each process.
+      restarts: how often a replica is started again after it was lost.
+      ray: `jkv.replicas.options.RayOptions`: devices, timeouts and snapshots of actors.
+      settings: fields of `jkv.EngineOptions` by name, each for one replica: `max_running=32` are 32 rows on each.
+
+    Attributes:
+      model: the model, with the shapes of its weights alone.
+      policies: of the calls.
+      options: of each engine.
+
+    Raises:
+      ValueError: settings that an engine refuses, a mesh that the model cannot be split over, devices that replicas cannot
+        share evenly, or a policy that cannot be sent to another process.
+      RuntimeError: a replica did not start in time.
+    """
+
+    def __init__(
+        self,
+        model_or_params: Model | Params,
+        *,
+        mesh: Mesh | None = None,
+        num_replicas: int | None = None,
+        carrier: str = "threads",
+        policies: Sequence[Policy] | None = None,
+        restarts: int = 1,
+        ray: RayOptions | None = None,
+        **settings: Any,
+    ) -> None:
+        model = check_model(model_or_params)
+        options = EngineOptions().changed(settings, inspect.signature(Replicas).parameters)
+        check_counts(num_replicas=num_replicas)
+        given = EngineOptions(policies=policies).policies
+        given = [full()] if given is None else given
+        self.policies = spread_policies(given, len(given), model.params, options.kv_format)
+        self.options = options
+        if carrier not in CARRIERS:
+            raise ValueError(f"carrier must be one of {', '.join(CARRIERS)}; got {shown(carrier)}.")
+        if ray is not None and carrier != "ray":
+            raise ValueError(f'ray= has settings of actors; got carrier={carrier!r}. Write carrier="ray", or leave it out.')
+        made: Carrier
+        if carrier == "ray":
+            made = ray_carrier(model, self.policies, options, mesh, num_replicas, ray or RayOptions())
+        else:
+            made = ThreadCarrier(model, self.policies, options, places_of(mesh, num_replicas))
+        self.model = dataclasses.replace(model, params=weights.shapes_of(model.params))
+        self._changes, self._updating, self._numbers = Changes(), threading.Lock(), itertools.count()
+        self._changes.since_last(jax.tree.leaves(model.params))
+        self._carrier, self._dispatcher = made, Dispatcher(made, typed("restarts", restarts, int))
+        self.facts = next(iter(self._dispatcher.members.values())).replica.facts  # type: ignore[union-attr]
+
+    def __repr__(self) -> str:
+        return f"Replicas({counted(self._carrier.count, 'replica')}, carrier={self._carrier.name!r}, version={self.version})"
+
+    # Items.
+
+    def generate(self, prompts: Any, *, progress: bool | None = None, **settings: Unpack[RequestSettings]) -> Result:
+        """Completions of one prompt or a list of them, as `jkv.generate` returns them: prompt-major, whoever made them.
+
+        Bytes and counts of `stats` are those of all replicas since they had nothing to do, and seconds are the longest of any.
+
+        Args:
+          prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these.
+          progress: whether to show a bar; None shows it in a terminal or notebook.
+          settings: fields of `jkv.RequestOptions`. `policy` is one of `policies`, or a list of one for each prompt; None is the
+            first of them.
+
+        Ctrl-C ends the items of this call and raises KeyboardInterrupt.
+
+        Raises:
+          ValueError: bad input, refused before anything is sent.
+          RuntimeError: all replicas are lost, or those that had an item.
+        """
+        requests = self._requests(prompts, settings)
+        done: dict[int, Finished] = {}
+        with progress_bar(len(requests), progress, "replicas") as show:
+            for index, finished in self._finished(requests):
+                done[index] = finished
+                show([event_of(finished)])
+        flat = [done[index] for index in range(len(requests))]
+        runs = [run for ask in self._dispatcher.call(self._dispatcher.stats).result() if (run := ask()) is not None]
+        return merged_result(self.model, requests, flat, merged_stats(runs), self.options.return_trace)
+
+    def stream(self, prompts: Any, **settings: Unpack[RequestSettings]) -> Iterator[tuple[int, Result]]:
+        """Yields each sample as soon as it is finished: its index in the order of `generate`, and its result.
+
+        Statistics are those of the sample; of the engines' own, only `platform` and page size are there. If the caller stops
+        early, the others are cancelled.
+        """
+        requests = self._requests(prompts, settings)
+        run = dataclasses.replace(merged_stats([]), page_size=self.facts.page_size)
+        for index, finished in self._finished(requests):
+            yield index, merged_result(self.model, [requests[index]], [finished], run, self.options.return_trace)
+
+    def _requests(self, prompts: Any, settings: Mapping[str, Any]) -> list[Request]:
+        """The checked requests of all samples, prompt-major."""
+        policy = settings.get("policy")
+        options = RequestOptions(**{**settings, "policy": self.policies[0] if policy is None else policy})  # type: ignore[arg-type]
+        groups = make_requests(self.model, encode_prompts(self.model, prompts), options, kv_format=self.options.kv_format)
+        return [self._check(request) for group in groups for request in group]
+
+    def _check(self, request: Request) -> Request:
+        """Refuses what no replica could serve; all have the same sizes."""
+        if request.policy not in self.policies:
+            raise ValueError(
+                f"Replicas receive their policies once; got {request.policy.name} with other settings than those of policies="
+                f"[{', '.join(policy.name for policy in self.policies)}]. Give it to jkv.Replicas(policies=[...])."
+            )
+        facts, params = self.facts, self.model.params
+        sizes = {"max_slots": facts.max_slots, "num_pages": facts.num_pages, "page_size": facts.page_size}
+        request = lowered(params, request, **sizes)
+        check_fits(params, request, **sizes, bytes_per_page=facts.page_bytes)
+        check_request(request, self.options)
+        return request
+
+    def _finished(self, requests: Sequence[Request]) -> Iterator[tuple[int, Finished]]:
+        """Submits requests, and yields the index of each with what has finished; at an early end cancels the others."""
+        groups: dict[tuple[bytes, int], list[Open]] = {}
+        done: queue.SimpleQueue[tuple[int, Reply[Finished]]] = queue.SimpleQueue()
+        for index, request in enumerate(requests):
+            item, reply = Item.of(next(self._numbers), request, self.policies), Reply[Finished]()
+            one = Open(item, most_pages(self.model.params, request, self.facts.page_size), reply)
+            groups.setdefault((request.prompt.tobytes(), item.policy), []).append(one)
+            reply.add_done_callback(lambda reply, index=index: done.put((index, reply)))
+        numbers = [one.item.number for group in groups.values() for one in group]
+        left = len(numbers)
+        try:
+            self._dispatcher.call(self._dispatcher.submit, list(groups.values())).result()
+            while left:
+                with contextlib.suppress(queue.Empty):  # Ctrl-C comes between two waits
+                    index, reply = done.get(timeout=TICK)
+                    left -= 1
+                    yield index, reply.result()
+        finally:
+            if left:
+                with contextlib.suppress(RuntimeError):  # closed
+                    self._dispatcher.call(self._dispatcher.cancel, numbers)
+
+    # Weights and replicas.
+
+    @property
+    def version(self) -> int:
+        """Of the newest weights: 0, and one more for each `update`."""
+        return self._dispatcher.version
+
+    def update(self, params: Params) -> None:
+        """Uses new weights everywhere, and returns when all replicas do; unfinished samples go on with them.
+
+        The versions of a sample's tokens (`Result.policy_version`) never descend. Only arrays that are not those of the last
+        update travel: of an adapter whose base stays, the adapter alone.
+
+        Raises:
+          ValueError: weights of another structure, shape, type or sharding than the first, or not finite; nothing is changed.
+          RuntimeError: all replicas are lost.
+        """
+        weights.check_same(self.model.params, params)
+        check_weights(params)
+        with self._updating:
+            changed = self._changes.since_last(jax.tree.leaves(params))
+            reply: Reply[None] = Reply()
+            change = self._carrier.put(changed, self.version + 1)
+            self._dispatcher.call(self._dispatcher.update, change, reply).result()
+            reply.result()
+
+    def retire(self, replica: int) -> None:
+        """Ends one replica, such as one whose machine is to be given back; its unfinished samples go on at the others.
+
+        Raises:
+          ValueError: no such replica, or the last.
+        """
+        reply: Reply[None] = Reply()
+        self._dispatcher.call(self._dispatcher.drain, replica, reply).result()
+        reply.result()
+
+    @property
+    def loads(self) -> list[Load]:
+        """What each replica has to do."""
+        return self._dispatcher.call(self._dispatcher.loads).result()
+
+    def close(self) -> None:
+        """Ends all replicas, and what is unfinished."""
+        self._dispatcher.close()
+
+    def __enter__(self) -> "Replicas":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def ray_carrier(
+    model: Model,
+    policies: Sequence[Policy],
+    options: EngineOptions,
+    mesh: Mesh | None,
+    num_replicas: int | None,
+    ray: RayOptions,
+) -> Carrier:
+    """The carrier of actors; Ray is imported here alone.
+
+    Raises:
+      ValueError: a mesh, no number of replicas, or a policy that cannot be sent.
+      ImportError: Ray is not installed.
+    """
+    if mesh is not None or num_replicas is None:
+        raise ValueError(
+            'With carrier="ray" each replica has the devices of its own process: give num_replicas=, and '
+            f"ray=RayOptions(tensor=...) for several devices each; got mesh={'a mesh' if mesh is not None else None}, "
+            f"num_replicas={num_replicas}."
+        )
+    from jkv.replicas.actors import RayCarrier
+
+    return RayCarrier(model, policies, options, num_replicas, ray)
+
+
+def event_of(finished: Finished) -> Event:
+    """A finished item as an event, for a bar."""
+    completion: Any = finished.completion
+    return Event(finished.number, 0, list(completion.tokens), [], None, completion.finish_reason)

@@ -1,0 +1,144 @@
+"""Replicas in threads of this process: an engine on each device, or on each row of a mesh."""
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from jkv.checks import counted
+from jkv.engine import mesh as meshes
+from jkv.engine.options import EngineOptions
+from jkv.engine.stats import RunStats
+from jkv.model.params import Model
+from jkv.model.sharding import HEADS, shard
+from jkv.policies import Policy
+from jkv.replicas.replica import Facts, Item, Lost, Post, Replica, Rows, Updated
+from jkv.replicas.worker import Worker
+
+DATA = "data"  # the axis of a mesh that counts replicas
+
+
+def places_of(mesh: Mesh | None, num_replicas: int | None) -> list[Mesh | jax.Device]:
+    """Where each replica runs: a mesh with an axis "tensor", or one device.
+
+    Raises:
+      ValueError: both or none are given, axes that are no replicas, or devices that replicas cannot share evenly.
+    """
+    rule = 'Replicas in threads take mesh= with the axes "data" and "tensor", or num_replicas='
+    if (mesh is None) == (num_replicas is None):
+        raise ValueError(f"{rule}; got {'neither' if mesh is None else 'both'}. Give one of them.")
+    if mesh is not None:
+        shape = dict(mesh.shape)
+        others = {name: size for name, size in shape.items() if name not in (DATA, HEADS) and size > 1}
+        if DATA not in shape or others:
+            raise ValueError(f"{rule}; got a mesh of {shape}. Rename its axes, or leave others out.")
+        rows = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0).reshape(shape[DATA], -1)
+        return [Mesh(row, (HEADS,)) if len(row) > 1 else row[0] for row in rows]
+    assert num_replicas is not None
+    devices = jax.local_devices()
+    if num_replicas > len(devices) and num_replicas % len(devices):
+        raise ValueError(
+            f"num_replicas must be at most the number of devices, here {len(devices)}, or a multiple of it; got "
+            f"{num_replicas}. Lower it, so that no device has more to do than others."
+        )
+    return [devices[i % len(devices)] for i in range(num_replicas)]
+
+
+class ThreadCarrier:
+    """Starts engines in this process; each has a thread that owns it.
+
+    Args:
+      model: its weights are copied to where each replica runs, unless they lie there.
+      policies, options: of every engine.
+      places: where each runs (`places_of`).
+    """
+
+    name, num_starts = "threads", 1  # engines size their pools by the memory that is free
+
+    def __init__(
+        self, model: Model, policies: Sequence[Policy], options: EngineOptions, places: Sequence[Mesh | jax.Device]
+    ) -> None:
+        self.count, self._places, self._policies, self._options = len(places), places, policies, options
+        self._weights = model, 0  # the newest, and their version
+
+    def start(self, index: int, post: Post) -> Replica:
+        """An engine with the newest weights, at its place."""
+        place, options, (model, version) = self._places[index], self._options, self._weights
+        if isinstance(place, Mesh):
+            meshes.check_mesh(place, model.config)
+            params, options = shard(model.params, place), dataclasses.replace(options, mesh=place)
+        else:
+            params = jax.device_put(model.params, SingleDeviceSharding(place))
+        return ThreadReplica(Worker(dataclasses.replace(model, params=params), self._policies, options, version, post), post)
+
+    def put(self, leaves: Mapping[int, Any], version: int) -> Mapping[int, Any]:
+        """The leaves themselves; each engine copies them to its place."""
+        model, _ = self._weights
+        old, structure = jax.tree.flatten(model.params)
+        params = jax.tree.unflatten(structure, [leaves.get(i, leaf) for i, leaf in enumerate(old)])
+        self._weights = dataclasses.replace(model, params=params), version
+        return leaves
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
+    def __repr__(self) -> str:
+        return f"{counted(self.count, 'replica')} in threads"
+
+
+class ThreadReplica:
+    """A replica in a thread of this process."""
+
+    def __init__(self, worker: Worker, post: Post) -> None:
+        self._worker, self._post = worker, post
+        self.facts: Facts = worker.facts
+        self.version = worker.version
+        self.submit, self.cancel, self.reset_stats = worker.submit, worker.cancel, worker.reset_stats
+
+    def restore(self, items: Sequence[Item], rows: Rows) -> None:
+        """Goes on with rows of another replica of this process."""
+        self._worker.restore(items, rows.content)
+
+    def update(self, change: Mapping[int, Any], version: int) -> None:
+        """Queues new weights."""
+        self._later(lambda: self._worker.update(change, version), lambda _: Updated(version))
+
+    def drain(self) -> None:
+        """Gives up all items."""
+        self._later(self._worker.drain, lambda rows: rows)
+
+    def _later(self, call: Any, message: Any) -> None:
+        """Calls what waits for the engine in a thread of its own, and posts a message; an error is the end of the replica."""
+
+        def done(reply: "Future[Any]") -> None:
+            error = reply.exception()
+            self._post(message(reply.result()) if error is None else Lost(error))
+
+        in_thread(call).add_done_callback(done)
+
+    def stats(self) -> RunStats | None:
+        """The engine's statistics."""
+        return None if self._worker.service.failure else self._worker.stats()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._worker.close()
+
+
+def in_thread(call: Any) -> "Future[Any]":
+    """The reply of a call that a daemon thread makes."""
+    reply: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            reply.set_result(call())
+        except BaseException as error:
+            reply.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return reply
