@@ -29,16 +29,18 @@ from jkv.analysis.foresee import foresee
 from jkv.analysis.recall import Recall, recall
 from jkv.engine.conversations import Transcript
 from jkv.engine.engine import Engine
-from jkv.engine.mesh import shard, shardings
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.requests import RequestOptions
 from jkv.engine.results import Result
 from jkv.generate import generate
 from jkv.model.checkpoint import load
-from jkv.model.params import Model, ModelConfig, Params, weight_shapes
+from jkv.model.eight_bits import quantise_weights
+from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling
 from jkv.model.saved_weights import restore, save
+from jkv.model.sharding import shard, shardings, split_by_width
+from jkv.model.weight_shapes import weight_shapes
 from jkv.planning.devices import DEVICES, Device
 from jkv.planning.plan import Plan, plan
 from jkv.policies import (
@@ -63,6 +65,7 @@ from jkv.policies.query_statistics import QueryStatistics
 from jkv.policies.table import *  # noqa: F403 -- the recipes, `jkv.r_kv` and so on
 from jkv.reasoning.steering import SteeringVector
 from jkv.replay.score import Trace, score
+from jkv.replicas import Replicas
 from jkv.rollout import Rollout, Rollouts
 from jkv.verify import verify
 
@@ -93,6 +96,7 @@ __all__ = [
     "QueryStatistics",
     "Recall",
     "Read",
+    "Replicas",
     "RequestOptions",
     "Result",
     "Rollout",
@@ -112,12 +116,14 @@ __all__ = [
     "load",
     "plan",
     "published",
+    "quantise_weights",
     "restore",
     "rl",
     "save",
     "score",
     "shard",
     "shardings",
+    "split_by_width",
     "testing",
     "verify",
     "viz",

@@ -23,6 +23,7 @@ from jkv.engine.memory import (
     page_bytes,
     page_size_for,
 )
+from jkv.engine.mesh import check_mesh, mesh_for
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
@@ -32,6 +33,7 @@ from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
+from jkv.model.sharding import shard
 from jkv.policies import Policy
 from jkv.replay.score import round_up
 
@@ -68,8 +70,8 @@ def generate(
       on_tokens: receives a `jkv.Event` for each sample and chunk (`event.ticket` is the prompt's index). If it raises, that
         prompt's samples end with the reason "error", a warning gives the exception, and the others continue.
       progress: whether to show a bar; None shows it in a terminal or notebook.
-      settings: settings of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `return_trace`: see
-        `jkv.EngineOptions`.
+      settings: settings of the engine by name, such as `max_running`, `page_size`, `kv_memory`, `mesh` and `return_trace`: see
+        `jkv.EngineOptions`. Each call moves weights that are not on its mesh; `jkv.load(..., mesh=...)` reads them there.
 
     Ctrl-C, pressed any number of times, ends the call after the turn in progress. The result then has all tokens so far, and
     unfinished samples have the reason "cancelled".
@@ -136,8 +138,17 @@ def warn_of_length(samples: Sequence[Sample]) -> None:
 
 
 def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> Engine:
-    """An engine sized for these requests, grouped by prompt; sizes that `options` give are kept."""
-    params, n, page_size = model.params, len(requests[0]), page_size_for(model.params, options.page_size)
+    """An engine sized for these requests, grouped by prompt; sizes that `options` give are kept.
+
+    Weights are placed on their mesh first, because the pool gets what they leave free on each of its devices.
+    """
+    mesh = mesh_for(options.mesh, model.params)
+    if mesh is not None:
+        check_mesh(mesh, model.config)
+        options = dataclasses.replace(options, mesh=mesh)
+        model = dataclasses.replace(model, params=shard(model.params, mesh))
+    num_shards = 1 if mesh is None else mesh.size
+    params, n, page_size = model.params, len(requests[0]), page_size_for(model.params, options.page_size, options.kv_format)
     policies = [group[0].policy for group in requests]
     every = [request for group in lowered_to_memory(model, requests, options) for request in group]
     num_rows = options.max_running or min(1 << (len(every) - 1).bit_length(), DEFAULT_RUNNING)
@@ -146,7 +157,8 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
     if options.kv_memory is None and num_pages is None:
         num_pages = default_num_pages(params, every, n, num_rows, max_slots, page_size)
         has_bounds = any(policy.read is not None for policy in policies)
-        num_pages = cap_to_free(params, num_pages, page_bytes(params, page_size, has_bounds, options.kv_format))
+        bytes_per_page = page_bytes(params, page_size, has_bounds, options.kv_format)
+        num_pages = cap_to_free(params, num_pages, bytes_per_page, num_shards)
     return Engine(
         model,
         options,
@@ -160,7 +172,7 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
 
 def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> list[list[Request]]:
     """Requests whose limit of new tokens was left open, with no more than one row of the pool, or of the free memory, holds."""
-    params, page_size, config = model.params, page_size_for(model.params, options.page_size), model.config
+    params, page_size, config = model.params, page_size_for(model.params, options.page_size, options.kv_format), model.config
     if not any(group[0].has_open_limit for group in requests):
         return [list(group) for group in requests]
     num_shards = 1 if options.mesh is None else options.mesh.size

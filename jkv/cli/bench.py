@@ -63,7 +63,11 @@ def add(commands: Any) -> None:
         parser.add_argument("--quick", action="store_true", help="sizes of a test: checks that it runs, not how fast")
         if name != "serve":  # its loads are one each
             parser.add_argument("--rounds", type=int, help="timings of each, of which the median counts")
-        parser.add_argument("--out", type=Path, help="a folder for NAME.json and NAME.md; default: the table alone is shown")
+        parser.add_argument(
+            "--out",
+            type=Path,
+            help="a folder for NAME.json and NAME.md; with --model NAME-MODEL; default: the table alone is shown",
+        )
     for name in ("throughput", "cost", "latency", "eviction"):
         parsers[name].add_argument("--model", help="a shipped model, a folder, a hub name, or a TOML file of a shape")
     throughput, papers, peers = (parsers[name] for name in ("throughput", "papers", "peers"))
@@ -148,9 +152,19 @@ def run(options: argparse.Namespace) -> int:
     text = importlib.import_module(f"jkv.bench.{options.bench}").table(record)
     print(text)
     if options.out:
-        records.write(options.bench, record, text, options.out)
-        print(f"wrote {options.bench}.json and {options.bench}.md to {options.out}", file=sys.stderr)
+        name = record_name(options.bench, given.get("model"))
+        records.write(name, record, text, options.out)
+        print(f"wrote {name}.json and {name}.md to {options.out}", file=sys.stderr)
     return 0
+
+
+def record_name(bench: str, model: str | None) -> str:
+    """What a record is called: the benchmark, and the model if it is not the benchmark's own.
+
+    >>> record_name("serve", None), record_name("serve", "checkpoints/smollm2-135m")
+    ('serve', 'serve-smollm2-135m')
+    """
+    return bench if model is None else f"{bench}-{Path(model).stem if Path(model).suffix == '.toml' else Path(model).name}"
 
 
 def command_of(bench: str, quick: bool, given: dict[str, Any]) -> str:
@@ -288,14 +302,15 @@ def run_tables(options: argparse.Namespace) -> int:
     from jkv.text_files import read_json, read_text
 
     tables, pages = {}, {}
-    for name in BENCHES:
-        path = options.results / f"{name}.json"
-        record = read_json(path) if path.exists() else {}
-        if not isinstance(record, dict):
-            raise ValueError(f"{path} must be a JSON object that `jkv bench {name}` wrote; it is none. Remove the file.")
-        if "about" in record:  # what older commands wrote has no table
-            tables[name] = importlib.import_module(f"jkv.bench.{name}").table(record)
-            pages[path.with_suffix(".md")] = tables[name] + "\n"
+    for bench in BENCHES:
+        own = options.results / f"{bench}.json"
+        for path in (own, *sorted(options.results.glob(f"{bench}-*.json"))):  # of other models
+            record = read_json(path) if path.exists() else {}
+            if not isinstance(record, dict):
+                raise ValueError(f"{path} must be a JSON object that `jkv bench {bench}` wrote; it is none. Remove the file.")
+            if "about" in record:  # what older commands wrote has no table
+                tables[path.stem] = importlib.import_module(f"jkv.bench.{bench}").table(record)
+                pages[path.with_suffix(".md")] = tables[path.stem] + "\n"
     if not tables:
         raise ValueError(f"--results must hold the JSON of {', '.join(BENCHES)}; {options.results} holds none.")
     if not options.page.is_file():

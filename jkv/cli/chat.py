@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from jkv.cli import remote_chat
-from jkv.cli.inputs import LOOKS, add_model_options, read_line, read_settings, sampling_of
+from jkv.cli.inputs import LOOKS, add_model_options, load_model, read_line, read_settings, sampling_of
 
 BOUNDED_CONTEXT, OPEN_CONTEXT = 8_192, 32_768  # slots
 
@@ -21,8 +21,12 @@ def add(commands: Any) -> None:
     )
     command.set_defaults(run=run)
     add_model_options(command)
-    command.set_defaults(policy=None)
-    command.add_argument("--url", help="of a server to talk with, such as that of `jkv serve`; its key is in JKV_API_KEY")
+    command.set_defaults(policy=None, model=None)
+    command.add_argument(
+        "--url",
+        help="of a server to talk with, such as that of `jkv serve`; its key is in JKV_API_KEY, and --model is by default the "
+        "first that it lists",
+    )
     command.add_argument("--system", metavar="TEXT", help="the system's message")
     command.add_argument(
         "--context",
@@ -39,15 +43,15 @@ def run(options: argparse.Namespace) -> int:
     from jkv.cli.generate import show_text, summarise
     from jkv.engine.engine import Engine
     from jkv.generate import log_programs
-    from jkv.model import checkpoint
     from jkv.model.chat_template import has_chat_template
     from jkv.policies import make
 
     policy = make(options.policy or "full", read_settings(options.budget, options.set))
-    model = checkpoint.load(options.model)
+    name = options.model or "tiny-reasoner"
+    model = load_model(name, options.weight_dtype, options.mesh)
     if not has_chat_template(model.tokenizer):
         raise ValueError(
-            f"chat needs a model with a chat template; {options.model} has none. Name "
+            f"chat needs a model with a chat template; {name} has none. Name "
             "one, such as --model smollm2-135m (`jkv models` lists them), or use jkv generate."
         )
     context = options.context or (BOUNDED_CONTEXT if policy.is_bounded else OPEN_CONTEXT)

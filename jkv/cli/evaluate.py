@@ -10,7 +10,18 @@ from typing import Any
 
 from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import did_you_mean, words
-from jkv.cli.inputs import LOOKS, add_kv_dtype, add_penalties, add_settings, can_draw, make_folder, read_settings
+from jkv.cli.inputs import (
+    LOOKS,
+    add_kv_dtype,
+    add_mesh,
+    add_penalties,
+    add_settings,
+    add_weight_dtype,
+    can_draw,
+    load_model,
+    make_folder,
+    read_settings,
+)
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -47,12 +58,14 @@ DEFAULTS: dict[str, Any] = {
     "max_new_tokens": None,
     "kv_memory": None,
     "kv_dtype": None,
+    "weight_dtype": None,
+    "mesh": None,
 }
 TYPES: dict[str, Any] = (
     dict.fromkeys(("problems", "kv_memory", "max_running", "page_size", "max_new_tokens", "samples", "top_k"), int)
     | dict.fromkeys(("seed", "seeds", "shuffle_seed"), int)
     | dict.fromkeys(("model", "text", "file", "dataset", "preset", "split", "subset", "question", "answer"), str)
-    | dict.fromkeys(("template", "grader", "kv_dtype"), str)
+    | dict.fromkeys(("template", "grader", "kv_dtype", "weight_dtype", "mesh"), str)
     | dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), float)
     | dict.fromkeys(("budgets", "policies", "pass_at", "contrasts"), list)
     | {"settings": dict, "protection": dict, "texts": dict, "chat_template": bool, "skip_ungradable": bool}
@@ -62,6 +75,8 @@ UNSAID = {  # what records of older versions leave out, and stood for then
     "contrasts": [],
     "seeds": 1,
     "kv_dtype": None,
+    "weight_dtype": None,
+    "mesh": None,
     "dataset": None,
     "preset": None,
     "split": None,
@@ -129,6 +144,8 @@ def add(commands: Any) -> None:
     command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
     command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
     command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
+    add_weight_dtype(command)
+    add_mesh(command)
     add_kv_dtype(command)
     command.add_argument("--kv-memory", type=int, help="bytes of the pool; default: what the rows need")
     command.add_argument("--out", type=Path, help="a folder for the table, JSON, completions and, with matplotlib, the picture")
@@ -180,7 +197,6 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from jkv.evaluation import compare as bench
     from jkv.evaluation.contrasts import check_contrasts, find_contrasts, section
     from jkv.evaluation.problems import put
-    from jkv.model import checkpoint
     from jkv.model.sampling import SAMPLING_FIELDS, Sampling
     from jkv.policies import POLICIES, needs_no_file
     from jkv.reports import markdown_line, only_writer
@@ -191,7 +207,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
     check_policies(chosen)
     check_contrasts(chosen["contrasts"], chosen["policies"])
-    load = functools.cache(lambda: checkpoint.load(str(chosen["model"])))
+    load = functools.cache(lambda: load_model(str(chosen["model"]), chosen["weight_dtype"], chosen["mesh"]))
     questions = read_questions(chosen, lambda: load().tokenizer)
     sampling = Sampling(**{field: chosen[field] for field in SAMPLING_FIELDS})
     ks = check_ks(chosen["pass_at"], chosen["samples"])

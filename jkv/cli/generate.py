@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import counted
-from jkv.cli.inputs import LOOKS, add_model_options, check_target, read_prompts, read_settings, sampling_of
+from jkv.cli.inputs import LOOKS, add_model_options, check_target, load_model, read_prompts, read_settings, sampling_of
 from jkv.cli_errors import discard_output
 
 
@@ -43,12 +43,11 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--html and --out must be two files; got {options.html} for both.")
     from jkv import viz
     from jkv.generate import generate
-    from jkv.model import checkpoint
     from jkv.policies import make
     from jkv.reports import json_lines, write_text
 
     policy = make(options.policy, read_settings(options.budget, options.set))
-    model = checkpoint.load(options.model)
+    model = load_model(options.model, options.weight_dtype, options.mesh)
     streams = options.out is None and len(prompts) * options.n == 1
     out = generate(
         model,

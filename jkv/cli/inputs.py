@@ -70,6 +70,8 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
     )
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
+    add_weight_dtype(command)
+    add_mesh(command)
     add_kv_dtype(command)
     command.add_argument(
         "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
@@ -91,7 +93,29 @@ def slots_or_bytes(text: str) -> int | str:
 
 def add_kv_dtype(command: argparse.ArgumentParser) -> None:
     """`--kv-dtype`."""
-    command.add_argument("--kv-dtype", help="int8 or fp8 keeps keys and values in 8 bits, int4 in 4; default: as the weights")
+    command.add_argument(
+        "--kv-dtype", help="int8 or fp8 keeps keys and values in 8 bits, int4 in 4, kvarn in 4 and 2; default: as the weights"
+    )
+
+
+def add_weight_dtype(command: argparse.ArgumentParser) -> None:
+    """`--weight-dtype`."""
+    command.add_argument("--weight-dtype", help="int8 or fp8 keeps the model's matrices in 8 bits; default: as they are")
+
+
+def add_mesh(command: argparse.ArgumentParser) -> None:
+    """`--mesh`."""
+    command.add_argument(
+        "--mesh", metavar="tensor=N", help="splits the model and its cache over the first N devices; default: one device"
+    )
+
+
+def load_model(name: str, weight_dtype: str | None, mesh: str | None) -> Any:
+    """The model of a command, on the mesh of its `--mesh`, which engines then run on."""
+    from jkv.engine.mesh import read_mesh
+    from jkv.model import checkpoint
+
+    return checkpoint.load(name, weight_dtype=weight_dtype, mesh=None if mesh is None else read_mesh(mesh))
 
 
 def add_sampling(command: argparse.ArgumentParser, default: str = "", temperature: float = 0, top_p: float = 1) -> None:

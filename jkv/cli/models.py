@@ -20,7 +20,8 @@ def run(options: argparse.Namespace) -> int:
     from jkv.model.cards import card_of
     from jkv.model.checkpoint import shipped_folders
     from jkv.model.model_shapes import SHAPES, find_shape
-    from jkv.model.params import count_weights, weight_shapes
+    from jkv.model.params import count_weights
+    from jkv.model.weight_shapes import weight_shapes
 
     for name in shipped_folders():
         print(f"{name}: part of the package; arithmetic modulo 10; greedy")

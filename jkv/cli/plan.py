@@ -5,7 +5,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import LOOKS, add_budget, add_kv_dtype, add_sampling, add_settings, check_target, read_settings, sampling_of
+from jkv.cli.inputs import (
+    LOOKS,
+    add_budget,
+    add_kv_dtype,
+    add_sampling,
+    add_settings,
+    add_weight_dtype,
+    check_target,
+    read_settings,
+    sampling_of,
+)
 
 GIGA, TERA = 1e9, 1e12
 
@@ -34,6 +44,7 @@ def add(commands: Any) -> None:
     add_sampling(command, temperature=1, top_p=0.95)
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
     command.add_argument("--dtype", help="of weights and cache; default: float32 on a CPU, bfloat16 elsewhere")
+    add_weight_dtype(command)
     add_kv_dtype(command)
     command.add_argument("--num-devices", type=int, default=1, help="that KV heads are split over; default: 1")
     command.add_argument("--memory-share", type=float, default=0.9, help="of a device's memory to fill; default: 0.9")
@@ -86,6 +97,7 @@ def run(options: argparse.Namespace) -> int:
         page_size=options.page_size,
         dtype=options.dtype,
         kv_dtype=options.kv_dtype,
+        weight_dtype=options.weight_dtype,
         num_devices=options.num_devices,
         sampling=sampling_of(options, DRAWN),
         memory_share=options.memory_share,

@@ -3,10 +3,11 @@
 import argparse
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 from jkv.checks import install, words
-from jkv.cli.inputs import LOOKS, add_budget, add_kv_dtype, add_settings, read_settings
+from jkv.cli.inputs import LOOKS, add_budget, add_kv_dtype, add_mesh, add_settings, add_weight_dtype, load_model, read_settings
 
 OPEN_CONTEXT = 32_768  # slots
 KEY = "JKV_API_KEY"  # the environment variable
@@ -55,11 +56,25 @@ def add(commands: Any) -> None:
     command.add_argument("--kv-memory", help='bytes of the pool, or "auto" for the free memory (default: full rows)')
     command.add_argument("--chunk", type=int, default=16, help="decode steps between two events of a stream (default: 16)")
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
+    add_weight_dtype(command)
+    add_mesh(command)
     add_kv_dtype(command)
     command.add_argument(
         "--no-prefix-cache",
         action="store_true",
         help="keep no prompt after its request; by default prompts stay in pages that nothing else needs",
+    )
+    command.add_argument(
+        "--trainer", action="store_true", help="answer a trainer too: /generate, /pause, /resume, /update_weights"
+    )
+    command.add_argument(
+        "--weights-root", type=Path, metavar="DIR", help="the folder of the checkpoints that /update_weights may read"
+    )
+    command.add_argument(
+        "--warm-up",
+        choices=("most", "first"),
+        default="most",
+        help="compile before the first client what most requests need, or the first programs alone (default: most)",
     )
     command.add_argument("--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md')
     command.add_argument("--verbose", action="store_true", help="say which device, kernels and pool are used")
@@ -71,18 +86,21 @@ def run(options: argparse.Namespace) -> int:
         from jkv.serving.options import ServerOptions
         from jkv.serving.run import listen
         from jkv.serving.run import run as run_server
+        from jkv.serving.trainer import TrainerOptions
     except ImportError as error:
         raise ValueError(f"serve needs starlette, uvicorn and prometheus-client; {error}. Run: {install('serve')}") from None
     import logging
 
     from jkv.engine.engine import Engine
-    from jkv.model import checkpoint
     from jkv.policies import has_budget, make, r_kv
+    from pallas_kernels.sealed import SEALED
 
     settings = read_settings(options.budget, options.set)
     policy = make(options.policy, settings)
     more = [make(name, {"budget": options.budget or 1024} if has_budget(name) else {}) for name in words(options.policies)]
     key = options.api_key or os.environ.get(KEY) or None
+    check_trainer(options, key)
+    trainer = TrainerOptions(options.weights_root) if options.trainer else None
     server_options = ServerOptions(
         name=options.name,
         policy=options.policy,
@@ -95,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
         time_limit=options.time_limit,
     )
     place = listen(options.host, options.port)
-    model = checkpoint.load(options.model)
-    positions = model.config.max_positions
+    model = load_model(options.model, options.weight_dtype, options.mesh)
+    positions, is_sealed = model.config.max_positions, options.kv_dtype in SEALED
     kv_memory = int(options.kv_memory) if (options.kv_memory or "").isdecimal() else options.kv_memory
     engine = Engine(
         model,
@@ -106,10 +124,10 @@ def run(options: argparse.Namespace) -> int:
         chunk=options.chunk,
         page_size=options.page_size,
         kv_dtype=options.kv_dtype,
-        policies=[r_kv(budget=OPEN_CONTEXT), policy, *more],  # requests may name what needs no more
+        policies=[*([] if is_sealed else [r_kv(budget=OPEN_CONTEXT)]), policy, *more],  # requests may name what needs no more
         max_stop_ids=MOST_STOP_IDS,
         kernels=options.kernels,
-        prefix_cache=not (options.no_prefix_cache or model.config.window_layers),
+        prefix_cache=not (options.no_prefix_cache or model.config.unpaged_layers or is_sealed),
     )
     if options.host not in LOCAL and key is None:
         print(f"jkv: warning: any machine that reaches {options.host} may use the model. Give --api-key.", file=sys.stderr)
@@ -117,8 +135,19 @@ def run(options: argparse.Namespace) -> int:
     host, port = place.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     print(f"jkv: serving {server_options.name or model.name}, policy {policy}, at {address}", file=sys.stderr, flush=True)
-    run_server(engine, server_options, place, options.drain)
+    run_server(engine, server_options, place, options.drain, options.warm_up == "most", trainer)
     return 0
+
+
+def check_trainer(options: argparse.Namespace, key: str | None) -> None:
+    """Refuses a trainer's endpoints where any machine could replace the weights, and their options without them."""
+    if options.weights_root is not None and not options.trainer:
+        raise ValueError(f"--weights-root is for --trainer; got {options.weights_root} alone. Add --trainer, or leave it out.")
+    if options.trainer and key is None and options.host not in LOCAL:
+        raise ValueError(
+            f"--trainer needs a key, or a host of this machine alone ({', '.join(LOCAL)}), as it lets clients replace the "
+            f"weights; got --host {options.host} without one. Give --api-key."
+        )
 
 
 def show_log(logger: Any) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.cache import pool as pages
-from jkv.cache import windows
+from jkv.cache import sealed_pages, states, windows
 from jkv.cache.attention import Cache
 from jkv.cache.gating import GATE
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules
@@ -28,6 +28,7 @@ from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules, marks_of
 from jkv.reasoning.token_text import facts_of
 from pallas_kernels.quantised import Format
+from pallas_kernels.sealed import SealedFormat
 
 MOST_STEPS = max(CHUNKS)
 
@@ -44,7 +45,7 @@ def empty_state(
     poison: bool = False,
     kv_format: Format | None = None,
 ) -> State:
-    """The state of an idle engine: an empty pool (`pool.create`), the last queries, the windows, the logits."""
+    """The state of an idle engine: an empty pool (`pool.create`), last queries, windows, recurrent states, logits."""
     pool = pages.create(
         num_layers=config.num_paged_layers,
         num_rows=num_rows,
@@ -64,19 +65,35 @@ def empty_state(
         kv_format=kv_format,
     )
     ring = (config.num_paged_layers, num_rows, needs.window, config.num_query_heads, config.head_size)
-    rings = None
+    rings = tail = None
     if config.window_layers:
         rings = windows.create(
-            num_layers=len(config.window_layers),
+            num_layers=config.num_ring_layers,
             num_rows=num_rows,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
+            num_kv_heads=config.in_windows.num_kv_heads,
+            head_size=config.in_windows.head_size,
             window=config.window,
             page_size=page_size,
             dtype=dtype,
             poison=poison,
         )
-    cache = Cache(pool, jnp.zeros(ring, dtype) if needs.window else None, windows=rings)
+    if is_sealed := isinstance(kv_format, SealedFormat):
+        tail = windows.create(
+            num_layers=config.num_paged_layers,
+            num_rows=num_rows,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            window=sealed_pages.PLACES * page_size,
+            page_size=page_size,
+            dtype=dtype,
+            poison=poison,
+        )
+    recurrent = None
+    if config.delta_net is not None:
+        num_layers = len(config.state_layers)
+        recurrent = states.create(config.delta_net, num_layers=num_layers, num_rows=num_rows, dtype=dtype, poison=poison)
+    queries = jnp.zeros(ring, dtype) if needs.window and not is_sealed else None
+    cache = Cache(pool, queries, windows=rings, states=recurrent, tail=tail)
     return State(cache, jnp.zeros((num_rows, config.vocab_size), jnp.float32))
 
 

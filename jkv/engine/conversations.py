@@ -17,6 +17,7 @@ from jkv.checks import shown
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedRow
+from jkv.model.routes import RouteRecorder
 from jkv.reasoning.sentences import SentenceLog
 from jkv.replay.trace import TraceRecorder
 
@@ -48,7 +49,7 @@ class KeptRow:
     Attributes:
       request: of the turn that ended.
       transcript: everything up to its end.
-      filled, heads, keeps_all, sentences, trace: see `jkv.engine.samples.Sample`.
+      filled, heads, keeps_all, sentences, trace, routes: see `jkv.engine.samples.Sample`.
       evicted, compactions: see `jkv.engine.samples.Completion`.
       num_pages: the most pages that it holds.
       snapshot: its block table, logits and queries, where its pages are in the pool.
@@ -65,6 +66,7 @@ class KeptRow:
     evicted: float
     compactions: int
     num_pages: int
+    routes: RouteRecorder | None = None
     snapshot: Snapshot | None = None
     swapped: SwappedRow | None = None
 

@@ -26,7 +26,7 @@ from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, p
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
-from jkv.engine.policy_checks import check_num_stops, check_policy, check_windows, gate_of
+from jkv.engine.policy_checks import check_layout, check_policy, check_request, gate_of
 from jkv.engine.prefix_cache import cache_for
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
@@ -37,14 +37,14 @@ from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.service import serve
 from jkv.engine.stats import RunStats
 from jkv.engine.timing import COMPILING, running_seconds
-from jkv.model import weights
+from jkv.model import sharding, weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Needs, Policy
 from jkv.replay.trace import TraceRecorder
 
 DEFAULT_RUNNING = 8  # rows
-TO_RUNNER = "kernels", "poison", "kv_format", "ahead", "max_stop_ids", "prefill_tokens"  # options that the runner takes
+TO_RUNNER = "kernels", "poison", "kv_format", "ahead", "max_stop_ids", "prefill_tokens", "routed_experts"  # that it takes
 
 
 class Engine:
@@ -74,13 +74,13 @@ class Engine:
 
     def __init__(self, model_or_params: Model | Params, options: EngineOptions | None = None, **settings: Any) -> None:
         options = (options or EngineOptions()).changed(settings)
-        model, mesh, policies = check_model(model_or_params), options.mesh, options.policies
-        self.options, self.mesh = options, mesh
+        model, policies = check_model(model_or_params), options.policies
+        self.options, self.mesh = options, (mesh := meshes.mesh_for(options.mesh, model.params))
         params, config = model.params, model.config
-        check_windows(config, options)
+        check_layout(params, options)
         if mesh is not None:
             meshes.check_mesh(mesh, config)
-            params = meshes.shard(params, mesh)
+            params = sharding.shard(params, mesh)
         model = dataclasses.replace(model, params=weights.committed(params))
         named = spread_policies(policies or (), len(policies or ()), params, options.kv_format)
         self.needs = Needs.of(None if policies is None else named)
@@ -88,12 +88,12 @@ class Engine:
         for policy in named:
             check_policy(policy, self.needs, model, mesh, gate=self.gate)
         gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
-        max_running, page_size = options.max_running or DEFAULT_RUNNING, page_size_for(model.params, options.page_size)
-        num_shards = 1 if mesh is None else mesh.size
+        page_size = page_size_for(params, options.page_size, options.kv_format)
+        max_running, num_shards = options.max_running or DEFAULT_RUNNING, 1 if mesh is None else mesh.size
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds, options.kv_format)
         sizes: Any = {"page_size": page_size, "bytes_per_page": self.page_bytes, "num_shards": num_shards}
-        sizes |= {"kv_memory": options.kv_memory, "num_pages": options.num_pages}
+        sizes |= {"kv_memory": options.kv_memory, "num_pages": options.num_pages, "kv_format": options.kv_format}
         self.num_pages = num_pool_pages(model.params, max_running, self.max_slots, **sizes)
         heads = config.num_paged_layers, config.num_kv_heads
         self.capacity = Capacity(*heads, page_size, self.num_pages, max_running, options.chunk, options.order, num_shards)
@@ -414,7 +414,7 @@ class Engine:
         check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
         is_trained = self.runner.version > 0 or self.is_asleep
         check_policy(request.policy, self.needs, self.model, self.mesh, is_trained, self.gate)
-        check_num_stops(request, self.options.max_stop_ids)
+        check_request(request, self.options)
         turns.check_keep(request)
         return request
 

@@ -82,11 +82,15 @@ class Filling:
         return any(not (sample.is_filling or sample.is_finished) for sample in self._running.values())
 
     def _drop_cancelled(self) -> None:
-        """Fills no row whose sample has ended, unless others start from its prompt."""
-        for work in [work for work in self._queue if len(work.rows) == 1]:
-            (sample,) = work.rows.values()
-            if sample.is_finished and not sample.shares:
-                self._end(work)
+        """Fills no rows whose samples have all ended, unless others start from their prompt."""
+        for work in list(self._queue):
+            samples = list(work.rows.values())
+            others = samples[0].prefix.samples if samples[0].shares else samples
+            if not all(sample.is_finished for sample in (*samples, *others)):
+                continue
+            self._end(work)
+            if samples[0].shares and samples[0].prefix.start is None:
+                samples[0].prefix.is_held = False  # what is filled of it goes with the rows
 
     def _end(self, work: Work) -> None:
         self._queue.remove(work)

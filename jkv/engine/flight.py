@@ -32,9 +32,10 @@ class Flight:
         def row(i: int) -> RowOutputs:
             tokens, log_probs, full = (x[: counts[i], i].tolist() for x in (outputs.token, outputs.log_prob, log_prob_full))
             dropped, is_read = (None if x is None else x[: counts[i], :, i] for x in (outputs.dropped, outputs.is_read))
-            steered, hidden = (None if x is None else x[: counts[i], i] for x in (outputs.steered, outputs.hidden))
+            by_step = outputs.steered, outputs.hidden, outputs.experts
+            steered, hidden, experts = (None if x is None else x[: counts[i], i] for x in by_step)
             goes_on = bool(outputs.is_running[i])
-            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden)
+            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden, experts)
 
         return {i: row(i) for i, sample in self.rows.items() if not sample.is_finished}
 

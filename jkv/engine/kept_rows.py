@@ -27,6 +27,7 @@ def begin(sample: Sample, kept: KeptRow) -> None:
     sample.filled, sample.heads, sample.keeps_all = kept.filled, kept.heads, kept.keeps_all
     sample.sentences = None if kept.sentences is None else kept.sentences.copy()
     sample.trace = None if kept.trace is None else kept.trace.grown(sample.request.most_tokens)
+    sample.routes = None if kept.routes is None else kept.routes.copy()
     completion = sample.completion
     completion.evicted, completion.compactions = kept.evicted, kept.compactions
     completion.cached_tokens = sample.request.num_kept
@@ -62,6 +63,7 @@ def end(sample: Sample, conversations: Conversations, num_pages: int) -> None:
             keeps_all=sample.keeps_all,
             sentences=sample.sentences,
             trace=sample.trace,
+            routes=sample.routes,
             evicted=completion.evicted,
             compactions=completion.compactions,
             num_pages=num_pages,
@@ -93,8 +95,8 @@ def settle(programs: Any, state: State, conversations: Conversations) -> State:
     leaving, conversations.leaving = conversations.leaving, {}
     for row, kept in leaving.items():
         state, snapshot = programs.detach(state, np.int32(row))
-        # Pages stay in the pool; windows are outside of it, where only the rows of the batch have room.
-        kept.snapshot = snapshot._replace(windows=jax.device_get(snapshot.windows))
+        # Pages stay in the pool; the rest is outside of it, where only the rows of the batch have room.
+        kept.snapshot = snapshot._replace(beside=jax.device_get(snapshot.beside))
     swapping, conversations.swapping = conversations.swapping, []
     for kept in swapping:
         assert kept.snapshot is not None

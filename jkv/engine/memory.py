@@ -2,20 +2,26 @@
 
 import bisect
 import dataclasses
+import functools
 import os
 from typing import Any
 
-from jkv.cache import default_page_size
+import jax
+
+from jkv.cache import default_page_size, states
 from jkv.cache.pool import num_pages_of
-from jkv.cache.slot_size import slot_bytes
+from jkv.cache.sealed_pages import PLACES
+from jkv.cache.slot_size import POSITION_BYTES
 from jkv.checks import check_counts, size, typed
 from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
+from pallas_kernels import sealed
 from pallas_kernels.choice import is_old_gpu
 from pallas_kernels.dispatch import platform_of
 from pallas_kernels.quantised import Format, vector_bytes
+from pallas_kernels.sealed import SealedFormat
 
 AUTO_SHARE = 0.85  # of an accelerator's free memory; the rest is for temporaries of programs
 TABLE_SHARE = 1 / 8  # of the free memory, at most, for page tables
@@ -24,15 +30,18 @@ STEP_PIECE = 16  # new tokens of a later turn that are prefilled at a time, wher
 AUTO_HOST_SHARE = 0.5  # of the free memory of a machine whose device is its CPU
 
 
-def page_size_for(params: Params, page_size: int | None) -> int:
-    """Slots of a page: those asked for, or the usual number on the devices of the weights."""
+def page_size_for(params: Params, page_size: int | None, kv_format: Format | None = None) -> int:
+    """Slots of a page: those asked for, or of the format, or the usual number on the devices of the weights."""
+    if isinstance(kv_format, SealedFormat):
+        return kv_format.page
     return page_size or default_page_size(platform_of(next(iter(params.embedding.devices()))))
 
 
 def page_bytes(params: Params, page_size: int, has_bounds: bool = False, kv_format: Format | None = None) -> int:
     """Bytes of one page: keys, values and positions, and the bounds of its keys where a policy needs them."""
     size, dtype = params.config.head_size, params.embedding.dtype
-    return page_size * slot_bytes(size, dtype, kv_format) + has_bounds * 2 * vector_bytes(size, dtype, None)
+    own = sealed.page_bytes(size, dtype, kv_format, page_size) + page_size * POSITION_BYTES
+    return own + has_bounds * 2 * vector_bytes(size, dtype, None)
 
 
 def num_layer_heads(params: Params) -> int:
@@ -64,11 +73,24 @@ def most_slots(params: Params, request: Request) -> int:
     return max(widest, int(policy.layer_budgets(config.num_paged_layers).max()) + 1 + STEP_PIECE)
 
 
-def window_bytes(params: Params, num_rows: int, page_size: int) -> int:
-    """Bytes of the rings of the layers with a sliding window, of so many rows; 0 without such layers."""
-    config, of_slot = params.config, 2 * vector_bytes(params.config.head_size, params.embedding.dtype, None)
+def window_bytes(params: Params, num_rows: int, page_size: int, kv_format: Format | None = None) -> int:
+    """Bytes that so many rows have outside of the pool: rings of layers with a sliding window, floats beside sealed pages."""
+    config, own, dtype = params.config, params.config.in_windows, params.embedding.dtype
     slots = num_pages_of(config.window, page_size) * page_size
-    return len(config.window_layers) * num_rows * config.num_kv_heads * slots * of_slot
+    of_row = config.num_ring_layers * own.num_kv_heads * slots * 2 * vector_bytes(own.head_size, dtype, None)
+    if isinstance(kv_format, SealedFormat):
+        tail = config.num_paged_layers * config.num_kv_heads * PLACES * page_size
+        of_row += tail * 2 * vector_bytes(config.head_size, dtype, None)
+    return num_rows * of_row
+
+
+def state_bytes(config: ModelConfig, num_rows: int, dtype: Any) -> int:
+    """Bytes of the recurrent states of so many rows; 0 without such layers."""
+    if config.delta_net is None:
+        return 0
+    sizes = {"num_layers": len(config.state_layers), "num_rows": num_rows, "dtype": dtype, "poison": False}
+    shapes = jax.eval_shape(functools.partial(states.create, config.delta_net, **sizes))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def num_pool_pages(
@@ -81,10 +103,11 @@ def num_pool_pages(
     kv_memory: int | str | None = None,
     num_pages: int | None = None,
     num_shards: int = 1,
+    kv_format: Format | None = None,
 ) -> int:
     """Pages of a pool whose size is given in pages, in bytes, as "auto" (the free memory), or as None (full rows, if they fit).
 
-    The windows of layers that have them are allocated beside the pool, and count in a size in bytes and in the free memory.
+    Windows and recurrent states are allocated beside the pool, and count in a size in bytes and in the free memory.
     A size in bytes is capped at the pages that can ever be in use: full rows, and as many again for prompts that samples
     share. All `num_shards` devices have equally many pages, so the total is rounded down.
 
@@ -92,10 +115,9 @@ def num_pool_pages(
       ValueError: a setting out of its range, both settings, or more than the device has free.
     """
     rows = max_running * num_row_pages(params, max_slots, page_size)
-    windows = window_bytes(
-        params, max(max_running, LEAST_ROWS.get(platform_of(next(iter(params.embedding.devices()))), 1)), page_size
-    )
-    free = free_pool_bytes(params, num_shards, share=1.0) - windows
+    num_rows = max(max_running, LEAST_ROWS.get(platform_of(next(iter(params.embedding.devices()))), 1))
+    beside = window_bytes(params, num_rows, page_size, kv_format) + state_bytes(params.config, num_rows, params.embedding.dtype)
+    free = free_pool_bytes(params, num_shards, share=1.0) - beside
     if 4 * rows > TABLE_SHARE * free:
         raise ValueError(
             f"Page tables must fit an eighth of the device's free memory, {size(free)}: {max_running} rows of {max_slots} "
@@ -104,19 +126,25 @@ def num_pool_pages(
     if kv_memory is not None and num_pages is not None:
         raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}. Pass one.")
     if kv_memory is None and num_pages is None:
-        num_pages = cap_to_free(params, rows, bytes_per_page, num_shards, windows)
+        num_pages = cap_to_free(params, rows, bytes_per_page, num_shards, beside)
         return num_pages - num_pages % num_shards
     if kv_memory == "auto":
         kv_memory = free_pool_bytes(params, num_shards)
     if num_pages is None:
         num_bytes = typed('kv_memory, unless "auto",', kv_memory, int)
         check_counts(kv_memory=num_bytes)
-        if windows and num_bytes < windows + bytes_per_page:
-            raise ValueError(
-                f"kv_memory must hold the windows of {len(params.config.window_layers)} layers, {size(windows)} for all rows, "
-                f"and a pool; got {size(num_bytes)}. Raise it, or lower max_running."
+        if beside and num_bytes < beside + bytes_per_page:
+            windows, recurrent = params.config.num_ring_layers, len(params.config.state_layers)
+            outside = " and ".join(
+                [f"the windows of {windows} layers"] * bool(windows)
+                + [f"the recurrent states of {recurrent} layers"] * bool(recurrent)
+                + ["the floats of pages that are not sealed"] * isinstance(kv_format, SealedFormat)
             )
-        num_pages = min(2 * rows, (num_bytes - windows) // bytes_per_page)
+            raise ValueError(
+                f"kv_memory must hold {outside}, {size(beside)} for all rows, and a pool; got {size(num_bytes)}. Raise it, or "
+                "lower max_running."
+            )
+        num_pages = min(2 * rows, (num_bytes - beside) // bytes_per_page)
     if num_pages * bytes_per_page > free:
         raise ValueError(
             f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = "
@@ -126,13 +154,13 @@ def num_pool_pages(
     return num_pages - num_pages % num_shards
 
 
-def cap_to_free(params: Params, num_pages: int, bytes_per_page: int, num_shards: int = 1, windows: int = 0) -> int:
-    """At most `num_pages`, as many as fit the device beside the `windows`, at least one; with fewer, fewer rows run at a time.
+def cap_to_free(params: Params, num_pages: int, bytes_per_page: int, num_shards: int = 1, beside: int = 0) -> int:
+    """At most `num_pages`, as many as fit the device with the bytes `beside` them, at least one; with fewer, fewer rows run.
 
     The number is a compiled shape, and the free memory changes all the time: fewer pages are a power of two, or half as many
     again.
     """
-    free = max(1, (free_pool_bytes(params, num_shards) - windows) // bytes_per_page)
+    free = max(1, (free_pool_bytes(params, num_shards) - beside) // bytes_per_page)
     return num_pages if num_pages <= free else coarse(free)
 
 

@@ -18,18 +18,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jkv.checks import counted, shown, words
 from jkv.engine import chunk_inputs, programs
 from jkv.engine.device_program import DeviceProgram
 from jkv.engine.programs import ChunkOutputs, State
 from jkv.model import weights
 from jkv.model.params import ModelConfig, Params
-from jkv.model.sharding import HEADS, P, check_divides, is_spec, local_config, part_of, specs_of
+from jkv.model.sharding import HEADS, P, check_divides, is_spec, local_config, part_of, placed, specs_of
 from jkv.policies import Needs, Policy
 
 # Static arguments of programs.
-SETTINGS = ("num_steps", "draws", "is_traced", "returns_hidden", "evict", "owns_all", "unrotated", "num_pages")
+SETTINGS = (
+    *("num_steps", "draws", "is_traced", "returns_hidden", "returns_experts"),
+    *("evict", "owns_all", "unrotated", "num_pages"),
+)
 
 
 def arrange(mesh: Mesh) -> Mesh:
@@ -64,6 +69,41 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
     check_divides(config, mesh.size)
 
 
+def mesh_for(mesh: Mesh | None, params: Params) -> Mesh | None:
+    """The mesh of an engine: the given one, else that of its weights (`jkv.load(..., mesh=...)`); None for one device."""
+    place = getattr(params.embedding, "sharding", None)
+    if mesh is not None or not isinstance(place, NamedSharding) or not isinstance(place.mesh, Mesh):
+        return mesh
+    return place.mesh if place.mesh.size > 1 and HEADS in place.mesh.axis_names else None
+
+
+def read_mesh(text: str) -> Mesh:
+    """The mesh that a command line asks for: `tensor=4` is the first four devices of this process.
+
+    Raises:
+      ValueError: another axis than "tensor", no number of devices, or more than there are.
+    """
+    sizes: dict[str, int] = {}
+    for word in words(text):
+        name, _, number = map(str.strip, word.partition("="))
+        if name in sizes or not number.isdecimal() or not int(number[:9]):
+            raise ValueError(f"A mesh is written as axes with their numbers of devices, such as tensor=4; got {shown(text)}.")
+        sizes[name] = int(number[:9])
+    if "data" in sizes:
+        raise ValueError(
+            f'A mesh of the command line has no axis "data": one engine runs on it, whose heads are split; got {shown(text)}. '
+            "Write tensor=N alone, and run one process for each replica."
+        )
+    if sizes.keys() != {HEADS}:
+        raise ValueError(f'A mesh of the command line has one axis, "{HEADS}"; got {shown(text)}. Write {HEADS}=N.')
+    devices = jax.local_devices()
+    if sizes[HEADS] > len(devices):
+        raise ValueError(
+            f"A mesh must have at most the {counted(len(devices), 'device')} of this process; got {shown(text)}. Lower it."
+        )
+    return Mesh(np.array(devices[: sizes[HEADS]]), (HEADS,))
+
+
 def check_policy(policy: Policy, num_shards: int) -> None:
     """Refuses a policy that compares the KV heads of different shards.
 
@@ -83,33 +123,6 @@ def check_policy(policy: Policy, num_shards: int) -> None:
 def state_specs(state: Any) -> Any:
     """The specs of a state, whose leaves may be `jax.ShapeDtypeStruct`."""
     return with_free_top(specs_of(State, state, "state"), P(HEADS))
-
-
-def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
-    """The `NamedSharding` of each array in a tree."""
-
-    def below(spec: Any, arrays: Any) -> Any:
-        return jax.tree.map(lambda _: NamedSharding(mesh, spec), arrays)
-
-    return jax.tree.map(below, specs, tree, is_leaf=is_spec)
-
-
-def shardings(params: Params, mesh: Mesh) -> Params:
-    """The `NamedSharding` of each weight on a mesh, as `jkv.restore` takes them; of weights or of `jkv.weight_shapes`.
-
-    A mesh may have axes other than "tensor", along which devices hold copies: scoring and training split their rows there.
-
-    Raises:
-      ValueError: a mesh without an axis "tensor".
-    """
-    if HEADS not in mesh.axis_names:
-        raise ValueError(f'The mesh of weights must have an axis "{HEADS}"; got {dict(mesh.shape)}. Rename its axis.')
-    return placed(mesh, specs_of(Params, params, "params"), params)
-
-
-def shard(params: Params, mesh: Mesh) -> Params:
-    """The weights, split over the axis "tensor" of a mesh; weights that are already in place are not copied."""
-    return jax.device_put(params, shardings(params, mesh))
 
 
 def place_gate(gate: Any, params: Params, mesh: Mesh | None) -> Any:
@@ -166,10 +179,10 @@ def decode_chunk(**arguments: Any) -> tuple[State, ChunkOutputs]:
     return state, outputs._replace(held_pages=jax.lax.psum(outputs.held_pages, HEADS))
 
 
-def prefill_chunk(**arguments: Any) -> tuple[State, Any, Any]:
+def prefill_chunk(**arguments: Any) -> tuple[State, Any, Any, Any]:
     """`programs.prefill_chunk` on a shard; pages in use are those of all shards."""
-    state, hidden, held = programs.prefill_chunk.function(**arguments)
-    return state, hidden, jax.lax.psum(held, HEADS)
+    state, hidden, held, experts = programs.prefill_chunk.function(**arguments)
+    return state, hidden, jax.lax.psum(held, HEADS), experts
 
 
 def compact(**arguments: Any) -> tuple[State, Any, Any]:
@@ -236,12 +249,15 @@ def argument_specs(hint: Any, value: Any, name: str) -> Any:
 
 
 def result_specs(hint: Any, state: Any) -> Any:
-    """The specs of a program's result; a returned state is split like the argument."""
+    """The specs of a program's result; a returned state is split like the argument, and a row has what the state has."""
     if hint is State:
         return state
     if typing.get_origin(hint) is tuple:
         return tuple(result_specs(member, state) for member in typing.get_args(hint))
-    return specs_of(hint)
+    specs = specs_of(hint)
+    if hint is programs.Snapshot and state.cache.states is None:
+        specs = specs._replace(beside=specs.beside._replace(states=None))
+    return specs
 
 
 PROGRAMS = tuple(name for name, value in vars(programs).items() if isinstance(value, DeviceProgram))

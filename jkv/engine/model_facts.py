@@ -22,17 +22,24 @@ class ModelFacts(NamedTuple):
     rope: Rope | None
     calibration: QueryMoments | Network | Reads | None  # the arrays of the policy's calibration
     out: tuple[Annotated[Any, "N*H D"], ...] | None  # output projection of each layer
+    sink: tuple[Annotated[Any, "N"], ...] | None = None  # learned sinks of each layer; None where the model has none
 
 
 def facts_for(policy: Policy, model: Model) -> ModelFacts | None:
-    """The facts that a policy's score declares; None if it declares none, so that its programs take no argument more."""
+    """The facts that a policy's score declares, and learned sinks; None if none, so that its programs take no argument more.
+
+    Learned sinks are passed to every score that reads queries, whose attention has a term for them.
+    """
     needs, calibration = policy.needs, policy.calibration
-    if not (needs.rope or needs.projected or needs.calibration):
+    reads_sinks = model.config.has_sinks and needs.window > 0
+    if not (needs.rope or needs.projected or needs.calibration or reads_sinks):
         return None
+    of_layers = [model.params.layers[layer] for layer in model.config.paged_layers]
     return ModelFacts(
         rope=rope_of(model.config) if needs.rope else None,
         calibration=None if calibration is None else arrays_of(calibration),
-        out=tuple(model.params.layers[layer].out for layer in model.config.paged_layers) if needs.projected else None,
+        out=tuple(layer.out for layer in of_layers) if needs.projected else None,
+        sink=tuple(layer.sink for layer in of_layers) if reads_sinks else None,
     )
 
 

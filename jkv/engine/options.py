@@ -13,6 +13,7 @@ from jkv.model.sampling import SAMPLING_FIELDS
 from jkv.policies import Policy
 from pallas_kernels.choice import VARIABLE, parse_choices
 from pallas_kernels.quantised import FORMATS, Format
+from pallas_kernels.sealed import SEALED, SealedFormat, check_page
 
 MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
     "max_running": 1 << 16,
@@ -45,7 +46,8 @@ class EngineOptions:
       kv_dtype: how the pool keeps keys and values: None in the weights' dtype; "int8" or "fp8" in codes of 8 bits with a scale
         for each slot's key and value, which take about half the bytes of bfloat16 and a quarter of float32's; "int4" in codes
         of 4 bits of rotated keys and values, with a scale for every 32 channels: less than a third of bfloat16. Its head sizes
-        are 32, 64, 128 and so on, and attention is plain XLA.
+        are 32, 64, 128 and so on, and attention is plain XLA. "kvarn" seals full pages, keys in 4 bits and values in 2, for
+        policies that drop no slot of a page ("kvarn-k4v4": 4 and 4); pages are of 128 slots, or `page_size` 16, 32 or 64.
       kv_memory: bytes of the pool; "auto" is the device's free memory; None is the bytes of full rows. With less, fewer rows
         run at a time, and samples without a bounded policy may be preempted: swapped out to host memory and in again.
       num_pages: pages of the pool, instead of bytes.
@@ -64,9 +66,12 @@ class EngineOptions:
       order: whom to admit first: "arrival", or "longest" (prompt and limit), which shortens the tail of a batch.
       max_stop_ids: the most stop ids of a request.
       return_trace: whether results carry attention columns for exact replay with `jkv.score`.
-      mesh: devices on which the engine runs tensor-parallel: `jax.sharding.Mesh(devices, ("tensor",))`. KV heads are split over
-        them, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's KV heads, MLP
-        width and vocabulary. Pages and bytes are those of all devices together; a number of pages that does not divide is
+      routed_experts: whether results carry the experts that each token went through (`Result.routed_experts`), for scoring and
+        training with the engine's own choice; of a model with a mixture of experts, and without a prefix cache.
+      mesh: devices on which the engine runs tensor-parallel: `jax.sharding.Mesh(devices, ("tensor",))`. None is the mesh of the
+        weights (`jkv.load(..., mesh=...)`), if they are on one; weights that are elsewhere are moved. KV heads are split over
+        the devices, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's KV heads,
+        MLP width and vocabulary. Pages and bytes are those of all devices together; a number of pages that does not divide is
         rounded down. Results equal those of one device except for rounding: partial sums are added in another order. Policies
         that compare KV heads (any scope but "head": RPC's and TOVA's own, Ada-KV's) are refused, and a score sees the heads
         of one device. For more rows, run one engine for each replica.
@@ -96,6 +101,7 @@ class EngineOptions:
     order: str = "arrival"
     max_stop_ids: int = 8
     return_trace: bool = False
+    routed_experts: bool = False
     mesh: jax.sharding.Mesh | None = None
     kernels: str | None = None
     prefix_cache: bool = False
@@ -120,21 +126,26 @@ class EngineOptions:
             raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {shown(self.chunk)}.")
         if typed("order", self.order, str) not in ORDERS:
             raise ValueError(f"order must be one of {ORDERS}; got {shown(self.order)}.")
-        if typed("kv_dtype", self.kv_dtype, str | None) not in (None, *FORMATS):
-            known = ", ".join(FORMATS)
+        if typed("kv_dtype", self.kv_dtype, str | None) not in (None, *FORMATS, *SEALED):
+            known = ", ".join((*FORMATS, *SEALED))
             raise ValueError(f"kv_dtype must be {known}, or None for the weights' own; got {shown(self.kv_dtype)}. Choose one.")
+        if isinstance(self.kv_format, SealedFormat):
+            check_page(self.kv_format)
         if self.kv_memory is not None and self.kv_memory != "auto":
             object.__setattr__(self, "kv_memory", typed('kv_memory, unless "auto",', self.kv_memory, int))
             check_counts(kv_memory=self.kv_memory)
         kernels = typed("kernels", self.kernels, str | None)
         parse_choices(os.environ.get(VARIABLE, "") if kernels is None else str(kernels))
         object.__setattr__(self, "ahead", typed("ahead", self.ahead, bool | None))
-        for name in ("return_trace", "prefix_cache", "poison"):
+        for name in ("return_trace", "routed_experts", "prefix_cache", "poison"):
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 
     @property
     def kv_format(self) -> Format | None:
         """How the pool quantises keys and values; None if it does not."""
+        if self.kv_dtype in SEALED:
+            one = SEALED[self.kv_dtype]
+            return dataclasses.replace(one, page=self.page_size or one.page)
         return None if self.kv_dtype is None else FORMATS[self.kv_dtype]
 
     def changed(self, settings: Mapping[str, Any], others: Iterable[str] = ()) -> "EngineOptions":
@@ -147,7 +158,7 @@ class EngineOptions:
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
 max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, prefill_tokens, ahead, order, max_stop_ids, \
-return_trace, mesh, kernels, prefix_cache, poison.
+return_trace, routed_experts, mesh, kernels, prefix_cache, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

@@ -1,7 +1,6 @@
 """Tokens to text, stop strings, finish reasons, events and streaming callbacks."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -9,6 +8,7 @@ import numpy as np
 from jkv.engine.interrupts import call
 from jkv.engine.samples import RowOutputs, Sample
 from jkv.model.params import Model
+from jkv.reasoning.marks import completion_decoder
 from jkv.reasoning.token_text import TextStream, cut, num_certain
 
 
@@ -121,7 +121,7 @@ class Outputs:
     def _new_text(self, sample: Sample) -> str:
         """The text that no event has had yet and that no stop string can cut."""
         if sample.text is None:
-            sample.text = TextStream(functools.partial(self.tokenizer.decode, skip_special_tokens=True))
+            sample.text = TextStream(completion_decoder(self.tokenizer))
         sample.text.push(sample.completion.tokens[sample.text.num_tokens :])
         text, stops = sample.text.text, sample.request.stop_strings
         text = cut(text, stops) if sample.is_finished else text[: num_certain(text, stops)]

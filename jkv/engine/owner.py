@@ -51,12 +51,16 @@ class Loop(Protocol):
 class Owner:
     """What the owner thread does: all commands in the queue, then a turn, as long as a request is unfinished.
 
+    Args:
+      engine: the engine.
+      collect: what a finished request's ticket is given, of the engine's number; None is its result.
+
     Attributes:
       paused: the mode of a pause, or empty.
     """
 
-    def __init__(self, engine: Loop) -> None:
-        self.engine, self.paused = engine, ""
+    def __init__(self, engine: Loop, collect: Callable[[int], Any] | None = None) -> None:
+        self.engine, self.paused, self.collect = engine, "", collect or engine.result
         self.tickets: dict[int, Ticket] = {}  # unfinished, by the engine's number
         self.later: deque[tuple[Ticket, Submit]] = deque()  # submitted during a pause
         self.quiet: list[Reply[None]] = []  # replies to be given when the engine is idle
@@ -84,8 +88,6 @@ class Owner:
                 started.set_result(None)
                 while not (self.is_ending and self.engine.is_idle):
                     self.obey()
-                    if (failure := self.engine._guard.failure) is not None:
-                        self.recover(failure)
                     if self.has_turn:
                         self.turn()
                     elif self.engine.is_idle:
@@ -106,9 +108,18 @@ class Owner:
     def obey(self) -> None:
         """Runs all commands in the queue; waits for one if there is nothing else to do."""
         if not self.has_turn and not (self.quiet and self.engine.is_idle):
-            self.queue.get()[1]()
+            self.do(*self.queue.get())
         while not self.queue.empty():
-            self.queue.get()[1]()
+            self.do(*self.queue.get())
+
+    def do(self, reply: Reply[Any], command: Callable[[], None]) -> None:
+        """Runs a command. If it leaves the engine broken, requests start again before the next one."""
+        try:
+            command()
+        except Exception as error:
+            conclude(reply, error)
+        if (failure := self.engine._guard.failure) is not None:
+            self.recover(failure)
 
     def turn(self) -> None:
         """One turn of the engine. If a device program fails, unfinished requests start again, with the same tokens."""
@@ -123,7 +134,7 @@ class Owner:
 
     def deliver(self, number: int) -> None:
         """Gives a finished request's ticket its result."""
-        fulfil(self.tickets.pop(number), functools.partial(self.engine.result, number))
+        fulfil(self.tickets.pop(number), functools.partial(self.collect, number))
 
     def abort(self, number: int) -> None:
         """Cancels a request; its tokens so far are its result."""

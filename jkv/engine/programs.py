@@ -5,43 +5,40 @@ copies it (`tests/engine/test_pool_copies.py`, `tests/aot`).
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt, UInt32
 
 import pallas_kernels as kernels
-from jkv.cache import compaction, page_content, prefix_pages
+from jkv.cache import compaction, page_content, prefix_pages, sealed_pages
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention
-from jkv.cache.gating import GATE, store_gate
 from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.moved_sinks import SinkRules
 from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import EMPTY, BlockTable
-from jkv.cache.query_ring import last_queries, oldest_queries, put_back
-from jkv.cache.windows import WindowDecode, WindowPrefill, read_row, write_rows
+from jkv.cache.query_ring import oldest_queries, put_back
+from jkv.cache.row_storage import RowContent, decode_groups, prefill_groups, read_row, write_rows
 from jkv.engine.alignment import AlignRules, start_page
 from jkv.engine.device_program import device_program
-from jkv.engine.model_facts import ModelFacts, projected_norms
-from jkv.model import decoder, penalties, sampling
-from jkv.model.layer_groups import LayerGroups
+from jkv.engine.gating import AnyGate, gating
+from jkv.engine.model_facts import ModelFacts
+from jkv.engine.row_views import view_of_rows
+from jkv.model import decoder, penalties, routes, sampling
 from jkv.model.params import Params
 from jkv.model.penalties import TokenCounts
 from jkv.model.rotary import rotary_angle, rotation
 from jkv.model.sampling import SamplingRows
 from jkv.policies.evict import Cutoff, Evict, Limits
-from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
-from jkv.policies.view import CacheView
 from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 from jkv.reasoning.steering import SteerRules
 
+OF_DECODE = "num_steps", "draws", "is_traced", "returns_hidden", "returns_experts"  # static arguments of `decode_chunk`
 DONATED = ("state", "generated")  # arguments of which each program returns the next value in the same memory
-AnyGate = DmsGate | KVzapLinearGate | KVzapMlpGate | FastKVzipGate
 
 
 class State(NamedTuple):
@@ -57,7 +54,7 @@ class Snapshot(NamedTuple):
     block_table: BlockTable
     logits: Float[Array, " V"]
     query_ring: Float[Array, "L W N H"] | None
-    windows: Float[Array, "L K MP 2 page H"] | None = None
+    beside: RowContent = RowContent()  # what it has outside of the pool
 
 
 class ChunkInputs(NamedTuple):
@@ -91,9 +88,10 @@ class ChunkOutputs(NamedTuple):
     hidden: Float[Array, "steps B D"] | None  # of each token, after the final norm; None unless sentences are compared
     log_prob_full: Float[Array, "steps B"] | None  # before penalties, top-k, top-p and min-p; None where it equals `log_prob`
     generated: Int[Array, "B V"] | None = None  # the argument of the next chunk, which stays on the device
+    experts: UInt[Array, "steps B L A"] | None = None  # that each token went through, by layer with experts; None unless asked
 
 
-@device_program(static_argnames=("num_steps", "draws", "is_traced", "returns_hidden"), donate_argnames=DONATED)
+@device_program(static_argnames=OF_DECODE, donate_argnames=DONATED)
 def decode_chunk(
     params: Params,
     state: State,
@@ -104,6 +102,7 @@ def decode_chunk(
     returns_hidden: bool = False,
     gate: AnyGate | None = None,
     generated: Int[Array, "B V"] | None = None,
+    returns_experts: bool = False,
 ) -> tuple[State, ChunkOutputs]:
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host.
 
@@ -137,30 +136,35 @@ def decode_chunk(
             *(address, length, position, *rotation(params.config, position)),
             *(inputs.rules, inputs.reads, sinks, goes_on, params.config.unrotated),
         )
-        if cache.windows is not None:
-            turn = rotation(params.config.in_windows, position)
-            windowed = WindowDecode(cache.rings, position, is_active, *turn, params.config.unrotated_windows)
-            attend = LayerGroups(attend, windowed, params.config.window_layers)
+        if cache.tail is not None:
+            turn = rotation(params.config, position)
+            attend = sealed_pages.SealedDecode(
+                address, length, position, is_active, *turn, inputs.reads, params.config.unrotated
+            )
+        attend = decode_groups(params.config, attend, cache, position, is_active)
         cache = cache._replace(
             pool=pool,
             victim=None if inputs.rules is None else jnp.full_like(length, EMPTY),
             is_read=None if inputs.reads is None else jnp.zeros(pool.page_table.shape, bool),
+            experts=routes.empty(params.config, token[:, None]) if returns_experts else None,
         )
         enter = steered = None
         if inputs.steer is not None:
             steered, is_thinking = steering.amounts(inputs.steer, token, is_thinking)
             enter = functools.partial(steering.push, inputs.steer.vector, inputs.steer.layer, steered[:, None])
         observe = None if gate is None else gating(params, gate, row, num_new)
-        hidden, cache = decoder.forward(params, token[:, None], position[:, None], attend, cache, enter, observe, rotates=False)
+        given = params, token[:, None], position[:, None], attend, cache, enter, observe
+        hidden, cache = decoder.forward(*given, routes.recorder(params.config, returns_experts), rotates=False)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
         if cache.victim is not None:
             pool, dropped = pages.vacate(pool, cache.victim)
         logits = decoder.unembed(params, hidden[:, 0])
-        state = State(Cache(pool, cache.query_ring, windows=cache.windows), logits)
+        state = State(cache.after_pass(pool), logits)
         events = (
             *((dropped, cache.is_read, steered) if is_traced else (None, None, None)),
             hidden[:, 0] if returns_hidden else None,
             log_prob_full,
+            None if cache.experts is None else cache.experts[:, 0],
         )
         return (state, goes_on, remaining - 1, is_thinking, align, generated), (token, log_prob, is_active, *events)
 
@@ -174,31 +178,19 @@ def decode_chunk(
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     start = (state, is_active, inputs.remaining, is_thinking, inputs.align, generated)
     forced = None if inputs.forced is None else inputs.forced[:num_steps]
-    end, (token, log_prob, is_real, *events) = jax.lax.scan(step, start, forced, length=num_steps)
+    end, (token, log_prob, is_real, *events, experts) = jax.lax.scan(step, start, forced, length=num_steps)
     state, is_running, *_, generated = end
+    if state.cache.tail is not None:
+        state = state._replace(cache=state.cache._replace(pool=sealed_pages.seal_filled(state.cache, num_seen)))
     ring = state.cache.query_ring
     if ring is not None and oldest is not None:
         ring = put_back(ring, oldest, num_seen, ~is_active)
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     held = pages.held_pages(state.cache.pool)
-    return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, generated=generated)
+    return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, generated=generated, experts=experts)
 
 
-def gating(params: Params, gate: AnyGate, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Callable[[int, Array, Any], Any]:
-    """An `observe` of the decoder that stores the gate of each row's new tokens."""
-    epsilon = params.config.norm_epsilon
-
-    def observe(layer: int, hidden: Float[Array, "R T D"], cache: Cache) -> Cache:
-        if layer in params.config.window_layers:
-            return cache
-        normed = decoder.rms_norm(hidden, params.layers[layer].attention_norm, epsilon)
-        value = gate(layer, hidden.astype(jnp.float32), normed.astype(jnp.float32), epsilon)
-        return cache._replace(pool=store_gate(cache.pool, params.config.paged_layers.index(layer), row, num_new, value))
-
-    return observe
-
-
-@device_program(static_argnames="num_pages", donate_argnames="state")
+@device_program(static_argnames=("num_pages", "returns_experts"), donate_argnames="state")
 def prefill_chunk(
     params: Params,
     state: State,
@@ -207,24 +199,28 @@ def prefill_chunk(
     num_new: Int[Array, " 1"],
     gate: AnyGate | None = None,
     num_pages: int | None = None,
-) -> tuple[State, Float[Array, "1 T D"], Int[Array, ""]]:
+    returns_experts: bool = False,
+) -> tuple[State, Float[Array, "1 T D"], Int[Array, ""], UInt[Array, "T L A"] | None]:
     """Appends the first `num_new` of T prompt tokens to a row, and sets its logits.
 
     Reads the row's first `num_pages` pages, which must hold the new tokens too; None are all that it can have.
-    Also returns the hidden states and the number of pages in use, which the host need not wait for.
+    Also returns the hidden states and the number of pages in use, which the host need not wait for, and if asked the experts
+    that each token went through, by layer with experts.
     """
     cache = state.cache
     position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
-    attend: decoder.Attend = PrefillAttention(address, row, position, num_new, num_pages)
-    if cache.windows is not None:
-        windowed = WindowPrefill(cache.rings, row, position, num_new)
-        attend = LayerGroups(attend, windowed, params.config.window_layers)
+    of_piece = address, row, position, num_new, num_pages
+    attend: decoder.Attend = PrefillAttention(*of_piece) if cache.tail is None else sealed_pages.SealedPrefill(*of_piece)
+    attend = prefill_groups(params.config, attend, cache, row, position, num_new)
     observe = None if gate is None else gating(params, gate, row, num_new)
-    hidden, cache = decoder.forward(params, token, position, attend, cache._replace(pool=pool), observe=observe)
-    cache = cache._replace(pool=pages.advance(cache.pool, row, num_new))
+    cache = cache._replace(pool=pool, experts=routes.empty(params.config, token) if returns_experts else None)
+    choose = routes.recorder(params.config, returns_experts)
+    hidden, cache = decoder.forward(params, token, position, attend, cache, observe=observe, choose=choose)
+    experts = None if cache.experts is None else cache.experts[0]
+    cache = cache.after_pass(pages.advance(cache.pool, row, num_new))
     logits = decoder.unembed(params, hidden[:, num_new[0] - 1])
-    return State(cache, state.logits.at[row].set(logits)), hidden, pages.held_pages(cache.pool)
+    return State(cache, state.logits.at[row].set(logits)), hidden, pages.held_pages(cache.pool), experts
 
 
 @device_program(static_argnames=("evict", "is_traced"), donate_argnames="state")
@@ -274,52 +270,11 @@ def compact(
     if carried is not None:
         numbers = pool.slot_data["carried"].at[:, row].set(carried)
         pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
-    state = state._replace(cache=cache._replace(pool=compaction.take_slots(pool, row, slots)))
+    keep = compaction.take_slots if cache.tail is None else compaction.take_whole_pages
+    state = state._replace(cache=cache._replace(pool=keep(pool, row, slots)))
     dropped = compaction.dropped_positions(position, slots) if is_traced else None
     num_positions = None if sentences is None else sentences.sentence.shape[1]
     return state, dropped, None if num_positions is None else compaction.positions_left(position, slots, num_positions)
-
-
-def view_of_rows(
-    cache: Cache,
-    row: Int[Array, " R"],
-    evict: Evict,
-    budget: Int[Array, "L R"],
-    prompt_length: Int[Array, " R"],
-    first_head: int | Int[Array, ""] | None = None,
-    facts: ModelFacts | None = None,
-) -> CacheView:
-    """The view that a score gets of some rows, in all layers at once: batch row `l * R + r` is row r in layer l."""
-    pool, num_layers = cache.pool, cache.pool.page_table.shape[0]
-    layer = jnp.repeat(jnp.arange(num_layers, dtype=jnp.int32), len(row))
-    row = jnp.tile(row, num_layers)
-    key, value, position = pages.gather(pool, layer, row)
-    query = None
-    if cache.query_ring is not None and evict.needs.window:
-        query = last_queries(cache.query_ring, layer, row, pool.logical_length[row], evict.needs.window)
-    rope = calibration = projected = None
-    if facts is not None:
-        rope, calibration = jax.tree.map(lambda x: x[layer], (facts.rope, facts.calibration))
-        if facts.out is not None:
-            by_layer = value.reshape(num_layers, -1, *value.shape[1:])
-            projected = projected_norms(by_layer, facts.out).reshape(position.shape)
-    return CacheView(
-        key,
-        value,
-        position,
-        query,
-        mass=pool.slot_data["mass"][layer, row] if evict.needs.mass else None,
-        carried=pool.slot_data["carried"][layer, row] if evict.needs.carried else None,
-        layer=layer,
-        budget=jnp.broadcast_to(budget.reshape(-1, 1), position.shape[:2]),
-        prompt_length=jnp.tile(prompt_length, num_layers),
-        log_weight=pool.slot_data[pages.LOG_WEIGHT][layer, row] if pages.LOG_WEIGHT in pool.slot_data else None,
-        first_head=first_head,
-        rope=rope,
-        projected_norm=projected,
-        calibration=calibration,
-        gate=pool.slot_data[GATE][layer, row] if evict.needs.gate else None,
-    )
 
 
 @device_program()
@@ -367,12 +322,12 @@ def release(state: State, row: Int[Array, " B"]) -> State:
 @device_program()
 def snapshot_row(state: State, row: Int[Array, ""]) -> Snapshot:
     """A row's snapshot, which holds no page references."""
-    pool, ring, windows = state.cache.pool, state.cache.query_ring, state.cache.windows
+    pool, ring = state.cache.pool, state.cache.query_ring
     return Snapshot(
         pages.block_table_of(pool, row),
         state.logits[row],
         None if ring is None else ring[:, row],
-        None if windows is None else read_row(windows, state.cache.rings, row),
+        read_row(state.cache, row),
     )
 
 
@@ -403,11 +358,8 @@ def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array,
     if ring is not None:
         assert snapshot.query_ring is not None
         ring = ring.at[:, target].set(snapshot.query_ring[:, None], mode="drop")
-    windows = state.cache.windows
-    if windows is not None:
-        assert snapshot.windows is not None
-        windows = write_rows(windows, state.cache.rings, target, snapshot.windows)
-    return State(Cache(pool, ring, windows=windows), state.logits.at[target].set(snapshot.logits, mode="drop"))
+    cache = write_rows(state.cache._replace(pool=pool, query_ring=ring), target, snapshot.beside)
+    return State(cache, state.logits.at[target].set(snapshot.logits, mode="drop"))
 
 
 @device_program(donate_argnames="state")

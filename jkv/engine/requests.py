@@ -18,6 +18,7 @@ from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
 from jkv.policies.byte_budget import in_slots
 from jkv.policies.policy import compacted, until_token
+from jkv.policies.sealing import check_sealing
 from jkv.reasoning.sentences import Sentences
 from pallas_kernels.quantised import Format
 
@@ -183,11 +184,11 @@ def check_shape(config: ModelConfig) -> None:
             f"RoPE rotates an even number of channels, at most the head's; got {rotated} of {config.head_size}. Correct "
             "head_size or rotary_size."
         )
-    if config.num_kv_heads < 1 or config.num_query_heads % config.num_kv_heads:
-        raise ValueError(
-            f"num_query_heads must be a multiple of num_kv_heads; got {config.num_query_heads} and {config.num_kv_heads}. "
-            "Correct either."
-        )
+    for heads in (config.num_kv_heads, config.in_windows.num_kv_heads):
+        if heads < 1 or config.num_query_heads % heads:
+            raise ValueError(
+                f"num_query_heads must be a multiple of num_kv_heads; got {config.num_query_heads} and {heads}. Correct either."
+            )
 
 
 def check_sampling(sampling: Any) -> Sampling:
@@ -279,6 +280,7 @@ def spread_policies(
                 f"policy must be made by a recipe such as jkv.r_kv(budget=256); known: {sorted(POLICIES)}; got {shown(each)}."
                 + (did_you_mean(f"jkv.{each}", [f"jkv.{name}" for name in POLICIES]) if isinstance(each, str) else "")
             )
+        check_sealing(each, kv_format)
     return policies
 
 

@@ -11,10 +11,12 @@ from jkv.checks import counted
 from jkv.engine.conversations import Transcript
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
-from jkv.model.params import Model
+from jkv.model.params import Model, ModelConfig
+from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import Sampling
 from jkv.policies.policy import Policy
-from jkv.reasoning.token_text import END_OF_THINKING, THINK, cut
+from jkv.reasoning.marks import Marks, completion_decoder, marks_of
+from jkv.reasoning.token_text import cut
 from jkv.replay.trace import Trace, join_traces
 
 SHOWN, WIDTH = 5, 60  # samples, and characters of each, that a result shows of itself
@@ -45,6 +47,8 @@ class Result:
       slot_bytes: bytes of a token's key and value in one layer and KV head.
       policy_version: `[n, T]` int32, version of the weights behind each token (0 for the engine's first, and one more for each
         `update`); -1 in padding.
+      routed_experts: `[n, T, L, A]` small integers, with `routed_experts=True`: the experts that each token of prompt and
+        completion, as one sequence, went through in each layer that has any; 0 in padding.
       transcripts: of each sample that was kept or continues a kept one, its conversation over all turns; else None.
     """
 
@@ -64,6 +68,7 @@ class Result:
     slot_bytes: int = 0
     transcripts: list[Transcript | None] | None = None
     policy_version: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    routed_experts: np.ndarray | None = None
 
     def __repr__(self) -> str:
         lines = [
@@ -93,8 +98,8 @@ class Result:
 
     @property
     def reasoning(self) -> list[str]:
-        """What each completion says before its answer: up to `</think>`; all of it where that mark is missing and thinking was
-        begun, in the prompt or in the completion; else nothing. See `split`.
+        """What each completion says before its answer: up to `</think>`, or the mark of another format (`split`); all
+        of it where that mark is missing and thinking was begun, in the prompt or in the completion; else nothing. See `split`.
         """
         return [reasoning for reasoning, _ in self.split()]
 
@@ -103,27 +108,30 @@ class Result:
         """What each completion says after its reasoning."""
         return [answer for _, answer in self.split()]
 
-    def split(self, begin: str = THINK, end: str = END_OF_THINKING) -> list[tuple[str, str]]:
+    def split(self, begin: str | None = None, end: str | None = None) -> list[tuple[str, str]]:
         """The reasoning and the answer of each completion, without the marks between which a model thinks.
+
+        None are the tokenizer's own: `<think>` and `</think>`, or those of another format (`jkv.reasoning.marks`).
 
         Raises:
           ValueError: a model without a tokenizer, or an empty mark.
         """
         if self.text is None or self.tokenizer is None:
             raise ValueError("Reasoning and answer are texts, and this model has no tokenizer. Decode the tokens first.")
-        if not begin or not end:
+        own = marks_of(self.tokenizer)
+        marks = Marks(own.begin if begin is None else begin, own.ends if end is None else (end,))
+        if not marks.begin or not all(marks.ends):
             raise ValueError(f"The marks must be texts; got {begin!r} and {end!r}.")
         tails = [self.tokenizer.decode(prompt[-MOST_MARK:]) for prompt in self.prompts]
-        thinking = [tail.rfind(begin) > tail.rfind(end) for tail in tails]
-        return [split_text(text, thinks, begin, end) for text, thinks in zip(self.text, thinking, strict=True)]
+        return [split_text(text, marks.is_open(tail), marks) for text, tail in zip(self.text, tails, strict=True)]
 
 
-def split_text(text: str, thinks: bool, begin: str, end: str) -> tuple[str, str]:
+def split_text(text: str, thinks: bool, marks: Marks) -> tuple[str, str]:
     """Reasoning and answer of one text; `thinks` says that thinking was begun before it."""
-    head, mark, tail = text.partition(end)
-    if not mark and not thinks and begin not in text:
+    head, mark, tail = marks.cut(text)
+    if not mark and not thinks and marks.begin not in text:
         return "", text
-    before, found, inside = head.partition(begin)
+    before, found, inside = head.partition(marks.begin)
     return (inside if found and not before.strip() else head).strip(), tail.strip()
 
 
@@ -139,7 +147,8 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         log_probs_full[i, : lengths[i]], version[i, : lengths[i]] = completion.log_probs_full, completion.versions
     text = None
     if model.tokenizer is not None:
-        decoded = (model.tokenizer.decode(completion.tokens, skip_special_tokens=True) for completion in completions)
+        decode = completion_decoder(model.tokenizer)
+        decoded = (decode(completion.tokens) for completion in completions)
         text = [cut(whole, request.stop_strings) for whole, request in zip(decoded, requests, strict=True)]
     traces = [completion.trace for completion in completions if completion.trace is not None]
     return Result(
@@ -158,5 +167,19 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         tokenizer=model.tokenizer,
         transcripts=[c.transcript for c in completions] if any(c.transcript for c in completions) else None,
         policy_version=version,
+        routed_experts=experts_of(model.config, samples),
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )
+
+
+def experts_of(config: ModelConfig, samples: Sequence[Sample]) -> np.ndarray | None:
+    """The experts of samples whose experts were recorded, padded to the longest: [n, T, L, A]."""
+    recorders = [sample.routes for sample in samples]
+    if not any(recorders):
+        return None
+    totals = [len(sample.request.prompt) + sample.completion.num_tokens for sample in samples]
+    out = RouteRecorder().finish(max(totals), config)[None].repeat(len(samples), axis=0)
+    for row, recorder, total in zip(out, recorders, totals, strict=True):
+        if recorder is not None:
+            row[:total] = recorder.finish(total, config)
+    return out

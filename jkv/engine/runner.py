@@ -25,6 +25,7 @@ from jkv.engine.filling import PIECES, Filling
 from jkv.engine.flight import Flight, alive_after
 from jkv.engine.idle import is_ready
 from jkv.engine.kernels import programs_for
+from jkv.engine.memory import state_bytes
 from jkv.engine.model_facts import facts_for
 from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.programs import ChunkInputs
@@ -34,6 +35,7 @@ from jkv.engine.sharer import Sharer
 from jkv.engine.stats import Meter
 from jkv.model import weights
 from jkv.model.params import Model, Params
+from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import DRAWS
 from jkv.policies import Needs
 from jkv.policies.policy import cutoff_of
@@ -65,6 +67,7 @@ class Runner:
       kv_format: how the pool quantises keys and values; None if it does not.
       ahead: whether a chunk may be dispatched before the last one is read; None is True except on a CPU.
       prefill_tokens: the most tokens of prompts between two chunks; None is two of the largest pieces.
+      routed_experts: whether programs return the experts that tokens go through.
 
     Attributes:
       state: a `jkv.engine.programs.State`; None while the engine sleeps.
@@ -96,8 +99,9 @@ class Runner:
         kv_format: Format | None = None,
         ahead: bool | None = None,
         prefill_tokens: int | None = None,
+        routed_experts: bool = False,
     ) -> None:
-        self.gate = gate
+        self.gate, self.routed_experts = gate, routed_experts
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
@@ -134,7 +138,7 @@ class Runner:
         # A longer request widens it to a power of two; then compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
-        row_arrays = cache.query_ring, cache.windows, cache.pool.slot_data, cache.pool.vacant_slot
+        row_arrays = *cache.beside, cache.query_ring, cache.pool.slot_data, cache.pool.vacant_slot
         self.meter = Meter(
             config,
             running,
@@ -142,6 +146,7 @@ class Runner:
             page_size=capacity.page_size,
             page_bytes=page_bytes,
             row_bytes=sum(x.nbytes for x in jax.tree.leaves(row_arrays)),
+            state_bytes=state_bytes(config, 1, model.params.embedding.dtype),
             max_running=capacity.max_running,
             platform=self.platform,
         )
@@ -268,7 +273,7 @@ class Runner:
         is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self._all_alive))
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
-            options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated
+            options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated, self.routed_experts
             self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
             self._generated, outputs = outputs.generated, outputs._replace(generated=None)
             if self.needs.sharing:
@@ -346,6 +351,11 @@ class Runner:
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 
+    def lower(self) -> None:
+        """Chunks serve no more kinds of requests than those that come from now on: see `draws`. For an idle engine."""
+        self.draws, self.is_forcing, self.is_penalising = DRAWS[0], False, False
+        self._settings = self._generated = None
+
     def _chunk_inputs(self, running: dict[int, Sample]) -> ChunkInputs:
         """The inputs of the next chunk; settings stay on the device until the rows change."""
         if self._settings is None:
@@ -357,7 +367,7 @@ class Runner:
             is_prompted = None
             if self.is_penalising:
                 is_prompted, generated = count_rows(running, self.num_rows, self.model.config.vocab_size)
-                self._generated = jax.device_put(generated, sharding)
+                self._generated = jax.device_put(generated, sharding or self._place)  # as a chunk returns it
             self._settings = row_settings(
                 running,
                 self.needs,
@@ -377,6 +387,10 @@ class Runner:
             return None
         size = config.num_paged_layers, config.num_kv_heads, sample.request.most_tokens
         return TraceRecorder(*size, sinks=policy.num_moving_sinks, steer=policy.steer)
+
+    def new_routes(self) -> RouteRecorder | None:
+        """A recorder of a sample's experts, if they are returned."""
+        return RouteRecorder() if self.routed_experts else None
 
     def pad_rows(self, rows: Sequence[int]) -> np.ndarray:
         """Row indices padded to all rows of the pool with an index out of range, which programs ignore."""

@@ -12,6 +12,7 @@ from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
 from jkv.engine.timing import running_seconds
+from jkv.model.routes import RouteRecorder
 from jkv.policies import AfterPrompt, Policy
 from jkv.policies.policy import compacted
 from jkv.reasoning.sentences import SentenceLog
@@ -63,6 +64,7 @@ class RowOutputs(NamedTuple):
     is_read: np.ndarray | None  # [steps, L, K, MP] entries of the page table that steps read; None unless traced
     steered: np.ndarray | None  # [steps] multiple of the steering vector added to each token; None unless traced
     hidden: np.ndarray | None  # [steps, D] after the final norm; None unless sentences are compared
+    experts: np.ndarray | None = None  # [steps, L, A] that its tokens went through; None unless asked for
 
 
 class Progress(NamedTuple):
@@ -114,6 +116,7 @@ class Start:
     completion: Completion  # the counts of the prompt's compaction
     sentences: SentenceLog | None  # of the prompt, for policies that compare sentences
     trace: TraceRecorder | None
+    routes: RouteRecorder | None = None
 
     @property
     def page_table(self) -> np.ndarray:
@@ -155,6 +158,7 @@ class Sample:
     sentences: SentenceLog | None = None  # of a row whose policy compares sentences
     sharing: Sharing | None = None  # of a row whose policy shares pages
     trace: TraceRecorder | None = None  # of a row that is traced
+    routes: RouteRecorder | None = None  # of a row whose experts are returned
     text: TextStream | None = None
     num_emitted: int = 0  # characters of the text that events have had
     num_emitted_tokens: int = 0
@@ -298,6 +302,9 @@ class Sample:
         count = len(row.tokens)
         if self.trace is not None:
             self._record(row)
+        if self.routes is not None:
+            self.routes.land()  # the prompt's are there by now
+            self.routes.add(row.experts)
         self.filled = self.filled + count
         self.heads = None if self.heads is None else self.heads + count
         evicted = self._evicted_in_steps(row.goes_on)

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from jkv.engine import turns
+from jkv.engine import row_copies, turns
 from jkv.engine.conversations import ENDS, KeptRow
 from jkv.engine.outputs import Event
 from jkv.engine.owner import Owner, answer
@@ -26,6 +26,7 @@ from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.tickets import Reply, Ticket
 from jkv.model.params import Model, Params
+from jkv.policies import Policy
 
 MODES = ("keep", "wait", "abort")
 T = TypeVar("T")
@@ -37,13 +38,18 @@ class Service:
     Every method but `submit` returns a `Reply`, for threads (`service.update(params).result()`) and tasks
     (`await service.update(params)`). A context manager, also with `async with`: at its end unfinished requests are cancelled.
 
+    Args:
+      engine: the `jkv.Engine`.
+      collect: what a finished request's ticket is given in place of a `jkv.Result`: a function of the engine's ticket, which
+        takes the request's samples (`Engine.take`). The owner thread calls it.
+
     Attributes:
       engine: the `jkv.Engine`. Its attributes may be read; calls of other threads than the owner's are refused.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, collect: Callable[[int], Any] | None = None) -> None:
         self.engine = engine
-        self._owner, started = Owner(engine), Reply[None]()
+        self._owner, started = Owner(engine, collect), Reply[None]()
         self._encoding = threading.Lock()
         thread = threading.Thread(target=self._owner.run, args=(started,), name="the owner of the engine", daemon=True)
         thread.start()
@@ -90,6 +96,17 @@ class Service:
         requests, owner = [self.engine.check(request) for request in requests], self._owner
         ticket = Ticket(self, streams, any(request.keep for request in requests))
         owner.put(ticket, functools.partial(owner.submit, ticket, functools.partial(self.engine.submit_requests, requests)))
+        return ticket
+
+    def resume_row(self, content: bytes, policy: Policy) -> Ticket:
+        """Goes on with a row that was copied from another engine of the same settings (`jkv.engine.row_copies`).
+
+        Raises:
+          RuntimeError: the service is closed.
+        """
+        ticket, owner = Ticket(self, streams=False), self._owner
+        submit = functools.partial(row_copies.resume_row, self.engine, content, policy)
+        owner.put(ticket, functools.partial(owner.submit, ticket, submit))
         return ticket
 
     def kept_row(self, ticket: Ticket, sample: int = 0) -> KeptRow:
@@ -184,6 +201,11 @@ class Service:
         """Ends a pause."""
         reply: Reply[None] = Reply()
         return self._owner.put(reply, functools.partial(answer, reply, self._owner.resume))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether requests that come now wait for `resume`."""
+        return bool(self._owner.paused)
 
     def close(self, mode: str = "abort") -> Reply[None]:
         """Ends the service; its engine may then be used directly again.

@@ -21,7 +21,7 @@ def start(runner: Any, row: int, sample: Sample) -> Pieces:
     prompt, config, done = sample.request.prompt[: sample.request.first_prompt], runner.model.config, 0
     sample.filled, sample.heads, sample.version = np.full(config.num_paged_layers, len(prompt)), None, runner.version
     sample.sentences = new_log(runner.model, sample.request.policy.sentences)
-    sample.trace = runner.new_trace(sample)
+    sample.trace, sample.routes = runner.new_trace(sample), runner.new_routes()
     with runner.meter.clock("prefill_seconds"):
         if runner.prefix_cache.piece:
             runner.state, done = prefix_reuse.adopt(runner.programs, runner.state, runner.prefix_cache, row, sample)
@@ -62,8 +62,11 @@ def append(runner: Any, row: int, sample: Sample, tokens: np.ndarray, done: int 
         runner.meter.stats.prefilled += int(count[0])
         with runner.meter.clock("prefill_seconds"), runner.meter.stats.idle.dispatching(is_ready(runner.state)):
             args = runner.params, runner.state, np.asarray([row], np.int32), token, count, runner.gate
-            runner.state, hidden, held = runner.programs.prefill_chunk(*args, num_pages=num_pages)
+            options = {"num_pages": num_pages, "returns_experts": runner.routed_experts}
+            runner.state, hidden, held, experts = runner.programs.prefill_chunk(*args, **options)
             runner.held.append(held)
+            if sample.routes is not None:
+                sample.routes.add(experts, int(count[0]))
             if sample.sentences is not None:
                 sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
 
@@ -77,7 +80,7 @@ def fork(runner: Any, admitted: dict[int, Sample]) -> Pieces:
         one.completion = Completion()
         yield from start(runner, first, one)
         runner.state, snapshot = runner.programs.detach(runner.state, np.int32(first))
-        prefix.start = Start(snapshot, one.completion, one.sentences, one.trace)
+        prefix.start = Start(snapshot, one.completion, one.sentences, one.trace, one.routes)
         prefix.filled, prefix.heads = one.filled, one.heads  # fewer than were reserved, if scores decided how many
         prefix.num_pages = min(prefix.num_pages, one.num_pages(0, *runner.capacity.sizes))
         sample.completion.peak_kv_bytes = max(sample.completion.peak_kv_bytes, one.completion.peak_kv_bytes)
@@ -93,6 +96,7 @@ def fork(runner: Any, admitted: dict[int, Sample]) -> Pieces:
             setattr(completion, name, getattr(known, name))
         sample.sentences = None if begin.sentences is None else begin.sentences.copy()
         runner.sharer.start(sample)
+        sample.routes = None if begin.routes is None else begin.routes.copy()
         sample.trace = None if begin.trace is None else runner.new_trace(sample)
         if sample.trace is not None and begin.trace is not None:
             sample.trace.fork_from(begin.trace, len(sample.request.prompt))

@@ -268,6 +268,7 @@ class Meter:
       page_size: slots of a page.
       page_bytes: bytes of a page.
       row_bytes: bytes of the arrays that all rows have outside pages.
+      state_bytes: bytes of one row's recurrent states, which a full cache has too.
       max_running: rows.
       platform: the device's.
     """
@@ -281,11 +282,13 @@ class Meter:
         page_size: int,
         page_bytes: int,
         row_bytes: int,
+        state_bytes: int,
         max_running: int,
         platform: str,
     ) -> None:
         self.config, self.running, self.itemsize = config, running, itemsize
         self.page_size, self.page_bytes, self.row_bytes = page_size, page_bytes, row_bytes
+        self.state_bytes = state_bytes
         self.max_running, self.platform = max_running, platform
         self.times_compactions = False  # whether anybody asks how long they take
         self.reset()
@@ -364,8 +367,10 @@ class Meter:
         config, stats = self.config, self.stats
         stats.peak_kv_bytes = max(stats.peak_kv_bytes, held * self.page_bytes + self.row_bytes)
         seen = [sample.num_seen for sample in self.running.values()]
-        slots = config.num_paged_layers * sum(seen) + len(config.window_layers) * sum(min(n, config.window) for n in seen)
-        dense = slots * 2 * config.num_kv_heads * config.head_size * self.itemsize
+        numbers = config.num_paged_layers * sum(seen) * config.num_kv_heads * config.head_size
+        own = config.in_windows
+        in_windows = config.num_ring_layers * sum(min(n, config.window) for n in seen)
+        dense = 2 * (numbers + in_windows * own.num_kv_heads * own.head_size) * self.itemsize + len(seen) * self.state_bytes
         stats.dense_kv_bytes = max(stats.dense_kv_bytes, dense)
         stats.held_pages, stats.held_dense_bytes = held, dense
 

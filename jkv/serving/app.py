@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import importlib.metadata
 import json
@@ -18,25 +19,37 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
-from jkv.checks import DISTRIBUTION, shown, typed
+from jkv.checks import DISTRIBUTION, shown
 from jkv.engine.results import Result
 from jkv.engine.service import Service
 from jkv.engine.tickets import Ticket
 from jkv.model.params import Model
+from jkv.serving.about import About
 from jkv.serving.conversations import Conversations, Stored
 from jkv.serving.errors import RefusalError, error_body
+from jkv.serving.fitting import fitted
 from jkv.serving.jobs import Encoder, Job, flat, make_job, make_turn
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
-from jkv.serving.requests import ChatFields, CompletionFields, parse, read_fields
-from jkv.serving.responses import Head, Likely, failure_of
+from jkv.serving.requests import (
+    NAMES,
+    ChatFields,
+    CompletionFields,
+    F,
+    ignored_of,
+    parse,
+    read_fields,
+    refusal_of,
+)
+from jkv.serving.responses import Head, Likely, failure_of, reason_of
+from jkv.serving.scoring import PromptScorer
 from jkv.serving.streaming import EventStream, stream
-from jkv.serving.whole import prompt_log_probs, whole
+from jkv.serving.waiting import gathered, until_gone, when_all_end
+from jkv.serving.whole import whole
 
 LOGGER = logging.getLogger("jkv.serving")
 RETRY_SECONDS = 1  # after which a client that was refused may try again
 LONGEST_ID = 128  # characters of a request's id
-TOKENIZER_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
 PAGE = Path(__file__).with_name("page.html")
 KINDS: dict[str, tuple[type[ChatFields] | type[CompletionFields], str]] = {
     "/v1/chat/completions": (ChatFields, "chat.completion"),
@@ -66,10 +79,13 @@ class Server:
             raise ValueError("A server passes texts, and this model has no tokenizer. Take a model that has one.")
         self.service, self.options = service, options
         self.name = options.name or model.name
-        self.encoder, self.metrics = Encoder(model), Metrics(service.engine, self.name)
+        self.encoder, self.metrics = Encoder(model), Metrics(service.engine, self.name, self.num_unbegun)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
         self.num_open, self.began = 0, int(time.time())
+        self.unfinished: dict[Ticket, int] = {}  # and how many samples each has
+        self.cancels = set[Callable[[], None]]()  # of open calls
         self.conversations = Conversations(options, self.metrics.count_forgotten)
+        self.scorer = PromptScorer(options.time_limit)
 
     @property
     def model(self) -> Model:
@@ -81,17 +97,19 @@ class Server:
     async def complete(self, request: Request) -> Response:
         """`/v1/chat/completions` and `/v1/completions`."""
         kind, name = KINDS[request.url.path]
-        fields, ignored = read_fields(kind, await self.read_body(request))
-        headers = {"x-request-id": id_of(request, fields.request_id)}
-        if ignored:
-            headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
+        fields = await self.read(kind, request)
+        headers, request.state.limit = request.state.headers, fields.limit_name
+        if fields.request_id is not None:
+            headers["x-request-id"] = id_of(request, fields.request_id)
         self.check_model(fields.model)
         fields.check_format(self.service.engine.options.kv_dtype)
         self.check_room(fields.n)
         head = Head(name, self.name)
         last = self.last_of(fields)
         job = await self.make_job(fields, last)
-        self.check_room(job.num_samples)
+        if job.row is None and (piece := max((group[0].first for group in job.groups), default=0)):
+            headers["x-jkv-prompt-piece"] = str(piece)
+        self.check_room(job.num_open)
         tickets = self.submit(job, head, last)
         finish = self.begin(request, job, tickets, headers["x-request-id"])
         if fields.stream:
@@ -118,7 +136,8 @@ class Server:
         """Encodes and checks a call."""
         kv_format = self.service.engine.options.kv_format
         if last is None:
-            return await asyncio.to_thread(make_job, self.encoder, fields, self.options, kv_format)
+            job = await asyncio.to_thread(make_job, self.encoder, fields, self.options, kv_format)
+            return dataclasses.replace(job, groups=[fitted(self.service.engine, group) for group in job.groups])
         assert isinstance(fields, ChatFields)
         assert last.ticket is not None
         try:
@@ -157,36 +176,59 @@ class Server:
     async def score(self, job: Job) -> list[list[Likely | None]] | None:
         """How likely the prompts' tokens are, if they are to be echoed with that."""
         fields = job.fields
-        if not isinstance(fields, CompletionFields) or not fields.echo or fields.logprobs is None:
+        if not job.is_scored:
             return None
-        return await self.service.call(lambda engine: prompt_log_probs(engine.model, job.prompts))
+        assert isinstance(fields, CompletionFields)
+        return await self.scorer.score(self.model, job.prompts, bool(fields.logprobs))
 
     def begin(self, request: Request, job: Job, tickets: Sequence[Ticket], name: str) -> Callable[[], None]:
         """Counts a call as open and starts its clock; returns what must be called at its end, whatever ends it."""
-        began, count = time.perf_counter(), job.num_samples
+        began, count = time.perf_counter(), job.num_open
         self.num_open += count
+        self.unfinished.update(zip(tickets, map(len, job.groups), strict=True))
 
         def cancel() -> None:
             for ticket in tickets:
                 ticket.cancel()
 
         timer = asyncio.get_running_loop().call_later(self.options.time_limit, cancel)
+        self.cancels.add(cancel)
 
         def finish() -> None:
             timer.cancel()
             cancel()
+            self.cancels.discard(cancel)
             self.num_open -= count
             for ticket in tickets:
-                ticket.add_done_callback(lambda ended: self.count(ended, job))
-            results = [ticket.result() for ticket in tickets if ticket.done() and not ticket.exception()]
-            LOGGER.info(log_line(request.url.path, name, job, results, time.perf_counter() - began))
+                self.unfinished.pop(ticket)
+            seconds = time.perf_counter() - began
+            when_all_end(tickets, lambda: self.record(request.url.path, name, job, tickets, seconds))
 
         return finish
 
-    def count(self, ticket: Any, job: Job) -> None:
-        """Counts a finished request."""
-        if ticket.exception() is None:
-            self.metrics.count_result(ticket.result(), job.fields.n, job.fields.limit)
+    def end(self) -> None:
+        """Cancels all open calls, which answer with what they have."""
+        self.scorer.is_ending = True
+        for cancel in list(self.cancels):
+            cancel()
+
+    def record(self, path: str, name: str, job: Job, tickets: Sequence[Ticket], seconds: float) -> None:
+        """Counts and logs a call whose requests have all ended."""
+        results = [ticket.result() for ticket in tickets if not ticket.exception()]
+        for result in results:
+            self.metrics.count_result(result, job.fields.n, job.fields.limit)
+        LOGGER.info(log_line(path, name, job, results, seconds))
+
+    def num_unbegun(self) -> int:
+        """Samples that were submitted, and that the engine has not taken yet."""
+        return sum(count for ticket, count in tuple(self.unfinished.items()) if ticket.number < 0 and not ticket.done())
+
+    async def read(self, kind: type[F], request: Request) -> F:
+        """The fields of a request's body; a header of the answer names those that are ignored."""
+        body = await self.read_body(request)
+        if ignored := ignored_of(kind, body):
+            request.state.headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
+        return read_fields(kind, body)
 
     def check_model(self, name: str | None) -> None:
         """Refuses another model's name."""
@@ -223,12 +265,6 @@ class Server:
 
     # The others.
 
-    async def models(self, request: Request) -> Response:
-        """`/v1/models`: the one that is served."""
-        own = {"id": self.name, "object": "model", "created": self.began, "owned_by": "jkv"}
-        more = {"max_model_len": self.model.config.max_positions, "policy": self.options.policy}
-        return JSONResponse({"object": "list", "data": [own | more]})
-
     async def health(self, request: Request) -> Response:
         """`/health` and `/ping`: 200 as long as requests are served."""
         failure = self.service.failure
@@ -238,31 +274,13 @@ class Server:
         """`/version`."""
         return JSONResponse({"version": importlib.metadata.version(DISTRIBUTION)})
 
+    async def load(self, request: Request) -> Response:
+        """`/load`: samples that are not answered yet."""
+        return JSONResponse({"server_load": self.num_open})
+
     async def show_metrics(self, request: Request) -> Response:
         """`/metrics`."""
         return Response(self.metrics.page(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def tokenize(self, request: Request) -> Response:
-        """`/tokenize`: the token ids of `prompt`, or of `messages`."""
-        body = await self.read_body(request)
-        if "messages" in body:
-            ids = await asyncio.to_thread(self.encoder.encode_chat, body["messages"], add_generation_prompt=True)
-        else:
-            prompt = typed("prompt", body.get("prompt"), str)
-            adds = typed("add_special_tokens", body.get("add_special_tokens", True), bool)
-            ids = await asyncio.to_thread(self.encoder.encode_text, prompt, adds)
-        tokens = ids.tolist()
-        return JSONResponse({"count": len(tokens), "max_model_len": self.model.config.max_positions, "tokens": tokens})
-
-    async def detokenize(self, request: Request) -> Response:
-        """`/detokenize`: the text of `tokens`."""
-        tokens = typed("tokens", (await self.read_body(request)).get("tokens"), list)
-        (ids,) = await asyncio.to_thread(self.encoder.encode, [tokens]) if tokens else ([],)
-        return JSONResponse({"prompt": self.model.tokenizer.decode(ids)})
-
-    async def tokenizer_info(self, request: Request) -> Response:
-        """`/tokenizer_info`: the special tokens and the chat template, for clients without the tokenizer."""
-        return JSONResponse({name: getattr(self.model.tokenizer, name, None) for name in TOKENIZER_FIELDS})
 
     async def page(self, request: Request) -> Response:
         """`/`: a page to chat on, or to complete texts on where the model has no chat template."""
@@ -273,21 +291,24 @@ class Server:
         """An endpoint that answers with an error in OpenAI's shape, and asks for the key unless it is open."""
 
         async def answer(request: Request) -> Response:
+            request.state.headers, request.state.limit = {"x-request-id": id_of(request, None)}, "max_tokens"
             try:
                 if not is_open:
                     self.check_key(request)
                 return await endpoint(request)
             except ClientDisconnect:
                 status, message, param, headers = 499, "The client has gone.", None, {}
-            except RefusalError as error:
-                status, message, param, headers = error.status, str(error), error.param, error.headers
-            except ValueError as error:
-                status, message, param, headers = 400, str(error), None, {}
+            except (RefusalError, ValueError) as error:
+                refusal = error if isinstance(error, RefusalError) else refusal_of(error, request.state.limit)
+                status, message, param, headers = refusal.status, str(refusal), refusal.param, refusal.headers
             except Exception as error:
                 LOGGER.exception("%s failed", request.url.path)
                 status, message, param, headers = (503 if self.service.failure else 500), str(error), None, {}
             self.metrics.count_refusal(status)
-            LOGGER.info("%s: %d %s", request.url.path, status, shown(message))
+            headers = request.state.headers | headers
+            field = param if param in NAMES else None
+            record = {"id": headers["x-request-id"], "status": status, "field": field}
+            LOGGER.info("%s %s", shown(request.url.path), json.dumps(record))  # without the message, which may quote the text
             return JSONResponse(error_body(status, message, param), status, headers)
 
         return answer
@@ -304,15 +325,18 @@ class Server:
 def make_app(service: Service, options: ServerOptions | None = None) -> Starlette:
     """The application of a served engine."""
     server = Server(service, options or ServerOptions())
+    about = About(server)
     routes = [
         *(Route(path, server.guarded(server.complete), methods=["POST"]) for path in KINDS),
-        Route("/v1/models", server.guarded(server.models)),
-        Route("/tokenize", server.guarded(server.tokenize), methods=["POST"]),
-        Route("/detokenize", server.guarded(server.detokenize), methods=["POST"]),
-        Route("/tokenizer_info", server.guarded(server.tokenizer_info)),
+        Route("/v1/models", server.guarded(about.models)),
+        Route("/v1/models/{name:path}", server.guarded(about.one_model)),
+        Route("/tokenize", server.guarded(about.tokenize), methods=["POST"]),
+        Route("/detokenize", server.guarded(about.detokenize), methods=["POST"]),
+        Route("/tokenizer_info", server.guarded(about.tokenizer_info)),
         Route("/health", server.guarded(server.health, is_open=True)),
         Route("/ping", server.guarded(server.health, is_open=True), methods=["GET", "POST"]),
         Route("/version", server.guarded(server.version, is_open=True)),
+        Route("/load", server.guarded(server.load, is_open=True)),
         Route("/metrics", server.guarded(server.show_metrics, is_open=True)),
         Route("/", server.guarded(server.page, is_open=True)),
     ]
@@ -325,10 +349,12 @@ def make_app(service: Service, options: ServerOptions | None = None) -> Starlett
 
     async def refuse(request: Request, error: Any) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}."
-        return JSONResponse(error_body(error.status_code, message), error.status_code)
+        headers = {"x-request-id": id_of(request, None)} | dict(error.headers or {})
+        return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
 
     app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refuse})
-    app.state.server = server
+    app.router.redirect_slashes = False  # a redirection has no body, and names the host that the client named
+    app.state.server, app.state.about = server, about
     return app
 
 
@@ -339,40 +365,14 @@ def id_of(request: Request, given: str | None) -> str:
     return name if is_fine else secrets.token_hex(16)
 
 
-async def gathered(tickets: Sequence[Ticket]) -> list[Result]:
-    """The results of requests."""
-    return [await ticket for ticket in tickets]
-
-
-async def until_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """What the work returns, unless the client goes away first.
-
-    Raises:
-      ClientDisconnect: it went.
-    """
-
-    async def watch() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(watch())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        for one in (task, gone):
-            one.cancel()
-
-
 def log_line(path: str, name: str, job: Job, results: Sequence[Result], seconds: float) -> str:
     """A request in one line, without its text."""
+    end = "error" if job.groups else "length"  # without a result, where nothing was asked for or all failed
     record = {
         "id": name,
         "prompt_tokens": sum(map(len, job.prompts)),
         "tokens": sum(int(result.lengths.sum()) for result in results),
-        "finish": sorted({reason for result in results for reason in result.finish_reason}) or ["abort"],
+        "finish": sorted({reason_of(reason) or "" for result in results for reason in result.finish_reason} or {end}),
         "policy": job.groups[0][0].policy.name if job.groups else None,
         "seconds": round(seconds, 3),
         "first_token": round(max((s.first_seconds for result in results for s in result.samples), default=0.0), 3),

@@ -13,6 +13,7 @@ from typing import Any
 from jkv.checks import shown
 from jkv.engine.conversations import ENDS
 from jkv.engine.tickets import Ticket
+from jkv.reasoning.marks import marks_of
 from jkv.serving.errors import RefusalError
 from jkv.serving.options import ServerOptions
 from jkv.serving.responses import message_of
@@ -38,9 +39,10 @@ class Stored:
     def reply(self) -> dict[str, Any]:
         """The response's own message, once it is finished."""
         assert self.ticket is not None
-        text = self.ticket.result().text
-        assert text is not None
-        return {"role": "assistant", "content": message_of(text[0], self.thinks, False)["content"]}
+        result = self.ticket.result()
+        assert result.text is not None
+        message = message_of(result.text[0], self.thinks, False, marks_of(result.tokenizer))
+        return {"role": "assistant", "content": message["content"]}
 
 
 class Conversations:

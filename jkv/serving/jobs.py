@@ -2,6 +2,7 @@
 
 import dataclasses
 import secrets
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +13,14 @@ from jkv.cache.slot_size import slot_size_of
 from jkv.checks import shown
 from jkv.engine import turns
 from jkv.engine.conversations import KeptRow
-from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts
+from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts, encode_text
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.model.chat_template import ChatRenderer, has_chat_template
 from jkv.model.params import Model
 from jkv.policies.byte_budget import in_slots
-from jkv.reasoning.token_text import END_OF_THINKING, THINK
+from jkv.reasoning.marks import marks_of
 from jkv.serving.options import ServerOptions
-from jkv.serving.requests import ChatFields, CompletionFields, policy_of
+from jkv.serving.requests import ChatFields, CompletionFields, TokenizeFields, policy_of
 from pallas_kernels.quantised import Format
 
 MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
@@ -48,6 +49,17 @@ class Job:
         """Completions of all prompts."""
         return sum(map(len, self.groups))
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompts are echoed with their log-probabilities."""
+        fields = self.fields
+        return isinstance(fields, CompletionFields) and fields.echo and fields.logprobs is not None
+
+    @property
+    def num_open(self) -> int:
+        """What it counts for among the calls that a server has open: completions of all prompts, or prompts that are scored."""
+        return max(self.num_samples, self.is_scored * len(self.prompts))
+
 
 class Encoder:
     """Encodes texts and conversations for many threads; it keeps the process that renders chat templates.
@@ -72,24 +84,29 @@ class Encoder:
         with self._lock:
             return encode_prompts(self.model, prompt)
 
-    def encode_text(self, text: str, adds_special_tokens: bool) -> np.ndarray:
-        """Token ids of a text, none of an empty one, with or without the special tokens that a prompt begins or ends with."""
-        if not text:
-            return np.zeros(0, np.int32)
+    def tokenize(self, fields: TokenizeFields) -> list[int]:
+        """Token ids of a text or a conversation of any length, none of an empty text."""
+        is_chat = fields.messages is not None
+        text = fields.prompt or ""
+        adds = not is_chat if fields.add_special_tokens is None else fields.add_special_tokens
         with self._lock:
-            return encode_prompt(self.model, 0, text, is_chat=not adds_special_tokens)
+            if is_chat:
+                text = self._render(fields.messages, fields.template)
+            return list(encode_text(unbounded(self.model), 0, text, is_chat=not adds)) if text else []
 
     def encode_chat(self, messages: Any, **options: Any) -> np.ndarray:
         """Token ids of a conversation; `options` are those of the chat template."""
+        with self._lock:
+            return encode_prompt(self.model, 0, self._render(messages, options), is_chat=True)
+
+    def _render(self, messages: Any, options: Mapping[str, Any]) -> str:
         if self._renderer is None:
             raise ValueError("Chat messages need a model with a chat template; this one has none. Use /v1/completions.")
         if not isinstance(messages, list) or not messages:
             raise ValueError(f"messages must be a list of at least one message; got {shown(messages)}.")
         messages = [flat(message) for message in messages]
         check_messages(self.model, 0, messages)
-        with self._lock:
-            text = self._renderer.render(messages, **options)
-            return encode_prompt(self.model, 0, text, is_chat=True)
+        return self._renderer.render(messages, **options)
 
     def encode_after(self, history: list[Any], messages: Any, last_token: int, **options: Any) -> np.ndarray:
         """Token ids of new messages after a reply, in the template's own form: from the end of the reply on.
@@ -117,6 +134,12 @@ class Encoder:
             after = text.partition(mark)[2]
             ids = encode_prompt(self.model, 0, after, is_chat=True) if after else np.zeros(0, np.int32)
         return ids[1:] if len(ids) and ids[0] == last_token and last_token in self.model.config.end_ids else ids
+
+
+def unbounded(model: Model) -> Model:
+    """The model as one of endless positions, for texts that are counted and not completed."""
+    config = dataclasses.replace(model.config, max_positions=sys.maxsize)
+    return dataclasses.replace(model, params=dataclasses.replace(model.params, config=config))
 
 
 def flat(message: Any) -> Any:
@@ -152,8 +175,13 @@ def make_turn(
     slot = slot_size_of(model.params, kv_format)
     if (fields.policy is not None or fields.settings) and in_slots(policy_of(fields, options), slot) != policy:
         raise ValueError(f"A conversation keeps its policy, {policy}; got another with previous_response_id. Leave it out.")
-    template = {"add_generation_prompt": fields.add_generation_prompt} | dict(fields.chat_template_kwargs or {})
-    new = encoder.encode_after(history, fields.messages, int(row.transcript.tokens[-1]), **template)
+    salt = row.request.cache_salt
+    if fields.cache_salt not in (None, salt):
+        raise ValueError(
+            "cache_salt is the conversation's own with previous_response_id; got another one, "
+            f"{shown(fields.cache_salt)}. Leave it out."
+        )
+    new = encoder.encode_after(history, fields.messages, int(row.transcript.tokens[-1]), **fields.template)
     request_options = RequestOptions(
         sampling=fields.sampling(model),
         max_new_tokens=fields.limit,
@@ -175,11 +203,7 @@ def make_job(
     """
     model = encoder.model
     if isinstance(fields, ChatFields):
-        template = dict(fields.chat_template_kwargs or {})
-        given = {"add_generation_prompt": fields.add_generation_prompt, "continue_final_message": fields.continue_final_message}
-        if fields.continue_final_message:
-            given["add_generation_prompt"] = False
-        prompts = [encoder.encode_chat(fields.messages, **given | template)]
+        prompts = [encoder.encode_chat(fields.messages, **fields.template)]
     else:
         prompts = encoder.encode(fields.prompt)
     groups: list[list[Request]] = []
@@ -203,4 +227,4 @@ def make_job(
 def ends_in_thinking(model: Model, prompt: Sequence[int] | np.ndarray) -> bool:
     """Whether a prompt has begun to think, so that a completion begins with reasoning."""
     tail = model.tokenizer.decode(prompt[-MOST_MARK:])
-    return tail.rfind(THINK) > tail.rfind(END_OF_THINKING)
+    return marks_of(model.tokenizer).is_open(tail)

@@ -1,7 +1,7 @@
 """Prometheus metrics of a server: by vLLM's names where they mean the same, and jkv's own."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from jkv.engine.latency import LEAST, PER_DECADE, Latency
 from jkv.engine.results import Result
 from jkv.engine.stats import TIMED
+from jkv.serving.responses import reason_of
 
 SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -51,12 +52,13 @@ class Metrics:
     Args:
       engine: whose gauges are read with each page.
       name: of the model, a label of every metric.
+      num_unbegun: how many samples were submitted and wait for the engine to take them.
     """
 
-    def __init__(self, engine: Any, name: str) -> None:
+    def __init__(self, engine: Any, name: str, num_unbegun: Callable[[], int] = lambda: 0) -> None:
         engine.runner.meter.times_compactions = True
         self.registry, self.labels = CollectorRegistry(), (name, "0")
-        self.registry.register(EngineCollector(engine, self.labels))
+        self.registry.register(EngineCollector(engine, self.labels, num_unbegun))
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of finished requests.")
         self.success = self._counter("vllm:request_success", "Finished samples.", "finished_reason")
         self.refused = self._counter("jkv:requests_refused", "Requests that were not served.", "status")
@@ -102,7 +104,7 @@ class Metrics:
         if limit:
             of["max_tokens"].observe(limit)
         for sample, reason, policy in zip(result.samples, result.finish_reason, result.policies, strict=True):
-            self.success.labels(*self.labels, reason).inc()
+            self.success.labels(*self.labels, reason_of(reason) or "").inc()
             self.evicted.labels(*self.labels, policy.name).inc(sample.evicted)
             self.compactions.labels(*self.labels, policy.name).inc(sample.compactions)
             of["generation"].observe(sample.num_tokens)
@@ -125,16 +127,17 @@ class EngineCollector(Collector):
 
     engine: Any
     labels: tuple[str, str]
+    num_unbegun: Callable[[], int] = lambda: 0
 
     def collect(self) -> Iterable[Any]:
         """The families."""
         engine, stats = self.engine, self.engine.stats
-        running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting)
+        running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting) + self.num_unbegun()
         rows = engine.scheduler.conversations
         held = stats.held_pages if running else rows.num_pages  # which count an idle engine's kept rows at their most
         for name, about, value in (
             ("vllm:num_requests_running", "Samples in rows.", running),
-            ("vllm:num_requests_waiting", "Samples that wait for a row.", waiting),
+            ("vllm:num_requests_waiting", "Samples that wait for a row, or for the engine to take them.", waiting),
             ("vllm:kv_cache_usage_perc", "Share of the pool's pages in use; 1 is all.", held / engine.num_pages),
             ("jkv:kv_bytes", "Bytes of the pages in use.", held * engine.page_bytes),
             (

@@ -6,36 +6,109 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from jkv.checks import check_length, did_you_mean, shown, typed
+from jkv.checks import MOST_SHOWN, check_length, did_you_mean, shown, typed
 from jkv.model.params import Model
 from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 from jkv.policies import POLICIES, Policy, make
 from jkv.serving.errors import RefusalError
 from jkv.serving.options import ServerOptions
+from jkv.serving.wording import for_client, param_of
 
-F = TypeVar("F", bound="Fields")
+F = TypeVar("F", bound="Body")
 IGNORED = {  # of OpenAI and vLLM: they change nothing in a completion
-    *("audio", "function_call", "include_stop_str_in_output", "metadata", "modalities", "moderation"),
-    *("parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort"),
-    *("safety_identifier", "service_tier", "skip_special_tokens", "spaces_between_special_tokens", "store", "tool_choice"),
-    *("user", "verbosity", "web_search_options"),
+    *("function_call", "metadata", "moderation", "parallel_tool_calls", "prediction", "priority", "prompt_cache_key"),
+    *("prompt_cache_retention", "reasoning_effort", "safety_identifier", "service_tier", "spaces_between_special_tokens"),
+    *("tool_choice", "user", "verbosity"),
 }
 REFUSED: dict[str, tuple[Any, str]] = {  # they would change a completion: the value that does not, and why others are refused
-    "best_of": (None, "all n samples are returned"),
+    "audio": (None, "the model writes text alone"),
     "functions": ([], "no tools are called"),
+    "include_stop_str_in_output": (False, "a text ends before its stop text"),
     "logit_bias": ({}, "the engine adds nothing to single logits"),
     "min_tokens": (0, "the engine has no least length"),
+    "modalities": (["text"], "the model writes text alone"),
     "response_format": ({"type": "text"}, "the engine constrains no text"),
+    "return_token_strs": (False, "token ids have texts at /detokenize"),
+    "skip_special_tokens": (True, "special tokens are left out of texts; return_token_ids has them"),
+    "store": (False, "only chats are stored"),
     "suffix": ("", "the model completes to the right only"),
     "tools": ([], "no tools are called"),
     "use_beam_search": (False, "tokens are drawn"),
+    "web_search_options": (None, "nothing is searched"),
+}
+IN_TEMPLATES = {  # names that rendering itself gives to a template: those of a request are fields of their own, or not served
+    *("add_generation_prompt", "chat_template", "compiled_template", "continue_final_message", "conversation"),
+    *("conversations", "messages", "return_assistant_tokens_mask", "return_dict", "self", "tokenize", "tools"),
 }
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
 MOST_TOP = 1  # of most likely tokens: the engine computes the drawn token's log-probability alone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Fields:
+class Body:
+    """A body whose fields have the types of their annotations; None is the server's default.
+
+    Raises:
+      ValueError: a field of another type, or out of its range.
+    """
+
+    model: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, typed(field.name, getattr(self, field.name), field.type))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TemplateFields(Body):
+    """What the chat template receives beside the messages."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.chat_template_kwargs or {}:
+            if name in IN_TEMPLATES:
+                raise ValueError(
+                    f"chat_template_kwargs are variables of the template; got {name}, which rendering itself sets. Leave it "
+                    "out, or send it as a field of the request."
+                )
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """The options of the chat template."""
+        begins = self.add_generation_prompt and not self.continue_final_message
+        given = {"add_generation_prompt": begins, "continue_final_message": self.continue_final_message}
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return given | effort | (self.chat_template_kwargs or {})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizeFields(TemplateFields):
+    """A body of `/tokenize`: a text, or a conversation, whose template adds special tokens by itself."""
+
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("prompt or messages must be given, and not both. Send one of them.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DetokenizeFields(Body):
+    """A body of `/detokenize`."""
+
+    tokens: list[Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fields(Body):
     """The fields of both endpoints; None is the server's default.
 
     Attributes:
@@ -50,7 +123,6 @@ class Fields:
       ValueError: a field of another type, or out of its range.
     """
 
-    model: str | None = None
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None
@@ -75,8 +147,7 @@ class Fields:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, typed(field.name, getattr(self, field.name), field.type))
+        super().__post_init__()
         if self.top_k == -1:  # vLLM's word for all tokens
             object.__setattr__(self, "top_k", 0)
         if self.stream_options is not None and not self.stream:
@@ -116,14 +187,30 @@ class Fields:
             return None
         return [*(() if self.ignore_eos else model.config.end_ids), *(self.stop_token_ids or [])]
 
+    @property
+    def top(self) -> tuple[str, int | None]:
+        """The field that asks for the most likely tokens of each place, and how many."""
+        raise NotImplementedError
+
+    @property
+    def limit_name(self) -> str:
+        """The field that is the limit of new tokens."""
+        return "max_tokens"
+
     def sampling(self, model: Model) -> Sampling:
-        """The model's own sampling, greedy where it has none, with what the request changes."""
+        """The model's own sampling, greedy where it has none, with what the request changes.
+
+        Raises:
+          ValueError: a value out of its range, or most likely tokens of draws, which the engine does not compute.
+        """
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
-        return dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
+        sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
+        check_top(*self.top, sampling.temperature)
+        return sampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatFields(Fields):
+class ChatFields(TemplateFields, Fields):
     """A body of `/v1/chat/completions`.
 
     Attributes:
@@ -135,16 +222,17 @@ class ChatFields(Fields):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
     include_reasoning: bool = True
     store: bool = False
     previous_response_id: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_top(self.top_logprobs, self)
+        check_top(*self.top)
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError(f"top_logprobs needs logprobs=true; got {self.top_logprobs} without it. Send both, or neither.")
+        if self.limit == 0:
+            raise ValueError(f"{self.limit_name} must be at least 1; got 0.")
         is_talk = self.store or self.previous_response_id is not None
         if is_talk and self.n != 1:
             raise ValueError(f"n must be 1 with store or previous_response_id, as a conversation is one text; got {self.n}.")
@@ -163,6 +251,16 @@ class ChatFields(Fields):
         """The most new tokens; None is what fits."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def limit_name(self) -> str:
+        """The field that is the limit of new tokens."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def top(self) -> tuple[str, int | None]:
+        """The field that asks for the most likely tokens of each place, and how many."""
+        return "top_logprobs", self.top_logprobs
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompletionFields(Fields):
@@ -175,7 +273,7 @@ class CompletionFields(Fields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_top(self.logprobs, self)
+        check_top(*self.top)
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens must be at least 1, or 0 with echo=true; got 0.")
         if self.echo and self.stream and self.logprobs is not None:
@@ -186,17 +284,23 @@ class CompletionFields(Fields):
         """The most new tokens."""
         return self.max_tokens
 
+    @property
+    def top(self) -> tuple[str, int | None]:
+        """The field that asks for the most likely tokens of each place, and how many."""
+        return "logprobs", self.logprobs
 
-def check_top(count: int | None, fields: Fields) -> None:
-    """Refuses most likely tokens that the engine does not compute: it has the drawn one, the first where it is greedy."""
-    if count is None or count == 0:
-        return
-    is_greedy = fields.temperature == 0
-    if not 0 < count <= MOST_TOP or not is_greedy:
+
+def check_top(name: str, count: int | None, temperature: float = 0.0) -> None:
+    """Refuses most likely tokens that the engine does not compute: it has the drawn one, the first where it is greedy.
+
+    Raises:
+      ValueError: another count than 0 or 1, or 1 at another temperature than 0.
+    """
+    if count and not (0 < count <= MOST_TOP and temperature == 0):
+        at = f" at temperature {temperature:g}" * (temperature != 0)
         raise ValueError(
-            "The engine computes the log-probability of the drawn token alone, which is the most likely one at temperature 0; "
-            f"got {shown(count)} most likely tokens at temperature {fields.temperature}. Ask for 0, or for 1 with "
-            "temperature 0."
+            f"{name} must be 0, or 1 at temperature 0: the engine computes the log-probability of the drawn token alone, which "
+            f"is then the most likely one; got {shown(count)}{at}. Ask for fewer, or lower the temperature to 0."
         )
 
 
@@ -219,42 +323,50 @@ def parse(text: bytes) -> dict[str, Any]:
     return body
 
 
-def read_fields(kind: type[F], body: Mapping[str, Any]) -> tuple[F, list[str]]:
-    """A request's fields, and the names of those that are ignored. `null` is a default.
+def ignored_of(kind: type[Body], body: Mapping[str, Any]) -> list[str]:
+    """The names of a body's fields that are ignored."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return [name for name in body if name in IGNORED and name not in known]
+
+
+def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
+    """A request's fields. `null` is a default.
 
     Raises:
-      RefusalError: a field that is unknown, missing, wrong, or would change the completion in a way that this server cannot.
+      RefusalError: a field that is unknown, missing, or would change the completion in a way that this server cannot.
+      ValueError: one of another type, or out of its range.
     """
     known = {field.name: field for field in dataclasses.fields(kind) if field.name != "settings"}
     given: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    ignored = []
+    ignored = ignored_of(kind, body)
     for name, value in body.items():
-        if name in REFUSED:
+        if name in REFUSED and name not in known:
             neutral, why = REFUSED[name]
             if value is not None and value != neutral:
                 raise RefusalError(400, f"{name} is not served, because {why}; got {shown(value)}. Leave it out.", name)
-        elif name in IGNORED and name not in known:
-            ignored.append(name)
-        elif value is None:
+        elif name == "best_of" and "n" in known:
+            if value is not None and value != (body.get("n") or 1):
+                raise RefusalError(
+                    400, f"best_of must be n, as all n samples are returned; got {shown(value)}. Leave it out.", name
+                )
+        elif value is None or name in ignored:
             continue
         elif name in known:
             given[name] = value
-        elif name in SETTINGS:
+        elif name in SETTINGS and issubclass(kind, Fields):
             settings[name] = value
         else:
-            near = did_you_mean(name, [*known, *SETTINGS])
-            raise RefusalError(
-                400, f"{shown(name)} is no field of this endpoint, and no setting of a policy.{near}", shown(name)
-            )
+            near = did_you_mean(name, [*known, *(SETTINGS if issubclass(kind, Fields) else ())])
+            message = f"{shown(name)} is no field of this endpoint, and no setting of a policy.{near}"
+            raise RefusalError(400, message, name[:MOST_SHOWN])
     for name, field in known.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in given and not has_default:
             raise RefusalError(400, f"{name} is needed; got none. Add it to the body.", name)
-    try:
-        return kind(**given, settings=settings), ignored
-    except ValueError as error:
-        raise RefusalError(400, str(error), next((name for name in known if str(error).startswith(name)), None)) from None
+    if settings:
+        given["settings"] = settings
+    return kind(**given)
 
 
 def settings_of_policies() -> dict[str, bool]:
@@ -268,6 +380,14 @@ def settings_of_policies() -> dict[str, bool]:
 
 
 SETTINGS = settings_of_policies()
+BODIES = (ChatFields, CompletionFields, TokenizeFields, DetokenizeFields)
+NAMES = {*SETTINGS, *REFUSED, *IGNORED, *(field.name for kind in BODIES for field in dataclasses.fields(kind))}
+
+
+def refusal_of(error: ValueError, limit: str = "max_tokens") -> RefusalError:
+    """The refusal of a request that broke a rule, in the client's words; `limit` is its field for the most new tokens."""
+    message = for_client(str(error), limit)
+    return RefusalError(400, message, param_of(message, NAMES))
 
 
 def policy_of(fields: Fields, options: ServerOptions) -> Policy:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jkv.engine.results import Result
 from jkv.engine.stats import SampleStats
 from jkv.model.params import Model
-from jkv.reasoning.token_text import END_OF_THINKING, THINK, token_of
+from jkv.reasoning.marks import Marks, marks_of
 from jkv.serving.reasoning import ReasoningSplitter, num_reasoning_tokens
 
 REASONS = {"cancelled": "abort"}  # the others have the same name here
@@ -52,9 +52,9 @@ def reason_of(reason: str) -> str | None:
     return REASONS.get(reason, reason) or None
 
 
-def message_of(text: str, thinks: bool, includes_reasoning: bool) -> dict[str, Any]:
+def message_of(text: str, thinks: bool, includes_reasoning: bool, marks: Marks) -> dict[str, Any]:
     """A chat message with its reasoning, if it has any."""
-    splitter = ReasoningSplitter(thinks)
+    splitter = ReasoningSplitter(thinks, marks)
     parts = [splitter.push(text), splitter.finish()]
     reasoning, content = ("".join(part) for part in zip(*parts, strict=True))
     return {"role": "assistant", "content": content, **reasoning_fields(reasoning if includes_reasoning else "")}
@@ -115,12 +115,13 @@ def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], th
 
     `kv` has tokens averaged over layers and KV heads and summed over samples, and the sum of the samples' peak bytes.
     """
-    begin, end = token_of(model.tokenizer, THINK), token_of(model.tokenizer, END_OF_THINKING)
+    marks = marks_of(model.tokenizer)
+    begin, *ends = (model.tokenizer.encode(mark, add_special_tokens=False) for mark in (marks.begin, *marks.ends))
     completions = [result.tokens[i, :length].tolist() for result in results for i, length in enumerate(result.lengths)]
     samples = [sample for result in results for sample in result.samples]
     num_prompt, num_new = sum(map(len, prompts)), sum(map(len, completions))
     seen = sum(len(prompt) for result in results for prompt in result.prompts) + num_new
-    num_reasoning = sum(num_reasoning_tokens(tokens, thinks, begin, end) for tokens in completions) if is_chat else 0
+    num_reasoning = sum(num_reasoning_tokens(tokens, thinks, begin, ends) for tokens in completions) if is_chat else 0
     evicted = sum(sample.evicted + sample.shared for sample in samples)
     return {
         **counts(num_prompt, num_new),

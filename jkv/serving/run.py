@@ -1,5 +1,6 @@
 """Runs an application on a socket until it is asked to end."""
 
+import asyncio
 import contextlib
 import signal
 import socket
@@ -7,13 +8,20 @@ from typing import Any
 
 import uvicorn
 
+from jkv.engine.scheduler import CHUNKS
 from jkv.engine.service import Service
+from jkv.model.sampling import Sampling
 from jkv.policies import Policy
 from jkv.policies import make as make_policy
+from jkv.policies.table import streaming_llm
 from jkv.serving.app import make_app
 from jkv.serving.options import ServerOptions
+from jkv.serving.trainer import TrainerOptions, add_routes
 
 BACKLOG = 1024  # connections that wait to be accepted
+CUT = Sampling(temperature=1.0, top_p=0.95)  # whose program draws for all that have no penalties
+PENALISED = Sampling(temperature=1.0, top_p=0.95, presence_penalty=0.5)
+LAST_SECONDS = 5  # in which clients receive what there is, once their requests were cancelled at the end
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -37,24 +45,77 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def make_server(app: Any, drain: float) -> uvicorn.Server:
-    """A server whose requests in flight have `drain` seconds to end, once it is asked to end itself."""
+class DrainingServer(uvicorn.Server):
+    """A server whose open requests have `drain` seconds to end, once it is asked to end itself.
+
+    Then they are cancelled, and their clients receive the tokens so far, with the reason "abort".
+    """
+
+    def __init__(self, config: uvicorn.Config, drain: float) -> None:
+        super().__init__(config)
+        self.drain = drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts nothing new, and waits for what is open."""
+        app: Any = self.config.app
+        timer = asyncio.get_running_loop().call_later(self.drain, app.state.server.end)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
+
+def make_server(app: Any, drain: float) -> DrainingServer:
+    """A server of an application, with `drain` seconds for open requests at its end."""
     settings: Any = {"log_level": "warning", "access_log": False, "server_header": False, "ws": "none", "lifespan": "on"}
-    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=max(1, round(drain)), **settings))
+    return DrainingServer(uvicorn.Config(app, timeout_graceful_shutdown=round(drain) + LAST_SECONDS, **settings), drain)
 
 
-def warm_up(service: Service, policy: Policy) -> None:
-    """Compiles the first programs, so that no client waits for them; others compile when they are first used. Not counted."""
-    service.submit([0], policy=policy, max_new_tokens=2, stop_ids=()).result()
+def warm_up(service: Service, policy: Policy, is_whole: bool) -> None:
+    """Compiles programs before clients come, because an engine compiles in its own thread, which stops every stream.
+
+    The first ones: prefill and a chunk of greedy decode steps. With `is_whole` also what most clients ask for: chunks of every
+    size, for any draws, with penalties and without; prompts of every size; a compaction; two samples of a prompt; the second
+    turn of a conversation. Others compile at their first use. Not counted.
+    """
+    asked: Any = {"policy": policy, "max_new_tokens": 2, "stop_ids": ()}
+    if not is_whole:
+        service.submit([0], sampling=Sampling(temperature=0.0), **asked).result()
+    else:
+        engine = service.engine
+        for sampling in (PENALISED, CUT):  # greedy draws then have the program of the latter
+            service.call(lambda engine: engine.runner.lower()).result()
+            for steps in CHUNKS:
+                one_chunk = streaming_llm(budget=4 * steps, interval=steps)
+                service.submit([0], policy=one_chunk, sampling=sampling, max_new_tokens=steps, stop_ids=()).result()
+        longer = (policy.target(1, 0) or 0) + 1  # than the budget
+        for length in (*engine.runner.prefill_sizes, longer):
+            with contextlib.suppress(ValueError):  # the context is too short
+                service.submit([0] * length, **asked).result()
+        service.submit([0], n=2, **asked).result()
+        with contextlib.suppress(ValueError):  # the policy ends with a turn
+            first = service.submit([0], keep=True, **asked)
+            first.result()
+            first.extend([0], max_new_tokens=2, stop_ids=()).result()
     service.call(lambda engine: engine.reset_stats()).result()
 
 
-def run(engine: Any, options: ServerOptions, place: socket.socket, drain: float) -> None:
-    """Serves an engine, once it is warm, until SIGINT or SIGTERM.
+def run(
+    engine: Any,
+    options: ServerOptions,
+    place: socket.socket,
+    drain: float,
+    is_whole: bool = True,
+    trainer: TrainerOptions | None = None,
+) -> None:
+    """Serves an engine, once it is warm (`is_whole`: see `warm_up`), until SIGINT or SIGTERM; `trainer` adds its endpoints.
 
     Then nothing new is accepted, and requests in flight have `drain` seconds.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which uvicorn calls once it has ended
     with engine.serve() as service, contextlib.suppress(KeyboardInterrupt):
-        warm_up(service, make_policy(options.policy, options.settings))
-        make_server(make_app(service, options), drain).run(sockets=[place])
+        warm_up(service, make_policy(options.policy, options.settings), is_whole)
+        app = make_app(service, options)
+        if trainer is not None:
+            add_routes(app, trainer)
+        make_server(app, drain).run(sockets=[place])

@@ -13,6 +13,7 @@ from starlette.responses import StreamingResponse
 from jkv.engine.outputs import Event
 from jkv.engine.tickets import Ticket
 from jkv.model.params import Model
+from jkv.reasoning.marks import marks_of
 from jkv.serving.errors import error_body
 from jkv.serving.jobs import Job
 from jkv.serving.reasoning import Parts, ReasoningSplitter
@@ -141,7 +142,7 @@ class ChatChunks:
     def __init__(self, model: Model, job: Job) -> None:
         assert isinstance(job.fields, ChatFields)
         self.model, self.fields = model, job.fields
-        self.splitters = [ReasoningSplitter(job.thinks) for _ in range(job.num_samples)]
+        self.splitters = [ReasoningSplitter(job.thinks, marks_of(model.tokenizer)) for _ in range(job.num_samples)]
 
     def first(self) -> list[dict[str, Any]]:
         """The role of each sample."""
@@ -179,7 +180,8 @@ class TextChunks:
             return []
         texts = [self.model.tokenizer.decode(prompt) for prompt in job.prompts for _ in range(job.fields.n)]
         self.lengths = [len(text) for text in texts]
-        return [choice(index, text=text, logprobs=None) for index, text in enumerate(texts)]
+        reason = None if job.groups else "length"  # where nothing follows
+        return [choice(index, reason, text=text, logprobs=None) for index, text in enumerate(texts)]
 
     def of(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunk of an event."""

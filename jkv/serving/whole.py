@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from jkv.engine.results import Result
 from jkv.model.params import Model
-from jkv.replay.score import greedy_choices, round_up, score
+from jkv.reasoning.marks import marks_of
 from jkv.serving.jobs import Job
 from jkv.serving.requests import ChatFields, CompletionFields
 from jkv.serving.responses import Head, Likely, chat_log_probs, drawn, message_of, reason_of, text_log_probs, usage_of
@@ -35,7 +33,7 @@ def chat_choice(model: Model, fields: ChatFields, result: Result, sample: int, t
     tokens, log_probs = tokens_of(result, sample)
     return {
         "index": 0,
-        "message": message_of(result.text[sample], thinks, fields.include_reasoning),
+        "message": message_of(result.text[sample], thinks, fields.include_reasoning, marks_of(model.tokenizer)),
         "logprobs": chat_log_probs(model, tokens, log_probs, fields.top_logprobs) if fields.logprobs else None,
         "finish_reason": reason_of(result.finish_reason[sample]),
         **({"token_ids": tokens} if fields.return_token_ids else {}),
@@ -74,19 +72,3 @@ def tokens_of(result: Result, sample: int) -> tuple[list[int], list[float]]:
     """A sample's tokens and their log-probabilities."""
     length = int(result.lengths[sample])
     return result.tokens[sample, :length].tolist(), result.logprobs[sample, :length].tolist()
-
-
-def prompt_log_probs(model: Model, prompts: Sequence[np.ndarray]) -> list[list[Likely | None]]:
-    """How likely each prompt token is after those before it, with a full cache; None for the first."""
-    return [[None, *likely_tokens(model, prompt)] for prompt in prompts]
-
-
-def likely_tokens(model: Model, prompt: np.ndarray) -> list[Likely]:
-    """How likely each token of a prompt is, from the second on."""
-    count = len(prompt) - 1
-    tokens = prompt[None, 1:].astype(np.int32)
-    log_probs = np.asarray(score(model, tokens, prompts=[prompt[:1]], lengths=[count]).logprobs)[0]
-    padded = np.zeros((1, round_up(len(prompt))), np.int32)
-    padded[0, : len(prompt)] = prompt
-    choice, best = (np.asarray(x)[0, 1 : len(prompt)].tolist() for x in greedy_choices(model.params, padded))
-    return [Likely(*one) for one in zip(log_probs[:count].tolist(), choice, best, strict=True)]

@@ -16,14 +16,14 @@ Engine.step = lambda engine: (print(1, flush=True), step(engine))[1]
 """
 
 
-def start(arguments, setup=""):
+def start(arguments, setup="", **others):
     """A command in a process of its own; a shell's background jobs ignore Ctrl-C, which this undoes."""
     begin, run = (
         "import signal, sys; signal.signal(2, signal.default_int_handler)\n",
         "from jkv.cli import main; sys.exit(main())",
     )
     command = [sys.executable, "-c", begin + setup + run, *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ, **others)
 
 
 def wait_for(is_ready, process):

@@ -33,6 +33,9 @@ def run(capsys, *arguments):
         (("tiny-reasoner", "--port", 99999), "--port must lie in [0, 65536)"),
         (("tiny-reasoner", "--time-limit", 0), "time_limit must be above 0"),
         (("tiny-reasoner", "--port", 0, "--kv-memory", "many"), "kv_memory"),
+        (("tiny-reasoner", "--port", 0, "--trainer", "--host", "0.0.0.0"), "--trainer needs a key"),
+        (("tiny-reasoner", "--port", 0, "--weights-root", "."), "--weights-root is for --trainer"),
+        (("tiny-reasoner", "--port", 0, "--trainer", "--weights-root", "no-such-folder"), "must be a folder that exists"),
     ],
 )
 def test_each_error_is_one_line(capsys, arguments, words):
@@ -69,11 +72,26 @@ def test_what_the_server_refuses_is_one_line(capsys, monkeypatch, running):  # n
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_server_starts_answers_and_ends_when_it_is_asked_to(number):
-    command = [sys.executable, "-m", "jkv", "serve", "tiny-reasoner", "--policy", "r_kv", "--budget", "64", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "jkv",
+        "serve",
+        "tiny-reasoner",
+        "--policy",
+        "r_kv",
+        "--budget",
+        "64",
+        "--port",
+        "0",
+        "--trainer",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ, start_new_session=True)
     try:
         while not (found := re.search(r"serving tiny-reasoner, policy r_kv.* at (http://\S+)", process.stderr.readline())):
             assert process.poll() is None
+        with urllib.request.urlopen(f"{found[1]}/weights_version", timeout=60) as answer:
+            assert json.load(answer) == {"weights_version": 0}
         body = json.dumps({"prompt": PROMPT, "max_tokens": 8}).encode()
         request = urllib.request.Request(f"{found[1]}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=300) as answer:

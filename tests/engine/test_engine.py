@@ -75,7 +75,7 @@ def replay(model, outs):
     scored = jkv.score(
         model,
         joined([out.tokens for out in outs]),
-        jkv.Trace(*columns, np.concatenate(sinks), joined(shift)),
+        jkv.Trace.of(*columns, sinks=np.concatenate(sinks), sink_shift=joined(shift)),
         prompts=[prompt for out in outs for prompt in out.prompts],
         lengths=[length for out in outs for length in out.lengths.tolist()],
         sampling=[sampling for out in outs for sampling in out.sampling],
@@ -164,6 +164,7 @@ def test_a_long_prompt_is_compacted_once_for_all_its_samples(model, expected):
     assert engine.stats.prefills == 1
 
 
+@pytest.mark.slow
 def test_siblings_that_compact_together_never_run_out_of_pages(model, expected):
     """Both copy the pages that they share before either frees them: more than two rows' own pages."""
     spec = Spec(prompt=3, policy=R_KV, sampling=SAMPLED, length=3)

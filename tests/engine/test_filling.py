@@ -8,7 +8,7 @@ import pytest
 
 import jkv
 from jkv.engine import filling, prefill
-from jkv.model.params import init_params
+from jkv.model.weight_shapes import init_params
 from tests.engine.test_engine import play
 from tests.support.faults import DeviceError, with_failing_programs
 from tests.support.mixes import PROMPTS, Expected, assert_engine_is_consistent, make_engine
@@ -64,9 +64,9 @@ def test_between_two_chunks_at_most_so_many_tokens_are_prefilled_while_rows_deco
         def __getattr__(self, name):
             return getattr(programs, name)
 
-        def prefill_chunk(self, *args, num_pages):
+        def prefill_chunk(self, *args, **options):
             log.append(int(args[4][0]))
-            return chunk(*args, num_pages=num_pages)
+            return chunk(*args, **options)
 
         def decode_chunk(self, params, state, inputs, num_steps, *options):
             log.append((num_steps, int(np.sum(np.asarray(inputs.remaining) > 0))))
@@ -132,11 +132,33 @@ def test_a_cancelled_prompt_is_dropped_on_the_way_and_others_go_on(model, n):
     engine.cancel(tickets[0])
     before = engine.stats.prefills
     engine.step()
-    if n == 1:
-        assert not any(is_filling(engine))
-        assert engine.stats.prefills == before
+    assert not any(is_filling(engine))
+    assert engine.stats.prefills == before
     assert results(engine, [first]) == alone
     assert engine.result(tickets[0]).finish_reason == ["cancelled"] * n
+
+
+def test_a_prompt_submitted_as_its_cancelled_group_is_dropped_is_prefilled_anew(model):
+    """The callback of another row submits it in the turn that drops the group, before the rows are released."""
+    asked = {"max_new_tokens": 4, "n": 2, **FREE}
+    engine = make(model)
+    alone = results(engine, [engine.submit(LONG, **asked)])
+    engine, again = make(model), []
+
+    def submit_again(event):
+        if not any(is_filling(engine)) and not again and group:
+            again.append(engine.submit(LONG, **asked))
+
+    group = []
+    engine.submit(SHORT, R_KV, max_new_tokens=61, on_tokens=submit_again, **FREE)
+    engine.step()
+    group.append(engine.submit(LONG, **asked))
+    engine.step()
+    assert any(is_filling(engine))
+    engine.cancel(group[0])
+    engine.step()
+    assert again
+    assert results(engine, again) == alone
 
 
 def test_the_first_of_a_group_may_be_cancelled_while_the_prompt_of_all_is_filled(model):

@@ -217,7 +217,7 @@ def test_traces_replay(policy):
     difference = np.abs(np.asarray(jkv.score(engine.model, outs[0], trace=outs[0].trace).logprobs) - outs[0].logprobs)
     assert np.percentile(difference, 99) <= 1e-5
     assert difference.max() <= 1e-4
-    shifted = outs[0].trace._replace(end=outs[0].trace.end - (outs[0].trace.end < OPEN_END))
+    shifted = outs[0].trace.replace(end=outs[0].trace.end - (outs[0].trace.end < OPEN_END))
     assert np.abs(np.asarray(jkv.score(engine.model, outs[0], trace=shifted).logprobs) - outs[0].logprobs).max() > 1e-3
 
 

@@ -102,7 +102,7 @@ def test_rows_of_quantised_pages_go_on(model, kv_dtype):
 
     engine = make(model, kv_dtype=kv_dtype, return_trace=True)
     outs = converse(engine, R_KV)
-    in_floats = dataclasses.replace(outs[-1], trace=outs[-1].trace._replace(kv_format=None))
+    in_floats = dataclasses.replace(outs[-1], trace=outs[-1].trace.replace(kv_format=None))
     assert np.percentile(replay(model, outs[-1]), 90) <= 1e-5  # a rounding may move a number to the next code, as in one turn
     assert np.percentile(replay(model, in_floats), 50) > 1e-4
     assert_same_bits(converse(engine, R_KV, sleep), outs)

@@ -21,6 +21,19 @@ def run_on_eight_devices(name, marks="not slow"):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+each_part = pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+
+
+@each_part
 def test_eight_devices_do_what_one_does(marks):
     run_on_eight_devices("eight_devices.py", marks)
+
+
+@each_part
+def test_experts_on_eight_devices_do_what_they_do_on_one(marks):
+    run_on_eight_devices("eight_devices_experts.py", marks)
+
+
+@each_part
+def test_every_golden_checkpoint_on_two_devices_does_what_it_does_on_one(marks):
+    run_on_eight_devices("eight_devices_golden.py", marks)

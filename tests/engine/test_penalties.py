@@ -8,6 +8,7 @@ import pytest
 
 import jkv
 from jkv.engine import programs
+from jkv.engine.timing import COMPILING
 from jkv.rl import full_overlap, log_probs, make_batch
 from jkv.testing import TINY, tiny_model
 from tests.model.test_numbers import reference_logits
@@ -194,3 +195,16 @@ def test_a_mesh_of_one_device_counts_too(model, undisturbed):
     sharded = jkv.Model(jkv.shard(model.params, mesh), model.tokenizer)
     engine = jkv.Engine(sharded, max_running=4, max_slots=128, page_size=4, mesh=mesh)
     assert tokens_of(engine, submit_all(engine)) == undisturbed
+
+
+def test_a_chunk_with_penalties_compiles_once():
+    """Counts of tokens that come from the host are placed as those that the last chunk returned."""
+    engine = jkv.Engine(tiny_model(), max_running=2, max_slots=64, page_size=4, chunk=8)
+    settings = {"stop_ids": (), "sampling": jkv.Sampling(temperature=0.0, presence_penalty=0.5)}
+    for _ in range(2):  # of one chunk each
+        engine.submit([5, 6, 7], max_new_tokens=8, **settings)
+        engine.run()
+    compiled = COMPILING.count
+    engine.submit([5, 6, 7], max_new_tokens=24, **settings)
+    engine.run()
+    assert COMPILING.count == compiled

@@ -76,9 +76,9 @@ class Watched:
     def __getattr__(self, name):
         return getattr(self.programs, name)
 
-    def prefill_chunk(self, *args, num_pages):
+    def prefill_chunk(self, *args, num_pages, **options):
         self.widths.append(num_pages)
-        return self.chunk(*args, num_pages=num_pages)
+        return self.chunk(*args, num_pages=num_pages, **options)
 
 
 def test_nothing_is_read_from_the_device_before_a_chunk_of_decode_steps(monkeypatch):

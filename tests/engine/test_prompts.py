@@ -15,6 +15,7 @@ from jkv.engine.prompts import encode_prompts, warn_of_bare_text
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.results import split_text
 from jkv.model import checkpoint
+from jkv.reasoning.marks import TAGS
 from jkv.tasks import vocabulary
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}={{ m.content }};{% endfor %}{% if add_generation_prompt %}?a{% endif %}"
@@ -247,7 +248,7 @@ def test_characters_without_a_token_are_named(reasoner):
     ],
 )
 def test_reasoning_ends_where_the_model_says_so(text, thinks, expected):
-    assert split_text(text, thinks, "<think>", "</think>") == expected
+    assert split_text(text, thinks, TAGS) == expected
 
 
 def test_a_result_has_reasoning_and_answer(reasoner):

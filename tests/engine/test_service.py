@@ -213,6 +213,40 @@ def test_a_call_that_breaks_the_engine_is_repaired(service, whole):
     assert submit(service, 1, 2).result().tokens[0].tolist() == whole[1][2]
 
 
+@pytest.mark.parametrize("behind", ["cancel", "pause", "submit", "close"])
+def test_what_is_queued_behind_such_a_call_finds_a_repaired_engine(service, whole, behind):
+    running, waits = submit(service, 0, 1), threading.Event()
+
+    def break_off(engine):
+        waits.wait(60)
+        with engine._guard.changing("test"):
+            raise DeviceError("broken")
+
+    broken = service.call(break_off)
+    if behind == "cancel":
+        running.cancel()
+    elif behind == "pause":
+        paused = service.pause("abort")
+    elif behind == "submit":
+        later = submit(service, 1, 2)
+    else:
+        running.close()
+    waits.set()
+    with pytest.raises(DeviceError, match="broken"):
+        broken.result(60)
+    if behind in ("cancel", "pause"):
+        assert running.result(60).finish_reason == ["cancelled"]
+    else:
+        assert running.result(60).tokens[0].tolist() == whole[0][1]
+    if behind == "pause":
+        paused.result(60)
+        service.resume().result(60)
+    if behind == "submit":
+        assert later.result(60).tokens[0].tolist() == whole[1][2]
+    assert submit(service, 1, 2).result(60).tokens[0].tolist() == whole[1][2]
+    assert not service.failure
+
+
 def test_requests_wait_for_an_engine_that_sleeps(service, whole):
     service.call(lambda engine: engine.sleep()).result()
     ticket = submit(service, 1, 2)

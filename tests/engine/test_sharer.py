@@ -115,8 +115,8 @@ def test_a_replay_without_the_multiplicity_of_pages_is_noticed(model):
     again = out.trace.begin > out.trace.source
     ended = out.trace.end < 2**31 - 1
     assert again.any()
-    once = out.trace._replace(end=np.where(again, out.trace.begin, out.trace.end))
-    early = out.trace._replace(end=out.trace.end - (ended & ~again))
+    once = out.trace.replace(end=np.where(again, out.trace.begin, out.trace.end))
+    early = out.trace.replace(end=out.trace.end - (ended & ~again))
     for wrong in (once, early):
         assert np.abs(np.asarray(jkv.score(model, out, trace=wrong).logprobs) - out.logprobs).max() > 1e-3
 

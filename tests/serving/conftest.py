@@ -1,8 +1,11 @@
 """A server on a real socket, for all tests of this folder."""
 
+import json
 import shutil
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -28,7 +31,7 @@ def chat_model(tmp_path_factory):
 class Running:
     """A server that runs in a thread."""
 
-    def __init__(self, engine, **options):
+    def __init__(self, engine, drain=5, **options):
         pytest.importorskip("uvicorn")
         from jkv.serving.app import make_app
         from jkv.serving.options import ServerOptions
@@ -40,7 +43,7 @@ class Running:
         place = listen("127.0.0.1", 0)
         self.address = place.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
-        self.server = make_server(self.app, drain=5)
+        self.server = make_server(self.app, drain)
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [place]})
         self.thread.start()
         while not self.server.started:
@@ -63,6 +66,18 @@ class Running:
             assert time.monotonic() < end, "a request goes on"
             time.sleep(0.02)
         assert held == 0
+
+
+def post_completion(server, body, seconds=60):
+    """The status and the text of an answer of /v1/completions."""
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 def make_engine(model):

@@ -273,7 +273,7 @@ def test_a_warm_server_compiles_nothing_and_has_counted_nothing(chat_model):
     with jkv.Engine(
         chat_model, max_running=3, max_slots=96, chunk=8, policies=policies
     ).serve() as service:  # nobody else has these programs
-        warm_up(service, jkv.r_kv(**SETTINGS))
+        warm_up(service, jkv.r_kv(**SETTINGS), is_whole=False)
         assert service.call(lambda engine: engine.stats.tokens).result() == 0
         before = COMPILING.seconds
         service.submit("b=3;c=7;d=b*c;?d", policy=jkv.r_kv(**SETTINGS), max_new_tokens=12).result()

@@ -1,0 +1,64 @@
+"""How likely the tokens of prompts are: `echo` with `logprobs`, which evaluation harnesses ask for.
+
+Prompts are scored in a thread beside the engine's own, one at a time for all clients, so that no turn waits for them and no
+program is compiled in the engine's thread. Nobody waits for a client that has gone: what is left of its prompts is dropped.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from jkv.model.params import Model
+from jkv.replay.score import greedy_choices, round_up, score
+from jkv.serving.errors import RefusalError
+from jkv.serving.responses import Likely, drawn
+
+
+class PromptScorer:
+    """Scores prompts with a full cache.
+
+    Args:
+      seconds: the most for the prompts of one call.
+
+    Attributes:
+      is_ending: whether no further prompt is begun.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.is_ending, self._turn = seconds, False, asyncio.Lock()
+
+    async def score(self, model: Model, prompts: Sequence[np.ndarray], has_best: bool) -> list[list[Likely | None]]:
+        """How likely each prompt token is after those before it, None for the first; with `has_best`, the best of each place.
+
+        Raises:
+          RefusalError: it takes too long, or the server ends.
+        """
+        found: list[list[Likely | None]] = []
+        try:
+            async with asyncio.timeout(self.seconds):
+                for prompt in prompts:
+                    async with self._turn:
+                        if self.is_ending:
+                            raise RefusalError(503, "A server that ends scores no more prompts. Send them to another.")
+                        found.append([None, *await asyncio.to_thread(likely_tokens, model, prompt, has_best)])
+        except TimeoutError:
+            raise RefusalError(
+                503,
+                f"The prompts of a call must be scored within {self.seconds:g} seconds; {len(found)} of {len(prompts)} were. "
+                "Send fewer.",
+            ) from None
+        return found
+
+
+def likely_tokens(model: Model, prompt: np.ndarray, has_best: bool) -> list[Likely]:
+    """How likely each token of a prompt is, from the second on. Without `has_best`, each counts as its place's best."""
+    count = len(prompt) - 1
+    tokens = prompt[None, 1:].astype(np.int32)
+    log_probs = np.asarray(score(model, tokens, prompts=[prompt[:1]], lengths=[count]).logprobs)[0, :count].tolist()
+    if not has_best:
+        return [one for one in drawn(tokens[0].tolist(), log_probs) if one]
+    padded = np.zeros((1, round_up(len(prompt))), np.int32)
+    padded[0, : len(prompt)] = prompt
+    choice, best = (np.asarray(x)[0, 1 : len(prompt)].tolist() for x in greedy_choices(model.params, padded))
+    return [Likely(*one) for one in zip(log_probs, choice, best, strict=True)]
