@@ -45,6 +45,9 @@ GROUPS: Mapping[str, Group] = {
             "jkv.engine.stats.RunStats",
             "jkv.engine.service.Service",
             "jkv.engine.tickets.Ticket",
+            "jkv.Replicas",
+            "jkv.replicas.dispatch.Load",
+            "jkv.replicas.options.RayOptions",
         ),
     ),
     "policies": Group(
@@ -117,8 +120,10 @@ GROUPS: Mapping[str, Group] = {
             "jkv.save",
             "jkv.restore",
             "jkv.weight_shapes",
+            "jkv.quantise_weights",
             "jkv.shard",
             "jkv.shardings",
+            "jkv.split_by_width",
         ),
     ),
     "planning": Group(
@@ -172,6 +177,7 @@ GROUPS: Mapping[str, Group] = {
         "implementation is chosen.",
         (
             "pallas_kernels.paged_attention",
+            "pallas_kernels.sealed_attention",
             "pallas_kernels.rotate_append",
             "pallas_kernels.add_norm",
             "pallas_kernels.largest_slots",
