@@ -37,7 +37,7 @@ Report = Callable[[dict[str, Any]], None]  # receives figures as they are measur
 LOCK, PART = ".jkv.lock", ".part"
 PACKAGES = ("google-tunix", "jax", "jaxlib", "jkv", "kvpress", "numpy", "torch", "transformers")
 MARKED = re.compile(  # the search for an end stops at another beginning, so that its time is linear
-    r"(?P<begin><!-- bench (?P<name>\w+) -->\n)(?:(?!<!-- bench ).)*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL
+    r"(?P<begin><!-- bench (?P<name>[\w.-]+) -->\n)(?:(?!<!-- bench ).)*?(?P<end><!-- /bench (?P=name) -->)", flags=re.DOTALL
 )
 TAG = re.compile(r"<(?=[A-Za-z/!?])")  # what Markdown passes on as HTML
 PIPE = re.compile(r"(?<!\\)\\*\|")  # with the backslashes before it, which would escape each other

@@ -12,8 +12,9 @@ import numpy as np
 
 from jkv.analysis.recall import future_reads
 from jkv.cache.pool import EMPTY
-from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params, init_params
+from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params
 from jkv.model.rope import Rope, pair_norms
+from jkv.model.weight_shapes import init_params
 from jkv.policies import Policy
 from jkv.policies import oracle as oracles
 from jkv.policies.calibration import Calibration, identity_of
@@ -23,6 +24,7 @@ from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVz
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.view import CacheView
 from pallas_kernels.quantised import stored
+from pallas_kernels.sealed import Records
 
 TINY = ModelConfig(
     family="qwen2",
@@ -64,14 +66,14 @@ def tiny_model(seed: int = 0, config: ModelConfig = TINY, tokenizer: Any = None)
 
 def unfolded(params: Params) -> Params:
     """The same weights in the layout of other libraries: query, key and value as [D, heads, H], out as [N, H, D]."""
-    size = params.config.head_size
 
-    def unfold(layer: LayerParams) -> LayerParams:
-        columns = {name: getattr(layer, name) for name in ("query", "key", "value")}
-        columns = {name: weight.reshape(weight.shape[0], -1, size) for name, weight in columns.items()}
-        return layer.replace(**columns, out=layer.out.reshape(-1, size, layer.out.shape[1]))
+    def unfold(layer: int) -> LayerParams:
+        weights, size = params.layers[layer], params.config.of_layer(layer).head_size
+        columns = {name: getattr(weights, name) for name in ("query", "key", "value")}
+        columns = {name: x.reshape(x.shape[0], -1, size) for name, x in columns.items() if x is not None}
+        return weights.replace(**columns, out=weights.out.reshape(-1, size, weights.out.shape[1]))
 
-    return params.replace(layers=tuple(map(unfold, params.layers)))
+    return params.replace(layers=tuple(map(unfold, range(len(params.layers)))))
 
 
 def adapted(params: Params, rank: int = 2, scale: float = 0.5, seed: int = 0) -> Params:
@@ -88,7 +90,7 @@ def adapted(params: Params, rank: int = 2, scale: float = 0.5, seed: int = 0) ->
 
     def adapt_layer(layer: LayerParams) -> LayerParams:
         names = "query", "key", "value", *(() if layer.experts else ("gate", "up", "down"))
-        columns = {name: adapt(getattr(layer, name)) for name in names}
+        columns = {name: adapt(getattr(layer, name)) for name in names if getattr(layer, name) is not None}
         return layer.replace(**columns, out=adapt(layer.out, layer.out.ndim - 1))
 
     unembedding = None if params.unembedding is None else adapt(params.unembedding)
@@ -227,7 +229,8 @@ def assert_no_pool_copy(compiled: Any, pool: Any, other_bytes: int = 0) -> None:
     assert memory.temp_size_in_bytes < pool_bytes // 10 + other_bytes, (
         f"temporaries of {memory.temp_size_in_bytes} bytes against a pool of {pool_bytes}: the pool or a slice of it is copied"
     )
-    copies = [line for one in {shape, stored(pool.kv).shape} for line in find_copies(compiled.as_text(), one)]
+    codes = [pool.kv.key, pool.kv.value] if isinstance(pool.kv, Records) else [stored(pool.kv)]
+    copies = [line for one in {shape, *(x.shape for x in codes)} for line in find_copies(compiled.as_text(), one)]
     assert not copies, "the program copies the pool:\n" + "\n".join(copies)
 
 

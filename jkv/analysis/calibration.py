@@ -14,8 +14,9 @@ from jkv.model.params import Model, Params
 from jkv.model.rope import Rope, pair_norms, rope_of, unrotate
 from jkv.policies.calibration import identity_of
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
-from jkv.replay.score import ReplayAttention, check_tokens, dense_columns, round_up
-from jkv.replay.windows import with_windows
+from jkv.replay.columns import dense_columns
+from jkv.replay.other_groups import with_other_groups
+from jkv.replay.score import ReplayAttention, check_tokens, round_up
 
 MOST_TOKENS = 32_768  # of the text, by default
 PIECE = 4_096  # tokens of one forward pass
@@ -73,11 +74,13 @@ def query_sums(params: Params, rope: Rope, token: Int[Array, " T"], is_real: Boo
     position, sums = jnp.arange(token.shape[0], dtype=jnp.int32)[None], []
     attention = ReplayAttention(position, dense_columns(params.config, 1, token.shape[0]), None)
 
-    def attend(layer: int, query: Float[Array, "1 T N H"], key: Array, value: Array, cache: None) -> tuple[Array, None]:
+    def attend(
+        layer: int, query: Float[Array, "1 T N H"], key: Array, value: Array, cache: None, sink: Array | None = None
+    ) -> tuple[Array, None]:
         of_layer = jax.tree.map(lambda x: x[layer : layer + 1], rope)
         plain = jnp.where(is_real[:, None, None], unrotate(of_layer, query, position)[0], 0.0)
         sums.append(QueryMoments(plain.sum(axis=0), pair_norms(plain, rope.frequency.shape[-1]).sum(axis=0)))
-        return attention(layer, query, key, value, cache)
+        return attention(layer, query, key, value, cache, sink)
 
-    decoder.forward(params, token[None], position, with_windows(params.config, attend, position), None)
+    decoder.forward(params, token[None], position, with_other_groups(params.config, attend, position), None)
     return jax.tree.map(lambda *layers: jnp.stack(layers), *sums)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.analysis.calibration import is_one
-from jkv.analysis.recall import padded, queries_keys_values, received_so_far
+from jkv.analysis.recall import padded, queries_keys_values, received_so_far, sinks_of
 from jkv.checks import check_counts, check_most, size
 from jkv.engine.memory import free_bytes
 from jkv.model.params import Model, ModelConfig
@@ -135,10 +135,11 @@ def watch(model: Model, sequences: Sequence[np.ndarray], power: int = POWER) -> 
     reads = np.zeros((n, num_moments, *heads, width), np.float16)
     for i, sequence in enumerate(sequences):
         total = len(sequence)
-        for layer, (query, *cached) in enumerate(queries_keys_values(model.params, padded(sequence))):
+        of_layers = zip(queries_keys_values(model.params, padded(sequence)), sinks_of(model.params), strict=True)
+        for layer, ((query, *cached), sink) in enumerate(of_layers):
             for kept, of_layer in zip((key, value), cached, strict=True):
                 kept[i, layer, :, :total] = np.asarray(of_layer)[:total].swapaxes(0, 1)
-            received = np.asarray(received_so_far(query, cached[0], power))[:, :, :total]
+            received = np.asarray(received_so_far(query, cached[0], power, sink))[:, :, :total]
             later = received[:, total, None] - received[:, :total:STRIDE]  # [K, E, S]
             later /= np.maximum(later.sum(axis=-1, keepdims=True), 1e-9)
             reads[i, : later.shape[1], layer, :, :total] = later.swapaxes(0, 1)

@@ -29,9 +29,11 @@ from jkv.model.params import Model, Params
 from jkv.policies import Policy, full
 from jkv.policies.calibration import identity_of
 from jkv.policies.oracle import FutureReads, Reads
-from jkv.replay.score import Columns, ReplayAttention, dense_columns, hidden_states, over_blocks, round_up, score, trace_columns
+from jkv.policies.scores import attention
+from jkv.replay.columns import Columns, dense_columns, trace_columns
+from jkv.replay.other_groups import with_other_groups
+from jkv.replay.score import ReplayAttention, hidden_states, over_blocks, round_up, score
 from jkv.replay.trace import Trace, join_traces
-from jkv.replay.windows import with_windows
 from jkv.reports import markdown
 from jkv.statistics import with_interval
 
@@ -115,7 +117,7 @@ def recall(
         for layer, received in enumerate(attention_received(model.params, [*prompt, *rest])):  # one layer's at a time
             dropped = [keep_what_is_read(received[-1], len(prompt), budget, interval, recent) for budget in budgets]
             best = [(budget, *columns_of(end)) for budget, end in zip(budgets, dropped, strict=True)]
-            kept = [(run.budget, *columns_in(run.traces[i], layer)) for run in runs]
+            kept = [(run.budget, *run.traces[i].columns(0, layer)) for run in runs]
             own_ends.append(dropped)
             own_shares.append(
                 [
@@ -143,7 +145,8 @@ def decode(model: Model, texts: Sequence[Text], policy: Policy, settings: dict[s
     """The texts decoded under a policy."""
     prompts, forced = ([list(part) for part in parts] for parts in zip(*texts, strict=True))
     out = generate(model, prompts, policy, forced_tokens=forced, return_trace=True, progress=False, **settings)
-    traces = [jax.tree.map(lambda field, i=i: field[i : i + 1], out.trace) for i in range(len(texts))]
+    assert out.trace is not None
+    traces = [out.trace.part(slice(i, i + 1)) for i in range(len(texts))]
     log_probs = [row[:length] for row, length in zip(np.asarray(out.logprobs), out.lengths, strict=True)]
     return Kept(policy.name, policy.budget, traces, log_probs)
 
@@ -167,8 +170,10 @@ class Watch(NamedTuple):
 
     dense: ReplayAttention
 
-    def __call__(self, layer: int, query: Array, key: Array, value: Array, cache: tuple[Any, ...]) -> tuple[Array, Any]:
-        return self.dense(layer, query, key, value, None)[0], (*cache, (query[0], key[0], value[0]))
+    def __call__(
+        self, layer: int, query: Array, key: Array, value: Array, cache: tuple[Any, ...], sink: Array | None = None
+    ) -> tuple[Array, Any]:
+        return self.dense(layer, query, key, value, None, sink)[0], (*cache, (query[0], key[0], value[0]))
 
 
 @jax.jit
@@ -176,31 +181,44 @@ def queries_keys_values(params: Params, token: Int[Array, "1 T"]) -> tuple[Any, 
     """Each layer's queries [T, N, H], keys and values [T, K, H]."""
     position = jnp.arange(token.shape[1], dtype=jnp.int32)[None]
     dense = ReplayAttention(position, dense_columns(params.config, 1, token.shape[1]), None)
-    return decoder.forward(params, token, position, with_windows(params.config, Watch(dense), position), ())[1]
+    return decoder.forward(params, token, position, with_other_groups(params.config, Watch(dense), position), ())[1]
+
+
+def sinks_of(params: Params) -> list[Float[Array, " N"] | None]:
+    """The learned sinks of each layer with full attention."""
+    return [params.layers[layer].sink for layer in params.config.paged_layers]
 
 
 @functools.partial(jax.jit, static_argnames="power")
-def received_so_far(query: Float[Array, "T N H"], key: Float[Array, "T K H"], power: int) -> Float[Array, "K S1 S"]:
-    """The attention to a power that the queries before each position gave each key, a mean over a KV head's query heads."""
+def received_so_far(
+    query: Float[Array, "T N H"], key: Float[Array, "T K H"], power: int, sink: Float[Array, " N"] | None = None
+) -> Float[Array, "K S1 S"]:
+    """The attention to a power that the queries before each position gave each key, a mean over a KV head's query heads.
+
+    A layer's learned sinks are in the denominator of the attention.
+    """
     (total, num_heads, size), num_kv_heads = query.shape, key.shape[1]
     grouped = query.reshape(total, num_kv_heads, num_heads // num_kv_heads, size).astype(jnp.float32)
     is_seen = jnp.tril(jnp.ones((total, total), bool))
 
-    def of_head(args: tuple[Array, Array]) -> Float[Array, "S1 S"]:
-        query_TGH, key_SH = args
+    def of_head(args: tuple[Array, Array, Array | None]) -> Float[Array, "S1 S"]:
+        query_TGH, key_SH, sink_G = args
+        sink_G11 = None if sink_G is None else sink_G[:, None, None]
         logits_GTS = jnp.einsum("tgh,sh->gts", query_TGH, key_SH, precision="highest") * size**-0.5
-        share_TS = (jax.nn.softmax(logits_GTS, axis=-1, where=is_seen) ** power).mean(axis=0)
+        share_TS = (attention(logits_GTS, is_seen, sink_G11) ** power).mean(axis=0)
         return jnp.pad(jnp.cumsum(share_TS, axis=0), ((1, 0), (0, 0)))
 
-    return jax.lax.map(of_head, (jnp.moveaxis(grouped, 1, 0), jnp.moveaxis(key, 1, 0).astype(jnp.float32)))
+    by_head = jnp.moveaxis(grouped, 1, 0), jnp.moveaxis(key, 1, 0).astype(jnp.float32)
+    return jax.lax.map(of_head, (*by_head, None if sink is None else sink.astype(jnp.float32).reshape(num_kv_heads, -1)))
 
 
 def attention_received(
     params: Params, tokens: Sequence[int], powers: Sequence[int] = POWERS
 ) -> Iterator[list[Float[np.ndarray, "K T1 T"]]]:
     """`received_so_far` of each layer, for each of the powers."""
-    for query, key, _ in queries_keys_values(params, padded(tokens)):
-        yield [np.asarray(received_so_far(query, key, power))[:, : len(tokens) + 1, : len(tokens)] for power in powers]
+    for (query, key, _), sink in zip(queries_keys_values(params, padded(tokens)), sinks_of(params), strict=True):
+        received = [np.asarray(received_so_far(query, key, power, sink)) for power in powers]
+        yield [x[:, : len(tokens) + 1, : len(tokens)] for x in received]
 
 
 def keep_what_is_read(
@@ -241,13 +259,7 @@ def future_reads(model: Model, text: Text, interval: int, width: int = 0) -> Fut
 def trace_of(end: Int[np.ndarray, "L K T"]) -> Trace:
     """A trace in which each position is dropped at its end."""
     own = np.broadcast_to(np.arange(end.shape[-1], dtype=np.int32), end.shape)[None]
-    return Trace(own, own, end[None], None, None, None)
-
-
-def columns_in(trace: Trace, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A layer's columns in a trace of one text: source, begin and end, [K, C] each."""
-    source, begin, end = (field[0, layer] for field in (trace.source, trace.begin, trace.end))
-    return source, begin, end
+    return Trace.of(own, own, end[None])
 
 
 def columns_of(end: Int[np.ndarray, "K T"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -12,8 +12,9 @@ from jkv.model import decoder
 from jkv.model.params import Model, Params
 from jkv.reasoning.steering import SteeringVector, label, marks_of
 from jkv.reasoning.token_text import BREAK
-from jkv.replay.score import ReplayAttention, dense_columns, round_up
-from jkv.replay.windows import with_windows
+from jkv.replay.columns import dense_columns
+from jkv.replay.other_groups import with_other_groups
+from jkv.replay.score import ReplayAttention, round_up
 
 KINDS = ("check", "switch", "go on")
 
@@ -76,6 +77,6 @@ def class_sums(params: Params, token: Int[Array, " T"], indicator: Float[Array, 
 
     position = jnp.arange(token.shape[0], dtype=jnp.int32)[None]
     dense = ReplayAttention(position, dense_columns(params.config, 1, token.shape[0]), None)
-    attend = with_windows(params.config, dense, position)
+    attend = with_other_groups(params.config, dense, position)
     decoder.forward(params, token[None], position, attend, None, enter)
     return jnp.stack(sums)

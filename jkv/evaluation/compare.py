@@ -136,7 +136,8 @@ def compare(
     wanted: list[tuple[str, Budget]] = []
     for name in policies:
         if name != "full":
-            slot = slot_size_of(model.params, EngineOptions(kv_dtype=kv_dtype_of(name, settings, options)).kv_format)
+            form = EngineOptions(kv_dtype=kv_dtype_of(name, settings, options), page_size=options.get("page_size")).kv_format
+            slot = slot_size_of(model.params, form)
             own = [size_in_slots(name, size, slot, settings) for size in sizes] if takes_budget(name, settings) else [Budget()]
             wanted += [(name, size) for size in own]
     for name, size in wanted:

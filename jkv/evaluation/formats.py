@@ -1,13 +1,16 @@
-"""What quantised pages do to a model's next-token distributions: `python -m jkv.evaluation.formats --out results` records it.
+"""What quantised pages and weights do to next-token distributions: `python -m jkv.evaluation.formats --out results` records it.
 
-Passages of the Python manual are read once with keys and values in floats, and once as pages of each format give them back, in
-one forward pass each. For each passage: the mean divergence KL(floats || format) of the next token's distribution in nats, how
-often the most likely token is the same, and by how much the passage's own tokens lose likelihood. Passages are paired, and
-intervals are bootstrapped over passages.
+Passages of the Python manual are read once in floats, once with keys and values as pages of each format give them back, and
+once with the weights in each format of theirs, in one forward pass each. For each passage: the mean divergence
+KL(floats || format) of the next token's distribution in nats, how often the most likely token is the same, and by how much the
+passage's own tokens lose likelihood. Passages are paired, and intervals are bootstrapped over passages. Of a record of the same
+passages that is there already, its lines are kept, and only formats that it lacks are measured.
 """
 
 import argparse
+import dataclasses
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,22 +24,29 @@ from jaxtyping import Array, Float, Int
 from jkv.cache.slot_size import slot_bytes
 from jkv.evaluation.probe_texts import stream
 from jkv.model import checkpoint, decoder
-from jkv.model.params import Model, Params
-from jkv.replay.score import dense_columns, hidden_states
+from jkv.model.eight_bits import FORMATS as WEIGHTS
+from jkv.model.eight_bits import quantise_weights
+from jkv.model.params import Codes, Model, Params, count_weights
+from jkv.replay.columns import dense_columns
+from jkv.replay.score import hidden_states
 from jkv.reports import about, digits, footnote, markdown, write
 from jkv.statistics import bootstrap
 from pallas_kernels.quantised import FORMATS, Format
+from pallas_kernels.sealed import SEALED
 
 MEASURES = "kl", "same", "loss"
+PAGES: dict[str, Format] = FORMATS | {
+    f"{name}, pages of {page}": dataclasses.replace(form, page=page) for name, form in SEALED.items() for page in (128, 32)
+}
 
 
 @functools.partial(jax.jit, static_argnames="kv_format")
-def compare(params: Params, token: Int[Array, "1 T"], kv_format: Format) -> Float[Array, "3"]:
-    """Divergence, share of equal choices, and rise of the loss, averaged over the tokens of a passage."""
+def compare(params: Params, others: Params, token: Int[Array, "1 T"], kv_format: Format | None) -> Float[Array, "3"]:
+    """Divergence, share of equal choices, and rise of the loss with other weights or pages: means of a passage."""
     floats = dense_columns(params.config, *token.shape)
     one, other = (
-        jax.nn.log_softmax(decoder.unembed(params, hidden_states(params, token, columns)[0, :-1]).astype(jnp.float32))
-        for columns in (floats, floats._replace(kv_format=kv_format))
+        jax.nn.log_softmax(decoder.unembed(weights, hidden_states(weights, token, columns)[0, :-1]).astype(jnp.float32))
+        for weights, columns in ((params, floats), (others, floats._replace(kv_format=kv_format)))
     )
     index, target = jnp.arange(len(one)), token[0, 1:]
     divergence = (jnp.exp(one) * (one - other)).sum(axis=-1)
@@ -44,17 +54,53 @@ def compare(params: Params, token: Int[Array, "1 T"], kv_format: Format) -> Floa
     return jnp.stack([divergence.mean(), same.mean(), (one - other)[index, target].mean()])
 
 
-def measure(model: Model, passages: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """A line for each format."""
-    lines, size = [], model.config.head_size
-    for name, kv_format in FORMATS.items():
-        figures = np.array([compare(model.params, jnp.asarray([one], jnp.int32), kv_format) for one in passages])
-        line: dict[str, Any] = {"format": name, "times_smaller": digits(slot(size, None) / slot(size, kv_format), 3)}
-        for i, measured in enumerate(MEASURES):
-            interval = [digits(end, 3) for end in bootstrap(figures[:, i])]
-            line |= {measured: digits(figures[:, i].mean(), 3), f"{measured}_interval": interval}
-        lines.append(line)
+def measure(model: Model, passages: Sequence[Sequence[int]], known: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+    """A line for each format, of pages and of weights; those that are known are not measured again."""
+    lines, size, done = [], model.config.head_size, {line["format"]: line for line in known}
+    for name, kv_format in PAGES.items():
+        smaller = slot(size, None) / slot(size, kv_format)
+        if name not in done:
+            done[name] = line_of(name, smaller, [compare(model.params, model.params, each(one), kv_format) for one in passages])
+        lines.append(done[name])
+    for kind in WEIGHTS:
+        name = f"weights in {kind}"
+        if name not in done:
+            codes = quantise_weights(model.params, kind)
+            smaller = 2 * count_weights(model.params) / num_bytes(codes)
+            done[name] = line_of(name, smaller, [compare(model.params, codes, each(one), None) for one in passages])
+        lines.append(done[name])
     return lines
+
+
+def record_in(folder: Path | None, model: str, setting: dict[str, Any]) -> dict[str, Any]:
+    """The record of the same passages in a folder; one without lines if there is none."""
+    path = None if folder is None else folder / f"formats-{model}.json"
+    if path is not None and path.exists():
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if all(found[name] == value for name, value in setting.items()):
+            return found
+    return {"about": about("python -m jkv.evaluation.formats"), **setting, "lines": []}
+
+
+def each(passage: Sequence[int]) -> Any:
+    """A passage as a batch of one."""
+    return jnp.asarray([passage], jnp.int32)
+
+
+def num_bytes(params: Params) -> int:
+    """Bytes of weights, where floats are bfloat16."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Codes))
+    return sum(x.code.nbytes + x.scale.nbytes if isinstance(x, Codes) else 2 * x.size for x in leaves)
+
+
+def line_of(name: str, smaller: float, measured: Sequence[Any]) -> dict[str, Any]:
+    """A format's means and intervals."""
+    figures = np.array(measured)
+    line: dict[str, Any] = {"format": name, "times_smaller": digits(smaller, 3)}
+    for i, field in enumerate(MEASURES):
+        interval = [digits(end, 3) for end in bootstrap(figures[:, i])]
+        line |= {field: digits(figures[:, i].mean(), 3), f"{field}_interval": interval}
+    return line
 
 
 def slot(head_size: int, kv_format: Format | None) -> int:
@@ -74,7 +120,7 @@ def table(record: dict[str, Any]) -> str:
     ]
     head = (
         "format",
-        "slots in the bytes of one in bfloat16",
+        "times smaller than in bfloat16",
         "KL, nats (95 %)",
         "same choice (95 %)",
         "rise of the loss, nats (95 %)",
@@ -94,8 +140,11 @@ def main(argv: list[str] | None = None) -> int:
     model = checkpoint.load(options.model)
     passages = [one.prompt + one.rest for one in stream(model.tokenizer, options.texts, options.length)]
     name = Path(options.model).name
-    record: dict[str, Any] = {"about": about("python -m jkv.evaluation.formats"), "model": name}
-    record |= {"texts": options.texts, "length": options.length, "lines": measure(model, passages)}
+    record = record_in(options.out, name, {"model": name, "texts": options.texts, "length": options.length})
+    known = record["lines"]
+    record["lines"] = measure(model, passages, known)
+    if known and len(record["lines"]) > len(known):
+        record.setdefault("added", []).append(about(record["about"]["command"]))
     print(table(record))
     if options.out:
         write(f"formats-{name}", record, table(record), options.out)

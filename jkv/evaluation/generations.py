@@ -115,7 +115,7 @@ def run(
     prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
     if max_new_tokens is None:
         max_new_tokens = default_limit(model, prompts)
-    kv_format = EngineOptions(kv_dtype=options.get("kv_dtype")).kv_format
+    kv_format = EngineOptions(kv_dtype=options.get("kv_dtype"), page_size=options.get("page_size")).kv_format
     policies = spread_policies(policy, len(problems), model.params, kv_format)
     policy = policies[0]
     asked = RequestOptions(policy=policies, sampling=draws, n=samples, max_new_tokens=max_new_tokens)

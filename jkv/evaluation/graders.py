@@ -1,6 +1,6 @@
 r"""Whether a completion's answer is the right one: equal text in a box, mathematically equal, or the same choice.
 
-A grader reads one answer from the text after `</think>` and compares it with the gold one. Before anything is generated, every
+A grader reads one answer from the text after the thinking and compares it with the gold one. Before anything is generated, each
 gold answer of the set goes through its grader (`failing_gold`): a grader that marks gold wrong measures itself, not a model.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jkv.checks import install
 from jkv.evaluation.time_limit import TimeLimited
-from jkv.reasoning.token_text import END_OF_THINKING
+from jkv.reasoning.marks import after_thinking
 from jkv.tasks.chains import read_answer
 
 LONGEST = 400  # characters of an answer that is parsed; a longer one, gold or found, is compared as text
@@ -51,7 +51,7 @@ def read_box(text: str) -> str | None:
     >>> read_box(r"<think>\boxed{1}</think> So \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
     """
-    text = text.rpartition(END_OF_THINKING)[2]
+    text = after_thinking(text)
     start = max(text.rfind(box) for box in (r"\boxed{", r"\fbox{"))
     if start < 0:
         return None
@@ -73,7 +73,7 @@ def read_choice(text: str) -> str | None:
     if box is not None:
         letter = CHOICE.fullmatch(WORDS.sub(r"\1", box).strip())
         return letter[1] if letter else None
-    stated = STATED_CHOICE.findall(text.rpartition(END_OF_THINKING)[2])
+    stated = STATED_CHOICE.findall(after_thinking(text))
     return stated[-1] if stated else None
 
 

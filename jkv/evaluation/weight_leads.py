@@ -28,7 +28,7 @@ from jkv.policies.cur import NormProduct
 from jkv.policies.foresight import ExpectedReads, Foresight, shipped_networks
 from jkv.policies.r_kv import ImportanceMinusRedundancy
 from jkv.policies.scores import AttentionMass, Uniform
-from jkv.replay.windows import with_windows
+from jkv.replay.other_groups import with_other_groups
 from jkv.reports import about, footnote, write
 
 
@@ -152,7 +152,7 @@ def log_weights(
 def log_probs(params: Params, token: Int[Array, "1 T"], log_weight: Float[Array, "L K T S"]) -> Float[Array, " T"]:
     """The log-probability of each token given those before it; the first one's means nothing."""
     position = jnp.arange(token.shape[1], dtype=jnp.int32)[None]
-    attend = with_windows(params.config, WeightedAttention(log_weight), position)
+    attend = with_other_groups(params.config, WeightedAttention(log_weight), position)
     hidden = decoder.forward(params, token, position, attend, None)[0]
     log_share = jax.nn.log_softmax(decoder.unembed(params, hidden).astype(jnp.float32))
     return jnp.roll(jnp.take_along_axis(log_share, jnp.roll(token, -1, axis=1)[..., None], axis=-1)[0, :, 0], 1)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jkv.analysis.recall import LOCAL, Text, attention_received, columns_in, decode, recall, share_read
+from jkv.analysis.recall import LOCAL, Text, attention_received, decode, recall, share_read
 from jkv.evaluation.leads import INTERVAL, RECENT, SINKS, WINDOW, line_of, rows_of, slots_of, traces
 from jkv.model import checkpoint
 from jkv.model.params import Model
@@ -86,9 +86,7 @@ def recall_by_head(model: Model, texts: Sequence[Text], policies: Sequence[Polic
             for head in range(model.config.num_kv_heads):
                 of_head = received[POWER][head : head + 1]
                 shares += [
-                    share_read(
-                        of_head, [x[head : head + 1] for x in columns_in(run[i], layer)], max(len(prompt), budget), LOCAL
-                    )
+                    share_read(of_head, [x[head : head + 1] for x in run[i].columns(0, layer)], max(len(prompt), budget), LOCAL)
                     for run in runs
                 ]
     shape = len(texts), model.config.num_paged_layers, model.config.num_kv_heads, len(policies)

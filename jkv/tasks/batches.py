@@ -28,6 +28,7 @@ class Stage:
         to look up, asked for at random, or the formulas and results of `steps`; for trails: facts to look up. Only these are
         targets.
       drill: which drills of chains, in equal shares.
+      linked: the share of the passes in drills of trails that another pass follows.
       early: the share of the chains that ask for a variable before the last.
       passes: the fewest and the most passes of a trail, or verifications of a word problem.
       branches: the most branches of a trail.
@@ -44,6 +45,7 @@ class Stage:
     max_doubts: int = 4
     drills: float = 0.0
     drill: tuple[str, ...] = ("values",)
+    linked: float = 0.0
     early: float = 0.2
     passes: tuple[int, int] = (4, 8)
     branches: int = 2
@@ -106,7 +108,7 @@ def draw_chain(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[
 def draw_trail(tokenizer: Any, stage: Stage, rng: np.random.Generator) -> tuple[list[int], list[bool]]:
     """A trail or a drill, and which of its tokens are to be learnt."""
     if rng.random() < stage.drills:
-        given, text = trails.draw_facts(rng)
+        given, text = trails.draw_facts(rng, stage.linked)
         prompt, asked = tokenizer.encode(given), tokenizer.encode(text, add_special_tokens=False)
         contents = {content for _, content in statements(tokenizer.convert_ids_to_tokens(asked))}
         return prompt + asked, [False] * len(prompt) + [i in contents for i in range(len(asked))]

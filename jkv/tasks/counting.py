@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jkv.engine.results import Result
-from jkv.model.params import Model, ModelConfig, init_params
+from jkv.model.params import Model, ModelConfig
+from jkv.model.weight_shapes import init_params
 
 NUM_DIGITS, PROMPT_TOKENS = 10, 5
 CONFIG = ModelConfig(

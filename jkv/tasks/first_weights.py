@@ -7,13 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from jkv.model import checkpoint
-from jkv.model.params import LayerParams, ModelConfig, Params, init_params
+from jkv.model.params import LayerParams, ModelConfig, Params
 from jkv.model.rotary import rotary_frequency
+from jkv.model.weight_shapes import init_params
 from jkv.tasks import trails, vocabulary
 
 
 def extend(name: str, config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) -> Params:
-    """The weights of a shipped model in float32, with more rows of the embedding for the tokens that it does not know.
+    """The weights of a shipped model or a checkpoint folder in float32, with more rows of the embedding for the tokens that it
+    does not know; a model that knows all of them is taken as it is.
 
     A new row is random, as long as an old one is on average, but `x>` and `x+` start half-way to `x=`, which heads can look up,
     and `A>` half-way to `A`.
@@ -23,9 +25,15 @@ def extend(name: str, config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) ->
     """
     model = checkpoint.load(name)
     old = model.params.embedding.astype(jnp.float32)
-    if (model.config.width, model.config.num_layers) != (config.width, config.num_layers):
-        raise ValueError(f"{name} must have the width and layers of {config=}; it is {model.config}. Start from another.")
+    is_alike = (model.config.width, model.config.num_layers) == (config.width, config.num_layers)
+    if not is_alike or old.shape[0] > config.vocab_size:
+        raise ValueError(
+            f"{name} must have the width and layers of {config=}, and at most its tokens; it is {model.config}. "
+            "Start from another."
+        )
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), model.params)
+    if old.shape[0] == config.vocab_size:
+        return params.replace(config=config)
     size = jnp.linalg.norm(old, axis=1).mean()
     fresh = jax.random.normal(key, (config.vocab_size - old.shape[0], config.width))
     fresh *= size / jnp.linalg.norm(fresh, axis=1, keepdims=True)

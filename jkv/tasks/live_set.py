@@ -2,6 +2,7 @@
 
 A text states facts by name: `b=3` a value, `d=b` and `d+c` the operands of a sum, `d>e` what comes next, `?d` and `@w` where to
 start. A fact that is stated again was read. So it is live from its first statement to its last, in the slot of one content.
+The name at the head of the running thought is live too, until the next one: it says which pass goes on, or that it is a branch.
 """
 
 import itertools
@@ -11,8 +12,11 @@ import numpy as np
 from jaxtyping import Bool
 
 from jkv.cache.attention import OPEN_END
+from jkv.tasks.chains import BREAK
+from jkv.tasks.trails import CLOSE, PASSES
 
 STARTS = ("?", "@", "#")
+HEADS = frozenset((*PASSES, CLOSE, "Alternatively"))  # names at the head of thoughts
 SINKS = 4  # first tokens that the oracle keeps
 
 
@@ -27,8 +31,22 @@ def statements(tokens: Sequence[str]) -> Iterator[tuple[str, int]]:
             yield f"{token} {'value' if after.isdigit() else 'name'}", i + 1
 
 
+def thought_heads(tokens: Sequence[str]) -> Iterator[int]:
+    r"""The index of the name at the head of each thought that has one: the first token, or after `#` or `Wait`.
+
+    >>> list(thought_heads(["\n\n", "A", " ", "d=", "b", "\n\n", "A>", "F", "\n\n", "Wait", " ", "F"]))
+    [1, 11]
+    """
+    for i, token in enumerate(tokens):
+        before = list(tokens[max(i - 2, 0) : i])
+        if token in HEADS and (before[-1:] in ([BREAK], ["#"]) or before == ["Wait", " "]):
+            yield i
+
+
 def live_slots(tokens: Sequence[str], is_latest: bool = False) -> Bool[np.ndarray, "T1 T"]:
-    """Whether each token is live before each query, `[now, token]`: in the first statement of its fact, or the latest."""
+    """Whether each token is live before each query, `[now, token]`: in the first statement of its fact, or the latest, or as
+    the head of the running thought.
+    """
     stated: dict[str, list[int]] = {}
     for fact, content in statements(tokens):
         stated.setdefault(fact, []).append(content)
@@ -38,6 +56,8 @@ def live_slots(tokens: Sequence[str], is_latest: bool = False) -> Bool[np.ndarra
         ends = others if is_latest else others[-1:]
         for content, end in zip(holds, ends, strict=False):
             live[content + 1 : end, content] = True
+    for head, after in itertools.pairwise(thought_heads(tokens)):
+        live[head + 1 : after, head] = True
     return live
 
 

@@ -126,14 +126,19 @@ def draw_trail(
     return Trail(tuple(values), tuple(sums), next_of | idle_next, tuple(main), tuple(closing), tuple(order), prompt)
 
 
-def draw_facts(rng: np.random.Generator) -> tuple[str, str]:
-    """A drill: facts as a prompt states them, and three times as many of the same, drawn with replacement, as traces do."""
+def draw_facts(rng: np.random.Generator, linked: float = 0.0) -> tuple[str, str]:
+    """A drill: facts as a prompt states them, and three times as many of the same, drawn with replacement, as traces do.
+
+    `linked` is the share of the passes that another pass follows, as it mostly does in a trail; a variable follows the others.
+    """
     names = [str(name) for name in rng.permutation(list(string.ascii_lowercase))[: int(rng.integers(4, 17))]]
     facts = [
         f"{name}={rng.integers(10)}" if i % 3 == 0 else write_sum(draw_sum(rng, name, names, names), str(rng.choice(names)))
         for i, name in enumerate(names)
     ]
-    facts += [f"{name}>{rng.choice(names)}" for name in rng.permutation(list(PASSES))[: int(rng.integers(2, 9))]]
+    passes = [str(name) for name in rng.permutation(list(PASSES))[: int(rng.integers(2, 9))]]
+    followers = [list(PASSES) if linked > 0 and rng.random() < linked else names for _ in passes]
+    facts += [f"{name}>{rng.choice(after)}" for name, after in zip(passes, followers, strict=True)]
     order = [facts[i] for i in rng.permutation(len(facts))]
     return ";".join(order) + ";", "".join(f"{fact}{BREAK}" for fact in rng.choice(facts, 3 * len(facts)))
 

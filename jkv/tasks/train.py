@@ -223,7 +223,7 @@ def main() -> None:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--seconds", type=float, help="end by then: the last stage has as many steps as fit")
     length.add_argument("--steps", type=int, help="of the whole run: the last stage has what the others leave")
-    parser.add_argument("--start", help="a shipped model with whose weights to begin, or `fresh` (default: as the file says)")
+    parser.add_argument("--start", help="a shipped model or a folder with whose weights to begin, or `fresh`")
     arguments = parser.parse_args()
     config = read_config(arguments.config)
     if arguments.start:

@@ -22,7 +22,7 @@ class TrainConfig:
       checkpoint_every: steps between two checkpoints.
       stages: the curriculum.
       task: a key of `jkv.tasks.batches.DRAWS`.
-      start: a shipped model with whose weights the run begins; None for fresh ones.
+      start: a shipped model or a checkpoint folder with whose weights the run begins; None for fresh ones.
       optimizer: "adamw" or "muon".
       validate_every: steps between two lines of `jkv.tasks.validation`; 0 for none.
     """

@@ -65,7 +65,8 @@ def held_by(out: Result, sample: int) -> Held:
     assert out.trace is not None
     num_prompt = len(out.prompts[sample])
     total = num_prompt + int(out.lengths[sample])
-    source, begin, end = (np.asarray(field[sample]) for field in out.trace[:3])
+    trace = out.trace.part(slice(sample, sample + 1))
+    source, begin, end = (field[0] for field in (trace.source, trace.begin, trace.end))
     num_layers, num_heads, width = source.shape
     token, begin, end = (field.reshape(-1).astype(np.int64) for field in (source, begin, end))
     head = np.repeat(np.arange(num_layers * num_heads), width)

@@ -106,7 +106,7 @@ def check_pair(first: Result, other: Result, every: Sequence[int]) -> None:
     """
     assert first.trace is not None
     assert other.trace is not None
-    shapes = [trace.source.shape[1:3] for trace in (first.trace, other.trace)]
+    shapes = [trace.shape[1:3] for trace in (first.trace, other.trace)]
     if shapes[0] != shapes[1]:
         raise ValueError(f"Results side by side need the same layers and KV heads; got {shapes[0]} and {shapes[1]}.")
     for one in every:

@@ -12,9 +12,10 @@ import jkv
 from jkv import cli
 from jkv.analysis import calibration
 from jkv.model import decoder
-from jkv.model.params import RopeScaling
+from jkv.model.rope_scaling import RopeScaling
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
-from jkv.replay.score import ReplayAttention, dense_columns
+from jkv.replay.columns import dense_columns
+from jkv.replay.score import ReplayAttention
 from jkv.testing import TINY, TinyTokenizer, random_statistics, tiny_model
 
 TEXT = "HELLO WORLD THIS IS A TEXT OF LETTERS"

@@ -10,7 +10,6 @@ import jkv
 from jkv import cli
 from jkv.analysis.recall import (
     attention_received,
-    columns_in,
     columns_of,
     distinct,
     follows,
@@ -129,6 +128,7 @@ def test_no_texts_are_refused():
             recall(tiny_model(), texts, [jkv.full()])
 
 
+@pytest.mark.slow
 def test_the_command_measures_traces_and_files(tmp_path, capsys):
     shared = ["recall", "--passages", "2", "--policies", "streaming_llm,quest", "--budgets", "50%", "--page-size", "4"]
     assert cli.main([*shared, "--out", str(tmp_path)]) == 0
@@ -154,7 +154,7 @@ def test_the_policy_of_the_oracle_evicts_what_the_oracle_evicts():
     out = jkv.generate(model, PROMPT, policy, forced_tokens=rest, return_trace=True, page_size=4)
     for layer, received in enumerate(attention_received(model.params, [*PROMPT, *rest])):
         expected = keep_what_is_read(received[-1], len(PROMPT), 20, interval, recent=2)
-        source, _, end = columns_in(out.trace, layer)
+        source, _, end = out.trace.columns(0, layer)
         for head in range(2):
             found = dict(zip(source[head].tolist(), end[head].tolist(), strict=True))
             assert [found[i] for i in range(len(PROMPT) + len(rest) - 1)] == expected[head, :-1].tolist()

@@ -112,6 +112,7 @@ def test_what_names_no_two_policies_is_refused(contrasts, words):
         check_contrasts(contrasts, ["a", "b"])
 
 
+@pytest.mark.slow
 def test_contrasts_of_a_file_stand_below_its_table(tmp_path, capsys):
     file, out = tmp_path / "some.toml", tmp_path / "out"
     text = 'problems = 2\nmax_new_tokens = 16\npolicies = ["streaming_llm", "random"]\nbudgets = [32, 48]\nseeds = 2\n'

@@ -66,7 +66,7 @@ def test_every_experiment_names_policies_that_there_are(path, in_folder):
     assert {"extends", "train"}.isdisjoint(config)
     check_contrasts(config.get("contrasts", []), config["policies"])
     if path in EXPERIMENTS and path.stem not in ("tiny-2", "gpu-plan"):
-        assert config["page_size"] == {"share-page-1": 1, "share-page-2": 2}.get(path.stem, 4)  # of tiny.toml
+        assert config["page_size"] == {"share-page-1": 1, "share-page-2": 2, "sealed": 16}.get(path.stem, 4)  # of tiny.toml
         assert config["settings"]["r_kv"] == {"interval": 16, "window": 16 if path.stem == "all" else 4}
 
 
@@ -82,6 +82,7 @@ def test_policies_of_real_models_protect_the_same(path, in_folder):
     assert {(evict.sinks, evict.recent, evict.protect_prompt) for evict in built.values()} == {(4, 64, True)}
 
 
+@pytest.mark.slow
 def test_an_experiment_for_real_models_runs(monkeypatch, tmp_path, capsys):
     """Three policies of it, on the small model and two problems in place of the large model and the data set."""
     monkeypatch.chdir(tmp_path)

@@ -17,23 +17,57 @@ def test_the_rise_of_the_loss_is_that_of_replay(kv_dtype):
     model = jkv.testing.tiny_model(config=dataclasses.replace(jkv.testing.TINY, head_size=32))
     knobs = {"max_new_tokens": 48, "stop_ids": (), "progress": False, "return_trace": True}
     out = jkv.generate(model, [[5]], sampling=jkv.Sampling(seed=1), kv_dtype=kv_dtype, **knobs)
-    before, after = (jkv.score(model, out, trace=out.trace._replace(kv_format=kv)).logprobs for kv in (None, FORMATS[kv_dtype]))
+    before, after = (jkv.score(model, out, trace=out.trace.replace(kv_format=kv)).logprobs for kv in (None, FORMATS[kv_dtype]))
     token = jnp.asarray([[5, *out.tokens[0]]], jnp.int32)
-    divergence, same, rise = formats.compare(model.params, token, FORMATS[kv_dtype])
+    divergence, same, rise = formats.compare(model.params, model.params, token, FORMATS[kv_dtype])
     assert rise == pytest.approx(float((before - after).mean()), abs=1e-6)
     assert 0 < divergence < (0.2 if kv_dtype == "int4" else 0.1)
     assert (0.6 if kv_dtype == "int4" else 0.8) < same <= 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_weights_in_8_bits_are_compared_as_they_score(kind):
+    model = jkv.testing.tiny_model()
+    codes, token = jkv.quantise_weights(model.params, kind), np.random.default_rng(0).integers(0, 32, (1, 40))
+    before, after = (jkv.score(params, token[:, 1:], prompts=[token[0, :1]]).logprobs for params in (model.params, codes))
+    divergence, _, rise = formats.compare(model.params, codes, jnp.asarray(token, jnp.int32), None)
+    assert rise == pytest.approx(float((before - after).mean()), abs=1e-6)
+    assert divergence > 0
 
 
 def test_the_report_has_a_line_for_each_format(tmp_path, capsys):
     arguments = ["--model", "tiny-reasoner", "--texts", "2", "--length", "64", "--out", str(tmp_path)]
     assert formats.main(arguments) == 0
     record = json.loads((tmp_path / "formats-tiny-reasoner.json").read_text())
-    assert [line["format"] for line in record["lines"]] == list(FORMATS)
-    int8, fp8, int4 = record["lines"]
+    assert [line["format"] for line in record["lines"]] == [*formats.PAGES, "weights in int8", "weights in fp8"]
+    int8, fp8, int4, *_ = record["lines"]
+    of_weights, by_name = record["lines"][-2:], {line["format"]: line for line in record["lines"]}
+    assert by_name["kvarn, pages of 128"]["kl"] == 0  # texts of 64 tokens are all in the first page
+    assert by_name["kvarn-k4v4, pages of 32"]["kl"] == 0  # or in the two that are not read as records
+    assert of_weights[0]["kl"] < of_weights[1]["kl"]
+    assert 1.8 < of_weights[0]["times_smaller"] < 2
     assert int8["kl"] < fp8["kl"] < int4["kl"]
     for line in record["lines"]:
         assert line["kl_interval"][0] <= line["kl"] <= line["kl_interval"][1]
     assert np.isclose(int8["times_smaller"], (2 * 128 + 4) / (2 * 68 + 4), rtol=0.01)
     assert np.isclose(int4["times_smaller"], (2 * 128 + 4) / (2 * 36 + 4), rtol=0.01)
     assert (tmp_path / "formats-tiny-reasoner.md").read_text() in capsys.readouterr().out
+
+
+def test_only_formats_that_a_record_lacks_are_measured(tmp_path, monkeypatch):
+    arguments = ["--model", "tiny-reasoner", "--texts", "2", "--length", "64", "--out", str(tmp_path)]
+    path = tmp_path / "formats-tiny-reasoner.json"
+    assert formats.main(arguments) == 0
+    whole, asked, compare = json.loads(path.read_text()), [], formats.compare
+    lacking = whole | {"lines": [line for line in whole["lines"] if line["format"] != "int4"]}
+    path.write_text(json.dumps(lacking))
+    monkeypatch.setattr(formats, "compare", lambda *args: asked.append(getattr(args[3], "name", "")) or compare(*args))
+    assert formats.main(arguments) == 0
+    again = json.loads(path.read_text())
+    assert asked == ["int4", "int4"]
+    assert again["lines"] == whole["lines"]
+    assert len(again["added"]) == 1
+    assert (
+        formats.main([word if word != "64" else "48" for word in arguments]) == 0
+    )  # other passages, of which nothing is known
+    assert len(asked) == 2 + 2 * len(whole["lines"])

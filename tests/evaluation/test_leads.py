@@ -22,6 +22,7 @@ def view():
     )
 
 
+@pytest.mark.slow
 def test_the_command_has_a_line_for_each_score_and_part(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(leads, "PARTS", {name: leads.PARTS[name] for name in ("whole", "without age", "4 hidden units")})
     sizes = ("--texts", "2", "--training", "2", "--steps", "2")

@@ -54,6 +54,7 @@ def test_inverse_probabilities_are_for_uniform_draws_only():
     assert {base.name for base, weights in CONTRASTS if isinstance(weights.rule, InverseProbability)} == {"random"}
 
 
+@pytest.mark.slow
 def test_the_command_has_a_line_for_each_contrast(tmp_path, capsys, monkeypatch):
     random = BASES[-1]
     monkeypatch.setattr(weight_leads, "BASES", (random,))

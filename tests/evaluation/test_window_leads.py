@@ -39,6 +39,7 @@ def test_heads_are_counted_by_window():
     assert counted_heads([[1, 4], [4, 64]]) == [(1, 1), (4, 2), (64, 1)]
 
 
+@pytest.mark.slow
 def test_the_command_compares_own_windows_with_the_best_single_one(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(window_leads, "WINDOWS", (1, 16))
     monkeypatch.setattr(window_leads, "FAMILIES", window_leads.FAMILIES[:1])

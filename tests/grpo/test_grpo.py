@@ -134,6 +134,7 @@ def test_other_losses_run_and_say_how_far_they_are_off(loss):
     assert min(step["ratio_max"] for step in history.steps) > 1e-3
 
 
+@pytest.mark.slow
 def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
     config = tmp_path / "small.toml"
     config.write_text(

@@ -18,6 +18,7 @@ RANKS = [  # from the ground up: a module may import those of lower ranks, and i
     {"jkv.policies", "jkv.replay"},
     {"jkv.engine"},
     {"jkv.generate", "jkv.cli_errors"},
+    {"jkv.replicas"},
     {"jkv.rollout", "jkv.planning", "jkv.analysis", "jkv.rl"},
     {"jkv.viz", "jkv.tasks", "jkv.testing"},
     {"jkv.evaluation", "jkv.verify"},
@@ -75,7 +76,18 @@ def test_no_modules_import_each_other_in_a_circle():
 
 
 def test_importing_the_package_pulls_in_no_heavy_optional_library():
-    heavy = ["starlette", "uvicorn", "prometheus_client", "transformers", "orbax", "torch", "optax", "tqdm", "matplotlib"]
+    heavy = [
+        "ray",
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+        "transformers",
+        "orbax",
+        "torch",
+        "optax",
+        "tqdm",
+        "matplotlib",
+    ]
     code = f"import jkv, sys; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert out.stdout.strip() == "[]"

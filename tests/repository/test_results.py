@@ -127,6 +127,13 @@ def said_of_sharing_by_a_chat_model():
     ]
 
 
+def said_of_serving():
+    """The words on the share of a device's time that waits for the host."""
+    full, r_kv = json.loads((ROOT / "results" / "serve-smollm2-135m.json").read_text())["records"]
+    assert f"{100 * full['idle_share']:.1f}" == f"{100 * r_kv['idle_share']:.1f}"
+    return [f"the device had nothing to do for {100 * full['idle_share']:.1f} % of the time, with the full cache and with R-KV"]
+
+
 def said_of_formats():
     """The words on quantised pages, and what they say of contrasts."""
     lines = {one["format"]: one for one in json.loads((ROOT / "results" / "formats-smollm2-135m.json").read_text())["lines"]}
@@ -145,7 +152,13 @@ def said_of_formats():
     def of(policy):
         return " and ".join(f"{change[f'{policy}-int8 - {policy}', budget]:g}" for budget in ("117 (25%)", "216 (46%)"))
 
+    of_int8, of_fp8 = (lines[f"weights in {name}"] for name in ("int8", "fp8"))
     return [
+        f"int8 the distributions move by {of_int8['kl']:.3g} nats (95 % interval "
+        f"{of_int8['kl_interval'][0]:.3g} to {of_int8['kl_interval'][1]:.3g})",
+        f"the same at {100 * of_int8['same']:.1f} % of the places, with fp8 by {of_fp8['kl']:.3g} nats",
+        f"and at {100 * of_fp8['same']:.1f} %.",
+        f"then {of_int8['times_smaller']:.3g} times smaller",
         f"move by {int8['kl']:.3g} nats (KL, 95 % interval {int8['kl_interval'][0]:.3g} to {int8['kl_interval'][1]:.3g})",
         f"stays the same at {100 * int8['same']:.1f} % of the places. With fp8 they move by {fp8['kl']:.3g} nats",
         f"With int4 they move by {int4['kl']:.3g} nats ({int4['kl_interval'][0]:.3g} to {int4['kl_interval'][1]:.3g})",
@@ -159,6 +172,23 @@ def said_of_formats():
         f"CUR {right['cur-int8', 0.46]} in place of {right['cur', 0.25]}",
         f"foresight {right['foresight-int8', 0.46]} in place of {right['foresight', 0.25]}",
         f"in int8 holds {100 * held:.0f} % of its bytes",
+    ]
+
+
+def said_of_sealed_pages():
+    """The words on sealed pages."""
+    record = json.loads((ROOT / "results" / "sealed-tiny-reasoner.json").read_text())
+    every = {one["policy"]: one for one in record["outcomes"]}
+    right = {name: f"{100 * one['accuracy']:.1f} %" for name, one in every.items()}
+    contrasts = [cells for cells in cells_of("sealed-tiny-reasoner") if " - " in cells[0]]
+    assert len(contrasts) == 2
+    speed = {cells[0]: int(cells[-1]) for cells in cells_of("sealed-tiny-reasoner") if cells[0] in every}
+    return [
+        f"answers {right['full']} in floats, {right['int4']} in int4, {right['kvarn']} in kvarn",
+        f"and {right['kvarn-k4v4']} in kvarn-k4v4. Neither contrast holds (p of at least "
+        f"{min(float(cells[3]) for cells in contrasts):.3f} before the correction)",
+        f"holds {100 * every['kvarn']['kv_share']:.0f} % of the bytes",
+        f"at {speed['kvarn']} tokens/s where int4's native code does {speed['int4']:,}",
     ]
 
 
@@ -327,6 +357,8 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
     said += said_of_parts_of_foresight() + said_of_sharing() + said_of_a_real_model() + said_of_protection()
     said += said_of_facts() + said_of_sharing_by_a_chat_model() + said_of_formats() + said_of_equal_bytes()
+    said += said_of_sealed_pages()
+    said += said_of_serving()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
 

@@ -22,13 +22,21 @@ def test_a_wheel_holds_the_model_and_works_from_outside_the_tree(tmp_path):
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
     assert "jkv/assets/tiny-reasoner/model.safetensors" in names
-    assert {"jkv/viz/kept.js", "jkv/viz/kept_counts.js", "pallas_kernels/paged_attention/native.cc"} <= set(names)
+    assert {
+        "jkv/viz/kept.js",
+        "jkv/viz/kept_counts.js",
+        "pallas_kernels/paged_attention/native.cc",
+        "pallas_kernels/native.h",
+    } <= set(names)
     assert not any(name.startswith("tests") for name in names)
     code = (
         "import jkv; assert 'site' in jkv.__file__; m = jkv.load('tiny-reasoner');"
         "print(jkv.generate(m, 'b=3;c=7;d=b*c;?d', max_new_tokens=8, progress=False).text[0]);"
         "assert jkv.plan('r1-llama-8b', 'h200').num_weights == 8_030_261_248;"
-        "from pallas_kernels.paged_attention import native; assert native.load_once() is None; assert 'site' in native.__file__"
+        "from pallas_kernels.paged_attention import native; assert 'site' in native.__file__;"
+        "from importlib import import_module;"
+        "names = [f'pallas_kernels.{name}.native' for name in ('paged_attention', 'sealed_attention')];"
+        "assert [import_module(name).why_no_library() for name in names] == [None, None]"
     )
     (tmp_path / "empty").mkdir()
     places = {"PYTHONPATH": str(tmp_path / "site"), "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}

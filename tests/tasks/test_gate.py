@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jkv.model.checkpoint import export
-from jkv.model.params import ModelConfig, init_params
+from jkv.model.params import ModelConfig
+from jkv.model.weight_shapes import init_params
 from jkv.tasks import gate, trail_vocabulary
 from jkv.tasks.evaluate import GATE_SEED, held_out
 from jkv.tasks.gate import Criterion

@@ -5,8 +5,8 @@ import pytest
 
 from jkv.cache.attention import OPEN_END
 from jkv.tasks import trail_vocabulary
-from jkv.tasks.live_set import SINKS, keep_live, live_share, live_slots, statements
-from jkv.tasks.trails import draw_trail, write_trace
+from jkv.tasks.live_set import SINKS, keep_live, live_share, live_slots, statements, thought_heads
+from jkv.tasks.trails import PASSES, draw_trail, write_trace
 
 TEXT = ["b=", "3", ";", "d=", "b", ";", "c=", "7", "?", "d", " ", "b=", "3", " ", "b=", "3"]
 
@@ -40,8 +40,24 @@ def test_every_statement_but_the_first_of_its_fact_finds_its_content_in_the_live
             if fact in seen:
                 now = content - 1  # the query of the fact's name
                 assert tokens[content] in [tokens[i] for i in np.flatnonzero(live[now])]
-                assert live[now].sum() <= len(seen)
+                assert live[now].sum() <= len(seen) + 1  # and the head of the running thought
             seen.add(fact)
+
+
+@pytest.mark.parametrize("is_latest", [False, True], ids=["first", "latest"])
+def test_every_thought_can_read_which_pass_goes_on(trail, is_latest):
+    """At a blank line the next step is named after the running pass, which nothing else of the live set says."""
+    tokens, start = trail
+    live, heads = live_slots(tokens, is_latest), list(thought_heads(tokens))
+    starts = [i for i in range(start, len(tokens)) if tokens[i] == "\n\n"]
+    named = [i for i in starts if tokens[i + 1].removesuffix(">") in set(PASSES)]
+    assert len(named) > 20
+    for i in named:
+        name = tokens[i + 1].removesuffix(">")
+        last = max(head for head in heads if head <= i)
+        assert tokens[last] == name
+        assert live[i, last]
+    assert all(live[now, heads].sum() >= 1 for now in range(heads[0] + 1, heads[-1]) if now not in heads)
 
 
 def test_an_oracle_keeps_sinks_the_live_set_and_the_last_tokens_within_its_budget(trail):

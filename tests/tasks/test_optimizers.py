@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jkv.model import checkpoint
-from jkv.model.params import ModelConfig, init_params
+from jkv.model.params import ModelConfig
+from jkv.model.weight_shapes import init_params
 from jkv.tasks import trail_vocabulary, vocabulary
 from jkv.tasks.first_weights import extend
 from jkv.tasks.optimizers import MUON_SCALE, make_optimizer, orthogonal
@@ -62,3 +63,15 @@ def test_weights_of_a_smaller_vocabulary_are_kept_and_names_lean_to_those_that_a
     assert own > 2 * other
     with pytest.raises(ValueError, match="must have the width and layers"):
         extend("tiny-reasoner", dataclasses.replace(config, width=128), tokenizer, jax.random.key(0))
+    with pytest.raises(ValueError, match="and at most its tokens"):
+        extend("tiny-reasoner", dataclasses.replace(config, vocab_size=64), tokenizer, jax.random.key(0))
+
+
+def test_weights_of_the_same_vocabulary_are_taken_as_they_are(tmp_path):
+    tokenizer = trail_vocabulary.make_tokenizer()
+    config = dataclasses.replace(CONFIG, vocab_size=trail_vocabulary.SIZE)
+    old = init_params(config, jax.random.key(1))
+    checkpoint.export(old, tokenizer, tmp_path / "model", jnp.float32)
+    params = extend(str(tmp_path / "model"), config, tokenizer, jax.random.key(0))
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(old), strict=True):
+        np.testing.assert_array_equal(ours, theirs)

@@ -175,6 +175,23 @@ def test_a_drill_asks_for_the_contents_of_its_facts(tokenizer):
     assert "".join(learnt) == "".join(wanted)
 
 
+def test_linked_drills_have_passes_that_other_passes_follow(tokenizer):
+    def followers(linked):
+        rng = np.random.default_rng(0)
+        return re.findall(r"[A-L]>(.)", "".join(draw_facts(rng, linked)[0] for _ in range(200)))
+
+    assert not set(followers(0.0)) & set(PASSES)
+    assert set(followers(1.0)) == set(PASSES)
+    share = np.mean([name in PASSES for name in followers(0.75)])
+    assert 0.70 < share < 0.80
+    stage = batches.Stage(steps=1, rows=1, length=256, low=1, high=1, drills=1.0, linked=1.0)
+    tokens, is_target = batches.draw_trail(tokenizer, stage, np.random.default_rng(0))
+    names = tokenizer.convert_ids_to_tokens(tokens)
+    asked = [names[i] for i in np.flatnonzero(is_target) if names[i - 1][0] in PASSES]
+    assert asked
+    assert set(asked) <= set(PASSES)
+
+
 def test_a_batch_of_trails_masks_the_prompts_and_each_begins_with_the_first_token(tokenizer):
     stage = batches.Stage(steps=1, rows=2, length=512, low=1, high=2, passes=(1, 2))
     batch = batches.make_batch(tokenizer, stage, (0, 0), "trails")

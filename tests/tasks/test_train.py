@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jkv.model.params import ModelConfig, init_params
+from jkv.model.params import ModelConfig
+from jkv.model.weight_shapes import init_params
 from jkv.tasks import trail_vocabulary
 from jkv.tasks import train as training
 from jkv.tasks.batches import Stage
@@ -109,6 +110,12 @@ def test_the_run_of_the_gpu_can_be_stretched_and_has_one_shape():
     config = read_config(Path(__file__).parents[2] / "configs/experiments/train-tiny-reasoner-2-gpu.toml")
     check_can_stretch(config)
     assert len({(stage.rows, stage.length, stage.sink) for stage in config.stages}) == 1
+
+
+def test_the_second_run_begins_with_what_the_run_of_the_gpu_writes():
+    folder = Path(__file__).parents[2] / "configs/experiments"
+    command = " ".join(line.lstrip("# ") for line in (folder / "train-tiny-reasoner-2-gpu.toml").read_text().splitlines())
+    assert f"--out {read_config(folder / 'train-tiny-reasoner-2.toml').start}`" in command
 
 
 def test_validation_counts_what_is_missed_and_which_problems_are_whole():

@@ -55,7 +55,7 @@ def sharing(evicting):
     end[0, 1, 0, [6, 17, 19]] = 16
     return dataclasses.replace(
         evicting,
-        trace=Trace(source, begin, end),
+        trace=Trace.of(source, begin, end),
         prompts=[np.arange(4, 9, dtype=np.int32)],
         tokens=np.full((1, 12), 5, np.int32),
         lengths=np.array([12]),

@@ -42,7 +42,7 @@ def counts_of(record, position):
 def recount(out, position, sample=0):
     """Whether each layer and KV head has a column of each token that the query at `position` reads: [L * K, tokens]."""
     total = len(out.prompts[sample]) + out.lengths[sample]
-    source, begin, end = (field[sample] for field in out.trace[:3])
+    source, begin, end = (field[sample] for field in (out.trace.source, out.trace.begin, out.trace.end))
     layers, heads, width = source.shape
     kept = np.zeros((layers * heads, total), bool)
     for layer in range(layers):

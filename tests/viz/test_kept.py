@@ -131,7 +131,7 @@ def test_ten_thousand_tokens_of_a_large_model_fit_into_a_few_megabytes(evicting,
     tokens = rng.integers(0, 32, (1, total), dtype=np.int32)
     out = dataclasses.replace(
         evicting,
-        trace=Trace(own, own, end),
+        trace=Trace.of(own, own, end),
         prompts=[tokens[0, :prompt]],
         tokens=tokens[:, prompt:],
         lengths=np.array([total - prompt]),

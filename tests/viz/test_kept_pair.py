@@ -73,7 +73,7 @@ def test_panels_keep_heads_apart_together(evicting, sliding, monkeypatch):
 def narrowed(out):
     """The same result with one KV head a layer."""
     return dataclasses.replace(
-        out, trace=out.trace._replace(**{field: getattr(out.trace, field)[:, :, :1] for field in ("source", "begin", "end")})
+        out, trace=out.trace.replace(**{field: getattr(out.trace, field)[:, :, :1] for field in ("source", "begin", "end")})
     )
 
 
