@@ -37,6 +37,7 @@ from jkv.engine import programs
 from jkv.engine.device_program import OPTIONS, DeviceProgram
 from jkv.engine.engine import Engine
 from jkv.engine.mesh import local_bytes
+from jkv.model.eight_bits import FORMATS
 from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model
 from jkv.planning.devices import DEVICES, Device, find_device
@@ -97,7 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.out:
             write(f"device-{name}", record, table(record), options.out)
 
-    for title, config in shapes:
+    for model, config in shapes:
+        title = f"{model}, {options.weight_dtype} weights" if options.weight_dtype else model
         bench: Bench | None = None
         for part in options.parts:
             if time.perf_counter() > until:
@@ -105,7 +107,8 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             if bench is None:  # weights take their time, too
                 sizes = tuple(options.batches), options.budget, options.interval, options.new_tokens, options.most_rows
-                bench = Bench(random_model(config, title), known_device(machine, copy), *sizes)
+                weights = random_model(config, model, weight_dtype=options.weight_dtype)
+                bench = Bench(weights, known_device(machine, copy), *sizes)
             for row in PARTS[part](bench, until):
                 keep({"part": part, "model": title} | row)
         del bench
@@ -119,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--models", type=words, default=["r1-llama-8b"], help="names of `jkv plan --list`; default: r1-llama-8b")
     made.add_argument("--parts", type=words, default=list(PARTS), help=f"comma-separated; default: {','.join(PARTS)}")
     made.add_argument("--batches", type=lambda text: [int(word) for word in words(text)], default=[32, 128, 1], help="rows")
+    made.add_argument("--weight-dtype", choices=list(FORMATS), help="weights in 8 bits; default: bfloat16, float32 on a CPU")
     made.add_argument("--budget", type=int, default=1024, help="of R-KV; default: 1024")
     made.add_argument("--interval", type=int, default=128, help="of R-KV; default: 128")
     made.add_argument("--new-tokens", type=int, default=NEW, help=f"of the stress test; default: {NEW}")
@@ -158,12 +162,12 @@ def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
         yield timed_row("full", batch, until, timed_step, bench, full(), equal)
         if batch > 1:
             yield timed_row(f"full, one row {LONG} times as long", batch, until, timed_step, bench, full(), ragged)
-        if OPTIONS.get(own_platform()):
-            program = without_options(programs.decode_chunk)
-            row = timed_row("r_kv, XLA's own options", batch, until, timed_step, bench, policy, equal, program)
-            if batch in steps and "milliseconds" in row:
-                row["times_our_options"] = digits(row["milliseconds"] / steps[batch], 3)
-            yield row
+    for batch in bench.batches if OPTIONS.get(own_platform()) else ():
+        program = without_options(programs.decode_chunk)
+        row = timed_row("r_kv, XLA's own options", batch, until, timed_step, bench, policy, np.full(batch, slots), program)
+        if batch in steps and "milliseconds" in row:
+            row["times_our_options"] = digits(row["milliseconds"] / steps[batch], 3)
+        yield row
 
 
 def timed_row(name: str, batch: int, until: float, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:

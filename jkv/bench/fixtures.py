@@ -15,6 +15,7 @@ from jkv.cache.attention import Cache
 from jkv.engine.chunk_inputs import empty_state, step_rules
 from jkv.engine.programs import ChunkInputs, State
 from jkv.model import checkpoint
+from jkv.model.eight_bits import quantise_weights
 from jkv.model.model_shapes import read_shape
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, rows_of
@@ -35,10 +36,11 @@ def model_of(name: str, dtype: Any = None) -> Model:
     return random_model(read_shape(Path(name)), Path(name).stem, dtype)
 
 
-def random_model(config: ModelConfig, name: str, dtype: Any = None) -> Model:
-    """Random weights, bfloat16 on an accelerator and float32 on a CPU, and no tokenizer."""
+def random_model(config: ModelConfig, name: str, dtype: Any = None, weight_dtype: str | None = None) -> Model:
+    """Random weights, bfloat16 on an accelerator and float32 on a CPU, or in 8 bits, and no tokenizer."""
     usual = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    return Model(init_params(config, jax.random.key(0), dtype=dtype or usual), None, name=name)
+    params = init_params(config, jax.random.key(0), dtype=dtype or usual)
+    return Model(quantise_weights(params, weight_dtype) if weight_dtype else params, None, name=name)
 
 
 def usual_page_size() -> int:

@@ -176,7 +176,7 @@ def test_keys_that_only_empty_spans_name_may_be_nan(replay_attention, num_tokens
         assert_agrees(replay_attention(query, *poisoned, *columns), by_hand(query, key, value, *columns))
         weigh = jax.jit(jax.grad(lambda *x, columns=columns: jnp.sum(replay_attention(*x, *columns) ** 2), argnums=(0, 1, 2)))
         for x, y in zip(weigh(query, *poisoned), weigh(query, key, value), strict=True):
-            np.testing.assert_array_equal(x, y)
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)  # a GPU adds to one key in any order
 
 
 @pytest.mark.parametrize(

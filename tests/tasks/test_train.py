@@ -106,16 +106,10 @@ def test_a_run_whose_past_rates_would_change_is_refused():
             check_can_stretch(dataclasses.replace(RUN, learning_rate=rates))
 
 
-def test_the_run_of_the_gpu_can_be_stretched_and_has_one_shape():
-    config = read_config(Path(__file__).parents[2] / "configs/experiments/train-tiny-reasoner-2-gpu.toml")
+def test_the_run_of_the_second_task_can_be_stretched_and_has_one_shape():
+    config = read_config(Path(__file__).parents[2] / "configs/experiments/train-tiny-reasoner-2.toml")
     check_can_stretch(config)
     assert len({(stage.rows, stage.length, stage.sink) for stage in config.stages}) == 1
-
-
-def test_the_second_run_begins_with_what_the_run_of_the_gpu_writes():
-    folder = Path(__file__).parents[2] / "configs/experiments"
-    command = " ".join(line.lstrip("# ") for line in (folder / "train-tiny-reasoner-2-gpu.toml").read_text().splitlines())
-    assert f"--out {read_config(folder / 'train-tiny-reasoner-2.toml').start}`" in command
 
 
 def test_validation_counts_what_is_missed_and_which_problems_are_whole():
