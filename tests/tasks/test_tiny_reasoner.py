@@ -42,6 +42,14 @@ def test_it_solves_as_many_unseen_problems_as_recorded(reasoner, recorded, solve
     assert wilson(result["right"], 32, level=0.9973)[1] >= recorded["accuracy"]
 
 
+def test_the_second_one_solves_as_many_unseen_trails_as_recorded():
+    recorded = json.loads((ASSET.parent / "tiny-reasoner-2" / "evaluation.json").read_text())
+    assert (recorded["problems"], recorded["right"]) == (500, 500)
+    model = jkv.load("tiny-reasoner-2")
+    result = evaluate(model, held_out(16, tokenizer=model.tokenizer), progress=False)
+    assert (result["right"], result["finished"]) == (16, {"stop": 16})
+
+
 def test_it_thinks_thought_by_thought_and_doubts_itself(solved):
     out, _ = solved
     for text in out.text:
