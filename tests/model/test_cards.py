@@ -9,7 +9,7 @@ import jkv
 from jkv.model import checkpoint
 from jkv.model.cards import card_of
 from jkv.model.model_shapes import SHAPES, find_shape
-from tests.model.test_checkpoint import GOLDEN
+from tests.support.checkpoints import GOLDEN
 from tests.support.gguf_models import write_gguf
 
 

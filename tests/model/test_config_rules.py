@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jkv.model import checkpoint
-from tests.model.test_checkpoint import LLAMA3, config_folder, golden_copy
+from tests.support.checkpoints import LLAMA3, config_folder, golden_copy
 from tests.support.hostile_folders import refused, with_text
 
 NONSENSE = {

@@ -14,7 +14,7 @@ from jkv.model import checkpoint, gguf_files
 from jkv.model.gguf_header import read_header
 from jkv.model.model_shapes import find_shape
 from jkv.model.rope_scaling import RopeScaling
-from tests.model.test_checkpoint import CASES, GOLDEN, SMALL, assert_equal, dense_logits, random_params
+from tests.support.checkpoints import CASES, GOLDEN, SMALL, assert_equal, dense_logits, random_params
 from tests.support.gguf_models import KINDS, SCALES, Kind, write_gguf, write_twin
 
 GOLDEN_CONFIG = "llama_scaled"

@@ -12,8 +12,8 @@ import pytest
 
 import jkv
 from jkv.model.gguf_header import read_header
-from tests.model.test_checkpoint import GOLDEN
 from tests.model.test_gguf_tokenizer import TINY
+from tests.support.checkpoints import GOLDEN
 from tests.support.gguf_models import write_gguf
 
 

@@ -10,7 +10,7 @@ import jkv
 from jkv.model import checkpoint
 from jkv.model.chat_template import render_chats
 from jkv.model.gguf_tokenizer import PRE_TOKENIZERS
-from tests.model.test_checkpoint import GOLDEN
+from tests.support.checkpoints import GOLDEN
 from tests.support.gguf_models import CHAT, write_gguf
 
 CORPUS = [

@@ -9,8 +9,8 @@ import pytest
 from jkv.model import checkpoint
 from jkv.model.json_files import MAX_VALUES, find_file, read_json
 from jkv.tasks import vocabulary
-from tests.model.test_checkpoint import GOLDEN, assert_equal, golden_copy
 from tests.support import checkpoint_fuzz
+from tests.support.checkpoints import GOLDEN, assert_equal, golden_copy
 from tests.support.hostile_folders import refused
 
 BAD_JSON = {

@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jkv.model import checkpoint
-from tests.model.test_checkpoint import golden_copy
 from tests.support import checkpoint_fuzz
+from tests.support.checkpoints import golden_copy
 from tests.support.hostile_folders import refused, with_text
 
 

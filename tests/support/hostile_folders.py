@@ -7,7 +7,7 @@ import pytest
 
 from jkv.model import checkpoint
 from jkv.tasks import vocabulary
-from tests.model.test_checkpoint import golden_copy
+from tests.support.checkpoints import golden_copy
 
 AT_ONCE = 5.0  # seconds of this process, whatever else runs; what is refused here took gigabytes or had no end
 
