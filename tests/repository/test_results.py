@@ -395,7 +395,7 @@ def said_of_later_leads():
     ]
 
 
-def test_the_log_of_leads_and_the_gate_are_quoted_as_recorded():
+def test_the_log_of_leads_is_quoted_as_recorded():
     def lines(name):
         return {line["name"]: line for line in json.loads((ROOT / "results" / "leads.json").read_text())[name]}
 
@@ -427,12 +427,3 @@ def test_the_log_of_leads_and_the_gate_are_quoted_as_recorded():
         *said_of_later_leads(),
     ):
         assert said in words, said
-    criteria = json.loads((ROOT / "results" / "gate-tiny-reasoner-2.json").read_text())["criteria"]
-    share = {one["name"]: f"{100 * one['value']:.1f} %" for one in criteria}
-    page = " ".join(PAGE.read_text().split())
-    assert f"foresees {share['foreseen']} of what the oracle keeps" in page
-    assert f"{share['full']} of the answers are right" in page
-    assert f"{share['oracle']} of the runs stay the same" in page
-    assert f"and {share['semantic']} with the live set alone" in page
-    assert "three of five hold" in page
-    assert sum(one["passed"] for one in criteria) == 3
