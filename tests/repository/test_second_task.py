@@ -71,3 +71,14 @@ def test_the_contrasts_that_hold_are_those_of_the_page():
         f"RPC's long interval over the short one ({change['rpc-256 - rpc-64', '']})",
     ):
         assert " ".join(said.split()) in section(), said
+
+
+def test_with_the_prompt_protected_the_figures_are_those_that_were_recorded():
+    right = {one["policy"]: f"{100 * one['accuracy']:.1f} %" for one in record_of("tiny-2-prompt-tiny-reasoner-2")["outcomes"]}
+    report = (ROOT / "results" / "tiny-2-prompt-tiny-reasoner-2.md").read_text().partition("| contrast |")[2]
+    corrected = [line.split("|")[-2].strip() for line in report.splitlines() if " - random |" in line]
+    assert corrected == ["< 0.001"] * 5
+    assert (
+        f"the prompt and the last tokens answer {right['streaming_llm']}, the prompt and random slots {right['random']}, "
+        f"R-KV {right['r_kv']}, SnapKV {right['snap_kv']}, H2O {right['h2o']}, foresight {right['foresight']}."
+    ) in section()
