@@ -65,7 +65,7 @@ def test_every_experiment_names_policies_that_there_are(path, in_folder):
     assert set(config) <= {*command.DEFAULTS, "policies"}
     assert {"extends", "train"}.isdisjoint(config)
     check_contrasts(config.get("contrasts", []), config["policies"])
-    if path in EXPERIMENTS and path.stem not in ("tiny-2", "tiny-2-prompt", "gpu-plan"):
+    if path in EXPERIMENTS and path.stem not in ("tiny-2", "tiny-2-prompt", "tiny-2-recent", "gpu-plan"):
         assert config["page_size"] == {"share-page-1": 1, "share-page-2": 2, "sealed": 16}.get(path.stem, 4)  # of tiny.toml
         assert config["settings"]["r_kv"] == {"interval": 16, "window": 16 if path.stem == "all" else 4}
 

@@ -82,3 +82,6 @@ def test_with_the_prompt_protected_the_figures_are_those_that_were_recorded():
         f"the prompt and the last tokens answer {right['streaming_llm']}, the prompt and random slots {right['random']}, "
         f"R-KV {right['r_kv']}, SnapKV {right['snap_kv']}, H2O {right['h2o']}, foresight {right['foresight']}."
     ) in section()
+    recent = next(one for one in record_of("tiny-2-recent-tiny-reasoner-2")["outcomes"] if one["policy"] == "r_kv")
+    said = f"it answers {100 * recent['accuracy']:.1f} % with {100 * recent['kv_share']:.0f} % of the bytes"
+    assert said in section()
