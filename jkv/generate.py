@@ -155,7 +155,7 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
     max_slots = options.max_slots or round_up(max(most_slots(params, request) for request in every))
     num_pages = options.num_pages
     if options.kv_memory is None and num_pages is None:
-        num_pages = default_num_pages(params, every, n, num_rows, max_slots, page_size)
+        num_pages = default_num_pages(params, every, n, num_rows, max_slots, page_size, num_shards)
         has_bounds = any(policy.read is not None for policy in policies)
         bytes_per_page = page_bytes(params, page_size, has_bounds, options.kv_format)
         num_pages = cap_to_free(params, num_pages, bytes_per_page, num_shards)
@@ -183,6 +183,7 @@ def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], optio
         num_bytes = options.kv_memory if isinstance(options.kv_memory, int) else free_pool_bytes(params, num_shards)
         num_pages = coarse(max(1, num_bytes // bytes_per_page))
     sizes = {"max_slots": options.max_slots or config.max_positions, "num_pages": num_pages, "page_size": page_size}
+    sizes["num_shards"] = num_shards
     found: dict[tuple[int, Policy], int] = {}  # equal prompts' lengths and policies are looked up once
     for group in requests:
         key = len(group[0].prompt), group[0].policy
@@ -198,14 +199,15 @@ def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], optio
 
 
 def default_num_pages(
-    params: Params, requests: Sequence[Request], n: int, num_rows: int, max_slots: int, page_size: int
+    params: Params, requests: Sequence[Request], n: int, num_rows: int, max_slots: int, page_size: int, num_shards: int
 ) -> int:
     """Pages for full rows, and for the prompts that running samples may share.
 
     The number does not depend on whether prompts are equal, nor on their lengths up to `PROMPT_ROOM` slots: the pool's size is
     a compiled shape, and other prompts must compile nothing.
     """
-    widest_row = max(most_pages(params, request, page_size) for request in requests)  # unequal heads may round up more often
+    # Unequal heads may round up more often.
+    widest_row = max(most_pages(params, request, page_size, num_shards) for request in requests)
     rows = num_rows * max(widest_row, num_row_pages(params, max_slots, page_size))
     if len(requests) == 1:
         return rows

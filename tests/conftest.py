@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import json
 import os
 import re
 import signal
@@ -26,6 +27,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import jax
 import pytest
 from jaxtyping import install_import_hook
+
+from tests.support import everyday
 
 ROOT = Path(__file__).parent.parent
 FILES = [*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
@@ -121,9 +124,14 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if len(config.args) == 1 and config.args[0].partition("::")[0].endswith(".py") else 2
 
 
-def is_everyday(item, where):
-    """Whether a test runs every day, by its own parameters and those of its fixtures."""
-    return where(*(item.callspec.params[name] for name in inspect.signature(where).parameters))
+def is_everyday(item, chosen):
+    """Whether a test runs every day: by `chosen`, the cases of the tests that take long, and the conditions of its marks."""
+    conditions = [mark.kwargs.get("where") for mark in item.iter_markers("everyday")]
+    function, case = everyday.split(item.nodeid.removeprefix("tests/"))
+    if None not in conditions and case not in chosen.get(function, (case,)):
+        return False
+    conditions = [where for where in conditions if where is not None]
+    return all(where(*(item.callspec.params[name] for name in inspect.signature(where).parameters)) for where in conditions)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -131,10 +139,12 @@ def pytest_collection_modifyitems(items):
     """The longest files first, the others as they are.
 
     `@pytest.mark.everyday(where=lambda name, dtype: ...)` makes the rest of a sweep `slow`: every value of each parameter runs
-    every day, not their product.
+    every day, not their product. Of the tests that take long, `tests/everyday.json` has the cases that run every day; it does
+    not count for a test with the mark `@pytest.mark.everyday` alone.
     """
+    chosen = json.loads(everyday.FILE.read_text())
     for item in items:
-        if any(not is_everyday(item, mark.kwargs["where"]) for mark in item.iter_markers("everyday")):
+        if not is_everyday(item, chosen):
             item.add_marker(pytest.mark.slow)
     rank = {ROOT / "tests" / name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
@@ -142,9 +152,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Each file's programs go when it is done: Linux allows a process 65,530 mappings, and every program takes a few."""
+    """Programs go between two files once they are many: Linux allows a process 65,530 mappings, and each takes a few."""
+    from jkv.engine import mappings
+
     yield
-    jax.clear_caches()
+    # An engine lets them go at a quarter of the limit, in the midst of a file, which may count compilations.
+    if mappings.num_mappings() > mappings.limit() // 8:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,7 @@ class DecodeAttention(NamedTuple):
     sinks: SinkRules | None  # None if no policy moves its sinks
     goes_on: Bool[Array, " B"]  # whether a row has a next step
     unrotated: tuple[int, ...] = ()  # layers without RoPE
+    axis: str | None = None  # of the mesh that splits the KV heads
 
     def __call__(
         self,
@@ -142,7 +143,7 @@ class DecodeAttention(NamedTuple):
                 self.rules.last_only,
             )
             position = pages.positions(pool.replace(length=self.length), layer, jnp.arange(batch, dtype=jnp.int32))
-            slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on)
+            slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on, self.axis)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
             victim = victim.at[layer].set(slot)
         cache = cache._replace(pool=pool, query_ring=ring, victim=victim, is_read=is_read, choice=choice)

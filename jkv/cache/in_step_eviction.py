@@ -5,6 +5,7 @@ The evicted slot becomes the vacant slot (`jkv.cache.pool`), which the row's nex
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -44,14 +45,32 @@ def choose_victim(
     position: Int[Array, "B K S"],
     newest: Int[Array, " B"],
     goes_on: Bool[Array, " B"],
+    axis: str | None = None,
 ) -> Int[Array, "B K"]:
     """The unprotected slot with the least mass, in rows that have a next step and more slots than their budget; else EMPTY.
 
-    `position` is EMPTY in empty slots. `newest` is the position of the step's token.
+    `position` is EMPTY in empty slots. `newest` is the position of the step's token. `axis` is that of the mesh that splits the
+    KV heads, which are gathered in the order of one device if any row evicts by all heads of a layer.
     """
-    worth = jnp.where(rules.is_per_layer[:, None, None], mass.mean(axis=1, keepdims=True), mass)
+    of_layer = mean_over_heads(mass) if axis is None else gathered_mean(rules.is_per_layer.any(), mass, axis)
+    worth = jnp.where(rules.is_per_layer[:, None, None], of_layer, mass)
     is_recent = newest[:, None, None] - position < rules.recent[:, None, None]
     is_protected = is_recent | (position < rules.sinks[:, None, None]) | (position == EMPTY)
     victim = jnp.argmin(jnp.where(is_protected, jnp.inf, worth), axis=-1).astype(jnp.int32)
     filled = (position != EMPTY).sum(axis=-1, dtype=jnp.int32)
     return jnp.where((filled > rules.budget[layer][:, None]) & goes_on[:, None], victim, EMPTY)
+
+
+def mean_over_heads(mass: Float[Array, "B K S"]) -> Float[Array, "B 1 S"]:
+    """The mean of the KV heads' mass."""
+    return mass.mean(axis=1, keepdims=True)
+
+
+def gathered_mean(is_needed: Bool[Array, ""], mass: Float[Array, "B K S"], axis: str) -> Float[Array, "B 1 S"]:
+    """`mean_over_heads` of all shards of a mesh, where it `is_needed`; all shards agree on that."""
+    return jax.lax.cond(
+        is_needed,
+        lambda x: mean_over_heads(jax.lax.all_gather(x, axis, axis=1, tiled=True)),
+        lambda x: jnp.zeros_like(x[:, :1]),
+        mass,
+    )

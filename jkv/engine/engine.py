@@ -86,7 +86,7 @@ class Engine:
         self.needs = Needs.of(None if policies is None else named)
         self.gate = gate_of(named)
         for policy in named:
-            check_policy(policy, self.needs, model, mesh, gate=self.gate)
+            check_policy(policy, self.needs, model, gate=self.gate)
         gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
         page_size = page_size_for(params, options.page_size, options.kv_format)
         max_running, num_shards = options.max_running or DEFAULT_RUNNING, 1 if mesh is None else mesh.size
@@ -409,11 +409,12 @@ class Engine:
         Raises:
           ValueError: the reason, with the arithmetic.
         """
-        sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": self.capacity.page_size}
+        _, page_size, num_shards = self.capacity.sizes
+        sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": page_size, "num_shards": num_shards}
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
         is_trained = self.runner.version > 0 or self.is_asleep
-        check_policy(request.policy, self.needs, self.model, self.mesh, is_trained, self.gate)
+        check_policy(request.policy, self.needs, self.model, is_trained, self.gate)
         check_request(request, self.options)
         turns.check_keep(request)
         return request
@@ -425,7 +426,7 @@ class Engine:
 
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         stops = stop_finder(self.model.tokenizer, request)
-        pages = most_pages(self.model.params, request, self.capacity.page_size)
+        pages = most_pages(self.model.params, request, self.capacity.page_size, self.capacity.num_shards)
         now = running_seconds()
         sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, stops=stops, submitted=now)
         self.scheduler.add(sample)

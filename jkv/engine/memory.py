@@ -54,14 +54,14 @@ def num_row_pages(params: Params, num_slots: int, page_size: int) -> int:
     return num_layer_heads(params) * num_pages_of(num_slots, page_size)
 
 
-def most_pages(params: Params, request: Request, page_size: int) -> int:
-    """The most pages that a request holds once its prompt is prefilled and compacted."""
-    return most_pages_of(params.config, request.policy, request.first_prompt, request.most_generated, page_size)
+def most_pages(params: Params, request: Request, page_size: int, num_shards: int = 1) -> int:
+    """The most pages that a request holds once its prompt is prefilled and compacted, on all shards of a mesh."""
+    return most_pages_of(params.config, request.policy, request.first_prompt, request.most_generated, page_size, num_shards)
 
 
-def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, page_size: int) -> int:
+def most_pages_of(config: ModelConfig, policy: Policy, prompt: int, new: int, page_size: int, num_shards: int = 1) -> int:
     """`most_pages` of a request with `prompt` prompt tokens and at most `new` new ones."""
-    return policy.most_pages(prompt, new, config.num_paged_layers, config.num_kv_heads, page_size)
+    return policy.most_pages(prompt, new, config.num_paged_layers, config.num_kv_heads, page_size, num_shards)
 
 
 def most_slots(params: Params, request: Request) -> int:
@@ -190,12 +190,14 @@ def free_bytes(device: Any, share: float | None = None) -> int:
     return int(os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") * (share or AUTO_HOST_SHARE))
 
 
-def lowered(params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int) -> Request:
+def lowered(
+    params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int, num_shards: int = 1
+) -> Request:
     """A request whose limit the caller left open, with the highest one that fits; any other as it is."""
 
     def is_too_long(new: int) -> bool:
         one = dataclasses.replace(request, max_new_tokens=new)
-        return most_slots(params, one) > max_slots or most_pages(params, one, page_size) > num_pages
+        return most_slots(params, one) > max_slots or most_pages(params, one, page_size, num_shards) > num_pages
 
     if not request.has_open_limit or not is_too_long(request.max_new_tokens):
         return request
@@ -204,7 +206,14 @@ def lowered(params: Params, request: Request, *, max_slots: int, num_pages: int,
 
 
 def check_fits(
-    params: Params, request: Request, *, max_slots: int, num_pages: int, page_size: int, bytes_per_page: int
+    params: Params,
+    request: Request,
+    *,
+    max_slots: int,
+    num_pages: int,
+    page_size: int,
+    bytes_per_page: int,
+    num_shards: int = 1,
 ) -> None:
     """Refuses a request that an engine of this size could not serve even by itself."""
     slots, of_page = most_slots(params, request), bytes_per_page
@@ -215,11 +224,13 @@ def check_fits(
             "Raise max_slots, or lower the budget or max_new_tokens; align_steps may take twice the slots."
         )
     prefilled = slots if request.num_before and request.policy.evicts_in_steps else request.first_prompt
-    needed = max(most_pages(params, request, page_size), num_row_pages(params, prefilled, page_size))
+    needed = max(most_pages(params, request, page_size, num_shards), num_row_pages(params, prefilled, page_size))
     if needed > num_pages:
+        one, heads = num_pages_of(slots, page_size), num_layer_heads(params)
+        share = f"each of {heads} layer-heads =" if needed == one * heads else f"the widest of {heads} layer-heads, in all"
         raise ValueError(
-            f"The pool must hold the largest request: up to {slots} slots = {num_pages_of(slots, page_size)} pages of "
-            f"{page_size} in each of {num_layer_heads(params)} layer-heads = {needed} pages of {of_page} bytes = "
+            f"The pool must hold the largest request: up to {slots} slots = {one} pages of "
+            f"{page_size} in {share} {needed} pages of {of_page} bytes = "
             f"{size(needed * of_page)}; the pool has {num_pages} pages = {size(num_pages * of_page)}. Raise kv_memory, or "
             "lower the budget, max_new_tokens or page_size."
         )

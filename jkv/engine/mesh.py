@@ -2,8 +2,8 @@
 
 Each shard has its own pool, allocator and page ids for its part of the KV heads, with their query heads, page tables and last
 queries. A whole program runs inside one `jax.shard_map`, where the state looks like that of a single device. Shards exchange
-data only to sum the residual stream, to gather the logits, from which all draw the same tokens, and to reduce the few numbers
-that a program returns for all heads.
+data only to sum the residual stream, to gather the logits, from which all draw the same tokens, to gather the scores where a
+policy compares heads, and to reduce the few numbers that a program returns for all heads.
 
 Outside a program, an array of pages holds the pages of all shards, one shard after the other; `free_top` has one entry per
 shard. How each array is split follows from its annotation (`jkv.model.sharding`).
@@ -28,7 +28,7 @@ from jkv.engine.programs import ChunkOutputs, State
 from jkv.model import weights
 from jkv.model.params import ModelConfig, Params
 from jkv.model.sharding import HEADS, P, check_divides, is_spec, local_config, part_of, placed, specs_of
-from jkv.policies import Needs, Policy
+from jkv.policies import Needs
 
 # Static arguments of programs.
 SETTINGS = (
@@ -102,19 +102,6 @@ def read_mesh(text: str) -> Mesh:
             f"A mesh must have at most the {counted(len(devices), 'device')} of this process; got {shown(text)}. Lower it."
         )
     return Mesh(np.array(devices[: sizes[HEADS]]), (HEADS,))
-
-
-def check_policy(policy: Policy, num_shards: int) -> None:
-    """Refuses a policy that compares the KV heads of different shards.
-
-    Raises:
-      ValueError: the policy's scope is not "head", and there are several shards.
-    """
-    if num_shards > 1 and policy.evict is not None and policy.evict.scope != "head":
-        raise ValueError(
-            f"{policy.name} chooses slots by the scores of all KV heads together (scope {policy.evict.scope!r}), but a mesh of "
-            f'{num_shards} shards splits the heads. Use a policy of scope "head", or an engine without a mesh.'
-        )
 
 
 # Placement.

@@ -73,8 +73,9 @@ class EngineOptions:
         the devices, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's KV heads,
         MLP width and vocabulary. Pages and bytes are those of all devices together; a number of pages that does not divide is
         rounded down. Results equal those of one device except for rounding: partial sums are added in another order. Policies
-        that compare KV heads (any scope but "head": RPC's and TOVA's own, Ada-KV's) are refused, and a score sees the heads
-        of one device. For more rows, run one engine for each replica.
+        that compare KV heads (any scope but "head") gather the scores of all; a score itself sees the heads of one device.
+        Where heads compete (Ada-KV), each device reserves the pages that its heads would take if they won. For more rows, run
+        one engine for each replica.
       kernels: None or "auto" takes the best kernels for the devices; "reference" computes all of them by plain XLA, on any
         device; "paged_attention=reference,take_slots=gpu" chooses some by hand. The environment variable JKV_KERNELS does the
         same for a whole process.

@@ -2,9 +2,6 @@
 
 from collections.abc import Iterable
 
-import jax
-
-from jkv.engine import mesh as meshes
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import Request
 from jkv.model.params import Model, Params
@@ -20,15 +17,12 @@ def check_policy(
     policy: Policy,
     needs: Needs,
     model: Model,
-    mesh: jax.sharding.Mesh | None,
     is_trained: bool = False,
     gate: Gate | None = None,
 ) -> None:
-    """Refuses a policy that needs more than the engine keeps, compares KV heads of different shards, or reads another gate."""
+    """Refuses a policy that needs more than the engine keeps, or reads another gate."""
     needs.check(policy.name, policy.needs)
     check_parts(policy, model, is_trained)
-    if mesh is not None:
-        meshes.check_policy(policy, mesh.size)
     if policy.needs.gate and policy.calibration != gate:
         raise ValueError(
             f"An engine computes one gate for all of its rows; it has {gate}, and {policy.name} reads {policy.calibration}. "

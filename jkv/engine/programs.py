@@ -134,7 +134,7 @@ def decode_chunk(
             sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
         attend: decoder.Attend = DecodeAttention(
             *(address, length, position, *rotation(params.config, position)),
-            *(inputs.rules, inputs.reads, sinks, goes_on, params.config.unrotated),
+            *(inputs.rules, inputs.reads, sinks, goes_on, params.config.unrotated, params.axis),
         )
         if cache.tail is not None:
             turn = rotation(params.config, position)
@@ -246,7 +246,7 @@ def compact(
     slots stays would depend on the batch. Temporaries are the row's keys, and values if a score reads them, in all layers.
 
     `protected` holds each row's number of sinks and of recent tokens; `evict` is an `Evict.static`; `first_head` is the index
-    of the pool's first KV head if it holds only some of them; `facts` are what the score reads of the model; slots below the
+    of the pool's first KV head if a mesh splits the heads; `facts` are what the score reads of the model; slots below the
     row's `cutoff` are dropped whatever its budget; rows that are not `is_alive` have ended, and stay as they are.
     """
     cache = state.cache
@@ -261,7 +261,7 @@ def compact(
     if cutoff is not None:
         score = Cutoff(*(jnp.tile(x, num_layers) for x in cutoff))(score, view.age)
     score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (score, view.position))
-    slots = evict.choose(score, budget[..., None])
+    slots = evict.choose(score, budget[..., None], first_head)
     carried = None if carried is None else carried.reshape(position.shape)
     if is_alive is not None:
         goes_on, slot = is_alive[row][:, None, None], jnp.arange(slots.shape[-1], dtype=jnp.int32)

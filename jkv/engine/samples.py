@@ -221,7 +221,7 @@ class Sample:
     def num_pages(self, growth: int, num_kv_heads: int, page_size: int, num_shards: int = 1) -> int:
         """The most pages of its row with `growth` more slots; each of the shards of a mesh takes as many as the fullest."""
         if self.heads is None:
-            return self.request.policy.num_pages(self.filled + growth, num_kv_heads, page_size)
+            return self.request.policy.num_pages(self.filled + growth, num_kv_heads, page_size, num_shards)
         of_heads = num_pages_of(self.heads + growth, page_size).sum(axis=0)
         return num_shards * int(of_heads.reshape(num_shards, -1).sum(axis=1).max())
 

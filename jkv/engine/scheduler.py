@@ -261,10 +261,10 @@ class Scheduler:
         prefix, request = sample.prefix, sample.request
         needed = self._reservation(sample, shares)
         if shares and not prefix.is_held:
-            size = self.capacity.num_kv_heads, self.capacity.page_size
+            heads, page_size, num_shards = self.capacity.sizes
             prefix.filled = request.first_slots(self.capacity.num_layers)
-            prefix.num_pages = request.policy.num_pages(prefix.filled, *size)
-            prefix.num_full_pages = request.policy.num_full_pages(prefix.filled, *size)
+            prefix.num_pages = request.policy.num_pages(prefix.filled, heads, page_size, num_shards)
+            prefix.num_full_pages = request.policy.num_full_pages(prefix.filled, heads, page_size)
             needed += prefix.num_pages
         if sample.swapped is not None or (shares and prefix.is_held):
             return needed, 0
@@ -369,4 +369,4 @@ def prefill_pages(sample: Sample, capacity: Capacity) -> int:
     if not (request.num_before and policy.evicts_in_steps):
         return first
     slots = np.minimum(sample.filled + sample.pending, policy.layer_budgets(capacity.num_layers) + 1 + STEP_PIECE)
-    return max(first, policy.num_pages(slots, capacity.num_kv_heads, capacity.page_size))
+    return max(first, policy.num_pages(slots, *capacity.sizes))

@@ -182,7 +182,9 @@ def submit_turn(
     with engine._guard.changing("extend"):
         engine.scheduler.conversations.use(ticket, index, kept)
         number = next(engine._ticket)
-        sample = Sample(number, 0, request, Completion(), most_pages(engine.model.params, request, engine.capacity.page_size))
+        _, page_size, num_shards = engine.capacity.sizes
+        pages = most_pages(engine.model.params, request, page_size, num_shards)
+        sample = Sample(number, 0, request, Completion(), pages)
         sample.on_tokens, sample.stops = on_tokens, stop_finder(engine.model.tokenizer, request)
         sample.submitted = running_seconds()
         kept_rows.begin(sample, kept)

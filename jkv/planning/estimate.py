@@ -159,7 +159,7 @@ class Setting:
         """The slots and pages that the engine reserves for each row, and those of a prompt that is not compacted yet."""
         config, new = self.config, length - self.prompt
         slots = policy.widest(self.prompt, new, config.num_paged_layers, config.num_kv_heads)
-        pages = most_pages_of(config, policy, self.prompt, new, self.page_size)
+        pages = most_pages_of(config, policy, self.prompt, new, self.page_size, self.num_devices)
         first = max(pages, num_row_pages(self.shapes, self.prompt, self.page_size))
         return Layout(slots, num_pages_of(slots, self.page_size), pages, first)
 

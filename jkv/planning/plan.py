@@ -15,7 +15,6 @@ from jkv import notebook
 from jkv.cache import default_page_size
 from jkv.cache.slot_size import slot_size
 from jkv.checks import check_counts, size, typed
-from jkv.engine import mesh as meshes
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import check_prompt_fits, spread_policies
@@ -152,7 +151,6 @@ def plan(
     if not 0 < typed("memory_share", memory_share, float) <= 1:
         raise ValueError(f"memory_share is a share of the device's memory and must lie in (0, 1]; got {memory_share}.")
     check_divides(config, num_devices)
-    meshes.check_policy(policy, num_devices)
     sampling = DRAWN if sampling is None else typed("sampling", sampling, Sampling)
     setting = Setting(
         config, device, dtype, num_devices, page_size, prompt, sampling, memory_share, kv_format, check_format(weight_dtype)

@@ -3,11 +3,13 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
 from jkv.cache.pool import EMPTY
+from jkv.model.sharding import HEADS
 from jkv.policies.needs import Needs
 from jkv.policies.view import CacheView, Score, check_score
 
@@ -132,8 +134,23 @@ class Evict:
             protected |= view.position < view.prompt_length[:, None, None]
         return protected & view.is_filled
 
-    def choose(self, score: Float[Array, "L B K S"], budget: Int[Array, "#L B #K"]) -> Int[Array, "L B K S"]:
-        """The slots that stay in each layer, padded with EMPTY; `score` is what `rate` returns. Ties go to the lower slot."""
+    def choose(
+        self,
+        score: Float[Array, "L B K S"],
+        budget: Int[Array, "#L B #K"],
+        first_head: int | Int[Array, ""] | None = None,
+    ) -> Int[Array, "L B K S"]:
+        """The slots that stay in each layer, padded with EMPTY; `score` is what `rate` returns. Ties go to the lower slot.
+
+        `first_head` is the index of the first of these heads where a mesh splits those of a layer, over its axis `HEADS`; if
+        the scope compares heads, every shard gathers the scores of all and chooses for all.
+        """
+        if first_head is not None and self.scope != "head":
+            scores, budgets = (
+                x if x.shape[2] == 1 < score.shape[2] else jax.lax.all_gather(x, HEADS, axis=2, tiled=True)
+                for x in (score, budget)
+            )
+            return jax.lax.dynamic_slice_in_dim(self.choose(scores, budgets), first_head, score.shape[2], axis=2)
         if self.scope == "layer":
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True), score.shape)
         elif self.scope == "all":

@@ -185,12 +185,15 @@ class Policy:
         budgets = self.layer_budgets(num_layers)
         return self._most(np.maximum(budgets, self.budget or 0), prompt, new)
 
-    def most_pages(self, prompt: int, new: int, num_layers: int, num_kv_heads: int, page_size: int) -> int:
+    def most_pages(self, prompt: int, new: int, num_layers: int, num_kv_heads: int, page_size: int, num_shards: int = 1) -> int:
         """The most pages that a row holds after prefill and its compaction."""
         if self.pyramid == 1:
-            return self.num_pages(self.most_slots(prompt, new, num_layers), num_kv_heads, page_size)
+            return self.num_pages(self.most_slots(prompt, new, num_layers), num_kv_heads, page_size, num_shards)
         # No slope has more slots in all than equal layers have, and each layer may begin one page more.
         equal = self._most(np.full(num_layers, self.budget or 0), prompt, new)
+        if self.evict is not None and self.evict.scope == "compete":  # one shard may win all
+            heads = num_kv_heads // num_shards
+            return num_shards * int((num_kv_heads * equal + heads * (page_size - 1)).sum() // page_size)
         return num_kv_heads * int((equal + page_size - 1).sum() // page_size)
 
     def most_growth(self, steps: int, page_size: int) -> int:
@@ -218,10 +221,16 @@ class Policy:
         schedule: Any = self.schedule
         return np.array([dataclasses.replace(schedule, budget=int(b)).most_slots(prompt, new) for b in budgets])
 
-    def num_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:
-        """The most pages of a row whose layers hold `slots` ([L]) slots in a KV head, on average over the heads."""
+    def num_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int, num_shards: int = 1) -> int:
+        """The most pages of a row whose layers hold `slots` ([L]) slots in a KV head, on average over the heads.
+
+        Each of the shards of a mesh takes as many as the fullest. Of heads that compete, those of one shard may win all slots
+        but the floor of the others.
+        """
         if self.evict is not None and self.evict.scope == "compete":  # any head's last page may hold a single slot
-            return int((num_kv_heads * (slots + page_size - 1) // page_size).sum())
+            heads = num_kv_heads // num_shards
+            slots = num_kv_heads * slots - (num_kv_heads - heads) * least_slots(slots, self.evict.floor)
+            return num_shards * int(((slots + heads * (page_size - 1)) // page_size).sum())
         return int(num_kv_heads * num_pages_of(slots, page_size).sum())
 
     def num_full_pages(self, slots: np.ndarray, num_kv_heads: int, page_size: int) -> int:

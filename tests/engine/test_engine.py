@@ -462,6 +462,7 @@ def test_statistics_cover_each_sample(model):
     assert stats.chunks == 2
 
 
+@pytest.mark.everyday
 @pytest.mark.rounding
 def test_random_operations_leak_nothing_and_read_nothing_freed(model, engines, expected):
     """A short run of `python -m tests.support.soak`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.everyday  # the tests in the other process choose by themselves
 
 
 def run_on_eight_devices(name, marks="not slow"):

@@ -21,25 +21,10 @@ from tests.support import policies
 build = functools.partial(policies.build, model=tiny_model())
 EVICTING = [name for name in POLICIES if build(name).evict]
 
-
-def kind(policy):
-    """What the engine does differently for a policy: two of a kind differ in their scores alone."""
-    evict = policy.evict
-    return (
-        policy.needs,
-        type(policy.schedule),
-        evict and evict.scope,
-        policy.pyramid,
-        policy.read,
-        policy.share is None,
-        policy.steer,
-    )
-
-
-DISTINCT = {kind(build(name)): name for name in reversed(POLICIES)}.values()  # the first of each kind
 OF_BITS = ("is_pure", "treats_rows_independently", "equals_full_when_nothing_is_due", "replays", "is_batch_invariant")
 ROUNDING = {True: [pytest.mark.rounding], False: []}
-OF_THE_ENGINE = ("equals_full_when_nothing_is_due", "is_batch_invariant", "never_compiles_again")  # for others `-m slow`
+OF_THE_ENGINE = ("equals_full_when_nothing_is_due", "is_batch_invariant", "never_compiles_again")
+OFTEN = ("full", "r_kv", "h2o", "quest", "reason_cache")  # whose checks of the engine run every day; of the others `-m slow`
 
 
 @pytest.fixture(scope="module", params=list(POLICIES))
@@ -50,7 +35,8 @@ def case(request):
         jax.clear_caches()
 
 
-@pytest.mark.everyday(where=lambda case, check: case in DISTINCT or check.__name__ not in OF_THE_ENGINE)
+@pytest.mark.everyday
+@pytest.mark.everyday(where=lambda case, check: case in OFTEN or check.__name__ not in OF_THE_ENGINE)
 @pytest.mark.parametrize("check", [pytest.param(one, id=name, marks=ROUNDING[name in OF_BITS]) for name, one in CHECKS.items()])
 def test_promise_is_kept(case, check):
     assert check(case) is None

@@ -30,6 +30,8 @@ def chat_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "fetch", lambda name, patterns: folder)
 
 
+@pytest.mark.everyday
+@pytest.mark.everyday(where=lambda page: page.name in ("README.md", "quickstart.md", "choosing.md", "server.md"))
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=name_of)
 def test_the_examples_of_a_page_run_in_order(page, capsys, chat_hub):
     scope = {}

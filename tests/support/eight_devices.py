@@ -40,7 +40,9 @@ REQUESTS = {
     "full": {"prompt": PROMPT, "policy": jkv.full(), "sampling": GREEDY},
     "forked": {"prompt": LONG, "policy": jkv.full(), "sampling": SAMPLED, "n": 3},
     "r_kv": {"prompt": LONG, "policy": jkv.r_kv(16, 8, window=4), "sampling": GREEDY},
-    "rpc": {"prompt": PROMPT, "policy": jkv.rpc(interval=8, window=4, scope="head"), "sampling": GREEDY},
+    "rpc": {"prompt": PROMPT, "policy": jkv.rpc(interval=8, window=4), "sampling": GREEDY},
+    "tova": {"prompt": PROMPT, "policy": jkv.tova(14), "sampling": GREEDY},
+    "all": {"prompt": LONG, "policy": jkv.r_kv(16, 8, window=4, scope="all"), "sampling": GREEDY},
     "h2o": {"prompt": PROMPT, "policy": jkv.h2o(14), "sampling": GREEDY},
     "quest": {"prompt": LONG, "policy": jkv.quest(12, dense_layers=1), "sampling": GREEDY},
     "skip_kv": {"prompt": LONG, "policy": jkv.skip_kv(14, 8, window=4, tau=0.2, ends=(1, 5, 9, 17)), "sampling": GREEDY},
@@ -54,10 +56,17 @@ REQUESTS = {
     "reason_cache": {"prompt": LONG, "policy": jkv.reason_cache(include_prompt=True, **LOOSE), "sampling": GREEDY},
     "aligned": {"prompt": PROMPT, "policy": jkv.reason_cache(align_steps=True, **LOOSE), "sampling": SAMPLED},
 }
-# Its heads hold unequal numbers of slots, so shards are not full at the same time, and rows are preempted at other times.
-UNEVEN = {"below_threshold": {"prompt": LONG, "policy": BELOW, "sampling": SAMPLED, "n": 4}}
+# Their heads hold unequal numbers of slots, so shards are not full at the same time, and rows are admitted at other times.
+UNEVEN = {
+    "below_threshold": {"prompt": LONG, "policy": BELOW, "sampling": SAMPLED, "n": 4},
+    "ada_kv": {"prompt": LONG, "policy": jkv.ada_kv(8, interval=4, window=4), "sampling": SAMPLED, "n": 4},
+}
 # Devices -> requests. On four devices a shard has two of the eight KV heads, on eight one, and on two four.
-MESHES = {4: tuple(REQUESTS), 8: tuple(REQUESTS), 2: ("forked", "r_kv", "skip_kv", "random", "reason_cache")}
+MESHES = {
+    4: tuple(REQUESTS),
+    8: tuple(REQUESTS),
+    2: ("forked", "r_kv", "rpc", "tova", "all", "skip_kv", "random", "reason_cache"),
+}
 
 
 def marks_of(count):
@@ -96,13 +105,13 @@ def cache_sizes(engine):
 
 
 def play(model, on, names):
-    """Runs requests in one engine with too small a pool: results by name, the engine, and the number of compilations."""
+    """Runs requests in one engine with too small a pool for all: results by name, the engine, the number of compilations."""
     engine = jkv.Engine(
         model,
         max_running=NUM_ROWS,
         max_slots=MAX_SLOTS,
         page_size=PAGE_SIZE,
-        num_pages=ROW + ROW // 2 + 7,
+        num_pages=(2 if "ada_kv" in names else 1) * ROW + ROW // 2 + 7,  # one of eight shards may win the slots of all
         policies=[(REQUESTS | UNEVEN)[name]["policy"] for name in names],
         chunk=4,
         return_trace=True,
@@ -149,19 +158,20 @@ def test_a_mesh_changes_no_token(on_one_device, on_devices, count, name):
     for field in ("source", "begin", "end"):  # which tokens each head read and evicted
         np.testing.assert_array_equal(getattr(many.trace, field), getattr(one.trace, field))
     assert len(set(map(tuple, one.tokens.tolist()))) == REQUESTS[name].get("n", 1)
-    if name in ("r_kv", "rpc", "h2o", "skip_kv", "random", "moving-sinks", "learned_gate"):
+    if name in ("r_kv", "rpc", "tova", "all", "h2o", "skip_kv", "random", "moving-sinks", "learned_gate"):
         assert many.samples[0].evicted == one.samples[0].evicted > 0
 
 
 @meshes
-def test_shards_whose_heads_hold_unequal_numbers_of_slots_never_run_out_of_pages(model, count):
-    (one, *_), (many, engine, _) = (play(model, on, tuple(UNEVEN)) for on in (None, devices_of(count)))
-    one, many = one["below_threshold"], many["below_threshold"]
+@pytest.mark.parametrize("name", UNEVEN)
+def test_shards_whose_heads_hold_unequal_numbers_of_slots_never_run_out_of_pages(model, count, name):
+    (one, *_), (many, engine, _) = (play(model, on, [name]) for on in (None, devices_of(count)))
+    one, many = one[name], many[name]
     np.testing.assert_array_equal(many.tokens, one.tokens)
     np.testing.assert_allclose(many.logprobs, one.logprobs, atol=1e-4)
     np.testing.assert_array_equal(many.trace.end, one.trace.end)
     held = (one.trace.end == 2**31 - 1).sum(axis=-1).reshape(4, CONFIG.num_layers, count, -1).sum(axis=(1, 3))
-    assert (held.max(axis=-1) > held.min(axis=-1)).all()  # of the shards of each sample
+    assert (held.max(axis=-1) > held.min(axis=-1)).any()  # of the shards of each sample
     assert np.asarray(engine.runner.state.cache.pool.free_top).tolist() == [engine.num_pages // count] * count
 
 
@@ -411,18 +421,6 @@ def test_weights_are_restored_with_their_shardings(tmp_path):
     for one, other in zip(jax.tree.leaves(restored), jax.tree.leaves(jkv.shard(params, on)), strict=True):
         assert one.sharding == other.sharding
         np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize(
-    "policy", [jkv.rpc(), jkv.tova(16), jkv.ada_kv(16), jkv.r_kv(16, scope="layer")], ids=lambda policy: policy.name
-)
-def test_a_policy_that_compares_heads_of_different_shards_is_refused(model, policy):
-    with pytest.raises(ValueError, match=rf"{policy.name} chooses slots by the scores of all KV heads together.*2 shards"):
-        jkv.Engine(model, policies=[policy], mesh=devices_of(2))
-    engine = jkv.Engine(model, max_running=1, max_slots=80, mesh=devices_of(2), policies=[jkv.rpc(scope="head"), jkv.h2o(16)])
-    with pytest.raises(ValueError, match="scores of all KV heads together"):
-        engine.submit(PROMPT, policy=policy, max_new_tokens=8)
-    jkv.Engine(model, max_running=1, max_slots=80, policies=[policy], mesh=devices_of(1))
 
 
 @pytest.mark.parametrize("count", MESHES)

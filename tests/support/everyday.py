@@ -1,0 +1,76 @@
+"""Which cases of the tests that take long run every day: of each test function, up to a few seconds of cases.
+
+`tests/everyday.json` has the functions that take longer than that, each with its cases for every day; its other cases are
+`slow`. A run of all tests measures them anew:
+
+    python -m pytest -m "" --junitxml=seconds.xml
+    python -m tests.support.everyday seconds.xml
+
+A function with the mark `everyday` is left as it is.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from xml.etree import ElementTree
+
+TESTS = Path(__file__).parents[1]
+FILE = TESTS / "everyday.json"
+SECONDS = 4.0  # of a test function
+
+
+def split(name: str) -> tuple[str, str]:
+    """A test's function and the name of its case, which is empty if it has no parameters."""
+    function, bracket, case = name.partition("[")
+    return function, case.removesuffix("]") if bracket else ""
+
+
+def everyday_cases(seconds: Mapping[str, float], limit: float) -> list[str]:
+    """The cases that cover most values of parameters a second, until every value is covered or the limit is reached.
+
+    >>> everyday_cases({"int8-gpu": 1.0, "int8-tpu": 2.0, "int4-gpu": 1.0, "int4-tpu": 1.5}, 4.0)
+    ['int4-tpu', 'int8-gpu']
+    >>> everyday_cases({"": 5.0}, 4.0)
+    []
+    """
+    chosen: dict[str, float] = {}
+    missing = {value for case in seconds for value in case.split("-")}
+    while missing:
+        rates = {case: len(missing.intersection(case.split("-"))) / (0.1 + taken) for case, taken in seconds.items()}
+        best = max(rates, key=lambda case: (rates[case], case))
+        if sum(chosen.values()) + seconds[best] > limit:
+            break
+        chosen[best] = seconds[best]
+        missing.difference_update(best.split("-"))
+    return sorted(chosen)
+
+
+def choose(seconds: Mapping[str, float], limit: float = SECONDS) -> dict[str, list[str]]:
+    """Function -> its cases for every day, of the functions in `tests` that take longer than the limit.
+
+    `seconds` are of each test, by its name as pytest writes it, below `tests`.
+    """
+    functions: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, taken in seconds.items():
+        function, case = split(name)
+        functions[function][case] = taken
+    long = {function: cases for function, cases in sorted(functions.items()) if sum(cases.values()) > limit}
+    return {function: everyday_cases(cases, limit) for function, cases in long.items()}
+
+
+def read(report: Path) -> dict[str, float]:
+    """The seconds of each test below `tests` in a report of `--junitxml`."""
+    cases = ElementTree.parse(report).iter("testcase")
+    named = ((case.get("classname", ""), case.get("name", ""), float(case.get("time", 0))) for case in cases)
+    return {f"{where[6:].replace('.', '/')}.py::{name}": taken for where, name, taken in named if where.startswith("tests.")}
+
+
+def write(seconds: Mapping[str, float]) -> None:
+    """Writes `tests/everyday.json`."""
+    FILE.write_text(json.dumps(choose(seconds), indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    write(read(Path(sys.argv[1])))
