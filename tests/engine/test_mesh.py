@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.everyday  # the tests in the other process choose by themselves
 
 
 def run_on_eight_devices(name, marks="not slow"):
@@ -25,6 +24,7 @@ def run_on_eight_devices(name, marks="not slow"):
 each_part = pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 
 
+@pytest.mark.everyday  # the tests of the other process choose by themselves
 @each_part
 def test_eight_devices_do_what_one_does(marks):
     run_on_eight_devices("eight_devices.py", marks)

@@ -23,8 +23,8 @@ EVICTING = [name for name in POLICIES if build(name).evict]
 
 OF_BITS = ("is_pure", "treats_rows_independently", "equals_full_when_nothing_is_due", "replays", "is_batch_invariant")
 ROUNDING = {True: [pytest.mark.rounding], False: []}
-OF_THE_ENGINE = ("equals_full_when_nothing_is_due", "is_batch_invariant", "never_compiles_again")
-OFTEN = ("full", "r_kv", "h2o", "quest", "reason_cache")  # whose checks of the engine run every day; of the others `-m slow`
+RUNS = ("is_pure", "equals_full_when_nothing_is_due", "replays", "is_batch_invariant", "never_compiles_again")  # take long
+OFTEN = ("full", "r_kv", "h2o", "quest", "reason_cache")  # for which these run every day; for the others with `-m slow`
 
 
 @pytest.fixture(scope="module", params=list(POLICIES))
@@ -36,7 +36,7 @@ def case(request):
 
 
 @pytest.mark.everyday
-@pytest.mark.everyday(where=lambda case, check: case in OFTEN or check.__name__ not in OF_THE_ENGINE)
+@pytest.mark.everyday(where=lambda case, check: case in OFTEN or check.__name__ not in RUNS)
 @pytest.mark.parametrize("check", [pytest.param(one, id=name, marks=ROUNDING[name in OF_BITS]) for name, one in CHECKS.items()])
 def test_promise_is_kept(case, check):
     assert check(case) is None

@@ -4,8 +4,6 @@ import pytest
 
 from tests.engine.test_mesh import run_on_eight_devices
 
-pytestmark = pytest.mark.everyday  # the tests in the other process choose by themselves
-
 
 @pytest.mark.parametrize("marks", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_meshes_of_eight_devices_score_and_train_as_one(marks):

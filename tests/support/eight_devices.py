@@ -148,6 +148,7 @@ def on_devices(model):
     return functools.cache(lambda count: play(model, devices_of(count), MESHES[count]))
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("count", "name"), [pytest.param(count, name, marks=marks_of(count)) for count, names in MESHES.items() for name in names]
 )

@@ -1,7 +1,7 @@
 """Which cases of the tests that take long run every day: of each test function, up to a few seconds of cases.
 
 `tests/everyday.json` has the functions that take longer than that, each with its cases for every day; its other cases are
-`slow`. A run of all tests measures them anew:
+`slow`. A file has a limit, too, within which its shortest functions come first. A run of all tests measures them anew:
 
     python -m pytest -m "" --junitxml=seconds.xml
     python -m tests.support.everyday seconds.xml
@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 TESTS = Path(__file__).parents[1]
 FILE = TESTS / "everyday.json"
-SECONDS = 4.0  # of a test function
+SECONDS, FILE_SECONDS = 2.5, 8.0  # of a test function, and of all in a file
 
 
 def split(name: str) -> tuple[str, str]:
@@ -47,17 +47,25 @@ def everyday_cases(seconds: Mapping[str, float], limit: float) -> list[str]:
     return sorted(chosen)
 
 
-def choose(seconds: Mapping[str, float], limit: float = SECONDS) -> dict[str, list[str]]:
-    """Function -> its cases for every day, of the functions in `tests` that take longer than the limit.
+def choose(seconds: Mapping[str, float], limit: float = SECONDS, file_limit: float = FILE_SECONDS) -> dict[str, list[str]]:
+    """Function -> its cases for every day, of the functions whose cases do not all run then.
 
     `seconds` are of each test, by its name as pytest writes it, below `tests`.
     """
-    functions: dict[str, dict[str, float]] = defaultdict(dict)
-    for name, taken in seconds.items():
+    files: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for name, taken in sorted(seconds.items()):
         function, case = split(name)
-        functions[function][case] = taken
-    long = {function: cases for function, cases in sorted(functions.items()) if sum(cases.values()) > limit}
-    return {function: everyday_cases(cases, limit) for function, cases in long.items()}
+        files[function.partition("::")[0]][function][case] = taken
+    chosen: dict[str, list[str]] = {}
+    for functions in files.values():
+        left = file_limit
+        for function, cases in sorted(functions.items(), key=lambda item: sum(item[1].values())):
+            is_short = sum(cases.values()) <= min(limit, left)
+            every = list(cases) if is_short else everyday_cases(cases, min(limit, left))
+            left -= sum(cases[case] for case in every)
+            if len(every) < len(cases):
+                chosen[function] = every
+    return dict(sorted(chosen.items()))
 
 
 def read(report: Path) -> dict[str, float]:
