@@ -37,6 +37,7 @@ def skip_without_compiler(target):
         pytest.skip(reason)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("setting", marked(ON_GPUS))
 def test_a_step_on_a_gpu_is_one_graph_of_few_kernels(setting):
     skip_without_compiler(setting.target)

@@ -81,6 +81,7 @@ def test_no_product_and_sum_are_joined_in_one_rounding(call):
             assert re.search(r"0f[0-9A-F]{8}|\.rm\.|(%r\d+), \1;", joined), joined  # a constant of a series, or its last step
 
 
+@pytest.mark.everyday
 def test_a_layer_of_a_decode_step_has_10_kernels():
     """docs/kernels.md lists them. The second layer and the third differ from each other in their weights alone."""
     if reason := targets.why_missing("h200"):

@@ -222,7 +222,9 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize(
-    ("main", "arguments"), OUTPUTS, ids=lambda value: " ".join(map(str, value))[:40] if isinstance(value, tuple) else ""
+    ("main", "arguments"),
+    OUTPUTS,
+    ids=lambda value: " ".join(Path(str(word)).name for word in value) if isinstance(value, tuple) else "",
 )
 @pytest.mark.parametrize("kind", ["below a file", "a pipe that nobody reads", "a name that is too long", "no folder"])
 def test_a_target_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, main, arguments, kind):

@@ -363,7 +363,6 @@ def test_float32_has_its_own_rate(itemsize):
         ({"dtype": "int8"}, "dtype must be float32, bfloat16 or float16"),
         ({"dtype": "often"}, "dtype must be float32, bfloat16 or float16"),
         ({"num_devices": 3}, "num_kv_heads=8 must be a multiple of the 3 devices"),
-        ({"num_devices": 2, "policy": jkv.rpc()}, "rpc chooses slots by the scores of all KV heads"),
         ({"memory_share": 1.5}, "must lie in"),
         ({"sampling": 0.7}, "sampling must be"),
         ({"device": "t4"}, "1 row of full must fit t4: weights 32.1 GB "),

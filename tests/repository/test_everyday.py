@@ -32,5 +32,5 @@ def test_cases_are_chosen_from_what_a_report_says(tmp_path):
         '<testcase classname="tests.test_b" name="test_longest" time="9"/>'
         '<testcase classname="jkv.checks" name="jkv.checks.counted" time="9"/></testsuite></testsuites>'
     )
-    chosen = everyday.choose(everyday.read(report), 3.0, 12.0)
+    chosen = everyday.choose(everyday.read(report), {"": (3.0, 12.0)})
     assert chosen == {"engine/test_a.py::test_long": ["y-1", "y-2"], "test_b.py::test_longest": []}

@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 TESTS = Path(__file__).parents[1]
 FILE = TESTS / "everyday.json"
-SECONDS, FILE_SECONDS = 2.5, 8.0  # of a test function, and of all in a file
+LIMITS = {"": (2.5, 8.0), "aot": (16.0, 60.0), "integrations": (16.0, 60.0)}  # folder -> seconds of a function and of a file
 
 
 def split(name: str) -> tuple[str, str]:
@@ -47,18 +47,19 @@ def everyday_cases(seconds: Mapping[str, float], limit: float) -> list[str]:
     return sorted(chosen)
 
 
-def choose(seconds: Mapping[str, float], limit: float = SECONDS, file_limit: float = FILE_SECONDS) -> dict[str, list[str]]:
+def choose(seconds: Mapping[str, float], limits: Mapping[str, tuple[float, float]] = LIMITS) -> dict[str, list[str]]:
     """Function -> its cases for every day, of the functions whose cases do not all run then.
 
-    `seconds` are of each test, by its name as pytest writes it, below `tests`.
+    `seconds` are of each test, by its name as pytest writes it, below `tests`. `limits` are those of folders in `tests`; "" has
+    those of all others.
     """
     files: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for name, taken in sorted(seconds.items()):
         function, case = split(name)
         files[function.partition("::")[0]][function][case] = taken
     chosen: dict[str, list[str]] = {}
-    for functions in files.values():
-        left = file_limit
+    for file, functions in files.items():
+        limit, left = limits.get(file.partition("/")[0], limits[""])
         for function, cases in sorted(functions.items(), key=lambda item: sum(item[1].values())):
             is_short = sum(cases.values()) <= min(limit, left)
             every = list(cases) if is_short else everyday_cases(cases, min(limit, left))
