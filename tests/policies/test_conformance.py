@@ -24,7 +24,7 @@ EVICTING = [name for name in POLICIES if build(name).evict]
 OF_BITS = ("is_pure", "treats_rows_independently", "equals_full_when_nothing_is_due", "replays", "is_batch_invariant")
 ROUNDING = {True: [pytest.mark.rounding], False: []}
 RUNS = ("is_pure", "equals_full_when_nothing_is_due", "replays", "is_batch_invariant", "never_compiles_again")  # take long
-OFTEN = ("full", "r_kv", "h2o", "quest", "reason_cache")  # for which these run every day; for the others with `-m slow`
+OFTEN = ("full", "r_kv", "h2o")  # for which these run every day; for the others with `-m slow`
 
 
 @pytest.fixture(scope="module", params=list(POLICIES))
