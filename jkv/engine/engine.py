@@ -409,8 +409,7 @@ class Engine:
         Raises:
           ValueError: the reason, with the arithmetic.
         """
-        _, page_size, num_shards = self.capacity.sizes
-        sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages, "page_size": page_size, "num_shards": num_shards}
+        sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages} | self.capacity.page_sizes
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
         is_trained = self.runner.version > 0 or self.is_asleep

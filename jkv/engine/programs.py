@@ -132,15 +132,12 @@ def decode_chunk(
         if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
             angle = rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
             sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
+        turn, unrotated = rotation(params.config, position), params.config.unrotated
         attend: decoder.Attend = DecodeAttention(
-            *(address, length, position, *rotation(params.config, position)),
-            *(inputs.rules, inputs.reads, sinks, goes_on, params.config.unrotated, params.axis),
+            address, length, position, *turn, inputs.rules, inputs.reads, sinks, goes_on, unrotated, params.axis
         )
         if cache.tail is not None:
-            turn = rotation(params.config, position)
-            attend = sealed_pages.SealedDecode(
-                address, length, position, is_active, *turn, inputs.reads, params.config.unrotated
-            )
+            attend = sealed_pages.SealedDecode(address, length, position, is_active, *turn, inputs.reads, unrotated)
         attend = decode_groups(params.config, attend, cache, position, is_active)
         cache = cache._replace(
             pool=pool,

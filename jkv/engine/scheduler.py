@@ -63,6 +63,11 @@ class Capacity:
         """What the number of a row's pages depends on: K, slots of a page, devices."""
         return self.num_kv_heads, self.page_size, self.num_shards
 
+    @property
+    def page_sizes(self) -> dict[str, int]:
+        """Slots of a page and devices, by the names that checks of a request take."""
+        return {"page_size": self.page_size, "num_shards": self.num_shards}
+
 
 class Turn(NamedTuple):
     """The runner's next actions, in this order; then it decodes a chunk."""
