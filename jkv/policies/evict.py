@@ -143,14 +143,11 @@ class Evict:
         """The slots that stay in each layer, padded with EMPTY; `score` is what `rate` returns. Ties go to the lower slot.
 
         `first_head` is the index of the first of these heads where a mesh splits those of a layer, over its axis `HEADS`; if
-        the scope compares heads, every shard gathers the scores of all and chooses for all.
+        the scope compares heads, every shard gathers the scores of all and chooses for all. They then have one budget.
         """
         if first_head is not None and self.scope != "head":
-            scores, budgets = (
-                x if x.shape[2] == 1 < score.shape[2] else jax.lax.all_gather(x, HEADS, axis=2, tiled=True)
-                for x in (score, budget)
-            )
-            return jax.lax.dynamic_slice_in_dim(self.choose(scores, budgets), first_head, score.shape[2], axis=2)
+            scores = jax.lax.all_gather(score, HEADS, axis=2, tiled=True)
+            return jax.lax.dynamic_slice_in_dim(self.choose(scores, budget[..., :1]), first_head, score.shape[2], axis=2)
         if self.scope == "layer":
             score = jnp.broadcast_to(score.mean(axis=2, keepdims=True), score.shape)
         elif self.scope == "all":
