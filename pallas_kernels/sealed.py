@@ -15,7 +15,8 @@ decide where the scheme stops.
 
 import dataclasses
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,42 +57,48 @@ SEALED = {name: SealedFormat(name, "uint8", "uint8", 0.0, value_bits=bits) for n
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("key", "value", "of_key_channel", "of_key_slot", "of_value_slot", "of_value_channel"),
+    data_fields=("key", "value", "scales"),
     meta_fields=("format", "dtype"),
 )
 @dataclasses.dataclass(frozen=True)
 class Records:
-    """Sealed pages. Scales are the bits of float16.
+    """Sealed pages.
 
     Attributes:
       key: `[*A, page, H * bits / 8]` codes; with n a byte, byte i has those of channels i, i + H / n and so on, low first.
       value: likewise.
-      of_key_channel: `[*A, 2, H]`, scale and zero point.
-      of_key_slot: `[*A, page]`.
-      of_value_slot: `[*A, 2, page]`, scale and zero point.
-      of_value_channel: `[*A, H]`.
+      scales: `[*A, 2, (H + page) * 3 / 2]`, the bits of float16s: those of `Scales` in their order, in two rows. With as many
+        slots as channels the first row belongs to keys and the second to values, and a TPU pads nothing.
       format: of the records.
       dtype: of the numbers that they stand for, in which products are computed.
     """
 
     key: Any
     value: Any
-    of_key_channel: Any
-    of_key_slot: Any
-    of_value_slot: Any
-    of_value_channel: Any
+    scales: Any
     format: SealedFormat
     dtype: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the numbers, `[*A, 2, page, H]`."""
-        return *self.key.shape[:-2], 2, self.key.shape[-2], self.of_value_channel.shape[-1]
+        return *self.key.shape[:-2], 2, self.key.shape[-2], self.key.shape[-1] * 8 // self.format.key_bits
 
     @property
     def ndim(self) -> int:
         """The number of axes of the numbers."""
         return len(self.shape)
+
+
+class Scales(NamedTuple):
+    """What the codes of a page are multiplied with, and what is added to them."""
+
+    key_step: Float[Array, "*A H"]  # of channels
+    key_zero: Float[Array, "*A H"]
+    of_key_slot: Float[Array, "*A page"]
+    value_step: Float[Array, "*A page"]  # of slots
+    value_zero: Float[Array, "*A page"]
+    of_value_channel: Float[Array, "*A H"]
 
 
 Pages = Numbers | Records
@@ -113,10 +120,7 @@ def seal(numbers: Float[Array, "*A 2 page H"], format: SealedFormat, dtype: Any 
     return Records(
         packed(jnp.swapaxes(key, -1, -2), format.key_bits),
         packed(value, format.value_bits),
-        jnp.stack([half_bits(key_step), half_bits(key_zero)], axis=-2),
-        half_bits(of_key_slot),
-        jnp.stack([half_bits(value_step), half_bits(value_zero)], axis=-2),
-        half_bits(of_value_channel),
+        in_two_rows(Scales(key_step, key_zero, of_key_slot, value_step, value_zero, of_value_channel)),
         format,
         np.dtype(numbers.dtype if dtype is None else dtype),
     )
@@ -171,13 +175,12 @@ def deviations(tile: Float[Array, "*A X S"]) -> tuple[Float[Array, "*A X"], Floa
 
 def unsealed(records: Records, dtype: Any = None) -> tuple[Float[Array, "*A page H"], Float[Array, "*A page H"]]:
     """The keys and values that records stand for, in `dtype` or their own."""
-    (key_step, key_zero), of_key_slot = both(records.of_key_channel), half(records.of_key_slot)
-    (value_step, value_zero), of_value_channel = both(records.of_value_slot), half(records.of_value_channel)
+    of = scales_of(records)
     key, value = (
         unpacked(x, bits, jnp.float32) for x, bits in zip((records.key, records.value), bits_of(records), strict=True)
     )
-    key = (key * key_step[..., None, :] + key_zero[..., None, :]) * of_key_slot[..., None]
-    value = (value * value_step[..., None] + value_zero[..., None]) * of_value_channel[..., None, :]
+    key = (key * of.key_step[..., None, :] + of.key_zero[..., None, :]) * of.of_key_slot[..., None]
+    value = (value * of.value_step[..., None] + of.value_zero[..., None]) * of.of_value_channel[..., None, :]
     key, value = (hadamard.rotate(x).astype(records.dtype if dtype is None else dtype) for x in (key, value))
     return key, value
 
@@ -213,15 +216,27 @@ def half_bits(x: Float[Array, "*A"]) -> UInt[Array, "*A"]:
     return jax.lax.bitcast_convert_type(jnp.clip(x, -MOST_SCALE, MOST_SCALE).astype(jnp.float16), jnp.uint16)
 
 
-def half(bits: UInt[Array, "*A"]) -> Float[Array, "*A"]:
-    """The float16s of such bits, as float32."""
-    return jax.lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
+def in_two_rows(scales: Scales) -> UInt[Array, "*A 2 S"]:
+    """The bits of scales, as records have them."""
+    bits = jnp.concatenate([half_bits(x) for x in scales], axis=-1)
+    return bits.reshape(*bits.shape[:-1], 2, -1)
 
 
-def both(bits: UInt[Array, "*A 2 S"]) -> tuple[Float[Array, "*A S"], Float[Array, "*A S"]]:
-    """Steps and zero points."""
-    numbers = half(bits)
-    return numbers[..., 0, :], numbers[..., 1, :]
+def scales_of(records: Records) -> Scales:
+    """The scales of records, as float32."""
+    numbers = jax.lax.bitcast_convert_type(records.scales, jnp.float16).astype(jnp.float32)
+    flat = numbers.reshape(*numbers.shape[:-2], -1)
+    return Scales(*jnp.split(flat, places(*records.shape[-2:])[1:], axis=-1))
+
+
+def places(page: int, head_size: int) -> list[int]:
+    """Where each part of `Scales` begins among the scales of a page.
+
+    >>> places(16, 32)
+    [0, 32, 64, 80, 96, 112]
+    """
+    sizes = head_size, head_size, page, page, page
+    return [0, *itertools.accumulate(sizes)]
 
 
 def take(records: Records, index: Any) -> Records:
@@ -255,23 +270,18 @@ def zeros(shape: tuple[int, ...], dtype: Any, format: Format | None) -> Pages:
 def arrays_of(num_pages: int, head_size: int, format: SealedFormat) -> dict[str, tuple[tuple[int, ...], Any]]:
     """The shapes and dtypes of the arrays of so many records."""
     page = format.page
-    widths = {"key": head_size * format.key_bits // 8, "value": head_size * format.value_bits // 8}
-    scales = {
-        "of_key_channel": (2, head_size),
-        "of_key_slot": (page,),
-        "of_value_slot": (2, page),
-        "of_value_channel": (head_size,),
+    return {
+        "key": ((num_pages, page, head_size * format.key_bits // 8), jnp.uint8),
+        "value": ((num_pages, page, head_size * format.value_bits // 8), jnp.uint8),
+        "scales": ((num_pages, 2, (head_size + page) * 3 // 2), jnp.uint16),
     }
-    codes: dict[str, tuple[tuple[int, ...], Any]] = {name: ((num_pages, page, one), jnp.uint8) for name, one in widths.items()}
-    return codes | {name: ((num_pages, *sizes), jnp.uint16) for name, sizes in scales.items()}
 
 
 def poisoned(kv: Pages, page: Any) -> Pages:
     """A pool with NaN in some pages, or in their scales; pages out of its bounds are ignored."""
     if not isinstance(kv, Records):
         return quantised.poisoned(kv, page)
-    names = "of_key_channel", "of_key_slot", "of_value_slot", "of_value_channel"
-    return dataclasses.replace(kv, **{name: getattr(kv, name).at[page].set(NAN_BITS, mode="drop") for name in names})
+    return dataclasses.replace(kv, scales=kv.scales.at[page].set(NAN_BITS, mode="drop"))
 
 
 def page_bytes(head_size: int, dtype: Any, format: Format | None, page: int) -> int:

@@ -33,7 +33,7 @@ def check_policy(
 def check_layout(params: Params, options: EngineOptions) -> None:
     """Refuses what an engine cannot do for a model's layers and experts, or while its pool holds sealed pages."""
     config = params.config
-    check_sealing_on(platform_of(next(iter(params.embedding.devices()))), options.kv_format)
+    check_sealing_on(platform_of(next(iter(params.embedding.devices()))), options.kv_format, config.head_size)
     if options.routed_experts and not config.num_experts:
         raise ValueError("routed_experts needs a model with a mixture of experts; this one has none. Leave it off.")
     if options.routed_experts and options.prefix_cache:

@@ -141,7 +141,7 @@ def plan(
     name, config = find_shape(model)
     device = find_device(device)
     dtype, kv_format = dtype_of(model, device, dtype), EngineOptions(kv_dtype=kv_dtype, page_size=page_size).kv_format
-    check_sealing_on(device.platform, kv_format)
+    check_sealing_on(device.platform, kv_format, config.head_size)
     policy = spread_policies(in_slots(policy, slot_size(config, dtype, kv_format)), 1, kv_format=kv_format)[0]
     length = min(config.max_positions, 16_384) if length is None else length
     if page_size is None:

@@ -5,6 +5,7 @@ from jkv.policies.schedules import WholeBlocks
 from jkv.policies.scores import UniformBlocks
 from pallas_kernels.quantised import Format
 from pallas_kernels.sealed import SealedFormat
+from pallas_kernels.sealed_attention.tpu import LANES
 
 
 def check_sealing(policy: Policy, kv_format: Format | None) -> None:
@@ -27,16 +28,23 @@ def check_sealing(policy: Policy, kv_format: Format | None) -> None:
     )
 
 
-def check_sealing_on(platform: str, kv_format: Format | None) -> None:
-    """Refuses sealed pages on a device that would pad their codes to several times their bytes.
+def check_sealing_on(platform: str, kv_format: Format | None, head_size: int) -> None:
+    """Refuses sealed pages on a device that would pad their scales, or scatter those of a page over the whole pool.
 
     Raises:
-      ValueError: a TPU.
+      ValueError: a TPU, with other heads or pages than those that it stores as they are.
     """
-    if isinstance(kv_format, SealedFormat) and platform == "tpu":
+    if not isinstance(kv_format, SealedFormat) or platform != "tpu":
+        return
+    if head_size != LANES:
         raise ValueError(
-            f'kv_dtype="{kv_format.name}" runs on CPUs and GPUs; got a TPU, which would pad the codes of a page to two and '
-            'four times their bytes. Use kv_dtype="int8", or "int4" with heads of 64 or 128.'
+            f'kv_dtype="{kv_format.name}" on a TPU needs heads of {LANES} channels, which fill the lanes of its memory; got '
+            f'{head_size}. Use kv_dtype="int8", or "int4" with heads of 64.'
+        )
+    if kv_format.page != LANES:
+        raise ValueError(
+            f'kv_dtype="{kv_format.name}" on a TPU needs pages of {LANES} slots, which fill the lanes of its memory; got '
+            f"page_size={kv_format.page}. Leave page_size out."
         )
 
 

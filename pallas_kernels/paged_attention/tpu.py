@@ -1,8 +1,7 @@
 """Pallas for TPU: DMAs fetch the pages of the next block into one buffer while the kernel attends to the other, across rows.
 
-After compaction a row is one block, so a pipeline that drains at the end of every row would mostly wait. A grid step takes
-eight rows, and its last block starts the fetch for the first block of the next step, whose piece of the table is loaded
-already. The table passes through scalar memory in such pieces, so scalar memory does not limit its size.
+After compaction a row is one block, so a pipeline that drains at the end of every row would mostly wait
+(`pallas_kernels.page_fetch`).
 
 Heads that do not fill the lanes of a tile are read from transposed pages, whose slots do. XLA stores such a pool that way.
 
@@ -21,14 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import nibbles
+from pallas_kernels import nibbles, page_fetch
+from pallas_kernels.page_fetch import ROWS, fetch_of
 from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, scales_of, stored
 
 BLOCK = 1280  # slots per buffer, or a page if that is larger; a row with a budget of 1024 is one block until it is compacted
 BLOCK_BYTES = 2 << 20  # of a buffer, at most, or a page if that is larger
 CHUNK = 256  # slots that are summed at once; the sums are added in the order of the slots, however long a block is
-STARTED = 8  # pages whose fetches start without a branch between them
-ROWS = 8  # per grid step
 LANES = 128
 SUBLANES = 8  # query heads are padded to a multiple
 MOST_SMEM = 960 << 10  # bytes of scalar memory, which has 1 MiB
@@ -105,44 +103,29 @@ def paged_attention(
     def pad(x: Array, *sizes: int) -> Array:
         return jnp.pad(x, [(0, size - old) for size, old in zip(sizes, x.shape, strict=True)])
 
-    steps = padded_rows // ROWS
-    cores = 2 if steps % 2 == 0 else 1  # of a chip whose two cores share a memory; on other chips, one runs after the other
-    steps //= cores
-
-    def this(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return core * steps + step, 0, 0
-
-    def following(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return core * steps + lax.min(step + 1, steps - 1), 0, 0
-
-    # One line a step: the address of an entry of a tiled table takes longer to compute than the fetch takes to start.
-    table = pad(page_table, padded_rows, padded_pages).reshape(cores * steps, 1, ROWS * padded_pages)
+    grid = page_fetch.grid_of(padded_rows)
+    table = grid.lines(pad(page_table, padded_rows, padded_pages))
     in_specs = [
-        pl.BlockSpec((1, *table.shape[1:]), this, memory_space=pltpu.SMEM),
-        pl.BlockSpec((1, *table.shape[1:]), following, memory_space=pltpu.SMEM),
-        pl.BlockSpec((ROWS, padded_group, head_size), this),
+        *grid.table_specs(padded_pages),
+        pl.BlockSpec((ROWS, padded_group, head_size), grid.this),
         *[pl.BlockSpec(memory_space=pl.ANY) for _ in (pool, *scales)],
     ]
     inputs = [table, table, pad(query, padded_rows, padded_group, head_size), pool, *scales]
     if log_weight is not None:
         weight = pad(log_weight, padded_rows, num_slots).reshape(padded_rows, padded_pages // block_pages, -1)
-        in_specs.append(pl.BlockSpec((ROWS, *weight.shape[1:]), this))
+        in_specs.append(pl.BlockSpec((ROWS, *weight.shape[1:]), grid.this))
         inputs.append(weight)
     shapes = [((padded_group, head_size), query.dtype), ((padded_group, 1), jnp.float32)]
     if with_logits:
         shapes.append(((padded_group, num_slots), jnp.float32))
     outs = pl.pallas_call(
-        functools.partial(attend_rows, steps, is_transposed, format, log_weight is not None),
+        functools.partial(attend_rows, grid.steps, is_transposed, format, log_weight is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(cores, steps),
+            grid=tuple(grid),
             in_specs=in_specs,
-            out_specs=[pl.BlockSpec((ROWS, *shape), this) for shape, _ in shapes],
-            scratch_shapes=[
-                *[pltpu.VMEM((2, block_pages, *x.shape[1:]), x.dtype) for x in (pool, *scales)],
-                pltpu.SemaphoreType.DMA((2,)),
-                pltpu.SMEM((1,), jnp.int32),
-            ],
+            out_specs=[pl.BlockSpec((ROWS, *shape), grid.this) for shape, _ in shapes],
+            scratch_shapes=page_fetch.scratch_of(block_pages, (pool, *scales)),
         ),
         out_shape=[jax.ShapeDtypeStruct((padded_rows, *shape), dtype) for shape, dtype in shapes],
         # Page ids are in bounds, as XLA's gather assumes too; checking one takes longer than to start its fetch.
@@ -176,12 +159,10 @@ def attend_rows(
     weight_vmem_ref, *others = others if is_weighted else (None, *others)
     out_vmem_ref, log_total_vmem_ref, *logits_refs, buffer_vmem_ref = others
     fetched = [(kv_hbm_ref, buffer_vmem_ref)] + ([(scale_hbm_ref, scale_vmem_ref)] if is_quantised else [])
-    block_pages, padded_pages = buffer_vmem_ref.shape[1], table_smem_ref.shape[2] // ROWS
+    block_pages = buffer_vmem_ref.shape[1]
     page_size = kv_hbm_ref.shape[3 if is_transposed else 2]
     block, head_size = block_pages * page_size, query_vmem_ref.shape[2]
     head_axis = 0 if is_transposed else 1  # of keys and values
-    core, step = pl.program_id(0), pl.program_id(1)
-    first_row = (core * steps + step) * ROWS
     product = functools.partial(
         lax.dot_general,
         precision=lax.Precision.HIGHEST if query_vmem_ref.dtype == jnp.float32 else None,
@@ -193,33 +174,7 @@ def attend_rows(
         num_pages = lax.div(length_smem_ref[row] + page_size - 1, page_size) - index * block_pages
         return lax.clamp(0, num_pages, block_pages)
 
-    def start(table_ref: Any, local_row: Any, row: Any, index: Any, which: Any) -> None:
-        """Starts to fetch the pages of a row's block."""
-        num_pages, first = num_pages_of(row, index), local_row * padded_pages + index * block_pages
-
-        def begin(i: Any, offset: int = 0) -> None:
-            page = table_ref[0, 0, first + i + offset]
-            for hbm_ref, vmem_ref in fetched:
-                pltpu.make_async_copy(hbm_ref.at[page], vmem_ref.at[which, i + offset], semaphores.at[which]).start()
-
-        def begin_several(group: Any, _: None) -> None:
-            for offset in range(STARTED):
-                begin(group * STARTED, offset)
-
-        num_groups = lax.div(num_pages, STARTED)
-        lax.fori_loop(0, num_groups, begin_several, None)
-        lax.fori_loop(num_groups * STARTED, num_pages, lambda i, _: begin(i), None)
-
-    def wait(num_pages: Any, which: Any) -> None:
-        """Waits for as many bytes as that many pages have. A wait has a constant size: 13 pages are waits for 8, 4 and 1."""
-
-        def wait_for(size: int) -> None:
-            for _, vmem_ref in fetched:
-                pages = vmem_ref.at[which, pl.ds(0, size)]
-                pltpu.make_async_copy(pages, pages, semaphores.at[which]).wait()
-
-        for bit in range(block_pages.bit_length()):
-            pl.when((num_pages >> bit) & 1 == 1)(functools.partial(wait_for, 1 << bit))
+    fetch = fetch_of(steps, (table_smem_ref, next_table_smem_ref), fetched, semaphores, num_pages_of)
 
     def clear(num_pages: Any, num_filled: Any, which: Any) -> None:
         """Writes zeros to the values of a block that no slot of the row fills: 0 * NaN is NaN."""
@@ -257,13 +212,10 @@ def attend_rows(
             return nibbles.scales(jnp.concatenate(pages, axis=1))
         return jnp.concatenate([scale_vmem_ref[which, i, part : part + 1] for i in range(block_pages)], axis=1)
 
-    @pl.when(step == 0)
-    def _() -> None:
-        which_smem_ref[0] = 0
-        start(table_smem_ref, 0, first_row, 0, 0)
+    fetch.start_first(which_smem_ref)
 
     def attend_row(local_row: Any, which: Any) -> Any:
-        row = first_row + local_row
+        row = fetch.first_row + local_row
         length = length_smem_ref[row]
         num_blocks = lax.max(lax.div(length + block - 1, block), 1)
         query_GH = query_vmem_ref[local_row]
@@ -271,18 +223,11 @@ def attend_rows(
         for logits_ref in logits_refs:
             logits_ref[local_row] = jnp.full(logits_ref.shape[1:], -jnp.inf, jnp.float32)
 
-        def start_following(index: Any, which: Any) -> None:
-            is_last = index + 1 == num_blocks
-            next_row, next_index = jnp.where(is_last, local_row + 1, local_row), jnp.where(is_last, 0, index + 1)
-            is_here = next_row < ROWS
-            pl.when(is_here)(lambda: start(table_smem_ref, next_row, first_row + next_row, next_index, which))
-            pl.when(~is_here & (step + 1 < steps))(lambda: start(next_table_smem_ref, 0, row + 1, 0, which))
-
         def attend(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
             which, peak_G1, total_G1, out_GH = carry
             num_pages, num_filled = num_pages_of(row, index), length - index * block
-            start_following(index, 1 - which)
-            wait(num_pages, which)
+            fetch.start_following(local_row, index, num_blocks, 1 - which)
+            fetch.wait(num_pages, which)
             if not (is_weighted or is_quantised):
                 clear(num_pages, num_filled, which)
             is_filled_1S = lax.broadcasted_iota(jnp.int32, (1, block), 1) < num_filled

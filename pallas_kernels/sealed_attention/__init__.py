@@ -5,9 +5,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import hadamard
 from pallas_kernels.dispatch import Implementation, call
 from pallas_kernels.sealed import Records
-from pallas_kernels.sealed_attention import cpu, gpu, native, reference
+from pallas_kernels.sealed_attention import cpu, gpu, native, reference, tpu
 
 IMPLEMENTATIONS = {
+    "tpu": Implementation(tpu.sealed_attention, "tpu", tpu.why_not),
     "gpu": Implementation(gpu.sealed_attention, "cuda", gpu.why_not),
     "native": Implementation(native.sealed_attention, "cpu", native.why_not),
     "cpu": Implementation(cpu.sealed_attention, "cpu"),

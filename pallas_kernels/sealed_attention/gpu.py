@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.launch import dot, launch, load, store
-from pallas_kernels.sealed import Records
+from pallas_kernels.sealed import Records, places
 
 PIECE = 512  # slots of a program
 MOST_BLOCK = 64  # slots that are read at once
@@ -49,10 +49,10 @@ def sealed_attention(
     (rows, group, head_size), max_pages = query_RGH.shape, page_table.shape[1]
     of_piece = max(1, PIECE // records.shape[2])
     pieces = -(-max_pages // of_piece)
-    codes, of_keys = (records.key, records.value), (records.of_key_channel, records.of_key_slot)
+    scales = records.scales.reshape(len(records.scales), -1)
     part_RCGH, log_total_RCG = launch(
         functools.partial(attend, records.format.key_bits, records.format.value_bits, of_piece),
-        *(query_RGH, page_table, num_pages, *codes, *of_keys, records.of_value_slot, records.of_value_channel),
+        *(query_RGH, page_table, num_pages, records.key, records.value, scales),
         name="sealed_attention",
         grid=(rows, pieces),
         out_shape=[
@@ -79,10 +79,7 @@ def attend(
     count_ref: Any,
     key_ref: Any,
     value_ref: Any,
-    key_channel_ref: Any,
-    key_slot_ref: Any,
-    value_slot_ref: Any,
-    value_channel_ref: Any,
+    scale_ref: Any,
     part_ref: Any,
     log_total_ref: Any,
 ) -> None:
@@ -95,6 +92,7 @@ def attend(
     end = lax.min(begin + of_piece, lax.min(load(count_ref.at[row]), table_ref.shape[1]))
     head = jnp.arange(LEAST, dtype=jnp.int32)
     key_channels, value_channels = parts(head_size, key_bits), parts(head_size, value_bits)
+    key_step, key_zero, of_key_slot, value_step, value_zero, of_value_channel = places(page_size, head_size)
     is_head_G1 = (head < group)[:, None]
     queries = [
         load(query_ref.at[row, head[:, None], channel[None]], mask=is_head_G1, other=0.0).astype(jnp.float32)
@@ -112,11 +110,11 @@ def attend(
         slot_S = lax.rem(index, blocks) * block + jnp.arange(block, dtype=jnp.int32)
         keys = numbers(key_ref, page, slot_S, key_bits, dtype)
         values = numbers(value_ref, page, slot_S, value_bits, dtype)
-        key_scale_S = half_precision(load(key_slot_ref.at[page, slot_S])) * head_size**-0.5
-        step_S, zero_S = (half_precision(load(value_slot_ref.at[page, i, slot_S])) for i in (0, 1))
+        key_scale_S = half_precision(load(scale_ref.at[page, of_key_slot + slot_S])) * head_size**-0.5
+        step_S, zero_S = (half_precision(load(scale_ref.at[page, at + slot_S])) for at in (value_step, value_zero))
         logits_GS: Any = 0.0
         for query_GH, channel, key_SH in zip(queries, key_channels, keys, strict=True):
-            step_H, zero_H = (half_precision(load(key_channel_ref.at[page, i, channel])) for i in (0, 1))
+            step_H, zero_H = (half_precision(load(scale_ref.at[page, at + channel])) for at in (key_step, key_zero))
             added_G = (query_GH * (zero_H + key_middle * step_H)[None]).sum(axis=1)
             scaled_GH = (query_GH * step_H[None]).astype(dtype)
             logits_GS = logits_GS + dot(scaled_GH, key_SH, trans_b=True, precision=precision) + added_G[:, None]
@@ -127,7 +125,7 @@ def attend(
         added_G = (weight_GS * (zero_S + value_middle * step_S)[None]).sum(axis=1)
         new = []
         for out_GH, channel, value_SH in zip(outs, value_channels, values, strict=True):
-            of_channel_H = half_precision(load(value_channel_ref.at[page, channel]))
+            of_channel_H = half_precision(load(scale_ref.at[page, of_value_channel + channel]))
             own_GH = dot(share_GS, value_SH, precision=precision) + added_G[:, None]
             new.append(out_GH * fade_G[:, None] + own_GH * of_channel_H[None])
         return ahead, new_peak_G, total_G * fade_G + weight_GS.sum(axis=1), tuple(new)

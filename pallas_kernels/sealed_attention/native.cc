@@ -10,17 +10,14 @@ namespace {
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 
 struct Arguments {
-  const float* query;                // [R, G, H]
-  const uint8_t* key;                // [P, page, H * bits / 8]; byte i has the codes of channels i, i + H * bits / 8 and so on
-  const uint8_t* value;              // likewise
-  const uint16_t* of_key_channel;    // [P, 2, H], scale and zero point; float16, as the others
-  const uint16_t* of_key_slot;       // [P, page]
-  const uint16_t* of_value_slot;     // [P, 2, page], scale and zero point
-  const uint16_t* of_value_channel;  // [P, H]
-  const int32_t* table;              // [R, MP]
-  const int32_t* num_pages;          // [R]
-  float* out;                        // [R, G, H]
-  float* log_total;                  // [R, G]
+  const float* query;        // [R, G, H]
+  const uint8_t* key;        // [P, page, H * bits / 8]; byte i has the codes of channels i, i + H * bits / 8 and so on
+  const uint8_t* value;      // likewise
+  const uint16_t* scales;    // [P, 3 * (H + page)], float16; see `ScalesOf`
+  const int32_t* table;      // [R, MP]
+  const int32_t* num_pages;  // [R]
+  float* out;                // [R, G, H]
+  float* log_total;          // [R, G]
   int64_t rows, group, size, page, max_pages, pages_of_pool;
 };
 
@@ -101,6 +98,17 @@ inline void ForPages(const Arguments& a, int64_t row, int64_t count, Fetch&& fet
   }
 }
 
+// The scales of a page's tiles: of rows, steps with zero points behind them, and of columns.
+struct ScalesOf {
+  const uint16_t *key_rows, *key_columns, *value_rows, *value_columns;
+
+  ScalesOf(const Arguments& a, int64_t id) : key_rows(a.scales + id * 3 * (a.size + a.page)) {
+    key_columns = key_rows + 2 * a.size;
+    value_rows = key_columns + a.page;
+    value_columns = value_rows + 2 * a.page;
+  }
+};
+
 // The numbers of a page that its codes are multiplied with.
 struct Factors {
   float *step, *zero;  // of the tile's rows: a key's channels, a value's slots
@@ -146,11 +154,11 @@ void AttendRecords(const Arguments& a, int64_t row, Scratch& memory) {
   Factors of = FactorsIn(memory.page, size, page, group);
   const auto fetch_key = [&](int64_t id) {
     Prefetch(a.key + id * key_bytes, key_bytes);
-    Prefetch(a.of_key_channel + id * 2 * size, 2 * size * sizeof(uint16_t));
-    Prefetch(a.of_key_slot + id * page, page * sizeof(uint16_t));
+    Prefetch(ScalesOf(a, id).key_rows, (2 * size + page) * sizeof(uint16_t));
   };
   ForPages(a, row, count, fetch_key, [&](int64_t id, int64_t first) {
-    Multiply(a.of_key_channel + id * 2 * size, size, a.of_key_slot + id * page, page, query, size, group, of);
+    const ScalesOf scales(a, id);
+    Multiply(scales.key_rows, size, scales.key_columns, page, query, size, group, of);
     for (int64_t slot = 0; slot < page; ++slot) of.of_column[slot] *= scale;
     ForHeads<4>(group, [&](auto heads, int64_t g) {
       Logits<KeyBits, heads>(a.key + id * key_bytes, page, of.scaled + g * size, size, of.added + g, of.of_column,
@@ -164,11 +172,11 @@ void AttendRecords(const Arguments& a, int64_t row, Scratch& memory) {
   of = FactorsIn(memory.page, page, size, group);
   const auto fetch_value = [&](int64_t id) {
     Prefetch(a.value + id * value_bytes, value_bytes);
-    Prefetch(a.of_value_slot + id * 2 * page, 2 * page * sizeof(uint16_t));
-    Prefetch(a.of_value_channel + id * size, size * sizeof(uint16_t));
+    Prefetch(ScalesOf(a, id).value_rows, (2 * page + size) * sizeof(uint16_t));
   };
   ForPages(a, row, count, fetch_value, [&](int64_t id, int64_t first) {
-    Multiply(a.of_value_slot + id * 2 * page, page, a.of_value_channel + id * size, size, logits + first, filled, group, of);
+    const ScalesOf scales(a, id);
+    Multiply(scales.value_rows, page, scales.value_columns, size, logits + first, filled, group, of);
     ForHeads<ValueBits>(group, [&](auto heads, int64_t g) {  // with more, sums would not stay in registers
       AddValues<ValueBits, heads>(a.value + id * value_bytes, page, of.scaled + g * page, of.added + g, of.of_column, size,
                                   out + g * size);
@@ -177,8 +185,7 @@ void AttendRecords(const Arguments& a, int64_t row, Scratch& memory) {
 }
 
 ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer<ffi::U8> key, ffi::Buffer<ffi::U8> value,
-                  ffi::Buffer<ffi::U16> of_key_channel, ffi::Buffer<ffi::U16> of_key_slot, ffi::Buffer<ffi::U16> of_value_slot,
-                  ffi::Buffer<ffi::U16> of_value_channel, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> num_pages,
+                  ffi::Buffer<ffi::U16> scales, ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> num_pages,
                   ffi::ResultBuffer<ffi::F32> out, ffi::ResultBuffer<ffi::F32> log_total) {
   const Shape of_query = query.dimensions(), of_key = key.dimensions(), of_value = value.dimensions(), of_table = table.dimensions();
   if (of_query.size() != 3 || of_key.size() != 3 || of_value.size() != 3 || of_table.size() != 2)
@@ -194,16 +201,12 @@ ffi::Error Attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> query, ffi::Buffer
             std::to_string(of_value[2]) + " and " + std::to_string(page);
   if (pages < 1) error = "there must be a page; got " + Text(of_key);
   if (!error.empty() || !Fits("values", of_value, {pages, page, of_value[2]}, error) ||
-      !Fits("scales of a key's channels", of_key_channel.dimensions(), {pages, 2, size}, error) ||
-      !Fits("scales of a key's slots", of_key_slot.dimensions(), {pages, page}, error) ||
-      !Fits("scales of a value's slots", of_value_slot.dimensions(), {pages, 2, page}, error) ||
-      !Fits("scales of a value's channels", of_value_channel.dimensions(), {pages, size}, error) ||
+      !Fits("scales", scales.dimensions(), {pages, 2, 3 * (size + page) / 2}, error) ||
       !Fits("page table", of_table, {rows, of_table[1]}, error) || !Fits("page counts", num_pages.dimensions(), {rows}, error) ||
       !Fits("the output", out->dimensions(), {rows, group, size}, error) ||
       !Fits("the log-totals", log_total->dimensions(), {rows, group}, error))
     return ffi::Error::InvalidArgument("sealed_attention: " + error);
-  const Arguments arguments = {query.typed_data(), key.typed_data(), value.typed_data(), of_key_channel.typed_data(),
-                               of_key_slot.typed_data(), of_value_slot.typed_data(), of_value_channel.typed_data(),
+  const Arguments arguments = {query.typed_data(), key.typed_data(), value.typed_data(), scales.typed_data(),
                                table.typed_data(), num_pages.typed_data(), out->typed_data(), log_total->typed_data(),
                                rows, group, size, page, of_table[1], pages};
   return ForEachRow<Arguments>(pool, "sealed_attention", arguments, attend);
@@ -217,9 +220,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(SealedAttention, Attend,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
                                   .Arg<ffi::Buffer<ffi::U8>>()
-                                  .Arg<ffi::Buffer<ffi::U16>>()
-                                  .Arg<ffi::Buffer<ffi::U16>>()
-                                  .Arg<ffi::Buffer<ffi::U16>>()
                                   .Arg<ffi::Buffer<ffi::U16>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sealed import Records, bits_of, both, half, take, unpacked
+from pallas_kernels.sealed import Records, bits_of, scales_of, take, unpacked
 
 BLOCK = 512  # slots
 
@@ -59,11 +59,11 @@ def with_block(sums: Sums, query_RGH: Float[Array, "R G H"], block: Records, is_
     """The sums of the softmax with one more block of pages; those that are not read may hold anything."""
     peak_RG1, total_RG1, out_RGH = sums
     dtype, (key_bits, value_bits) = query_RGH.dtype, bits_of(block)
-    key_step_RIH, key_zero_RIH = both(block.of_key_channel)
-    value_step_RIS, value_zero_RIS = (jnp.where(is_read_RI[..., None], x, 0) for x in both(block.of_value_slot))
+    key_step_RIH, key_zero_RIH, of_slot_RIS, *of_value = scales_of(block)
+    # Of what is not read, 0 * NaN would be NaN.
+    value_step_RIS, value_zero_RIS, of_channel_RIH = (jnp.where(is_read_RI[..., None], x, 0) for x in of_value)
     key_middle, value_middle = ((2**bits - 1) / 2 for bits in (key_bits, value_bits))
     key_zero_RIH, value_zero_RIS = key_zero_RIH + key_middle * key_step_RIH, value_zero_RIS + value_middle * value_step_RIS
-    of_channel_RIH = jnp.where(is_read_RI[..., None], half(block.of_value_channel), 0)  # 0 * NaN is NaN
     key_RISH = unpacked(block.key, key_bits, dtype) - jnp.asarray(key_middle, dtype)
     value_RISH = unpacked(block.value, value_bits, dtype) - jnp.asarray(value_middle, dtype)
 
@@ -71,7 +71,7 @@ def with_block(sums: Sums, query_RGH: Float[Array, "R G H"], block: Records, is_
     scaled_RIGH = (query_RIGH * key_step_RIH[:, :, None]).astype(dtype)
     logits_RIGS = jnp.swapaxes(products("bsh,bgh->bsg", key_RISH, scaled_RIGH), 2, 3)  # keys left: faster on a CPU
     logits_RIGS = logits_RIGS + (query_RIGH * key_zero_RIH[:, :, None]).sum(axis=-1, keepdims=True)
-    logits_RIGS = logits_RIGS * (half(block.of_key_slot)[:, :, None] * query_RGH.shape[-1] ** -0.5)
+    logits_RIGS = logits_RIGS * (of_slot_RIS[:, :, None] * query_RGH.shape[-1] ** -0.5)
     logits_RIGS = jnp.where(is_read_RI[..., None, None], logits_RIGS, -jnp.inf)
 
     new_peak_RG1 = jnp.maximum(peak_RG1, logits_RIGS.max(axis=(1, 3))[..., None])

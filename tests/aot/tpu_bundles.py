@@ -19,10 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import page_fetch
 from pallas_kernels.models import MODELS, Workload
 from pallas_kernels.paged_attention import shapes
 from pallas_kernels.paged_attention import tpu as attention
 from pallas_kernels.rotate_append import tpu as append
+from pallas_kernels.sealed import page_bytes
+from pallas_kernels.sealed_attention import shapes as sealed_shapes
+from pallas_kernels.sealed_attention import tpu as sealed
 from tests.aot import targets
 
 
@@ -125,7 +129,7 @@ def attention_row(loops: tuple[Loop, ...], block_pages: int, num_pages: int) -> 
     (block,) = row.inner
     group, one, *_ = (loop for loop in block.inner if loop.fetches)  # those of the row's next block, then the next step's
     clear = [loop for loop in block.inner if not loop.fetches]
-    groups, ones = divmod(num_pages, attention.STARTED)
+    groups, ones = divmod(num_pages, page_fetch.STARTED)
     rest = row.bundles + block.bundles + sum(loop.once for loop in clear) * (block_pages - num_pages)
     return groups * group.once + ones * one.once, rest
 
@@ -163,6 +167,16 @@ def attention_figures(dump: Dump, target: str, call: str) -> Row:
     return Row(*attention_row(loops, attention.pages_of_block(args[1], num_pages), num_pages), cycles)
 
 
+def sealed_figures(dump: Dump, target: str) -> Row:
+    """A row of 1152 slots, all of them sealed."""
+    args, chip = sealed_shapes.arguments(LLAMA, R_KV), CHIPS[target]
+    assert sealed.why_not(*args) is None
+    loops = dump.loops(target, "sealed_attention", jax.jit(sealed.sealed_attention.__wrapped__).trace, *args)
+    form, num_pages = args[1].format, args[2].shape[1]
+    num_bytes = num_pages * page_bytes(LLAMA.head_size, R_KV.dtype, form, form.page)
+    return Row(*attention_row(loops, num_pages, num_pages), round(num_bytes / chip.hbm_gb_per_s * chip.clock_ghz))
+
+
 def append_figures(dump: Dump, target: str, workload: Workload) -> int:
     """Bundles to rotate and store the token of a row of 32 query heads and 8 KV heads, and to store the query in a ring."""
 
@@ -185,6 +199,7 @@ def figures() -> dict[str, Any]:
         dump = Dump(Path(folder))
         for target in CHIPS:
             rows = {call: attention_figures(dump, target, call)._asdict() for call in CALLS}
+            rows["page 128, kvarn"] = sealed_figures(dump, target)._asdict()
             appended = {"append": append_figures(dump, target, R_KV), "append int8": append_figures(dump, target, INT8)}
             found[target] = {"attention": rows} | appended
     return found

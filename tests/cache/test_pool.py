@@ -139,7 +139,7 @@ def assert_allocator_is_consistent(pool, block_tables=()):
     free = pool.free_stack[: pool.free_top]
     assert sorted(free) == [page for page in range(1, len(num_holders)) if num_holders[page] == 0]
     if isinstance(pool.kv, Records):
-        numbers = pool.kv.of_key_slot[free].view(np.float16)
+        numbers = pool.kv.scales[free].view(np.float16)
     else:
         numbers = pool.kv.scale[free] if isinstance(pool.kv, Quantised) else pool.kv[free]
     assert np.isnan(numbers.view(np.float16) if numbers.dtype == np.uint16 else numbers).all()

@@ -319,6 +319,10 @@ def test_settings_that_cannot_be_are_refused_by_name():
         jkv.generate(tiny_model(config=dataclasses.replace(CONFIG, head_size=8)), PROMPTS, **KNOBS)
     with pytest.raises(ValueError, match=r"random\(block=16, whole=True\) keeps whole .* up to 48 slots.*got budget=47"):
         jkv.random(budget=47, block=16, whole=True, sinks=1, recent=17)
-    with pytest.raises(ValueError, match=r'kv_dtype="kvarn" runs on CPUs and GPUs; got a TPU.*Use kv_dtype="int8"'):
+    wide = dataclasses.replace(CONFIG, head_size=128)
+    with pytest.raises(ValueError, match=r'on a TPU needs heads of 128 channels.*; got 32. Use kv_dtype="int8"'):
         jkv.plan(CONFIG, "v5e", kv_dtype="kvarn", length=256, prompt=16)
+    with pytest.raises(ValueError, match=r"on a TPU needs pages of 128 slots.*; got page_size=64. Leave page_size out"):
+        jkv.plan(wide, "v5e", kv_dtype="kvarn", page_size=64, length=256, prompt=16)
+    assert jkv.plan(wide, "v5e", kv_dtype="kvarn", length=256, prompt=16).kernels["sealed_attention"] == "tpu"
     assert jkv.EngineOptions(kv_dtype="kvarn").kv_format.page == 128

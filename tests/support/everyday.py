@@ -1,7 +1,8 @@
 """Which cases of the tests that take long run every day: of each test function, up to a few seconds of cases.
 
 `tests/everyday.json` has the functions that take longer than that, each with its cases for every day; its other cases are
-`slow`. A file has a limit, too, within which its shortest functions come first. A run of all tests measures them anew:
+`slow`. A file has a limit, too, within which its shortest functions come first. A run of all tests measures them anew; one of
+the everyday tests makes the choice shorter, and leaves what it did not run:
 
     python -m pytest -m "" --junitxml=seconds.xml
     python -m tests.support.everyday seconds.xml
@@ -19,7 +20,7 @@ from xml.etree import ElementTree
 TESTS = Path(__file__).parents[1]
 FILE = TESTS / "everyday.json"
 LIMITS = {  # folder -> seconds of a function and of a file
-    "": (2.5, 8.0),
+    "": (3.0, 15.0),
     "aot": (16.0, 60.0),
     "integrations": (16.0, 60.0),
     "repository": (16.0, 60.0),  # one rule for every file is no sweep
@@ -74,6 +75,21 @@ def choose(seconds: Mapping[str, float], limits: Mapping[str, tuple[float, float
     return dict(sorted(chosen.items()))
 
 
+def renewed(
+    before: Mapping[str, list[str]], seconds: Mapping[str, float], limits: Mapping[str, tuple[float, float]] = LIMITS
+) -> dict[str, list[str]]:
+    """The choice after a run. A function of which no other cases ran than those chosen before gets no more of them.
+
+    >>> renewed({"a.py::f": ["1"], "a.py::g": ["1"], "a.py::h": []}, {"a.py::f[1]": 1.0, "a.py::g[1]": 1.0, "a.py::g[2]": 1.0})
+    {'a.py::f': ['1'], 'a.py::h': []}
+    """
+    chosen, ran = choose(seconds, limits), {split(name) for name in seconds}
+    for function, cases in before.items():
+        if all(case in cases for of, case in ran if of == function):
+            chosen.setdefault(function, cases)
+    return dict(sorted(chosen.items()))
+
+
 def read(report: Path) -> dict[str, float]:
     """The seconds of each test below `tests` in a report of `--junitxml`."""
     cases = ElementTree.parse(report).iter("testcase")
@@ -83,7 +99,8 @@ def read(report: Path) -> dict[str, float]:
 
 def write(seconds: Mapping[str, float]) -> None:
     """Writes `tests/everyday.json`."""
-    FILE.write_text(json.dumps(choose(seconds), indent=1, ensure_ascii=False) + "\n")
+    before = json.loads(FILE.read_text()) if FILE.exists() else {}
+    FILE.write_text(json.dumps(renewed(before, seconds), indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
