@@ -23,7 +23,7 @@ from jkv.engine.memory import (
     page_bytes,
     page_size_for,
 )
-from jkv.engine.mesh import check_mesh, mesh_for
+from jkv.engine.mesh import mesh_for, num_pools
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
@@ -144,10 +144,9 @@ def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: Eng
     """
     mesh = mesh_for(options.mesh, model.params)
     if mesh is not None:
-        check_mesh(mesh, model.config)
         options = dataclasses.replace(options, mesh=mesh)
         model = dataclasses.replace(model, params=shard(model.params, mesh))
-    num_shards = 1 if mesh is None else mesh.size
+    num_shards = num_pools(mesh)
     params, n, page_size = model.params, len(requests[0]), page_size_for(model.params, options.page_size, options.kv_format)
     policies = [group[0].policy for group in requests]
     every = [request for group in lowered_to_memory(model, requests, options) for request in group]
@@ -175,7 +174,7 @@ def lowered_to_memory(model: Model, requests: Sequence[Sequence[Request]], optio
     params, page_size, config = model.params, page_size_for(model.params, options.page_size, options.kv_format), model.config
     if not any(group[0].has_open_limit for group in requests):
         return [list(group) for group in requests]
-    num_shards = 1 if options.mesh is None else options.mesh.size
+    num_shards = num_pools(options.mesh)
     has_bounds = any(group[0].policy.read is not None for group in requests)
     bytes_per_page = page_bytes(params, page_size, has_bounds, options.kv_format)
     num_pages = options.num_pages

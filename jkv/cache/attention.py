@@ -18,6 +18,8 @@ from jkv.cache.sink_logit import add_sink, sink_of_rows
 from jkv.cache.states import States
 from jkv.cache.windows import WindowChunk, Windows
 from jkv.model import decoder
+from jkv.model.copies import HEADS, sum_over_copies
+from jkv.model.params import MeshAxis
 from jkv.model.rotary import turn_in
 
 OPEN_END = jnp.iinfo(jnp.int32).max  # the end of a column that is never evicted
@@ -72,7 +74,7 @@ class DecodeAttention(NamedTuple):
     sinks: SinkRules | None  # None if no policy moves its sinks
     goes_on: Bool[Array, " B"]  # whether a row has a next step
     unrotated: tuple[int, ...] = ()  # layers without RoPE
-    axis: str | None = None  # of the mesh that splits the KV heads
+    axis: MeshAxis = None  # of the mesh that splits the weights; None on one device
 
     def __call__(
         self,
@@ -143,7 +145,8 @@ class DecodeAttention(NamedTuple):
                 self.rules.last_only,
             )
             position = pages.positions(pool.replace(length=self.length), layer, jnp.arange(batch, dtype=jnp.int32))
-            slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on, self.axis)
+            axis = None if self.axis is None else HEADS
+            slot = choose_victim(self.rules, layer, mass, position, self.position, self.goes_on, axis)
             pool = pool.replace(slot_data=pool.slot_data | {"mass": pool.slot_data["mass"].at[layer].set(mass)})
             victim = victim.at[layer].set(slot)
         cache = cache._replace(pool=pool, query_ring=ring, victim=victim, is_read=is_read, choice=choice)
@@ -250,4 +253,4 @@ class PrefillAttention(NamedTuple):
             sink=None if sink is None else sink_of_rows(sink, 1, num_heads),
             over_group="mean",
         )
-        return mean[None] * self.num_new.astype(jnp.float32) * (query.shape[2] // num_heads)
+        return sum_over_copies(mean[None] * self.num_new.astype(jnp.float32) * (query.shape[2] // num_heads))

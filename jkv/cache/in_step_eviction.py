@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
+from jkv.model.copies import sum_over_copies
 
 UNLIMITED = np.iinfo(np.int32).max  # the budget of a row that evicts nothing inside steps
 
@@ -34,7 +35,7 @@ def add_mass(
 ) -> Float[Array, "B K S"]:
     """The mass of each slot after one more query of its row, if there is one: what it had, and the group's probabilities."""
     probability = jnp.where(logits > -jnp.inf, jnp.exp(logits - log_total[..., None]), 0.0)
-    added = jnp.where(last_only[:, None, None], 0.0, mass) + probability.sum(axis=2)
+    added = jnp.where(last_only[:, None, None], 0.0, mass) + sum_over_copies(probability.sum(axis=2))
     return jnp.where(is_new[..., None], added, mass)
 
 

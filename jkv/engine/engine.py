@@ -79,7 +79,6 @@ class Engine:
         params, config = model.params, model.config
         check_layout(params, options)
         if mesh is not None:
-            meshes.check_mesh(mesh, config)
             params = sharding.shard(params, mesh)
         model = dataclasses.replace(model, params=weights.committed(params))
         named = spread_policies(policies or (), len(policies or ()), params, options.kv_format)
@@ -89,7 +88,7 @@ class Engine:
             check_policy(policy, self.needs, model, gate=self.gate)
         gate = None if self.gate is None else place_gate(self.gate.arrays, model.params, mesh)
         page_size = page_size_for(params, options.page_size, options.kv_format)
-        max_running, num_shards = options.max_running or DEFAULT_RUNNING, 1 if mesh is None else mesh.size
+        max_running, num_shards = options.max_running or DEFAULT_RUNNING, meshes.num_pools(mesh)
         self.max_slots = options.max_slots or min(config.max_positions, 4096)
         self.page_bytes = page_bytes(model.params, page_size, self.needs.bounds, options.kv_format)
         sizes: Any = {"page_size": page_size, "bytes_per_page": self.page_bytes, "num_shards": num_shards}

@@ -26,8 +26,20 @@ from jkv.engine import chunk_inputs, programs
 from jkv.engine.device_program import DeviceProgram
 from jkv.engine.programs import ChunkOutputs, State
 from jkv.model import weights
+from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import ModelConfig, Params
-from jkv.model.sharding import HEADS, P, check_divides, is_spec, local_config, part_of, placed, specs_of
+from jkv.model.sharding import (
+    P,
+    check_divides,
+    fitted_all,
+    is_spec,
+    local_config,
+    num_parts,
+    part_of,
+    placed,
+    specs_of,
+    with_copies,
+)
 from jkv.policies import Needs
 
 # Static arguments of programs.
@@ -37,8 +49,8 @@ SETTINGS = (
 )
 
 
-def arrange(mesh: Mesh) -> Mesh:
-    """The mesh, reduced to its axis "tensor".
+def arrange(mesh: Mesh, config: ModelConfig | None = None) -> Mesh:
+    """The mesh, reduced to its axis "tensor", and to that of copies where the model's KV heads need one.
 
     Raises:
       ValueError: no axis "tensor", or another axis of more than one device.
@@ -46,12 +58,15 @@ def arrange(mesh: Mesh) -> Mesh:
     shape = dict(mesh.shape)
     if HEADS not in shape:
         raise ValueError(f'The mesh of an engine must split KV heads over an axis "{HEADS}"; got {shape}. Rename its axis.')
-    if mesh.size > shape[HEADS]:
+    if mesh.size > num_parts(mesh):
         raise ValueError(
             f'The mesh of an engine must split only KV heads, over an axis "{HEADS}"; got {shape}. For more rows, run one '
-            f"engine for each of the {mesh.size // shape[HEADS]} replicas, each on its own mesh."
+            f"engine for each of the {mesh.size // num_parts(mesh)} replicas, each on its own mesh."
         )
-    return Mesh(mesh.devices.reshape(-1), (HEADS,))
+    if COPIES in shape:
+        return Mesh(mesh.devices.reshape(shape[HEADS], shape[COPIES]), (HEADS, COPIES))
+    mesh = Mesh(mesh.devices.reshape(-1), (HEADS,))
+    return mesh if config is None else with_copies(mesh, config)
 
 
 def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
@@ -60,7 +75,7 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
     Raises:
       ValueError: another split than of KV heads, devices of another process, or sizes that do not divide, with the arithmetic.
     """
-    mesh = arrange(mesh)
+    mesh = arrange(mesh, config)
     if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
         raise ValueError(
             "All devices of an engine's mesh must belong to this process, which reads every token; some do not. Build the mesh "
@@ -70,11 +85,18 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
 
 
 def mesh_for(mesh: Mesh | None, params: Params) -> Mesh | None:
-    """The mesh of an engine: the given one, else that of its weights (`jkv.load(..., mesh=...)`); None for one device."""
+    """The mesh of an engine, arranged: the given one, else that of its weights (`jkv.load(..., mesh=...)`); None if none.
+
+    Raises:
+      ValueError: a mesh that the model cannot be split over.
+    """
     place = getattr(params.embedding, "sharding", None)
-    if mesh is not None or not isinstance(place, NamedSharding) or not isinstance(place.mesh, Mesh):
-        return mesh
-    return place.mesh if place.mesh.size > 1 and HEADS in place.mesh.axis_names else None
+    if mesh is None and isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
+        mesh = place.mesh if place.mesh.size > 1 and HEADS in place.mesh.axis_names else None
+    if mesh is None:
+        return None
+    check_mesh(mesh, params.config)
+    return arrange(mesh, params.config)
 
 
 def read_mesh(text: str) -> Mesh:
@@ -107,6 +129,11 @@ def read_mesh(text: str) -> Mesh:
 # Placement.
 
 
+def num_pools(mesh: Mesh | None) -> int:
+    """The pools of a mesh, each of which has a part of the KV heads; devices with copies of a part have the same pool."""
+    return 1 if mesh is None else mesh.shape[HEADS]
+
+
 def state_specs(state: Any) -> Any:
     """The specs of a state, whose leaves may be `jax.ShapeDtypeStruct`."""
     return with_free_top(specs_of(State, state, "state"), P(HEADS))
@@ -116,7 +143,7 @@ def place_gate(gate: Any, params: Params, mesh: Mesh | None) -> Any:
     """The arrays of a gate on the devices of the weights; a mesh splits their KV heads."""
     if mesh is None:
         return jax.device_put(gate, weights.place_of(params))
-    mesh = arrange(mesh)
+    mesh = arrange(mesh, params.config)
     return jax.device_put(gate, placed(mesh, specs_of(type(gate), gate, "gate"), gate))
 
 
@@ -128,12 +155,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
 # On a shard.
 
 
-def local_bytes(params: Any, num_shards: int) -> int:
-    """Bytes of weights, or of a gate's, or of their shapes on each shard: its part of split arrays, a copy of the others."""
+def local_bytes(params: Any, num_shards: int, copies: int = 1) -> int:
+    """Bytes of weights, or of a gate's, or of their shapes on each shard: its part of split arrays, a copy of the others.
+
+    `copies` is how many shards hold each KV head.
+    """
 
     def of_shard(spec: Any, arrays: Any) -> int:
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-        return size if spec == P() else size // num_shards
+        return size if spec == P() else size * copies // num_shards if HEADS in spec else size // num_shards
 
     specs = specs_of(type(params), params, "params")
     return sum(jax.tree.leaves(jax.tree.map(of_shard, specs, params, is_leaf=is_spec)))
@@ -222,7 +252,8 @@ def program_on(mesh: Mesh, name: str) -> Any:
 
         specs = {key: argument_specs(arguments[key], value, key) for key, value in arrays.items()}
         out = result_specs(results, specs.get("state"))
-        return jax.shard_map(on_shard, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
+        in_specs, out = fitted_all((specs,), mesh), fitted_all(out, mesh)
+        return jax.shard_map(on_shard, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False)(arrays)
 
     settings = [key for key in signature.parameters if key in SETTINGS]
     # A program that returns no state only reads it.
@@ -263,9 +294,9 @@ def empty_state(mesh: Mesh, config: ModelConfig, needs: Needs, **settings: Any) 
 
 def state_maker(mesh: Mesh, config: ModelConfig, needs: Needs, *, num_pages: int, **settings: Any) -> Callable[[], State]:
     """A function that makes `empty_state`; it compiles only once."""
-    mesh = arrange(mesh)
+    mesh = arrange(mesh, config)
     make_shard = functools.partial(
-        chunk_inputs.empty_state, local_config(config, mesh.size), needs, num_pages=num_pages // mesh.size, **settings
+        chunk_inputs.empty_state, local_config(config, mesh.size), needs, num_pages=num_pages // num_pools(mesh), **settings
     )
-    specs = state_specs(jax.eval_shape(make_shard))
+    specs = fitted_all(state_specs(jax.eval_shape(make_shard)), mesh)
     return jax.jit(jax.shard_map(lambda: from_shard(make_shard()), mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))

@@ -9,7 +9,9 @@ from jkv.cache.attention import Cache
 from jkv.cache.gating import GATE
 from jkv.cache.query_ring import last_queries
 from jkv.engine.model_facts import ModelFacts, projected_norms
+from jkv.model.copies import gather_copies, mean_over_copies
 from jkv.policies.evict import Evict
+from jkv.policies.query_statistics import QueryMoments
 from jkv.policies.view import CacheView
 
 
@@ -30,13 +32,16 @@ def view_of_rows(
     query = None
     if cache.query_ring is not None and evict.needs.window:
         query = last_queries(cache.query_ring, layer, row, pool.logical_length[row], evict.needs.window)
+        query = gather_copies(query, axis=1)
     rope = calibration = projected = sink = None
     if facts is not None:
         rope, calibration = jax.tree.map(lambda x: x[layer], (facts.rope, facts.calibration))
-        sink = None if facts.sink is None else jnp.stack(facts.sink).astype(jnp.float32)[layer]
+        if isinstance(calibration, QueryMoments):
+            calibration = QueryMoments(*(gather_copies(x, axis=1) for x in calibration))
+        sink = None if facts.sink is None else gather_copies(jnp.stack(facts.sink).astype(jnp.float32)[layer], axis=1)
         if facts.out is not None:
             by_layer = value.reshape(num_layers, -1, *value.shape[1:])
-            projected = projected_norms(by_layer, facts.out).reshape(position.shape)
+            projected = mean_over_copies(projected_norms(by_layer, facts.out).reshape(position.shape))
     return CacheView(
         key,
         value,

@@ -19,7 +19,7 @@ from jkv.model.delta_weights import DeltaParams
 from jkv.model.experts import activate, gating_of, mixture
 from jkv.model.layer_groups import check_attend
 from jkv.model.norms import add_norm, norm, norm_of_all_heads
-from jkv.model.params import Codes, LayerParams, LowRank, ModelConfig, Params
+from jkv.model.params import Codes, LayerParams, LowRank, MeshAxis, ModelConfig, Params
 from jkv.model.rotary import rotation
 from jkv.model.routes import Choose
 from pallas_kernels.rotate_append.reference import rotate
@@ -221,7 +221,7 @@ def project(
     config: ModelConfig,
     weights: LayerParams,
     normed: Float[Array, "B T D"],
-    axis: str | None = None,
+    axis: MeshAxis = None,
 ) -> tuple[
     Float[Array, "B T N H"], Float[Array, "B T K H"] | None, Float[Array, "B T K H"] | None, Float[Array, "B T N H"] | None
 ]:

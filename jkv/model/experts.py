@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jkv.model.norms import norm
-from jkv.model.params import Codes, Experts, LowRank, ModelConfig
+from jkv.model.params import Codes, Experts, LowRank, MeshAxis, ModelConfig
 
 FEW = 512  # tokens, as of a decode step, whose products with all experts take about as long as reading these
 TINY = 1e-20  # what transformers adds to a sum of weights, which may all be 0 if they are sigmoids
@@ -60,7 +60,7 @@ def mixture(
     normed: Float[Array, "B T D"],
     routed: Float[Array, "B T D"] | None = None,
     *,
-    axis: str | None = None,
+    axis: MeshAxis = None,
     choose: Callable[[Array, Any], tuple[Array, Any]] | None = None,
     cache: Any = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None, Any]:
@@ -127,7 +127,7 @@ def num_own(weights: Experts) -> int:
 
 
 def of_shard(
-    share: Float[Array, "n A"], expert: Int[Array, "n A"], own: int, axis: str | None
+    share: Float[Array, "n A"], expert: Int[Array, "n A"], own: int, axis: MeshAxis
 ) -> tuple[Float[Array, "n A"], Int[Array, "n A"]]:
     """The weights and the indices of a shard's own experts; those of others have the weight 0 and the index `own`."""
     assert axis is not None

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from jkv.model.params import ModelConfig
+from jkv.model.params import MeshAxis, ModelConfig
 from pallas_kernels.add_norm.reference import rms_norm
 
 
@@ -33,7 +33,7 @@ def add_norm(
 
 
 def norm_of_all_heads(
-    flat: Float[Array, "*B heads"], weight: Float[Array, " heads"], epsilon: float, axis: str | None
+    flat: Float[Array, "*B heads"], weight: Float[Array, " heads"], epsilon: float, axis: MeshAxis
 ) -> Float[Array, "*B heads"]:
     """The RMS norm over all heads together. Each shard of a mesh has as many of them, and they exchange the mean square."""
     if axis is None:

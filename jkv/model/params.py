@@ -25,6 +25,8 @@ from jkv.model.weight_records import Codes as Codes
 from jkv.model.weight_records import Experts as Experts
 from jkv.model.weight_records import LowRank as LowRank
 
+MeshAxis = str | tuple[str, ...] | None  # over which weights are split: one axis of a mesh, several as one, or none
+
 
 def as_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields, with tuples in place of lists, so that a record of them can be hashed."""
@@ -250,7 +252,7 @@ class Params(flax.struct.PyTreeNode):
     final_norm: Annotated[Any, "D"]
     unembedding: Annotated[Any, "D V"]  # None if tied to the embedding
     config: ModelConfig = flax.struct.field(pytree_node=False)
-    axis: str | None = flax.struct.field(pytree_node=False, default=None)  # mesh axis over which the weights are split
+    axis: MeshAxis = flax.struct.field(pytree_node=False, default=None)  # of a mesh that splits the weights
     layer_inputs: LayerInputs | None = None
 
     def __repr__(self) -> str:

@@ -4,6 +4,9 @@ The dimension letters of `jkv.__init__` decide. KV heads, query heads and pages 
 are the MLP width and the vocabulary of weights (Megatron-LM, arXiv 1909.08053). Experts are split by their
 number, or by their width too, if the configuration says so. Other axes are replicated. There is no table
 of arguments or fields: one without axes, or with an unknown axis, is an error when `jkv.engine.mesh` builds the program.
+
+Where devices outnumber KV heads, the axis becomes two (`jkv.model.copies`): "tensor" splits KV heads and their pages, and both
+together all else.
 """
 
 import dataclasses
@@ -14,18 +17,22 @@ from typing import Any
 
 import flax.struct
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import AbstractArray
 
+from jkv.model.copies import COPIES, HEADS, copies_here, may_be_copied, num_copies
 from jkv.model.params import Codes, LowRank, Model, ModelConfig, Params
 
 P: Any = PartitionSpec  # typed as Any: records hold specs in place of their arrays
-HEADS = "tensor"  # the mesh axis
+BOTH = (HEADS, COPIES)
 SPLIT = frozenset("KNP")  # P: pages of all shards, one shard after the other
 SPLIT_WEIGHTS = frozenset("KNFV")
+OF_KV_HEADS = frozenset("KP")  # copied where devices outnumber them; what else is split, is split over all devices
 EXPERTS = "X"  # split in place of the width of their matrices
 WHOLE = frozenset([*"ABDEFGHILMRSTVWX", "MP", "choices", "half", "page", "steps"])  # E: stop tokens, I: entries of a list
-HEAD_COUNTS = "num_kv_heads", "window_kv_heads", "num_query_heads"  # 0 for what a model does not have
+KV_COUNTS = "num_kv_heads", "window_kv_heads"  # 0 for what a model does not have
+HEAD_COUNTS = *KV_COUNTS, "num_query_heads"
 WIDTHS = (
     "mlp_width",
     "dense_width",
@@ -44,22 +51,22 @@ def spec_of(letters: str, split: frozenset[str] = SPLIT) -> Any:
 
     >>> spec_of("L B K MP") == P(None, None, "tensor")
     True
-    >>> spec_of("B V") == P(), spec_of("D V", SPLIT_WEIGHTS) == P(None, "tensor")
+    >>> spec_of("B V") == P(), spec_of("D V", SPLIT_WEIGHTS) == P(None, BOTH)
     (True, True)
-    >>> spec_of("X F D", SPLIT_WEIGHTS) == P(None, "tensor"), spec_of("X F D", SPLIT_WEIGHTS | {EXPERTS}) == P("tensor")
+    >>> spec_of("X F D", SPLIT_WEIGHTS) == P(None, BOTH), spec_of("X F D", SPLIT_WEIGHTS | {EXPERTS}) == P(BOTH)
     (True, True)
     """
     if EXPERTS in split and EXPERTS in letters.split():
         split = frozenset(EXPERTS)
-    axes: list[str | None] = []
+    axes: list[Any] = []
     for axis in letters.split():
         first, *others = axis.split("*")
         unknown = [name for name in (first, *others) if not (name.isdigit() or name in split | WHOLE)]
         if unknown or split & set(others):
             known = ", ".join(sorted(split | WHOLE))
             raise ValueError(f"Axis {axis!r} of {letters!r} must be one of {known}, or a number. Add it to jkv.model.sharding.")
-        axes.append(HEADS if first in split else None)
-    if axes.count(HEADS) > 1:
+        axes.append((HEADS if first in OF_KV_HEADS else BOTH) if first in split else None)
+    if len(axes) - axes.count(None) > 1:
         raise ValueError(f"At most one axis may be split over {HEADS!r}; got two in {letters!r}. Change the layout.")
     while axes and axes[-1] is None:
         axes.pop()
@@ -142,11 +149,12 @@ def parts(value: Any, members: Sequence[Any]) -> Any:
 
 def matrix_specs(spec: Any, weight: Any) -> Any:
     """The specs of a matrix in its parts: an adapter is split on the same side as its base, and scales with what they scale."""
+    rows, columns = (*spec, None, None)[:2]
     if isinstance(weight, LowRank):
-        down, up = (P(HEADS), P()) if spec == P(HEADS) else (P(), P(None, HEADS))
+        down, up = (P(rows), P()) if rows else (P(), P(None, columns))
         return weight.replace(base=matrix_specs(spec, weight.base), down=down, up=up)
     if isinstance(weight, Codes):
-        of_scale = spec if weight.code.ndim == 3 else P(HEADS) if spec == P(None, HEADS) else P()
+        of_scale = spec if weight.code.ndim == 3 else P(columns) if columns else P()
         return Codes(code=spec, scale=of_scale)
     return spec
 
@@ -157,13 +165,18 @@ def is_spec(x: Any) -> bool:
 
 
 def check_divides(config: ModelConfig, num_shards: int) -> None:
-    """Refuses a number of shards that does not divide a model's heads, MLP width or experts, and vocabulary."""
+    """Refuses a number of shards that does not divide a model's heads, MLP width or experts, and vocabulary.
+
+    It may be a multiple of the KV heads instead (`num_copies`).
+    """
     for field in (*HEAD_COUNTS, *split_sizes(config), "vocab_size"):
         size = getattr(config, field)
-        if size % num_shards:
+        shards = num_shards if field not in KV_COUNTS else num_shards // num_copies(config, num_shards)
+        if size % shards:
             remedy = " or jkv.split_by_width(model), to load it jkv.load(..., split_by_width=True)" * (field == "num_experts")
+            or_copied = ", or divide their number" * (field == "num_kv_heads" and may_be_copied(config))
             raise ValueError(
-                f'{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"; '
+                f'{field}={size} must be a multiple of the {num_shards} devices of the axis "{HEADS}"{or_copied}; '
                 f"{size} / {num_shards} = {size / num_shards:.2f}. Use a mesh of fewer devices{remedy}."
             )
     for field in ("num_key_heads", "num_value_heads"):
@@ -179,22 +192,52 @@ def placed(mesh: Mesh, specs: Any, tree: Any) -> Any:
     """The `NamedSharding` of each array in a tree."""
 
     def below(spec: Any, arrays: Any) -> Any:
-        return jax.tree.map(lambda _: NamedSharding(mesh, spec), arrays)
+        return jax.tree.map(lambda _: NamedSharding(mesh, fitted(spec, mesh)), arrays)
 
     return jax.tree.map(below, specs, tree, is_leaf=is_spec)
+
+
+def fitted(spec: Any, mesh: Any) -> Any:
+    """A spec on a mesh that may have no copies of KV heads."""
+    return spec if COPIES in mesh.axis_names else P(*(HEADS if axis == BOTH else axis for axis in spec))
+
+
+def fitted_all(specs: Any, mesh: Any) -> Any:
+    """A tree of specs on a mesh that may have no copies of KV heads."""
+    return jax.tree.map(lambda spec: fitted(spec, mesh), specs, is_leaf=is_spec)
+
+
+def with_copies(mesh: Mesh, config: ModelConfig) -> Mesh:
+    """The mesh, whose axis "tensor" becomes two where its devices outnumber the model's KV heads."""
+    count = 1 if COPIES in mesh.axis_names else num_copies(config, mesh.shape[HEADS])
+    if count == 1:
+        return mesh
+    at = mesh.axis_names.index(HEADS)
+    names = *mesh.axis_names[:at], *BOTH, *mesh.axis_names[at + 1 :]
+    sizes = [mesh.shape[name] for name in mesh.axis_names]
+    sizes[at : at + 1] = sizes[at] // count, count
+    return Mesh(np.asarray(mesh.devices).reshape(sizes), names)
+
+
+def num_parts(mesh: Any) -> int:
+    """Over how many devices a mesh splits each row: the size of the axis "tensor", with that of copies."""
+    shape = dict(mesh.shape)
+    return shape.get(HEADS, 1) * shape.get(COPIES, 1)
 
 
 def shardings(params: Params, mesh: Mesh) -> Params:
     """The `NamedSharding` of each weight on a mesh, as `jkv.restore` takes them; of weights or of `jkv.weight_shapes`.
 
     A mesh may have axes other than "tensor", along which devices hold copies: scoring and training split their rows there.
+    Where the devices of "tensor" outnumber the KV heads, several hold the keys' and values' weights of one head, and the mesh
+    of the shardings has one more axis, "copies".
 
     Raises:
       ValueError: a mesh without an axis "tensor".
     """
     if HEADS not in mesh.axis_names:
         raise ValueError(f'The mesh of weights must have an axis "{HEADS}"; got {dict(mesh.shape)}. Rename its axis.')
-    return placed(mesh, specs_of(Params, params, "params"), params)
+    return placed(with_copies(mesh, params.config), specs_of(Params, params, "params"), params)
 
 
 def shard(params: Params, mesh: Mesh) -> Params:
@@ -238,7 +281,8 @@ def without_whole_experts(config: ModelConfig) -> ModelConfig:
 
 def local_config(config: ModelConfig, num_shards: int) -> ModelConfig:
     """The configuration of one shard, with its part of the heads, and of the MLP width or of the experts."""
-    parts = {field: getattr(config, field) // num_shards for field in (*HEAD_COUNTS, *split_sizes(config))}
+    parts = {field: getattr(config, field) // num_shards for field in ("num_query_heads", *split_sizes(config))}
+    parts |= {field: getattr(config, field) // (num_shards // num_copies(config, num_shards)) for field in KV_COUNTS}
     if splits_experts(config):
         parts["num_own_experts"] = parts.pop("num_experts")
     delta_net = config.delta_net
@@ -250,4 +294,6 @@ def local_config(config: ModelConfig, num_shards: int) -> ModelConfig:
 
 def part_of(params: Params) -> Params:
     """The weights of one shard, inside of a `jax.shard_map`; the decoder adds up the partial sums of all shards."""
-    return params.replace(config=local_config(params.config, jax.lax.axis_size(HEADS)), axis=HEADS)
+    copies = copies_here()
+    config = local_config(params.config, jax.lax.axis_size(HEADS) * copies)
+    return params.replace(config=config, axis=HEADS if copies == 1 else BOTH)

@@ -24,7 +24,7 @@ from jkv.model.json_files import AGAIN, printable
 from jkv.model.multimodal import text_tensors
 from jkv.model.mxfp4 import MXFP4, read_mxfp4, with_mxfp4
 from jkv.model.params import Codes, ModelConfig, Params
-from jkv.model.sharding import HEADS, check_divides, shardings, without_whole_experts
+from jkv.model.sharding import check_divides, num_parts, shardings, without_whole_experts
 from jkv.model.weight_files import list_files, list_tensors
 from jkv.model.weight_shapes import weight_shapes
 from pallas_kernels.choice import is_old_gpu
@@ -65,7 +65,7 @@ class Kept(NamedTuple):
             return None
         shapes = weight_shapes(config)
         found = shardings(shapes if self.weight_dtype is None else quantise_weights(shapes, self.weight_dtype), self.mesh)
-        check_divides(config, self.mesh.shape[HEADS])
+        check_divides(config, num_parts(self.mesh))
         return found
 
 

@@ -16,6 +16,7 @@ from jkv.cache.pool import num_pages_of
 from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import most_pages_of, num_row_pages, state_bytes
+from jkv.model.copies import num_copies
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.params import ModelConfig, Params
 from jkv.model.penalties import COUNTED
@@ -138,7 +139,17 @@ class Setting:
     @functools.cached_property
     def weight_bytes(self) -> int:
         """Bytes of weights on each device."""
-        return meshes.local_bytes(self.shapes, self.num_devices)
+        return meshes.local_bytes(self.shapes, self.num_devices, self.copies)
+
+    @property
+    def copies(self) -> int:
+        """How many devices hold each KV head."""
+        return num_copies(self.config, self.num_devices)
+
+    @property
+    def num_pools(self) -> int:
+        """Pools of different KV heads."""
+        return self.num_devices // self.copies
 
     @property
     def usable_bytes(self) -> int:
@@ -159,7 +170,7 @@ class Setting:
         """The slots and pages that the engine reserves for each row, and those of a prompt that is not compacted yet."""
         config, new = self.config, length - self.prompt
         slots = policy.widest(self.prompt, new, config.num_paged_layers, config.num_kv_heads)
-        pages = most_pages_of(config, policy, self.prompt, new, self.page_size, self.num_devices)
+        pages = most_pages_of(config, policy, self.prompt, new, self.page_size, self.num_pools)
         first = max(pages, num_row_pages(self.shapes, self.prompt, self.page_size))
         return Layout(slots, num_pages_of(slots, self.page_size), pages, first)
 
@@ -184,10 +195,10 @@ class Setting:
         counts = self.sampling.penalises * COUNTED * self.config.vocab_size
 
         def state(rows: int) -> int:
-            return size.of(rows, layout.pool_pages(rows) // self.num_devices, layout.max_pages) + rows * counts
+            return size.of(rows, layout.pool_pages(rows) // self.num_pools, layout.max_pages) + rows * counts
 
         gate = policy.calibration if policy.needs.gate else None
-        gate_bytes = 0 if gate is None else meshes.local_bytes(gate.arrays, self.num_devices)
+        gate_bytes = 0 if gate is None else meshes.local_bytes(gate.arrays, self.num_devices, self.copies)
 
         def total(rows: int) -> int:
             return self.weight_bytes + gate_bytes + state(rows) + self.scratch(policy, layout, rows).most
@@ -201,7 +212,7 @@ class Setting:
             policy=policy.name,
             batch=batch,
             max_slots=layout.max_slots,
-            num_pages=pages - pages % self.num_devices,
+            num_pages=pages - pages % self.num_pools,
             row_bytes=state(2) - state(1),
             state_bytes=state(rows),
             scratch=self.scratch(policy, layout, rows),
@@ -226,7 +237,8 @@ class Setting:
             not self.config.tie_embeddings
         ) * self.config.width + self.config.num_layers * self.config.layer_input_width
         embedding = looked_up * self.config.vocab_size // self.num_devices
-        num_weights = meshes.local_bytes(weight_shapes(self.config, self.dtype), self.num_devices) // itemsize - embedding
+        shapes = weight_shapes(self.config, self.dtype)
+        num_weights = meshes.local_bytes(shapes, self.num_devices, self.copies) // itemsize - embedding
         costs = step_costs(
             self.local,
             policy,

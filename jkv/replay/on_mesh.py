@@ -12,8 +12,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float
 
+from jkv.model.copies import COPIES, HEADS, num_copies
 from jkv.model.params import Params
-from jkv.model.sharding import HEADS, P, check_divides, part_of, specs_of
+from jkv.model.sharding import P, check_divides, fitted_all, num_parts, part_of, specs_of, with_copies
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -33,13 +34,22 @@ def mesh_of(params: Params, mesh: AnyMesh | None = None) -> AnyMesh | None:
         mesh = jax.sharding.get_abstract_mesh()
     if mesh is None or mesh.size <= 1:
         return None
-    check_divides(params.config, dict(mesh.shape).get(HEADS, 1))
+    check_divides(params.config, num_parts(mesh))
+    if HEADS not in mesh.axis_names or num_copies(params.config, num_parts(mesh)) == 1:
+        return mesh
+    if isinstance(mesh, Mesh):
+        return with_copies(mesh, params.config)
+    if COPIES not in mesh.axis_names:
+        raise ValueError(
+            f"A mesh whose axis {HEADS!r} has more devices than the model has KV heads, {params.config.num_kv_heads}, needs an "
+            f"axis {COPIES!r} too; got {dict(mesh.shape)}. Set the mesh of the weights, as jkv.shard(params, mesh) places them."
+        )
     return mesh
 
 
 def num_row_shards(mesh: AnyMesh | None) -> int:
     """Over how many devices the rows are split."""
-    return 1 if mesh is None else mesh.size // dict(mesh.shape).get(HEADS, 1)
+    return 1 if mesh is None else mesh.size // num_parts(mesh)
 
 
 def on_mesh(
@@ -57,14 +67,14 @@ def on_mesh(
             f"rows={-(-rows // shards) * shards}, or pack=(rows, tokens)."
         )
     has_heads = HEADS in mesh.axis_names
-    row_axes = tuple(name for name in mesh.axis_names if name != HEADS)
+    row_axes = tuple(name for name in mesh.axis_names if name not in (HEADS, COPIES))
     of_rows = P(row_axes)
     of_columns = P(row_axes, None, HEADS) if has_heads else of_rows
     column_specs = jax.tree.map(lambda _: of_rows, columns)
     by_head = {name: getattr(columns, name) for name in ("ended", "tokens", "starts")}
     by_head = {name: of_columns for name, field in by_head.items() if field is not None and field.shape[2] > 1}
     column_specs = column_specs._replace(**by_head)
-    weights = specs_of(Params, params, "params") if has_heads else jax.tree.map(lambda _: P(), params)
+    weights = fitted_all(specs_of(Params, params, "params"), mesh) if has_heads else jax.tree.map(lambda _: P(), params)
 
     def on_shard(params: Params, columns: Any, by_row: tuple[Any, ...]) -> Float[Array, "n T"]:
         return run(part_of(params) if has_heads else params, columns, *by_row)

@@ -59,6 +59,7 @@ SETUPS = {
     "qwq-32b on 8 v5e": Setup(QWQ_32B, "v5e:2x4", 8, 16 * GB, 32),  # a v5e-16 has two of these, and 64 rows
     "qwq-32b on 4 v6e": Setup(QWQ_32B, "v6e:2x2", 4, 32 * GB, 64),
     "llama-8b on 2 v5e": Setup(programs.R1_LLAMA, "v5e:2x2", 2, 16 * GB, 32),
+    "qwen-1.5b on 4 v5e": Setup(programs.R1_QWEN, "v5e:2x2", 4, 16 * GB, 64),  # each of its 2 KV heads on two devices
 }
 
 
@@ -84,7 +85,7 @@ def compiled(setup: Setup, num_layers: int) -> Compiled:
         pytest.skip(reason)
     config, rows = dataclasses.replace(setup.config, num_layers=num_layers), setup.num_rows
     described = topologies.get_topology_desc(setup.topology, platform="tpu").devices
-    on = Mesh(np.asarray(described[: setup.num_shards]), ("tensor",))
+    on = mesh.arrange(Mesh(np.asarray(described[: setup.num_shards]), ("tensor",)), config)
     max_pages = pool.num_pages_of(MAX_SLOTS, PAGE_SIZE)
     num_pages = setup.config.num_layers * rows * config.num_kv_heads * max_pages
     sizes = {"num_rows": rows, "num_pages": num_pages, "max_pages": max_pages, "page_size": PAGE_SIZE}
@@ -105,7 +106,7 @@ def compiled(setup: Setup, num_layers: int) -> Compiled:
     trace = mesh.program_on(on, "decode_chunk").trace
     program = targets.compile_for("tpu-v5e", trace, params, state, inputs, scheduler.CHUNKS[0], "sampled")
     kv = state.cache.pool.kv
-    of_device = jax.ShapeDtypeStruct((kv.shape[0] // on.size, *kv.shape[1:]), kv.dtype)
+    of_device = jax.ShapeDtypeStruct((kv.shape[0] // mesh.num_pools(on), *kv.shape[1:]), kv.dtype)
     return Compiled(program, state.cache.pool.replace(kv=of_device))
 
 
@@ -147,6 +148,12 @@ def check(name: str, num_layers: int) -> None:
 def test_a_mesh_decodes_a_model_within_its_memory(name):
     check(name, num_layers=2)
     assert_no_pool_copy(*compiled(SETUPS[name], 2))
+
+
+def test_copies_of_kv_heads_exchange_two_sums_a_layer():
+    """As heads that are split; keys, values and queries stay where they are."""
+    program, _ = compiled(SETUPS["qwen-1.5b on 4 v5e"], 2)
+    assert collectives(program) == collectives(compiled(SETUPS["llama-8b on 2 v5e"], 2).program)
 
 
 @pytest.mark.slow

@@ -21,7 +21,9 @@ WORKLOADS = {
 ON_TPU = [name for name in WORKLOADS if name != "page 16"]
 TPUS = [name for name in targets.WITH_KERNELS if name.startswith("tpu")]
 CASES = [("h200", name) for name in ("decode-full", "decode-quest", "prefill", "fork", "release", "detach")]
-CASES += [(target, name) for target in ("tpu-v5e", "tpu-v6e") for name in ("decode-full", "decode-quest", "prefill", "fork")]
+ON_TPUS = [(target, name) for target in ("tpu-v5e", "tpu-v6e") for name in ("decode-full", "decode-quest", "prefill", "fork")]
+EVERYDAY = ("tpu-v5e", "decode-full"), ("tpu-v5e", "prefill")
+CASES += [pytest.param(*case, marks=[] if case in EVERYDAY else pytest.mark.slow) for case in ON_TPUS]
 
 
 def assert_copies_no_pages(compiled, records):
@@ -41,6 +43,7 @@ def test_the_kernel_compiles(name, workload):
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * of_parts
 
 
+@pytest.mark.everyday(where=lambda name, workload, target: (name, workload) == ("r1-llama-8b", "page 128"))
 @pytest.mark.parametrize("workload", ON_TPU)
 @pytest.mark.parametrize("name", ["r1-qwen-1.5b", "r1-llama-8b"])
 @pytest.mark.parametrize("target", TPUS)
@@ -53,6 +56,7 @@ def test_the_kernel_compiles_for_a_tpu(target, name, workload):
     assert compiled.memory_analysis().temp_size_in_bytes < 16 * args[0].size * args[0].dtype.itemsize
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(("target", "name"), CASES)
 def test_a_program_updates_sealed_pages_in_place(target, name):
     program, layers = programs.PROGRAMS[name], 2 if name.startswith(("decode", "prefill")) else programs.DEEP

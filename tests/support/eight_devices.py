@@ -104,22 +104,22 @@ def cache_sizes(engine):
     return {name: getattr(engine.runner.programs, name).num_compiled() for name in mesh.PROGRAMS}
 
 
-def play(model, on, names):
+def play(model, on, names, requests=REQUESTS | UNEVEN, row=ROW):
     """Runs requests in one engine with too small a pool for all: results by name, the engine, the number of compilations."""
     engine = jkv.Engine(
         model,
         max_running=NUM_ROWS,
         max_slots=MAX_SLOTS,
         page_size=PAGE_SIZE,
-        num_pages=(2 if "ada_kv" in names else 1) * ROW + ROW // 2 + 7,  # one of eight shards may win the slots of all
-        policies=[(REQUESTS | UNEVEN)[name]["policy"] for name in names],
+        num_pages=(2 if "ada_kv" in names else 1) * row + row // 2 + 7,  # one of eight shards may win the slots of all
+        policies=[requests[name]["policy"] for name in names],
         chunk=4,
         return_trace=True,
         poison=True,
         mesh=on,
     )
-    num_shards, before = 1 if on is None else on.size, cache_sizes(engine)
-    tickets = {name: engine.submit(**(REQUESTS | UNEVEN)[name], max_new_tokens=22, stop_ids=()) for name in names}
+    num_shards, before = mesh.num_pools(engine.mesh), cache_sizes(engine)
+    tickets = {name: engine.submit(**requests[name], max_new_tokens=22, stop_ids=()) for name in names}
     while not engine.is_idle:
         engine.step()
         block_tables = [
@@ -387,14 +387,25 @@ def test_rows_on_two_replicas_equal_rows_on_one_device(params):
 @pytest.mark.parametrize(
     ("config", "shape", "axes", "message"),
     [
-        ({"num_kv_heads": 2, "num_query_heads": 4}, (8,), ("tensor",), r"num_kv_heads=2 must be a multiple of the 8 devices"),
+        (
+            {"num_kv_heads": 2, "num_query_heads": 4},
+            (8,),
+            ("tensor",),
+            r"num_query_heads=4 must be a multiple of the 8 devices",
+        ),
+        (
+            {"num_kv_heads": 6, "num_query_heads": 24},
+            (4,),
+            ("tensor",),
+            r"num_kv_heads=6 must be .*, or divide their number; 6 / 4",
+        ),
         ({"mlp_width": 44}, (8,), ("tensor",), r"mlp_width=44 must be .* 44 / 8 = 5\.50"),
         ({"vocab_size": 33}, (2,), ("tensor",), r"vocab_size=33 must be a multiple of the 2 devices"),
         ({}, (2, 4), ("data", "tensor"), r"one engine for each of the 2 replicas"),
         ({}, (4,), ("model",), r'over an axis "tensor".*got \{\'model\': 4\}'),
         ({}, (4, 2), ("tensor", "expert"), r"'expert': 2"),
     ],
-    ids=["heads", "width", "tokens", "replicas", "no-axis", "other-axis"],
+    ids=["heads", "kv heads", "width", "tokens", "replicas", "no-axis", "other-axis"],
 )
 def test_a_mesh_that_does_not_fit_is_refused(config, shape, axes, message):
     config = dataclasses.replace(CONFIG, **config)

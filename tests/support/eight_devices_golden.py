@@ -1,4 +1,4 @@
-"""Every golden checkpoint on two simulated devices: the tokens of one device.
+"""Every golden checkpoint on two simulated devices, and on four, with copies of their KV heads: the tokens of one device.
 
 `tests/engine/test_mesh.py` runs this file.
 """
@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 import jkv
 from tests.model.test_decoder import CASES, GOLDEN
 
-ONE_HEAD = ("llama_tied", "gemma4", "gemma4_moe")
-REFUSED = dict.fromkeys(ONE_HEAD, "num_kv_heads=1 must be a multiple of the 2 devices")  # which two devices cannot split
+REFUSED = dict.fromkeys(
+    ("gemma4", "gemma4_moe"), r"num_kv_heads=1 must be .* devices of the axis \"tensor\"; 1 / 2"
+)  # 2 in their windows
 POLICY = jkv.r_kv(budget=16, interval=8, window=4)
-ON = Mesh(jax.devices()[:2], ("tensor",)) if len(jax.devices()) > 1 else None
+ON, ON_FOUR = (Mesh(jax.devices()[:count], ("tensor",)) if len(jax.devices()) > 1 else None for count in (2, 4))
 
 
 def outcome(model, prompt, on):
@@ -30,11 +31,21 @@ def outcome(model, prompt, on):
 @pytest.mark.everyday(where=lambda golden: golden in ("gemma4_sharing", "qwen3_5", "qwen3_moe"))
 @pytest.mark.parametrize("golden", [case for case in CASES if case not in REFUSED])
 def test_tokens_are_those_of_one_device(golden):
+    assert_is_as_on_one(golden, ON)
+
+
+@pytest.mark.everyday(where=lambda golden: golden in ("gpt_oss", "phi3"))
+@pytest.mark.parametrize("golden", [case for case in CASES if case not in (*REFUSED, "qwen3_5", "qwen3_5_moe")])
+def test_four_devices_hold_two_copies_of_two_kv_heads(golden):
+    assert_is_as_on_one(golden, ON_FOUR)
+
+
+def assert_is_as_on_one(golden, on):
     model = jkv.load(str(GOLDEN / golden), dtype=jnp.float32)
     prompt = np.load(GOLDEN / golden / "reference.npz")["prompt"]
-    for one, two in zip(outcome(model, prompt, None), outcome(model, prompt, ON), strict=True):
-        np.testing.assert_array_equal(one.tokens, two.tokens)
-        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-4)
+    for one, many in zip(outcome(model, prompt, None), outcome(model, prompt, on), strict=True):
+        np.testing.assert_array_equal(one.tokens, many.tokens)
+        np.testing.assert_allclose(one.logprobs, many.logprobs, atol=1e-4)
 
 
 @pytest.mark.parametrize("golden", REFUSED)

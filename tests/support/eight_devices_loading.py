@@ -25,7 +25,7 @@ from jkv.testing import TINY
 from tests.model.test_decoder import CASES, GOLDEN
 from tests.support.gguf_models import Kind, write_gguf
 
-ONE_HEAD = ("llama_tied", "gemma4", "gemma4_moe")
+ONE_HEAD = ("gemma4", "gemma4_moe")
 LARGE = dataclasses.replace(
     TINY,
     **{"family": "qwen3", "qk_norm": True, "qkv_bias": False, "num_layers": 1, "width": 256, "vocab_size": 8192},
@@ -209,7 +209,7 @@ def test_a_mesh_in_words_that_cannot_be_is_refused(text, message):
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        ("tensor", r"num_kv_heads=\d must be a multiple of the 8 devices"),
+        ("tensor", r"num_query_heads=4 must be a multiple of the 8 devices"),
         ("model", r'must have an axis "tensor"; got \{\'model\': 8\}'),
         (None, r"mesh must be"),
     ],

@@ -119,8 +119,9 @@ def test_the_mesh_is_that_of_the_argument_of_the_weights_or_of_the_program(model
 def test_what_does_not_divide_is_refused(model, batch):
     with pytest.raises(ValueError, match="rows=8"):
         log_probs(model, jax.tree.map(lambda x: x[:7], batch), mesh=mesh_on((4, 2)))
-    with pytest.raises(ValueError, match="num_kv_heads=4 must be a multiple of the 8 devices"):
-        log_probs(model, batch, mesh=mesh_on((1, 8)))
+    uneven = dataclasses.replace(model.params, config=dataclasses.replace(CONFIG, num_query_heads=4))
+    with pytest.raises(ValueError, match="num_query_heads=4 must be a multiple of the 8 devices"):
+        log_probs(uneven, batch, mesh=mesh_on((1, 8)))
 
 
 def test_two_sums_a_layer_and_nothing_gathered_but_logits(model, batch):
