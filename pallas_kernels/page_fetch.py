@@ -1,8 +1,8 @@
 """Copies of rows' pages to a TPU's vector memory: one buffer is filled while a kernel reads the other, also across rows.
 
-Rows come in grid steps of `ROWS`. Their tables pass through scalar memory, which does not limit their size, one line a step:
-the address of an entry of a tiled table takes longer to compute than a copy takes to start. The last block of a step starts the
-copies of the first block of the next one, whose line is there already.
+Rows come in grid steps of `ROWS`. Their tables pass through scalar memory, which limits how wide they are and hardly how many,
+one line a step: the address of an entry of a tiled table takes longer to compute than a copy takes to start. The last block of
+a step starts the copies of the first block of the next one, whose line is there already.
 """
 
 import functools

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.in_step_eviction import UNLIMITED
 from jkv.cache.pool import Pool, num_pages_of
-from jkv.model.copies import max_over_copies, mean_over_copies
+from jkv.model.copies import gather_copies
 
 
 class ReadRules(NamedTuple):
@@ -49,7 +49,9 @@ def bound(query: Float[Array, "R G H"], bounds: Float[Array, "R MP 2 H"], averag
     up, down = jnp.maximum(query, 0), jnp.minimum(query, 0)
     total = jnp.einsum("rgh,rph->rgp", up, high, preferred_element_type=jnp.float32)
     total += jnp.einsum("rgh,rph->rgp", down, low, preferred_element_type=jnp.float32)
-    return jnp.where(averages[:, None], mean_over_copies(total.mean(axis=1)), max_over_copies(total.max(axis=1)))
+    own = jnp.where(averages[:, None], total.mean(axis=1), total.max(axis=1))
+    of_copies = gather_copies(own[None], axis=0)
+    return jnp.where(averages[:, None], of_copies.mean(axis=0), of_copies.max(axis=0))
 
 
 def choose_in(

@@ -109,7 +109,7 @@ def num_pool_pages(
 
     Windows and recurrent states are allocated beside the pool, and count in a size in bytes and in the free memory.
     A size in bytes is capped at the pages that can ever be in use: full rows, and as many again for prompts that samples
-    share. All `num_shards` devices have equally many pages, so the total is rounded down.
+    share. All `num_shards` pools of a mesh have equally many pages, so the total is rounded down.
 
     Raises:
       ValueError: a setting out of its range, both settings, or more than the device has free.
@@ -175,10 +175,13 @@ def coarse(number: int) -> int:
 
 
 def free_pool_bytes(params: Params, num_shards: int, share: float | None = None) -> int:
-    """Bytes that a pool may take, in equal parts, on the devices that hold the weights; CPU devices share one memory."""
+    """Bytes that `num_shards` pools may take in all, in equal parts, on the devices that hold the weights.
+
+    CPU devices share one memory, where a pool that several devices have takes its bytes as often.
+    """
     devices = params.embedding.devices()
     is_one_memory = all(device.platform == "cpu" for device in devices)
-    return min(free_bytes(device, share) for device in devices) * (1 if is_one_memory else num_shards)
+    return min(free_bytes(device, share) for device in devices) * num_shards // (len(devices) if is_one_memory else 1)
 
 
 def free_bytes(device: Any, share: float | None = None) -> int:

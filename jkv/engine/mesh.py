@@ -3,10 +3,11 @@
 Each shard has its own pool, allocator and page ids for its part of the KV heads, with their query heads, page tables and last
 queries. A whole program runs inside one `jax.shard_map`, where the state looks like that of a single device. Shards exchange
 data only to sum the residual stream, to gather the logits, from which all draw the same tokens, to gather the scores where a
-policy compares heads, and to reduce the few numbers that a program returns for all heads.
+policy compares heads, and to reduce the few numbers that a program returns for all heads. Devices that hold copies of the same
+KV heads have equal pools, and exchange what a policy reads of their queries too (`jkv.model.copies`).
 
-Outside a program, an array of pages holds the pages of all shards, one shard after the other; `free_top` has one entry per
-shard. How each array is split follows from its annotation (`jkv.model.sharding`).
+Outside a program, an array of pages holds the pages of all pools, one after the other; `free_top` has one entry for each. How
+each array is split follows from its annotation (`jkv.model.sharding`).
 """
 
 import functools
@@ -64,8 +65,11 @@ def arrange(mesh: Mesh, config: ModelConfig | None = None) -> Mesh:
             f"engine for each of the {mesh.size // num_parts(mesh)} replicas, each on its own mesh."
         )
     if COPIES in shape:
-        return Mesh(mesh.devices.reshape(shape[HEADS], shape[COPIES]), (HEADS, COPIES))
-    mesh = Mesh(mesh.devices.reshape(-1), (HEADS,))
+        others = [axis for axis, name in enumerate(mesh.axis_names) if name not in (HEADS, COPIES)]
+        order = mesh.axis_names.index(HEADS), mesh.axis_names.index(COPIES), *others
+        mesh = Mesh(mesh.devices.transpose(order).reshape(shape[HEADS], shape[COPIES]), (HEADS, COPIES))
+    else:
+        mesh = Mesh(mesh.devices.reshape(-1), (HEADS,))
     return mesh if config is None else with_copies(mesh, config)
 
 

@@ -70,9 +70,10 @@ class EngineOptions:
         training with the engine's own choice; of a model with a mixture of experts, and without a prefix cache.
       mesh: devices on which the engine runs tensor-parallel: `jax.sharding.Mesh(devices, ("tensor",))`. None is the mesh of the
         weights (`jkv.load(..., mesh=...)`), if they are on one; weights that are elsewhere are moved. KV heads are split over
-        the devices, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's KV heads,
-        MLP width and vocabulary. Pages and bytes are those of all devices together; a number of pages that does not divide is
-        rounded down. Results equal those of one device except for rounding: partial sums are added in another order. Policies
+        the devices, with their query heads, pages and weights (`jkv.shard`), so their number must divide the model's query
+        heads, MLP width and vocabulary, and divide its KV heads or be a multiple of them: then several devices hold each. Pages
+        and bytes are those of all KV heads together, each counted once; a number of pages that does not divide is rounded down.
+        Results equal those of one device except for rounding: partial sums are added in another order. Policies
         that compare KV heads (any scope but "head") gather the scores of all; a score itself sees the heads of one device.
         Where heads compete (Ada-KV), each device reserves the pages that its heads would take if they won. For more rows, run
         one engine for each replica.

@@ -46,7 +46,7 @@ class Capacity:
       max_running: rows.
       chunk: the most decode steps of a chunk.
       order: whom to admit first: "arrival", or "longest" (prompt and limit).
-      num_shards: devices of a mesh, each with an equal part of the KV heads and pages.
+      num_shards: pools of a mesh, each with an equal part of the KV heads and pages.
     """
 
     num_layers: int
@@ -60,12 +60,12 @@ class Capacity:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """What the number of a row's pages depends on: K, slots of a page, devices."""
+        """What the number of a row's pages depends on: K, slots of a page, pools."""
         return self.num_kv_heads, self.page_size, self.num_shards
 
     @property
     def page_sizes(self) -> dict[str, int]:
-        """Slots of a page and devices, by the names that checks of a request take."""
+        """Slots of a page and pools, by the names that checks of a request take."""
         return {"page_size": self.page_size, "num_shards": self.num_shards}
 
 

@@ -15,7 +15,7 @@ COPIES = "copies"  # the one along which devices hold copies of them
 
 
 def num_copies(config: ModelConfig, num_devices: int) -> int:
-    """How many devices hold each KV head; 1 if the devices divide the heads, or if copies would not help."""
+    """How many devices hold each KV head; 1 unless they are a multiple of the heads, which `may_be_copied`."""
     heads = config.num_kv_heads
     return num_devices // heads if may_be_copied(config) and heads < num_devices and num_devices % heads == 0 else 1
 
@@ -41,11 +41,6 @@ def sum_over_copies(x: Shaped[Array, "*A"]) -> Shaped[Array, "*A"]:
 def mean_over_copies(x: Shaped[Array, "*A"]) -> Shaped[Array, "*A"]:
     """The mean of what the copies have of their query heads."""
     return jax.lax.pmean(x, COPIES) if copies_here() > 1 else x
-
-
-def max_over_copies(x: Shaped[Array, "*A"]) -> Shaped[Array, "*A"]:
-    """The largest of what the copies have of their query heads."""
-    return jax.lax.pmax(x, COPIES) if copies_here() > 1 else x
 
 
 def gather_copies(x: Shaped[Array, "*A"], axis: int) -> Shaped[Array, "*B"]:

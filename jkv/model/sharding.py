@@ -207,11 +207,27 @@ def fitted_all(specs: Any, mesh: Any) -> Any:
     return jax.tree.map(lambda spec: fitted(spec, mesh), specs, is_leaf=is_spec)
 
 
-def with_copies(mesh: Mesh, config: ModelConfig) -> Mesh:
-    """The mesh, whose axis "tensor" becomes two where its devices outnumber the model's KV heads."""
-    count = 1 if COPIES in mesh.axis_names else num_copies(config, mesh.shape[HEADS])
-    if count == 1:
+def with_copies(mesh: Any, config: ModelConfig) -> Any:
+    """The mesh, whose axis "tensor" becomes two where its devices outnumber the model's KV heads.
+
+    Raises:
+      ValueError: a mesh that is split for another number of KV heads, or one that `jax.set_mesh` gives unsplit.
+    """
+    count, shape = num_copies(config, num_parts(mesh)), dict(mesh.shape)
+    heads = f"{config.num_kv_heads} KV heads on {num_parts(mesh)} devices"
+    if COPIES in shape and shape[COPIES] != count:
+        raise ValueError(
+            f'The axis "{COPIES}" of a mesh must have {count} devices for {heads}; got {shape}. Give a mesh with the axis '
+            f'"{HEADS}" in place of both, which is split as the model needs.'
+        )
+    if COPIES in shape or count == 1:
         return mesh
+    set_names = jax.sharding.get_abstract_mesh().axis_names
+    if not isinstance(mesh, Mesh) or (HEADS in set_names and COPIES not in set_names):
+        raise ValueError(
+            f'The mesh of jax.set_mesh must have an axis "{COPIES}" for {heads}; got one without. '
+            "Set the mesh of the weights, params.embedding.sharding.mesh, where jkv.shard(params, mesh) has placed them."
+        )
     at = mesh.axis_names.index(HEADS)
     names = *mesh.axis_names[:at], *BOTH, *mesh.axis_names[at + 1 :]
     sizes = [mesh.shape[name] for name in mesh.axis_names]

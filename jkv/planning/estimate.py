@@ -259,6 +259,7 @@ class Setting:
         for name, cost in costs.items():
             limits[cost.limit(device, itemsize)] = limits.get(cost.limit(device, itemsize), 0.0) + phases[name]
         phases["host"] = max(0.0, host_seconds(batch) - sum(phases.values()))  # it works while the device decodes
-        compacting = batch * compaction_cost(self.local, policy, life, vector=self.vector_bytes).seconds(device, itemsize)
+        of_row = compaction_cost(self.local, policy, life, vector=self.vector_bytes, copies=self.copies)
+        compacting = batch * of_row.seconds(device, itemsize)
         seconds = new * sum(phases.values()) + compacting
         return batch * new / seconds, phases, max(limits, key=limits.__getitem__), compacting / seconds

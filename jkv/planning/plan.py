@@ -122,8 +122,8 @@ def plan(
       page_size: slots of a page; None takes 128 on a TPU and for "kvarn", 16 elsewhere.
       dtype: of weights and cache; None is the loaded model's, or what `jkv.load` takes of a bfloat16 checkpoint: float32 on a
         CPU and on a GPU of compute capability below 8.0, and bfloat16 elsewhere.
-      num_devices: devices over which KV heads are split, as with `jkv.Engine(mesh=...)`; bytes are then those of each. For
-        more rows than such a group holds, plan one engine for each replica.
+      num_devices: devices over which KV heads are split or copied, as with `jkv.Engine(mesh=...)`; bytes are then those of
+        each. For more rows than such a group holds, plan one engine for each replica.
       sampling: how tokens are drawn. A cut by top-k, top-p or min-p keeps two copies of the logits, penalties keep counts of
         every token in every row, which each step reads. None plans for draws that are cut, without penalties.
       kv_dtype: "int8", "fp8", "int4" or "kvarn" for quantised pages (`jkv.EngineOptions`); None keeps keys and values in

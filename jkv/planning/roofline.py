@@ -154,10 +154,11 @@ def step_costs(
     }
 
 
-def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, vector: float) -> Cost:
+def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, vector: float, copies: int = 1) -> Cost:
     """All compactions of one row: a score may read all keys, of `vector` bytes each, and slots that stay are read and written.
 
-    A score that compares keys with each other (R-KV's) multiplies all pairs of keys.
+    A score that compares keys with each other (R-KV's) multiplies all pairs of keys. Each of several `copies` of a KV head
+    scores by the query heads of all.
     """
     if policy.evict is None:
         return Cost(0.0, 0.0)
@@ -165,5 +166,5 @@ def compaction_cost(config: ModelConfig, policy: Policy, life: Lifetime, *, vect
     heads, size = config.num_kv_heads, config.head_size
     before, squared, after = (float(x.sum()) for x in (life.slots_before, life.slots_squared, life.slots_after))
     num_bytes = heads * vector * (4 * after + bool(needs.window) * before)
-    flops = 2 * size * (needs.window * config.num_query_heads * before + needs.compares_keys * heads * squared)
+    flops = 2 * size * (needs.window * copies * config.num_query_heads * before + needs.compares_keys * heads * squared)
     return Cost(num_bytes, flops)

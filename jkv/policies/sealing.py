@@ -29,10 +29,10 @@ def check_sealing(policy: Policy, kv_format: Format | None) -> None:
 
 
 def check_sealing_on(platform: str, kv_format: Format | None, head_size: int) -> None:
-    """Refuses sealed pages on a device that would pad their scales, or scatter those of a page over the whole pool.
+    """Refuses sealed pages on a device that would scatter the scales of a page over the whole pool.
 
     Raises:
-      ValueError: a TPU, with other heads or pages than those that it stores as they are.
+      ValueError: a TPU, with heads or pages of other sizes than 128.
     """
     if not isinstance(kv_format, SealedFormat) or platform != "tpu":
         return

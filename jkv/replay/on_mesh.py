@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float
 
-from jkv.model.copies import COPIES, HEADS, num_copies
+from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import Params
 from jkv.model.sharding import P, check_divides, fitted_all, num_parts, part_of, specs_of, with_copies
 
@@ -35,16 +35,7 @@ def mesh_of(params: Params, mesh: AnyMesh | None = None) -> AnyMesh | None:
     if mesh is None or mesh.size <= 1:
         return None
     check_divides(params.config, num_parts(mesh))
-    if HEADS not in mesh.axis_names or num_copies(params.config, num_parts(mesh)) == 1:
-        return mesh
-    if isinstance(mesh, Mesh):
-        return with_copies(mesh, params.config)
-    if COPIES not in mesh.axis_names:
-        raise ValueError(
-            f"A mesh whose axis {HEADS!r} has more devices than the model has KV heads, {params.config.num_kv_heads}, needs an "
-            f"axis {COPIES!r} too; got {dict(mesh.shape)}. Set the mesh of the weights, as jkv.shard(params, mesh) places them."
-        )
-    return mesh
+    return with_copies(mesh, params.config) if HEADS in mesh.axis_names else mesh
 
 
 def num_row_shards(mesh: AnyMesh | None) -> int:

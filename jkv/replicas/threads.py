@@ -14,8 +14,9 @@ from jkv.checks import counted
 from jkv.engine import mesh as meshes
 from jkv.engine.options import EngineOptions
 from jkv.engine.stats import RunStats
+from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import Model
-from jkv.model.sharding import HEADS, shard
+from jkv.model.sharding import shard
 from jkv.policies import Policy
 from jkv.replicas.replica import Facts, Item, Lost, Post, Replica, Rows, Updated
 from jkv.replicas.worker import Worker
@@ -34,7 +35,7 @@ def places_of(mesh: Mesh | None, num_replicas: int | None) -> list[Mesh | jax.De
         raise ValueError(f"{rule}; got {'neither' if mesh is None else 'both'}. Give one of them.")
     if mesh is not None:
         shape = dict(mesh.shape)
-        others = {name: size for name, size in shape.items() if name not in (DATA, HEADS) and size > 1}
+        others = {name: size for name, size in shape.items() if name not in (DATA, HEADS, COPIES) and size > 1}
         if DATA not in shape or others:
             raise ValueError(f"{rule}; got a mesh of {shape}. Rename its axes, or leave others out.")
         rows = np.moveaxis(mesh.devices, mesh.axis_names.index(DATA), 0).reshape(shape[DATA], -1)

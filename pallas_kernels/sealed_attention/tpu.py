@@ -83,7 +83,13 @@ def sealed_attention(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True),
         interpret=interpret,
         name="sealed_attention",
-    )(pad(num_pages, padded_rows), table, table, pad(query, padded_rows, padded_group, head_size), *arrays)
+    )(
+        pad(jnp.minimum(num_pages, page_table.shape[1]), padded_rows),
+        table,
+        table,
+        pad(query, padded_rows, padded_group, head_size),
+        *arrays,
+    )
     return out[:num_rows, :group], log_total[:num_rows, :group, 0]
 
 
@@ -199,5 +205,5 @@ def float_of(bits: Any) -> Float[Array, "..."]:
     size = bits & 0x7FFF
     number = lax.bitcast_convert_type(size << 13, jnp.float32) * 2.0**112
     number = jnp.where(size < 0x400, size.astype(jnp.float32) * 2.0**-24, number)
-    number = jnp.where(size > 0x7C00, jnp.nan, number)
+    number = jnp.where(size >= 0x7C00, jnp.where(size > 0x7C00, jnp.nan, jnp.inf), number)
     return jnp.where(bits > 0x7FFF, -number, number)

@@ -310,7 +310,9 @@ def test_glm_copies_neither_pool_nor_experts(target, name):
 def test_a_family_decodes_without_a_copy_of_its_pool(target, model):
     config = find_shape(model)[1]
     windows = (0,) if config.window_layers else ()
-    shapes = shapes_on(target, dataclasses.replace(config, num_layers=2, window_layers=windows))
+    # All 32 heads of OLMo-3 are KV heads: a v5e has no room for the windows of more rows.
+    rows = {"num_rows": 8} if (target, model) == ("tpu-v5e", "olmo3-7b") else {}
+    shapes = shapes_on(target, dataclasses.replace(config, num_layers=2, window_layers=windows), **rows)
     compiled = targets.compile_for(target, programs.PROGRAMS["decode-full"].trace, shapes)
     assert not find_copies(compiled.as_text(), shapes.state.cache.pool.kv.shape)
     assert_runs(compiled, ("paged_attention",))

@@ -73,7 +73,7 @@ def test_rows_are_those_of_each_by_itself_and_replay_gives_their_log_probabiliti
     out = run(model, prompts, name, max_running=2)
     difference = apart(model, out)
     assert np.percentile(difference, 95) <= 1e-5  # of so few tokens, the 99th is the largest
-    assert difference.max() <= 1e-4
+    assert difference.max() <= 3e-4  # qwen3_5_moe: weights changed by 1e-7 of themselves move one token by 2e-4
     alone = run(model, prompts[:1], name, max_running=2)
     np.testing.assert_array_equal(out.tokens[0], alone.tokens[0])
 

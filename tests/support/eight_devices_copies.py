@@ -87,10 +87,15 @@ def test_copies_change_no_token(on_devices, count, name):
 
 @pytest.mark.everyday
 @pytest.mark.parametrize("count", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_copies_hold_the_same_pages_and_a_part_of_the_queries(on_devices, count):
-    engine, copies = on_devices(count, groups_of("r_kv"))[1], COUNTS[count]
+def test_copies_hold_the_same_pages_and_a_part_of_the_queries(model, count):
+    copies, policy = COUNTS[count], jkv.r_kv(16, 8, window=4)
+    engine = jkv.Engine(model, max_running=2, max_slots=MAX_SLOTS, page_size=PAGE_SIZE, mesh=devices_of(count), chunk=4)
+    engine.submit(LONG, policy=policy, max_new_tokens=22, stop_ids=())
+    while engine.stats.steps < 12:  # and a compaction has been
+        engine.step()
     assert dict(engine.mesh.shape) == {"tensor": 2, "copies": copies}
     state, weights = engine.runner.state, engine.model.params.layers[0]
+    assert np.asarray(state.cache.pool.length).max() > 12
     for array in jax.tree.leaves((state.cache.pool, weights.key, weights.value)):
         parts = [np.asarray(shard.data) for shard in array.addressable_shards]
         for first in range(0, count, copies):
@@ -101,6 +106,32 @@ def test_copies_hold_the_same_pages_and_a_part_of_the_queries(on_devices, count)
         assert whole.addressable_shards[0].data.shape[axis] * count == whole.shape[axis]
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(engine.model.params))
     assert mesh.local_bytes(engine.model.params, count, copies) == held
+    device = jkv.Device("small", "cpu", 10**9)
+    plan = jkv.plan(model, device, policy, length=42, prompt=20, batch=2, page_size=PAGE_SIZE, num_devices=count)
+    assert plan.weight_bytes == held
+    fewer = jkv.plan(model, device, policy, length=42, prompt=20, batch=2, page_size=PAGE_SIZE, num_devices=2)
+    assert plan.own.num_pages == fewer.own.num_pages
+
+
+def test_rows_sleep_and_go_on():
+    """With the prefix cache and kept rows, and with sealed pages, each as on one device."""
+    model = tiny_model(config=dataclasses.replace(CONFIG, head_size=32))
+
+    def outcome(on, **settings):
+        engine = jkv.Engine(model, max_running=2, max_slots=96, page_size=16, mesh=on, **settings)
+        keep = "prefix_cache" in settings
+        tickets = [engine.submit(LONG, max_new_tokens=30, stop_ids=(), keep=keep) for _ in range(2)]
+        engine.step()
+        engine.sleep()
+        engine.wake()
+        engine.run()
+        if keep:
+            tickets = [engine.extend(ticket, [3, 7, 5], max_new_tokens=8, stop_ids=()) for ticket in tickets]
+            engine.run()
+        return [engine.result(ticket).tokens.tolist() for ticket in tickets]
+
+    for settings in ({"prefix_cache": True}, {"kv_dtype": "kvarn"}):
+        assert outcome(devices_of(4), **settings) == outcome(None, **settings)
 
 
 def test_a_step_exchanges_no_more_than_without_copies(model):
@@ -179,3 +210,19 @@ def test_what_neither_divides_is_refused_with_the_arithmetic():
     assert num_copies(windows, 4) == 1
     with pytest.raises(ValueError, match="num_kv_heads=1 must be a multiple of the 4 devices"):
         check_divides(windows, 4)
+    for sizes, message in (((2, 2), "must have 1 devices for 4 KV heads on 4 devices"), ((1, 4), "must have 1 devices")):
+        split = Mesh(np.reshape(jax.devices()[:4], sizes), ("tensor", "copies"))
+        with pytest.raises(ValueError, match=message):
+            jkv.Engine(tiny_model(config=dataclasses.replace(CONFIG, num_kv_heads=4)), mesh=split)
+    with jax.set_mesh(devices_of(4)), pytest.raises(ValueError, match=r'set_mesh must have an axis "copies" for 2 KV heads'):
+        jkv.Engine(tiny_model(config=CONFIG), mesh=devices_of(4))
+
+
+def test_a_mesh_that_is_split_already_may_name_its_axes_in_any_order(model):
+    turned = Mesh(np.reshape(jax.devices()[:4], (2, 2)).T, ("copies", "tensor"))
+    assert [device.id for device in mesh.arrange(turned, CONFIG).devices.flat] == [0, 1, 2, 3]
+    grid = jkv.shard(model.params, Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))).embedding.sharding.mesh
+    with jkv.Replicas(model, mesh=grid, max_running=2, max_slots=64, page_size=4) as replicas:
+        out = replicas.generate([LONG, LONG[:5]], max_new_tokens=8, stop_ids=())
+    one = jkv.generate(model, [LONG, LONG[:5]], max_new_tokens=8, stop_ids=(), progress=False)
+    np.testing.assert_array_equal(out.tokens, one.tokens)

@@ -39,7 +39,8 @@ class JkvRollout(base_rollout.BaseRollout):
     Args:
       rollout_actor: tunix's actor. tunix passes it, the tokenizer, the mesh and the configuration.
       tokenizer: a tokenizer of `tunix.generate.tokenizer_adapter`.
-      mesh: the devices of the role ROLLOUT. KV heads are split over all of them, so the number of devices must divide them.
+      mesh: the devices of the role ROLLOUT. KV heads are split over all of them, so the number of devices must divide the
+        heads, or be a multiple of them.
       rollout_config: the configuration of training. A call may pass another; a larger one rebuilds the engine.
       policy: the eviction policy; None means the full cache.
       live: whether each call reads the actor's weights directly. With False, the weights are those of `update_params`. None
