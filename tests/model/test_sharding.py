@@ -18,7 +18,7 @@ from jkv.engine import mesh, programs
 from jkv.engine.chunk_inputs import Needs, empty_state
 from jkv.engine.programs import ChunkInputs, State
 from jkv.model.params import ModelConfig
-from jkv.model.sharding import EXPERTS, SPLIT, SPLIT_WEIGHTS, leaf_hints, letters_of, spec_of, specs_of
+from jkv.model.sharding import BOTH, EXPERTS, SPLIT, SPLIT_WEIGHTS, leaf_hints, letters_of, spec_of, specs_of
 from jkv.model.sharding import P as Spec
 from jkv.model.weight_shapes import weight_shapes
 from jkv.testing import TINY, adapted, unfolded
@@ -39,18 +39,19 @@ def one():
         ("", SPLIT, Spec()),
         ("L B K MP", SPLIT, Spec(None, None, "tensor")),
         ("P 2 page H", SPLIT, Spec("tensor")),
-        ("L B W N H", SPLIT, Spec(None, None, None, "tensor")),
+        ("L B W N H", SPLIT, Spec(None, None, None, BOTH)),
         ("L B K MP*page", SPLIT, Spec(None, None, "tensor")),
         ("B V", SPLIT, Spec()),  # logits are gathered
-        ("D V", SPLIT_WEIGHTS, Spec(None, "tensor")),
-        ("V D", SPLIT_WEIGHTS, Spec("tensor")),
-        ("D N*H", SPLIT_WEIGHTS, Spec(None, "tensor")),
-        ("F D", SPLIT_WEIGHTS, Spec("tensor")),
+        ("D V", SPLIT_WEIGHTS, Spec(None, BOTH)),
+        ("D K*H", SPLIT_WEIGHTS, Spec(None, "tensor")),  # several devices may hold a KV head
+        ("V D", SPLIT_WEIGHTS, Spec(BOTH)),
+        ("D N*H", SPLIT_WEIGHTS, Spec(None, BOTH)),
+        ("F D", SPLIT_WEIGHTS, Spec(BOTH)),
         ("D", SPLIT_WEIGHTS, Spec()),
-        ("X F D", SPLIT_WEIGHTS, Spec(None, "tensor")),
-        ("X F D", SPLIT_WEIGHTS | {EXPERTS}, Spec("tensor")),
-        ("X D", SPLIT_WEIGHTS | {EXPERTS}, Spec("tensor")),
-        ("F D", SPLIT_WEIGHTS | {EXPERTS}, Spec("tensor")),  # of a shared block
+        ("X F D", SPLIT_WEIGHTS, Spec(None, BOTH)),
+        ("X F D", SPLIT_WEIGHTS | {EXPERTS}, Spec(BOTH)),
+        ("X D", SPLIT_WEIGHTS | {EXPERTS}, Spec(BOTH)),
+        ("F D", SPLIT_WEIGHTS | {EXPERTS}, Spec(BOTH)),  # of a shared block
         ("D choices", SPLIT_WEIGHTS | {EXPERTS}, Spec()),
     ],
 )
@@ -199,10 +200,10 @@ def test_weights_in_any_form_have_a_spec_for_each_array(form):
     assert len(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, Spec))) == count
     layer = specs.layers[2]
     if form is adapted:
-        assert (layer.query.down, layer.query.up) == (Spec(), Spec(None, "tensor"))
-        assert (layer.out.down, layer.out.up) == (Spec("tensor"), Spec())
+        assert (layer.query.down, layer.query.up) == (Spec(), Spec(None, BOTH))
+        assert (layer.out.down, layer.out.up) == (Spec(BOTH), Spec())
     else:
-        assert (layer.query, layer.out, layer.query_norm) == (Spec(None, "tensor"), Spec("tensor"), Spec())
+        assert (layer.query, layer.out, layer.query_norm) == (Spec(None, BOTH), Spec(BOTH), Spec())
 
 
 def test_what_is_absent_has_no_spec():
@@ -213,7 +214,7 @@ def test_what_is_absent_has_no_spec():
     state = empty_state(TINY, Needs(), num_rows=2, num_pages=4, max_pages=2, page_size=4)
     split = mesh.state_specs(state)
     assert split.cache.query_ring is split.cache.pool.bounds is None
-    assert split.cache.pool.free_top == Spec("tensor")  # one entry a shard
+    assert split.cache.pool.free_top == Spec("tensor")  # one entry a pool
     assert split.cache.pool.poison is False
 
 
