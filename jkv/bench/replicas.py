@@ -24,12 +24,14 @@ from jkv.engine.samples import Completion
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
 from jkv.model import checkpoint
+from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import full
 from jkv.policies.table import r_kv
 from jkv.replicas import Replicas
 from jkv.replicas.buckets import pack, unpack
 from jkv.replicas.dispatcher import Dispatcher, Open
+from jkv.replicas.front import Front
 from jkv.replicas.replica import Facts, Finished, Item, Post
 
 ROWS, TOKENS = 16, 512
@@ -46,7 +48,7 @@ class Paper:
     def submit(self, items: Sequence[Item]) -> None:
         """Finishes items."""
         for item in items:
-            self._post(Finished(item.number, Completion([1], finish_reason="length"), 1, None, None))
+            self._post(Finished(item.number, Completion([1], finish_reason="length"), 1, None))
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: RunStats()
@@ -57,8 +59,8 @@ class PaperCarrier:
 
     name, num_starts = "paper", 1
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, model: Model) -> None:
+        self.count, self.model = count, model
 
     def start(self, index: int, post: Post) -> Any:
         """A replica of paper."""
@@ -66,6 +68,9 @@ class PaperCarrier:
 
     def put(self, leaves: Any, version: int) -> Any:
         """Nothing travels."""
+
+    def forget(self) -> None:
+        """Nothing is held."""
 
     def close(self) -> None:
         """Nothing is shared."""
@@ -75,7 +80,7 @@ def time_dispatcher(count: int, groups: int = 4_000, n: int = 8) -> dict[str, An
     """Microseconds of this process for each item, with `count` replicas of `ROWS` rows and `n` samples a prompt."""
     model = checkpoint.load("tiny-reasoner")
     request = make_requests(model, [np.array([5, 1])], RequestOptions(max_new_tokens=4, policy=full()))[0][0]
-    dispatcher, numbers = Dispatcher(PaperCarrier(count), restarts=0), iter(range(groups * n))
+    dispatcher, numbers = Dispatcher(PaperCarrier(count, model), restarts=0), iter(range(groups * n))
     items = [[Open(Item.of(next(numbers), request, [full()]), 10, Reply()) for _ in range(n)] for _ in range(groups)]
     began = time.process_time()
     dispatcher.call(dispatcher.submit, items).result()
@@ -112,8 +117,10 @@ def time_replicas(count: int, carrier: str, problems: int) -> dict[str, Any]:
             out = replicas.generate(prompts, progress=False, **call)
             seconds.append(time.perf_counter() - began)
             busy.append(time.process_time() - used)
-        requests = replicas._requests(prompts[0], call)
-        sent = [finished for _, finished in replicas._finished(requests)]
+        front = Front(replicas)
+        ticket = front.submit_requests(replicas.requests(prompts[0], call)[0])
+        front.run()
+        sent = [Finished.of(number, sample) for number, sample in enumerate(front.take([ticket]))]
     tokens = int(out.lengths.sum())
     best = int(np.argmin(seconds[1:])) + 1
     return {

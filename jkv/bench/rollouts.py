@@ -169,7 +169,8 @@ def largest_group(params: Params, load: Load, policy: Policy, num_bytes: int) ->
 
     def pool_bytes(n: int) -> int:
         rollout = Rollout(params, policy, **limits, n=n, max_running=n, page_size=page_size, num_pages=prompt + n * row)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(rollout.engine.runner.state.cache))
+        engine: Any = rollout.engine
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.cache))
         rollout.sleep()
         return size
 

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
     policy = make(options.policy or "full", read_settings(options.budget, options.set))
     name = options.model or "tiny-reasoner"
-    model = load_model(name, options.weight_dtype, options.mesh)
+    model = load_model(name, options.weight_dtype, options.mesh, replicas=False)
     if not has_chat_template(model.tokenizer):
         raise ValueError(
             f"chat needs a model with a chat template; {name} has none. Name "

@@ -103,19 +103,20 @@ def add_weight_dtype(command: argparse.ArgumentParser) -> None:
     command.add_argument("--weight-dtype", help="int8 or fp8 keeps the model's matrices in 8 bits; default: as they are")
 
 
-def add_mesh(command: argparse.ArgumentParser) -> None:
-    """`--mesh`."""
+def add_mesh(command: argparse.ArgumentParser, replicas: bool = True) -> None:
+    """`--mesh`; without `replicas` it has no axis "data"."""
+    more = "; data=M,tensor=N runs M replicas, each on N devices" if replicas else ""
     command.add_argument(
-        "--mesh", metavar="tensor=N", help="splits the model and its cache over the first N devices; default: one device"
+        "--mesh", metavar="tensor=N", help=f"splits the model and its cache over N devices{more}; default: one device"
     )
 
 
-def load_model(name: str, weight_dtype: str | None, mesh: str | None) -> Any:
-    """The model of a command, on the mesh of its `--mesh`, which engines then run on."""
+def load_model(name: str, weight_dtype: str | None, mesh: str | None, replicas: bool = True) -> Any:
+    """The model of a command, on the mesh of its `--mesh`, which engines then run on; one alone without `replicas`."""
     from jkv.engine.mesh import read_mesh
     from jkv.model import checkpoint
 
-    return checkpoint.load(name, weight_dtype=weight_dtype, mesh=None if mesh is None else read_mesh(mesh))
+    return checkpoint.load(name, weight_dtype=weight_dtype, mesh=None if mesh is None else read_mesh(mesh, replicas))
 
 
 def add_sampling(command: argparse.ArgumentParser, default: str = "", temperature: float = 0, top_p: float = 1) -> None:

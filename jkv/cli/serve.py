@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     command.add_argument("--chunk", type=int, default=16, help="decode steps between two events of a stream (default: 16)")
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
     add_weight_dtype(command)
-    add_mesh(command)
+    add_mesh(command, replicas=False)
     add_kv_dtype(command)
     command.add_argument(
         "--no-prefix-cache",
@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         time_limit=options.time_limit,
     )
     place = listen(options.host, options.port)
-    model = load_model(options.model, options.weight_dtype, options.mesh)
+    model = load_model(options.model, options.weight_dtype, options.mesh, replicas=False)
     positions, is_sealed = model.config.max_positions, options.kv_dtype in SEALED
     kv_memory = int(options.kv_memory) if (options.kv_memory or "").isdecimal() else options.kv_memory
     engine = Engine(

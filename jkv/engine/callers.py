@@ -18,11 +18,12 @@ class Callers:
     """The threads that use an engine.
 
     Args:
-      engine: a `jkv.Engine`.
+      engine: a `jkv.Engine`, or replicas that look like one.
+      rest: stops what runs without turns, when the last thread that waits leaves; None where nothing does.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, engine: Any, rest: Callable[[], None] | None = None) -> None:
+        self._engine, self._rest, self._num_running = engine, rest, 0
         self._changed = threading.Condition()
         self._is_busy = False  # a thread has the engine
         self._num_asking = 0  # threads that want it between two turns
@@ -54,12 +55,28 @@ class Callers:
         Raises:
           RuntimeError: an earlier turn ended in the middle, in this thread or another one.
         """
-        while self._take_turn(is_over):
-            try:
-                events = self._engine.step()
-            finally:
-                self._let_go()
-            on_events(events)
+        with self._running():
+            while self._take_turn(is_over):
+                try:
+                    events = self._engine.step()
+                finally:
+                    self._let_go()
+                on_events(events)
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        """Counts the threads that run turns or wait for them."""
+        with self._changed:
+            self._num_running += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_running -= 1
+                is_last = not self._num_running
+            if is_last and self._rest is not None:
+                with self.alone():
+                    self._rest()
 
     def _take_turn(self, is_over: Callable[[], object]) -> bool:
         """Waits until this thread may run a turn; False once it is over."""

@@ -20,7 +20,7 @@ from jkv.engine.filling import decoding
 from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
 from jkv.engine.idle import is_ready
-from jkv.engine.interrupts import call, deferred_interrupts, raise_lost_interrupt
+from jkv.engine.interrupts import raise_lost_interrupt, run_to_end
 from jkv.engine.mappings import let_programs_go
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
@@ -110,8 +110,7 @@ class Engine:
             self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*piece, self.needs.window)
         self.reset_stats()
 
-    __repr__, _repr_html_, serve = description.text, description.html, serve
-    extend, release = turns.extend, turns.release
+    __repr__, _repr_html_, serve, extend, release = description.text, description.html, serve, turns.extend, turns.release
 
     # Requests.
 
@@ -282,18 +281,8 @@ class Engine:
     def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
         """Runs until all requests are finished. Ctrl-C cancels them, after the turn in progress; they keep their tokens."""
         self._guard.check()
-        with self._guard.owned("run"), deferred_interrupts(ends_here=True) as presses:
-            while not self.is_idle:
-                is_over = False
-                try:
-                    events = self.step()
-                    if on_events and (raised := call(on_events, events)):
-                        raise raised
-                except KeyboardInterrupt:
-                    is_over = True
-                if presses or is_over:
-                    for ticket in list(self.tickets):  # a copy: a callback may take results
-                        self.cancel(ticket)
+        with self._guard.owned("run"):
+            run_to_end(self, on_events)
 
     def result(self, ticket: int) -> Result:
         """Returns a finished request's result and drops it; bytes and seconds in `stats` are the engine's since the last reset.
@@ -301,7 +290,7 @@ class Engine:
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
         """
-        return make_result(self.model, self.take([ticket]), self.stats, self.runner.is_traced)
+        return make_result(self.model, self.take([ticket]), self.stats, self.is_traced)
 
     def take(self, tickets: Sequence[int]) -> list[Sample]:
         """Returns the samples of finished requests, in order, and drops the requests.
@@ -332,6 +321,20 @@ class Engine:
     def model(self) -> Model:
         """The model with the weights in use."""
         return self.runner.model
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in use: how often they were replaced."""
+        return self.runner.version
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether samples are traced; may be set while none is unfinished."""
+        return self.runner.is_traced
+
+    @is_traced.setter
+    def is_traced(self, is_traced: bool) -> None:
+        self.runner.is_traced = is_traced
 
     # Weights and memory.
 
@@ -411,8 +414,7 @@ class Engine:
         sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages} | self.capacity.page_sizes
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
-        is_trained = self.runner.version > 0 or self.is_asleep
-        check_policy(request.policy, self.needs, self.model, is_trained, self.gate)
+        check_policy(request.policy, self.needs, self.model, self.version > 0 or self.is_asleep, self.gate)
         check_request(request, self.options)
         turns.check_keep(request)
         return request
@@ -425,8 +427,8 @@ class Engine:
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         stops = stop_finder(self.model.tokenizer, request)
         pages = most_pages(self.model.params, request, self.capacity.page_size, self.capacity.num_shards)
-        now = running_seconds()
-        sample = Sample(ticket, index, request, Completion(), pages, on_tokens=on_tokens, stops=stops, submitted=now)
+        given: Any = {"on_tokens": on_tokens, "stops": stops, "submitted": running_seconds()}
+        sample = Sample(ticket, index, request, Completion(), pages, **given)
         self.scheduler.add(sample)
         return sample
 

@@ -110,6 +110,22 @@ def call(function: Callable[..., Any], *arguments: Any) -> BaseException | None:
     return None
 
 
+def run_to_end(engine: Any, on_events: Callable[[list[Any]], None] | None = None) -> None:
+    """Runs an engine until all requests are finished. Ctrl-C cancels them after the turn; they keep their tokens."""
+    with deferred_interrupts(ends_here=True) as presses:
+        while not engine.is_idle:
+            is_over = False
+            try:
+                events = engine.step()
+                if on_events and (raised := call(on_events, events)):
+                    raise raised
+            except KeyboardInterrupt:
+                is_over = True
+            if presses or is_over:
+                for ticket in list(engine.tickets):  # a copy: a callback may take results
+                    engine.cancel(ticket)
+
+
 def is_main_thread() -> bool:
     """Whether this thread receives signals."""
     return threading.current_thread() is threading.main_thread()

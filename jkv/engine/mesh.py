@@ -43,6 +43,7 @@ from jkv.model.sharding import (
 )
 from jkv.policies import Needs
 
+DATA = "data"  # the axis of a mesh that counts replicas (`jkv.replicas`)
 # Static arguments of programs.
 SETTINGS = (
     *("num_steps", "draws", "is_traced", "returns_hidden", "returns_experts"),
@@ -61,8 +62,8 @@ def arrange(mesh: Mesh, config: ModelConfig | None = None) -> Mesh:
         raise ValueError(f'The mesh of an engine must split KV heads over an axis "{HEADS}"; got {shape}. Rename its axis.')
     if mesh.size > num_parts(mesh):
         raise ValueError(
-            f'The mesh of an engine must split only KV heads, over an axis "{HEADS}"; got {shape}. For more rows, run one '
-            f"engine for each of the {mesh.size // num_parts(mesh)} replicas, each on its own mesh."
+            f'The mesh of an engine must split only KV heads, over an axis "{HEADS}"; got {shape}. jkv.generate, jkv.Rollout '
+            f'and jkv.Replicas run one engine for each of the {mesh.size // num_parts(mesh)} rows of an axis "{DATA}".'
         )
     if COPIES in shape:
         others = [axis for axis, name in enumerate(mesh.axis_names) if name not in (HEADS, COPIES)]
@@ -103,31 +104,41 @@ def mesh_for(mesh: Mesh | None, params: Params) -> Mesh | None:
     return arrange(mesh, params.config)
 
 
-def read_mesh(text: str) -> Mesh:
-    """The mesh that a command line asks for: `tensor=4` is the first four devices of this process.
+def read_mesh(text: str, replicas: bool = True) -> Mesh:
+    """The mesh that a command line asks for: `data=4,tensor=2` are four replicas of two devices, the first of this process.
+
+    Args:
+      text: sizes of the axes "data" and "tensor"; what is left out is 1.
+      replicas: whether the command runs several.
 
     Raises:
-      ValueError: another axis than "tensor", no number of devices, or more than there are.
+      ValueError: another axis, no number of devices, several replicas of a command that runs one, or more devices than there
+        are.
     """
     sizes: dict[str, int] = {}
     for word in words(text):
         name, _, number = map(str.strip, word.partition("="))
         if name in sizes or not number.isdecimal() or not int(number[:9]):
-            raise ValueError(f"A mesh is written as axes with their numbers of devices, such as tensor=4; got {shown(text)}.")
+            raise ValueError(
+                f"A mesh is written as axes with their numbers of devices, such as {HEADS}=4 or {DATA}=4,{HEADS}=2; got "
+                f"{shown(text)}."
+            )
         sizes[name] = int(number[:9])
-    if "data" in sizes:
+    if not sizes or not sizes.keys() <= {DATA, HEADS}:
         raise ValueError(
-            f'A mesh of the command line has no axis "data": one engine runs on it, whose heads are split; got {shown(text)}. '
-            "Write tensor=N alone, and run one process for each replica."
+            f'A mesh of the command line has the axes "{DATA}" (replicas) and "{HEADS}" (devices of each); got {shown(text)}. '
+            f"Write {HEADS}=N, or {DATA}=M,{HEADS}=N."
         )
-    if sizes.keys() != {HEADS}:
-        raise ValueError(f'A mesh of the command line has one axis, "{HEADS}"; got {shown(text)}. Write {HEADS}=N.')
-    devices = jax.local_devices()
-    if sizes[HEADS] > len(devices):
+    shape = sizes.get(DATA, 1), sizes.get(HEADS, 1)
+    if shape[0] > 1 and not replicas:
+        raise ValueError(f"This command runs one engine, and no replicas; got {shown(text)}. Write {HEADS}=N alone.")
+    devices, count = jax.local_devices(), shape[0] * shape[1]
+    if count > len(devices):
         raise ValueError(
             f"A mesh must have at most the {counted(len(devices), 'device')} of this process; got {shown(text)}. Lower it."
         )
-    return Mesh(np.array(devices[: sizes[HEADS]]), (HEADS,))
+    mesh = Mesh(np.array(devices[:count]).reshape(shape), (DATA, HEADS))
+    return mesh if shape[0] > 1 else Mesh(mesh.devices[0], (HEADS,))
 
 
 # Placement.

@@ -148,8 +148,10 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
     text = None
     if model.tokenizer is not None:
         decode = completion_decoder(model.tokenizer)
-        decoded = (decode(completion.tokens) for completion in completions)
-        text = [cut(whole, request.stop_strings) for whole, request in zip(decoded, requests, strict=True)]
+        text = [
+            cut(decode(one.tokens), request.stop_strings) if one.text is None else one.text
+            for one, request in zip(completions, requests, strict=True)
+        ]
     traces = [completion.trace for completion in completions if completion.trace is not None]
     return Result(
         text=text,

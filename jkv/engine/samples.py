@@ -46,6 +46,7 @@ class Completion:
     last_seconds: float = 0.0  # until its latest tokens
     seconds: float = 0.0
     error: BaseException | None = None
+    text: str | None = None  # of a finished sample, where another process has decoded it
 
     @property
     def num_tokens(self) -> int:

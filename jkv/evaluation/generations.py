@@ -27,11 +27,13 @@ from jkv.engine.stats import RunStats
 from jkv.evaluation.budgets import Budget
 from jkv.evaluation.graders import Grader, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
-from jkv.generate import engine_for, progress_bar
+from jkv.generate import engine_for
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
+from jkv.progress import progress_bar
 from jkv.reasoning.sharing import SharingStats
+from jkv.replicas.front import Front
 from jkv.reports import append_text, json_lines, read_json_lines, write_text
 from jkv.statistics import ROUNDING
 
@@ -130,15 +132,15 @@ def run(
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, json_lines(records))
-        engine = engine_for(model, requests, EngineOptions().changed(options))
+        with engine_for(model, requests, EngineOptions().changed(options)) as engine:
 
-        def keep(i: int, j: int, out: Result) -> None:
-            record = record_of(policies[i], problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}
-            records.append(record)
-            if path is not None:
-                append_text(path, json_lines([record]))
+            def keep(i: int, j: int, out: Result) -> None:
+                record = record_of(policies[i], problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}
+                records.append(record)
+                if path is not None:
+                    append_text(path, json_lines([record]))
 
-        finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
+            finish(engine, [(i, j, requests[i][j]) for i, j in left], keep, progress)
         if policy.name == "full":
             warn_if_none_is_right(records)
     return sum_up(policy, records, samples)
@@ -163,7 +165,7 @@ def warn_if_none_is_right(records: Sequence[Record]) -> None:
 
 
 def finish(
-    engine: Engine,
+    engine: Engine | Front,
     left: Sequence[tuple[int, int, Request]],
     keep: Callable[[int, int, Result], None],
     progress: bool | None,
@@ -260,7 +262,7 @@ def read_records(path: Path) -> list[Record]:
     return read_json_lines(path, FIELDS, what=what, fix="Remove the file.", drops_cut_line=True)
 
 
-def figures_of_part(engine: Engine, part: int, policy: Policy) -> dict[str, Any]:
+def figures_of_part(engine: Engine | Front, part: int, policy: Policy) -> dict[str, Any]:
     """What the engine of this part of a run did so far."""
     names = "kv_bytes_per_sample", "sample_chunks", "peak_kv_bytes", "peak_sentence_bytes", "tokens", "row_steps", "seconds"
     known = dataclasses.asdict(dataclasses.replace(engine.stats, sharing=SharingStats()))

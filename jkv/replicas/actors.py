@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jkv.engine import mesh as meshes
 from jkv.engine.options import EngineOptions
-from jkv.engine.stats import RunStats
+from jkv.model import weights
 from jkv.model.params import Model
 from jkv.model.sharding import HEADS, shardings
 from jkv.policies import Policy
@@ -286,12 +286,15 @@ class RayReplica:
         """Statistics start from zero."""
         self._call("reset_stats")
 
-    def stats(self) -> RunStats | None:
-        """The engine's statistics."""
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """What a method of the worker returns; None if the actor is gone, or busy for too long with what may wait."""
+        seconds = min(STATS_SECONDS, self._watch.timeout) if name == "stats" else self._watch.timeout
         try:
-            return ray.get(self.actor.call.remote("stats"), timeout=min(STATS_SECONDS, self._watch.timeout))
-        except Exception:
+            return ray.get(self.actor.call.remote(name, *arguments), timeout=seconds)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None
+        except ray.exceptions.RayTaskError as error:
+            raise cause_of(error) from None
 
     def lose(self, error: BaseException) -> None:
         """The actor is gone, or is ended because it does not answer."""
@@ -329,6 +332,7 @@ class RayCarrier:
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
         self.count, self._settings = count, settings
+        self.model = dataclasses.replace(model, params=weights.shapes_of(model.params))
         leaves, structure = jax.tree.flatten(model.params)
         skeleton = dataclasses.replace(model, params=jax.tree.unflatten(structure, range(len(leaves))))
         shapes = [Shape(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
@@ -367,6 +371,9 @@ class RayCarrier:
                 raise cause from None
             raise RuntimeError(f"Replica {index} did not start: {cause}") from error
         return RayReplica(actor, facts, version, post, self._watch, self._settings.snapshot_chunks)
+
+    def forget(self) -> None:
+        """Nothing: what the object store has is a copy in host memory, from which lost actors start again."""
 
     def close(self) -> None:
         """Ends the thread that watches; weights leave the object store with this object."""

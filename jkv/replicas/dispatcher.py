@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
 from jkv.replicas.dispatch import Group, Load, assign
 from jkv.replicas.replica import Carrier, Failed, Finished, Item, Lost, Message, Replica, Rows, Updated
@@ -201,9 +200,9 @@ class Dispatcher:
         """What each replica has to do."""
         return [self._load(member) for member in self._started()]
 
-    def stats(self) -> list[Callable[[], RunStats | None]]:
-        """Functions that ask each replica, for another thread to call."""
-        return [member.replica.stats for member in self._started() if member.replica is not None]
+    def replicas(self) -> list[Replica]:
+        """Those that are started, for another thread to ask."""
+        return [member.replica for member in self._started() if member.replica is not None]
 
     # What replicas post.
 

@@ -1,4 +1,4 @@
-"""One result of what several engines have done."""
+"""The statistics of several engines as one."""
 
 import copy
 import dataclasses
@@ -8,11 +8,7 @@ from typing import Any
 import numpy as np
 
 from jkv.engine.latency import Latency
-from jkv.engine.requests import Request
-from jkv.engine.results import Result, make_result
 from jkv.engine.stats import RunStats
-from jkv.model.params import Model
-from jkv.replicas.replica import Finished
 
 SIDE_BY_SIDE = ("seconds", "decode_seconds", "prefill_seconds", "swap_seconds", "compile_seconds")  # the longest counts
 MEANS = {"amsr": "steps", "kv_bytes_per_sample": "sample_chunks"}  # and what weighs them
@@ -49,14 +45,3 @@ def add_counts(total: Any, other: Any) -> None:
             add_counts(mine, theirs)
         elif isinstance(mine, int | float):
             setattr(total, field.name, mine + theirs)
-
-
-def merged_result(
-    model: Model, requests: Sequence[Request], finished: Sequence[Finished], run: RunStats, is_traced: bool
-) -> Result:
-    """The result of finished items, in the order given; texts were made where tokens were drawn."""
-    samples = [one.sample(request, i) for i, (one, request) in enumerate(zip(finished, requests, strict=True))]
-    result = make_result(dataclasses.replace(model, tokenizer=None), samples, run, is_traced)
-    if model.tokenizer is None:
-        return result
-    return dataclasses.replace(result, text=[one.text or "" for one in finished], tokenizer=model.tokenizer)

@@ -13,7 +13,7 @@ import numpy as np
 from jkv.engine.engine import Engine
 from jkv.engine.requests import Request
 from jkv.engine.samples import Completion, Sample
-from jkv.engine.stats import RunStats
+from jkv.model.params import Model
 from jkv.model.routes import RouteRecorder
 from jkv.policies import Policy, full
 
@@ -59,41 +59,36 @@ class Facts(NamedTuple):
 
 # Messages of a replica.
 
+LISTS = {"tokens": np.int32, "log_probs": np.float32, "log_probs_full": np.float32, "versions": np.int32}  # of a completion
+
 
 class Finished(NamedTuple):
     """A finished item: no prompt, no policy, no tokenizer, and its trace once.
 
     Attributes:
       completion: with arrays in the place of lists.
-      text: without a tokenizer None.
     """
 
     number: int
     completion: Completion
     generated: int
-    text: str | None
     routes: RouteRecorder | None
 
     @classmethod
-    def of(cls, number: int, sample: Sample, text: str | None) -> "Finished":
+    def of(cls, number: int, sample: Sample) -> "Finished":
         """What is sent of a finished sample."""
         completion, error = sample.completion, sample.completion.error
         if sample.routes is not None:
             sample.routes.land()
-        packed: Any = {
-            "tokens": np.array(completion.tokens, np.int32),
-            "log_probs": np.array(completion.log_probs, np.float32),
-            "log_probs_full": np.array(completion.log_probs_full, np.float32),
-            "versions": np.array(completion.versions, np.int32),
-            "error": None if error is None else RuntimeError(repr(error)),  # others may not pickle
-        }
-        return cls(number, dataclasses.replace(completion, **packed), sample.generated, text, sample.routes)
+        packed: Any = {name: np.array(getattr(completion, name), dtype) for name, dtype in LISTS.items()}
+        packed["error"] = None if error is None else RuntimeError(repr(error))  # others may not pickle
+        return cls(number, dataclasses.replace(completion, **packed), sample.generated, sample.routes)
 
-    def sample(self, request: Request, index: int) -> Sample:
-        """The engine's record of it, of which results are made."""
-        sample = Sample(index, 0, request, self.completion, 0, generated=self.generated)
-        sample.routes = self.routes
-        return sample
+    def land(self, sample: Sample) -> None:
+        """Completes the front's record of the sample."""
+        lists: Any = {name: getattr(self.completion, name).tolist() for name in LISTS}
+        sample.completion = dataclasses.replace(self.completion, **lists)
+        sample.generated, sample.routes = self.generated, self.routes
 
 
 class Failed(NamedTuple):
@@ -134,7 +129,7 @@ Post = Callable[[Message], None]
 
 
 class Replica(Protocol):
-    """An engine somewhere. No call waits for it but `stats` and `close`.
+    """An engine somewhere. No call waits for it but `ask` and `close`.
 
     Attributes:
       facts: the sizes of its engine.
@@ -162,8 +157,8 @@ class Replica(Protocol):
     def reset_stats(self) -> None:
         """Statistics start from zero."""
 
-    def stats(self) -> RunStats | None:
-        """The engine's statistics; None if it cannot be asked any more."""
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """What a method of its `Worker` returns; None if it cannot be asked any more."""
 
     def close(self) -> None:
         """Ends it, with all that it has."""
@@ -176,11 +171,15 @@ class Carrier(Protocol):
       count: the number of replicas.
       name: as the user writes it.
       num_starts: how many may be started side by side.
+      model: with the newest weights, or their shapes where replicas have them in other processes.
     """
 
     count: int
     name: str
     num_starts: int
+
+    @property
+    def model(self) -> Model: ...
 
     def start(self, index: int, post: Post) -> Replica:
         """A replica with the newest weights; waits until its engine is built.
@@ -192,6 +191,9 @@ class Carrier(Protocol):
 
     def put(self, leaves: Mapping[int, Any], version: int) -> Any:
         """Brings new weights, by their index among the leaves, to where all replicas can take them; returns the change."""
+
+    def forget(self) -> None:
+        """Lets the caller's weights go; the next `put` brings all leaves."""
 
     def close(self) -> None:
         """Ends what the replicas share."""

@@ -1,11 +1,12 @@
 """`jkv.Replicas`: engines of one model behind one front, for more rows than one engine holds."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
 import itertools
-import queue
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -13,28 +14,28 @@ import jax
 from jax.sharding import Mesh
 
 from jkv.checks import check_counts, counted, shown, typed
-from jkv.engine.memory import check_fits, lowered, most_pages
+from jkv.engine.memory import check_fits, lowered
 from jkv.engine.options import EngineOptions
-from jkv.engine.outputs import Event
 from jkv.engine.policy_checks import check_request
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
-from jkv.engine.results import Result
+from jkv.engine.results import Result, make_result
+from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
-from jkv.generate import progress_bar
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.policies import Policy, full
+from jkv.progress import progress_bar
 from jkv.replicas.buckets import Changes
 from jkv.replicas.dispatch import Load
 from jkv.replicas.dispatcher import Dispatcher, Open
-from jkv.replicas.merging import merged_result, merged_stats
+from jkv.replicas.front import Front
+from jkv.replicas.merging import merged_stats
 from jkv.replicas.options import RayOptions, RequestSettings
-from jkv.replicas.replica import Carrier, Finished, Item
+from jkv.replicas.replica import Carrier
 from jkv.replicas.threads import ThreadCarrier, places_of
 
 CARRIERS = ("threads", "ray")
-TICK = 0.1  # seconds between two looks for Ctrl-C
 
 
 class Replicas:
@@ -50,6 +51,7 @@ class Replicas:
 
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
+      options: a `jkv.EngineOptions` for each replica.
       mesh: devices of this process, with the axes "data" (replicas) and "tensor" (devices of each): an engine for each row.
       num_replicas: in place of a mesh: one engine for each device, or several on each; with Ray, the number of actors.
       carrier: "threads" of this process, or actors of "ray" (extra `ray`; `ray.init` comes first, else Ray starts here).
@@ -57,12 +59,16 @@ class Replicas:
         compiled once in each process.
       restarts: how often a replica is started again after it was lost.
       ray: `jkv.replicas.options.RayOptions`: devices, timeouts and snapshots of actors.
-      settings: fields of `jkv.EngineOptions` by name, each for one replica: `max_running=32` are 32 rows on each.
+      settings: fields of `jkv.EngineOptions` by name, which replace those of `options`, each for one replica:
+        `max_running=32` are 32 rows on each.
 
     Attributes:
       model: the model, with the shapes of its weights alone.
       policies: of the calls.
       options: of each engine.
+      facts: sizes of each engine.
+      numbers: those that items get.
+      is_asleep: whether the pools are freed.
 
     Raises:
       ValueError: settings that an engine refuses, a mesh that the model cannot be split over, devices that replicas cannot
@@ -73,6 +79,7 @@ class Replicas:
     def __init__(
         self,
         model_or_params: Model | Params,
+        options: EngineOptions | None = None,
         *,
         mesh: Mesh | None = None,
         num_replicas: int | None = None,
@@ -83,9 +90,9 @@ class Replicas:
         **settings: Any,
     ) -> None:
         model = check_model(model_or_params)
-        options = EngineOptions().changed(settings, inspect.signature(Replicas).parameters)
+        options = (options or EngineOptions()).changed(settings, inspect.signature(Replicas).parameters)
         check_counts(num_replicas=num_replicas)
-        given = EngineOptions(policies=policies).policies
+        given = options.policies if policies is None else EngineOptions(policies=policies).policies
         given = [full()] if given is None else given
         self.policies = spread_policies(given, len(given), model.params, options.kv_format)
         self.options = options
@@ -99,8 +106,9 @@ class Replicas:
         else:
             made = ThreadCarrier(model, self.policies, options, places_of(mesh, num_replicas))
         self.model = dataclasses.replace(model, params=weights.shapes_of(model.params))
-        self._changes, self._updating, self._numbers = Changes(), threading.Lock(), itertools.count()
+        self._changes, self._updating, self.numbers = Changes(), threading.Lock(), itertools.count()
         self._changes.since_last(jax.tree.leaves(model.params))
+        self._waiting, self._fronts, self._is_resting, self.is_asleep = threading.Lock(), weakref.WeakSet[Front](), False, False
         self._carrier, self._dispatcher = made, Dispatcher(made, typed("restarts", restarts, int))
         self.facts = next(iter(self._dispatcher.members.values())).replica.facts  # type: ignore[union-attr]
 
@@ -126,15 +134,13 @@ class Replicas:
           ValueError: bad input, refused before anything is sent.
           RuntimeError: all replicas are lost, or those that had an item.
         """
-        requests = self._requests(prompts, settings)
-        done: dict[int, Finished] = {}
-        with progress_bar(len(requests), progress, "replicas") as show:
-            for index, finished in self._finished(requests):
-                done[index] = finished
-                show([event_of(finished)])
-        flat = [done[index] for index in range(len(requests))]
-        runs = [run for ask in self._dispatcher.call(self._dispatcher.stats).result() if (run := ask()) is not None]
-        return merged_result(self.model, requests, flat, merged_stats(runs), self.options.return_trace)
+        groups = self.requests(prompts, settings)
+        with self._front() as front:
+            tickets = [front.submit_requests(group) for group in groups]
+            with progress_bar(sum(map(len, groups)), progress, "replicas") as show:
+                while not front.is_idle:
+                    show(front.step())
+            return make_result(self.model, front.take(tickets), front.stats, self.options.return_trace)
 
     def stream(self, prompts: Any, **settings: Unpack[RequestSettings]) -> Iterator[tuple[int, Result]]:
         """Yields each sample as soon as it is finished: its index in the order of `generate`, and its result.
@@ -142,20 +148,38 @@ class Replicas:
         Statistics are those of the sample; of the engines' own, only `platform` and page size are there. If the caller stops
         early, the others are cancelled.
         """
-        requests = self._requests(prompts, settings)
+        groups = self.requests(prompts, settings)
         run = dataclasses.replace(merged_stats([]), page_size=self.facts.page_size)
-        for index, finished in self._finished(requests):
-            yield index, merged_result(self.model, [requests[index]], [finished], run, self.options.return_trace)
+        with self._front() as front:
+            for group in groups:
+                for request in group:
+                    front.submit_requests([request])
+            while not front.is_idle:
+                for event in front.step():
+                    yield event.ticket, make_result(self.model, front.take([event.ticket]), run, self.options.return_trace)
 
-    def _requests(self, prompts: Any, settings: Mapping[str, Any]) -> list[Request]:
-        """The checked requests of all samples, prompt-major."""
+    def requests(self, prompts: Any, settings: Mapping[str, Any]) -> list[list[Request]]:
+        """The checked requests of each prompt."""
         policy = settings.get("policy")
         options = RequestOptions(**{**settings, "policy": self.policies[0] if policy is None else policy})  # type: ignore[arg-type]
         groups = make_requests(self.model, encode_prompts(self.model, prompts), options, kv_format=self.options.kv_format)
-        return [self._check(request) for group in groups for request in group]
+        return [[self.check(request) for request in group] for group in groups]
 
-    def _check(self, request: Request) -> Request:
-        """Refuses what no replica could serve; all have the same sizes."""
+    @contextlib.contextmanager
+    def _front(self) -> Iterator[Front]:
+        """The samples of one call; what is unfinished at the end of the block is cancelled."""
+        front = Front(self)
+        try:
+            yield front
+        finally:
+            front.abandon()
+
+    def check(self, request: Request) -> Request:
+        """Refuses what no replica could serve; all have the same sizes. Returns the request with a limit that fits.
+
+        Raises:
+          ValueError: the reason, with the arithmetic.
+        """
         if request.policy not in self.policies:
             raise ValueError(
                 f"Replicas receive their policies once; got {request.policy.name} with other settings than those of policies="
@@ -168,28 +192,29 @@ class Replicas:
         check_request(request, self.options)
         return request
 
-    def _finished(self, requests: Sequence[Request]) -> Iterator[tuple[int, Finished]]:
-        """Submits requests, and yields the index of each with what has finished; at an early end cancels the others."""
-        groups: dict[tuple[bytes, int], list[Open]] = {}
-        done: queue.SimpleQueue[tuple[int, Reply[Finished]]] = queue.SimpleQueue()
-        for index, request in enumerate(requests):
-            item, reply = Item.of(next(self._numbers), request, self.policies), Reply[Finished]()
-            one = Open(item, most_pages(self.model.params, request, self.facts.page_size), reply)
-            groups.setdefault((request.prompt.tobytes(), item.policy), []).append(one)
-            reply.add_done_callback(lambda reply, index=index: done.put((index, reply)))
-        numbers = [one.item.number for group in groups.values() for one in group]
-        left = len(numbers)
-        try:
-            self._dispatcher.call(self._dispatcher.submit, list(groups.values())).result()
-            while left:
-                with contextlib.suppress(queue.Empty):  # Ctrl-C comes between two waits
-                    index, reply = done.get(timeout=TICK)
-                    left -= 1
-                    yield index, reply.result()
-        finally:
-            if left:
-                with contextlib.suppress(RuntimeError):  # closed
-                    self._dispatcher.call(self._dispatcher.cancel, numbers)
+    def submit(self, groups: Sequence[Sequence[Open]]) -> None:
+        """Queues items, grouped by prompt.
+
+        Raises:
+          RuntimeError: all replicas are lost, or closed.
+        """
+        self._dispatcher.call(self._dispatcher.submit, groups).result()
+
+    def cancel(self, numbers: Sequence[int]) -> None:
+        """Ends items, which come back with the tokens that they have."""
+        self._dispatcher.call(self._dispatcher.cancel, numbers)
+
+    def ask(self, name: str, *arguments: Any) -> list[Any]:
+        """What a method of each replica's `Worker` returns; those that cannot be asked any more are left out."""
+        replicas = self._dispatcher.call(self._dispatcher.replicas).result()
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(replicas))) as pool:
+            answers = list(pool.map(lambda replica: replica.ask(name, *arguments), replicas))
+        return [answer for answer in answers if answer is not None]
+
+    @property
+    def stats(self) -> RunStats:
+        """Bytes and counts of all replicas since they had nothing to do, and the most seconds of any."""
+        return merged_stats(self.ask("stats"))
 
     # Weights and replicas.
 
@@ -216,6 +241,42 @@ class Replicas:
             change = self._carrier.put(changed, self.version + 1)
             self._dispatcher.call(self._dispatcher.update, change, reply).result()
             reply.result()
+
+    @property
+    def newest_model(self) -> Model:
+        """The model with the newest weights; of replicas in other processes, with their shapes."""
+        return self._carrier.model
+
+    def sleep(self, forget_weights: bool = False) -> None:
+        """Frees the pools of all replicas; running rows are swapped out to host memory. See `jkv.Engine.sleep`."""
+        if forget_weights:
+            with self._updating:
+                self._changes = Changes()  # the next update brings all
+                self._carrier.forget()
+        self.ask("sleep", forget_weights)
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        """Allocates the pools again."""
+        if self.is_asleep:
+            self.ask("wake")
+            self.is_asleep = False
+
+    def enter(self, front: Front) -> None:
+        """Lets the replicas decode, because a caller waits for samples."""
+        with self._waiting:
+            self._fronts.add(front)
+            if self._is_resting:
+                self._is_resting = False
+                self.ask("resume")
+
+    def leave(self, front: Front) -> None:
+        """The caller waits no more; where none does, replicas stop after their turns, with what is unfinished."""
+        with self._waiting, contextlib.suppress(RuntimeError):  # closed
+            self._fronts.discard(front)
+            if not self._fronts and not self._is_resting and self._dispatcher.open:
+                self.ask("pause")
+                self._is_resting = True
 
     def retire(self, replica: int) -> None:
         """Ends one replica, such as one whose machine is to be given back; its unfinished samples go on at the others.
@@ -266,9 +327,3 @@ def ray_carrier(
     from jkv.replicas.actors import RayCarrier
 
     return RayCarrier(model, policies, options, num_replicas, ray)
-
-
-def event_of(finished: Finished) -> Event:
-    """A finished item as an event, for a bar."""
-    completion: Any = finished.completion
-    return Event(finished.number, 0, list(completion.tokens), [], None, completion.finish_reason)

@@ -8,20 +8,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jkv.checks import counted
 from jkv.engine import mesh as meshes
+from jkv.engine.mesh import DATA
 from jkv.engine.options import EngineOptions
-from jkv.engine.stats import RunStats
+from jkv.model import weights
 from jkv.model.copies import COPIES, HEADS
-from jkv.model.params import Model
+from jkv.model.params import Model, Params
 from jkv.model.sharding import shard
 from jkv.policies import Policy
 from jkv.replicas.replica import Facts, Item, Lost, Post, Replica, Rows, Updated
 from jkv.replicas.worker import Worker
-
-DATA = "data"  # the axis of a mesh that counts replicas
 
 
 def places_of(mesh: Mesh | None, num_replicas: int | None) -> list[Mesh | jax.Device]:
@@ -50,6 +49,27 @@ def places_of(mesh: Mesh | None, num_replicas: int | None) -> list[Mesh | jax.De
     return [devices[i % len(devices)] for i in range(num_replicas)]
 
 
+def replica_mesh(mesh: Mesh | None, params: Params) -> Mesh | None:
+    """The mesh that is given, or else that of the weights, if its axis "data" asks for several replicas."""
+    place = getattr(params.embedding, "sharding", None)
+    if mesh is None and isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
+        mesh = place.mesh
+    return mesh if mesh is not None and dict(mesh.shape).get(DATA, 1) > 1 else None
+
+
+def at_place(model: Model, options: EngineOptions, place: Mesh | jax.Device) -> tuple[Model, EngineOptions]:
+    """The model with its weights there, and the options of an engine there. What lies there already is not copied.
+
+    Raises:
+      ValueError: a mesh that the model cannot be split over.
+    """
+    if isinstance(place, Mesh):
+        meshes.check_mesh(place, model.config)
+        return dataclasses.replace(model, params=shard(model.params, place)), dataclasses.replace(options, mesh=place)
+    params = jax.device_put(model.params, SingleDeviceSharding(place))
+    return dataclasses.replace(model, params=params), dataclasses.replace(options, mesh=None)
+
+
 class ThreadCarrier:
     """Starts engines in this process; each has a thread that owns it.
 
@@ -69,13 +89,19 @@ class ThreadCarrier:
 
     def start(self, index: int, post: Post) -> Replica:
         """An engine with the newest weights, at its place."""
-        place, options, (model, version) = self._places[index], self._options, self._weights
-        if isinstance(place, Mesh):
-            meshes.check_mesh(place, model.config)
-            params, options = shard(model.params, place), dataclasses.replace(options, mesh=place)
-        else:
-            params = jax.device_put(model.params, SingleDeviceSharding(place))
-        return ThreadReplica(Worker(dataclasses.replace(model, params=params), self._policies, options, version, post), post)
+        model, version = self._weights
+        model, options = at_place(model, self._options, self._places[index])
+        return ThreadReplica(Worker(model, self._policies, options, version, post), post)
+
+    @property
+    def model(self) -> Model:
+        """The model with the newest weights."""
+        return self._weights[0]
+
+    def forget(self) -> None:
+        """Keeps the shapes of the weights alone, until the next `put`, which has all of them."""
+        model, version = self._weights
+        self._weights = dataclasses.replace(model, params=weights.shapes_of(model.params)), version
 
     def put(self, leaves: Mapping[int, Any], version: int) -> Mapping[int, Any]:
         """The leaves themselves; each engine copies them to its place."""
@@ -101,6 +127,10 @@ class ThreadReplica:
         self.version = worker.version
         self.submit, self.cancel, self.reset_stats = worker.submit, worker.cancel, worker.reset_stats
 
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """What a method of the worker returns; None if the engine cannot go on."""
+        return None if self._worker.service.failure else getattr(self._worker, name)(*arguments)
+
     def restore(self, items: Sequence[Item], rows: Rows) -> None:
         """Goes on with rows of another replica of this process."""
         self._worker.restore(items, rows.content)
@@ -121,10 +151,6 @@ class ThreadReplica:
             self._post(message(reply.result()) if error is None else Lost(error))
 
         in_thread(call).add_done_callback(done)
-
-    def stats(self) -> RunStats | None:
-        """The engine's statistics."""
-        return None if self._worker.service.failure else self._worker.stats()
 
     def close(self) -> None:
         """Ends the thread."""

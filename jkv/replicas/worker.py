@@ -67,13 +67,14 @@ class Worker:
             self.tickets[item.number] = ticket
         ticket.add_done_callback(functools.partial(self._done, item.number))
 
-    def _collect(self, ticket: int) -> tuple[Sample, str | None]:
-        """What a finished request's ticket is given: its sample, and the text."""
+    def _collect(self, ticket: int) -> Sample:
+        """What a finished request's ticket is given: its sample, with the text."""
         (sample,) = self.engine.take([ticket])
         tokenizer = self.engine.model.tokenizer
-        if tokenizer is None:
-            return sample, None
-        return sample, cut(completion_decoder(tokenizer)(sample.completion.tokens), sample.request.stop_strings)
+        if tokenizer is not None:
+            text = completion_decoder(tokenizer)(sample.completion.tokens)
+            sample.completion.text = cut(text, sample.request.stop_strings)
+        return sample
 
     def _done(self, number: int, ticket: "Future[Any]") -> None:
         with self._lock:
@@ -83,7 +84,7 @@ class Worker:
         if (error := ticket.exception()) is not None:
             self._fail(number, error)
         else:
-            self._post(Finished.of(number, *ticket.result()))
+            self._post(Finished.of(number, ticket.result()))
 
     def _fail(self, number: int, error: BaseException) -> None:
         """An item's error, or the end of the whole engine."""
@@ -143,6 +144,30 @@ class Worker:
     def stats(self) -> RunStats:
         """The engine's statistics."""
         return self.service.call(lambda engine: engine.stats).result()
+
+    def trace(self, is_traced: bool) -> None:
+        """Whether the samples that come are traced."""
+        self.service.call(lambda engine: setattr(engine, "is_traced", is_traced)).result()
+
+    def pause(self) -> None:
+        """Decodes nothing until `resume`; items wait."""
+        self.service.pause("keep").result()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.service.resume().result()
+
+    def sleep(self, forget_weights: bool) -> None:
+        """Frees the pool: see `Engine.sleep`."""
+        self.service.call(lambda engine: engine.sleep(forget_weights)).result()
+
+    def wake(self) -> None:
+        """Allocates the pool again."""
+        self.service.call(lambda engine: engine.wake()).result()
+
+    def reset(self) -> None:
+        """Makes an empty pool and starts all items again: see `Engine.reset`."""
+        self.service.call(lambda engine: engine.reset()).result()
 
     def close(self) -> None:
         """Ends the service, and cancels what is unfinished."""

@@ -13,8 +13,8 @@ from jkv.checks import check_counts, shown, typed
 from jkv.engine.conversations import ENDS
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.outputs import Event
-from jkv.generate import progress_bar
 from jkv.model.sampling import Sampling
+from jkv.progress import progress_bar
 from jkv.reasoning.marks import completion_decoder
 from jkv.rollout.results import Item, Rollouts
 from jkv.rollout.session import SampleOptions, Session

@@ -28,9 +28,12 @@ from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import Request, RequestOptions, check_model, make_requests, spread_policies
-from jkv.generate import DEFAULT_RUNNING, engine_for
+from jkv.engine.sizing import DEFAULT_RUNNING
+from jkv.generate import make_engine
 from jkv.model.params import Model, Params
 from jkv.policies import Policy
+from jkv.replicas.front import Front
+from jkv.replicas.replicas import Replicas
 from jkv.rollout.conversing import Limits, Reply, converse
 from jkv.rollout.results import Rollouts
 from jkv.rollout.session import SampleOptions, Session
@@ -45,18 +48,23 @@ class Rollout(Session):
     `run` of several threads need a `session` each. The threads that wait run the engine's turns, one at a time.
 
     Args:
-      model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
-      policy: how caches stay small; None keeps them whole.
+      model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then); or `jkv.Replicas`, for engines
+        on other machines.
+      policy: how caches stay small; None keeps them whole. Of replicas one of theirs; None is their first.
       max_prompt_tokens: the most tokens of a prompt; None is 512, or half of the model's positions if they are below 1,024.
       max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
       n: default number of samples of a prompt; the pool has room for the prompts of such groups.
       pad_id: the padding token; None is the tokenizer's, or 0.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction, so that long prompts need no more slots
         than short ones: see `jkv.RequestOptions`.
-      settings: of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `mesh`: see `jkv.EngineOptions`.
+      settings: of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `mesh`: see `jkv.EngineOptions`. A
+        mesh with an axis "data" has an engine of these sizes for each of its rows.
+
+    On replicas, samples come back whole: `run(until_done=...)` returns as they finish, and replicas rest between two runs.
+    Conversations of several turns need a single engine.
 
     Attributes:
-      engine: the `jkv.Engine` that runs the samples. Not to be called while another thread uses the rollout.
+      engine: the `jkv.Engine` that runs the samples, or the replicas. Not to be called while another thread uses the rollout.
       callers: the threads that use it.
       sessions: this one, and those of `session`.
 
@@ -66,7 +74,7 @@ class Rollout(Session):
 
     def __init__(
         self,
-        model_or_params: Model | Params,
+        model_or_params: Model | Params | Replicas,
         policy: Policy | None = None,
         *,
         max_prompt_tokens: int | None = None,
@@ -77,8 +85,11 @@ class Rollout(Session):
         **settings: Any,
     ) -> None:
         check_counts(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, n=n, prompt_piece=prompt_piece)
-        options = EngineOptions(max_running=DEFAULT_RUNNING).changed(settings, inspect.signature(Rollout).parameters)
-        model = check_model(model_or_params)
+        replicas = model_or_params if isinstance(model_or_params, Replicas) else None
+        given = EngineOptions(max_running=DEFAULT_RUNNING) if replicas is None else replicas.options
+        options = given.changed(settings, inspect.signature(Rollout).parameters)
+        model: Model = check_model(model_or_params) if replicas is None else replicas.model
+        policy = replicas.policies[0] if replicas is not None and policy is None else policy
         positions = model.config.max_positions
         self.n, self.max_prompt_tokens = n, max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)
         self.max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - self.max_prompt_tokens)
@@ -89,8 +100,13 @@ class Rollout(Session):
         request_options = RequestOptions(policy=self.policy, stop_ids=(), **widest)
         longest = make_requests(model, [np.zeros(self.max_prompt_tokens, np.int32)], request_options)
         later = [[dataclasses.replace(one, num_kept=1) for one in group] for group in longest]  # a turn of `converse` is wider
-        self.engine: Engine = engine_for(model, later, options)
-        self.callers, self.sessions = Callers(self.engine), weakref.WeakSet[Session]()
+        if replicas is not None and settings:
+            raise ValueError(f"Engines of replicas are built; got {', '.join(settings)}. Give that to jkv.Replicas.")
+        self.engine: Engine | Front = make_engine(model, later, options) if replicas is None else Front(replicas)
+        if replicas is not None:
+            self.engine.check(longest[0][0])
+        rest = self.engine.rest if isinstance(self.engine, Front) else None
+        self.callers, self.sessions = Callers(self.engine, rest), weakref.WeakSet[Session]()
         self._has_warned: set[str] = set()
         super().__init__(None)
 
@@ -102,7 +118,7 @@ class Rollout(Session):
     @property
     def version(self) -> int:
         """The version of the weights in use: how often they were replaced."""
-        return self.engine.runner.version
+        return self.engine.version
 
     @property
     def num_pending(self) -> int:

@@ -9,8 +9,8 @@ from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
-from jkv.generate import progress_bar
 from jkv.model.sampling import Sampling
+from jkv.progress import progress_bar
 from jkv.rollout.results import Item, Rollouts, gather
 
 
@@ -92,7 +92,7 @@ class Session:
             with deferred_interrupts():
                 if not self.rollout.num_pending:
                     engine.reset_stats()
-                    engine.runner.is_traced = return_trace
+                    engine.is_traced = return_trace
                 if not self.items:
                     self._num_prompts = 0
                 for prompt, group in enumerate(requests, self._num_prompts):
@@ -125,10 +125,10 @@ class Session:
     def _check_trace(self, return_trace: bool) -> None:
         """Refuses to trace some of the pending samples and not the others."""
         rollout = self.rollout
-        if rollout.num_pending and typed("return_trace", return_trace, bool) != rollout.engine.runner.is_traced:
+        if rollout.num_pending and typed("return_trace", return_trace, bool) != rollout.engine.is_traced:
             raise ValueError(
                 f"All pending samples are traced, or none; {rollout.num_pending} are pending with return_trace="
-                f"{rollout.engine.runner.is_traced}. Call run() or cancel() first."
+                f"{rollout.engine.is_traced}. Call run() or cancel() first."
             )
 
     def run(self, max_steps: int | None = None, until_done: int | None = None, progress: bool | None = None) -> Rollouts:
@@ -153,7 +153,8 @@ class Session:
             with callers.alone():
                 if self.items:
                     engine.wake()
-                begun, wanted = engine.stats.steps, min(until_done or self.pending, self.pending)
+                begun = 0 if max_steps is None else engine.stats.steps
+                wanted = min(until_done or self.pending, self.pending)
 
             def is_over() -> bool:
                 is_late = max_steps is not None and engine.stats.steps - begun >= max_steps
@@ -186,7 +187,7 @@ class Session:
     def _take(self, finished: list[Item]) -> Rollouts:
         """Takes finished samples from the engine, in order."""
         rollout = self.rollout
-        out = gather(rollout.model, finished, rollout.engine.stats, rollout.engine.runner.is_traced, rollout.pad_id)
+        out = gather(rollout.model, finished, rollout.engine.stats, rollout.engine.is_traced, rollout.pad_id)
         rollout.engine.take([item.ticket for item in finished])
         for item in finished:
             if item.sample.request.keep:

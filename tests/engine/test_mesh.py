@@ -36,6 +36,12 @@ def test_copies_of_kv_heads_do_what_one_device_does(marks):
     run_on_eight_devices("eight_devices_copies.py", marks)
 
 
+@pytest.mark.everyday
+@each_part
+def test_replicas_on_a_mesh_do_what_one_engine_does(marks):
+    run_on_eight_devices("eight_devices_replicas.py", marks)
+
+
 @each_part
 def test_experts_on_eight_devices_do_what_they_do_on_one(marks):
     run_on_eight_devices("eight_devices_experts.py", marks)

@@ -44,12 +44,12 @@ class Paper:
         self.post(Rows(frozenset(self.items[:1]), "rows", is_last=True))
 
     def finish(self, number, reason="length"):
-        self.post(Finished(number, Completion([1], finish_reason=reason), 1, None, None))
+        self.post(Finished(number, Completion([1], finish_reason=reason), 1, None))
 
     def reset_stats(self):
         pass
 
-    def stats(self):
+    def ask(self, name):
         return RunStats()
 
     def close(self):

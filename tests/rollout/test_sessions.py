@@ -110,6 +110,8 @@ def test_a_failed_program_is_told_to_every_thread_and_a_reset_loses_nothing(mode
     calls = [lambda seed=seed: rollout(PROMPTS[seed], n=2, seed=seed, stop_ids=()) for seed in range(2)]
     expected = by_sample(calls[0]()) | by_sample(calls[1]())
     with_failing_programs(rollout.engine).fail(3, False)
+    check, both = rollout._check_none_pending, threading.Barrier(2, timeout=SECONDS)
+    rollout._check_none_pending = lambda: (check(), both.wait())  # else one may come when the other has failed
     errors = in_threads(*calls)
     assert all(isinstance(error, DeviceError | RuntimeError) for error in errors), errors
     left = {(tuple(item.sample.request.prompt.tolist()), item.index) for item in rollout.items}

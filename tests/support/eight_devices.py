@@ -401,7 +401,7 @@ def test_rows_on_two_replicas_equal_rows_on_one_device(params):
         ),
         ({"mlp_width": 44}, (8,), ("tensor",), r"mlp_width=44 must be .* 44 / 8 = 5\.50"),
         ({"vocab_size": 33}, (2,), ("tensor",), r"vocab_size=33 must be a multiple of the 2 devices"),
-        ({}, (2, 4), ("data", "tensor"), r"one engine for each of the 2 replicas"),
+        ({}, (2, 4), ("data", "tensor"), r"one engine for each of the 2 rows"),
         ({}, (4,), ("model",), r'over an axis "tensor".*got \{\'model\': 4\}'),
         ({}, (4, 2), ("tensor", "expert"), r"'expert': 2"),
     ],
@@ -417,7 +417,7 @@ def test_a_mesh_that_does_not_fit_is_refused(config, shape, axes, message):
 @pytest.mark.parametrize("name", mesh.PROGRAMS)
 def test_no_program_splits_rows(name):
     square = Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))
-    with pytest.raises(ValueError, match="one engine for each of the 2 replicas"):
+    with pytest.raises(ValueError, match="one engine for each of the 2 rows"):
         mesh.program_on(square, name)
 
 

@@ -168,8 +168,9 @@ def test_a_loaded_model_runs_on_its_mesh(tmp_path):
     np.testing.assert_array_equal(out.tokens, expected.tokens)
     np.testing.assert_allclose(jkv.score(model, out, out.trace).logprobs, out.logprobs, atol=1e-4)
     replicas = jkv.load(tmp_path, mesh=Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("data", "tensor")))
-    with pytest.raises(ValueError, match=r"one engine for each of the 2 replicas"):
-        jkv.generate(replicas, prompts, **settings)
+    with pytest.raises(ValueError, match=r"one engine for each of the 2 rows"):
+        jkv.Engine(replicas)
+    np.testing.assert_array_equal(jkv.generate(replicas, prompts, **settings).tokens, expected.tokens)
 
 
 def test_a_pool_is_sized_by_what_the_weights_leave_on_all_devices(monkeypatch):
@@ -192,13 +193,13 @@ def test_a_pool_is_sized_by_what_the_weights_leave_on_all_devices(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("data=2,tensor=4", r'no axis "data".*one process for each replica'),
+        ("data=2,tensor=8", r"at most the 8 devices of this process; got 'data=2,tensor=8'"),
         ("tensor=16", r"at most the 8 devices of this process; got 'tensor=16'"),
         ("tensor", r"written as axes with their numbers of devices, such as tensor=4; got 'tensor'"),
         ("tensor=0", r"such as tensor=4"),
         ("tensor=2,tensor=4", r"such as tensor=4"),
-        ("expert=2", r'has one axis, "tensor"; got \'expert=2\''),
-        ("", r'has one axis, "tensor"'),
+        ("expert=2", r'has the axes "data" .* and "tensor" .*; got \'expert=2\'. Write tensor=N'),
+        ("", r'has the axes "data"'),
     ],
 )
 def test_a_mesh_in_words_that_cannot_be_is_refused(text, message):
@@ -229,6 +230,24 @@ def test_a_command_loads_its_model_onto_its_mesh(command, monkeypatch):
     assert loaded == [devices_of(2)]
 
 
+@pytest.mark.parametrize("command", [("generate", "?"), ("eval",)])
+def test_a_command_loads_its_model_onto_the_mesh_of_its_replicas(command, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(checkpoint, "load", lambda *_, mesh, **__: loaded.append(mesh) or sys.exit(7))
+    with pytest.raises(SystemExit, match="7"):
+        main([*command, "--mesh", "data=4,tensor=2"])
+    assert loaded == [Mesh(np.reshape(jax.devices(), (4, 2)), ("data", "tensor"))]
+
+
+@pytest.mark.parametrize("command", [("serve", "tiny-reasoner", "--port", "0"), ("chat",)])
+def test_a_command_of_one_engine_refuses_replicas(command, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: pytest.fail("weights were read"))
+    assert main([*command, "--mesh", "data=4,tensor=2"]) == 2
+    assert (
+        "This command runs one engine, and no replicas; got 'data=4,tensor=2'. Write tensor=N alone." in capsys.readouterr().err
+    )
+
+
 @pytest.mark.slow
 def test_commands_run_on_a_mesh(capsys, tmp_path):
     def printed(*words):
@@ -236,7 +255,7 @@ def test_commands_run_on_a_mesh(capsys, tmp_path):
         return capsys.readouterr().out
 
     one = "generate", "b=3;c=7;d=b*c;?d", "--policy", "r_kv", "--budget", "48", "--max-new-tokens", "24"
-    assert printed(*one) == printed(*one, "--mesh", "tensor=2")
+    assert printed(*one) == printed(*one, "--mesh", "tensor=2") == printed(*one, "--mesh", "data=2,tensor=2")
     asked = "eval", "--policies", "streaming_llm", "--budgets", "32", "--problems", "2", "--max-new-tokens", "24"
     assert "streaming_llm" in printed(*asked, "--mesh", "tensor=2", "--out", str(tmp_path))
     assert '"mesh": "tensor=2"' in (tmp_path / "tiny-reasoner.json").read_text()

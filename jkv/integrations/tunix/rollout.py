@@ -252,7 +252,7 @@ class JkvRollout(base_rollout.BaseRollout):
         version = rollout.version
         rollout.update(self._place(leaves))
         if self._is_known(leaves):
-            rollout.engine.runner.version = version
+            set_version(rollout, version)
         self._known = references(leaves)
 
     def _rest(self, rollout: Rollout) -> None:
@@ -299,7 +299,7 @@ class JkvRollout(base_rollout.BaseRollout):
         unused = next(token for token in range(self._shape.vocab_size) if token not in stops)  # tunix does the padding
         new = Rollout(params, self._policy, mesh=on, pad_id=unused, **limits, **self._engine)
         if old is not None:
-            new.engine.runner.version = old.version
+            set_version(new, old.version)
         return new
 
     def _encode(self, text: str) -> np.ndarray:
@@ -332,6 +332,12 @@ class JkvRollout(base_rollout.BaseRollout):
         for row, prompt in zip(padded, prompts, strict=True):
             row[width - len(prompt) :] = prompt
         return padded
+
+
+def set_version(rollout: Rollout, version: int) -> None:
+    """Gives the weights in use the version that they had before."""
+    engine: Any = rollout.engine
+    engine.runner.version = version
 
 
 def references(leaves: Leaves) -> dict[str, weakref.ref[jax.Array]]:

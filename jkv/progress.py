@@ -1,0 +1,42 @@
+"""The bar of finished samples that `generate`, `Rollout` and `jkv eval` show."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from jkv.engine.outputs import Event
+
+DRAW_SECONDS = 0.2  # between two drawings
+
+
+@contextlib.contextmanager
+def progress_bar(num_samples: int, progress: bool | None, title: str = "generate") -> Iterator[Callable[[list[Event]], None]]:
+    """A bar of finished samples, with tokens a second; with `progress=None`, only the main thread shows one.
+
+    Its clock starts after the first turn, in which the programs are compiled.
+    """
+    from tqdm.auto import tqdm
+
+    is_main = threading.current_thread() is threading.main_thread()
+    disable = not progress if progress is not None else (None if is_main else True)
+    began = drawn = 0.0
+    num_tokens = 0
+    with tqdm(total=num_samples, unit="sample", desc=f"{title}: compiling", disable=disable, leave=False) as bar:
+
+        def show(events: list[Event]) -> None:
+            nonlocal began, drawn, num_tokens
+            now = time.perf_counter()
+            if began:
+                num_tokens += sum(len(event.tokens) for event in events)
+                bar.set_postfix_str(f"{num_tokens / max(now - began, 1e-9):,.0f} tokens/s", refresh=False)
+            else:
+                began = now
+                bar.set_description(title, refresh=False)
+                bar.reset(num_samples)
+            bar.update(sum(bool(event.finish_reason) for event in events))
+            if now - drawn > DRAW_SECONDS and not bar.disable:
+                drawn = now
+                bar.refresh()
+
+        yield show

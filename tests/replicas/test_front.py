@@ -1,0 +1,214 @@
+"""Replicas that look like one engine: to `Rollout`, and to whoever calls `submit_requests`, `step` and `take`."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+import jkv
+from jkv.engine.requests import RequestOptions, make_requests
+from jkv.replicas.front import Front
+
+PROMPTS = [[5, 1, 9], [3, 7] * 13 + [1], [4] * 8]
+R_KV = jkv.r_kv(budget=16, interval=8, window=4)
+SIZES = {"max_running": 3, "max_slots": 256, "page_size": 4}
+LIMITS = {"max_prompt_tokens": 32, "max_new_tokens": 200, "n": 4}
+CALL = {"seed": 5, "stop_ids": (), "max_new_tokens": 40}
+
+
+@pytest.fixture(scope="module")
+def replicas(model):
+    with jkv.Replicas(model, num_replicas=2, policies=[R_KV, jkv.full()], **SIZES) as replicas:
+        yield replicas
+
+
+@pytest.fixture(scope="module")
+def one(model):
+    """A rollout of one engine of as many rows."""
+    return jkv.Rollout(model, R_KV, **LIMITS, **SIZES)
+
+
+@pytest.fixture
+def rollout(replicas):
+    rollout = jkv.Rollout(replicas, **LIMITS)
+    yield rollout
+    rollout.cancel()
+
+
+def requests_of(model, prompts=PROMPTS, **settings):
+    options = RequestOptions(
+        **{"policy": R_KV, "sampling": jkv.Sampling(seed=5), "stop_ids": (), "max_new_tokens": 24} | settings
+    )
+    return make_requests(model, [np.array(prompt, np.int32) for prompt in prompts], options)
+
+
+def chunks(replicas):
+    """Chunks that each replica has decoded so far."""
+    return [member.replica._worker.num_chunks for member in replicas._dispatcher.members.values()]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_rollout_on_replicas_returns_what_one_engine_does(rollout, one, model, traced):
+    out, expected = rollout(PROMPTS, return_trace=traced, **CALL), one(PROMPTS, return_trace=traced, **CALL)
+    for name in ("tokens", "mask", "logprobs", "logprobs_full", "prompt_index", "sample_index", "seeds", "policy_version"):
+        np.testing.assert_array_equal(getattr(out, name), getattr(expected, name), err_msg=name)
+    assert out.finish_reason == expected.finish_reason
+    assert (out.stats.generated_tokens, out.stats.compactions) == (12 * 40, expected.stats.compactions)
+    assert (out.trace is not None) == traced
+    if traced:
+        np.testing.assert_array_equal(out.trace.end, expected.trace.end)
+        score = jkv.score(rollout.model, out, trace=out.trace)
+        assert np.percentile(np.abs(score.logprobs - out.logprobs), 99) < 1e-5
+
+
+def test_samples_come_as_they_finish_and_replicas_rest_between_two_runs(rollout, one, replicas):
+    rollout.submit(PROMPTS, **CALL)
+    first = rollout.run(until_done=2)
+    assert 2 <= len(first.lengths) < 12
+    assert rollout.pending == 12 - len(first.lengths)
+    before = chunks(replicas)
+    threading.Event().wait(0.3)
+    assert chunks(replicas) == before
+    rest = rollout.run()
+    got = {
+        (prompt, sample): tokens.tolist()
+        for out in (first, rest)
+        for prompt, sample, tokens in zip(out.prompt_index, out.sample_index, out.tokens, strict=True)
+    }
+    expected = one(PROMPTS, **CALL)
+    keys = zip(expected.prompt_index, expected.sample_index, strict=True)
+    assert got == {key: tokens.tolist() for key, tokens in zip(keys, expected.tokens, strict=True)}
+
+
+def test_samples_of_a_prompt_that_are_submitted_one_by_one_stay_together(replicas):
+    front, model = Front(replicas), replicas.newest_model
+    for request in (one for group in requests_of(model, PROMPTS[:2], n=3) for one in group):
+        front.submit_requests([request])
+    seen = []
+    plain = replicas._dispatcher._dispatch
+
+    def look():
+        plain()
+        seen.append({m.index: sorted(m.numbers) for m in replicas._dispatcher.members.values()})
+
+    replicas._dispatcher._dispatch = look
+    try:
+        front.run()
+    finally:
+        replicas._dispatcher._dispatch = plain
+    (a, b) = (next(numbers for numbers in (state[i] for state in seen) if numbers) for i in (0, 1))
+    assert [np.ptp(a), np.ptp(b)] == [2, 2]
+
+
+def test_weights_that_come_between_two_runs_are_used_from_there_on(rollout, replicas, model):
+    before = rollout.version
+    rollout.submit(PROMPTS, **CALL | {"max_new_tokens": 120})
+    first = rollout.run(until_done=1)
+    assert rollout.pending
+    rollout.update(jax.tree.map(lambda x: x * 1.01, model.params))
+    out = rollout.run()
+    assert rollout.version == replicas.version == before + 1
+    assert set(out.policy_version[out.mask].tolist()) <= {before, before + 1}
+    assert before + 1 in out.policy_version
+    assert (np.diff(np.where(out.mask, out.policy_version, before + 1), axis=1) >= 0).all()
+    assert set(first.policy_version[first.mask].tolist()) == {before}
+    rollout.update(model.params)
+
+
+def test_a_sleeping_rollout_frees_every_pool_and_goes_on_with_equal_tokens(rollout, one, replicas, model):
+    rollout.submit(PROMPTS, **CALL)
+    rollout.run(until_done=1)
+    rollout.sleep(forget_weights=True)
+    engines = [member.replica._worker.engine for member in replicas._dispatcher.members.values()]
+    assert rollout.is_asleep
+    assert all(engine.is_asleep for engine in engines)
+    assert not any(isinstance(leaf, jax.Array) for engine in engines for leaf in jax.tree.leaves(engine.model.params))
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(rollout.model.params))
+    rollout.update(model.params)
+    out = rollout.run()
+    assert not rollout.is_asleep
+    expected = one(PROMPTS, **CALL)
+    for tokens, prompt, sample in zip(out.tokens, out.prompt_index, out.sample_index, strict=True):
+        assert tokens.tolist() == expected.tokens[4 * prompt + sample].tolist()
+
+
+def test_cancelled_samples_keep_their_tokens(rollout, one):
+    rollout.submit(PROMPTS, **CALL | {"max_new_tokens": 200})
+    rollout.run(until_done=1)
+    out = rollout.cancel()
+    assert rollout.pending == 0
+    assert "cancelled" in out.finish_reason
+    assert set(out.finish_reason) <= {"cancelled", "length"}  # some may have come to their end
+    assert 0 < out.lengths.max() <= 200
+    expected = one(PROMPTS, **CALL | {"max_new_tokens": 200})
+    for tokens, length, prompt, sample in zip(out.tokens, out.lengths, out.prompt_index, out.sample_index, strict=True):
+        assert tokens[:length].tolist() == expected.tokens[4 * prompt + sample][:length].tolist()
+
+
+def test_an_event_comes_for_each_sample_and_a_callback_that_raises_ends_its_request(replicas):
+    front, events = Front(replicas), []
+
+    def fail(event):
+        events.append(event)
+        raise OSError("disk full")
+
+    failing, other = requests_of(replicas.newest_model, PROMPTS[:2], n=4)
+    tickets = front.submit_requests(failing, fail), front.submit_requests(other, events.append)
+    front.run()
+    assert [len(event.tokens) for event in events if event.ticket == tickets[1]] == [24] * 4
+    assert len([event for event in events if event.ticket == tickets[0]]) == 1
+    assert [type(sample.completion.error) for sample in front.take([tickets[0]])] == [OSError] * 4
+    assert [sample.completion.finish_reason for sample in front.take([tickets[1]])] == ["length"] * 4
+
+
+def test_an_interrupt_cancels_what_is_unfinished(replicas):
+    front = Front(replicas)
+    (group,) = requests_of(replicas.newest_model, PROMPTS[:1], n=8, max_new_tokens=120)
+    ticket = front.submit_requests(group)
+
+    def interrupt(events):
+        if events:
+            raise KeyboardInterrupt
+
+    front.run(interrupt)
+    reasons = [sample.completion.finish_reason for sample in front.take([ticket])]
+    assert {"length", "cancelled"} == set(reasons)
+    assert [load.items for load in replicas.loads] == [0, 0]
+
+
+def test_when_all_replicas_are_lost_samples_end_and_the_error_is_raised(model):
+    with jkv.Replicas(model, num_replicas=2, policies=[R_KV], restarts=0, **SIZES) as replicas:
+        rollout = jkv.Rollout(replicas, **LIMITS)
+        rollout.submit(PROMPTS, **CALL)
+        for member in list(replicas._dispatcher.members.values()):
+            member.replica._worker._post(jkv.replicas.replica.Lost(OSError("unplugged")))
+        with pytest.raises(RuntimeError, match="All replicas are lost"):
+            rollout.run()
+        assert set(rollout.cancel().finish_reason) == {"error"}
+        with pytest.raises(RuntimeError, match="All replicas are lost"):
+            rollout(PROMPTS, **CALL)
+        assert set(rollout.cancel().finish_reason) == {"error"}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda replicas: jkv.Rollout(replicas, max_running=4), r"Engines of replicas are built; got max_running"),
+        (lambda replicas: jkv.Rollout(replicas, jkv.full(), max_prompt_tokens=64, max_new_tokens=400), r"slots"),
+        (lambda replicas: jkv.Rollout(replicas, jkv.h2o(16), **LIMITS), r"Give it to jkv.Replicas\(policies=\[...\]\)"),
+        (
+            lambda replicas: jkv.Rollout(replicas, jkv.full(), **LIMITS).converse(PROMPTS, lambda turn: [1]),
+            r"replicas keep no rows. Use a mesh without the axis \"data\"",
+        ),
+    ],
+    ids=["settings", "lengths", "policy", "converse"],
+)
+def test_what_replicas_cannot_do_is_refused(replicas, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(replicas)
+
+
+def test_a_conversation_of_one_turn_needs_no_kept_row(rollout):
+    out = rollout.converse(PROMPTS, lambda turn: [1], max_turns=1, seed=5, n=1, stop_ids=(), max_turn_tokens=8)
+    assert out.lengths.tolist() == [8, 8, 8]
