@@ -17,14 +17,15 @@ from jkv.evaluation.problems import Problem
 from jkv.replicas.threads import at_place, places_of
 from jkv.tasks.evaluate import held_out
 from jkv.testing import tiny_model
-from tests.support.eight_devices import CONFIG, REQUESTS, UNEVEN
+from tests.support.eight_devices import CONFIG, REQUESTS, STATISTICS, UNEVEN
 from tests.support.mixes import BreakingTokenizer
 
-PROMPTS = [[5, 1, 9], list(range(20)), [4] * 8]
+PROMPTS = [[5, 1, 9], list(range(20)), list(range(31, 23, -1))]
 R_KV = jkv.r_kv(16, 8, window=4)
 SIZES = {"max_slots": 64, "page_size": 4}
 DRAWN = {"n": 2, "sampling": jkv.Sampling(seed=7), "max_new_tokens": 24, "stop_ids": ()}
 POLICIES = {name: request["policy"] for name, request in (REQUESTS | UNEVEN).items()}
+POLICIES["tri_attention"] = jkv.tri_attention(28, STATISTICS, 8)  # it keeps all of a prompt
 SHAPES = {(2, 2): ("full", "r_kv", "h2o", "rpc", "quest", "ada_kv"), (4, 2): tuple(POLICIES), (8, 1): tuple(POLICIES)}
 SLOW = [pytest.param(shape, marks=pytest.mark.slow) for shape in SHAPES if shape != (2, 2)]
 
