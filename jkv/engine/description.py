@@ -1,4 +1,4 @@
-"""An engine in a few lines: its model, its pool, and what runs."""
+"""What an engine tells of itself: its model, its pool, and what runs."""
 
 from typing import Any
 
@@ -25,3 +25,18 @@ def text(engine: Any) -> str:
 def html(engine: Any) -> str:
     """What a notebook shows of an engine."""
     return notebook.text(text(engine))
+
+
+def version(engine: Any) -> int:
+    """The version of the weights in use: how often they were replaced."""
+    return engine.runner.version
+
+
+def is_traced(engine: Any) -> bool:
+    """Whether samples are traced; may be set while none is unfinished."""
+    return engine.runner.is_traced
+
+
+def trace(engine: Any, is_traced: bool) -> None:
+    """Sets whether samples are traced."""
+    engine.runner.is_traced = is_traced

@@ -111,6 +111,7 @@ class Engine:
         self.reset_stats()
 
     __repr__, _repr_html_, serve, extend, release = description.text, description.html, serve, turns.extend, turns.release
+    version, is_traced = property(description.version), property(description.is_traced, description.trace)
 
     # Requests.
 
@@ -322,20 +323,6 @@ class Engine:
         """The model with the weights in use."""
         return self.runner.model
 
-    @property
-    def version(self) -> int:
-        """The version of the weights in use: how often they were replaced."""
-        return self.runner.version
-
-    @property
-    def is_traced(self) -> bool:
-        """Whether samples are traced; may be set while none is unfinished."""
-        return self.runner.is_traced
-
-    @is_traced.setter
-    def is_traced(self, is_traced: bool) -> None:
-        self.runner.is_traced = is_traced
-
     # Weights and memory.
 
     def update(self, params: Params) -> None:
@@ -388,9 +375,9 @@ class Engine:
         """Makes an empty pool and starts every unfinished sample again, also after a turn that ended in the middle.
 
         The random keys depend on seed, prompt, sample and position alone, so a sample draws the same tokens again, unless the
-        weights were replaced since it started. Its events go on where they stopped; after other weights they start again at the
-        first token. Finished samples, weights, statistics and sharing's thresholds stay, and kept rows in host memory; others
-        are lost, and turns that had begun to continue one end with the reason "error".
+        weights were replaced since it started. Its events go on where they stopped; after other weights they start again.
+        Finished samples, weights, statistics and sharing's thresholds stay, and kept rows in host memory; others are lost,
+        and turns that had begun to continue one end with the reason "error".
 
         Raises:
           RuntimeError: another thread, or a callback of the turn in progress, uses the engine.
@@ -425,10 +412,9 @@ class Engine:
         return self.tickets[ticket]
 
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
-        stops = stop_finder(self.model.tokenizer, request)
+        given: Any = {"on_tokens": on_tokens, "stops": stop_finder(self.model.tokenizer, request)}
         pages = most_pages(self.model.params, request, self.capacity.page_size, self.capacity.num_shards)
-        given: Any = {"on_tokens": on_tokens, "stops": stops, "submitted": running_seconds()}
-        sample = Sample(ticket, index, request, Completion(), pages, **given)
+        sample = Sample(ticket, index, request, Completion(), pages, submitted=running_seconds(), **given)
         self.scheduler.add(sample)
         return sample
 

@@ -1,7 +1,9 @@
 """The columns of a trace on the device, as small as the trace stores them; each layer writes out its own."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt
@@ -12,6 +14,19 @@ from jkv.replay.trace import SteerTrace, Trace
 from pallas_kernels.quantised import Format
 
 MOMENTS = 256  # of a trace, the fewest that a program is compiled for
+SORTED_TOKENS, SORTED_SHARE = 2048, 1 / 3  # the fewest tokens, and the most visible pairs, that are worth a sort
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """How kernels walk over the columns of a trace; part of a program, and no array.
+
+    Attributes:
+      sorts: whether they sort columns first (`pallas_kernels.replay_attention`).
+    """
+
+    sorts: bool
 
 
 class Columns(NamedTuple):
@@ -29,6 +44,7 @@ class Columns(NamedTuple):
     steer: SteerTrace | None = None
     kv_format: Format | None = None  # keys and values are read as a pool of this format gives them back
     experts: UInt[Array, "n T L A"] | None = None  # that tokens go through; None leaves the choice to the router
+    walk: Walk = Walk(sorts=False)
     first: Int[Array, "n T"] | None = None  # the place of the first token of each token's sequence; None: one in each row
 
     def of_layer(self, layer: int) -> tuple[Int[Array, "n K C"], Int[Array, "n K C"], Int[Array, "n K C"] | None]:
@@ -66,7 +82,17 @@ def trace_columns(trace: Trace, total: int) -> Columns:
         tokens, starts = (written if x is None else x for x, written in ((tokens, trace.source), (starts, trace.begin)))
         tokens, starts = (jnp.asarray(np.minimum(x, most).astype(kind)) for x, most in ((tokens, total - 1), (starts, total)))
     rest = *sinks_and_steering(trace, total), trace.kv_format
-    return Columns(jnp.asarray(moment), jnp.asarray(ended), tokens, starts, *rest)
+    walk = Walk(sorts=total >= SORTED_TOKENS and share_visible(trace, total) <= SORTED_SHARE)
+    return Columns(jnp.asarray(moment), jnp.asarray(ended), tokens, starts, *rest, walk=walk)
+
+
+def share_visible(trace: Trace, total: int) -> float:
+    """The pairs of a query and a column that it reads, over those of causal attention; of the layer in the middle."""
+    pairs, (num_samples, num_layers, num_heads, _) = 0, trace.ended.shape
+    for sample in range(num_samples):
+        _, begin, end = trace.columns(sample, num_layers // 2)
+        pairs += int(np.maximum(np.minimum(end, total) - begin, 0).sum(dtype=np.int64))
+    return 2 * pairs / (num_samples * num_heads * total * total)
 
 
 def padded_moments(moment: np.ndarray) -> np.ndarray:

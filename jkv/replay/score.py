@@ -85,13 +85,13 @@ class ReplayAttention(NamedTuple):
         is_stored: bool = False,
     ) -> tuple[Float[Array, "n T N H"], None]:
         """Attention over the columns of a layer."""
-        sinks, columns = self.columns.sinks, self.columns.of_layer(layer)
+        sinks, columns, sorts = self.columns.sinks, self.columns.of_layer(layer), self.columns.walk.sorts
         if isinstance(self.columns.kv_format, SealedFormat):
             key, value, columns = sealed.with_records(key, value, columns, self.columns.kv_format)
         elif self.columns.kv_format is not None:
             key, value = (straight_through(x, self.columns.kv_format) for x in (key, value))
         if sinks is None:
-            return kernels.replay_attention(query, key, value, self.place, *columns, sink=sink), None
+            return kernels.replay_attention(query, key, value, self.place, *columns, sink=sink, sorts=sorts), None
         # One softmax over sinks and other keys: heads are twice as wide, the first half for other keys, the second for sinks.
         assert self.turn is not None
         turned = query if layer in self.unrotated else decoder.rotate(query, jnp.cos(self.turn), jnp.sin(self.turn))
@@ -99,7 +99,7 @@ class ReplayAttention(NamedTuple):
         query = jnp.concatenate([query, turned], axis=-1) * 2**0.5  # the kernel divides by the root of the doubled size
         key = jnp.concatenate([jnp.where(is_sink, 0, key), jnp.where(is_sink, key, 0)], axis=-1)
         value = jnp.concatenate([value, jnp.zeros_like(value)], axis=-1)
-        out = kernels.replay_attention(query, key, value, self.place, *columns, sink=sink)
+        out = kernels.replay_attention(query, key, value, self.place, *columns, sink=sink, sorts=sorts)
         return out[..., : out.shape[-1] // 2], None
 
 

@@ -30,28 +30,23 @@ TICK = 0.1  # seconds that `step` waits for a sample to finish, and so between t
 STATS_SECONDS = 1.0  # for which statistics of replicas that decode count as new
 
 
-class Front:
-    """One caller's samples on `jkv.Replicas`, with the methods of a `jkv.Engine`; for one thread at a time.
+class Caller:
+    """One caller's samples on `jkv.Replicas`; for one thread at a time.
 
     Args:
       replicas: run the samples, and those of other callers.
-      is_owner: whether the replicas end with this object.
 
     Attributes:
       tickets: the samples of each request.
     """
 
-    def __init__(self, replicas: Any, is_owner: bool = False) -> None:
+    def __init__(self, replicas: Any) -> None:
         self.replicas, self.options, self.tickets = replicas, replicas.options, dict[int, list[Sample]]()
         self._is_traced = self.options.return_trace
         self._ticket, self._outputs = itertools.count(), Outputs(replicas.model, self.tickets, self._end_early)
         self._new: list[Sample] = []  # that no replica has yet
         self._open: dict[int, Sample] = {}  # the others that have not come back, by number
         self._done: queue.SimpleQueue[tuple[int, Reply[Finished]]] = queue.SimpleQueue()
-        self._stats, self._stats_time = RunStats(), -STATS_SECONDS
-        self._close = weakref.finalize(self, replicas.close) if is_owner else None
-
-    # Samples.
 
     def check(self, request: Request) -> Request:
         """Refuses a request that no replica can serve. Returns it, with a limit that was left open lowered to what fits.
@@ -86,7 +81,7 @@ class Front:
           KeyboardInterrupt: a callback raised it (or `SystemExit` and the like).
           RuntimeError: a replica could not finish a sample, which ends with the reason "error"; or all replicas are lost.
         """
-        if self.is_asleep and (self._new or self._open):
+        if self.replicas.is_asleep and (self._new or self._open):
             raise ValueError("The replicas are asleep. Call wake() first.")
         self.replicas.enter(self)
         self._send()
@@ -175,17 +170,9 @@ class Front:
         """Whether no request is unfinished and no event pending."""
         return not self._new and not self._open and not self._outputs.events
 
-    def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
-        """Runs until all requests are finished. Ctrl-C cancels them; they keep their tokens."""
-        run_to_end(self, on_events)
-
     def rest(self) -> None:
         """Until the next `step`, samples stay where they are; replicas that nobody else waits for decode nothing."""
         self.replicas.leave(self)
-
-    def result(self, ticket: int) -> Result:
-        """Returns a finished request's result and drops it: see `Engine.result`."""
-        return make_result(self.model, self.take([ticket]), self.stats, self.is_traced)
 
     def take(self, tickets: Sequence[int]) -> list[Sample]:
         """Returns the samples of finished requests, in order, and drops the requests.
@@ -201,15 +188,35 @@ class Front:
             del self.tickets[ticket]
         return [sample for group in samples.values() for sample in group]
 
-    def release(self, ticket: int) -> None:
-        """Nothing: replicas keep no rows for a next turn."""
-
     def _samples_of(self, ticket: int) -> list[Sample]:
         if ticket not in self.tickets:
             raise ValueError(f"No request has the ticket {ticket}: it was never given, or its result was already taken.")
         return self.tickets[ticket]
 
-    # Statistics and traces.
+
+class Front(Caller):
+    """One caller's samples on `jkv.Replicas`, with the methods of a `jkv.Engine`; for one thread at a time.
+
+    Args:
+      replicas: run the samples, and those of other callers.
+      is_owner: whether the replicas end with this object.
+    """
+
+    def __init__(self, replicas: Any, is_owner: bool = False) -> None:
+        super().__init__(replicas)
+        self._stats, self._stats_time = RunStats(), -STATS_SECONDS
+        self._close = weakref.finalize(self, replicas.close) if is_owner else None
+
+    def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
+        """Runs until all requests are finished. Ctrl-C cancels them; they keep their tokens."""
+        run_to_end(self, on_events)
+
+    def result(self, ticket: int) -> Result:
+        """Returns a finished request's result and drops it: see `Engine.result`."""
+        return make_result(self.model, self.take([ticket]), self.stats, self.is_traced)
+
+    def release(self, ticket: int) -> None:
+        """Nothing: replicas keep no rows for a next turn."""
 
     @property
     def stats(self) -> RunStats:

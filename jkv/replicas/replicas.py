@@ -29,7 +29,7 @@ from jkv.progress import progress_bar
 from jkv.replicas.buckets import Changes
 from jkv.replicas.dispatch import Load
 from jkv.replicas.dispatcher import Dispatcher, Open
-from jkv.replicas.front import Front
+from jkv.replicas.front import Caller
 from jkv.replicas.merging import merged_stats
 from jkv.replicas.options import RayOptions, RequestSettings
 from jkv.replicas.replica import Carrier
@@ -108,7 +108,12 @@ class Replicas:
         self.model = dataclasses.replace(model, params=weights.shapes_of(model.params))
         self._changes, self._updating, self.numbers = Changes(), threading.Lock(), itertools.count()
         self._changes.since_last(jax.tree.leaves(model.params))
-        self._waiting, self._fronts, self._is_resting, self.is_asleep = threading.Lock(), weakref.WeakSet[Front](), False, False
+        self._waiting, self._callers, self._is_resting, self.is_asleep = (
+            threading.Lock(),
+            weakref.WeakSet[Caller](),
+            False,
+            False,
+        )
         self._carrier, self._dispatcher = made, Dispatcher(made, typed("restarts", restarts, int))
         self.facts = next(iter(self._dispatcher.members.values())).replica.facts  # type: ignore[union-attr]
 
@@ -135,12 +140,12 @@ class Replicas:
           RuntimeError: all replicas are lost, or those that had an item.
         """
         groups = self.requests(prompts, settings)
-        with self._front() as front:
-            tickets = [front.submit_requests(group) for group in groups]
+        with self._caller() as caller:
+            tickets = [caller.submit_requests(group) for group in groups]
             with progress_bar(sum(map(len, groups)), progress, "replicas") as show:
-                while not front.is_idle:
-                    show(front.step())
-            return make_result(self.model, front.take(tickets), front.stats, self.options.return_trace)
+                while not caller.is_idle:
+                    show(caller.step())
+            return make_result(self.model, caller.take(tickets), self.stats, self.options.return_trace)
 
     def stream(self, prompts: Any, **settings: Unpack[RequestSettings]) -> Iterator[tuple[int, Result]]:
         """Yields each sample as soon as it is finished: its index in the order of `generate`, and its result.
@@ -150,13 +155,13 @@ class Replicas:
         """
         groups = self.requests(prompts, settings)
         run = dataclasses.replace(merged_stats([]), page_size=self.facts.page_size)
-        with self._front() as front:
+        with self._caller() as caller:
             for group in groups:
                 for request in group:
-                    front.submit_requests([request])
-            while not front.is_idle:
-                for event in front.step():
-                    yield event.ticket, make_result(self.model, front.take([event.ticket]), run, self.options.return_trace)
+                    caller.submit_requests([request])
+            while not caller.is_idle:
+                for event in caller.step():
+                    yield event.ticket, make_result(self.model, caller.take([event.ticket]), run, self.options.return_trace)
 
     def requests(self, prompts: Any, settings: Mapping[str, Any]) -> list[list[Request]]:
         """The checked requests of each prompt."""
@@ -166,13 +171,13 @@ class Replicas:
         return [[self.check(request) for request in group] for group in groups]
 
     @contextlib.contextmanager
-    def _front(self) -> Iterator[Front]:
+    def _caller(self) -> Iterator[Caller]:
         """The samples of one call; what is unfinished at the end of the block is cancelled."""
-        front = Front(self)
+        caller = Caller(self)
         try:
-            yield front
+            yield caller
         finally:
-            front.abandon()
+            caller.abandon()
 
     def check(self, request: Request) -> Request:
         """Refuses what no replica could serve; all have the same sizes. Returns the request with a limit that fits.
@@ -262,19 +267,19 @@ class Replicas:
             self.ask("wake")
             self.is_asleep = False
 
-    def enter(self, front: Front) -> None:
+    def enter(self, caller: Caller) -> None:
         """Lets the replicas decode, because a caller waits for samples."""
         with self._waiting:
-            self._fronts.add(front)
+            self._callers.add(caller)
             if self._is_resting:
                 self._is_resting = False
                 self.ask("resume")
 
-    def leave(self, front: Front) -> None:
+    def leave(self, caller: Caller) -> None:
         """The caller waits no more; where none does, replicas stop after their turns, with what is unfinished."""
         with self._waiting, contextlib.suppress(RuntimeError):  # closed
-            self._fronts.discard(front)
-            if not self._fronts and not self._is_resting and self._dispatcher.open:
+            self._callers.discard(caller)
+            if not self._callers and not self._is_resting and self._dispatcher.open:
                 self.ask("pause")
                 self._is_resting = True
 

@@ -1,6 +1,7 @@
 """Pallas for NVIDIA GPUs: a program per block of rows loops over blocks of columns; for the gradients of columns, vice versa.
 
-It starts at the first block that one of its rows may read and stops after the last one, so causal attention costs half.
+It starts at the first block that one of its rows may read and stops after the last one, so causal attention costs half. Of
+sorted columns it visits those blocks alone that a row may read, from a list.
 """
 
 import functools
@@ -35,9 +36,10 @@ class Settings(NamedTuple):
     backward_query: Tile
     backward_columns: Tile
     interpret: Any
+    lists: bool = False  # whether rows have a list of blocks to visit
 
 
-def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, *_: Any) -> str | None:
+def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, *_: Any, sorts: bool = False) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
     if reason := pallas.why_not_floats(query, key, value):
         return reason
@@ -66,7 +68,7 @@ def settings_for(query: Any, key: Any, begin: Any, interpret: Any) -> Settings:
     return Settings(tiles[0], tiles[1], tiles[2], interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnames=("interpret", "sorts"))
 def replay_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -77,31 +79,36 @@ def replay_attention(
     source: Int[Array, "B K C"] | None,
     sink: Float[Array, " N"] | None = None,
     interpret: Any = False,
+    sorts: bool = False,
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.replay_attention`."""
-    settings = settings_for(query, key, begin, interpret)
+    settings = settings_for(query, key, begin, interpret)._replace(lists=sorts)
     rows, columns = (max(getattr(tile, name) for tile in settings[:3]) for name in ("rows", "columns"))
     passes = pallas.Passes(forward, backward_query, backward_columns, settings)
-    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink)
+    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink, sorts)
 
 
 def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Array]:
     """The output of every row and the log of its softmax's denominator, 0 where it reads nothing."""
     out_shape = jax.ShapeDtypeStruct(query.shape, query.dtype), jax.ShapeDtypeStruct(query.shape[:3], jnp.float32)
-    return walk(attend_rows, settings.forward, settings.interpret, (query, *args), out_shape, "replay_attention")
+    inputs = (query, *args)
+    return walk(attend_rows, settings.forward, settings.interpret, inputs, out_shape, "replay_attention", settings.lists)
 
 
 def backward_query(settings: Settings, query: Array, *args: Array) -> Array:
     """The query's gradient."""
     out_shape, name = jax.ShapeDtypeStruct(query.shape, query.dtype), "replay_attention_backward_query"
-    return walk(find_query_gradient, settings.backward_query, settings.interpret, (query, *args), out_shape, name)
+    inputs = (query, *args)
+    return walk(find_query_gradient, settings.backward_query, settings.interpret, inputs, out_shape, name, settings.lists)
 
 
 def backward_columns(settings: Settings, query: Array, key: Array, *args: Array) -> tuple[Array, Array]:
     """The gradients of key and value."""
     out_shape, name = (jax.ShapeDtypeStruct(key.shape, key.dtype),) * 2, "replay_attention_backward_columns"
     inputs = (query, key, *args)
-    return walk(find_column_gradients, settings.backward_columns, settings.interpret, inputs, out_shape, name, True)
+    return walk(
+        find_column_gradients, settings.backward_columns, settings.interpret, inputs, out_shape, name, is_by_columns=True
+    )
 
 
 def walk(
@@ -111,22 +118,20 @@ def walk(
     inputs: tuple[Array, ...],
     out_shape: Any,
     name: str,
+    lists: bool = False,
     is_by_columns: bool = False,
 ) -> Any:
-    """Launches a program per block of rows (or of columns), with the first and last block of the others to visit."""
+    """Launches a program per block of rows (or of columns), with the blocks of the others to visit (`visit`)."""
     query, key, _, position, begin, end, *_ = inputs
-    rows_B2I, columns_BK2C = pallas.ranges(position, begin, end, tile.rows, tile.columns)
-    lowest, highest, begins, ends = (
-        rows_B2I[:, None, 0, :, None],
-        rows_B2I[:, None, 1, :, None],
-        columns_BK2C[:, :, 0, None],
-        columns_BK2C[:, :, 1, None],
-    )
-    may_read_BKIC = (begins <= highest) & (lowest < ends)
+    may_read_BKIC = pallas.may_read(position, begin, end, tile.rows, tile.columns)
     axis = 2 if is_by_columns else 3
     index = lax.broadcasted_iota(jnp.int32, may_read_BKIC.shape, axis)
-    stop = jnp.where(may_read_BKIC, index + 1, 0).max(axis=axis)
-    start = jnp.where(may_read_BKIC, index, may_read_BKIC.shape[axis]).min(axis=axis)  # not below `stop` if nothing is read
+    if lists:
+        stop = may_read_BKIC.sum(axis=axis, dtype=jnp.int32)
+        start = lax.sort((~may_read_BKIC, index), dimension=axis, num_keys=1)[1]  # those to visit come first
+    else:
+        stop = jnp.where(may_read_BKIC, index + 1, 0).max(axis=axis)
+        start = jnp.where(may_read_BKIC, index, may_read_BKIC.shape[axis]).min(axis=axis)  # not below `stop` if nothing is read
     grid = (start.shape[2], key.shape[1], query.shape[0])
     return launch(
         functools.partial(body, tile),
@@ -140,6 +145,14 @@ def walk(
         num_stages=tile.num_stages,
         interpret=interpret,
     )
+
+
+def visit(start_ref: Any, stop_ref: Any, place: tuple[Any, ...], step: Any, carry: Any) -> Any:
+    """Calls `step` for each block to visit: from `start` to `stop`, or the first `stop` of the list in `start`."""
+    stop = load(stop_ref.at[place])
+    if len(start_ref.shape) == len(place):
+        return lax.fori_loop(load(start_ref.at[place]), stop, step, carry)
+    return lax.fori_loop(0, stop, lambda at, carry: step(load(start_ref.at[(*place, at)]), carry), carry)
 
 
 def block(index: Any, size: int) -> Any:
@@ -185,7 +198,7 @@ def attend_rows(
         jnp.zeros((tile.rows,), jnp.float32),
         jnp.zeros((tile.rows, head_size), jnp.float32),
     )
-    peak_I, total_I, sum_IH = lax.fori_loop(load(start_ref.at[b, k, i]), load(stop_ref.at[b, k, i]), attend, begin)
+    peak_I, total_I, sum_IH = visit(start_ref, stop_ref, (b, k, i), attend, begin)
     is_empty_I = peak_I == -jnp.inf
     total_I = jnp.where(is_empty_I, 1.0, total_I)
     store(out_ref.at[b, k, rows, :], (sum_IH / total_I[:, None]).astype(out_ref.dtype))
@@ -226,7 +239,7 @@ def find_query_gradient(
         return sum_IH + exact_dot(slope_IC.astype(key_CH.dtype), key_CH)
 
     none = jnp.zeros((tile.rows, head_size), jnp.float32)
-    sum_IH = lax.fori_loop(load(start_ref.at[b, k, i]), load(stop_ref.at[b, k, i]), add, none)
+    sum_IH = visit(start_ref, stop_ref, (b, k, i), add, none)
     store(out_ref.at[b, k, rows, :], (sum_IH * scale).astype(out_ref.dtype))
 
 
@@ -267,7 +280,7 @@ def find_column_gradients(
         return key_sum_CH + exact_dot(slope_CI.astype(query_IH.dtype), query_IH), value_sum_CH
 
     none = jnp.zeros((tile.columns, head_size), jnp.float32)
-    sums = lax.fori_loop(load(start_ref.at[b, k, j]), load(stop_ref.at[b, k, j]), add, (none, none))
+    sums = visit(start_ref, stop_ref, (b, k, j), add, (none, none))
     store(key_out_ref.at[b, k, columns, :], (sums[0] * scale).astype(key_out_ref.dtype))
     store(value_out_ref.at[b, k, columns, :], sums[1].astype(value_out_ref.dtype))
 

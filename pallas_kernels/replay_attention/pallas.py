@@ -4,9 +4,9 @@ A tile is a block of query rows (the G heads of a token are neighbours) times a 
 it is computed. The forward pass saves its output and the log of each softmax's denominator, from which the backward passes
 compute the weights of a tile again. One loops over columns for the gradient of queries, the other over queries for that of
 columns, so two tiles never add to the same place at once. The ranges of positions and spans show which tiles have nothing
-visible. The sink of a head needs no pass of its own: it scales the output and raises the log of the denominator, from which the
-backward passes then compute the right weights. Letters: I query rows of a KV head (T * G, padded), C columns (padded), NI and
-NC their blocks.
+visible. Columns that end early may be sorted first, so that those of a tile are read at the same time. The sink of a head needs
+no pass of its own: it scales the output and raises the log of the denominator, from which the backward passes then compute the
+right weights. Letters: I query rows of a KV head (T * G, padded), C columns (padded), NI and NC their blocks.
 """
 
 import functools
@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.replay_attention.reference import take_columns
 
 FIRST, LAST = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+LEAST_SPAN = 256  # shorter spans count as one of this length: a tile has as many queries, or nearly
 
 
 class Passes(NamedTuple):
@@ -51,6 +52,7 @@ def attend(
     end: Int[Array, "B K C"],
     source: Int[Array, "B K C"] | None,
     sink: Float[Array, " N"] | None = None,
+    sorts: bool = False,
 ) -> Float[Array, "B T N H"]:
     """`pallas_kernels.replay_attention` by the passes of a platform, with rows and columns padded to these multiples."""
     batch, num_tokens, num_heads, head_size = query.shape
@@ -61,7 +63,12 @@ def attend(
 
     query_BKTGH = jnp.moveaxis(query.reshape(batch, num_tokens, num_kv_heads, group, head_size), 1, 2)
     query_BKIH = pad(query_BKTGH.reshape(batch, num_kv_heads, num_rows, head_size), more_rows)
-    key_BKCH, value_BKCH = (pad(take_columns(x, source, is_used), more_columns) for x in (key, value))
+    key_BKCH, value_BKCH = (take_columns(x, source, is_used) for x in (key, value))
+    if sorts:
+        order = order_of(position, begin, end)
+        begin, end, is_used = (jnp.take_along_axis(x, order, axis=2) for x in (begin, end, is_used))
+        key_BKCH, value_BKCH = permuted(key_BKCH, order), permuted(value_BKCH, order)
+    key_BKCH, value_BKCH = pad(key_BKCH, more_columns), pad(value_BKCH, more_columns)
     # Padded rows repeat the last position, which widens no tile's range; their output is cut off.
     position_BI = jnp.pad(jnp.repeat(position.astype(jnp.int32), group, axis=1), [(0, 0), (0, more_rows)], mode="edge")
     begin_BKC, end_BKC = (
@@ -75,6 +82,30 @@ def attend(
     out_BKIH = attend_columns(passes, query_BKIH, key_BKCH, value_BKCH, position_BI, begin_BKC, end_BKC, sink_KI)
     out_BKTGH = out_BKIH[:, :, :num_rows].reshape(query_BKTGH.shape)
     return jnp.moveaxis(out_BKTGH, 2, 1).reshape(query.shape)
+
+
+def order_of(position: Int[Array, "B T"], begin: Int[Array, "B K C"], end: Int[Array, "B K C"]) -> Int[Array, "B K C"]:
+    """The order of columns by the length of their spans, in powers of 2, and then by their end.
+
+    Neighbours are then read at nearly the same time for nearly as long, so few tiles have something visible: with a budget of
+    1,024 tokens, an interval of 128 and a text of 32,768, tiles of 64 columns hold 1.65 to 1.9 times the visible pairs, where
+    in their own order they hold 2.3 times (scores that favour the last tokens) to 14 times (scores that never change).
+    """
+    end = jnp.minimum(end, position.max(axis=1)[:, None, None] + 1)
+    octave = 31 - jax.lax.clz(jnp.maximum(end - jnp.minimum(begin, end), LEAST_SPAN).astype(jnp.int32))
+    place = jax.lax.broadcasted_iota(jnp.int32, begin.shape, 2)
+    return jax.lax.sort((jnp.where(begin < end, octave, 32), end.astype(jnp.int32), place), num_keys=2)[2]
+
+
+@jax.custom_vjp
+def permuted(x: Float[Array, "B K C H"], order: Int[Array, "B K C"]) -> Float[Array, "B K C H"]:
+    """The columns in another order; the gradient is gathered too, and not added up by place."""
+    return jnp.take_along_axis(x, order[..., None], axis=2)
+
+
+permuted.defvjp(
+    lambda x, order: (permuted(x, order), order), lambda order, grad: (permuted(grad, jnp.argsort(order, axis=2)), None)
+)
 
 
 def pad(x: Float[Array, "B K I H"], more: int) -> Array:
@@ -118,6 +149,15 @@ def backward(passes: Passes, kept: tuple[Any, ...], grad: Array) -> tuple[Array 
 
 
 attend_columns.defvjp(forward, backward)
+
+
+def may_read(
+    position: Int[Array, "B I"], begin: Int[Array, "B K C"], end: Int[Array, "B K C"], rows: int, columns: int
+) -> Bool[Array, "B K NI NC"]:
+    """Whether a query of each block of rows may read a column of each block: which tiles are visited."""
+    rows_B2I, columns_BK2C = ranges(position, begin, end, rows, columns)
+    lowest, highest = rows_B2I[:, None, 0, :, None], rows_B2I[:, None, 1, :, None]
+    return (columns_BK2C[:, :, 0, None] <= highest) & (lowest < columns_BK2C[:, :, 1, None])
 
 
 def ranges(

@@ -18,6 +18,7 @@ def replay_attention(
     end: Int[Array, "B K C"],
     source: Int[Array, "B K C"] | None,
     sink: Float[Array, " N"] | None = None,
+    sorts: bool = False,
 ) -> Float[Array, "B T N H"]:
     """See `pallas_kernels.replay_attention`."""
     batch, num_tokens, num_heads, head_size = query_BTNH.shape

@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     interpret: Any
 
 
-def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, *_: Any) -> str | None:
+def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, *_: Any, sorts: bool = False) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
     if reason := pallas.why_not_floats(query, key, value):
         return reason
@@ -59,7 +59,7 @@ def even(size: int, most: int) -> int:
     return pl.cdiv(pl.cdiv(size, count), LANES) * LANES
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnames=("interpret", "sorts"))
 def replay_attention(
     query: Float[Array, "B T N H"],
     key: Float[Array, "B S K H"],
@@ -70,8 +70,9 @@ def replay_attention(
     source: Int[Array, "B K C"] | None,
     sink: Float[Array, " N"] | None = None,
     interpret: Any = False,
+    sorts: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """See `pallas_kernels.replay_attention`."""
+    """See `pallas_kernels.replay_attention`. Columns stay in their order: a step of the grid costs as much as a small tile."""
     rows, columns = blocks_of(query, key, begin)
     passes = pallas.Passes(forward, backward_query, backward_columns, Settings(rows, columns, interpret))
     return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink)

@@ -49,6 +49,13 @@ def test_a_chunk_of_a_prompt_compiles(target, model):
         targets.compile_kernel(target, kernel.replay_attention, args)
 
 
+@pytest.mark.parametrize("target", [target for target in targets.WITH_KERNELS if targets.TARGETS[target][0] == "cuda"])
+def test_replay_of_sorted_columns_and_its_gradient_compile(target):
+    args = replay(target, MODELS["r1-llama-8b"], jnp.bfloat16)
+    for columns in (args, (*args[:-1], None)):
+        targets.compile_kernel(target, gradients(functools.partial(gpu.replay_attention, sorts=True)), columns)
+
+
 @pytest.mark.parametrize(("target", "model"), GRADIENTS, ids=["-".join(case) for case in CASES])
 def test_replay_and_its_gradient_compile(target, model):
     """In sizes that share their tiles with longer ones."""

@@ -11,16 +11,17 @@ import pytest
 
 import pallas_kernels as kernels
 from pallas_kernels.models import MODELS, Workload
-from pallas_kernels.replay_attention import gpu, shapes, tpu
+from pallas_kernels.replay_attention import gpu, pallas, shapes, tpu
 from tests.pallas_kernels import tpu_interpreter
 
-ON_DEVICES = {"tpu": tpu, "gpu": gpu}
+ON_DEVICES = {"tpu": tpu.replay_attention, "gpu": gpu.replay_attention}
+ON_DEVICES["sorted"] = functools.partial(gpu.replay_attention, sorts=True)
 
 
 def implementation_of(name, interpret=True):
     if name == "reference":
         return jax.jit(functools.partial(kernels.replay_attention, implementation="reference"))
-    run = ON_DEVICES[name].replay_attention
+    run = ON_DEVICES[name]
     return lambda *args, sink=None: run(*args, *[None] * (7 - len(args)), sink, interpret=interpret)
 
 
@@ -397,13 +398,13 @@ def test_the_default_differentiates_under_checkpoint_and_scan():
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
 
 
-@pytest.mark.parametrize("name", ON_DEVICES)
+@pytest.mark.parametrize("name", ["tpu", "gpu"])
 def test_kernels_say_what_they_cannot_take(name):
     def why_not(head_size, dtype=jnp.bfloat16, tokens=16, batch=1, **other):
         model = MODELS["r1-llama-8b"]._replace(head_size=head_size)
         args = shapes.arguments(model, Workload(batch=batch, dtype=dtype), tokens=tokens, replayed=True)
         query, key, *rest = args
-        return ON_DEVICES[name].why_not(query, jax.ShapeDtypeStruct(key.shape, other.get("key", dtype)), *rest)
+        return {"tpu": tpu, "gpu": gpu}[name].why_not(query, jax.ShapeDtypeStruct(key.shape, other.get("key", dtype)), *rest)
 
     assert why_not(64) is why_not(128) is why_not(256) is why_not(128, jnp.float32) is None
     assert "bfloat16; got float16" in why_not(128, jnp.float16)
@@ -434,3 +435,51 @@ def test_on_a_tpu_nor_in_the_backward_pass_over_several_tiles(watched, monkeypat
     assert_agrees(out, expected)
     for x, y in zip(pull(expected), expected_pull(expected), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-4 * np.abs(y).max())
+
+
+def evicted_columns(num_tokens, budget, interval, score):
+    """Spans of each token's own column, [1, 1, T], where a compaction after each interval leaves the best of a score."""
+    end, live = np.full(num_tokens, OPEN_END), np.arange(budget)
+    for now in range(budget + interval, num_tokens, interval):
+        live = np.concatenate([live, np.arange(now - interval, now)])
+        kept = live[np.argsort(-score(now, live), kind="stable")[:budget]]
+        end[np.setdiff1d(live, kept)], live = now, np.sort(kept)
+    return jnp.arange(num_tokens)[None, None], jnp.asarray(end, jnp.int32)[None, None]
+
+
+RANDOM = np.random.default_rng(0)
+ONCE = RANDOM.random(16384)
+SCORES = {
+    "recent": lambda now, live: np.exp((live - now) / 1024) * RANDOM.random(len(live)),
+    "random": lambda now, live: RANDOM.random(len(live)),
+    "constant": lambda now, live: ONCE[live],
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_tiles_of_sorted_columns_hold_less_than_twice_the_visible_pairs(name):
+    num_tokens, group, rows, columns = 16384, 4, 128, 64
+    begin, end = evicted_columns(num_tokens, 1024, 128, SCORES[name])
+    position = jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    visible = int((jnp.minimum(end, num_tokens) - begin).sum())
+    order = pallas.order_of(position, begin, end)
+    assert sorted(order[0, 0].tolist()) == list(range(num_tokens))
+    begin, end = (jnp.take_along_axis(x, order, axis=2) for x in (begin, end))
+    visited = int(pallas.may_read(jnp.repeat(position, group, axis=1), begin, end, rows, columns).sum())
+    assert visited * rows * columns / group < 2 * visible
+
+
+@pytest.mark.slow
+def test_a_longer_replay_of_sorted_columns_agrees():
+    """Several blocks of rows and columns, with a list of blocks for each."""
+    num_tokens = 700
+    inputs = random_inputs(1, num_tokens, num_tokens, 2, 2, 16)
+    position, begin, end, source = random_columns(1, num_tokens, 2, num_tokens)
+    end = jnp.minimum(end, begin + 60)
+    for columns in ((position, begin, end), (position, begin, end, source)):
+        outs = [
+            jax.value_and_grad(lambda *x, run=run, columns=columns: jnp.sum(run(*x, *columns) ** 2), argnums=(0, 1, 2))(*inputs)
+            for run in (implementation_of("sorted"), naive)
+        ]
+        for x, y in zip(jax.tree.leaves(outs[0]), jax.tree.leaves(outs[1]), strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-4, rtol=2e-4)

@@ -161,3 +161,13 @@ def spans_in(source, begin, end, total):
     return [
         sorted(zip(*(x[head][is_read[head]].tolist() for x in (source, begin, end)), strict=True)) for head in range(len(end))
     ]
+
+
+@pytest.mark.parametrize(
+    ("total", "life", "sorts"), [(4096, 256, True), (4096, 4096, False), (1024, 64, False)], ids=["evicted", "kept", "short"]
+)
+def test_columns_are_sorted_where_a_long_text_keeps_few(total, life, sorts):
+    moment = np.array([[OPEN_END, *range(1, 129)]], np.int32) * np.array([1, *[total // 128] * 128], np.int32)
+    ended = np.minimum((np.arange(total) + life) * 128 // total + 1, 129) % 129
+    trace = Trace(moment, np.broadcast_to(ended.astype(np.uint8), (1, 2, 2, total)))
+    assert trace_columns(trace, total).walk.sorts == sorts
