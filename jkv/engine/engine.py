@@ -28,6 +28,7 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.policy_checks import check_layout, check_policy, check_request, gate_of
 from jkv.engine.prefix_cache import cache_for
+from jkv.engine.processes import agreed, spans
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
@@ -158,7 +159,7 @@ class Engine:
 
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues checked requests under one ticket; tickets count from 0."""
-        requests = [self.check(request) for request in requests]
+        requests = [self.check(request) for request in (agreed(requests) if spans(self.mesh) else requests)]
         with self._guard.changing("submit"):
             ticket = next(self._ticket)
             self.tickets[ticket] = [self._add(ticket, i, request, on_tokens) for i, request in enumerate(requests)]

@@ -7,12 +7,12 @@ policy that evicts in each step compacts after every `STEP_PIECE` new tokens ins
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from jkv.engine import swap
 from jkv.engine.conversations import ENDS, Conversations, KeptRow, Transcript
 from jkv.engine.filling import Pieces
+from jkv.engine.processes import host
 from jkv.engine.programs import State
 from jkv.engine.samples import Sample, stop_finder
 from jkv.engine.starts import append_pending
@@ -96,7 +96,7 @@ def settle(programs: Any, state: State, conversations: Conversations) -> State:
     for row, kept in leaving.items():
         state, snapshot = programs.detach(state, np.int32(row))
         # Pages stay in the pool; the rest is outside of it, where only the rows of the batch have room.
-        kept.snapshot = snapshot._replace(beside=jax.device_get(snapshot.beside))
+        kept.snapshot = snapshot._replace(beside=host(snapshot.beside))
     swapping, conversations.swapping = conversations.swapping, []
     for kept in swapping:
         assert kept.snapshot is not None

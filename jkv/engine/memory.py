@@ -14,6 +14,7 @@ from jkv.cache.sealed_pages import PLACES
 from jkv.cache.slot_size import POSITION_BYTES
 from jkv.checks import check_counts, size, typed
 from jkv.engine.device_program import LEAST_ROWS
+from jkv.engine.processes import least_bytes
 from jkv.engine.requests import Request
 from jkv.model.params import ModelConfig, Params
 from jkv.policies import Policy
@@ -180,8 +181,12 @@ def free_pool_bytes(params: Params, num_shards: int, share: float | None = None)
     CPU devices share one memory, where a pool that several devices have takes its bytes as often.
     """
     devices = params.embedding.devices()
+    here = [device for device in devices if device.process_index == jax.process_index()]
+    least = min(free_bytes(device, share) for device in here)
+    if len(here) < len(devices):
+        least = least_bytes(least)
     is_one_memory = all(device.platform == "cpu" for device in devices)
-    return min(free_bytes(device, share) for device in devices) * num_shards // (len(devices) if is_one_memory else 1)
+    return least * num_shards // (len(devices) if is_one_memory else 1)
 
 
 def free_bytes(device: Any, share: float | None = None) -> int:

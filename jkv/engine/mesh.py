@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jkv.checks import counted, shown, words
 from jkv.engine import chunk_inputs, programs
 from jkv.engine.device_program import DeviceProgram
+from jkv.engine.processes import check_processes
 from jkv.engine.programs import ChunkOutputs, State
 from jkv.model import weights
 from jkv.model.copies import COPIES, HEADS
@@ -78,14 +79,11 @@ def check_mesh(mesh: Mesh, config: ModelConfig) -> None:
     """Refuses a mesh that an engine cannot run this model on.
 
     Raises:
-      ValueError: another split than of KV heads, devices of another process, or sizes that do not divide, with the arithmetic.
+      ValueError: another split than of KV heads, devices of some other processes, or sizes that do not divide, with the
+        arithmetic.
     """
     mesh = arrange(mesh, config)
-    if any(device.process_index != jax.process_index() for device in mesh.devices.flat):
-        raise ValueError(
-            "All devices of an engine's mesh must belong to this process, which reads every token; some do not. Build the mesh "
-            "from jax.local_devices()."
-        )
+    check_processes(mesh)
     check_divides(config, mesh.size)
 
 

@@ -77,7 +77,7 @@ class EngineOptions:
         that compare KV heads (any scope but "head") gather the scores of all; a score itself sees the heads of one device.
         Where heads compete (Ada-KV), each device reserves the pages that its heads would take if they won. For more rows,
         `generate` and `Rollout` take a mesh with one more axis, "data", and run an engine of these sizes for each of its rows
-        (`jkv.Replicas`).
+        (`jkv.Replicas`). A mesh may have the devices of all processes of `jax.distributed`, which then make equal calls.
       kernels: None or "auto" takes the best kernels for the devices; "reference" computes all of them by plain XLA, on any
         device; "paged_attention=reference,take_slots=gpu" chooses some by hand. The environment variable JKV_KERNELS does the
         same for a whole process.

@@ -28,6 +28,7 @@ from jkv.engine.kernels import programs_for
 from jkv.engine.memory import state_bytes
 from jkv.engine.model_facts import facts_for
 from jkv.engine.prefix_cache import PrefixCache
+from jkv.engine.processes import copy_to_host, host
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.samples import Prefix, RowOutputs, Sample
 from jkv.engine.scheduler import Capacity, Turn
@@ -282,8 +283,7 @@ class Runner:
 
     def plan(self, flight: Flight) -> None:
         """Counts a chunk before its tokens are read, and dispatches the compactions that are then due."""
-        for x in jax.tree.leaves(flight.outputs):
-            x.copy_to_host_async()
+        copy_to_host(flight.outputs)
         for row, sample in flight.rows.items():
             sample.plan(flight.num_steps)
             if sample.remaining > 0 and sample.is_due:
@@ -294,7 +294,7 @@ class Runner:
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.waiting(lambda: is_ready(self.state)):
-            outputs, held = jax.device_get((flight.outputs, self.held))
+            outputs, held = host((flight.outputs, self.held))
         self.held.clear()
         self.meter.peak(max(map(int, held), default=0))
         return flight.by_row(outputs), int(outputs.held_pages)
@@ -319,7 +319,7 @@ class Runner:
                 continue
             if sample.sentences is not None and is_left is not None:
                 sample.sentences.forget(np.asarray(is_left)[0])
-            sample.compact(None if dropped is None else np.asarray(dropped)[:, 0], None if left is None else np.asarray(left))
+            sample.compact(None if dropped is None else host(dropped)[:, 0], None if left is None else host(left))
 
     def _compact_row(self, row: int, sample: Sample, last: Flight | None = None) -> tuple[Any, Any, Any]:
         """Dispatches one row's compaction; returns what is still on the device: the positions dropped (when traced), those left

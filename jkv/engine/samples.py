@@ -8,6 +8,7 @@ import numpy as np
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine.conversations import KeptRow, Transcript
+from jkv.engine.processes import host
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
@@ -122,7 +123,7 @@ class Start:
     @property
     def page_table(self) -> np.ndarray:
         """The snapshot's, on the host; waits for the device."""
-        return np.asarray(self.snapshot.block_table.page_table)
+        return host(self.snapshot.block_table.page_table)
 
 
 @dataclasses.dataclass(eq=False)

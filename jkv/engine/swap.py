@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from jkv.cache.pool import NULL_PAGE
+from jkv.engine.processes import host
 from jkv.engine.programs import Snapshot, State
 
 BLOCK = 512  # pages that one program moves, equally many of each KV head
@@ -44,7 +45,7 @@ def swap_out(programs: Any, state: State, row: int, prefix_table: np.ndarray | N
 
 def copy_out(programs: Any, state: State, snapshot: Snapshot, prefix_table: np.ndarray | None) -> SwappedRow:
     """`swap_out` of a row that may be detached, by its snapshot."""
-    on_host: Any = jax.device_get(snapshot)
+    on_host: Any = host(snapshot)
     table = on_host.block_table.page_table
     is_shared = np.zeros(table.shape, bool) if prefix_table is None else (table == prefix_table) & (table != NULL_PAGE)
     return SwappedRow(on_host, read_pages(programs, state, table, (table != NULL_PAGE) & ~is_shared), is_shared)
@@ -66,7 +67,7 @@ def swap_in(
         table = np.where(swapped.is_shared, prefix_table, NULL_PAGE)
     snapshot = swapped.snapshot._replace(block_table=swapped.snapshot.block_table._replace(page_table=table))
     state = programs.attach(state, snapshot, np.int32(row), is_own)
-    table = np.asarray(programs.snapshot_row(state, np.int32(row)).block_table.page_table)
+    table = host(programs.snapshot_row(state, np.int32(row)).block_table.page_table)
     state = write_pages(programs, state, table, swapped.own, swapped.own.place >= 0)
     if prefix_table is None and swapped.is_shared.any():
         assert swapped_prefix is not None
@@ -80,7 +81,7 @@ def read_pages(programs: Any, state: State, table: np.ndarray, is_read: np.ndarr
     for head in range(table.shape[1]):
         place[:, head][is_read[:, head]] = np.arange(is_read[:, head].sum(), dtype=np.int32)
     starts = range(0, max(page.shape[1], 1), block_of(page))
-    blocks = [jax.device_get(programs.read_pages(state, pad_block(page, start))) for start in starts]
+    blocks = [host(programs.read_pages(state, pad_block(page, start))) for start in starts]
     return SwappedPages(place, jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:, : page.shape[1]], *blocks))
 
 
