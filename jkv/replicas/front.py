@@ -102,6 +102,7 @@ class Caller:
         self._new = []
         try:
             if groups:
+                self.replicas.trace(self._is_traced)
                 self.replicas.submit(list(groups.values()))
         except RuntimeError as error:
             for one in (one for group in groups.values() for one in group):
@@ -231,14 +232,12 @@ class Front(Caller):
 
     @property
     def is_traced(self) -> bool:
-        """Whether samples carry traces."""
+        """Whether samples that are submitted from now on carry traces."""
         return self._is_traced
 
     @is_traced.setter
     def is_traced(self, is_traced: bool) -> None:
-        if is_traced != self._is_traced:
-            self._is_traced = is_traced
-            self.replicas.ask("trace", is_traced)
+        self._is_traced = is_traced
 
     # Weights and memory.
 

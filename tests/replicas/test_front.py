@@ -209,6 +209,13 @@ def test_what_replicas_cannot_do_is_refused(replicas, call, message):
         call(replicas)
 
 
+def test_a_call_is_traced_as_it_asks_whatever_was_asked_before(rollout, replicas):
+    rollout([PROMPTS[0]], n=1, seed=1, max_new_tokens=4, return_trace=True)
+    assert all(member.replica._worker.engine.is_traced for member in replicas._dispatcher.members.values())
+    assert replicas.generate(PROMPTS[0], max_new_tokens=4).trace is None
+    assert not any(member.replica._worker.engine.is_traced for member in replicas._dispatcher.members.values())
+
+
 def test_a_conversation_of_one_turn_needs_no_kept_row(rollout):
     out = rollout.converse(PROMPTS, lambda turn: [1], max_turns=1, seed=5, n=1, stop_ids=(), max_turn_tokens=8)
     assert out.lengths.tolist() == [8, 8, 8]
