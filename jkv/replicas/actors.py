@@ -78,7 +78,11 @@ class Spec:
 
 
 class Report(NamedTuple):
-    """What an actor answers."""
+    """What an actor answers.
+
+    Attributes:
+      num_open: its unfinished items; while it rests, none counts.
+    """
 
     messages: list[Message]
     num_chunks: int
@@ -111,7 +115,7 @@ class EngineActor:
         sent = [
             one._replace(error=RuntimeError(repr(one.error))) if isinstance(one, Failed | Lost) else one for one in messages
         ]
-        return Report(sent, self.worker.num_chunks, len(self.worker.tickets))
+        return Report(sent, self.worker.num_chunks, 0 if self.worker.is_resting else len(self.worker.tickets))
 
     def call(self, name: str, *arguments: Any) -> Any:
         """A method of the worker by its name."""
@@ -355,7 +359,7 @@ class RayCarrier:
             self._settings.actor
         )
         kind = ray.remote(EngineActor).options(**options)  # type: ignore[attr-defined]
-        actor = kind.remote(self._spec, [reference for _, reference in buckets], version)
+        actor: Any = kind.remote(self._spec, [reference for _, reference in buckets], version)
         try:
             facts, version = ray.get(actor.facts.remote(), timeout=self._settings.timeout)
         except ray.exceptions.GetTimeoutError:

@@ -149,6 +149,11 @@ class Worker:
         """Whether the samples that come are traced."""
         self.service.call(lambda engine: setattr(engine, "is_traced", is_traced)).result()
 
+    @property
+    def is_resting(self) -> bool:
+        """Whether it decodes nothing because it was told so."""
+        return self.service.is_paused or self.engine.is_asleep
+
     def pause(self) -> None:
         """Decodes nothing until `resume`; items wait."""
         self.service.pause("keep").result()

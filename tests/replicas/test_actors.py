@@ -116,6 +116,34 @@ def test_3_2_and_1_actors_draw_the_tokens_of_one_engine(model, expected):
         assert in_actors(replicas, num_compiled) == compiled, "the policy compiles once, although each item names it"
 
 
+def num_chunks(actor):
+    return actor.worker.num_chunks
+
+
+def test_a_rollout_on_actors_rests_sleeps_and_takes_new_weights(model):
+    limits = {"max_prompt_tokens": 32, "max_new_tokens": 200, "n": 3}
+    call = {"seed": 5, "stop_ids": (), "max_new_tokens": 120}
+    one = jkv.Rollout(model, POLICY, **limits, **SIZES)
+    with make(model, 2) as replicas:
+        rollout = jkv.Rollout(replicas, **limits)
+        out, alone = rollout(PROMPTS, return_trace=True, **call), one(PROMPTS, return_trace=True, **call)
+        assert_equal(out, alone)
+        np.testing.assert_array_equal(out.mask, alone.mask)
+        rollout.submit(PROMPTS, **call)
+        first = rollout.run(until_done=1)
+        before = in_actors(replicas, num_chunks)
+        threading.Event().wait(1)
+        assert in_actors(replicas, num_chunks) == before
+        rollout.sleep(forget_weights=True)
+        rollout.update(model.params)
+        rest = rollout.run()
+        assert len(first.lengths) + len(rest.lengths) == 9
+        for part in (first, rest):
+            for tokens, prompt, sample in zip(part.tokens, part.prompt_index, part.sample_index, strict=True):
+                assert tokens.tolist() == alone.tokens[3 * prompt + sample].tolist()
+        assert rollout.version == 1
+
+
 @pytest.fixture
 def restored(monkeypatch):
     """The items whose rows actors were sent."""
