@@ -1,4 +1,4 @@
-"""What an engine tells of itself: its model, its pool, and what runs."""
+"""Facts of an engine for its user: its model, its pool, what runs, and of which version the weights are."""
 
 from typing import Any
 

@@ -33,7 +33,7 @@ from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
 from jkv.engine.runner import Runner
-from jkv.engine.samples import Completion, Sample, stop_finder
+from jkv.engine.samples import Completion, Sample, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.service import serve
 from jkv.engine.stats import RunStats
@@ -171,7 +171,7 @@ class Engine:
         Raises:
           ValueError: an unknown ticket.
         """
-        samples = self._samples_of(ticket)
+        samples = samples_of(self.tickets, ticket)
         with self._guard.changing("cancel"):
             for sample in samples:
                 if not sample.is_finished:
@@ -300,14 +300,8 @@ class Engine:
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
         """
-        samples = {ticket: self._samples_of(ticket) for ticket in tickets}
-        for ticket, group in samples.items():
-            if not all(sample.is_finished for sample in group):
-                raise ValueError(f"Request {ticket} is not finished. Call run() or stream() first.")
         with self._guard.owned("take"):
-            for ticket in samples:
-                del self.tickets[ticket]
-        return [sample for group in samples.values() for sample in group]
+            return take_finished(self.tickets, tickets)
 
     def reset_stats(self) -> None:
         """Resets the statistics, and with them the distance thresholds that sharing has measured."""
@@ -406,11 +400,6 @@ class Engine:
         check_request(request, self.options)
         turns.check_keep(request)
         return request
-
-    def _samples_of(self, ticket: int) -> list[Sample]:
-        if ticket not in self.tickets:
-            raise ValueError(f"No request has the ticket {ticket}: it was never given, or its result was already taken.")
-        return self.tickets[ticket]
 
     def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         given: Any = {"on_tokens": on_tokens, "stops": stop_finder(self.model.tokenizer, request)}

@@ -388,3 +388,29 @@ def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list
 def stop_finder(tokenizer: Any, request: Request) -> StopFinder | None:
     """Finds a request's stop strings, if it has any, in the tokens of one sample."""
     return StopFinder(tokenizer.decode, request.stop_strings) if request.stop_strings else None
+
+
+def samples_of(tickets: Mapping[int, list[Sample]], ticket: int) -> list[Sample]:
+    """The samples of a request.
+
+    Raises:
+      ValueError: an unknown ticket.
+    """
+    if ticket not in tickets:
+        raise ValueError(f"No request has the ticket {ticket}: it was never given, or its result was already taken.")
+    return tickets[ticket]
+
+
+def take_finished(tickets: dict[int, list[Sample]], taken: Sequence[int]) -> list[Sample]:
+    """The samples of finished requests, in order; the requests are dropped.
+
+    Raises:
+      ValueError: an unknown ticket, or one that is not finished; nothing is dropped.
+    """
+    samples = {ticket: samples_of(tickets, ticket) for ticket in taken}
+    for ticket, group in samples.items():
+        if not all(sample.is_finished for sample in group):
+            raise ValueError(f"Request {ticket} is not finished. Call run() or stream() first.")
+    for ticket in samples:
+        del tickets[ticket]
+    return [sample for group in samples.values() for sample in group]

@@ -17,7 +17,7 @@ from jkv.engine.memory import most_pages
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.requests import Request
 from jkv.engine.results import Result, make_result
-from jkv.engine.samples import Completion, Sample
+from jkv.engine.samples import Completion, Sample, samples_of, take_finished
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
 from jkv.engine.timing import running_seconds
@@ -150,7 +150,7 @@ class Caller:
         Raises:
           ValueError: an unknown ticket.
         """
-        samples = self._samples_of(ticket)
+        samples = samples_of(self.tickets, ticket)
         self._send()
         self.rest()
         with contextlib.suppress(RuntimeError):  # closed: they have come back
@@ -181,18 +181,7 @@ class Caller:
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
         """
-        samples = {ticket: self._samples_of(ticket) for ticket in tickets}
-        for ticket, group in samples.items():
-            if not all(sample.is_finished for sample in group):
-                raise ValueError(f"Request {ticket} is not finished. Call run() first.")
-        for ticket in samples:
-            del self.tickets[ticket]
-        return [sample for group in samples.values() for sample in group]
-
-    def _samples_of(self, ticket: int) -> list[Sample]:
-        if ticket not in self.tickets:
-            raise ValueError(f"No request has the ticket {ticket}: it was never given, or its result was already taken.")
-        return self.tickets[ticket]
+        return take_finished(self.tickets, tickets)
 
 
 class Front(Caller):

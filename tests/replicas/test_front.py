@@ -39,7 +39,7 @@ def rollout(replicas, model):
 
 @pytest.fixture
 def slowly(replicas, monkeypatch):
-    """Each turn takes a while, so that a busy machine hears of the first samples before the last ones are finished."""
+    """Each turn takes a while, so that a busy machine receives the first samples before the last ones are finished."""
     for member in replicas._dispatcher.members.values():
         engine = member.replica._worker.engine
         step = engine.step
