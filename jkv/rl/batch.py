@@ -22,7 +22,7 @@ class Batch(flax.struct.PyTreeNode):
     """Sequences, prompt and completion in one row, right-padded; everything `[N, T]` belongs to the token at its place.
 
     A pytree of arrays: `jax.tree.map(lambda x: x[:8], batch)` is a smaller batch, unless it is packed: then each microbatch is
-    made by itself. Only `truncates` is static.
+    made by itself. Only `truncates` and `is_mixed` are static.
     """
 
     token: Any  # [N, T] int32
@@ -35,6 +35,7 @@ class Batch(flax.struct.PyTreeNode):
     experts: Any = None  # [N, T, L, A]: those that tokens went through; None leaves the choice to the router
     packing: Packing | None = None  # in which the forward pass computes the sequences; None computes the rows as they are
     truncates: bool = flax.struct.field(pytree_node=False, default=False)  # whether any row cuts its distribution
+    is_mixed: bool = flax.struct.field(pytree_node=False, default=False)  # whether several weights may have drawn a row
 
     @property
     def is_replayed(self) -> bool:
@@ -57,6 +58,7 @@ def make_batch(
     length: int | None = None,
     routed_experts: bool = False,
     pack: int | tuple[int, int] | None = None,
+    mixed: bool = False,
 ) -> Batch:
     """Rollouts as device arrays, padded to one of a few shapes so that few programs compile.
 
@@ -74,6 +76,9 @@ def make_batch(
       pack: the forward pass computes several sequences in a row of this many tokens, at least as many as the longest has, in
         place of one in a row of `length`; or, as on a mesh, in so many rows of so many tokens. Log-probabilities, loss and
         gradients are the same but for rounding.
+      mixed: whether a replay takes completions that several weights drew: samples that were pending when the weights changed.
+        Their keys are computed anew by the weights that are trained, so what was sampled is not replayed exactly, and
+        `policy_loss` corrects the difference.
 
     Raises:
       ValueError: a replay without a trace, experts that were not recorded, a replay of completions that several weights drew,
@@ -88,7 +93,7 @@ def make_batch(
             "Completions must be padded on the right: mask[i, t] is False for t >= lengths[i]; got another mask, "
             f"{mask.dtype}{list(mask.shape)} for tokens {list(is_token.shape)}."
         )
-    if replay:
+    if replay and not mixed:
         check_versions(getattr(out, "policy_version", None), mask)
     check_pair(out.logprobs, out.logprobs, mask)
     advantage = spread_advantages(advantages, mask)
@@ -129,6 +134,7 @@ def make_batch(
         experts=None if experts is None or packing is not None else more(jnp.asarray(experts)),
         packing=packing,
         truncates=any(one.draws == "truncated" for one in out.sampling),
+        is_mixed=replay and mixed,
     )
 
 
@@ -203,8 +209,9 @@ def check_versions(version: Any, mask: np.ndarray) -> None:
     if (least != most).any():
         row = int(np.argmax(least != most))
         raise ValueError(
-            "A replay needs completions that one version of the weights drew from beginning to end; sample "
-            f"{row} has versions {least[row]} to {most[row]}. Leave such samples out, or train them dense, corrected."
+            "An exact replay needs completions that one version of the weights drew from beginning to end; sample "
+            f"{row} has versions {least[row]} to {most[row]}. Leave such samples out, replay them corrected (mixed=True), or "
+            "train them dense, corrected."
         )
 
 

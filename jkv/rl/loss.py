@@ -49,9 +49,9 @@ def policy_loss(
       params: the weights that are trained.
       batch: of `make_batch`; replayed where it has columns.
       old: log-probabilities before the first update on this batch (`log_probs`); None takes the policy's own, without gradient,
-        for a dense batch (one update a batch), and the sampled ones for a replayed one.
+        for a dense batch (one update a batch) or a mixed one, and the sampled ones for one that is replayed exactly.
       correction: a mode of `jkv.rl.correct`, applied to `old` and the sampled ones, or what that function returned; None is
-        "tis+veto" for a dense batch and "none" for a replayed one.
+        "none" for a batch that is replayed exactly, and "tis+veto" for others.
       clip: how far r may fall and rise.
       mean: over all "tokens" alike (DAPO, 2503.14476), or over "sequences", each the mean of its tokens (GRPO, 2402.03300).
       reference: log-probabilities of a policy to stay near to.
@@ -72,9 +72,10 @@ def policy_loss(
     check_settings(clip, mean, reference, beta, denominator)
     current = log_probs(params, batch, mesh=mesh, remat=remat)
     fixed = jax.lax.stop_gradient(current)
+    is_exact = batch.is_replayed and not batch.is_mixed
     if correction is None:
-        correction = "none" if batch.is_replayed else "tis+veto"
-    anchor = (batch.sampled if batch.is_replayed else fixed) if old is None else old
+        correction = "none" if is_exact else "tis+veto"
+    anchor = (batch.sampled if is_exact else fixed) if old is None else old
     if isinstance(correction, str):
         correction = correct(anchor, batch.sampled, batch.mask, mode=correction)
     # What top-k, top-p or min-p cuts from the policy has no gradient, and no logarithm: such a token is dropped.

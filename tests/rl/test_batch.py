@@ -125,7 +125,7 @@ def test_completions_padded_on_the_left_are_refused(squeezed):
         make_batch(jkv.Rollouts(**vars(squeezed), mask=is_token(squeezed)[:, ::-1]), ADVANTAGES)
 
 
-def test_completions_of_several_weights_are_trained_dense_alone(squeezed):
+def test_completions_of_several_weights_are_replayed_only_if_asked_for(squeezed):
     version = np.where(is_token(squeezed), 0, -1).astype(np.int32)
     whole = jkv.Rollouts(**vars(squeezed) | {"mask": is_token(squeezed), "policy_version": version})
     make_batch(whole, ADVANTAGES, replay=True)
@@ -134,7 +134,8 @@ def test_completions_of_several_weights_are_trained_dense_alone(squeezed):
     mixed = dataclasses.replace(whole, policy_version=version)
     with pytest.raises(ValueError, match="sample 3 has versions 0 to 1"):
         make_batch(mixed, ADVANTAGES, replay=True)
-    make_batch(mixed, ADVANTAGES)
+    assert not make_batch(mixed, ADVANTAGES).is_mixed
+    assert make_batch(mixed, ADVANTAGES, replay=True, mixed=True).is_mixed
 
 
 def test_columns_of_another_model_are_refused_before_a_compile(squeezed):

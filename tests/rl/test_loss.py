@@ -57,6 +57,18 @@ def test_the_loss_is_that_of_a_loop_over_tokens(model, batches, way, mean):
         np.testing.assert_array_equal(weights, np.asarray(batch.mask, np.float32))
 
 
+def test_a_mixed_replay_is_corrected_by_the_replay_of_now_over_what_was_sampled(model, batches):
+    moved = jax.tree.map(lambda x: x * 1.1, model.params)
+    exact = batches[True]
+    batch = exact.replace(is_mixed=True)
+    current = np.asarray(log_probs(moved, batch))
+    weights = np.asarray(correct(current, batch.sampled, batch.mask, mode="tis+veto").weights)
+    assert len(np.unique(weights[np.asarray(batch.mask)].round(3))) > 10  # ratios of every size, some of them capped
+    told, _ = jax.jit(policy_loss)(moved, batch)
+    assert float(told) == pytest.approx(loss_by_loops(batch, current, current, weights, (0.2, 0.2), "tokens"), rel=1e-4)
+    assert float(told) != pytest.approx(float(policy_loss(moved, exact)[0]), rel=1e-2)
+
+
 def test_before_an_update_the_replays_ratio_is_one_within_replays_tolerance(model, batches):
     _, metrics = policy_loss(model, batches[True])
     assert float(metrics["difference"]["p99"]) <= 1e-5
