@@ -20,6 +20,8 @@ from tunix.rl.function_registry import get_policy_loss_fn
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
 from jkv.integrations.tunix import JkvGRPOLearner, JkvRollout
+from jkv.integrations.tunix.replayed import make_loss, settings_of
+from jkv.integrations.tunix.weights import config_of, leaves_of, scales_of
 from tests.support.tunix_models import (
     EOS,
     LIMIT,
@@ -40,8 +42,8 @@ __all__ = ["tunix_rules"]  # a fixture
 
 
 def reward(prompts, completions, **kwargs):
-    """The share of a's: any signal that a few steps can follow."""
-    return [sum(letter == "a" for letter in text) / LIMIT for text in completions]
+    """The share of every other letter: any signal that a few steps can follow."""
+    return [sum(ord(letter) % 2 for letter in text) / LIMIT for text in completions]
 
 
 def make_cluster(model, engine, tokenizer=None, config=None, **training):
@@ -238,3 +240,83 @@ def test_settings_that_would_lose_the_correction_are_refused():
         JkvGRPOLearner(make_cluster(make_model(), engine), settings, reward, correction="tiss")
     with pytest.raises(ValueError, match="max_seq_token_per_tpu must not be set"):
         JkvGRPOLearner(make_cluster(make_model(), engine, max_seq_token_per_tpu=64), settings, reward)
+
+
+def replay_of(model, example):
+    """The loss and its gradient of an example with uneven advantages, by the learner's own function."""
+    shape, scales = config_of(model), scales_of(model, leaves_of(model))
+    uneven = jnp.arange(12.0)[:, None] * jnp.ones_like(example.batch.advantage)
+    example = dataclasses.replace(example, batch=example.batch.replace(advantage=uneven))
+    loss = make_loss(shape, scales, settings_of(GRPOConfig(num_generations=4, beta=0.0)))
+    (value, aux), gradient = nnx.value_and_grad(lambda model: loss(model, example, None), has_aux=True)(model)
+    return float(value), aux, gradient
+
+
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "lora"])
+def test_a_replayed_loss_reads_what_the_rollout_read_and_trains_the_actor(lora):
+    model = make_model(lora=lora)
+    first = copy_of(model)
+    start = jax.tree.map(np.array, nnx.state(model, nnx.LoRAParam if lora else nnx.Param))
+    learned = learn(model, policy=TINY_CACHE, loss="replay", config=rollout_config(seed=2))
+    assert len(learned.logged("actor/replay_p99")) == 3
+    assert (learned.logged("actor/replay_p99") < 1e-5).all()  # exact before every update, with the weights of that step
+    assert (learned.logged("actor/replay_max") < 1e-4).all()
+    assert (learned.logged("rollout/evicted") > 0).all()
+    moved = nnx.state(learned.grpo.rl_cluster.actor_trainer.model, nnx.LoRAParam if lora else nnx.Param)
+    assert max(jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - np.asarray(b)).max(), start, moved))) > 1e-4
+
+    example, output = learned.examples[0], learned.outputs[0]
+    assert np.asarray(example.completion_mask).sum(axis=1).tolist() == [len(row) for row in output.tokens]
+    rho, mask = rho_of(first, example, output)
+    assert np.abs(np.log(rho[mask])).max() > 0.01, "the full cache computes other log-probabilities"
+    sampled = np.concatenate(output.logprobs)
+    np.testing.assert_array_equal(np.asarray(example.batch.sampled)[np.asarray(example.batch.mask)], sampled)
+    _, aux, _ = replay_of(first, example)
+    assert float(aux["replay_max"]) < 1e-4
+
+
+def test_a_full_cache_replays_to_the_loss_and_gradient_of_tunix():
+    model = make_model()
+    learned = learn(copy_of(model), loss="replay", steps=1, config=rollout_config(seed=2))
+    example = learned.examples[0]
+    value, _, gradient = replay_of(model, example)
+    dense = dataclasses.replace(example, advantages=jnp.arange(12.0), old_per_token_logps=None)
+    settings = GRPOConfig(num_generations=4, beta=0.0)
+    settings.temperature = 1.0
+    expected, same = nnx.value_and_grad(
+        lambda model: get_policy_loss_fn("grpo")(model, dense, algo_config=settings, pad_id=PAD, eos_id=EOS)[0]
+    )(model)
+    assert value == pytest.approx(float(expected), rel=1e-4)
+    for path, leaf in leaves_of(same).items():
+        np.testing.assert_allclose(leaves_of(gradient)[path], leaf, atol=1e-4 * max(1, np.abs(leaf).max()), err_msg=path)
+
+
+def test_a_reference_holds_a_replayed_policy_by_its_dense_log_probabilities():
+    model = make_model()
+    learned = learn(copy_of(model), policy=TINY_CACHE, loss="replay", steps=1, config=rollout_config(seed=2))
+    example = learned.examples[0]
+    dense = dense_of(make_model(seed=1), example.prompt_ids, example.completion_ids)
+    example = dataclasses.replace(example, ref_per_token_logps=dense)
+    settings = settings_of(GRPOConfig(num_generations=4, beta=0.5, kl_loss_mode="low_var_kl"))
+    loss = make_loss(config_of(model), {}, settings)
+    _, aux = loss(model, example, None)
+    own = padded(learned.outputs[0].logprobs, fill=0.0)
+    mask = np.asarray(example.completion_mask)
+    away = np.where(mask, np.asarray(dense) - own, 0)
+    assert float(aux["kl"]) == pytest.approx((np.exp(away) - away - 1)[mask].mean(), rel=1e-3)
+
+
+def test_a_replay_that_means_something_else_is_refused():
+    engine = functools.partial(JkvRollout, **SETTINGS)
+    settings = GRPOConfig(num_generations=2, beta=0.0)
+
+    def refused(words, config=settings, engine=engine, **options):
+        with pytest.raises(ValueError, match=words):
+            JkvGRPOLearner(make_cluster(make_model(), engine), config, reward, **{"loss": "replay"} | options)
+
+    refused("loss must be one of dense, replay; got 'sparse'", loss="sparse")
+    refused("A correction is of a dense loss", correction="tis")
+    refused("JkvRollout; got VanillaRollout", engine="vanilla")
+    for change in ({"loss_algo": "gspo-token"}, {"loss_agg_mode": "sequence-mean-token-scale"}, {"beta": 0.1}):
+        name = "kl_loss_mode" if "beta" in change else next(iter(change))
+        refused(f'{name} must be .* with loss="replay"', config=dataclasses.replace(settings, **change))

@@ -1,8 +1,9 @@
-"""`JkvGRPOLearner`: tunix's GRPO with off-policy correction for rollouts with a compressed cache.
+"""`JkvGRPOLearner`: tunix's GRPO for rollouts with a compressed cache, corrected or replayed.
 
-tunix 0.1.7 ignores the log-probabilities of a sampler. This learner scores each batch with the full cache, with the forward
-pass of the loss, and passes importance weights and a mask (`jkv.rl.correct`) to the loss. The difference between the two
-distributions (`jkv.rl.mismatch`) is logged as metrics, with a warning if it is too large.
+tunix 0.1.7 ignores the log-probabilities of a sampler. Corrected, this learner scores each batch with the full cache, with the
+forward pass of the loss, and passes importance weights and a mask (`jkv.rl.correct`) to the loss. The difference between the
+two distributions (`jkv.rl.mismatch`) is logged as metrics, with a warning if it is too large. Replayed, the loss reads what the
+rollout read, and there is nothing to correct.
 """
 
 import dataclasses
@@ -17,35 +18,51 @@ from tunix.rl import common, rl_cluster
 from tunix.rl import utils as rl_utils
 from tunix.rl.grpo import grpo_learner
 
-from jkv.rl import correct, mismatch
+from jkv.integrations.tunix.replayed import ReplayedExample, make_loss, settings_of
+from jkv.integrations.tunix.rollout import JkvRollout
+from jkv.rl import correct, make_batch, mismatch
+from jkv.rollout import Rollouts
 
+LOSSES = ("dense", "replay")
 LOGGED_STATS = ("kv_bytes", "peak_kv_bytes", "dense_kv_bytes", "evicted", "tokens_per_second", "occupancy")
 
 
 class JkvGRPOLearner(grpo_learner.GRPOLearner):
-    """GRPO with importance weights: each token's loss is multiplied by its weight, or masked by the correction.
+    """GRPO with importance weights, or under the evictions of the rollout.
 
     Takes the arguments of tunix's `GRPOLearner`, and these keyword arguments:
-      correction: a mode of `jkv.rl.correct`, such as "tis", "tis+veto" or "mask"; "none" only measures.
+      loss: "dense" trains the model with the full cache, where each token's loss is multiplied by its weight, or masked by the
+        correction. "replay" trains it as it sampled (`jkv.rl.policy_loss`): its ratio is 1 before an update, within rounding,
+        which the metrics `replay_p99` and `replay_max` show, in nats.
+      correction: of a dense loss, a mode of `jkv.rl.correct`, such as "mask"; "none" only measures. None is "tis+veto".
       cap, band, veto: the bounds of the mode.
 
     The completion mask is computed from lengths, not by comparison with the padding token, so an end token that equals the
-    padding token is trained. Any rollout engine that returns log-probabilities works.
+    padding token is trained. A dense loss works with any rollout engine that returns log-probabilities; a replay needs
+    `JkvRollout`, which then draws all prompts of a step in one call, and an actor on one device. A reference policy (`beta`)
+    reads the full cache.
 
     Raises:
-      ValueError: the mode is unknown, its bounds have no effect, or settings of the cluster would lose the weights.
+      ValueError: an unknown loss or mode, bounds that have no effect, settings of the cluster that would lose the weights, or
+        a replay with a correction, by another engine, on several devices, or of a loss that it does not have.
     """
 
     def __init__(
         self,
         *args: Any,
-        correction: str = "tis+veto",
+        loss: str = "dense",
+        correction: str | None = None,
         cap: float = 2.0,
         band: tuple[float, float] = (0.5, 1.5),
         veto: float = 1e-4,
         **kwargs: Any,
     ) -> None:
-        self._correction: dict[str, Any] = {"mode": correction, "cap": cap, "band": band, "veto": veto}
+        if loss not in LOSSES:
+            raise ValueError(f"loss must be one of {', '.join(LOSSES)}; got {loss!r}.")
+        if loss == "replay" and correction is not None:
+            raise ValueError(f"A correction is of a dense loss; a replay needs none; got {correction=}. Leave it out.")
+        self._is_replayed = loss == "replay"
+        self._correction: dict[str, Any] = {"mode": correction or "tis+veto", "cap": cap, "band": band, "veto": veto}
         correct(np.zeros((1, 1)), np.zeros((1, 1)), np.ones((1, 1), bool), **self._correction)  # refuses bad settings early
         super().__init__(*args, **kwargs)
         config = self.rl_cluster.cluster_config
@@ -60,17 +77,40 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
                 )
         self._rolled_out = threading.local()  # tunix rolls out and evaluates in different threads
         self._generate, self.rl_cluster.generate = self.rl_cluster.generate, self._generate_and_keep
+        if self._is_replayed:
+            self._replay()
+
+    def _replay(self) -> None:
+        """Has the rollout engine trace its samples, and the trainer replay them."""
+        cluster = self.rl_cluster
+        rollout, settings = cluster.rollout, settings_of(self.algo_config)
+        if not isinstance(rollout, JkvRollout):
+            raise ValueError(f'loss="replay" needs the rollout engine JkvRollout; got {type(rollout).__name__}. Set it.')
+        if (count := cluster.r2m[rl_cluster.Role.ACTOR].size) > 1:
+            raise ValueError(f'loss="replay" needs an actor on one device; got {count}. Take loss="dense", which is corrected.')
+        rollout.return_trace, rollout.on_samples = True, self._keep
+        cluster.actor_trainer.with_loss_fn(make_loss(rollout.shape, rollout.scales, settings), has_aux=True)
+        logged = {"kl": np.mean, "pg_clipfrac": np.mean, "replay_p99": np.mean, "replay_max": np.max}
+        cluster.actor_trainer.with_rl_metrics_to_log(logged)
+
+    def _keep(self, samples: Rollouts) -> None:
+        """Keeps what a call of this thread drew, of which tunix takes what it knows."""
+        self._rolled_out.samples = samples
 
     def _generate_and_keep(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the cluster's `generate` and keeps its output, because tunix drops the log-probabilities."""
+        if self._is_replayed:
+            kwargs["micro_batch_size"] = None  # the engine batches by itself
         self._rolled_out.output = self._generate(*args, **kwargs)
         return self._rolled_out.output
 
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster.Mode = rl_cluster.Mode.TRAIN
     ) -> grpo_learner.TrainExample:
-        """The example of tunix with importance weights and the corrected mask."""
+        """The example of tunix with importance weights and the corrected mask, or with what each token read."""
         example = super()._generate_and_compute_advantage(training_input, mode)
+        if self._is_replayed:
+            return self._replayed(example, mode)
         output = self._rolled_out.output
         if output.logprobs is None:
             raise ValueError("A correction needs the sampler's log-probabilities; got none. Set return_logprobs=True.")
@@ -90,6 +130,15 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
             sampler_is_weights=corrected.weights,
             old_per_token_logps=dense if is_old else None,
         )
+
+    def _replayed(self, example: grpo_learner.TrainExample, mode: rl_cluster.Mode) -> ReplayedExample:
+        """The example with its completions as a batch of one shape."""
+        out, widths = self._rolled_out.samples, (example.prompt_ids.shape[1], example.completion_ids.shape[1])
+        batch = make_batch(out, np.asarray(example.advantages), replay=True, rows=len(out.tokens), length=sum(widths))
+        self._log({}, mode)
+        fields = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
+        mask = jnp.asarray(np.arange(widths[1]) < np.asarray(out.lengths)[:, None])
+        return ReplayedExample(**fields | {"completion_mask": mask, "batch": batch})
 
     def _score(self, example: grpo_learner.TrainExample) -> jax.Array:
         """The trainer's log-probabilities [B, T] with the weights of the rollout (the actor's, or the last synchronised)."""

@@ -12,7 +12,7 @@ import secrets
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,10 @@ class JkvRollout(base_rollout.BaseRollout):
       engine: further arguments of `jkv.Rollout` (`max_running`, `page_size`, `kv_memory`, ...).
 
     Attributes:
+      shape: the model's `ModelConfig`.
+      scales: the scale of each LoRA adapter, by the path of its weight.
+      return_trace: whether samples have their trace.
+      on_samples: receives the samples of each call, in its thread. `JkvGRPOLearner(loss="replay")` sets both.
       last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights. The version is 0
         for the first weights and increases with each change.
 
@@ -80,13 +84,13 @@ class JkvRollout(base_rollout.BaseRollout):
         self._tokenizer, self._policy, self._sleeps, self._engine = tokenizer, policy, sleeps, engine
         self._config = rollout_config or base_rollout.RolloutConfig()  # that of the last call
         self._limits: tuple[int, ...] = (1, 1, engine.pop("max_stop_ids", 8))
-        self._shape = config_of(rollout_actor)
+        self.shape = config_of(rollout_actor)
         leaves = leaves_of(rollout_actor)
-        self._scales = scales_of(rollout_actor, leaves, lora_alpha)
+        self.scales = scales_of(rollout_actor, leaves, lora_alpha)
         warn_of_dtype(rollout_actor)
         self._devices = devices_of(mesh, leaves)
         if self._devices.size > 1:
-            meshes.check_mesh(self._devices, self._shape)
+            meshes.check_mesh(self._devices, self.shape)
         is_there = set(next(iter(leaves.values())).devices()) == set(self._devices.devices.flat)
         if live and not is_there:
             raise ValueError(
@@ -99,6 +103,8 @@ class JkvRollout(base_rollout.BaseRollout):
         self._dtype = self._check_dtype(next(iter(leaves.values())).dtype)
         self._rollout: Rollout | None = None
         self._has_warned = False
+        self.return_trace = False
+        self.on_samples: Callable[[Rollouts], None] | None = None
         self._calls, self._num_calls = threading.Condition(), 0
         self.last: Rollouts | None = None
         rollout = self._ready(self._config, self._stop_ids(self._config))
@@ -121,6 +127,8 @@ class JkvRollout(base_rollout.BaseRollout):
         with self._in_use(rollout_config, stop_ids) as rollout:
             out = self._sample(rollout, groups, rollout_config, stop_ids)
         self.last, self._config = out, rollout_config
+        if self.on_samples is not None:
+            self.on_samples(out)
         tokens, log_probs = out.ragged()
         return base_rollout.RolloutOutput(
             text=[self._decode(row, stop_ids) for row in tokens],
@@ -148,6 +156,7 @@ class JkvRollout(base_rollout.BaseRollout):
                     sampling=sampling,
                     max_new_tokens=config.max_tokens_to_generate,
                     stop_ids=stop_ids,
+                    return_trace=self.return_trace,
                     first_sample=seen[ids.tobytes()],
                 )
                 seen[ids.tobytes()] += count
@@ -231,7 +240,7 @@ class JkvRollout(base_rollout.BaseRollout):
 
     def _place(self, leaves: Leaves) -> Params:
         """Weights on the devices of the rollouts; copied only for another dtype or sharding."""
-        params = make_params(self._shape, leaves, self._scales)
+        params = make_params(self.shape, leaves, self.scales)
         if self._dtype is not None:
             params = jax.tree.map(lambda leaf: leaf.astype(self._dtype), params)
         if self._devices.size > 1:
@@ -296,7 +305,7 @@ class JkvRollout(base_rollout.BaseRollout):
         on = self._devices if self._devices.size > 1 else None
         limits: dict[str, Any] = dict(zip(LIMITS, sizes, strict=True))
         stops = self._stop_ids(self._config)
-        unused = next(token for token in range(self._shape.vocab_size) if token not in stops)  # tunix does the padding
+        unused = next(token for token in range(self.shape.vocab_size) if token not in stops)  # tunix does the padding
         new = Rollout(params, self._policy, mesh=on, pad_id=unused, **limits, **self._engine)
         if old is not None:
             set_version(new, old.version)

@@ -1,0 +1,72 @@
+"""The loss of `JkvGRPOLearner(loss="replay")`: the policy that sampled, its evictions included, is the one that is trained."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from tunix.rl.grpo import grpo_learner
+
+from jkv.integrations.tunix.weights import leaves_of, make_params
+from jkv.model.params import ModelConfig
+from jkv.rl import Batch, policy_loss
+
+MEANS = {"token-mean": "tokens", "sequence-mean-token-mean": "sequences"}  # loss_agg_mode -> mean of `jkv.rl.policy_loss`
+Loss = Callable[[nnx.Module, Any, Any], tuple[Array, dict[str, Array]]]
+
+
+@flax.struct.dataclass(frozen=True)
+class ReplayedExample(grpo_learner.TrainExample):
+    """What tunix trains on, and the same completions with what each token read; tunix cuts both into microbatches."""
+
+    batch: Batch | None = None
+
+
+def settings_of(config: grpo_learner.GRPOConfig) -> dict[str, Any]:
+    """The settings of `jkv.rl.policy_loss` that mean what a configuration of tunix means.
+
+    Raises:
+      ValueError: it asks for a loss that `policy_loss` does not have.
+    """
+    for name, given, known in (
+        ("policy_loss_fn", config.policy_loss_fn, ("grpo",)),
+        ("loss_algo", config.loss_algo, ("grpo",)),
+        ("loss_agg_mode", config.loss_agg_mode, tuple(MEANS)),
+        ("kl_loss_mode", config.kl_loss_mode if config.beta else "low_var_kl", ("low_var_kl",)),
+        ("epsilon_c", getattr(config, "epsilon_c", None), (None,)),
+    ):
+        if given not in known:
+            choices = " or ".join(map(repr, known))
+            raise ValueError(f'{name} must be {choices} with loss="replay"; got {given!r}. Set it, or take loss="dense".')
+    clip = config.epsilon, getattr(config, "epsilon_high", config.epsilon)
+    return {"clip": clip, "mean": MEANS[config.loss_agg_mode], "beta": config.beta}
+
+
+def make_loss(shape: ModelConfig, scales: dict[str, float], settings: dict[str, Any]) -> Loss:
+    """A loss for tunix's trainer: of its model, a `ReplayedExample` and its configuration.
+
+    Args:
+      shape: of the actor.
+      scales: of its LoRA adapters, by the path of their weights.
+      settings: of `jkv.rl.policy_loss`.
+    """
+
+    def loss(model: nnx.Module, train_example: ReplayedExample, algo_config: Any) -> tuple[Array, dict[str, Array]]:
+        batch = train_example.batch
+        assert batch is not None
+        reference = placed(train_example.ref_per_token_logps, batch) if settings["beta"] else None
+        params = make_params(shape, leaves_of(model), scales)
+        value, metrics = policy_loss(params, batch, reference=reference, **settings)
+        figures = {f"replay_{name}": value for name, value in metrics["difference"].items()}
+        return value, {"kl": metrics.get("kl", jnp.zeros(())), "pg_clipfrac": metrics["clipped"]} | figures
+
+    return loss
+
+
+def placed(values: Float[Array, "N W"], batch: Batch) -> Float[Array, "N T"]:
+    """Values of completion tokens where a batch has these tokens; 0 elsewhere."""
+    index = jnp.arange(batch.token.shape[1]) - batch.start[:, None]
+    is_there = (index >= 0) & (index < values.shape[1])
+    return jnp.where(is_there, jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1), 0.0)
