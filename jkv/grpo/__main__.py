@@ -17,9 +17,11 @@ from typing import Any
 from jkv import reports as record
 from jkv import viz
 from jkv.cli_errors import run_safely
-from jkv.grpo.course import Course, read_course
+from jkv.grpo.course import CACHES, Course, read_course
 from jkv.grpo.learner import learn
-from jkv.grpo.outcome import COLUMNS, by_arm, describe, record_of, remarks, row_of
+from jkv.grpo.outcome import COLUMNS, CONTRASTS, by_arm, contrast_rows, describe, record_of, remarks, row_of
+
+CONTRAST_NOTE = "Final rewards compared seed by seed; pairs were named before the run."
 
 
 def run_course(course: Course, folder: Path | None, progress: bool | None = None) -> Iterator[list[dict[str, Any]]]:
@@ -55,7 +57,9 @@ def slug(name: str) -> str:
 def report(course: Course, runs: Sequence[dict[str, Any]], about: dict[str, Any]) -> str:
     """The table of what has run, in Markdown, with what it is of and on."""
     table = record.markdown(COLUMNS, [row_of(name, own) for name, own in by_arm(runs).items()])
-    parts = [describe(course, runs), table, " ".join(remarks(runs)), record.footnote({"about": about})]
+    compared = contrast_rows(runs, course.contrasts)
+    contrasts = f"{CONTRAST_NOTE}\n\n{record.markdown(CONTRASTS, compared)}" if compared else ""
+    parts = [describe(course, runs), table, " ".join(remarks(runs)), contrasts, record.footnote({"about": about})]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -63,14 +67,15 @@ def write(course: Course, runs: Sequence[dict[str, Any]], about: dict[str, Any],
     """The report, its figures, and the picture, as `name`.md, .json and .png."""
     settings = {**vars(course), "arms": [arm.name for arm in course.arms]}
     record.write(name, {"about": about, "course": settings, "runs": list(runs)}, report(course, runs, about), folder)
+    cache, whose = CACHES[course.judged_by], "the full cache" if course.judged_by == "full" else "each arm's own cache"
     curves = {
         arm: [
-            {"step": [at["step"] for at in run["evaluations"]], "reward": [at["dense"] for at in run["evaluations"]]}
+            {"step": [at["step"] for at in run["evaluations"]], "reward": [at[cache] for at in run["evaluations"]]}
             for run in own
         ]
         for arm, own in by_arm(runs).items()
     }
-    record.write_figure(folder / f"{name}.png", viz.learning(curves, f"{course.task}: reward with the full cache"))
+    record.write_figure(folder / f"{name}.png", viz.learning(curves, f"{course.task}: reward with {whose}"))
 
 
 def narrow(course: Course, arms: str | None, seeds: str | None, steps: int | None) -> Course:
@@ -88,6 +93,7 @@ def narrow(course: Course, arms: str | None, seeds: str | None, steps: int | Non
     return dataclasses.replace(
         course,
         arms=tuple(known[name] for name in chosen),
+        contrasts=tuple(pair for pair in course.contrasts if set(pair) <= set(chosen)),
         seeds=course.seeds if seeds is None else tuple(map(int, seeds.split(","))),
         steps=course.steps if steps is None else steps,
     )

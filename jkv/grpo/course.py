@@ -8,17 +8,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.checks import check_counts, typed
+from jkv.checks import check_counts, shown, typed
 from jkv.engine.results import Result
 from jkv.model.checkpoint import load
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy, make
 from jkv.rl.correction import parse_mode
-from jkv.tasks import chains, counting
+from jkv.tasks import chains, counting, stepping
 from jkv.text_files import read_toml
 
 LOSSES = ("dense", "replay", "bypass")
+CACHES = {"full": "dense", "own": "own"}  # of an evaluation's rewards, and their names in records
+OUTSIDE_OF_RUNS = ("arms", "seeds", "steps", "checkpoint_every", "contrasts", "judged_by")
 COUNTS = ("steps", "prompts", "samples", "max_new_tokens", "page_size", "evaluate_every", "evaluations", "checkpoint_every")
 
 
@@ -47,6 +49,7 @@ def right_answer(out: Result, answers: Sequence[str]) -> np.ndarray:
 
 TASKS = {
     "counting": Task(counting.start, counting.draw, counting.reward, counting.PROMPT_TOKENS, stop_ids=()),
+    "stepping": Task(stepping.start, stepping.draw, stepping.reward, stepping.PROMPT_TOKENS, stop_ids=()),
     "chains": Task(lambda seed: load("tiny-reasoner"), draw_chains, right_answer, 32),
 }
 
@@ -90,9 +93,12 @@ class Course:
       evaluate_every: steps between two evaluations on `evaluations` prompts that are the same for all.
       checkpoint_every: steps between two checkpoints.
       temperature: of all draws, above 0: samples of a prompt must differ.
+      contrasts: pairs of arms whose final rewards are compared seed by seed: the first less the second.
+      judged_by: the cache of the rewards that the picture and the contrasts show: "full", or the arms' "own".
 
     Raises:
-      ValueError: a field of another type or out of its range, or an arm or a seed that is there twice.
+      ValueError: a field of another type or out of its range, an arm or a seed that is there twice, or a contrast that is no
+        pair of arms.
     """
 
     task: str
@@ -108,6 +114,8 @@ class Course:
     evaluations: int = 64
     checkpoint_every: int = 50
     temperature: float = 1.0
+    contrasts: tuple[tuple[str, str], ...] = ()
+    judged_by: str = "full"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -126,13 +134,25 @@ class Course:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite; got {getattr(self, name)}.")
         Sampling(self.temperature)
+        if self.judged_by not in CACHES:
+            raise ValueError(f"judged_by must be one of {', '.join(CACHES)}; got {self.judged_by!r}.")
+        object.__setattr__(self, "contrasts", tuple(pair_of([arm.name for arm in self.arms], one) for one in self.contrasts))
 
     def about(self, arm: Arm, seed: int) -> dict[str, Any]:
         """Everything that a run's numbers depend on but its length; plain JSON."""
-        given = {
-            name: value for name, value in vars(self).items() if name not in ("arms", "seeds", "steps", "checkpoint_every")
-        }
+        given = {name: value for name, value in vars(self).items() if name not in OUTSIDE_OF_RUNS}
         return given | {"arm": {**vars(arm), "policy": arm.policy.definition}, "seed": seed}
+
+
+def pair_of(names: Sequence[str], given: Any) -> tuple[str, str]:
+    """Two different names of those, as a tuple.
+
+    Raises:
+      ValueError: anything else.
+    """
+    if isinstance(given, list | tuple) and len(given) == 2 and all(one in names for one in given) and given[0] != given[1]:
+        return given[0], given[1]
+    raise ValueError(f"A contrast is a pair of different arms, two of {', '.join(names)}; got {shown(given)}.")
 
 
 def check_once(name: str, values: Sequence[Any]) -> None:

@@ -54,6 +54,9 @@ def record_of(arm: Arm, seed: int, history: History) -> dict[str, Any]:
     }
 
 
+CONTRASTS = "contrast", "own cache (95 %)", "full cache (95 %)", "own cache, seeds above 0"
+
+
 @dataclasses.dataclass(frozen=True)
 class Interval:
     """A mean over runs and half its 95 % interval (Student's t); NaN for one run."""
@@ -138,6 +141,28 @@ def remarks(runs: Sequence[Mapping[str, Any]]) -> list[str]:
         )
         sentences.append(f"Means within the 95 % interval of rollouts with the full cache: {inside}; outside of it: {outside}.")
     return sentences
+
+
+def contrast_rows(runs: Sequence[Mapping[str, Any]], pairs: Sequence[tuple[str, str]]) -> list[list[str]]:
+    """A line for each pair of arms that have runs: the final reward of the first less that of the second, seed by seed."""
+    arms = {name: {run["seed"]: run["evaluations"][-1] for run in own} for name, own in by_arm(runs).items()}
+    rows = []
+    for one, other in pairs:
+        shared = sorted(set(arms.get(one, ())) & set(arms.get(other, ())))
+        if shared:
+            gaps = [[arms[one][seed][cache] - arms[other][seed][cache] for seed in shared] for cache in ("own", "dense")]
+            above = sum(gap > 0 for gap in gaps[0])
+            rows.append([f"{one} - {other}", *(signed(interval(gap)) for gap in gaps), f"{above} of {len(shared)}"])
+    return rows
+
+
+def signed(change: Interval) -> str:
+    """A difference with its sign.
+
+    >>> signed(interval([0.1, 0.2, 0.3])), signed(interval([-0.1]))
+    ('+0.200 ± 0.248', '-0.100')
+    """
+    return str(change) if change.mean < 0 else f"+{change}"
 
 
 def describe(course: Course, runs: Sequence[Mapping[str, Any]]) -> str:

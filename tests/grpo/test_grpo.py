@@ -17,7 +17,7 @@ from jkv.grpo import __main__ as grpo
 from jkv.grpo import learner
 from jkv.grpo.course import TASKS, Arm, Course, read_course
 from jkv.grpo.learner import learn
-from jkv.grpo.outcome import by_arm, interval, remarks
+from jkv.grpo.outcome import by_arm, contrast_rows, interval, remarks
 from jkv.tasks import counting
 
 ROOT = Path(__file__).parents[2]
@@ -139,6 +139,7 @@ def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
     config = tmp_path / "small.toml"
     config.write_text(
         'task = "counting"\nsteps = 2\nprompts = 4\nsamples = 8\nmax_new_tokens = 48\nevaluations = 32\n'
+        'judged_by = "own"\ncontrasts = [["r_kv, replayed", "full"]]\n'
         '[arms.full]\n[arms."r_kv, replayed"]\npolicy = "r_kv"\nloss = "replay"\n'
         "settings = { budget = 16, interval = 8, window = 4 }\n"
     )
@@ -146,7 +147,7 @@ def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
     assert grpo.main(words) == 0
     said = capsys.readouterr().out
     rows = {line.split("|")[1].strip(): line for line in said.splitlines() if line.startswith("| ")}
-    assert set(rows) == {"arm", "full", "r_kv, replayed"}
+    assert set(rows) == {"arm", "full", "r_kv, replayed", "contrast", "r_kv, replayed - full"}
     assert "2 seeds, 2 updates of 4 prompts times 8 samples" in said
     written = json.loads((tmp_path / "out" / "small.json").read_text())
     assert [(run["arm"], run["seed"]) for run in written["runs"]] == [
@@ -164,7 +165,7 @@ def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "more", "words"),
     [
-        ("task = 'juggling'\n[arms.full]", [], "task must be one of counting, chains; got 'juggling'"),
+        ("task = 'juggling'\n[arms.full]", [], "task must be one of counting, stepping, chains; got 'juggling'"),
         ("task = 'counting'", [], "at least one"),
         ("task = 'counting'\nstep = 3\n[arms.full]", [], "has step. Correct the file"),
         ("task = 'counting'\nsamples = 1\n[arms.full]", [], "at least 2, since a group"),
@@ -197,6 +198,12 @@ def test_the_command_reports_what_its_arms_came_to(tmp_path, capsys):
         ("task = 'counting'\ntemperature = 0\n[arms.full]", [], "temperature must be above 0 and finite; got 0"),
         ("task = []\n[arms.full]", [], "task must be a text; got ()"),
         ("task = ", [], "must be a TOML file of a course"),
+        ("task = 'counting'\ncontrasts = [['full', 'x']]\n[arms.full]", [], "two of full; got ['full', 'x']"),
+        ("task = 'counting'\ncontrasts = [['full', 'full']]\n[arms.full]", [], "a pair of different arms"),
+        ("task = 'counting'\ncontrasts = [[['full'], 'x']]\n[arms.full]", [], "a pair of different arms"),
+        ("task = 'counting'\ncontrasts = ['full']\n[arms.full]", [], "a pair of different arms"),
+        ("task = 'counting'\ncontrasts = 'full'\n[arms.full]", [], "contrasts must be a list; got 'full'"),
+        ("task = 'counting'\njudged_by = 'x'\n[arms.full]", [], "judged_by must be one of full, own; got 'x'"),
     ],
 )
 def test_a_bad_course_is_one_line_and_no_run(text, more, words, tmp_path, capsys):
@@ -242,6 +249,27 @@ def test_counting_pays_for_each_digit_that_is_one_more_than_the_last(result):
     assert told == [0.75, 0, 0.75, 0, 0, 1]
 
 
+def test_stepping_pays_for_each_digit_that_is_a_step_after_the_last(result):
+    prompts, steps = TASKS["stepping"].draw(np.random.default_rng(0), 50)
+    assert {prompt[0] - 9 for prompt in prompts} == {1, 2, 3}
+    assert steps == [prompt[0] - 9 for prompt in prompts]
+    assert max(map(len, prompts)) == TASKS["stepping"].prompt_tokens
+
+    tokens = np.array([[7, 9, 1, 3], [5, 8, 1, 4], [6, 11, 1, 0], [8, 0, 0, 0]], np.int32)
+    prompts = [np.array([11, 5]), np.array([12, 5]), np.array([10, 5]), np.array([12, 5])]
+    out = dataclasses.replace(result, tokens=tokens, lengths=np.array([4, 4, 3, 1]), prompts=prompts)
+    assert TASKS["stepping"].reward(out, [2, 3, 1, 3]).tolist() == [1, 0.75, 1 / 3, 1]
+
+
+@pytest.mark.slow
+def test_practice_makes_a_model_that_looks_the_step_up_in_the_prompt():
+    course = Course("stepping", (REPLAY,), max_new_tokens=48, evaluations=64)
+    model = TASKS["stepping"].start(0)
+    assert learner.evaluate(course, model, jkv.full()) > 0.95
+    assert learner.evaluate(course, model, jkv.streaming_llm(budget=8, interval=4, sinks=0)) < 0.6  # one of three, at best
+    assert learner.evaluate(course, model, jkv.r_kv(budget=8, interval=4, window=4)) > 0.95  # its score finds the step
+
+
 def test_chains_pay_for_the_right_answer_alone(result):
     prompts, answers = TASKS["chains"].draw(np.random.default_rng(0), 3)
     assert [answer[0] for answer in answers] == [prompt[-1] for prompt in prompts]  # the variable that is asked for
@@ -264,6 +292,27 @@ def test_remarks_say_who_learnt_and_who_is_outside_of_the_interval():
     assert interval([0.50, 0.51, 0.52, 0.53, 0.54]).half == pytest.approx(2.776 * 0.0158 / 5**0.5, rel=1e-2)
     assert math.isnan(interval([0.5]).half)
     assert remarks([made_up("r_kv", 0, 0.9, 0.95)]) == []  # nobody doubles that
+
+
+def test_contrasts_compare_final_rewards_seed_by_seed():
+    runs = [made_up("a", seed, 0.1, last) for seed, last in enumerate((0.5, 0.7, 0.9))]
+    runs += [made_up("b", seed, 0.1, last) for seed, last in enumerate((0.4, 0.6, 0.8, 0.0))]  # a has no seed 3 yet
+    for run in runs:
+        run["evaluations"][-1]["dense"] = 0.5
+    rows = contrast_rows(runs, [("a", "b"), ("b", "a"), ("a", "c")])
+    assert rows == [
+        ["a - b", "+0.100 ± 0.000", "+0.000 ± 0.000", "3 of 3"],
+        ["b - a", "-0.100 ± 0.000", "+0.000 ± 0.000", "0 of 3"],
+    ]
+    assert contrast_rows(runs[:1] + runs[3:4], [("a", "b")]) == [["a - b", "+0.100", "+0.000", "1 of 1"]]
+
+
+def test_a_part_of_a_course_has_the_contrasts_of_its_arms():
+    other = dataclasses.replace(REPLAY, name="other")
+    course = dataclasses.replace(COURSE, arms=(REPLAY, other), contrasts=(["r_kv, replayed", "other"],))
+    assert course.contrasts == (("r_kv, replayed", "other"),)
+    assert grpo.narrow(course, "other", None, None).contrasts == ()
+    assert course.about(other, 0) == dataclasses.replace(course, contrasts=()).about(other, 0)  # what ran goes on
 
 
 def assert_policies_teach(folder):
