@@ -81,7 +81,9 @@ def time_dispatcher(count: int, groups: int = 4_000, n: int = 8) -> dict[str, An
     model = checkpoint.load("tiny-reasoner")
     request = make_requests(model, [np.array([5, 1])], RequestOptions(max_new_tokens=4, policy=full()))[0][0]
     dispatcher, numbers = Dispatcher(PaperCarrier(count, model), restarts=0), iter(range(groups * n))
-    items = [[Open(Item.of(next(numbers), request, [full()]), 10, Reply()) for _ in range(n)] for _ in range(groups)]
+    items = [
+        [Open(Item.of(next(numbers), request, [full()], is_traced=False), 10, Reply()) for _ in range(n)] for _ in range(groups)
+    ]
     began = time.process_time()
     dispatcher.call(dispatcher.submit, items).result()
     for group in items:

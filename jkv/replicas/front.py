@@ -95,14 +95,14 @@ class Caller:
         """Gives waiting samples to the dispatcher; those of a prompt as a group, which shares its prefill."""
         groups: dict[Any, list[Open]] = {}
         for sample in self._new:
-            item, reply = Item.of(next(self.replicas.numbers), sample.request, self.replicas.policies), Reply[Finished]()
+            number, reply = next(self.replicas.numbers), Reply[Finished]()
+            item = Item.of(number, sample.request, self.replicas.policies, self._is_traced)
             self._open[item.number] = sample
             reply.add_done_callback(lambda reply, number=item.number: self._done.put((number, reply)))
             groups.setdefault(sample.request.prefix, []).append(Open(item, sample.most_pages, reply))
         self._new = []
         try:
             if groups:
-                self.replicas.trace(self._is_traced)
                 self.replicas.submit(list(groups.values()))
         except RuntimeError as error:
             for one in (one for group in groups.values() for one in group):

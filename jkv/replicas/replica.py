@@ -25,16 +25,18 @@ class Item(NamedTuple):
       number: which identifies it among all items of the front.
       policy: index of its policy among those that each replica has had since it was built.
       request: its request, with the full cache in the place of that policy.
+      is_traced: whether its trace is asked for.
     """
 
     number: int
     policy: int
     request: Request
+    is_traced: bool = False
 
     @classmethod
-    def of(cls, number: int, request: Request, policies: Sequence[Policy]) -> "Item":
+    def of(cls, number: int, request: Request, policies: Sequence[Policy], is_traced: bool) -> "Item":
         """An item of a checked request whose policy is one of these."""
-        return cls(number, policies.index(request.policy), dataclasses.replace(request, policy=full()))
+        return cls(number, policies.index(request.policy), dataclasses.replace(request, policy=full()), is_traced)
 
     def restored(self, policies: Sequence[Policy]) -> Request:
         """The request with its policy."""

@@ -108,7 +108,6 @@ class Replicas:
         self.model = dataclasses.replace(model, params=weights.shapes_of(model.params))
         self._changes, self._updating, self.numbers = Changes(), threading.Lock(), itertools.count()
         self._changes.since_last(jax.tree.leaves(model.params))
-        self._is_traced = options.return_trace
         self._waiting, self._callers, self._is_resting, self.is_asleep = (
             threading.Lock(),
             weakref.WeakSet[Caller](),
@@ -216,13 +215,6 @@ class Replicas:
         with concurrent.futures.ThreadPoolExecutor(max(1, len(replicas))) as pool:
             answers = list(pool.map(lambda replica: replica.ask(name, *arguments), replicas))
         return [answer for answer in answers if answer is not None]
-
-    def trace(self, is_traced: bool) -> None:
-        """Whether samples are traced from now on; those of all callers."""
-        with self._waiting:
-            if is_traced != self._is_traced:
-                self._is_traced = is_traced
-                self.ask("trace", is_traced)
 
     @property
     def stats(self) -> RunStats:

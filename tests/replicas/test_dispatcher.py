@@ -90,7 +90,7 @@ def dispatcher(carrier):
 def submit(dispatcher, model, count, first=0):
     """Groups of one item; their replies by number."""
     request = make_requests(model, [np.array([5, 1])], RequestOptions(max_new_tokens=4))[0][0]
-    items = [Open(Item.of(i, request, [jkv.full()]), 10, Reply()) for i in range(first, first + count)]
+    items = [Open(Item.of(i, request, [jkv.full()], is_traced=False), 10, Reply()) for i in range(first, first + count)]
     dispatcher.call(dispatcher.submit, [[one] for one in items]).result()
     settle(dispatcher)
     return {one.item.number: one.reply for one in items}

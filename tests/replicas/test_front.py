@@ -220,10 +220,26 @@ def test_what_replicas_cannot_do_is_refused(replicas, call, message):
 
 
 def test_a_call_is_traced_as_it_asks_whatever_was_asked_before(rollout, replicas):
-    rollout([PROMPTS[0]], n=1, seed=1, max_new_tokens=4, return_trace=True)
-    assert all(member.replica._worker.engine.is_traced for member in replicas._dispatcher.members.values())
-    assert replicas.generate(PROMPTS[0], max_new_tokens=4).trace is None
-    assert not any(member.replica._worker.engine.is_traced for member in replicas._dispatcher.members.values())
+    def traced():
+        return [member.replica._worker.engine.is_traced for member in replicas._dispatcher.members.values()]
+
+    assert rollout(PROMPTS, n=2, seed=1, max_new_tokens=4, return_trace=True).trace is not None
+    assert all(traced())
+    assert replicas.generate(PROMPTS, n=2, max_new_tokens=4).trace is None
+    assert not any(traced())
+
+
+def test_a_replica_that_was_started_again_traces_what_a_call_asked_for(model, one):
+    with jkv.Replicas(model, num_replicas=1, policies=[R_KV], restarts=1, **SIZES) as replicas:
+        rollout = jkv.Rollout(replicas, **LIMITS)
+        rollout([PROMPTS[0]], n=1, max_new_tokens=4, return_trace=True)
+        first = replicas._dispatcher.members[0].replica
+        rollout.submit(PROMPTS, return_trace=True, **CALL)
+        first._worker._post(jkv.replicas.replica.Lost(OSError("unplugged")))
+        out, expected = rollout.run(), one(PROMPTS, return_trace=True, **CALL)
+        assert replicas._dispatcher.members[0].replica is not first
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    np.testing.assert_array_equal(out.trace.end, expected.trace.end)
 
 
 def test_a_conversation_of_one_turn_needs_no_kept_row(rollout):
