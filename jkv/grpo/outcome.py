@@ -30,6 +30,7 @@ COLUMNS = (
     "ratio off, p99",
     "max",
 )
+CONTRASTS = "contrast", "own cache (95 %)", "full cache (95 %)", "own cache, seeds above 0"
 
 
 def record_of(arm: Arm, seed: int, history: History) -> dict[str, Any]:
@@ -52,9 +53,6 @@ def record_of(arm: Arm, seed: int, history: History) -> dict[str, Any]:
         "peak_kv_bytes": float(np.mean([step["peak_kv_bytes"] for step in history.steps])),
         "dense_kv_bytes": float(np.mean([step["dense_kv_bytes"] for step in history.steps])),
     }
-
-
-CONTRASTS = "contrast", "own cache (95 %)", "full cache (95 %)", "own cache, seeds above 0"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.rl import group_advantages, log_probs, make_batch
+from jkv.rl import group_advantages, log_probs, make_batch, policy_loss
 from jkv.rl.packed import row_count
 
 ADVANTAGES = np.linspace(-1, 1, 8, dtype=np.float32)
@@ -20,6 +20,10 @@ def cut_out(array, out, batch):
     for i, (prompt, length) in enumerate(zip(out.prompts, out.lengths, strict=True)):
         told[i, :length] = np.asarray(array)[i, len(prompt) : len(prompt) + length]
     return told
+
+
+def norm_of(tree):
+    return float(np.sqrt(sum(np.square(np.asarray(leaf, np.float64)).sum() for leaf in jax.tree.leaves(tree))))
 
 
 def is_token(out):
@@ -136,6 +140,24 @@ def test_completions_of_several_weights_are_replayed_only_if_asked_for(squeezed)
         make_batch(mixed, ADVANTAGES, replay=True)
     assert not make_batch(mixed, ADVANTAGES).is_mixed
     assert make_batch(mixed, ADVANTAGES, replay=True, mixed=True).is_mixed
+
+
+def test_samples_that_were_pending_at_an_update_are_replayed_under_the_new_weights(model):
+    moved = jax.tree.map(lambda x: x * 1.1, model.params)
+    sizes = {"max_prompt_tokens": 16, "max_new_tokens": 24, "page_size": 4, "chunk": 8, "max_running": 4}
+    rollout = jkv.Rollout(model, jkv.r_kv(budget=12, interval=8, window=4), **sizes)
+    rollout.submit([[5, 1, 9], [7] * 8], n=2, seed=3, stop_ids=(), return_trace=True)
+    assert len(rollout.run(max_steps=8).tokens) == 0
+    rollout.update(moved)
+    out = rollout.run()
+    assert {tuple(np.unique(row)) for row in out.policy_version} == {(0, 1)}
+    batch = make_batch(out, group_advantages([1, 0, 0, 1], 2), replay=True, mixed=True)
+    (loss, metrics), gradient = jax.jit(jax.value_and_grad(policy_loss, has_aux=True))(moved, batch)
+    apart = np.abs(cut_out(metrics["log_probs"], out, batch) - out.logprobs)
+    assert apart[:, :8].max() > 1e-2  # the old weights drew these
+    assert float(metrics["correction"]["kept"]) > 0
+    assert np.isfinite(loss)
+    assert 0 < norm_of(gradient) < np.inf
 
 
 def test_columns_of_another_model_are_refused_before_a_compile(squeezed):
