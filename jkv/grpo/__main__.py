@@ -21,7 +21,7 @@ from jkv.grpo.course import CACHES, Course, read_course
 from jkv.grpo.learner import learn
 from jkv.grpo.outcome import COLUMNS, CONTRASTS, by_arm, contrast_rows, describe, record_of, remarks, row_of
 
-CONTRAST_NOTE = "Final rewards compared seed by seed; pairs were named before the run."
+CONTRAST_NOTE = "Final rewards compared seed by seed: the first arm of each pair less the second."
 
 
 def run_course(course: Course, folder: Path | None, progress: bool | None = None) -> Iterator[list[dict[str, Any]]]:

@@ -94,7 +94,7 @@ class Course:
       checkpoint_every: steps between two checkpoints.
       temperature: of all draws, above 0: samples of a prompt must differ.
       contrasts: pairs of arms whose final rewards are compared seed by seed: the first less the second.
-      judged_by: the cache of the rewards that the picture and the contrasts show: "full", or the arms' "own".
+      judged_by: the cache of the rewards that the picture shows: "full", or the arms' "own".
 
     Raises:
       ValueError: a field of another type or out of its range, an arm or a seed that is there twice, or a contrast that is no

@@ -31,7 +31,7 @@ class Item(NamedTuple):
     number: int
     policy: int
     request: Request
-    is_traced: bool = False
+    is_traced: bool
 
     @classmethod
     def of(cls, number: int, request: Request, policies: Sequence[Policy], is_traced: bool) -> "Item":

@@ -1,5 +1,6 @@
 """An engine and its service, as a replica uses them: items in, messages out. The same in a thread's process and in an actor."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ class Worker:
         self.facts, self.version = Facts.of(self.engine), version
         self.tickets: dict[int, Ticket] = {}  # of items that are neither finished nor given up
         self._lock, self._earlier_chunks = threading.Lock(), 0  # those before statistics began again
-        self._is_traced = options.return_trace
+        self._adding, self._is_traced = threading.Lock(), options.return_trace
         self.service = Service(self.engine, self._collect)
 
     @property
@@ -49,25 +50,28 @@ class Worker:
 
     def submit(self, items: Sequence[Item]) -> None:
         """Queues items."""
-        self._trace(items)
-        for item in items:
-            self._add(item, lambda item=item: self.service.submit_requests([item.restored(self.policies)]))
+        with self._adding:
+            self._trace(items)
+            for item in items:
+                self._add(item, lambda item=item: self.service.submit_requests([item.restored(self.policies)]))
 
     def restore(self, items: Sequence[Item], content: Mapping[int, bytes]) -> None:
         """Queues items whose rows are in a snapshot."""
-        self._trace(items)
-        for item in items:
-            policy = self.policies[item.policy]
-            self._add(item, lambda item=item, policy=policy: self.service.resume_row(content[item.number], policy))
+        with self._adding:
+            self._trace(items)
+            for item in items:
+                policy = self.policies[item.policy]
+                self._add(item, lambda item=item, policy=policy: self.service.resume_row(content[item.number], policy))
 
     def _trace(self, items: Sequence[Item]) -> None:
-        """Has the engine trace what comes now, if any of it asks for that; it stops once it has nothing that did."""
+        """Has the engine trace what comes now, if any of it asks for that; others end it only where they come alone."""
         is_traced = any(item.is_traced for item in items)
         with self._lock:
             if is_traced == self._is_traced or (self.tickets and not is_traced):
                 return
             self._is_traced = is_traced
-        self.service.call(lambda engine: setattr(engine, "is_traced", is_traced))
+        with contextlib.suppress(RuntimeError):  # the service has ended, which adding an item reports
+            self.service.call(lambda engine: setattr(engine, "is_traced", is_traced))
 
     def _add(self, item: Item, submit: Any) -> None:
         try:

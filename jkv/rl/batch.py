@@ -84,6 +84,10 @@ def make_batch(
       ValueError: a replay without a trace, experts that were not recorded, a replay of completions that several weights drew,
         what cannot be packed, shapes that do not belong together, or what is no log-probability or advantage.
     """
+    if mixed and not replay:
+        raise ValueError(
+            "mixed=True is of a replay; a dense batch takes completions of several weights as they are. Leave it out."
+        )
     trace = need_trace(out, "make_batch(..., replay=True)") if replay else None
     width, lengths = out.tokens.shape[1], np.asarray(out.lengths)
     is_token = np.arange(width) < lengths[:, None]

@@ -4,6 +4,7 @@ Three ways to learn from compressed rollouts, by what is called the old policy:
 
     dense, corrected     old = the dense policy before the update; weights w of `jkv.rl.correct` carry dense over sampled
     replayed             old = what was sampled from, and so is the policy that is trained: its ratio is 1 before an update
+    replayed, mixed      as replayed, of samples that several weights drew: old = the replay before the update, weighted
     bypass               old = what was sampled from, the policy trained is dense (`old=batch.sampled`): weights are 1, and
                          the mismatch is in the ratio, which is clipped for it
 

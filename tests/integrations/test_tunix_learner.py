@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 from tunix.rl import rl_cluster
 from tunix.rl.function_registry import get_policy_loss_fn
+from tunix.rl.grpo.dapo_learner import DAPOConfig
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 
 from jkv.integrations.tunix import JkvGRPOLearner, JkvRollout
@@ -64,16 +65,18 @@ def learn(model, learner=JkvGRPOLearner, engine=JkvRollout, tokenizer=None, conf
     """A learner after some steps, the examples that its loss was given, and how often weights were synchronised."""
     settings = {key: options.pop(key) for key in ("live", "policy") if key in options}
     engine = functools.partial(engine, **SETTINGS, **settings)
-    cluster = make_cluster(model, engine, tokenizer, config, max_steps=steps * num_iterations)
-    synchronised, examples, outputs = [], [], []
+    training, eval_ds = options.pop("training", {}), options.pop("eval_ds", None)
+    cluster = make_cluster(model, engine, tokenizer, config, max_steps=steps * num_iterations, **training)
+    synchronised, examples, outputs, parts = [], [], [], []
     cluster.rollout.update_params = with_callback(cluster.rollout.update_params, lambda args, _: synchronised.append(args))
     cluster.generate = with_callback(cluster.generate, lambda _, out: outputs.append(out))
     settings = GRPOConfig(num_generations=4, beta=0.0, num_iterations=num_iterations)
     grpo = learner(cluster, settings, reward, **options)
     compute = grpo._generate_and_compute_advantage
     grpo._generate_and_compute_advantage = with_callback(compute, lambda _, example: examples.append(example))
-    grpo.train([{"prompts": np.array(["abc", "bcdefgh", "cd"])} for _ in range(steps)])
-    return Learned(grpo, examples, outputs, synchronised)
+    grpo._process_accumulated_batches = with_callback(grpo._process_accumulated_batches, lambda _, out: parts.extend(out))
+    grpo.train([{"prompts": np.array(["abc", "bcdefgh", "cd"])} for _ in range(steps)], eval_ds)
+    return Learned(grpo, examples, outputs, synchronised, parts)
 
 
 class Learned(NamedTuple):
@@ -81,6 +84,7 @@ class Learned(NamedTuple):
     examples: list
     outputs: list
     synchronised: list
+    parts: list  # examples as tunix cuts them into microbatches
 
     def logged(self, name):
         return self.grpo.rl_cluster._rl_metrics_logger.get_metric_history(*name.split("/"), "train")
@@ -275,6 +279,31 @@ def test_a_replayed_loss_reads_what_the_rollout_read_and_trains_the_actor(lora):
     assert float(aux["replay_max"]) < 1e-4
 
 
+def test_microbatches_have_the_rows_of_their_samples_and_later_iterations_go_by_what_was_sampled():
+    learned = learn(
+        make_model(),
+        policy=TINY_CACHE,
+        loss="replay",
+        steps=2,
+        num_iterations=2,
+        config=rollout_config(seed=2),
+        training={"train_micro_batch_size": 1, "rollout_micro_batch_size": 3, "compute_logps_micro_batch_size": 3},
+        eval_ds=[{"prompts": np.array(["dcba"])}],
+    )
+    assert [len(part.batch.token) for part in learned.parts] == [4] * 7  # six of training, one of the evaluation
+    for part in learned.parts:
+        batch, shown = part.batch, np.asarray(part.completion_mask)
+        mask = np.asarray(batch.mask)
+        np.testing.assert_array_equal(np.asarray(batch.token)[mask], np.asarray(part.completion_ids)[shown])
+        np.testing.assert_array_equal(mask.sum(axis=1), shown.sum(axis=1))
+        spread = np.broadcast_to(np.asarray(part.advantages)[:, None], mask.shape)
+        np.testing.assert_array_equal(np.asarray(batch.advantage)[mask], spread[mask])
+        assert part.old_per_token_logps is None
+    p99 = learned.logged("actor/replay_p99")
+    assert (p99[::2] < 1e-5).all()
+    assert (p99[1::2] > 1e-5).all()  # the first iteration has moved the weights
+
+
 def test_a_full_cache_replays_to_the_loss_and_gradient_of_tunix():
     model = make_model()
     learned = learn(copy_of(model), loss="replay", steps=1, config=rollout_config(seed=2))
@@ -315,8 +344,18 @@ def test_a_replay_that_means_something_else_is_refused():
             JkvGRPOLearner(make_cluster(make_model(), engine), config, reward, **{"loss": "replay"} | options)
 
     refused("loss must be one of dense, replay; got 'sparse'", loss="sparse")
-    refused("A correction is of a dense loss", correction="tis")
+    refused("A correction and its bounds are of a dense loss", correction="tis")
+    refused("A correction and its bounds are of a dense loss", cap=5.0)
     refused("JkvRollout; got VanillaRollout", engine="vanilla")
-    for change in ({"loss_algo": "gspo-token"}, {"loss_agg_mode": "sequence-mean-token-scale"}, {"beta": 0.1}):
-        name = "kl_loss_mode" if "beta" in change else next(iter(change))
+    for name, change in (
+        ("loss_algo", {"loss_algo": "gspo-token"}),
+        ("loss_agg_mode", {"loss_agg_mode": "sequence-mean-token-scale"}),
+        ("kl_loss_mode", {"beta": 0.1}),
+        ("kl_clamp_value", {"beta": 0.1, "kl_loss_mode": "low_var_kl", "kl_clamp_value": 10.0}),
+    ):
         refused(f'{name} must be .* with loss="replay"', config=dataclasses.replace(settings, **change))
+    refused("clip must be how far the ratio may fall", config=dataclasses.replace(settings, epsilon=1.5))
+
+
+def test_settings_of_dapo_are_taken():
+    assert settings_of(DAPOConfig()) == {"clip": (0.2, 0.28), "mean": "tokens", "beta": 0.0}

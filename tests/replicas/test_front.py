@@ -1,5 +1,6 @@
 """Replicas that look like one engine: to `Rollout`, and to whoever calls `submit_requests`, `step` and `take`."""
 
+import concurrent.futures
 import threading
 
 import jax
@@ -37,13 +38,18 @@ def rollout(replicas, model):
     rollout.update(model.params)
 
 
-@pytest.fixture
-def slowly(replicas, monkeypatch):
-    """Each turn takes a while, so that a busy machine receives the first samples before the last ones are finished."""
+def slow_down(replicas, monkeypatch):
+    """Each turn takes a while, so that a busy machine does what a test does in the middle before the last ones are finished."""
     for member in replicas._dispatcher.members.values():
         engine = member.replica._worker.engine
         step = engine.step
         monkeypatch.setattr(engine, "step", lambda step=step: (threading.Event().wait(0.05), step())[1])
+
+
+@pytest.fixture
+def slowly(replicas, monkeypatch):
+    """`slow_down` of the replicas that tests share."""
+    slow_down(replicas, monkeypatch)
 
 
 def requests_of(model, prompts=PROMPTS, **settings):
@@ -238,6 +244,34 @@ def test_a_replica_that_was_started_again_traces_what_a_call_asked_for(model, on
         first._worker._post(jkv.replicas.replica.Lost(OSError("unplugged")))
         out, expected = rollout.run(), one(PROMPTS, return_trace=True, **CALL)
         assert replicas._dispatcher.members[0].replica is not first
+    np.testing.assert_array_equal(out.tokens, expected.tokens)
+    np.testing.assert_array_equal(out.trace.end, expected.trace.end)
+
+
+def test_an_untraced_call_beside_a_traced_one_leaves_its_trace_whole(rollout, replicas, one, slowly):
+    options, begun = CALL | {"n": 1, "max_new_tokens": 60, "return_trace": True}, chunks(replicas)
+    rollout.submit(PROMPTS[:2], **options)  # one for each replica, which has rows left
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(rollout.run)
+        while min(np.subtract(chunks(replicas), begun)) < 1:
+            threading.Event().wait(0.001)
+        assert replicas.generate(PROMPTS[0], max_new_tokens=4).trace is None
+        out = running.result()
+    np.testing.assert_array_equal(out.trace.end, one(PROMPTS[:2], **options).trace.end)
+
+
+def test_a_row_that_moves_to_a_replica_that_traced_nothing_stays_traced(model, one, monkeypatch):
+    with jkv.Replicas(model, num_replicas=2, policies=[R_KV], **SIZES) as replicas:
+        slow_down(replicas, monkeypatch)
+        rollout, options = jkv.Rollout(replicas, **LIMITS), CALL | {"n": 1, "return_trace": True}
+        rollout.submit([PROMPTS[0]], **options)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            running = pool.submit(rollout.run)
+            while max(chunks(replicas)) < 1:
+                threading.Event().wait(0.001)
+            replicas.retire(int(np.argmax(chunks(replicas))))
+            out = running.result()
+    expected = one([PROMPTS[0]], **options)
     np.testing.assert_array_equal(out.tokens, expected.tokens)
     np.testing.assert_array_equal(out.trace.end, expected.trace.end)
 

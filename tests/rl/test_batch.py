@@ -140,6 +140,8 @@ def test_completions_of_several_weights_are_replayed_only_if_asked_for(squeezed)
         make_batch(mixed, ADVANTAGES, replay=True)
     assert not make_batch(mixed, ADVANTAGES).is_mixed
     assert make_batch(mixed, ADVANTAGES, replay=True, mixed=True).is_mixed
+    with pytest.raises(ValueError, match="mixed=True is of a replay"):
+        make_batch(mixed, ADVANTAGES, mixed=True)
 
 
 def test_samples_that_were_pending_at_an_update_are_replayed_under_the_new_weights(model):

@@ -32,19 +32,20 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
 
     Takes the arguments of tunix's `GRPOLearner`, and these keyword arguments:
       loss: "dense" trains the model with the full cache, where each token's loss is multiplied by its weight, or masked by the
-        correction. "replay" trains it as it sampled (`jkv.rl.policy_loss`): its ratio is 1 before an update, within rounding,
-        which the metrics `replay_p99` and `replay_max` show, in nats.
+        correction. "replay" trains it as it sampled (`jkv.rl.policy_loss`). The metrics `replay_p99` and `replay_max` are the
+        difference of its log-probabilities to those sampled, in nats: rounding at the first update on a batch, and the change
+        of the weights, too, at later ones.
       correction: of a dense loss, a mode of `jkv.rl.correct`, such as "mask"; "none" only measures. None is "tis+veto".
       cap, band, veto: the bounds of the mode.
 
     The completion mask is computed from lengths, not by comparison with the padding token, so an end token that equals the
-    padding token is trained. A dense loss works with any rollout engine that returns log-probabilities; a replay needs
-    `JkvRollout`, which then draws all prompts of a step in one call, and an actor on one device. A reference policy (`beta`)
-    reads the full cache.
+    padding token is trained. A dense loss works with any rollout engine that returns log-probabilities; a replay needs an actor
+    on one device and `JkvRollout`, for which `rollout_micro_batch_size` then splits nothing. A reference policy (`beta`) reads
+    the full cache and the whole distribution, so rollouts with top-k or top-p differ from it from the start.
 
     Raises:
       ValueError: an unknown loss or mode, bounds that have no effect, settings of the cluster that would lose the weights, or
-        a replay with a correction, by another engine, on several devices, or of a loss that it does not have.
+        a replay with a correction, with another engine, on several devices, or with a loss of tunix that `policy_loss` lacks.
     """
 
     def __init__(
@@ -59,10 +60,14 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
     ) -> None:
         if loss not in LOSSES:
             raise ValueError(f"loss must be one of {', '.join(LOSSES)}; got {loss!r}.")
-        if loss == "replay" and correction is not None:
-            raise ValueError(f"A correction is of a dense loss; a replay needs none; got {correction=}. Leave it out.")
+        if loss == "replay" and (correction, cap, band, veto) != (None, 2.0, (0.5, 1.5), 1e-4):
+            raise ValueError(
+                f"A correction and its bounds are of a dense loss; a replay needs none; got {correction=}, {cap=}, {band=}, "
+                f"{veto=}. Leave them out."
+            )
         self._is_replayed = loss == "replay"
-        self._correction: dict[str, Any] = {"mode": correction or "tis+veto", "cap": cap, "band": band, "veto": veto}
+        mode = "tis+veto" if correction is None else correction
+        self._correction: dict[str, Any] = {"mode": mode, "cap": cap, "band": band, "veto": veto}
         correct(np.zeros((1, 1)), np.zeros((1, 1)), np.ones((1, 1), bool), **self._correction)  # refuses bad settings early
         super().__init__(*args, **kwargs)
         config = self.rl_cluster.cluster_config
@@ -76,9 +81,9 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
                     "weights cannot score. Leave it out."
                 )
         self._rolled_out = threading.local()  # tunix rolls out and evaluates in different threads
-        self._generate, self.rl_cluster.generate = self.rl_cluster.generate, self._generate_and_keep
         if self._is_replayed:
             self._replay()
+        self._generate, self.rl_cluster.generate = self.rl_cluster.generate, self._generate_and_keep
 
     def _replay(self) -> None:
         """Has the rollout engine trace its samples, and the trainer replay them."""
@@ -89,6 +94,7 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         if (count := cluster.r2m[rl_cluster.Role.ACTOR].size) > 1:
             raise ValueError(f'loss="replay" needs an actor on one device; got {count}. Take loss="dense", which is corrected.')
         rollout.return_trace, rollout.on_samples = True, self._keep
+        cluster.get_old_per_token_logps = lambda *args, **kwargs: None  # of the full cache, which nothing would read
         cluster.actor_trainer.with_loss_fn(make_loss(rollout.shape, rollout.scales, settings), has_aux=True)
         logged = {"kl": np.mean, "pg_clipfrac": np.mean, "replay_p99": np.mean, "replay_max": np.max}
         cluster.actor_trainer.with_rl_metrics_to_log(logged)

@@ -12,6 +12,7 @@ from tunix.rl.grpo import grpo_learner
 from jkv.integrations.tunix.weights import leaves_of, make_params
 from jkv.model.params import ModelConfig
 from jkv.rl import Batch, policy_loss
+from jkv.rl.loss import check_settings
 
 MEANS = {"token-mean": "tokens", "sequence-mean-token-mean": "sequences"}  # loss_agg_mode -> mean of `jkv.rl.policy_loss`
 Loss = Callable[[nnx.Module, Any, Any], tuple[Array, dict[str, Array]]]
@@ -35,13 +36,15 @@ def settings_of(config: grpo_learner.GRPOConfig) -> dict[str, Any]:
         ("loss_algo", config.loss_algo, ("grpo",)),
         ("loss_agg_mode", config.loss_agg_mode, tuple(MEANS)),
         ("kl_loss_mode", config.kl_loss_mode if config.beta else "low_var_kl", ("low_var_kl",)),
+        ("kl_clamp_value", getattr(config, "kl_clamp_value", None) if config.beta else None, (None,)),
         ("epsilon_c", getattr(config, "epsilon_c", None), (None,)),
     ):
         if given not in known:
             choices = " or ".join(map(repr, known))
             raise ValueError(f'{name} must be {choices} with loss="replay"; got {given!r}. Set it, or take loss="dense".')
     clip = config.epsilon, getattr(config, "epsilon_high", config.epsilon)
-    return {"clip": clip, "mean": MEANS[config.loss_agg_mode], "beta": config.beta}
+    check_settings(clip, MEANS[config.loss_agg_mode], None, 0.0, None)
+    return {"clip": clip, "mean": MEANS[config.loss_agg_mode], "beta": config.beta or 0.0}  # DAPO's is None
 
 
 def make_loss(shape: ModelConfig, scales: dict[str, float], settings: dict[str, Any]) -> Loss:
