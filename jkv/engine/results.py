@@ -160,7 +160,7 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         logprobs=log_probs,
         finish_reason=[completion.finish_reason for completion in completions],
         stats=Stats.of(samples, run),
-        trace=join_traces(traces) if is_traced and traces else None,
+        trace=join_traces(traces) if is_traced and 0 < len(traces) == len(completions) else None,  # a row for each sample
         prompts=[request.prompt for request in requests],
         sampling=[request.sampling for request in requests],
         policies=[request.policy for request in requests],

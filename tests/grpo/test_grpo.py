@@ -307,6 +307,19 @@ def test_contrasts_compare_final_rewards_seed_by_seed():
     assert contrast_rows(runs[:1] + runs[3:4], [("a", "b")]) == [["a - b", "+0.100", "+0.000", "1 of 1"]]
 
 
+@pytest.mark.parametrize(("judged_by", "last"), [("full", 0.5), ("own", 0.9)])
+def test_the_picture_is_of_the_cache_that_judges(judged_by, last, tmp_path, monkeypatch):
+    run, drawn = made_up("a", 0, 0.1, 0.9), []
+    run["evaluations"] = [dict(at, step=step, dense=0.5) for step, at in enumerate(run["evaluations"])]
+    monkeypatch.setattr(grpo.viz, "learning", lambda curves, title: drawn.append((curves, title)))
+    monkeypatch.setattr(grpo.record, "write_figure", lambda *_: None)
+    monkeypatch.setattr(grpo, "report", lambda *_: "")
+    grpo.write(dataclasses.replace(COURSE, judged_by=judged_by), [run], {}, tmp_path, "small")
+    ((curves, title),) = drawn
+    assert curves["a"][0]["reward"][-1] == last
+    assert title.endswith({"full": "with the full cache", "own": "with each arm's own cache"}[judged_by])
+
+
 def test_a_part_of_a_course_has_the_contrasts_of_its_arms():
     other = dataclasses.replace(REPLAY, name="other")
     course = dataclasses.replace(COURSE, arms=(REPLAY, other), contrasts=(["r_kv, replayed", "other"],))
