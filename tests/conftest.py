@@ -55,6 +55,7 @@ LONGEST = (
     "policies/test_conformance.py",
     "engine/test_mesh.py",
     "repository/test_docs.py",
+    "repository/test_page_commands.py",
     "evaluation/test_probe.py",
     "engine/test_engine.py",
     "bench/test_benchmarks.py",

@@ -363,3 +363,16 @@ def test_compressed_rollouts_teach_at_full_size(tmp_path):
     config = ROOT / "configs" / "experiments" / "grpo-policies.toml"
     assert grpo.main([str(config), "--out", str(tmp_path), "--checkpoints", str(tmp_path / "kept")]) == 0
     assert_policies_teach(tmp_path)
+
+
+def test_the_committed_figures_show_that_only_the_replay_learns_where_evictions_cost_what_is_needed():
+    arms = by_arm(json.loads((ROOT / "results" / "grpo-stepping.json").read_text())["runs"])
+    assert list(arms) == ["ignored", "corrected", "bypass", "replayed"]
+    assert all([run["seed"] for run in runs] == [0, 1, 2, 3, 4] for runs in arms.values())
+    own = {name: np.array([run["evaluations"][-1]["own"] for run in runs]) for name, runs in arms.items()}
+    for name in ("ignored", "corrected", "bypass"):
+        gap = own["replayed"] - own[name]
+        assert gap.mean() > 2.7764 * gap.std(ddof=1) / 5**0.5  # Student's t of four degrees of freedom, 97.5th percentile
+    for run in arms["replayed"]:
+        assert run["ratio_p99"] <= 1e-5
+        assert run["evaluations"][-1]["dense"] > run["evaluations"][0]["dense"] - 0.02
