@@ -64,7 +64,7 @@ class Worker:
                 self._add(item, lambda item=item, policy=policy: self.service.resume_row(content[item.number], policy))
 
     def _trace(self, items: Sequence[Item]) -> None:
-        """Has the engine trace what comes now, if any of it asks for that; others end it only where they come alone."""
+        """Turns tracing on for items that ask for it, and off for items that do not, if no others are unfinished."""
         is_traced = any(item.is_traced for item in items)
         with self._lock:
             if is_traced == self._is_traced or (self.tickets and not is_traced):

@@ -1,8 +1,8 @@
 """Stepping: a prompt has a step and a digit, and each digit that follows should be the last one plus the step, modulo 10.
 
 A task about what evictions do to learning by rewards. The first weights have practised on random digits, whose successors
-only the prompt tells, so they look the step up at every token. Once it is evicted, they guess one of three. The last two digits
-would tell it as well, but with the full cache nothing is gained by reading them.
+follow from the step in the prompt alone, so they attend to it at every token. Once it is evicted, they guess one of three. The
+last two digits would do as well, but with the full cache nothing is gained by reading them.
 """
 
 import functools
@@ -22,26 +22,24 @@ from jkv.tasks.counting import CONFIG, NUM_DIGITS
 from jkv.tasks.train import packed_attention
 
 NUM_STEPS, PROMPT_TOKENS = 3, 2  # the steps 1, 2 and 3 are the tokens after the digits
-UPDATES, ROWS, LENGTH, RATE = 300, 32, 64, 3e-3  # of the practice
+UPDATES, ROWS, LENGTH = 300, 32, 64  # of the practice
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3))
 
 
 @functools.cache
 def start(seed: int) -> Model:
     """Weights after the practice: nearly always right where they can read the step."""
     params = init_params(CONFIG, jax.random.key(seed))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE))
-    state, rng = optimizer.init(params), np.random.default_rng(seed)
+    state, rng = OPTIMIZER.init(params), np.random.default_rng(seed)
     for _ in range(UPDATES):
         step = rng.integers(NUM_STEPS, size=(ROWS, 1), dtype=np.int32)
         digits = rng.integers(NUM_DIGITS, size=(ROWS, LENGTH - 1), dtype=np.int32)
-        params, state = practise(optimizer, params, state, np.concatenate([NUM_DIGITS + step, digits], axis=1))
+        params, state = practise(params, state, np.concatenate([NUM_DIGITS + step, digits], axis=1))
     return Model(params, name="stepping")
 
 
-@functools.partial(jax.jit, static_argnames="optimizer")
-def practise(
-    optimizer: optax.GradientTransformation, params: Params, state: Any, token: Int[Array, "B T"]
-) -> tuple[Params, Any]:
+@jax.jit
+def practise(params: Params, state: Any, token: Int[Array, "B T"]) -> tuple[Params, Any]:
     """One update on rows of a step and random digits."""
     is_seen = jnp.broadcast_to(jnp.tri(token.shape[1], dtype=bool), (*token.shape, token.shape[1]))
     position = jnp.broadcast_to(jnp.arange(token.shape[1]), token.shape)
@@ -53,7 +51,7 @@ def practise(
         return -jnp.take_along_axis(log_probs, successor[..., None], axis=-1)[:, 1:].mean()
 
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies counts by rates, which strict promotion refuses
-        change, state = optimizer.update(jax.grad(loss)(params), state, params)
+        change, state = OPTIMIZER.update(jax.grad(loss)(params), state, params)
     return optax.apply_updates(params, change), state
 
 

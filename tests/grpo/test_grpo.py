@@ -17,7 +17,7 @@ from jkv.grpo import __main__ as grpo
 from jkv.grpo import learner
 from jkv.grpo.course import TASKS, Arm, Course, read_course
 from jkv.grpo.learner import learn
-from jkv.grpo.outcome import by_arm, contrast_rows, interval, remarks
+from jkv.grpo.outcome import by_arm, contrast_rows, final, interval, remarks
 from jkv.tasks import counting
 
 ROOT = Path(__file__).parents[2]
@@ -262,7 +262,7 @@ def test_stepping_pays_for_each_digit_that_is_a_step_after_the_last(result):
 
 
 @pytest.mark.slow
-def test_practice_makes_a_model_that_looks_the_step_up_in_the_prompt():
+def test_practice_makes_a_model_that_reads_the_step_in_the_prompt():
     course = Course("stepping", (REPLAY,), max_new_tokens=48, evaluations=64)
     model = TASKS["stepping"].start(0)
     assert learner.evaluate(course, model, jkv.full()) > 0.95
@@ -376,3 +376,10 @@ def test_the_committed_figures_show_that_only_the_replay_learns_where_evictions_
     for run in arms["replayed"]:
         assert run["ratio_p99"] <= 1e-5
         assert run["evaluations"][-1]["dense"] > run["evaluations"][0]["dense"] - 0.02
+    page = (ROOT / "docs" / "results.md").read_text()
+    for runs in arms.values():
+        cells = (f"{final(runs, cache, 0).mean:.3f}, {final(runs, cache)}" for cache in ("own", "dense"))
+        assert f"| {' | '.join(cells)} |" in page
+    every = [run for runs in arms.values() for run in runs]
+    for _, gap, *_ in contrast_rows(every, [("replayed", name) for name in ("ignored", "corrected", "bypass")]):
+        assert f"| {gap}, 5" in page
