@@ -1,10 +1,12 @@
-"""Pallas for TPU: flash attention over tiles, pipelined by Pallas; tiles with nothing visible are neither fetched nor computed.
+"""Pallas for TPU: flash attention over the tiles of a list, pipelined by Pallas; a tile with nothing visible takes no step.
 
-The ranges that decide this are in scalar memory, two numbers per block, where the index maps read them too: a skipped tile
-requests block 0, with which the next run of tiles usually starts.
+Weights have columns first, so that what belongs to a row, its peak and its sum, fills a vector register and not one lane of it.
+The list is in scalar memory, where the index maps read it, and the grid is as long as the list, so its length depends on the
+data. It has two halves, of every other block of rows (or of columns, where those are summed), for chips with two cores.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -12,15 +14,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.replay_attention import pallas
 
 BLOCK = 512  # rows or columns per tile, at most; half for wide heads, so that two buffers of each fit
+SORTED_BLOCKS = 1024, 128  # of sorted columns: narrow tiles hold less of what nobody reads
 WIDE = 512  # bytes of a wide head, at least
 MOST_HEAD = 1024  # bytes of a head, at most
-MOST_RANGES = 1 << 17  # numbers in scalar memory, which has 1 MiB
+MOST_TILES = 1 << 17  # of a list, in scalar memory, which has 1 MiB
+MOST_HEADS = 1 << 12  # in all rows, so that a code fits in 31 bits
 LANES = 128  # blocks are multiples of this
+HALVES = 2
 
 
 class Settings(NamedTuple):
@@ -31,6 +36,17 @@ class Settings(NamedTuple):
     interpret: Any
 
 
+class Tiles(NamedTuple):
+    """The tiles that a call visits, by its blocks of outputs, each of which it visits at least once.
+
+    Output blocks are numbered through all heads: P of them, from `first` on. Every other one belongs to a half of the list.
+    """
+
+    code: Int[Array, "halves most"]  # place of the output block within its half, input block, whether it is read
+    count: Int[Array, " halves"]
+    first: Int[Array, "1"]
+
+
 def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: Any, *_: Any, sorts: bool = False) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
     if reason := pallas.why_not_floats(query, key, value):
@@ -39,18 +55,21 @@ def why_not(query: Any, key: Any, value: Any, position: Any, begin: Any, end: An
     if head_size % 64 or head_size * query.dtype.itemsize > MOST_HEAD:
         most = MOST_HEAD // query.dtype.itemsize
         return f"the head size must be a multiple of 64 and at most {most} in {query.dtype}; got {head_size}"
-    rows, columns = blocks_of(query, key, begin)
-    num_rows, num_columns = query.shape[1] * query.shape[2] // key.shape[2], begin.shape[2]
-    ranges = 2 * query.shape[0] * (pl.cdiv(num_rows, rows) + key.shape[2] * pl.cdiv(num_columns, columns))
-    if ranges > MOST_RANGES:
-        return f"the ranges of all blocks must be at most {MOST_RANGES} numbers; got {ranges}"
+    rows, columns = blocks_of(query, key, begin, sorts)
+    most_blocks = max(pl.cdiv(query.shape[1] * query.shape[2] // key.shape[2], rows), pl.cdiv(begin.shape[2], columns))
+    if HALVES * most_blocks > MOST_TILES:
+        return f"there must be at most {MOST_TILES // HALVES} blocks of queries or of columns; got {most_blocks}"
+    if (heads := query.shape[0] * key.shape[2]) > MOST_HEADS:
+        return f"there must be at most {MOST_HEADS} KV heads in all rows; got {heads}"
     return None
 
 
-def blocks_of(query: Any, key: Any, begin: Any) -> tuple[int, int]:
+def blocks_of(query: Any, key: Any, begin: Any, sorts: bool) -> tuple[int, int]:
     """Rows and columns of a tile, for few tiles with little padding."""
-    most = BLOCK if query.shape[3] * query.dtype.itemsize < WIDE else BLOCK // 2
-    return even(query.shape[1] * query.shape[2] // key.shape[2], most), even(begin.shape[2], most)
+    most_rows, most_columns = SORTED_BLOCKS if sorts else (BLOCK, BLOCK)
+    if query.shape[3] * query.dtype.itemsize >= WIDE:
+        most_rows, most_columns = most_rows // 2, max(LANES, most_columns // 2)
+    return even(query.shape[1] * query.shape[2] // key.shape[2], most_rows), even(begin.shape[2], most_columns)
 
 
 def even(size: int, most: int) -> int:
@@ -72,52 +91,50 @@ def replay_attention(
     interpret: Any = False,
     sorts: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """See `pallas_kernels.replay_attention`. Columns stay in their order: a step of the grid costs as much as a small tile."""
-    rows, columns = blocks_of(query, key, begin)
+    """See `pallas_kernels.replay_attention`."""
+    rows, columns = blocks_of(query, key, begin, sorts)
     passes = pallas.Passes(forward, backward_query, backward_columns, Settings(rows, columns, interpret))
-    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink)
+    return pallas.attend(passes, rows, columns, query, key, value, position, begin, end, source, sink, sorts)
 
 
 def forward(settings: Settings, query: Array, *args: Array) -> tuple[Array, Array]:
     """The output of every row and the log of its softmax's denominator, 0 where it reads nothing."""
-    numbers = jax.ShapeDtypeStruct((*query.shape[:2], 1, query.shape[2]), jnp.float32)
     out, log_total = launch(
         attend_tile,
         settings,
         (query, *args),
-        out=("wide rows", "row numbers"),
-        out_shape=(jax.ShapeDtypeStruct(query.shape, query.dtype), numbers),
-        scratch=[(settings.rows, 1), (settings.rows, 1), (settings.rows, query.shape[3])],
+        out=(("wide rows", query.dtype), ("row numbers", jnp.float32)),
+        scratch=[(1, settings.rows), (1, settings.rows), (query.shape[3], settings.rows)],
         name="replay_attention",
     )
-    return out, log_total[:, :, 0]
+    return out.reshape(query.shape), log_total.reshape(query.shape[:3])
 
 
 def backward_query(settings: Settings, query: Array, *args: Array) -> Array:
     """The query's gradient."""
-    return launch(
+    (grad,) = launch(
         add_query_gradient,
         settings,
         (query, *args),
-        out="wide rows",
-        out_shape=jax.ShapeDtypeStruct(query.shape, query.dtype),
-        scratch=[(settings.rows, query.shape[3])],
+        out=(("wide rows", query.dtype),),
+        scratch=[(query.shape[3], settings.rows)],
         name="replay_attention_backward_query",
     )
+    return grad.reshape(query.shape)
 
 
 def backward_columns(settings: Settings, query: Array, key: Array, *args: Array) -> tuple[Array, Array]:
     """The gradients of key and value."""
-    return launch(
+    grads = launch(
         add_column_gradients,
         settings,
         (query, key, *args),
-        out=("wide columns", "wide columns"),
-        out_shape=(jax.ShapeDtypeStruct(key.shape, key.dtype),) * 2,
+        out=(("wide columns", key.dtype),) * 2,
         scratch=[(settings.columns, key.shape[3])] * 2,
         is_by_columns=True,
         name="replay_attention_backward_columns",
     )
+    return grads[0].reshape(key.shape), grads[1].reshape(key.shape)
 
 
 INPUTS = ("wide rows", "wide columns", "wide columns", "position", "span", "row numbers", "wide rows", "row numbers")
@@ -128,68 +145,111 @@ def launch(
     settings: Settings,
     inputs: tuple[Array, ...],
     *,
-    out: Any,
-    out_shape: Any,
+    out: tuple[tuple[str, Any], ...],
     scratch: list[tuple[int, int]],
     name: str,
     is_by_columns: bool = False,
-) -> Any:
-    """Launches a pass over all tiles, by blocks of rows (or of columns); inputs are as in `INPUTS`."""
+) -> tuple[Array, ...]:
+    """Launches a pass over the tiles to visit; inputs are as in `INPUTS`, `out` has the kinds of outputs and their types.
+
+    Blocks of rows are numbered through all heads, and so are those of columns. Outputs are `[P, ...]`, by one or the other.
+    """
     rows, columns, interpret = settings
     query, key, value, position, begin, end, *more = inputs
-    (batch, heads, num_rows, head_size), num_columns = query.shape, key.shape[2]
-    num_blocks = num_rows // rows, num_columns // columns
-
-    def tile(outer: Any, inner: Any) -> tuple[Any, Any]:
-        return (inner, outer) if is_by_columns else (outer, inner)
-
-    def may_read(b: Any, k: Any, outer: Any, inner: Any, row_smem_ref: Any, column_smem_ref: Any) -> Any:
-        """Whether a row of a tile may read one of its columns."""
-        i, j = tile(outer, inner)
-        row, column = b * 2 * num_blocks[0] + i, (b * heads + k) * 2 * num_blocks[1] + j
-        lowest, highest = row_smem_ref[row], row_smem_ref[row + num_blocks[0]]
-        return (column_smem_ref[column] <= highest) & (lowest < column_smem_ref[column + num_blocks[1]])
-
-    def at(*grid: Any) -> tuple[Any, Any]:
-        b, k, outer, inner, *ranges = grid
-        return tile(outer, jnp.where(may_read(b, k, outer, inner, *ranges), inner, 0))
-
-    specs = {
-        "wide rows": pl.BlockSpec((None, None, rows, head_size), lambda *grid: (grid[0], grid[1], at(*grid)[0], 0)),
-        "wide columns": pl.BlockSpec((None, None, columns, head_size), lambda *grid: (grid[0], grid[1], at(*grid)[1], 0)),
-        "position": pl.BlockSpec((None, 1, rows), lambda *grid: (grid[0], 0, at(*grid)[0])),
-        "span": pl.BlockSpec((None, None, 2, columns), lambda *grid: (grid[0], grid[1], 0, at(*grid)[1])),
-        "row numbers": pl.BlockSpec((None, None, 1, rows), lambda *grid: (grid[0], grid[1], 0, at(*grid)[0])),
+    shapes = {
+        "wide rows": (rows, query.shape[3]),
+        "wide columns": (columns, key.shape[3]),
+        "position": (1, rows),
+        "span": (2, columns),
+        "row numbers": (1, rows),
     }
+    spans = jnp.stack([x.reshape(-1, columns) for x in (begin, end)], axis=1)
+    of_heads = jnp.broadcast_to(position[:, None], query.shape[:3])
+    operands = [
+        x.reshape(-1, *shapes[kind]) for kind, x in zip(INPUTS, (query, key, value, of_heads, spans, *more), strict=False)
+    ]
+    may_read_BKIC = pallas.may_read(position, begin, end, rows, columns)
+    may_read_BKPQ = jnp.swapaxes(may_read_BKIC, 2, 3) if is_by_columns else may_read_BKIC
+    tiles = tiles_to_visit(may_read_BKPQ)
+    total, bits = may_read_BKPQ.size // may_read_BKPQ.shape[3], bits_of(may_read_BKPQ.size // may_read_BKPQ.shape[2])
+    num_calls, _, most = tiles.code.shape
+    size = HALVES * (most // may_read_BKPQ.shape[3])
 
-    def run(row_smem_ref: Any, column_smem_ref: Any, *refs: Any) -> None:
-        b, k, outer, inner = (pl.program_id(axis) for axis in range(4))
-        is_first, is_last = inner == 0, inner == pl.num_programs(3) - 1
-        body(is_first, may_read(b, k, outer, inner, row_smem_ref, column_smem_ref), is_last, *refs)
+    def at(half: Any, step: Any, code_ref: Any, count_ref: Any, _: Any) -> tuple[Any, Any, Any]:
+        """The place of the output in this call, the block that is added there, and whether it is read; of the nearest step."""
+        code = code_ref[half * most + jnp.clip(step, 0, count_ref[half] - 1)]
+        return HALVES * (code >> bits + 1) + half, code >> 1 & (1 << bits) - 1, code & 1
 
-    outer, inner = tile(*num_blocks)
-    return pl.pallas_call(
-        run,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
-            grid=(batch, heads, outer, inner),
-            in_specs=[specs[name] for name in INPUTS[: 5 + len(more)]],
-            out_specs=jax.tree.map(specs.get, out),
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        ),
-        out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        interpret=interpret,
-        name=name,
-    )(
-        *(x.ravel() for x in pallas.ranges(position, begin, end, rows, columns)),
-        query,
-        key,
-        value,
-        position[:, None],
-        jnp.stack([begin, end], axis=2),
-        *(x if x.ndim == 4 else x[:, :, None] for x in more),
-    )
+    def own(*grid: Any) -> tuple[Any, int, int]:
+        first_ref = grid[-1]
+        return jnp.minimum(first_ref[0] + at(*grid)[0], total - 1), 0, 0
+
+    def other(*grid: Any) -> tuple[Any, int, int]:
+        return at(*grid)[1], 0, 0
+
+    def output(*grid: Any) -> tuple[Any, int, int]:
+        return at(*grid)[0], 0, 0
+
+    def spec(kind: str, index: Any) -> pl.BlockSpec:
+        return pl.BlockSpec((None, *shapes[kind]), index)
+
+    def run(code_ref: Any, count_ref: Any, first_ref: Any, *refs: Any) -> None:
+        half, step = pl.program_id(0), pl.program_id(1)
+        (before, *_), (now, _, may_read), (after, *_) = (
+            at(half, step + more, code_ref, count_ref, first_ref) for more in (-1, 0, 1)
+        )
+        last = count_ref[half] - 1
+
+        @pl.when(step <= last)
+        def _() -> None:
+            body((step == 0) | (before != now), may_read == 1, (step == last) | (after != now), *refs)
+
+    def call(tiles: Tiles) -> tuple[Array, ...]:
+        by_columns = ("wide columns", "span")
+        return pl.pallas_call(
+            run,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(tiles),
+                grid=(HALVES, tiles.count.max()),
+                in_specs=[spec(x, own if (x in by_columns) == is_by_columns else other) for x in INPUTS[: len(operands)]],
+                out_specs=tuple(spec(kind, output) for kind, _ in out),
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+            ),
+            out_shape=tuple(jax.ShapeDtypeStruct((size, *shapes[kind]), dtype) for kind, dtype in out),
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+            interpret=interpret,
+            name=name,
+        )(tiles.code.ravel(), tiles.count, tiles.first, *operands)
+
+    if num_calls == 1:
+        return tuple(x[:total] for x in call(jax.tree.map(lambda x: x[0], tiles)))
+    return tuple(x.reshape(-1, *x.shape[2:])[:total] for x in lax.map(call, tiles))
+
+
+def bits_of(num_blocks: int) -> int:
+    """The bits of a code that number these blocks."""
+    return (num_blocks - 1).bit_length()
+
+
+def tiles_to_visit(may_read: Bool[Array, "B K P Q"]) -> Tiles:
+    """The lists of one or more calls, each field with the calls first."""
+    num_heads, num_own, num_other = math.prod(may_read.shape[:2]), *may_read.shape[2:]
+    total = num_heads * num_own
+    num_calls = pl.cdiv(total, MOST_TILES // num_other // HALVES * HALVES)
+    size = HALVES * pl.cdiv(total, HALVES * num_calls)
+    may_read = jnp.pad(may_read.reshape(total, num_other), [(0, num_calls * size - total), (0, 0)])
+    is_listed = may_read.at[:, 0].max(~may_read.any(axis=1))  # a block that reads nothing is listed, to write its zeros
+    head = jnp.minimum(jnp.arange(num_calls * size, dtype=jnp.int32) // num_own, num_heads - 1)
+    place = jnp.arange(num_calls * size, dtype=jnp.int32) % size // HALVES
+    other = head[:, None] * num_other + jnp.arange(num_other, dtype=jnp.int32)
+    code = (place[:, None] << bits_of(num_heads * num_other) | other) << 1 | may_read.astype(jnp.int32)
+    code = jnp.where(is_listed, code, jnp.iinfo(jnp.int32).max)
+
+    def in_halves(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(num_calls, size // HALVES, HALVES, num_other), 2, 1).reshape(num_calls, HALVES, -1)
+
+    first = size * jnp.arange(num_calls, dtype=jnp.int32)[:, None]
+    return Tiles(lax.sort(in_halves(code), dimension=2), in_halves(is_listed).sum(axis=2, dtype=jnp.int32), first)
 
 
 def attend_tile(
@@ -217,26 +277,24 @@ def attend_tile(
 
     @pl.when(may_read)
     def _() -> None:
-        position_I1 = upright(position_ref[...])
-        is_visible_IC = (span_ref[0:1] <= position_I1) & (position_I1 < span_ref[1:2])
-        logits_IC = dot(query_ref[...], key_ref[...], 1, 1) * query_ref.shape[1] ** -0.5
-        logits_IC = jnp.where(is_visible_IC, logits_IC, -jnp.inf)
-        peak_I1 = peak_ref[...]
-        new_peak_I1 = jnp.maximum(peak_I1, jnp.max(logits_IC, axis=1, keepdims=True))
-        base_I1 = jnp.where(new_peak_I1 == -jnp.inf, 0.0, new_peak_I1)  # the row reads nothing so far
-        weight_IC, scale_I1 = jnp.exp(logits_IC - base_I1), jnp.exp(peak_I1 - base_I1)
-        peak_ref[...] = new_peak_I1
-        total_ref[...] = total_ref[...] * scale_I1 + weight_IC.sum(axis=1, keepdims=True)
-        sum_ref[...] = sum_ref[...] * scale_I1 + dot(weight_IC.astype(value_ref.dtype), value_ref[...], 1, 0)
+        is_visible_CI = visible(span_ref, position_ref)
+        logits_CI = dot(key_ref[...], query_ref[...], 1, 1) * query_ref.shape[1] ** -0.5
+        logits_CI = jnp.where(is_visible_CI, logits_CI, -jnp.inf)
+        peak_1I = peak_ref[...]
+        new_peak_1I = jnp.maximum(peak_1I, jnp.max(logits_CI, axis=0, keepdims=True))
+        base_1I = jnp.where(new_peak_1I == -jnp.inf, 0.0, new_peak_1I)  # the row reads nothing so far
+        weight_CI, scale_1I = jnp.exp(logits_CI - base_1I), jnp.exp(peak_1I - base_1I)
+        peak_ref[...] = new_peak_1I
+        total_ref[...] = total_ref[...] * scale_1I + weight_CI.sum(axis=0, keepdims=True)
+        sum_ref[...] = sum_ref[...] * scale_1I + dot(value_ref[...], weight_CI.astype(value_ref.dtype), 0, 0)
 
     @pl.when(is_last)
     def _() -> None:
-        peak_I1 = peak_ref[...]
-        is_empty_I1 = peak_I1 == -jnp.inf
-        total_I1 = jnp.where(is_empty_I1, 1.0, total_ref[...])
-        out_ref[...] = (sum_ref[...] / total_I1).astype(out_ref.dtype)
-        log_total_I1 = jnp.log(total_I1) + jnp.where(is_empty_I1, 0.0, peak_I1)
-        log_total_ref[...] = jnp.broadcast_to(log_total_I1, (out_ref.shape[0], LANES)).T[:1]
+        peak_1I = peak_ref[...]
+        is_empty_1I = peak_1I == -jnp.inf
+        total_1I = jnp.where(is_empty_1I, 1.0, total_ref[...])
+        out_ref[...] = (sum_ref[...] / total_1I).T.astype(out_ref.dtype)
+        log_total_ref[...] = jnp.log(total_1I) + jnp.where(is_empty_1I, 0.0, peak_1I)
 
 
 def add_query_gradient(
@@ -264,16 +322,14 @@ def add_query_gradient(
 
     @pl.when(may_read)
     def _() -> None:
-        position_I1, log_total_I1, delta_I1 = (upright(ref[...]) for ref in (position_ref, log_total_ref, delta_ref))
-        is_visible_IC = (span_ref[0:1] <= position_I1) & (position_I1 < span_ref[1:2])
-        logits_IC = dot(query_ref[...], key_ref[...], 1, 1) * scale
-        weight_IC = jnp.where(is_visible_IC, jnp.exp(logits_IC - log_total_I1), 0.0)
-        slope_IC = weight_IC * (dot(grad_ref[...], value_ref[...], 1, 1) - delta_I1)
-        sum_ref[...] += dot(slope_IC.astype(key_ref.dtype), key_ref[...], 1, 0)
+        logits_CI = dot(key_ref[...], query_ref[...], 1, 1) * scale
+        weight_CI = jnp.where(visible(span_ref, position_ref), jnp.exp(logits_CI - log_total_ref[...]), 0.0)
+        slope_CI = weight_CI * (dot(value_ref[...], grad_ref[...], 1, 1) - delta_ref[...])
+        sum_ref[...] += dot(key_ref[...], slope_CI.astype(key_ref.dtype), 0, 0)
 
     @pl.when(is_last)
     def _() -> None:
-        out_ref[...] = (sum_ref[...] * scale).astype(out_ref.dtype)
+        out_ref[...] = (sum_ref[...] * scale).T.astype(out_ref.dtype)
 
 
 def add_column_gradients(
@@ -293,7 +349,7 @@ def add_column_gradients(
     key_sum_ref: Any,
     value_sum_ref: Any,
 ) -> None:
-    """Adds the contribution of a tile's rows to the gradients of its columns; weights are columns first, never transposed."""
+    """Adds the contribution of a tile's rows to the gradients of its columns."""
 
     @pl.when(is_first)
     def _() -> None:
@@ -304,10 +360,8 @@ def add_column_gradients(
 
     @pl.when(may_read)
     def _() -> None:
-        begin_C1, end_C1 = upright(span_ref[0:1]), upright(span_ref[1:2])
-        is_visible_CI = (begin_C1 <= position_ref[...]) & (position_ref[...] < end_C1)
         logits_CI = dot(key_ref[...], query_ref[...], 1, 1) * scale
-        weight_CI = jnp.where(is_visible_CI, jnp.exp(logits_CI - log_total_ref[...]), 0.0)
+        weight_CI = jnp.where(visible(span_ref, position_ref), jnp.exp(logits_CI - log_total_ref[...]), 0.0)
         value_sum_ref[...] += dot(weight_CI.astype(grad_ref.dtype), grad_ref[...], 1, 0)
         slope_CI = weight_CI * (dot(value_ref[...], grad_ref[...], 1, 1) - delta_ref[...])
         key_sum_ref[...] += dot(slope_CI.astype(query_ref.dtype), query_ref[...], 1, 0)
@@ -318,9 +372,11 @@ def add_column_gradients(
         value_out_ref[...] = value_sum_ref[...].astype(value_out_ref.dtype)
 
 
-def upright(x_1I: Array) -> Array:
-    """The row as a column; a reshape would need a gather, which TPU v4 does not have."""
-    return jnp.broadcast_to(x_1I, (LANES, x_1I.shape[1])).T[:, :1]
+def visible(span_ref: Any, position_ref: Any) -> Array:
+    """Which columns (first axis) each row reads."""
+    # Spans as columns; a reshape would need a gather, which TPU v4 does not have.
+    begin_C1, end_C1 = (jnp.broadcast_to(span_ref[i : i + 1], (LANES, span_ref.shape[1])).T[:, :1] for i in (0, 1))
+    return (begin_C1 <= position_ref[...]) & (position_ref[...] < end_C1)
 
 
 def dot(x: Array, y: Array, x_axis: int, y_axis: int) -> Array:

@@ -49,11 +49,31 @@ def test_a_chunk_of_a_prompt_compiles(target, model):
         targets.compile_kernel(target, kernel.replay_attention, args)
 
 
-@pytest.mark.parametrize("target", [target for target in targets.WITH_KERNELS if targets.TARGETS[target][0] == "cuda"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(x, marks=[] if x == "tpu-v5e" or targets.TARGETS[x][0] == "cuda" else [pytest.mark.slow])
+        for x in targets.WITH_KERNELS
+    ],
+)
 def test_replay_of_sorted_columns_and_its_gradient_compile(target):
-    args = replay(target, MODELS["r1-llama-8b"], jnp.bfloat16)
+    run, args = (
+        functools.partial(kernel_of(target).replay_attention, sorts=True),
+        replay(target, MODELS["r1-llama-8b"], jnp.bfloat16),
+    )
     for columns in (args, (*args[:-1], None)):
-        targets.compile_kernel(target, gradients(functools.partial(gpu.replay_attention, sorts=True)), columns)
+        targets.compile_kernel(target, gradients(run), columns)
+
+
+def test_a_replay_of_many_rows_takes_several_calls_on_a_tpu_and_compiles():
+    """Their list would not fit in scalar memory at once."""
+    model, tokens = MODELS["r1-qwen-1.5b"], 16384
+    args = shapes.arguments(model, Workload(batch=8), tokens=tokens, replayed=True)
+    rows, columns = tpu.blocks_of(args[0], args[1], args[4], True)
+    blocks = tokens * model.num_query_heads // model.num_kv_heads // rows, tokens // columns
+    may_read = jax.ShapeDtypeStruct((8, model.num_kv_heads, *blocks), jnp.bool_)
+    assert jax.eval_shape(tpu.tiles_to_visit, may_read).code.shape[0] == 2
+    targets.compile_kernel("tpu-v5e", functools.partial(tpu.replay_attention, sorts=True), args)
 
 
 @pytest.mark.parametrize(("target", "model"), GRADIENTS, ids=["-".join(case) for case in CASES])

@@ -412,7 +412,8 @@ def test_kernels_say_what_they_cannot_take(name):
     assert "got 96" in why_not(96)
     assert "got 1024" in why_not(1024)
     if name == "tpu":
-        assert "the ranges of all blocks" in why_not(128, tokens=1 << 20, batch=8)
+        assert "at most 65536 blocks of queries or of columns; got 262144" in why_not(128, tokens=1 << 25)
+        assert "at most 4096 KV heads in all rows; got 4104" in why_not(128, batch=513)
 
 
 @pytest.fixture
@@ -429,7 +430,7 @@ def test_on_a_tpu_nothing_is_read_before_it_is_written_nor_out_of_bounds(watched
 def test_on_a_tpu_nor_in_the_backward_pass_over_several_tiles(watched, monkeypatch):
     monkeypatch.setattr(tpu, "BLOCK", 128)
     inputs, columns = random_inputs(1, 70, 70, 1, 2, 64), random_columns(1, 70, 1, 150)
-    assert tpu.blocks_of(inputs[0], inputs[1], columns[1]) == (128, 128)  # two tiles each way
+    assert tpu.blocks_of(inputs[0], inputs[1], columns[1], False) == (128, 128)  # two tiles each way
     attends = [lambda *x, run=run: run(*x, *columns) for run in (implementation_of("tpu", watched), naive)]
     (out, pull), (expected, expected_pull) = (jax.vjp(attend, *inputs) for attend in attends)
     assert_agrees(out, expected)
@@ -469,9 +470,50 @@ def test_tiles_of_sorted_columns_hold_less_than_twice_the_visible_pairs(name):
     assert visited * rows * columns / group < 2 * visible
 
 
+@pytest.mark.parametrize("most", [1 << 17, 24, 12], ids=["one call", "three calls", "six calls"])
+def test_the_list_of_a_tpu_has_the_tiles_to_visit_by_output_block(monkeypatch, most):
+    monkeypatch.setattr(tpu, "MOST_TILES", most)
+    may_read = RANDOM.random((2, 2, 3, 6)) < 0.4
+    may_read[0, 1, 2] = may_read[1, 1, 2] = False  # an output block with nothing to read is visited once
+    expected = [
+        (own, head * 6 + other, bool(reads[other]))
+        for own, (head, reads) in enumerate((i // 3, row) for i, row in enumerate(may_read.reshape(12, 6)))
+        for other in (np.flatnonzero(reads) if reads.any() else [0])
+    ]
+    code, count, first = tpu.tiles_to_visit(jnp.asarray(may_read))
+    assert len(code) == {1 << 17: 1, 24: 3, 12: 6}[most]
+    assert code.shape[1] * code.shape[2] <= most
+    found, bits = [], tpu.bits_of(2 * 2 * 6)
+    for call, half in np.ndindex(code.shape[:2]):
+        listed = np.asarray(code[call, half, : count[call, half]])
+        own = int(first[call, 0]) + tpu.HALVES * (listed >> bits + 1) + half
+        assert np.all(np.diff(own) >= 0)  # an output block stays until it is complete
+        found += zip(own.tolist(), (listed >> 1 & (1 << bits) - 1).tolist(), (listed % 2 == 1).tolist(), strict=True)
+    assert sorted(found) == expected
+
+
+def test_on_a_tpu_several_calls_give_what_one_gives(monkeypatch):
+    monkeypatch.setattr(tpu, "BLOCK", 128)
+    jax.clear_caches()
+    inputs, columns = random_inputs(1, 300, 300, 2, 1, 64), random_columns(1, 300, 2, 300)
+    run = implementation_of("tpu")
+    found = []
+    for most in (1 << 17, 6):  # six blocks of rows, three of columns
+        monkeypatch.setattr(tpu, "MOST_TILES", most)
+        jax.clear_caches()
+        out, pull = jax.vjp(lambda *x: run(*x, *columns), *inputs)
+        found.append((out, *pull(out)))
+    jax.clear_caches()
+    for x, y in zip(*found, strict=True):
+        assert jnp.array_equal(x, y)
+
+
 @pytest.mark.slow
-def test_a_longer_replay_of_sorted_columns_agrees():
+@pytest.mark.parametrize("name", ["sorted", "sorted on a tpu"])
+def test_a_longer_replay_of_sorted_columns_agrees(monkeypatch, name):
     """Several blocks of rows and columns, with a list of blocks for each."""
+    monkeypatch.setitem(ON_DEVICES, "sorted on a tpu", functools.partial(tpu.replay_attention, sorts=True))
+    monkeypatch.setattr(tpu, "SORTED_BLOCKS", (256, 128))
     num_tokens = 700
     inputs = random_inputs(1, num_tokens, num_tokens, 2, 2, 16)
     position, begin, end, source = random_columns(1, num_tokens, 2, num_tokens)
@@ -479,7 +521,7 @@ def test_a_longer_replay_of_sorted_columns_agrees():
     for columns in ((position, begin, end), (position, begin, end, source)):
         outs = [
             jax.value_and_grad(lambda *x, run=run, columns=columns: jnp.sum(run(*x, *columns) ** 2), argnums=(0, 1, 2))(*inputs)
-            for run in (implementation_of("sorted"), naive)
+            for run in (implementation_of(name), naive)
         ]
         for x, y in zip(jax.tree.leaves(outs[0]), jax.tree.leaves(outs[1]), strict=True):
             np.testing.assert_allclose(x, y, atol=2e-4, rtol=2e-4)
