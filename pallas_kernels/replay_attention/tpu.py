@@ -43,7 +43,7 @@ class Tiles(NamedTuple):
     """
 
     code: Int[Array, "halves most"]  # place of the output block within its half, input block, whether it is read
-    count: Int[Array, " halves"]
+    length: Int[Array, " halves"]
     first: Int[Array, "1"]
 
 
@@ -175,9 +175,9 @@ def launch(
     num_calls, _, most = tiles.code.shape
     size = HALVES * (most // may_read_BKPQ.shape[3])
 
-    def at(half: Any, step: Any, code_ref: Any, count_ref: Any, _: Any) -> tuple[Any, Any, Any]:
+    def at(half: Any, step: Any, code_ref: Any, length_ref: Any, _: Any) -> tuple[Any, Any, Any]:
         """The place of the output in this call, the block that is added there, and whether it is read; of the nearest step."""
-        code = code_ref[half * most + jnp.clip(step, 0, count_ref[half] - 1)]
+        code = code_ref[half * most + jnp.clip(step, 0, length_ref[half] - 1)]
         return HALVES * (code >> bits + 1) + half, code >> 1 & (1 << bits) - 1, code & 1
 
     def own(*grid: Any) -> tuple[Any, int, int]:
@@ -193,16 +193,15 @@ def launch(
     def spec(kind: str, index: Any) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shapes[kind]), index)
 
-    def run(code_ref: Any, count_ref: Any, first_ref: Any, *refs: Any) -> None:
+    def run(code_ref: Any, length_ref: Any, first_ref: Any, *refs: Any) -> None:
         half, step = pl.program_id(0), pl.program_id(1)
-        (before, *_), (now, _, may_read), (after, *_) = (
-            at(half, step + more, code_ref, count_ref, first_ref) for more in (-1, 0, 1)
-        )
-        last = count_ref[half] - 1
+        steps = [at(half, step + more, code_ref, length_ref, first_ref) for more in (-1, 0, 1)]
+        before, now, after = (place for place, _, _ in steps)
+        is_read, last = steps[1][2] == 1, length_ref[half] - 1
 
         @pl.when(step <= last)
         def _() -> None:
-            body((step == 0) | (before != now), may_read == 1, (step == last) | (after != now), *refs)
+            body((step == 0) | (before != now), is_read, (step == last) | (after != now), *refs)
 
     def call(tiles: Tiles) -> tuple[Array, ...]:
         by_columns = ("wide columns", "span")
@@ -210,7 +209,7 @@ def launch(
             run,
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(tiles),
-                grid=(HALVES, tiles.count.max()),
+                grid=(HALVES, tiles.length.max()),
                 in_specs=[spec(x, own if (x in by_columns) == is_by_columns else other) for x in INPUTS[: len(operands)]],
                 out_specs=tuple(spec(kind, output) for kind, _ in out),
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
@@ -219,7 +218,7 @@ def launch(
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             interpret=interpret,
             name=name,
-        )(tiles.code.ravel(), tiles.count, tiles.first, *operands)
+        )(tiles.code.ravel(), tiles.length, tiles.first, *operands)
 
     if num_calls == 1:
         return tuple(x[:total] for x in call(jax.tree.map(lambda x: x[0], tiles)))

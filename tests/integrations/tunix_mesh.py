@@ -1,4 +1,4 @@
-"""`JkvRollout` over several devices: `test_tunix_rollout.py` runs this file in a process with four simulated devices."""
+"""`JkvRollout` and the replayed loss over several devices: `test_tunix_rollout.py` runs this file with four simulated ones."""
 
 import dataclasses
 
@@ -9,10 +9,15 @@ import pytest
 pytest.importorskip("tunix")
 
 from flax import nnx
+from tunix.rl.grpo.grpo_learner import GRPOConfig
 
 from jkv.integrations.tunix import JkvRollout
+from jkv.integrations.tunix.replayed import make_loss, mesh_of_actor, settings_of
+from jkv.integrations.tunix.weights import config_of, leaves_of
+from tests.support.tunix_learners import learn, make_mesh
 from tests.support.tunix_models import (
     SETTINGS,
+    TINY_CACHE,
     Letters,
     TokenizerAdapter,
     make_model,
@@ -94,3 +99,32 @@ def test_live_weights_over_a_mesh_are_those_of_the_moment():
     nnx.update(actor, nnx.state(placed_again))
     after = rollout.generate(["abc"], dataclasses.replace(CONFIG))
     assert before.logprobs[0].tolist() != after.logprobs[0].tolist()
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 2)], ids=str)
+def test_a_replay_on_a_mesh_trains_as_on_one_device(shape):
+    """Its samples are split over "fsdp", which splits weights at rest too, and heads over "tp"."""
+
+    def train(mesh):
+        learned = learn(make_model(), policy=TINY_CACHE, loss="replay", mesh=mesh, config=rollout_config(seed=2))
+        return learned, leaves_of(learned.grpo.rl_cluster.actor_trainer.model)
+
+    (alone, expected), (learned, leaves) = train(None), train(make_mesh(*shape))
+    assert (learned.logged("actor/replay_p99") < 1e-5).all()
+    for one, other in zip(alone.outputs, learned.outputs, strict=True):
+        assert [row.tolist() for row in one.tokens] == [row.tolist() for row in other.tokens]
+    np.testing.assert_allclose(learned.logged("actor/loss"), alone.logged("actor/loss"), atol=1e-5)
+    for path, leaf in expected.items():
+        np.testing.assert_allclose(np.asarray(leaves[path]), np.asarray(leaf), atol=1e-5, err_msg=path)
+    embedding = next(leaf for path, leaf in leaves.items() if "embed" in path)
+    assert embedding.sharding.shard_shape(embedding.shape) != embedding.shape
+
+
+def test_samples_that_do_not_divide_among_the_devices_are_refused():
+    model = make_model()
+    learned = learn(model, policy=TINY_CACHE, loss="replay", steps=1, config=rollout_config(seed=2))
+    settings = settings_of(GRPOConfig(num_generations=4, beta=0.0))
+    loss = make_loss(config_of(model), {}, settings, mesh_of_actor(make_mesh(2, 2)))
+    three = jax.tree.map(lambda x: x[:3], learned.examples[0].batch)
+    with pytest.raises(ValueError, match=r"multiple of the 2 devices that split them; got 3. Set train_micro_batch_size"):
+        loss(model, dataclasses.replace(learned.examples[0], batch=three), None)

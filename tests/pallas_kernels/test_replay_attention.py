@@ -480,12 +480,12 @@ def test_the_list_of_a_tpu_has_the_tiles_to_visit_by_output_block(monkeypatch, m
         for own, (head, reads) in enumerate((i // 3, row) for i, row in enumerate(may_read.reshape(12, 6)))
         for other in (np.flatnonzero(reads) if reads.any() else [0])
     ]
-    code, count, first = tpu.tiles_to_visit(jnp.asarray(may_read))
+    code, length, first = tpu.tiles_to_visit(jnp.asarray(may_read))
     assert len(code) == {1 << 17: 1, 24: 3, 12: 6}[most]
     assert code.shape[1] * code.shape[2] <= most
     found, bits = [], tpu.bits_of(2 * 2 * 6)
     for call, half in np.ndindex(code.shape[:2]):
-        listed = np.asarray(code[call, half, : count[call, half]])
+        listed = np.asarray(code[call, half, : length[call, half]])
         own = int(first[call, 0]) + tpu.HALVES * (listed >> bits + 1) + half
         assert np.all(np.diff(own) >= 0)  # an output block stays until it is complete
         found += zip(own.tolist(), (listed >> 1 & (1 << bits) - 1).tolist(), (listed % 2 == 1).tolist(), strict=True)

@@ -18,7 +18,7 @@ from tunix.rl import common, rl_cluster
 from tunix.rl import utils as rl_utils
 from tunix.rl.grpo import grpo_learner
 
-from jkv.integrations.tunix.replayed import ReplayedExample, make_loss, settings_of
+from jkv.integrations.tunix.replayed import ReplayedExample, make_loss, mesh_of_actor, settings_of
 from jkv.integrations.tunix.rollout import JkvRollout
 from jkv.rl import correct, make_batch, mismatch
 from jkv.rollout import Rollouts
@@ -39,13 +39,14 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
       cap, band, veto: the bounds of the mode.
 
     The completion mask is computed from lengths, not by comparison with the padding token, so an end token that equals the
-    padding token is trained. A dense loss works with any rollout engine that returns log-probabilities; a replay needs an actor
-    on one device and `JkvRollout`, for which `rollout_micro_batch_size` then splits nothing. A reference policy (`beta`) reads
-    the full cache and the whole distribution, so rollouts with top-k or top-p differ from it from the start.
+    padding token is trained. A dense loss works with any rollout engine that returns log-probabilities; a replay needs
+    `JkvRollout`, for which `rollout_micro_batch_size` then splits nothing. On a mesh, the axis "tp" splits the heads of the
+    replay and the other axes split its samples; weights that these split are gathered for the loss. A reference policy (`beta`)
+    reads the full cache and the whole distribution, so rollouts with top-k or top-p differ from it from the start.
 
     Raises:
       ValueError: an unknown loss or mode, bounds that have no effect, settings of the cluster that would lose the weights, or
-        a replay with a correction, with another engine, on several devices, or with a loss of tunix that `policy_loss` lacks.
+        a replay with a correction, with another engine, or with a loss of tunix that `policy_loss` lacks.
     """
 
     def __init__(
@@ -91,11 +92,10 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         rollout, settings = cluster.rollout, settings_of(self.algo_config)
         if not isinstance(rollout, JkvRollout):
             raise ValueError(f'loss="replay" needs the rollout engine JkvRollout; got {type(rollout).__name__}. Set it.')
-        if (count := cluster.r2m[rl_cluster.Role.ACTOR].size) > 1:
-            raise ValueError(f'loss="replay" needs an actor on one device; got {count}. Take loss="dense", which is corrected.')
+        mesh = mesh_of_actor(cluster.r2m[rl_cluster.Role.ACTOR])
         rollout.return_trace, rollout.on_samples = True, self._keep
         cluster.get_old_per_token_logps = lambda *args, **kwargs: None  # of the full cache, which nothing would read
-        cluster.actor_trainer.with_loss_fn(make_loss(rollout.shape, rollout.scales, settings), has_aux=True)
+        cluster.actor_trainer.with_loss_fn(make_loss(rollout.shape, rollout.scales, settings, mesh), has_aux=True)
         logged = {"kl": np.mean, "pg_clipfrac": np.mean, "replay_p99": np.mean, "replay_max": np.max}
         cluster.actor_trainer.with_rl_metrics_to_log(logged)
 

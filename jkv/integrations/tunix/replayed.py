@@ -6,15 +6,19 @@ from typing import Any
 import flax.struct
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from tunix.rl.grpo import grpo_learner
 
 from jkv.integrations.tunix.weights import leaves_of, make_params
+from jkv.model.copies import HEADS
 from jkv.model.params import ModelConfig
+from jkv.replay.on_mesh import num_row_shards
 from jkv.rl import Batch, policy_loss
 from jkv.rl.loss import check_settings
 
 MEANS = {"token-mean": "tokens", "sequence-mean-token-mean": "sequences"}  # loss_agg_mode -> mean of `jkv.rl.policy_loss`
+TENSOR = "tp"  # tunix's name of the axis that splits heads; its others split the rows, and may split weights at rest
 Loss = Callable[[nnx.Module, Any, Any], tuple[Array, dict[str, Array]]]
 
 
@@ -47,21 +51,35 @@ def settings_of(config: grpo_learner.GRPOConfig) -> dict[str, Any]:
     return {"clip": clip, "mean": MEANS[config.loss_agg_mode], "beta": config.beta or 0.0}  # DAPO's is None
 
 
-def make_loss(shape: ModelConfig, scales: dict[str, float], settings: dict[str, Any]) -> Loss:
+def mesh_of_actor(mesh: Mesh) -> Mesh | None:
+    """The mesh of an actor by the names of `jkv`; None for one device."""
+    return Mesh(mesh.devices, [HEADS if name == TENSOR else name for name in mesh.axis_names]) if mesh.size > 1 else None
+
+
+def make_loss(shape: ModelConfig, scales: dict[str, float], settings: dict[str, Any], mesh: Mesh | None = None) -> Loss:
     """A loss for tunix's trainer: of its model, a `ReplayedExample` and its configuration.
+
+    Weights that an axis other than "tp" splits are gathered for the loss, and each device computes its rows with its heads.
 
     Args:
       shape: of the actor.
       scales: of its LoRA adapters, by the path of their weights.
       settings: of `jkv.rl.policy_loss`.
+      mesh: of the actor, from `mesh_of_actor`.
     """
+    shards = num_row_shards(mesh)
 
     def loss(model: nnx.Module, train_example: ReplayedExample, algo_config: Any) -> tuple[Array, dict[str, Array]]:
         batch = train_example.batch
         assert batch is not None
+        if len(batch.token) % shards:
+            raise ValueError(
+                f"The samples of a training step must be a multiple of the {shards} devices that split them; got "
+                f"{len(batch.token)}. Set train_micro_batch_size or num_generations to one, or use a mesh of fewer devices."
+            )
         reference = placed(train_example.ref_per_token_logps, batch) if settings["beta"] else None
         params = make_params(shape, leaves_of(model), scales)
-        value, metrics = policy_loss(params, batch, reference=reference, **settings)
+        value, metrics = policy_loss(params, batch, reference=reference, mesh=mesh, **settings)
         figures = {f"replay_{name}": value for name, value in metrics["difference"].items()}
         return value, {"kl": metrics.get("kl", jnp.zeros(())), "pg_clipfrac": metrics["clipped"]} | figures
 
