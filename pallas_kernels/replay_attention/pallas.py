@@ -87,9 +87,8 @@ def attend(
 def order_of(position: Int[Array, "B T"], begin: Int[Array, "B K C"], end: Int[Array, "B K C"]) -> Int[Array, "B K C"]:
     """The order of columns by the length of their spans, in powers of 2, and then by their end.
 
-    Neighbours are then read at nearly the same time for nearly as long, so few tiles have something visible: with a budget of
-    1,024 tokens, an interval of 128 and a text of 32,768, tiles of 64 columns hold 1.65 to 1.9 times the visible pairs, where
-    in their own order they hold 2.3 times (scores that favour the last tokens) to 14 times (scores that never change).
+    Neighbours are then read at nearly the same time for nearly as long, so few tiles have something visible (docs/replay.md has
+    counts).
     """
     end = jnp.minimum(end, position.max(axis=1)[:, None, None] + 1)
     octave = 31 - jax.lax.clz(jnp.maximum(end - jnp.minimum(begin, end), LEAST_SPAN).astype(jnp.int32))

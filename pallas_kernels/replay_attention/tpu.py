@@ -1,8 +1,10 @@
-"""Pallas for TPU: flash attention over the tiles of a list, pipelined by Pallas; a tile with nothing visible takes no step.
+"""Pallas for TPU: flash attention over a list of tiles, pipelined by Pallas.
 
-Weights have columns first, so that what belongs to a row, its peak and its sum, fills a vector register and not one lane of it.
-The list is in scalar memory, where the index maps read it, and the grid is as long as the list, so its length depends on the
-data. It has two halves, of every other block of rows (or of columns, where those are summed), for chips with two cores.
+Tiles in which nothing is visible by the ranges of positions and spans are not on the list; an output block that reads nothing
+has one tile there, to write its zeros. The list is in scalar memory, where the index maps read it. It has two halves, the even
+output blocks and the odd ones, one for each core of chips that have two. The grid is as long as the longer half, which depends
+on the data. Attention weights have columns first: the peak and the sum of rows lie along the lanes of a register then, and do
+not take one lane each.
 """
 
 import functools
@@ -19,11 +21,11 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.replay_attention import pallas
 
 BLOCK = 512  # rows or columns per tile, at most; half for wide heads, so that two buffers of each fit
-SORTED_BLOCKS = 1024, 128  # of sorted columns: narrow tiles hold less of what nobody reads
+SORTED_BLOCKS = 1024, 128  # rows and columns per tile of sorted columns, at most: narrow tiles hold less that nobody reads
 WIDE = 512  # bytes of a wide head, at least
 MOST_HEAD = 1024  # bytes of a head, at most
 MOST_TILES = 1 << 17  # of a list, in scalar memory, which has 1 MiB
-MOST_HEADS = 1 << 12  # in all rows, so that a code fits in 31 bits
+MOST_HEADS = 1 << 13  # in all rows, so that a code fits in 31 bits
 LANES = 128  # blocks are multiples of this
 HALVES = 2
 
@@ -37,12 +39,13 @@ class Settings(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """The tiles that a call visits, by its blocks of outputs, each of which it visits at least once.
+    """The tiles that a call visits. Output blocks are numbered through all heads, and so are input blocks.
 
-    Output blocks are numbered through all heads: P of them, from `first` on. Every other one belongs to a half of the list.
+    A call has the output blocks from `first` on, of which even ones are in the first half. A code has, from the high bits, the
+    place of the output block in its half, the input block, and in one bit whether it is read. Codes ascend.
     """
 
-    code: Int[Array, "halves most"]  # place of the output block within its half, input block, whether it is read
+    code: Int[Array, "halves most"]  # the greatest int32 after the last one
     length: Int[Array, " halves"]
     first: Int[Array, "1"]
 
@@ -152,7 +155,7 @@ def launch(
 ) -> tuple[Array, ...]:
     """Launches a pass over the tiles to visit; inputs are as in `INPUTS`, `out` has the kinds of outputs and their types.
 
-    Blocks of rows are numbered through all heads, and so are those of columns. Outputs are `[P, ...]`, by one or the other.
+    An output is `[blocks, ...]`, with the blocks of rows (or of columns) of all heads.
     """
     rows, columns, interpret = settings
     query, key, value, position, begin, end, *more = inputs
@@ -176,9 +179,8 @@ def launch(
     size = HALVES * (most // may_read_BKPQ.shape[3])
 
     def at(half: Any, step: Any, code_ref: Any, length_ref: Any, _: Any) -> tuple[Any, Any, Any]:
-        """The place of the output in this call, the block that is added there, and whether it is read; of the nearest step."""
-        code = code_ref[half * most + jnp.clip(step, 0, length_ref[half] - 1)]
-        return HALVES * (code >> bits + 1) + half, code >> 1 & (1 << bits) - 1, code & 1
+        """What a step does: `decoded` of its code. Beyond either end of a half: what its first or last step does."""
+        return decoded(code_ref[half * most + jnp.clip(step, 0, length_ref[half] - 1)], half, bits)
 
     def own(*grid: Any) -> tuple[Any, int, int]:
         first_ref = grid[-1]
@@ -225,6 +227,11 @@ def launch(
     return tuple(x.reshape(-1, *x.shape[2:])[:total] for x in lax.map(call, tiles))
 
 
+def decoded(code: Any, half: Any, bits: int) -> tuple[Any, Any, Any]:
+    """The output block, counted from the first of its call, the input block, and 1 if it is read."""
+    return HALVES * (code >> bits + 1) + half, code >> 1 & (1 << bits) - 1, code & 1
+
+
 def bits_of(num_blocks: int) -> int:
     """The bits of a code that number these blocks."""
     return (num_blocks - 1).bit_length()
@@ -237,7 +244,7 @@ def tiles_to_visit(may_read: Bool[Array, "B K P Q"]) -> Tiles:
     num_calls = pl.cdiv(total, MOST_TILES // num_other // HALVES * HALVES)
     size = HALVES * pl.cdiv(total, HALVES * num_calls)
     may_read = jnp.pad(may_read.reshape(total, num_other), [(0, num_calls * size - total), (0, 0)])
-    is_listed = may_read.at[:, 0].max(~may_read.any(axis=1))  # a block that reads nothing is listed, to write its zeros
+    is_listed = may_read.at[:, 0].max(~may_read.any(axis=1))
     head = jnp.minimum(jnp.arange(num_calls * size, dtype=jnp.int32) // num_own, num_heads - 1)
     place = jnp.arange(num_calls * size, dtype=jnp.int32) % size // HALVES
     other = head[:, None] * num_other + jnp.arange(num_other, dtype=jnp.int32)
@@ -373,7 +380,7 @@ def add_column_gradients(
 
 def visible(span_ref: Any, position_ref: Any) -> Array:
     """Which columns (first axis) each row reads."""
-    # Spans as columns; a reshape would need a gather, which TPU v4 does not have.
+    # Spans upright; a reshape would need a gather, which TPU v4 does not have.
     begin_C1, end_C1 = (jnp.broadcast_to(span_ref[i : i + 1], (LANES, span_ref.shape[1])).T[:, :1] for i in (0, 1))
     return (begin_C1 <= position_ref[...]) & (position_ref[...] < end_C1)
 

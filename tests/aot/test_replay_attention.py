@@ -57,12 +57,20 @@ def test_a_chunk_of_a_prompt_compiles(target, model):
     ],
 )
 def test_replay_of_sorted_columns_and_its_gradient_compile(target):
-    run, args = (
-        functools.partial(kernel_of(target).replay_attention, sorts=True),
-        replay(target, MODELS["r1-llama-8b"], jnp.bfloat16),
-    )
+    run = functools.partial(kernel_of(target).replay_attention, sorts=True)
+    args = replay(target, MODELS["r1-llama-8b"], jnp.bfloat16)
     for columns in (args, (*args[:-1], None)):
         targets.compile_kernel(target, gradients(run), columns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["tpu-v5e", "tpu-v5p"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+def test_replay_of_sorted_columns_compiles_for_all_widths_on_a_tpu(target, head_size, dtype):
+    args = replay(target, MODELS["r1-llama-8b"]._replace(head_size=head_size), dtype)
+    assert tpu.why_not(*args, sorts=True) is None
+    targets.compile_kernel(target, gradients(functools.partial(tpu.replay_attention, sorts=True)), args)
 
 
 def test_a_replay_of_many_rows_takes_several_calls_on_a_tpu_and_compiles():
@@ -73,7 +81,7 @@ def test_a_replay_of_many_rows_takes_several_calls_on_a_tpu_and_compiles():
     blocks = tokens * model.num_query_heads // model.num_kv_heads // rows, tokens // columns
     may_read = jax.ShapeDtypeStruct((8, model.num_kv_heads, *blocks), jnp.bool_)
     assert jax.eval_shape(tpu.tiles_to_visit, may_read).code.shape[0] == 2
-    targets.compile_kernel("tpu-v5e", functools.partial(tpu.replay_attention, sorts=True), args)
+    targets.compile_kernel("tpu-v5e", gradients(functools.partial(tpu.replay_attention, sorts=True)), args)
 
 
 @pytest.mark.parametrize(("target", "model"), GRADIENTS, ids=["-".join(case) for case in CASES])

@@ -1,8 +1,10 @@
 """`JkvRollout` and the replayed loss over several devices: `test_tunix_rollout.py` runs this file with four simulated ones."""
 
 import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +14,7 @@ from flax import nnx
 from tunix.rl.grpo.grpo_learner import GRPOConfig
 
 from jkv.integrations.tunix import JkvRollout
-from jkv.integrations.tunix.replayed import make_loss, mesh_of_actor, settings_of
+from jkv.integrations.tunix.replayed import make_loss, renamed, settings_of
 from jkv.integrations.tunix.weights import config_of, leaves_of
 from tests.support.tunix_learners import learn, make_mesh
 from tests.support.tunix_models import (
@@ -29,11 +31,6 @@ __all__ = ["tunix_rules"]  # a fixture
 CONFIG = rollout_config(seed=3)
 
 
-def mesh_of(count, shape=None):
-    devices = np.array(jax.devices()[:count])
-    return jax.sharding.Mesh(devices.reshape(shape or (1, count)), ("fsdp", "tp"))
-
-
 def make(model, mesh, **settings):
     return JkvRollout(model, TokenizerAdapter(Letters()), mesh, CONFIG, **SETTINGS | settings)
 
@@ -48,8 +45,8 @@ def placed(model, mesh):
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 def test_two_devices_roll_out_what_one_does(lora):
     expected = make(make_model(lora=lora), None).generate(["abc"] * 2 + ["cdefg"] * 2, CONFIG)
-    actor = placed(make_model(lora=lora), mesh_of(2))
-    rollout = make(actor, mesh_of(2))
+    actor = placed(make_model(lora=lora), make_mesh(1, 2))
+    rollout = make(actor, make_mesh(1, 2))
     assert rollout.model() is actor
     out = rollout.generate(["abc"] * 2 + ["cdefg"] * 2, CONFIG)
     assert [row.tolist() for row in out.tokens] == [row.tolist() for row in expected.tokens]
@@ -77,54 +74,72 @@ def test_weights_of_an_actor_elsewhere_are_synchronised_across():
     after = rollout.generate(["abc"], CONFIG)
     assert before.logprobs[0].tolist() != after.logprobs[0].tolist()
     with pytest.raises(ValueError, match="must be on the devices of the role ROLLOUT; the actor's are on others"):
-        make(actor, mesh_of(2), live=True)
+        make(actor, make_mesh(1, 2), live=True)
 
 
 def test_more_devices_than_kv_heads_hold_copies_of_them():
     expected = make(make_model(), None).generate(["abc"] * 2, CONFIG)
-    out = make(placed(make_model(), mesh_of(4, (2, 2))), mesh_of(4, (2, 2))).generate(["abc"] * 2, CONFIG)
+    out = make(placed(make_model(), make_mesh(2, 2)), make_mesh(2, 2)).generate(["abc"] * 2, CONFIG)
     assert [row.tolist() for row in out.tokens] == [row.tolist() for row in expected.tokens]
 
 
 def test_a_mesh_that_heads_do_not_divide_is_refused():
     with pytest.raises(ValueError, match=r"num_kv_heads=2 must be a multiple of the 3 devices"):
-        make(make_model(), mesh_of(3))
+        make(make_model(), make_mesh(1, 3))
 
 
 def test_live_weights_over_a_mesh_are_those_of_the_moment():
-    actor = placed(make_model(), mesh_of(2))
-    rollout = make(actor, mesh_of(2))
+    actor = placed(make_model(), make_mesh(1, 2))
+    rollout = make(actor, make_mesh(1, 2))
     before = rollout.generate(["abc"], CONFIG)
-    placed_again = placed(make_model(seed=70), mesh_of(2))
+    placed_again = placed(make_model(seed=70), make_mesh(1, 2))
     nnx.update(actor, nnx.state(placed_again))
     after = rollout.generate(["abc"], dataclasses.replace(CONFIG))
     assert before.logprobs[0].tolist() != after.logprobs[0].tolist()
 
 
+def train(mesh, lora):
+    """What a learner logged and drew, its weights before and after."""
+    model = make_model(lora=lora)
+    before = {path: np.array(leaf) for path, leaf in leaves_of(model).items()}
+    learned = learn(model, policy=TINY_CACHE, loss="replay", mesh=mesh, config=rollout_config(seed=2))
+    return learned, before, leaves_of(learned.grpo.rl_cluster.actor_trainer.model)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "lora"])
+def alone(request):
+    return request.param, train(None, request.param)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 2)], ids=str)
-def test_a_replay_on_a_mesh_trains_as_on_one_device(shape):
-    """Its samples are split over "fsdp", which splits weights at rest too, and heads over "tp"."""
-
-    def train(mesh):
-        learned = learn(make_model(), policy=TINY_CACHE, loss="replay", mesh=mesh, config=rollout_config(seed=2))
-        return learned, leaves_of(learned.grpo.rl_cluster.actor_trainer.model)
-
-    (alone, expected), (learned, leaves) = train(None), train(make_mesh(*shape))
+def test_a_replay_on_a_mesh_trains_as_on_one_device(alone, shape):
+    """Samples are split over "fsdp", which splits weights at rest too, and heads over "tp"."""
+    lora, (expected, before, same) = alone
+    learned, _, leaves = train(make_mesh(*shape), lora)
     assert (learned.logged("actor/replay_p99") < 1e-5).all()
-    for one, other in zip(alone.outputs, learned.outputs, strict=True):
+    for one, other in zip(expected.outputs, learned.outputs, strict=True):
         assert [row.tolist() for row in one.tokens] == [row.tolist() for row in other.tokens]
-    np.testing.assert_allclose(learned.logged("actor/loss"), alone.logged("actor/loss"), atol=1e-5)
-    for path, leaf in expected.items():
+    np.testing.assert_allclose(learned.logged("actor/loss"), expected.logged("actor/loss"), atol=1e-5)
+    for path, leaf in same.items():
         np.testing.assert_allclose(np.asarray(leaves[path]), np.asarray(leaf), atol=1e-5, err_msg=path)
+    assert max(np.abs(np.asarray(leaf) - before[path]).max() for path, leaf in same.items()) > 1e-4
     embedding = next(leaf for path, leaf in leaves.items() if "embed" in path)
     assert embedding.sharding.shard_shape(embedding.shape) != embedding.shape
 
 
-def test_samples_that_do_not_divide_among_the_devices_are_refused():
+@pytest.mark.parametrize("mean", ["token-mean", "sequence-mean-token-mean"])
+def test_samples_that_do_not_divide_among_the_devices_are_filled_up(mean):
     model = make_model()
-    learned = learn(model, policy=TINY_CACHE, loss="replay", steps=1, config=rollout_config(seed=2))
-    settings = settings_of(GRPOConfig(num_generations=4, beta=0.0))
-    loss = make_loss(config_of(model), {}, settings, mesh_of_actor(make_mesh(2, 2)))
-    three = jax.tree.map(lambda x: x[:3], learned.examples[0].batch)
-    with pytest.raises(ValueError, match=r"multiple of the 2 devices that split them; got 3. Set train_micro_batch_size"):
-        loss(model, dataclasses.replace(learned.examples[0], batch=three), None)
+    example = learn(model, policy=TINY_CACHE, loss="replay", steps=1, config=rollout_config(seed=2)).examples[0]
+    uneven = example.batch.replace(advantage=jnp.arange(12.0)[:, None] * jnp.ones_like(example.batch.advantage))
+    reference = -jnp.ones(example.completion_ids.shape)
+    three = dataclasses.replace(example, batch=jax.tree.map(lambda x: x[:3], uneven), ref_per_token_logps=reference[:3])
+    settings = settings_of(GRPOConfig(num_generations=4, beta=0.5, kl_loss_mode="low_var_kl", loss_agg_mode=mean))
+    found = []
+    for mesh in (None, renamed(make_mesh(2, 2))):
+        loss = make_loss(config_of(model), {}, settings, mesh)
+        (value, aux), gradient = nnx.value_and_grad(functools.partial(loss, algo_config=None), has_aux=True)(model, three)
+        found.append([value, *aux.values(), *leaves_of(gradient).values()])
+    for one, other in zip(*found, strict=True):
+        one, other = np.asarray(one), np.asarray(other)
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * max(1, np.abs(one).max()))

@@ -42,12 +42,21 @@ def make_cluster(model, engine, tokenizer=None, config=None, mesh=None, **traini
     return rl_cluster.RLCluster(actor=model, tokenizer=tokenizer or Letters(), cluster_config=config)
 
 
-def learn(model, learner=JkvGRPOLearner, engine=JkvRollout, tokenizer=None, config=None, steps=3, num_iterations=1, **options):
+def learn(
+    model,
+    learner=JkvGRPOLearner,
+    engine=JkvRollout,
+    tokenizer=None,
+    config=None,
+    mesh=None,
+    steps=3,
+    num_iterations=1,
+    **options,
+):
     """A learner after some steps, the examples that its loss was given, and how often weights were synchronised."""
     settings = {key: options.pop(key) for key in ("live", "policy") if key in options}
     engine = functools.partial(engine, **SETTINGS, **settings)
     training, eval_ds = options.pop("training", {}), options.pop("eval_ds", None)
-    mesh = options.pop("mesh", None)
     cluster = make_cluster(model, engine, tokenizer, config, mesh, max_steps=steps * num_iterations, **training)
     synchronised, examples, outputs, parts = [], [], [], []
     cluster.rollout.update_params = with_callback(cluster.rollout.update_params, lambda args, _: synchronised.append(args))

@@ -18,7 +18,7 @@ from tunix.rl import common, rl_cluster
 from tunix.rl import utils as rl_utils
 from tunix.rl.grpo import grpo_learner
 
-from jkv.integrations.tunix.replayed import ReplayedExample, make_loss, mesh_of_actor, settings_of
+from jkv.integrations.tunix.replayed import ReplayedExample, make_loss, renamed, settings_of
 from jkv.integrations.tunix.rollout import JkvRollout
 from jkv.rl import correct, make_batch, mismatch
 from jkv.rollout import Rollouts
@@ -92,7 +92,7 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         rollout, settings = cluster.rollout, settings_of(self.algo_config)
         if not isinstance(rollout, JkvRollout):
             raise ValueError(f'loss="replay" needs the rollout engine JkvRollout; got {type(rollout).__name__}. Set it.')
-        mesh = mesh_of_actor(cluster.r2m[rl_cluster.Role.ACTOR])
+        mesh = renamed(cluster.r2m[rl_cluster.Role.ACTOR])
         rollout.return_trace, rollout.on_samples = True, self._keep
         cluster.get_old_per_token_logps = lambda *args, **kwargs: None  # of the full cache, which nothing would read
         cluster.actor_trainer.with_loss_fn(make_loss(rollout.shape, rollout.scales, settings, mesh), has_aux=True)

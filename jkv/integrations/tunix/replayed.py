@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -51,33 +52,30 @@ def settings_of(config: grpo_learner.GRPOConfig) -> dict[str, Any]:
     return {"clip": clip, "mean": MEANS[config.loss_agg_mode], "beta": config.beta or 0.0}  # DAPO's is None
 
 
-def mesh_of_actor(mesh: Mesh) -> Mesh | None:
-    """The mesh of an actor by the names of `jkv`; None for one device."""
+def renamed(mesh: Mesh) -> Mesh | None:
+    """A mesh of tunix by the names of `jkv`; None for one device."""
     return Mesh(mesh.devices, [HEADS if name == TENSOR else name for name in mesh.axis_names]) if mesh.size > 1 else None
 
 
 def make_loss(shape: ModelConfig, scales: dict[str, float], settings: dict[str, Any], mesh: Mesh | None = None) -> Loss:
     """A loss for tunix's trainer: of its model, a `ReplayedExample` and its configuration.
 
-    Weights that an axis other than "tp" splits are gathered for the loss, and each device computes its rows with its heads.
+    Each device computes its rows with its heads. Weights that an axis other than "tp" splits are gathered first: a device then
+    holds its heads' part of all layers, and of their gradient.
 
     Args:
       shape: of the actor.
       scales: of its LoRA adapters, by the path of their weights.
       settings: of `jkv.rl.policy_loss`.
-      mesh: of the actor, from `mesh_of_actor`.
+      mesh: of the actor, by the names of `jkv`.
     """
     shards = num_row_shards(mesh)
 
     def loss(model: nnx.Module, train_example: ReplayedExample, algo_config: Any) -> tuple[Array, dict[str, Array]]:
         batch = train_example.batch
         assert batch is not None
-        if len(batch.token) % shards:
-            raise ValueError(
-                f"The samples of a training step must be a multiple of the {shards} devices that split them; got "
-                f"{len(batch.token)}. Set train_micro_batch_size or num_generations to one, or use a mesh of fewer devices."
-            )
         reference = placed(train_example.ref_per_token_logps, batch) if settings["beta"] else None
+        batch, reference = with_rows(batch, reference, -(-len(batch.token) // shards) * shards)
         params = make_params(shape, leaves_of(model), scales)
         value, metrics = policy_loss(params, batch, reference=reference, mesh=mesh, **settings)
         figures = {f"replay_{name}": value for name, value in metrics["difference"].items()}
@@ -91,3 +89,11 @@ def placed(values: Float[Array, "N W"], batch: Batch) -> Float[Array, "N T"]:
     index = jnp.arange(batch.token.shape[1]) - batch.start[:, None]
     is_there = (index >= 0) & (index < values.shape[1])
     return jnp.where(is_there, jnp.take_along_axis(values, jnp.clip(index, 0, values.shape[1] - 1), axis=1), 0.0)
+
+
+def with_rows(batch: Batch, reference: Float[Array, "N T"] | None, rows: int) -> tuple[Batch, Float[Array, "rows T"] | None]:
+    """A batch and its reference with so many rows, for a mesh. What is added are copies of the last row that train nothing."""
+    index = jnp.minimum(jnp.arange(rows), len(batch.token) - 1)
+    is_own = jnp.arange(rows) < len(batch.token)
+    batch, reference = jax.tree.map(lambda x: x[index], (batch, reference))
+    return batch.replace(mask=batch.mask & is_own[:, None]), reference
