@@ -18,8 +18,10 @@ from jkv.integrations.tunix.replayed import make_loss, renamed, settings_of
 from jkv.integrations.tunix.weights import config_of, leaves_of
 from tests.support.tunix_learners import learn, make_mesh
 from tests.support.tunix_models import (
+    LIMIT,
     SETTINGS,
     TINY_CACHE,
+    WIDTH,
     Letters,
     TokenizerAdapter,
     make_model,
@@ -79,8 +81,42 @@ def test_weights_of_an_actor_elsewhere_are_synchronised_across():
 
 def test_more_devices_than_kv_heads_hold_copies_of_them():
     expected = make(make_model(), None).generate(["abc"] * 2, CONFIG)
-    out = make(placed(make_model(), make_mesh(2, 2)), make_mesh(2, 2)).generate(["abc"] * 2, CONFIG)
+    out = make(placed(make_model(), make_mesh(1, 4)), make_mesh(1, 4)).generate(["abc"] * 2, CONFIG)
     assert [row.tolist() for row in out.tokens] == [row.tolist() for row in expected.tokens]
+
+
+@pytest.mark.parametrize(("shape", "live"), [((2, 2), True), ((4, 1), False)], ids=["two, live", "four, synchronised"])
+def test_an_axis_that_splits_no_heads_makes_replicas(shape, live):
+    prompts, mesh = ["abc"] * 3 + ["cdefg"] * 2, make_mesh(*shape)
+
+    def draws(model, mesh, live):
+        """What rollouts draw before and after an update, and with longer prompts, which rebuild the engines."""
+        rollout, found = make(model, mesh, policy=TINY_CACHE, live=live), []
+        rollout.return_trace = True
+        for config in (CONFIG, CONFIG, dataclasses.replace(CONFIG, max_prompt_length=WIDTH + 4)):
+            if len(found) == 1:
+                rollout.update_params(nnx.state(make_model(seed=70), nnx.Param))
+            found.append((rollout.generate(prompts, config), rollout.last))
+        return rollout, found
+
+    _, expected = draws(make_model(), None, live)
+    rollout, found = draws(placed(make_model(), mesh), mesh, live)
+    assert len(rollout._rollout.engine.replicas.loads) == shape[0]
+    for (one, one_last), (other, last) in zip(expected, found, strict=True):
+        assert [row.tolist() for row in one.tokens] == [row.tolist() for row in other.tokens]
+        for x, y in zip(one.logprobs, other.logprobs, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4)
+        np.testing.assert_array_equal(one_last.policy_version, last.policy_version)
+        np.testing.assert_array_equal(one_last.trace.end, last.trace.end)
+    assert [set(last.policy_version.ravel().tolist()) - {-1} for _, last in found] == [{0}, {1}, {1}]
+    tokens = np.zeros((5, LIMIT), np.int32)
+    for row, values in zip(tokens, found[-1][0].tokens, strict=True):
+        row[: len(values)] = values
+    arrays = [x[0][0].left_padded_prompt_tokens for x in (expected[-1:], found[-1:])]
+    np.testing.assert_array_equal(*arrays)
+    dense = np.asarray(rollout.get_per_token_logps(arrays[0], tokens))
+    alone = make(make_model(seed=70), None).get_per_token_logps(arrays[0], tokens)
+    np.testing.assert_allclose(dense, np.asarray(alone), atol=1e-4)
 
 
 def test_a_mesh_that_heads_do_not_divide_is_refused():

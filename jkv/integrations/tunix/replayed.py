@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from tunix.rl.grpo import grpo_learner
 
-from jkv.integrations.tunix.weights import leaves_of, make_params
+from jkv.integrations.tunix.weights import TENSOR, leaves_of, make_params
 from jkv.model.copies import HEADS
 from jkv.model.params import ModelConfig
 from jkv.replay.on_mesh import num_row_shards
@@ -19,7 +19,6 @@ from jkv.rl import Batch, policy_loss
 from jkv.rl.loss import check_settings
 
 MEANS = {"token-mean": "tokens", "sequence-mean-token-mean": "sequences"}  # loss_agg_mode -> mean of `jkv.rl.policy_loss`
-TENSOR = "tp"  # tunix's name of the axis that splits heads; its others split the rows, and may split weights at rest
 Loss = Callable[[nnx.Module, Any, Any], tuple[Array, dict[str, Array]]]
 
 

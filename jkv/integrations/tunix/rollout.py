@@ -7,6 +7,7 @@ distribution that was drawn from; a call without a seed draws fresh entropy.
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import secrets
 import threading
@@ -21,13 +22,15 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout import base_rollout
 
-from jkv.engine import mesh as meshes
-from jkv.integrations.tunix.weights import Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
+from jkv.engine.mesh import DATA
+from jkv.integrations.tunix.weights import TENSOR, Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
+from jkv.model.copies import HEADS
 from jkv.model.params import Params
 from jkv.model.sampling import Sampling
-from jkv.model.sharding import shard
+from jkv.model.sharding import check_divides, num_parts, shard
 from jkv.policies import Policy
 from jkv.replay.score import score
+from jkv.replicas.front import Front
 from jkv.rollout import Rollout, Rollouts
 
 LIMITS = ("max_prompt_tokens", "max_new_tokens", "max_stop_ids")  # limits of the engine that a configuration may raise
@@ -39,8 +42,9 @@ class JkvRollout(base_rollout.BaseRollout):
     Args:
       rollout_actor: tunix's actor. tunix passes it, the tokenizer, the mesh and the configuration.
       tokenizer: a tokenizer of `tunix.generate.tokenizer_adapter`.
-      mesh: the devices of the role ROLLOUT. KV heads are split over all of them, so the number of devices must divide the
-        heads, or be a multiple of them.
+      mesh: the devices of the role ROLLOUT. Its axis "tp" splits heads, and must divide them or be a multiple of the KV heads.
+        Other axes, such as "fsdp", make replicas, each with all weights and an engine of its own; where these do not fit, give
+        the role a mesh of the same devices with a longer "tp". None splits heads over the devices of the weights.
       rollout_config: the configuration of training. A call may pass another; a larger one rebuilds the engine.
       policy: the eviction policy; None means the full cache.
       live: whether each call reads the actor's weights directly. With False, the weights are those of `update_params`. None
@@ -89,8 +93,7 @@ class JkvRollout(base_rollout.BaseRollout):
         self.scales = scales_of(rollout_actor, leaves, lora_alpha)
         warn_of_dtype(rollout_actor)
         self._devices = devices_of(mesh, leaves)
-        if self._devices.size > 1:
-            meshes.check_mesh(self._devices, self.shape)
+        check_divides(self.shape, num_parts(self._devices))
         is_there = set(next(iter(leaves.values())).devices()) == set(self._devices.devices.flat)
         if live and not is_there:
             raise ValueError(
@@ -100,6 +103,7 @@ class JkvRollout(base_rollout.BaseRollout):
         self._actor = rollout_actor if (is_there if live is None else live) else None
         self._leaves = leaves if self._actor is None else None  # the last synchronised weights
         self._known = references(leaves)  # the weights of the engine's version
+        self._versions = [0]  # by those of the engine, in which weights that were forgotten and came back are new ones
         self._dtype = self._check_dtype(next(iter(leaves.values())).dtype)
         self._rollout: Rollout | None = None
         self._has_warned = False
@@ -163,7 +167,8 @@ class JkvRollout(base_rollout.BaseRollout):
             out = session.run(progress=False)
             if session.pending:
                 raise KeyboardInterrupt
-            return out
+            own = np.asarray(self._versions, np.int32)[np.maximum(out.policy_version, 0)]
+            return dataclasses.replace(out, policy_version=np.where(out.policy_version < 0, out.policy_version, own))
         finally:
             if session.pending:
                 session.cancel()
@@ -258,10 +263,8 @@ class JkvRollout(base_rollout.BaseRollout):
         """Updates the engine to these weights. Weights that it had before keep their version."""
         if self._holds(rollout, leaves):
             return
-        version = rollout.version
         rollout.update(self._place(leaves))
-        if self._is_known(leaves):
-            set_version(rollout, version)
+        self._versions.append(self._versions[-1] + (not self._is_known(leaves)))
         self._known = references(leaves)
 
     def _rest(self, rollout: Rollout) -> None:
@@ -298,18 +301,18 @@ class JkvRollout(base_rollout.BaseRollout):
         return tuple(max(pair) for pair in zip(self._limits, asked, strict=True))
 
     def _build(self, sizes: tuple[int, ...]) -> Rollout:
-        """A new rollout with these limits and the version of the old one, whose pool is freed first."""
+        """A new rollout with these limits; the pool of the old one is freed first."""
         params, old = self._params(), self._rollout
         if old is not None:
             old.sleep(forget_weights=True)
+            if isinstance(old.engine, Front):
+                old.engine.close()
         on = self._devices if self._devices.size > 1 else None
         limits: dict[str, Any] = dict(zip(LIMITS, sizes, strict=True))
         stops = self._stop_ids(self._config)
         unused = next(token for token in range(self.shape.vocab_size) if token not in stops)  # tunix does the padding
-        new = Rollout(params, self._policy, mesh=on, pad_id=unused, **limits, **self._engine)
-        if old is not None:
-            set_version(new, old.version)
-        return new
+        self._versions = self._versions[-1:]
+        return Rollout(params, self._policy, mesh=on, pad_id=unused, **limits, **self._engine)
 
     def _encode(self, text: str) -> np.ndarray:
         """Token ids as in tunix's own sampler: a text begins with exactly one BOS token."""
@@ -343,24 +346,23 @@ class JkvRollout(base_rollout.BaseRollout):
         return padded
 
 
-def set_version(rollout: Rollout, version: int) -> None:
-    """Gives the weights in use the version that they had before."""
-    engine: Any = rollout.engine
-    engine.runner.version = version
-
-
 def references(leaves: Leaves) -> dict[str, weakref.ref[jax.Array]]:
     """Weak references to the arrays, to recognise them later without keeping them alive."""
     return {path: weakref.ref(leaf) for path, leaf in leaves.items()}
 
 
 def devices_of(mesh: jax.sharding.Mesh | None, leaves: Leaves) -> jax.sharding.Mesh:
-    """A mesh that splits heads over all devices of `mesh`; without one, over the devices of the weights."""
+    """The mesh of an engine, or of replicas: tunix's axis "tp" splits heads, and all its others are "data".
+
+    Without a mesh, all devices of the weights split heads.
+    """
     if mesh is None or mesh.empty:
-        devices = sorted(next(iter(leaves.values())).devices(), key=lambda device: device.id)
+        devices = np.array(sorted(next(iter(leaves.values())).devices(), key=lambda device: device.id))[None]
+    elif TENSOR in mesh.axis_names:
+        devices = np.moveaxis(mesh.devices, mesh.axis_names.index(TENSOR), -1).reshape(-1, mesh.shape[TENSOR])
     else:
-        devices = list(mesh.devices.flat)
-    return jax.sharding.Mesh(np.array(devices), (meshes.HEADS,))
+        devices = mesh.devices.reshape(-1, 1)
+    return jax.sharding.Mesh(devices, (DATA, HEADS)) if len(devices) > 1 else jax.sharding.Mesh(devices[0], (HEADS,))
 
 
 def check_widths(groups: Sequence[tuple[np.ndarray, int]], limit: int) -> None:

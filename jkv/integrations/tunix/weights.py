@@ -22,6 +22,7 @@ from jkv.model.families import FAMILIES
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
 from jkv.model.weight_shapes import weight_shapes
 
+TENSOR = "tp"  # tunix's name of the axis that splits heads; its others split samples, and may split weights at rest
 MODULES = {  # module of tunix -> name of the family, and the configuration field that ties the embeddings
     "tunix.models.qwen2.model": ("qwen2", "use_tied_embedding"),
     "tunix.models.qwen3.model": ("qwen3", "use_tied_embedding"),
