@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels as kernels
 from pallas_kernels.models import MODELS, Workload
@@ -436,15 +435,15 @@ def test_on_a_tpu_nor_in_the_backward_pass_over_several_tiles(monkeypatch, sorts
     """Halves of the list are of different lengths: of three blocks of rows, the even ones have more, and a fourth is none's."""
     monkeypatch.setattr(tpu, "BLOCK", 128)
     monkeypatch.setattr(tpu, "SORTED_BLOCKS", (128, 128))
-    pltpu.reset_tpu_interpret_mode_state()
     inputs, columns = random_inputs(1, 150, 150, 1, 2, 64), causal_columns(1, 150, 1)
     assert tpu.blocks_of(inputs[0], inputs[1], columns[1], sorts) == (128, 128)
-    run = functools.partial(tpu.replay_attention, sorts=sorts, interpret=tpu_interpreter.strict(num_cores=num_cores))
-    attends = [lambda *x, run=run: run(*x, *columns) for run in (functools.partial(run, source=None), naive)]
-    (out, pull), (expected, expected_pull) = (jax.vjp(attend, *inputs) for attend in attends)
-    assert_agrees(out, expected)
-    for x, y in zip(pull(expected), expected_pull(expected), strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=1e-4 * np.abs(y).max())
+    with tpu_interpreter.watched(num_cores) as interpret:
+        run = functools.partial(tpu.replay_attention, source=None, sorts=sorts, interpret=interpret)
+        attends = [lambda *x, run=run: run(*x, *columns) for run in (run, naive)]
+        (out, pull), (expected, expected_pull) = (jax.vjp(attend, *inputs) for attend in attends)
+        assert_agrees(out, expected)
+        for x, y in zip(pull(expected), expected_pull(expected), strict=True):
+            np.testing.assert_allclose(x, y, rtol=0, atol=1e-4 * np.abs(y).max())
 
 
 def evicted_columns(num_tokens, budget, interval, score):

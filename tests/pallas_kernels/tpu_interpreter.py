@@ -32,10 +32,10 @@ def has_race(run: Callable[[], Any]) -> bool:
 
 
 @contextlib.contextmanager
-def watched() -> Iterator[pltpu.InterpretParams]:
+def watched(num_cores: int = 1) -> Iterator[pltpu.InterpretParams]:
     """What to interpret a kernel with; a race fails at the end."""
     pltpu.reset_tpu_interpret_mode_state()
-    yield strict()
+    yield strict(num_cores=num_cores)
     assert interpret_pallas_call.races is not None
     assert not interpret_pallas_call.races.races_found
 
