@@ -221,9 +221,19 @@ def take(kv: Numbers, index: tuple[Any, ...]) -> Numbers:
     return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), kv)
 
 
-def put(kv: Numbers, index: tuple[Any, ...], new: Numbers) -> Numbers:
-    """The pool with other vectors at an index of its leading axes, all within bounds; `like` gives them the pool's form."""
-    return jax.tree.map(lambda x, part: x.at[index].set(part, mode="promise_in_bounds"), kv, new)
+def put(kv: Any, index: tuple[Any, ...], new: Any) -> Any:
+    """A pool, or anything of its pages, with other content at an index of its leading axes; `like` gives vectors its form.
+
+    All places must be within bounds, and none may come twice except in page 0, to which nothing is written. Where a place may
+    come twice, XLA writes numbers of 16 bits on a GPU by compare-and-swap, and whatever is masked out waits for its turn there.
+    """
+    page, *others = index
+
+    def write(x: Array, part: Array) -> Array:
+        where = jnp.where(page == 0, x.shape[0], page), *others
+        return x.at[where].set(part, mode="drop", unique_indices=True)
+
+    return jax.tree.map(write, kv, new)
 
 
 def poisoned(kv: Numbers, page: Any) -> Numbers:

@@ -244,11 +244,6 @@ def take(records: Records, index: Any) -> Records:
     return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), records)
 
 
-def put(records: Records, index: Any, new: Records) -> Records:
-    """The records with others at an index of the first axis, all within bounds."""
-    return jax.tree.map(lambda x, part: x.at[index].set(part, mode="promise_in_bounds"), records, new)
-
-
 # Pools of any form.
 
 

@@ -3,7 +3,7 @@
 Its parts, in this order; `--parts` chooses some, and after `--seconds` none starts:
 
   step       a decode step of random weights, with rows of equal and of ragged lengths, beside its roofline; by kernel; and
-             as XLA compiles it without the engine's options, where the platform has some
+             as XLA compiles it without the engine's options, all and each, where the platform has some
   kernels    every implementation of every kernel against the reference and the rate of a copy (`pallas_kernels.bench`)
   peers      decode attention over pages beside other libraries' over contiguous caches (`pallas_kernels.peers`)
   prefill    prompt tokens a second, by chunk
@@ -34,7 +34,7 @@ from jkv.bench.rounds import GREEDY, seconds_of, timer
 from jkv.bench.step_breakdown import compact
 from jkv.checks import check_counts, words
 from jkv.engine import programs
-from jkv.engine.device_program import OPTIONS, DeviceProgram
+from jkv.engine.device_program import LEAST_ROWS, OPTIONS, DeviceProgram
 from jkv.engine.engine import Engine
 from jkv.engine.mesh import local_bytes
 from jkv.model.eight_bits import FORMATS
@@ -163,11 +163,12 @@ def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
         if batch > 1:
             yield timed_row(f"full, one row {LONG} times as long", batch, until, timed_step, bench, full(), ragged)
     for batch in bench.batches if OPTIONS.get(own_platform()) else ():
-        program = without_options(programs.decode_chunk)
-        row = timed_row("r_kv, XLA's own options", batch, until, timed_step, bench, policy, np.full(batch, slots), program)
-        if batch in steps and "milliseconds" in row:
-            row["times_our_options"] = digits(row["milliseconds"] / steps[batch], 3)
-        yield row
+        for name, chosen in other_options(OPTIONS[own_platform()], batch == max(bench.batches)).items():
+            program = with_options(programs.decode_chunk, chosen)
+            row = timed_row(f"r_kv, {name}", batch, until, timed_step, bench, policy, np.full(batch, slots), program)
+            if batch in steps and "milliseconds" in row:
+                row["times_our_options"] = digits(row["milliseconds"] / steps[batch], 3)
+            yield row
 
 
 def timed_row(name: str, batch: int, until: float, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
@@ -186,9 +187,19 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def without_options(program: DeviceProgram) -> Any:
-    """The program as XLA compiles it by itself."""
-    return jax.jit(program.function, **program.settings)
+def other_options(ours: dict[str, Any], one_by_one: bool) -> dict[str, dict[str, Any]]:
+    """What to compare an engine's options with: none, which is as XLA compiles by itself, and all but one.
+
+    >>> other_options({"a": 1, "b": 2}, one_by_one=True)
+    {"XLA's own options": {}, 'without a': {'b': 2}, 'without b': {'a': 1}}
+    """
+    left_out = {f"without {name}": {k: v for k, v in ours.items() if k != name} for name in ours}
+    return {"XLA's own options": {}} | (left_out if one_by_one else {})
+
+
+def with_options(program: DeviceProgram, options: dict[str, Any]) -> Any:
+    """The program as XLA compiles it with these options."""
+    return jax.jit(program.function, compiler_options=options, **program.settings)
 
 
 def chunk_of(
@@ -198,10 +209,12 @@ def chunk_of(
 
     Every row has room for `longest` slots if that is more.
     """
-    params, batch = bench.model.params, len(lengths)
+    params, running = bench.model.params, len(lengths)
+    batch = max(running, LEAST_ROWS.get(own_platform(), 1))  # as an engine has
+    lengths = np.pad(lengths, (0, batch - running))
     room = np.maximum(lengths + STEPS * (ROUNDS + 1), longest)
     state = fill(new_state(params, policy, batch, room, usual_page_size()), jax.random.key(1), lengths)
-    inputs = new_inputs(params, policy, batch)
+    inputs = new_inputs(params, policy, batch, running)
     held = [state]
 
     def call() -> Any:
@@ -279,7 +292,7 @@ def kernel_rows(bench: Bench, policy: Policy, lengths: np.ndarray, most: int = 1
 
 
 def device_time(file: Path) -> dict[str, tuple[float, int]]:
-    """Seconds and launches of each kernel in a profile, digits at the end of names left out."""
+    """Seconds and launches of each kernel in a profile, without digits at the end of names and what a template takes."""
     spent: dict[str, tuple[float, int]] = {}
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         if not plane.name.startswith("/device:"):
@@ -288,7 +301,7 @@ def device_time(file: Path) -> dict[str, tuple[float, int]]:
             if "Stream" not in line.name and "XLA Ops" not in line.name:
                 continue
             for event in line.events:
-                name = event.name.rstrip("0123456789").rstrip("._")
+                name = event.name.partition("<")[0].removeprefix("void ").rstrip("0123456789").rstrip("._")
                 seconds, launches = spent.get(name, (0.0, 0))
                 spent[name] = seconds + event.duration_ns / 1e9, launches + 1
     return spent

@@ -85,10 +85,10 @@ def append_random(state: State, key: PRNGKeyArray, num_new: Int[Array, " B"], wi
     return state._replace(cache=Cache(pages.advance(pool.replace(kv=kv), row, num_new), ring))
 
 
-def new_inputs(params: Params, policy: Policy, batch: int) -> ChunkInputs:
-    """Greedy rows that never stop."""
+def new_inputs(params: Params, policy: Policy, batch: int, running: int | None = None) -> ChunkInputs:
+    """Greedy rows that never stop, of which the first `running` run, or all."""
     arrays: Any = {
-        "remaining": np.full(batch, 1 << 20, np.int32),
+        "remaining": np.where(np.arange(batch) < (batch if running is None else running), 1 << 20, 0).astype(np.int32),
         "stop_ids": np.full((batch, 1), -1, np.int32),
         "sampling": rows_of([Sampling(temperature=0.0)] * batch),
         "key": np.zeros((batch, 2), np.uint32),

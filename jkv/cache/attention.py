@@ -222,7 +222,7 @@ class PrefillAttention(NamedTuple):
             offset = jnp.arange(query.shape[1], dtype=jnp.int32)
             is_last = (offset < self.num_new) & (offset >= self.num_new - window)
             where = jnp.where(is_last, self.position[0] % window, window)
-            ring = ring.at[layer, self.row, where].set(query[0], mode="drop")
+            ring = ring.at[layer, self.row, where].set(query[0], mode="drop", unique_indices=True)
         if "mass" in pool.slot_data and not is_stored:
             added, mass = self.mass(query, key_1KSH, begin_1KS, sink), pool.slot_data["mass"]
             mass = mass.at[layer, self.row, :, : added.shape[-1]].add(added)

@@ -35,7 +35,7 @@ def write_chunk(kv: Quantised, address: Int[Array, "R K T"], new: Quantised) -> 
     is_new = (token >= 0) & (token < num_tokens) & (jnp.take_along_axis(address, at, axis=-1) >= page_size)
 
     def write(x: Array, part: Array) -> Array:
-        return x.at[page].set(merged(x.at[page].get(mode="promise_in_bounds"), part, at, is_new), mode="promise_in_bounds")
+        return put(x, (page,), merged(x.at[page].get(mode="promise_in_bounds"), part, at, is_new))
 
     return jax.tree.map(write, kv, new)
 

@@ -15,6 +15,7 @@ from jkv.cache.pool import (
     is_entry_used,
     num_pages_of,
 )
+from pallas_kernels.quantised import put
 from pallas_kernels.sealed import poisoned
 
 
@@ -57,7 +58,7 @@ def take_slots(pool: Pool, row: Int[Array, " R"], slots: Int[Array, "L R K M"]) 
     rows = (x.reshape(-1, x.shape[-1]) for x in (slots, table, jnp.where(is_written, new_table, NULL_PAGE)))
     kv = kernels.take_slots(pool.kv, *rows)  # all layers and KV heads at once, because no page belongs to two of them
     moved = pool.position[source // page_size, source % page_size]
-    position = pool.position.at[target // page_size, target % page_size].set(moved)
+    position = put(pool.position, (target // page_size, target % page_size), moved)
 
     def take(data: Float[Array, "L B K S"]) -> Float[Array, "L B K S"]:
         taken = jnp.take_along_axis(data[:, row], jnp.maximum(slots, 0), axis=-1)

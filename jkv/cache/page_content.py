@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.pool import Pool
+from pallas_kernels.quantised import put
 
 
 class PageContent(NamedTuple):
@@ -25,4 +26,4 @@ def read_pages(pool: Pool, page: Int[Array, "K I"]) -> PageContent:
 def write_pages(pool: Pool, page: Int[Array, "K I"], content: PageContent) -> Pool:
     """Writes the result of `read_pages` into other pages; content for NULL_PAGE is discarded."""
     whole = PageContent(pool.kv, pool.position, pool.bounds)
-    return pool.replace(**jax.tree.map(lambda x, new: x.at[page].set(new), whole, content)._asdict())
+    return pool.replace(**put(whole, (page,), content)._asdict())

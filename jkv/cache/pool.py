@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.chunk_writes import write
 from pallas_kernels import sealed
-from pallas_kernels.quantised import Format, dequantise, like, take
+from pallas_kernels.quantised import Format, dequantise, like, put, take
 from pallas_kernels.sealed import Records, poisoned, zeros
 
 EMPTY = -1  # the position of an empty slot, and an entry that `take_slots` ignores
@@ -142,7 +142,8 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
     table = pool.page_table.at[where].set(page, mode="drop")
     bounds = pool.bounds
     if bounds is not None:
-        bounds = bounds.at[page].set(jnp.asarray([[jnp.inf], [-jnp.inf]], bounds.dtype))
+        nothing = jnp.asarray([[jnp.inf], [-jnp.inf]], bounds.dtype)
+        bounds = put(bounds, (page,), jnp.broadcast_to(nothing, (*page.shape, *bounds.shape[1:])))
 
     offset = jnp.arange(max_new, dtype=jnp.int32)
     slot = length[..., None] + offset
@@ -153,7 +154,7 @@ def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_ne
     page = jnp.take_along_axis(table[:, row], jnp.minimum(slot // page_size, max_pages - 1), axis=-1)
     address = jnp.where(is_real, page * page_size + slot % page_size, NULL_PAGE)
     when = pool.logical_length[row][None, :, None, None] + offset
-    position = pool.position.at[address // page_size, address % page_size].set(jnp.broadcast_to(when, address.shape))
+    position = put(pool.position, (address // page_size, address % page_size), jnp.broadcast_to(when, address.shape))
     return pool.replace(page_table=table, position=position, bounds=bounds), address
 
 
@@ -173,9 +174,10 @@ def append(pool: Pool, address: Int[Array, "R K T"], key: Float[Array, "R T K H"
 def widen_bounds(pool: Pool, address: Int[Array, "*A"], key: Float[Array, "*A H"]) -> Pool:
     """The pool whose pages' bounds hold new keys at these addresses too."""
     page = address // pool.page_size
+    page = jnp.where(page == NULL_PAGE, pool.bounds.shape[0], page)
     if not isinstance(pool.kv, Records):
         key = dequantise(like(pool.kv, key), pool.bounds.dtype)
-    return pool.replace(bounds=pool.bounds.at[page, 0].min(key).at[page, 1].max(key))
+    return pool.replace(bounds=pool.bounds.at[page, 0].min(key, mode="drop").at[page, 1].max(key, mode="drop"))
 
 
 def advance(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"]) -> Pool:
@@ -261,7 +263,7 @@ def fork(pool: Pool, block_table: BlockTable, target: Int[Array, " R"], owns_all
 
     def copy(of_pages: Any, layer: tuple[Array, Array]) -> tuple[Any, None]:
         source, copied = layer
-        return jax.tree.map(lambda x: x.at[copied].set(x[source]), of_pages), None
+        return put(of_pages, (copied,), jax.tree.map(lambda x: x[source], of_pages)), None
 
     of_pages = pool.kv, pool.position, pool.bounds
     (kv, position, bounds), _ = jax.lax.scan(copy, of_pages, (old, new))  # one layer's worth of temporary memory

@@ -30,4 +30,4 @@ def put_back(
 ) -> Float[Array, "L B W N H"]:
     """The ring with the oldest queries of some rows again."""
     row = jnp.where(where, jnp.arange(ring.shape[1], dtype=jnp.int32), ring.shape[1])
-    return ring.at[:, row, num_seen % ring.shape[2]].set(oldest, mode="drop")
+    return ring.at[:, row, num_seen % ring.shape[2]].set(oldest, mode="drop", unique_indices=True)

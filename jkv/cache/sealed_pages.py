@@ -27,6 +27,7 @@ from jkv.cache.sink_logit import add_sink, sink_of_rows
 from jkv.model import decoder
 from jkv.model.rotary import turn_in
 from pallas_kernels import sealed
+from pallas_kernels.quantised import put
 
 PLACES = 3  # pages of floats of each row
 OPEN_END = np.iinfo(np.int32).max  # the end of a column that is never evicted
@@ -63,7 +64,7 @@ def seal_filled(cache: Any, num_before: Int[Array, " B"]) -> Pool:
         numbers = tail[cache.tails[:, row, :, 0] + place_of(num_full[row] - 1)]
         entry = pool.length[:, row, :, None] // pool.page_size - 1
         page = jnp.take_along_axis(pool.page_table[:, row], entry, axis=-1)[..., 0]
-        return sealed.put(kv, page, sealed.seal(numbers, kv.format, kv.dtype))
+        return put(kv, (page,), sealed.seal(numbers, kv.format, kv.dtype))
 
     return pool.replace(kv=jax.lax.fori_loop(0, is_filled.sum(dtype=jnp.int32), write, pool.kv))
 
@@ -172,7 +173,7 @@ class SealedPrefill(NamedTuple):
         text = self.text(old_K3, new_K2TH)
         pool = pool.replace(kv=self.sealed(layer, pool, text))
         # The floats of a row are written as a whole: what is written then depends on what was read, so XLA need not copy them.
-        tail = cache.tail.replace(kv=cache.tail.kv.at[page].set(self.floats(old_K3, text)))
+        tail = cache.tail.replace(kv=put(cache.tail.kv, (page,), self.floats(old_K3, text)))
 
         length = pool.length.at[layer, self.row].add(self.num_new[:, None])
         old_key, old_value, position = pages.gather(pool.replace(length=length), layer, self.row, self.num_pages)
@@ -212,7 +213,7 @@ class SealedPrefill(NamedTuple):
         table = pool.page_table[layer, self.row[0]]
         entry = jnp.minimum(pool.length[layer, self.row[0], :, None] // page_size + index, table.shape[-1] - 1)
         page = jnp.where(is_full, jnp.take_along_axis(table, entry, axis=-1), NULL_PAGE)
-        return sealed.put(pool.kv, page, sealed.seal(text, pool.kv.format, pool.kv.dtype))
+        return put(pool.kv, (page,), sealed.seal(text, pool.kv.format, pool.kv.dtype))
 
     def floats(self, old: Float[Array, "K 3 2 page H"], text: Float[Array, "K I 2 page H"]) -> Float[Array, "K 3 2 page H"]:
         """The pages of floats of the row with the new tokens."""

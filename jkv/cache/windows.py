@@ -19,6 +19,7 @@ import pallas_kernels as kernels
 from jkv.cache.pool import EMPTY, NULL_PAGE, num_pages_of
 from jkv.cache.sink_logit import add_sink, sink_of_rows
 from jkv.model.rotary import turn_in
+from pallas_kernels.quantised import put
 from pallas_kernels.rotate_append.reference import rotate
 
 
@@ -64,7 +65,7 @@ def write_rows(
     """Rings of rows `target` with the content of one row; targets equal to the number of rows, at the end, are ignored."""
 
     def write(i: Int[Array, ""], kv: Any) -> Any:
-        return kv.at[tables[:, target[i]]].set(content)
+        return put(kv, (tables[:, target[i]],), content)
 
     return windows.replace(kv=jax.lax.fori_loop(0, (target < tables.shape[1]).sum(dtype=jnp.int32), write, windows.kv))
 
@@ -174,7 +175,7 @@ class WindowPrefill(NamedTuple):
         slot = jnp.where(is_last, self.position[0] % size, len(old_SK2H))
         ring_SK2H = old_SK2H.at[slot].set(new_TK2H, mode="drop")
         ring = ring_SK2H.reshape(windows.max_pages, windows.page_size, num_kv_heads, 2, -1)
-        kv = windows.kv.at[page].set(jnp.transpose(ring, (2, 0, 3, 1, 4)))
+        kv = put(windows.kv, (page,), jnp.transpose(ring, (2, 0, 3, 1, 4)))
         return out, cache._replace(windows=windows.replace(kv=kv), chunk=WindowChunk(key, value, begin, end))
 
 

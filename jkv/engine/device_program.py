@@ -18,9 +18,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         # XLA counts a pool anew for every kernel that updates it in place. Above this percentage of the device's memory it
         # would compute things twice to save some, in vain. The engine itself sees to it that everything fits.
         "xla_gpu_memory_limit_slop_factor": 100_000,
-        # XLA would compile reductions and transposes in two ways each and time them, which can take a core minutes where the
-        # arrays are large (tue-bmd/zea#599). Without it a device runs the kernels that are counted ahead of time.
-        "xla_gpu_experimental_enable_fusion_autotuner": False,
     }
 }
 

@@ -354,7 +354,7 @@ def place(state: State, pool: pages.Pool, snapshot: Snapshot, target: Int[Array,
     ring = state.cache.query_ring
     if ring is not None:
         assert snapshot.query_ring is not None
-        ring = ring.at[:, target].set(snapshot.query_ring[:, None], mode="drop")
+        ring = ring.at[:, target].set(snapshot.query_ring[:, None], mode="drop", unique_indices=True)
     cache = write_rows(state.cache._replace(pool=pool, query_ring=ring), target, snapshot.beside)
     return State(cache, state.logits.at[target].set(snapshot.logits, mode="drop"))
 

@@ -32,7 +32,7 @@ def rewrite_pages(pool: Array, slots: Int[Array, "R S"], source: Int[Array, "R M
     page, offset = jnp.divmod(jnp.maximum(slots, 0), jnp.int32(page_size))
     old = pool.at[source].get(mode="promise_in_bounds")  # [R, MP, 2, page, C]
     taken = old[row, page, :, offset].reshape(*target.shape, page_size, 2, -1)
-    return pool.at[target].set(jnp.swapaxes(taken, 2, 3), mode="promise_in_bounds")
+    return put(pool, (target,), jnp.swapaxes(taken, 2, 3))
 
 
 def addresses(

@@ -2,7 +2,7 @@
 
 `python -m tests.aot.forecast` compiles a compaction and a step of two layers, takes the other counts from
 `results/decode-steps.json`, and writes `results/forecast.json` and the table of `docs/kernels.md`. Some figures come from
-an H200 (`results/device-nvidia-h200.json`), a whole step was not.
+an H200 (`results/device-nvidia-h200.json`). The whole step was timed later; the assumptions stay, to be compared with it.
 """
 
 import dataclasses

@@ -96,8 +96,13 @@ def attention_kernels(model: Any, workload: Workload, *, weighted: bool = False,
 
 def attention_code(model: Any, workload: Workload) -> dict[str, str]:
     """The PTX of each kernel of a call of `paged_attention` on an H200; skips the test where the compiler writes none."""
+    return code_of(*attention_call(model, workload))
+
+
+def code_of(trace: Callable[..., jax.stages.Traced], *args: Any) -> dict[str, str]:
+    """The PTX of each kernel of a program on an H200; skips the test where the compiler writes none."""
     with tempfile.TemporaryDirectory() as folder:
-        targets.compile_for("h200", *attention_call(model, workload), compiler_options={"xla_dump_to": folder})
+        targets.compile_for("h200", trace, *args, compiler_options={"xla_dump_to": folder})
         found = {}
         for text in (path.read_text() for path in Path(folder).glob("*.ptx")):
             found |= zip(re.findall(r"\.entry (\w+)", text), re.split(r"\.entry \w+", text)[1:], strict=True)

@@ -15,6 +15,7 @@ from jkv.model.model_shapes import find_shape
 from jkv.model.params import ModelConfig
 from jkv.testing import assert_no_pool_copy, find_copies, unfolded
 from tests.aot import targets
+from tests.aot.gpu_kernels import code_of
 from tests.support import programs
 
 PROGRAM_TARGETS = ("tpu-v5e", "tpu-v6e", "h200")
@@ -36,6 +37,7 @@ LARGE = [
     for is_slow in [model == "r1-llama-8b" and target != "h200"]
 ]
 
+WRITING = ("prefill", "compact-r_kv", "decode-r_kv", "decode-h2o", "fork", "attach", "write_pages")  # prefixes of names
 TWO = ("decode-r_kv", "compact-r_kv")  # with quantised pages on a TPU, every day
 OF_LIKES = ("-h2o", "-quest", "-moving-sinks", "-seal", "-skip_kv", "-share")  # what differs from another program in little
 # A minute or so each on a TPU; what they add to their likes is compiled for the H200 and the CPU.
@@ -316,6 +318,14 @@ def test_a_family_decodes_without_a_copy_of_its_pool(target, model):
     compiled = targets.compile_for(target, programs.PROGRAMS["decode-full"].trace, shapes)
     assert not find_copies(compiled.as_text(), shapes.state.cache.pool.kv.shape)
     assert_runs(compiled, ("paged_attention",))
+
+
+@pytest.mark.parametrize("name", [name for name in programs.PROGRAMS if name.startswith(WRITING) and "-quest" not in name])
+def test_a_gpu_writes_no_place_by_compare_and_swap(name):
+    """XLA does where a place may come twice, and whatever is masked out waits for its turn; only bounds of pages need it."""
+    program = programs.PROGRAMS[name]
+    code = code_of(program.trace, shapes_on("h200", needs=program.needs))
+    assert [kernel for kernel, text in code.items() if re.search(r"atom[.\w]*\.cas\.", text)] == []
 
 
 @pytest.mark.parametrize("target", PROGRAM_TARGETS)
