@@ -4,7 +4,7 @@ Passages of the Python manual are read once in floats, once with keys and values
 once with the weights in each format of theirs, in one forward pass each. For each passage: the mean divergence
 KL(floats || format) of the next token's distribution in nats, how often the most likely token is the same, and by how much the
 passage's own tokens lose likelihood. Passages are paired, and intervals are bootstrapped over passages. Of a record of the same
-passages that is there already, its lines are kept, and only formats that it lacks are measured.
+passages that is there already, its lines are kept, and only formats that it lacks are measured, each written when it is.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,22 +54,22 @@ def compare(params: Params, others: Params, token: Int[Array, "1 T"], kv_format:
     return jnp.stack([divergence.mean(), same.mean(), (one - other)[index, target].mean()])
 
 
-def measure(model: Model, passages: Sequence[Sequence[int]], known: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
-    """A line for each format, of pages and of weights; those that are known are not measured again."""
-    lines, size, done = [], model.config.head_size, {line["format"]: line for line in known}
-    for name, kv_format in PAGES.items():
+def measure(
+    model: Model, passages: Sequence[Sequence[int]], known: Sequence[dict[str, Any]] = ()
+) -> Iterator[list[dict[str, Any]]]:
+    """The lines of formats, of pages and of weights: those that are known, and again whenever another one is measured."""
+    size, done = model.config.head_size, {line["format"]: line for line in known}
+    of_weights = {f"weights in {kind}": kind for kind in WEIGHTS}
+    for name in (*PAGES, *of_weights):
+        if name in done:
+            continue
+        others, kv_format = model.params, PAGES.get(name)
         smaller = slot(size, None) / slot(size, kv_format)
-        if name not in done:
-            done[name] = line_of(name, smaller, [compare(model.params, model.params, each(one), kv_format) for one in passages])
-        lines.append(done[name])
-    for kind in WEIGHTS:
-        name = f"weights in {kind}"
-        if name not in done:
-            codes = quantise_weights(model.params, kind)
-            smaller = 2 * count_weights(model.params) / num_bytes(codes)
-            done[name] = line_of(name, smaller, [compare(model.params, codes, each(one), None) for one in passages])
-        lines.append(done[name])
-    return lines
+        if name in of_weights:
+            others = quantise_weights(model.params, of_weights[name])
+            smaller = 2 * count_weights(model.params) / num_bytes(others)
+        done[name] = line_of(name, smaller, [compare(model.params, others, each(one), kv_format) for one in passages])
+        yield [done[one] for one in (*PAGES, *of_weights) if one in done]
 
 
 def record_in(folder: Path | None, model: str, setting: dict[str, Any]) -> dict[str, Any]:
@@ -141,13 +141,14 @@ def main(argv: list[str] | None = None) -> int:
     passages = [one.prompt + one.rest for one in stream(model.tokenizer, options.texts, options.length)]
     name = Path(options.model).name
     record = record_in(options.out, name, {"model": name, "texts": options.texts, "length": options.length})
-    known = record["lines"]
-    record["lines"] = measure(model, passages, known)
-    if known and len(record["lines"]) > len(known):
+    if record["lines"]:
         record.setdefault("added", []).append(about(record["about"]["command"]))
+    for lines in measure(model, passages, record["lines"]):
+        record["lines"] = lines
+        print(f"measured {len(lines)} formats", file=sys.stderr, flush=True)
+        if options.out:
+            write(f"formats-{name}", record, table(record), options.out)
     print(table(record))
-    if options.out:
-        write(f"formats-{name}", record, table(record), options.out)
     return 0
 
 

@@ -8,6 +8,7 @@ Runs are written one by one as they end, and an interrupted comparison goes on w
 """
 
 import dataclasses
+import hashlib
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -164,7 +165,7 @@ def probe(
                 build(name, slots, settings, seed)  # which refuses before anything runs
     readings = []
     for texts, probes in wanted:
-        made_of = json.dumps([identity, texts.kind, texts.options, options], sort_keys=True, default=str)
+        made_of = json.dumps([identity, texts.kind, texts.options, digest(probes), options], sort_keys=True, default=str)
         oracles = oracles_of(model, [(one.prompt, one.rest) for one in probes], settings)
         for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
             policy = None if name == ORACLE else build(name, slots, settings, seed)
@@ -179,6 +180,11 @@ def probe(
             readings.append(reading)
             report(reading)
     return readings
+
+
+def digest(probes: Sequence[Probe]) -> str:
+    """Identifies texts by their tokens: those of another version of Python are others, for the same options."""
+    return hashlib.blake2s(json.dumps(probes).encode(), digest_size=8).hexdigest()
 
 
 def read_known(path: Path | None) -> list[Reading]:

@@ -54,6 +54,15 @@ def test_the_report_has_a_line_for_each_format(tmp_path, capsys):
     assert (tmp_path / "formats-tiny-reasoner.md").read_text() in capsys.readouterr().out
 
 
+def test_what_was_measured_before_an_interruption_is_in_the_record(tmp_path, monkeypatch):
+    figures = iter([[0.1, 0.9, 0.1], [0.2, 0.8, 0.2], [0.3, 0.7, 0.3]])  # two passages, and one more
+    monkeypatch.setattr(formats, "compare", lambda *args: next(figures, None) or pytest.fail("interrupted"))
+    with pytest.raises(pytest.fail.Exception):
+        formats.main(["--model", "tiny-reasoner", "--texts", "2", "--length", "64", "--out", str(tmp_path)])
+    (line,) = json.loads((tmp_path / "formats-tiny-reasoner.json").read_text())["lines"]
+    assert (line["format"], line["kl"]) == (next(iter(formats.PAGES)), pytest.approx(0.15))
+
+
 def test_only_formats_that_a_record_lacks_are_measured(tmp_path, monkeypatch):
     arguments = ["--model", "tiny-reasoner", "--texts", "2", "--length", "64", "--out", str(tmp_path)]
     path = tmp_path / "formats-tiny-reasoner.json"

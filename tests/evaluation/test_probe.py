@@ -11,6 +11,7 @@ from scipy import stats
 import jkv
 from jkv import cli
 from jkv.evaluation import probe as module
+from jkv.evaluation import probe_texts
 from jkv.evaluation.probe import (
     ORACLE,
     Reading,
@@ -93,6 +94,17 @@ def test_an_interrupted_probe_goes_on_and_other_texts_are_read_again(reasoner, t
         probe(reasoner, text_sets({"chains": TABLES["chains"] | change}), ["r_kv"], SETTINGS, path=path)
     assert runs == ["random", "full", "r_kv", "r_kv"]  # the full cache has no budget
     assert read_known(path)[:2] == first
+
+
+def test_the_same_options_with_another_manual_are_other_texts(reasoner, tmp_path, monkeypatch):
+    """Two versions of Python, say; nothing shows it in the lengths."""
+    tables, path = {"stream": {"count": 1, "length": 40, "budgets": [24]}}, tmp_path / "readings.jsonl"
+    texts = iter(["b=3;" * 400, "c=5;" * 400, "c=5;" * 400])
+    monkeypatch.setattr(probe_texts, "manual", lambda: next(texts))
+    one, two, again = (probe(reasoner, text_sets(tables), [], path=path) for _ in range(3))
+    assert one[0].log_prob != two[0].log_prob
+    assert again == two
+    assert len(read_known(path)) == 2
 
 
 def made(policy, log_prob, budget=None, groups=None):
