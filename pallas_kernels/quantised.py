@@ -224,8 +224,9 @@ def take(kv: Numbers, index: tuple[Any, ...]) -> Numbers:
 def put(kv: Any, index: tuple[Any, ...], new: Any) -> Any:
     """A pool, or anything of its pages, with other content at an index of its leading axes; `like` gives vectors its form.
 
-    All places must be within bounds, and none may come twice except in page 0, to which nothing is written. Where a place may
-    come twice, XLA writes numbers of 16 bits on a GPU by compare-and-swap, and whatever is masked out waits for its turn there.
+    All places must be within bounds, and none may come twice. Page 0 is the exception: it may come often, and nothing is
+    written there. Where a place may come twice, XLA on a GPU writes numbers of 16 bits by compare-and-swap, so that many writes
+    to one place, such as those of masked tokens, wait for each other.
     """
     page, *others = index
 

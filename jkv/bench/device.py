@@ -12,7 +12,7 @@ Its parts, in this order; `--parts` chooses some, and after `--seconds` none sta
              rows as fit; tokens a second follow from steps timed along the way, integrated
 
 The roofline of a step counts the bytes and operations of its phases (`jkv.planning.roofline`) at the rate of a copy on this
-machine and at the vendor's rate of arithmetic.
+machine and at the vendor's rate of arithmetic. Of a record that is there already, the parts that do not run are kept.
 """
 
 import argparse
@@ -56,6 +56,7 @@ STEPS = 16  # of a chunk
 ROUNDS = 3  # chunks of each measurement, of which the median counts
 PROMPT, NEW = 700, 16_384  # of R-KV's throughput table
 LONG = 16  # ragged rows: one is so many times as long as the others
+TRIED = {"cuda": {"products by cuBLAS alone": {"xla_gpu_enable_triton_gemm": False}}}  # options that may be worth having
 
 
 class Bench(NamedTuple):
@@ -90,10 +91,11 @@ def main(argv: list[str] | None = None) -> int:
     name = machine["device"].lower().replace(" ", "-")
     record: dict[str, Any] = {"about": about("python -m jkv.bench.device"), "machine": machine, "copy_bytes_per_second": copy}
     rows: list[dict[str, Any]] = []
-    record["rows"] = rows
+    earlier = earlier_rows(options.out / f"device-{name}.json", machine["jax"]) if options.out else []
 
     def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
+        rows.append(row | {"date": record["about"]["date"][:10]})
+        record["rows"] = rows + [one for one in earlier if part_of(one) not in map(part_of, rows)]
         print(json.dumps(row), file=sys.stderr, flush=True)
         if options.out:
             write(f"device-{name}", record, table(record), options.out)
@@ -114,6 +116,17 @@ def main(argv: list[str] | None = None) -> int:
         del bench
     print(table(record))
     return 0
+
+
+def part_of(row: dict[str, Any]) -> tuple[str, str]:
+    """What a row is a figure of."""
+    return row["model"], row["part"]
+
+
+def earlier_rows(path: Path, version: str) -> list[dict[str, Any]]:
+    """The rows of a record that is there already, if it was made with this version of JAX."""
+    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+    return record["rows"] if not record["rows"] or record["machine"]["jax"] == version else []
 
 
 def parser() -> argparse.ArgumentParser:
@@ -163,7 +176,7 @@ def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
         if batch > 1:
             yield timed_row(f"full, one row {LONG} times as long", batch, until, timed_step, bench, full(), ragged)
     for batch in bench.batches if OPTIONS.get(own_platform()) else ():
-        for name, chosen in other_options(OPTIONS[own_platform()], batch == max(bench.batches)).items():
+        for name, chosen in other_options(own_platform(), batch == max(bench.batches)).items():
             program = with_options(programs.decode_chunk, chosen)
             row = timed_row(f"r_kv, {name}", batch, until, timed_step, bench, policy, np.full(batch, slots), program)
             if batch in steps and "milliseconds" in row:
@@ -187,14 +200,13 @@ def described(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"
 
 
-def other_options(ours: dict[str, Any], one_by_one: bool) -> dict[str, dict[str, Any]]:
-    """What to compare an engine's options with: none, which is as XLA compiles by itself, and all but one.
-
-    >>> other_options({"a": 1, "b": 2}, one_by_one=True)
-    {"XLA's own options": {}, 'without a': {'b': 2}, 'without b': {'a': 1}}
-    """
-    left_out = {f"without {name}": {k: v for k, v in ours.items() if k != name} for name in ours}
-    return {"XLA's own options": {}} | (left_out if one_by_one else {})
+def other_options(platform: str, one_by_one: bool) -> dict[str, dict[str, Any]]:
+    """What to compare an engine's options with: none, which is as XLA compiles by itself, all but one, and more of them."""
+    ours, found = OPTIONS[platform], {"XLA's own options": {}}
+    if one_by_one:
+        found |= {f"without {name}": {k: v for k, v in ours.items() if k != name} for name in ours}
+        found |= {name: ours | more for name, more in TRIED.get(platform, {}).items()}
+    return found
 
 
 def with_options(program: DeviceProgram, options: dict[str, Any]) -> Any:
@@ -215,7 +227,7 @@ def chunk_of(
     room = np.maximum(lengths + STEPS * (ROUNDS + 1), longest)
     state = fill(new_state(params, policy, batch, room, usual_page_size()), jax.random.key(1), lengths)
     inputs = new_inputs(params, policy, batch, running)
-    held = [state]
+    held = [jax.block_until_ready(state)]  # else what XLA times while it compiles would wait for it
 
     def call() -> Any:
         state, outputs = program(params, held.pop(), inputs, num_steps=STEPS, draws="greedy")
@@ -292,7 +304,7 @@ def kernel_rows(bench: Bench, policy: Policy, lengths: np.ndarray, most: int = 1
 
 
 def device_time(file: Path) -> dict[str, tuple[float, int]]:
-    """Seconds and launches of each kernel in a profile, without digits at the end of names and what a template takes."""
+    """Seconds and launches of each kernel in a profile, by name without template arguments and digits at its end."""
     spent: dict[str, tuple[float, int]] = {}
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         if not plane.name.startswith("/device:"):
@@ -384,7 +396,10 @@ def stress_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
 
 
 def whole_life(bench: Bench, policy: Policy, batch: int, length: int, until: float) -> dict[str, Any]:
-    """Tokens a second over a row's life, by Simpson's rule over steps at the start, the middle and the end of growth."""
+    """Tokens a second over a row's life, by Simpson's rule over steps at the start, the middle and the end of growth.
+
+    Compactions count in the time and not in the roofline.
+    """
     grown = length if policy.budget is None else bench.budget
     lengths = [PROMPT, (PROMPT + grown) // 2, grown] if policy.budget is None else [bench.budget + bench.interval // 2]
     step, own = [], STEPS * (ROUNDS + 1)  # steps that a measurement takes
@@ -397,8 +412,10 @@ def whole_life(bench: Bench, policy: Policy, batch: int, length: int, until: flo
     added = 0.0
     if policy.budget is not None:
         added = timed_compaction(bench, policy, batch, mean)["milliseconds"]
-    figures = {"milliseconds": digits(mean + added), "tokens_per_second": digits(1000 * batch / (mean + added))}
-    return figures | {"slots": round(float(np.mean(lengths)))}
+    slots, whole = float(np.mean(lengths)), mean + added
+    best = 1000 * roofline(bench, policy, slots, batch)
+    figures = {"milliseconds": digits(whole), "tokens_per_second": digits(1000 * batch / whole), "slots": round(slots)}
+    return figures | {"roofline_milliseconds": digits(best), "times_roofline": digits(whole / best, 3)}
 
 
 PARTS: dict[str, Callable[[Bench, float], Iterator[dict[str, Any]]]] = {
@@ -436,11 +453,11 @@ def table(record: dict[str, Any]) -> str:
         f"{machine['device']}, jax {machine['jax']}: copies at {record['copy_bytes_per_second'] / 1e9:.0f} GB/s, read and "
         "written. Random weights. A step's roofline is at that rate."
     ]
-    for model, part in dict.fromkeys((row["model"], row["part"]) for row in record["rows"]):
-        rows = [row for row in record["rows"] if (row["model"], row["part"]) == (model, part)]
+    for model, part in dict.fromkeys(map(part_of, record["rows"])):
+        rows = [row for row in record["rows"] if part_of(row) == (model, part)]
         columns = [name for name in COLUMNS if any(name in row for row in rows)]
         cells = [[row.get(name, "") for name in columns] for row in rows]
-        lines += ["", f"## {model}: {part}", "", markdown([COLUMNS[name] for name in columns], cells)]
+        lines += ["", f"## {model}: {part}, {rows[0]['date']}", "", markdown([COLUMNS[name] for name in columns], cells)]
     return "\n".join(lines)
 
 

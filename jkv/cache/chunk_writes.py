@@ -12,7 +12,7 @@ from pallas_kernels.quantised import Numbers, Quantised, put
 
 
 def write(kv: Numbers, address: Int[Array, "R K T"], new: Numbers) -> Numbers:
-    """The pool with new vectors `[R, K, T, 2, H]` in its form at addresses of consecutive slots; page 0 may hold anything."""
+    """The pool with new vectors `[R, K, T, 2, H]` in its form at addresses of consecutive slots, but for those in page 0."""
     if isinstance(kv, Quantised) and isinstance(new, Quantised) and kv.format.group is not None and address.shape[-1] > 1:
         return write_chunk(kv, address, new)
     page, offset = address // kv.shape[2], address % kv.shape[2]

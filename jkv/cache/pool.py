@@ -5,7 +5,7 @@ number of them, and the pages of evicted tokens are free at once. The engine cal
 policy.
 
 Invariants, which the property tests check:
-- page 0 is the null page: it has no owner, is never free, and receives the writes of masked-out tokens;
+- page 0 is the null page: it has no owner and is never free. What is masked out has its address there, and nobody reads it;
 - `refcount[p]` is the number of table entries with page p; the free stack holds each page without a reference once;
 - a page with more than one reference is never written (copy on write), and only full pages have more than one;
 - slots at or beyond `length` are empty: their position, key and value are undefined, and their slot data are zero;
@@ -29,7 +29,7 @@ from pallas_kernels.quantised import Format, dequantise, like, put, take
 from pallas_kernels.sealed import Records, poisoned, zeros
 
 EMPTY = -1  # the position of an empty slot, and an entry that `take_slots` ignores
-NULL_PAGE = 0  # the page that receives masked-out writes
+NULL_PAGE = 0  # where what is masked out has its address
 LOG_WEIGHT = "log_weight"  # slot data that attention adds to the logits: `ln m` for multiplicity m, `-inf` for a skipped slot
 
 
@@ -128,8 +128,8 @@ def held_pages(pool: Pool) -> Int[Array, ""]:
 def reserve(pool: Pool, row: Int[Array, " R"], num_new: Int[Array, " R"], max_new: int) -> tuple[Pool, Int[Array, "L R K T"]]:
     """Allocates pages for the next `num_new` (at most T = `max_new`) tokens of each `row`. Returns the address of each token.
 
-    Addresses (`page * page_size + offset`) are arguments of `append`. Tokens at or beyond `num_new` go to the null page.
-    Positions are written here, once for all layers. A row with a vacant slot takes one token at a time.
+    Addresses (`page * page_size + offset`) are arguments of `append`; those of tokens at or beyond `num_new` are in the null
+    page. Positions are written here, once for all layers. A row with a vacant slot takes one token at a time.
     """
     page_size, max_pages = pool.page_size, pool.page_table.shape[3]
     length = pool.length[:, row]

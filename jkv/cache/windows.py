@@ -24,7 +24,7 @@ from pallas_kernels.rotate_append.reference import rotate
 
 
 class Windows(flax.struct.PyTreeNode):
-    """The rings of all rows, on the device; page 0 receives the writes of rows that do not run."""
+    """The rings of all rows, on the device; rows that do not run have their address in page 0."""
 
     kv: Annotated[Any, "P 2 page H"]
     size: int = flax.struct.field(pytree_node=False)  # W
@@ -173,7 +173,7 @@ class WindowPrefill(NamedTuple):
         # The ring is written as a whole: what is written then depends on what was read, so XLA need not copy the rings.
         is_last = is_new & (offset >= self.num_new - size)  # others would be overwritten by later ones
         slot = jnp.where(is_last, self.position[0] % size, len(old_SK2H))
-        ring_SK2H = old_SK2H.at[slot].set(new_TK2H, mode="drop")
+        ring_SK2H = old_SK2H.at[slot].set(new_TK2H, mode="drop", unique_indices=True)
         ring = ring_SK2H.reshape(windows.max_pages, windows.page_size, num_kv_heads, 2, -1)
         kv = put(windows.kv, (page,), jnp.transpose(ring, (2, 0, 3, 1, 4)))
         return out, cache._replace(windows=windows.replace(kv=kv), chunk=WindowChunk(key, value, begin, end))

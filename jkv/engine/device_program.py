@@ -11,7 +11,7 @@ from pallas_kernels.dispatch import own_platform
 OPTIONS: dict[str, dict[str, Any]] = {
     "cuda": {
         # XLA cuts products over their inner axis by a rule of thumb, before anything is timed, and adds the parts in a kernel
-        # of its own: three more kernels per layer. Without it, the autotuner chooses among libraries that do so in one kernel.
+        # of its own: three more kernels per layer. Without it, the autotuner chooses among libraries that do so in one or two.
         "xla_gpu_experimental_force_split_k": 1,
         # Products of the same input are computed as one up to this size of a weight: `gate` and `up` too, not only q, k and v.
         "xla_gpu_dot_merger_threshold_mb": 4096,

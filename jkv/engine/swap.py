@@ -112,7 +112,7 @@ def block_of(x: np.ndarray) -> int:
 
 
 def pad_block(x: np.ndarray, start: int) -> np.ndarray:
-    """A block of each head from `start` on, padded with 0 (the null page, or any page whose content then goes there)."""
+    """A block of each head from `start` on, padded with 0 (the null page, or any page whose content is then dropped)."""
     size = block_of(x)
     x = x[:, start : start + size]
     return np.pad(x, [(0, 0), (0, size - x.shape[1])]).astype(np.int32)

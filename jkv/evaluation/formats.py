@@ -57,17 +57,18 @@ def compare(params: Params, others: Params, token: Int[Array, "1 T"], kv_format:
 def measure(
     model: Model, passages: Sequence[Sequence[int]], known: Sequence[dict[str, Any]] = ()
 ) -> Iterator[list[dict[str, Any]]]:
-    """The lines of formats, of pages and of weights: those that are known, and again whenever another one is measured."""
+    """All lines so far, after each format of pages and of weights that is measured; those that are known are not."""
     size, done = model.config.head_size, {line["format"]: line for line in known}
     of_weights = {f"weights in {kind}": kind for kind in WEIGHTS}
     for name in (*PAGES, *of_weights):
         if name in done:
             continue
         others, kv_format = model.params, PAGES.get(name)
-        smaller = slot(size, None) / slot(size, kv_format)
         if name in of_weights:
             others = quantise_weights(model.params, of_weights[name])
             smaller = 2 * count_weights(model.params) / num_bytes(others)
+        else:
+            smaller = slot(size, None) / slot(size, kv_format)
         done[name] = line_of(name, smaller, [compare(model.params, others, each(one), kv_format) for one in passages])
         yield [done[one] for one in (*PAGES, *of_weights) if one in done]
 

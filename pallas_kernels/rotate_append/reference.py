@@ -27,7 +27,7 @@ def rotate_append(
     key_or_value = jnp.arange(2, dtype=jnp.int32)
     kv = put(kv, (page[..., None], key_or_value, offset[..., None]), kv_BK2H)
     if ring is not None:
-        ring = ring.at[ring_at].set(query.astype(ring.dtype), mode="promise_in_bounds")
+        ring = ring.at[ring_at].set(query.astype(ring.dtype), mode="promise_in_bounds", unique_indices=True)
     return kv, query, ring
 
 

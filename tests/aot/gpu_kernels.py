@@ -106,7 +106,7 @@ def code_of(trace: Callable[..., jax.stages.Traced], *args: Any) -> dict[str, st
         found = {}
         for text in (path.read_text() for path in Path(folder).glob("*.ptx")):
             found |= zip(re.findall(r"\.entry (\w+)", text), re.split(r"\.entry \w+", text)[1:], strict=True)
-    return found or pytest.skip("this JAX writes no PTX of Pallas's kernels")
+    return found or pytest.skip("this JAX writes no PTX")
 
 
 def attention_call(model: Any, workload: Workload, *, weighted: bool = False, with_logits: bool = False) -> list[Any]:

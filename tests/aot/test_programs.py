@@ -324,8 +324,23 @@ def test_a_family_decodes_without_a_copy_of_its_pool(target, model):
 def test_a_gpu_writes_no_place_by_compare_and_swap(name):
     """XLA does where a place may come twice, and whatever is masked out waits for its turn; only bounds of pages need it."""
     program = programs.PROGRAMS[name]
-    code = code_of(program.trace, shapes_on("h200", needs=program.needs))
-    assert [kernel for kernel, text in code.items() if re.search(r"atom[.\w]*\.cas\.", text)] == []
+    assert swaps(program.trace, shapes_on("h200", needs=program.needs)) == []
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4", "kvarn"])
+def test_a_prefill_writes_no_code_by_compare_and_swap(kv_dtype):
+    sizes = {"kv_dtype": kv_dtype} | ({"page_size": 128} if kv_dtype == "kvarn" else {})
+    assert swaps(programs.PROGRAMS["prefill"].trace, shapes_on("h200", MODELS["r1-llama-8b"], **sizes)) == []
+
+
+def test_a_prefill_writes_no_window_by_compare_and_swap():
+    config = dataclasses.replace(find_shape("gpt-oss-20b")[1], num_layers=2, window_layers=(0,))
+    assert swaps(programs.PROGRAMS["prefill"].trace, shapes_on("h200", config)) == []
+
+
+def swaps(trace: Any, shapes: Any) -> list[str]:
+    """The kernels of a program on an H200 that compare and swap."""
+    return [kernel for kernel, text in code_of(trace, shapes).items() if re.search(r"atom[.\w]*\.cas\.", text)]
 
 
 @pytest.mark.parametrize("target", PROGRAM_TARGETS)

@@ -46,6 +46,32 @@ def test_steps_and_the_engine_are_timed_beside_their_roofline(shape, tmp_path, c
     assert all(row["tokens_per_second"] > 0 for row in stress)
 
 
+def test_a_record_keeps_the_parts_that_do_not_run_again(shape, tmp_path):
+    first, _ = run(shape, tmp_path, "--parts", "prefill,step", "--seconds", "0")
+    rows, table = run(shape, tmp_path, "--parts", "step", "--batches", "1")
+    assert rows[-1:] == [row for row in first if row["part"] == "prefill"]
+    assert {row["part"] for row in rows[:-1]} == {"step"}
+    assert table.count("out of time") == 1
+    (record,) = tmp_path.glob("*.json")
+    record.write_text(record.read_text().replace(f'"jax": "{jax.__version__}"', '"jax": "0.1"'))
+    assert {row["part"] for row in run(shape, tmp_path, "--parts", "step", "--batches", "1")[0]} == {"step"}
+
+
+def test_a_single_row_is_timed_as_an_engine_runs_it(monkeypatch):
+    monkeypatch.setitem(device.LEAST_ROWS, "cpu", 2)
+    bench = device.Bench(tiny_model(), device.known_device({"device": "cpu"}, 1e9), (1,), 32, 16, 64, 2)
+    asked = []
+
+    def step(params, state, inputs, **options):
+        asked.append((state.cache.pool, inputs))
+        return state, types.SimpleNamespace(token=None)
+
+    device.chunk_of(bench, full(), np.full(1, 20), step)()
+    ((pool, inputs),) = asked
+    np.testing.assert_array_equal(pool.logical_length, [20, 0])
+    np.testing.assert_array_equal(inputs.remaining > 0, [True, False])
+
+
 def test_a_step_is_timed_with_and_without_the_engine_s_options(shape, tmp_path, monkeypatch):
     monkeypatch.setitem(device.OPTIONS, "cpu", {"xla_cpu_enable_fast_math": False})  # none of ours is known to a CPU
     asked, jit = [], jax.jit
@@ -119,11 +145,13 @@ def test_time_by_kernel_sums_a_profile_s_events_on_the_device(monkeypatch):
         return types.SimpleNamespace(name=name, **fields)
 
     events = [named("gemm_1", duration_ns=2e6), named("gemm_2", duration_ns=3e6), named("paged_attention.7", duration_ns=1e6)]
+    events.append(named("void lib::reduce<32, float>(float*, int)", duration_ns=4e6))
     lines = [named("Stream #14(Compute)", events=events), named("XLA Modules", events=[named("jit", duration_ns=9e9)])]
     planes = [named("/device:GPU:0", lines=lines), named("/host:CPU", lines=lines)]
     profile = types.SimpleNamespace(from_file=lambda file: types.SimpleNamespace(planes=planes))
     monkeypatch.setattr(jax.profiler, "ProfileData", profile)
-    assert device.device_time("x.pb") == {"gemm": (pytest.approx(5e-3), 2), "paged_attention": (pytest.approx(1e-3), 1)}
+    expected = {"gemm": (5e-3, 2), "paged_attention": (1e-3, 1), "lib::reduce": (4e-3, 1)}
+    assert device.device_time("x.pb") == {name: (pytest.approx(seconds), n) for name, (seconds, n) in expected.items()}
 
 
 def test_a_device_takes_its_vendor_s_rate_and_the_measured_bandwidth():

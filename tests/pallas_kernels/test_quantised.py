@@ -14,7 +14,8 @@ import pallas_kernels as kernels
 from pallas_kernels import dispatch
 from pallas_kernels.models import ModelShape, Workload
 from pallas_kernels.paged_attention import tpu as paged_attention_tpu
-from pallas_kernels.quantised import FORMATS, NAN_BITS, Quantised, dequantise, quantise, straight_through, vector_bytes
+from pallas_kernels.quantised import FORMATS, NAN_BITS, Quantised, dequantise, put, quantise, straight_through, vector_bytes
+from pallas_kernels.sealed import SEALED, seal
 from tests.pallas_kernels import tpu_interpreter
 
 MODEL = ModelShape(num_layers=2, num_query_heads=6, num_kv_heads=2, head_size=64)
@@ -246,3 +247,26 @@ def test_a_vector_of_codes_has_a_byte_or_half_of_one_a_channel_and_its_scales(na
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
     vectors = pool.shape[0] * 2 * pool.shape[2]
     assert num_bytes == vectors * vector_bytes(64, jnp.float32, FORMATS[name]) == vectors * of_vector
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS.values(), *SEALED.values()], ids=lambda x: getattr(x, "name", "floats"))
+def test_other_places_are_written_and_page_0_is_not_however_often_it_comes(format):
+    rng, shape = np.random.default_rng(0), (5, 2, 16, 64)
+    whole = quantise if format in FORMATS.values() else seal
+    old, new = (jnp.asarray(rng.normal(size=(n, *shape[1:])), jnp.float32) for n in (5, 4))
+    if format is not None:
+        old, new = whole(old, format), whole(new, format)
+    written, nothing = put((old, None), (jnp.asarray([0, 3, 0, 1]),), (new, None))
+    assert nothing is None
+    for before, after, part in zip(*map(jax.tree.leaves, (old, written, new)), strict=True):
+        np.testing.assert_array_equal(after[jnp.asarray([0, 2, 4])], before[jnp.asarray([0, 2, 4])])
+        np.testing.assert_array_equal(after[jnp.asarray([3, 1])], part[jnp.asarray([1, 3])])
+
+
+def test_slots_of_a_page_are_written_one_by_one():
+    old = jnp.zeros((3, 2, 4, 8))
+    page, slot = jnp.asarray([[2, 0], [2, 1]]), jnp.asarray([[3, 1], [0, 2]])
+    new = jnp.arange(1.0, 5).reshape(2, 2, 1, 1) + jnp.zeros((2, 2, 2, 8))
+    expected = np.zeros((3, 2, 4, 8))
+    expected[2, :, 3], expected[2, :, 0], expected[1, :, 2] = 1, 3, 4
+    np.testing.assert_array_equal(put(old, (page[..., None], jnp.arange(2), slot[..., None]), new), expected)

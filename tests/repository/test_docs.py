@@ -152,3 +152,24 @@ def test_the_figures_of_an_h200_are_those_of_its_records():
         reference, gpu = (found[*cases[name], int(batch), which] for which in ("reference", "gpu"))
         assert (plain, own) == (f"{reference['milliseconds']:.3f}", f"{gpu['milliseconds']:.3f}")
         assert abs(int(share) - 100 * gpu["share_of_copy_rate"]) <= 0.5
+
+
+def test_the_whole_step_of_an_h200_is_that_of_its_record():
+    rows = json.loads((ROOT / "results" / "device-nvidia-h200.json").read_text())["rows"]
+    step = {(row["name"], row["batch"]): row for row in rows if row["part"] == "step"}
+    full, r_kv, many = (row["tokens_per_second"] for row in rows if row["part"] == "stress")
+    text = " ".join((ROOT / "docs" / "kernels.md").read_text().split())
+    for batch in (128, 32, 1):
+        own, best, more = (step[f"r_kv{what}", batch] for what in ("", ", XLA's own options", ", compactions"))
+        said = f"| {batch} | {own['milliseconds']:.2f} | {own['tokens_per_second']:,.0f} | {own['times_roofline']} | "
+        assert f"{said}{best['times_roofline']} | {more['milliseconds']:.3f} |" in text
+    assert f"writes {full:,.0f} tokens a second; R-KV writes {r_kv:,.0f} with 47 rows ({r_kv / full:.1f} times" in text
+    assert f"and {many:,.0f} with the 692 that fit (**{many / full:.1f} times**)" in text
+    roofline = [row["batch"] / row["roofline_milliseconds"] for row in rows if row["part"] == "stress"]
+    assert f"if both took 1.00 it would be {roofline[2] / roofline[0]:.1f} times" in text
+    page = " ".join((ROOT / "docs" / "devices.md").read_text().split())
+    own = step["r_kv", 128]
+    assert (
+        f"takes {own['milliseconds']} ms, {own['times_roofline']} times its roofline, and R-KV writes {many / full:.1f} times"
+        in page
+    )
