@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jkv.bench.device_record import earlier_rows, part_of, table
 from jkv.bench.fixtures import fill, new_inputs, new_state, random_model, usual_page_size
 from jkv.bench.rounds import GREEDY, seconds_of, timer
 from jkv.bench.step_breakdown import compact
@@ -44,7 +45,7 @@ from jkv.planning.devices import DEVICES, Device, find_device
 from jkv.planning.plan import plan
 from jkv.planning.roofline import Lifetime, step_costs
 from jkv.policies import Policy, full, r_kv
-from jkv.reports import about, digits, markdown, write
+from jkv.reports import about, digits, write
 from pallas_kernels import KERNELS
 from pallas_kernels import bench as kernel_bench
 from pallas_kernels.dispatch import own_platform
@@ -116,17 +117,6 @@ def main(argv: list[str] | None = None) -> int:
         del bench
     print(table(record))
     return 0
-
-
-def part_of(row: dict[str, Any]) -> tuple[str, str]:
-    """What a row is a figure of."""
-    return row["model"], row["part"]
-
-
-def earlier_rows(path: Path, version: str) -> list[dict[str, Any]]:
-    """The rows of a record that is there already, if it was made with this version of JAX."""
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
-    return record["rows"] if not record["rows"] or record["machine"]["jax"] == version else []
 
 
 def parser() -> argparse.ArgumentParser:
@@ -202,7 +192,8 @@ def described(error: Exception) -> str:
 
 def other_options(platform: str, one_by_one: bool) -> dict[str, dict[str, Any]]:
     """What to compare an engine's options with: none, which is as XLA compiles by itself, all but one, and more of them."""
-    ours, found = OPTIONS[platform], {"XLA's own options": {}}
+    ours = OPTIONS[platform]
+    found: dict[str, dict[str, Any]] = {"XLA's own options": {}}
     if one_by_one:
         found |= {f"without {name}": {k: v for k, v in ours.items() if k != name} for name in ours}
         found |= {name: ours | more for name, more in TRIED.get(platform, {}).items()}
@@ -412,9 +403,9 @@ def whole_life(bench: Bench, policy: Policy, batch: int, length: int, until: flo
     added = 0.0
     if policy.budget is not None:
         added = timed_compaction(bench, policy, batch, mean)["milliseconds"]
-    slots, whole = float(np.mean(lengths)), mean + added
-    best = 1000 * roofline(bench, policy, slots, batch)
-    figures = {"milliseconds": digits(whole), "tokens_per_second": digits(1000 * batch / whole), "slots": round(slots)}
+    whole, usual = mean + added, float(np.mean(lengths))
+    best = 1000 * roofline(bench, policy, usual, batch)
+    figures = {"milliseconds": digits(whole), "tokens_per_second": digits(1000 * batch / whole), "slots": round(usual)}
     return figures | {"roofline_milliseconds": digits(best), "times_roofline": digits(whole / best, 3)}
 
 
@@ -426,40 +417,5 @@ PARTS: dict[str, Callable[[Bench, float], Iterator[dict[str, Any]]]] = {
     "engine": engine_rows,
     "stress": stress_rows,
 }
-COLUMNS = {
-    "name": "what",
-    "batch": "rows",
-    "slots": "slots",
-    "compiling_seconds": "compiling, s",
-    "milliseconds": "ms",
-    "tokens_per_second": "tokens/s",
-    "roofline_milliseconds": "roofline, ms",
-    "times_roofline": "times roofline",
-    "times_our_options": "times our options",
-    "share_of_copy_rate": "of copy rate",
-    "compaction_share": "compaction",
-    "host_share": "host",
-    "launches_a_step": "launches a step",
-    "share": "share",
-    "largest_difference": "difference",
-    "not_timed": "not timed",
-}
-
-
-def table(record: dict[str, Any]) -> str:
-    """A table for each model and part, with the columns that it has."""
-    machine = record["machine"]
-    lines = [
-        f"{machine['device']}, jax {machine['jax']}: copies at {record['copy_bytes_per_second'] / 1e9:.0f} GB/s, read and "
-        "written. Random weights. A step's roofline is at that rate."
-    ]
-    for model, part in dict.fromkeys(map(part_of, record["rows"])):
-        rows = [row for row in record["rows"] if part_of(row) == (model, part)]
-        columns = [name for name in COLUMNS if any(name in row for row in rows)]
-        cells = [[row.get(name, "") for name in columns] for row in rows]
-        lines += ["", f"## {model}: {part}, {rows[0]['date']}", "", markdown([COLUMNS[name] for name in columns], cells)]
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
     sys.exit(main())
