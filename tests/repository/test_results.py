@@ -138,6 +138,11 @@ def said_of_formats():
     """The words on quantised pages, and what they say of contrasts."""
     lines = {one["format"]: one for one in json.loads((ROOT / "results" / "formats-smollm2-135m.json").read_text())["lines"]}
     int8, fp8, int4 = (lines[name] for name in ("int8", "fp8", "int4"))
+    sealed, even = (lines[f"kvarn, pages of {page}"] for page in (128, 32))
+    finer, finest = (lines[f"kvarn-k4v4, pages of {page}"] for page in (128, 32))
+    assert sealed["kl"] < fp8["kl"]
+    assert finer["kl"] < int8["kl"]
+    assert [round(int4["kl"] / one["kl"], -1 if one is finest else 0) for one in (even, finest)] == [6, 50]
     every = json.loads((ROOT / "results" / "formats-tiny-reasoner.json").read_text())["outcomes"]
     right = {(one["policy"], one["share"]): f"{100 * one['accuracy']:.1f} %" for one in every}
     (held,) = (one["kv_share"] for one in every if (one["policy"], one["share"]) == ("foresight-int8", 0.25))
@@ -152,8 +157,19 @@ def said_of_formats():
     def of(policy):
         return " and ".join(f"{change[f'{policy}-int8 - {policy}', budget]:g}" for budget in ("117 (25%)", "216 (46%)"))
 
+    def from_records(page):
+        """Of all pairs of a query and a key in 1,024 tokens: the first page is read as floats, and the last two are."""
+        pages = 1024 // page
+        return f"{100 * sum(range(1, pages - 2)) / (pages**2 / 2):.0f} %"
+
     of_int8, of_fp8 = (lines[f"weights in {name}"] for name in ("int8", "fp8"))
     return [
+        f"kvarn with pages of 128 slots is {sealed['times_smaller']} times smaller than bfloat16 and moves the "
+        f"distributions by {sealed['kl']:.3g} nats ({sealed['kl_interval'][0]:.3g} to {sealed['kl_interval'][1]:.3g})",
+        f"kvarn-k4v4 is {finer['times_smaller']} times smaller and moves them by {finer['kl']:.3g}",
+        f"read {from_records(128)} of their keys from records. With pages of 32 slots it is {from_records(32)}",
+        f"by {even['kl']:.3g} nats ({even['times_smaller']} times smaller), kvarn-k4v4 by {finest['kl']:.3g} "
+        f"({finest['times_smaller']} times)",
         f"int8 the distributions move by {of_int8['kl']:.3g} nats (95 % interval "
         f"{of_int8['kl_interval'][0]:.3g} to {of_int8['kl_interval'][1]:.3g})",
         f"the same at {100 * of_int8['same']:.1f} % of the places, with fp8 by {of_fp8['kl']:.3g} nats",
