@@ -1,5 +1,6 @@
 """The figures in the text of `docs/results.md` are those that were recorded."""
 
+import itertools
 import json
 
 import numpy as np
@@ -209,22 +210,31 @@ def said_of_sealed_pages():
 
 
 def said_of_equal_bytes():
-    """The words on int8 and int4 in the same bytes, and what they say of contrasts."""
+    """The words on floats, int8 and int4 in the same bytes, and what they say of contrasts."""
     record = json.loads((ROOT / "results" / "equal-bytes-tiny-reasoner.json").read_text())
     every = {one["policy"]: one for one in record["outcomes"]}
-    right = {name: f"{100 * one['accuracy']:.0f} %" for name, one in every.items()}
+    right = {name: f"{100 * one['accuracy']:.1f}" for name, one in every.items()}
+    names, formats = ("r_kv", "cur", "foresight"), ("", "-int8", "-int4")
     contrasts = {cells[0]: cells for cells in cells_of("equal-bytes-tiny-reasoner") if " - " in cells[0]}
-    holds = [name for name, cells in contrasts.items() if float(cells[4].removeprefix("< ")) <= 0.001]
-    assert holds == [f"{name}-int4 - {name}-int8" for name in ("r_kv", "cur", "foresight")]
-    slots = {every[f"{name}-{kv_dtype}"]["budget"] for name in ("r_kv", "cur", "foresight") for kv_dtype in ("int8", "int4")}
-    assert slots == {116, 215}
+    more = [f"{name}{bits} - {name}{than}" for than, bits in itertools.pairwise(formats) for name in names]
+    assert {cells[4] for name, cells in contrasts.items() if name in more} == {"< 0.001"}
+    assert len(contrasts) == 7
+    floats, int8, int4 = ({every[name + kv_format]["budget"] for name in names} for kv_format in formats)
+    ((of_floats,), (of_int8,), (of_int4,)) = floats, int8, int4
+    marks = (np.array([[mark == "1"] for mark in every[name]["right"]]) for name in ("foresight-int4", "full"))
+    fewer, most, least = (f"{-100 * value:.1f}" for value in paired_change(*marks))
+    change, interval = contrasts["int4 - full"][2].split(" ", 1)
+
+    def of(name):
+        return "{}, {} and {} %".format(*(right[name + kv_format] for kv_format in formats))
+
     return [
         f"equal-bytes.toml`, {record['about']['problems']} problems",
-        f"int8 holds {min(slots)} slots and int4 {max(slots)}",
-        f"R-KV answers {right['r_kv-int4']} in place of {right['r_kv-int8']}",
-        f"CUR {right['cur-int4']} in place of {right['cur-int8']}, and foresight {right['foresight-int4']} in place of "
-        f"{right['foresight-int8']}",
-        f"The full cache answers {right['full']} in floats and {right['int4']} in int4",
+        f"float32 holds {of_floats} slots, int8 {of_int8} and int4 {of_int4}",
+        f"R-KV answers {of('r_kv')}, CUR {of('cur')}, and foresight {of('foresight')}. These six contrasts",
+        f"answers {right['full']} % in floats and {right['int4']} % in int4, a change of {change} points {interval}",
+        f"answers {fewer} points ({least} to {most}) fewer",
+        f"with {100 * every['foresight-int4']['kv_share']:.0f} % of its bytes",
     ]
 
 
