@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import check_most, did_you_mean, shown, typed
+from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import MOST_SAMPLES
 from jkv.evaluation.budgets import parse_mean_budget
 from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
 from jkv.evaluation.probe_texts import KINDS, Probe
-from jkv.evaluation.variants import build, seeds_of, takes_budget
+from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, takes_budget
 from jkv.generate import generate
 from jkv.model.params import Model
 from jkv.policies import Policy
@@ -141,7 +142,7 @@ def probe(
       model: with a tokenizer.
       sets: the texts that are read.
       policies: names, or variants that `settings` define (`jkv.evaluation.compare`).
-      settings: of policies, by name.
+      settings: of policies, by name; a variant may have a `kv_dtype` of its own.
       seeds: of policies that draw at random.
       path: a JSON-lines file that receives each reading, and from which those that it holds are taken.
       report: receives each reading.
@@ -161,19 +162,21 @@ def probe(
     for texts, probes in wanted:
         check_lengths(model, texts, probes)
         for name, slots, seed in runs_of(texts, policies, probes, settings, seeds):
+            EngineOptions(kv_dtype=kv_dtype_of(name, settings, options))  # which refuses before anything runs, as `build` does
             if name != ORACLE:
-                build(name, slots, settings, seed)  # which refuses before anything runs
+                build(name, slots, settings, seed)
     readings = []
     for texts, probes in wanted:
-        made_of = json.dumps([identity, texts.kind, texts.options, digest(probes), options], sort_keys=True, default=str)
         oracles = oracles_of(model, [(one.prompt, one.rest) for one in probes], settings)
         for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
             policy = None if name == ORACLE else build(name, slots, settings, seed)
+            own = options if (kv_dtype := kv_dtype_of(name, settings, options)) is None else options | {"kv_dtype": kv_dtype}
+            made_of = json.dumps([identity, texts.kind, texts.options, digest(probes), own], sort_keys=True, default=str)
             definition = policy.definition if policy else repr(settings_of_oracle(settings))
             empty = Reading(texts.name, name, definition, slots, seed, [one.group for one in probes], [], 0.0, 0.0, made_of)
             reading = known.get(empty.key)
             if reading is None:
-                found = decode(model, probes, policy or [oracles(i, slots or 0) for i in range(len(probes))], options)
+                found = decode(model, probes, policy or [oracles(i, slots or 0) for i in range(len(probes))], own)
                 reading = dataclasses.replace(empty, log_prob=found[0], kv_bytes=found[1], pages_read=found[2])
                 if path is not None:
                     append_text(path, json_lines([dataclasses.asdict(reading)]))
@@ -293,6 +296,8 @@ def table(readings: Sequence[Reading], texts: str) -> str:
 def contrasts_table(readings: Sequence[Reading], pairs: Sequence[Sequence[str]]) -> str:
     """The difference of losses of each pair, in each set, group and budget that both have; below 0, the first loses less.
 
+    One whose settings have its budget is compared with the other at each.
+
     p is of random signs of the paired differences, and corrected for all of them by Holm's method.
     """
     found = []
@@ -300,7 +305,10 @@ def contrasts_table(readings: Sequence[Reading], pairs: Sequence[Sequence[str]])
         rows, groups = rows_of(readings, texts), groups_of(readings, texts)
         for this, other in pairs:
             both = [
-                (a, b) for a in rows for b in rows if (a.policy, b.policy) == (this, other) and b.budget in (a.budget, None)
+                (a, b)
+                for a in rows
+                for b in rows
+                if (a.policy, b.policy) == (this, other) and (a.budget is None or b.budget in (a.budget, None))
             ]
             found += [(texts, group, a, b, a.loss[of] - b.loss[of]) for a, b in both for group, of in groups.items()]
     ps = [sign_flip_p(difference) for *_, difference in found]

@@ -96,6 +96,25 @@ def test_an_interrupted_probe_goes_on_and_other_texts_are_read_again(reasoner, t
     assert read_known(path)[:2] == first
 
 
+def test_a_variant_s_pages_have_its_own_format(reasoner, tmp_path):
+    tables = {"chains": TABLES["chains"] | {"count": 1}}
+    settings = SETTINGS | {"codes": {"policy": "r_kv", "kv_dtype": "int4", "budget": 90}}
+    path = tmp_path / "readings.jsonl"
+    full, floats, codes = probe(reasoner, text_sets(tables), ["r_kv", "codes"], settings, path=path)
+    texts = text_sets(tables)[0].probes(reasoner.tokenizer)
+    knobs = {"forced_tokens": [text.rest for text in texts], "progress": False}
+    policy = jkv.r_kv(budget=90, **SETTINGS["r_kv"])
+    out = jkv.generate(reasoner, [text.prompt for text in texts], policy, kv_dtype="int4", **knobs)
+    expected = [np.asarray(row, np.float64)[text.scored].mean() for row, text in zip(out.logprobs, texts, strict=True)]
+    np.testing.assert_allclose(codes.log_prob, expected, atol=1e-5)
+    assert codes.kv_bytes == pytest.approx(out.stats.kv_bytes_per_sample)
+    assert full.made_of == floats.made_of != codes.made_of
+    assert codes.budget is None
+    assert probe(reasoner, text_sets(tables), ["r_kv", "codes"], settings, path=path) == [full, floats, codes]
+    with pytest.raises(ValueError, match="int5"):
+        probe(reasoner, text_sets(tables), ["codes"], settings | {"codes": {"policy": "r_kv", "kv_dtype": "int5"}})
+
+
 def test_the_same_options_with_another_manual_are_other_texts(reasoner, tmp_path, monkeypatch):
     """Two versions of Python, say; nothing shows it in the lengths."""
     tables, path = {"stream": {"count": 1, "length": 40, "budgets": [24]}}, tmp_path / "readings.jsonl"
@@ -117,6 +136,7 @@ def test_contrasts_are_the_paired_differences_of_each_group_with_holms_correctio
     full, good = rng.normal(-2, 1, 24), rng.normal(-2.1, 0.02, 24)
     bad = good - rng.normal(0.05, 0.05, 24)
     readings = [made(*args, groups=groups) for args in (("full", full), ("good", good, 8), ("bad", bad, 8), ("free", bad))]
+    assert len(contrasts_table(readings, [["free", "good"]]).splitlines()) == 4  # one without a budget, at each of the other
     lines = contrasts_table(readings, [["good", "bad"], ["good", "free"]]).splitlines()[2:]
     assert len(lines) == 4
     for line, of in zip(lines, (slice(0, None, 2), slice(1, None, 2)) * 2, strict=True):
