@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import numpy as np
 
@@ -199,13 +200,16 @@ def said_of_sealed_pages():
     right = {name: f"{100 * one['accuracy']:.1f} %" for name, one in every.items()}
     contrasts = [cells for cells in cells_of("sealed-tiny-reasoner") if " - " in cells[0]]
     assert len(contrasts) == 2
+    (of_kvarn,) = (cells[2] for cells in contrasts if cells[0] == "kvarn - full")
+    cost, fewer, more = re.fullmatch(r"-([\d.]+) \(-([\d.]+) to \+([\d.]+)\)", of_kvarn).groups()
     speed = {cells[0]: int(cells[-1]) for cells in cells_of("sealed-tiny-reasoner") if cells[0] in every}
     return [
         f"answers {right['full']} in floats, {right['int4']} in int4, {right['kvarn']} in kvarn",
         f"and {right['kvarn-k4v4']} in kvarn-k4v4. Neither contrast holds (p of at least "
         f"{min(float(cells[3]) for cells in contrasts):.3f} before the correction)",
+        f"kvarn costs {cost} points, with an interval from {fewer} fewer to {more} more",
         f"holds {100 * every['kvarn']['kv_share']:.0f} % of the bytes",
-        f"at {speed['kvarn']} tokens/s where int4's native code does {speed['int4']:,}",
+        f"at {speed['kvarn']:,} tokens/s where int4 does {speed['int4']:,} and floats {speed['full']:,}",
     ]
 
 
