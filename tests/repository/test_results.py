@@ -5,6 +5,7 @@ import json
 import re
 
 import numpy as np
+import pytest
 
 from jkv.evaluation.probe import Reading, rows_of
 from jkv.statistics import paired_change
@@ -242,6 +243,28 @@ def said_of_equal_bytes():
     ]
 
 
+def said_of_formats_of_a_chat_model():
+    """The words on a chat model's floats, int8 and int4 in the same bytes, and what they say of contrasts."""
+    readings = [Reading(**one) for one in json.loads((ROOT / "results" / "probe-smollm2-formats.json").read_text())["readings"]]
+    loss = {row.policy: float(row.loss.mean()) for row in rows_of(readings, "stream")}
+    p = {cells[0]: cells[6] for cells in cells_of("probe-smollm2-formats") if " - " in cells[0]}
+    assert {name for name, words in p.items() if float(words.removeprefix("< ")) >= 0.05} == {"foresight-int4 - foresight-int8"}
+    assert len(p) == 6
+    sizes = {None: 260, "int8": 140, "int4": 76}  # bytes of a slot with its position
+    assert [48 * sizes[None] // sizes[kv_dtype] for kv_dtype in sizes] == [48, 89, 164]
+    assert loss["full-int4"] / loss["r_kv-int4"] == pytest.approx(1 / 3, abs=0.05)
+
+    def of(name):
+        return "{:.3f}, {:.3f} and {:.3f}".format(*(loss[name + kv_format] for kv_format in ("", "-int8", "-int4")))
+
+    return [
+        f"On {len(readings[0].log_prob)} passages of the manual, R-KV loses {of('r_kv')} nats a token, "
+        f"SnapKV {of('snap_kv')}, and foresight {of('foresight')}",
+        f"gains nothing that holds (p of {p['foresight-int4 - foresight-int8']})",
+        f"The full cache loses {loss['full-int8']:.3f} nats in int8 and {loss['full-int4']:.3f} in int4",
+    ]
+
+
 def said_of_parts_of_foresight():
     """The words on the accuracy of foresight's parts that hold figures, and what they say of contrasts."""
     every = json.loads((ROOT / "results" / "ablate-foresight-tiny-reasoner.json").read_text())["outcomes"]
@@ -387,6 +410,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
     said += said_of_parts_of_foresight() + said_of_sharing() + said_of_a_real_model() + said_of_protection()
     said += said_of_facts() + said_of_sharing_by_a_chat_model() + said_of_formats() + said_of_equal_bytes()
+    said += said_of_formats_of_a_chat_model()
     said += said_of_sealed_pages()
     said += said_of_serving()
     missing = [words for words in said if words not in " ".join(page.split())]
