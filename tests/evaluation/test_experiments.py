@@ -129,5 +129,8 @@ def test_every_probe_names_policies_and_texts_that_there_are(path, in_folder):
     for texts in text_sets(config["texts"]):
         small = dataclasses.replace(texts, options=texts.options | {"count": 1})
         runs = runs_of(texts, named, small.probes(Words()), settings, config["seeds"])
-        built = [dataclasses.replace(bench.build(name, slots, settings, seed), name="") for name, slots, seed in runs]
+        built = [
+            (dataclasses.replace(bench.build(name, slots, settings, seed), name=""), bench.kv_dtype_of(name, settings, {}))
+            for name, slots, seed in runs
+        ]
         assert len(set(built)) == len(built) >= len(named)
