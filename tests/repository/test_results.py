@@ -262,8 +262,8 @@ def said_of_formats_of_a_chat_model():
         f"SnapKV {of('snap_kv')}, and foresight {of('foresight')}",
         f"gains nothing that holds (p of {p['foresight-int4 - foresight-int8']})",
         f"The full cache loses {loss['full-int8']:.3f} nats in int8 and {loss['full-int4']:.3f} in int4",
-        f"loses {loss['full-fp8']:.3f} with all tokens, {loss['r_kv-fp8']:.3f} with R-KV, {loss['snap_kv-fp8']:.3f} with SnapKV "
-        f"and {loss['foresight-fp8']:.3f} with foresight",
+        f"loses {loss['full-fp8']:.3f} with all tokens, {loss['r_kv-fp8']:.3f} with R-KV, "
+        f"{loss['snap_kv-fp8']:.3f} with SnapKV and {loss['foresight-fp8']:.3f} with foresight",
     ]
 
 
