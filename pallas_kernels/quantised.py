@@ -216,8 +216,8 @@ def like(kv: Numbers, x: Float[Array, "*A H"]) -> Numbers:
     return quantise(x, kv.format, kv.dtype) if isinstance(kv, Quantised) else x.astype(kv.dtype)
 
 
-def take(kv: Numbers, index: tuple[Any, ...]) -> Numbers:
-    """The vectors of a pool at an index of its leading axes, all within bounds."""
+def take(kv: Any, index: tuple[Any, ...]) -> Any:
+    """The content of a pool, or of anything of its pages, at an index of the leading axes, all within bounds."""
     return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), kv)
 
 

@@ -239,11 +239,6 @@ def places(page: int, head_size: int) -> list[int]:
     return [0, *itertools.accumulate(sizes)]
 
 
-def take(records: Records, index: Any) -> Records:
-    """The records at an index of the first axis, all within bounds."""
-    return jax.tree.map(lambda x: x.at[index].get(mode="promise_in_bounds"), records)
-
-
 # Pools of any form.
 
 

@@ -417,5 +417,6 @@ PARTS: dict[str, Callable[[Bench, float], Iterator[dict[str, Any]]]] = {
     "engine": engine_rows,
     "stress": stress_rows,
 }
+
 if __name__ == "__main__":
     sys.exit(main())

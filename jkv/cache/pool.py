@@ -350,7 +350,7 @@ def gather(
     table = pool.page_table[layer, row, :, :num_pages]
     shape = (*table.shape[:2], table.shape[2] * pool.page_size)
     if isinstance(pool.kv, Records):
-        vectors = sealed.unsealed(sealed.take(pool.kv, table))
+        vectors = sealed.unsealed(take(pool.kv, (table,)))
     else:
         vectors = dequantise(take(pool.kv, (table, 0))), dequantise(take(pool.kv, (table, 1)))
     key, value = (x.reshape(*shape, -1) for x in vectors)

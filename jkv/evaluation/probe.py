@@ -168,10 +168,11 @@ def probe(
     readings = []
     for texts, probes in wanted:
         oracles = oracles_of(model, [(one.prompt, one.rest) for one in probes], settings)
+        tokens = digest(probes)
         for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
             policy = None if name == ORACLE else build(name, slots, settings, seed)
             own = options if (kv_dtype := kv_dtype_of(name, settings, options)) is None else options | {"kv_dtype": kv_dtype}
-            made_of = json.dumps([identity, texts.kind, texts.options, digest(probes), own], sort_keys=True, default=str)
+            made_of = json.dumps([identity, texts.kind, texts.options, tokens, own], sort_keys=True, default=str)
             definition = policy.definition if policy else repr(settings_of_oracle(settings))
             empty = Reading(texts.name, name, definition, slots, seed, [one.group for one in probes], [], 0.0, 0.0, made_of)
             reading = known.get(empty.key)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.sealed import Records, bits_of, scales_of, take, unpacked
+from pallas_kernels.quantised import take
+from pallas_kernels.sealed import Records, bits_of, scales_of, unpacked
 
 BLOCK = 512  # slots
 
@@ -44,7 +45,7 @@ def over_blocks(
     def attend(block: Int[Array, ""], sums: Sums) -> Sums:
         page_RI = jax.lax.dynamic_slice_in_dim(page_table, block * pages, pages, axis=1)
         is_read_RI = block * pages + jnp.arange(pages, dtype=jnp.int32) < num_pages[:, None]
-        return with_block(sums, query_RGH, take(records, page_RI), is_read_RI)
+        return with_block(sums, query_RGH, take(records, (page_RI,)), is_read_RI)
 
     heads = query_RGH.shape[:2]
     peak_RG1, total_RG1 = jnp.full((*heads, 1), -jnp.inf, jnp.float32), jnp.zeros((*heads, 1), jnp.float32)

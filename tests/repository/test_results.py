@@ -7,8 +7,10 @@ import re
 import numpy as np
 import pytest
 
+from jkv.cache.slot_size import slot_bytes
 from jkv.evaluation.probe import Reading, rows_of
 from jkv.statistics import paired_change
+from pallas_kernels.quantised import FORMATS
 from tests.repository.pages import ROOT
 
 PAGE = ROOT / "docs" / "results.md"
@@ -250,8 +252,10 @@ def said_of_formats_of_a_chat_model():
     p = {cells[0]: cells[6] for cells in cells_of("probe-smollm2-formats") if " - " in cells[0]}
     assert {name for name, words in p.items() if float(words.removeprefix("< ")) >= 0.05} == {"foresight-int4 - foresight-int8"}
     assert len(p) == 6
-    sizes = {None: 260, "int8": 140, "int4": 76}  # bytes of a slot with its position
-    assert [48 * sizes[None] // sizes[kv_dtype] for kv_dtype in sizes] == [48, 89, 164]
+    floats, int8, int4 = (
+        slot_bytes(64, np.dtype("float16"), kv_format) for kv_format in (None, FORMATS["int8"], FORMATS["int4"])
+    )
+    assert [48 * floats // size for size in (int8, int4)] == [89, 164]
     assert loss["full-int4"] / loss["r_kv-int4"] == pytest.approx(1 / 3, abs=0.05)
 
     def of(name):
