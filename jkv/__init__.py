@@ -36,6 +36,7 @@ from jkv.engine.results import Result
 from jkv.generate import generate
 from jkv.model.checkpoint import load
 from jkv.model.eight_bits import quantise_weights
+from jkv.model.joined import join_weights, separate_weights
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling
 from jkv.model.saved_weights import restore, save
@@ -113,6 +114,7 @@ __all__ = [
     "chain",
     "evict_by",
     "generate",
+    "join_weights",
     "load",
     "plan",
     "published",
@@ -121,6 +123,7 @@ __all__ = [
     "rl",
     "save",
     "score",
+    "separate_weights",
     "shard",
     "shardings",
     "split_by_width",

@@ -12,6 +12,7 @@ import numpy as np
 
 from jkv.analysis.recall import future_reads
 from jkv.cache.pool import EMPTY
+from jkv.model.joined import separate_weights
 from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params
 from jkv.model.rope import Rope, pair_norms
 from jkv.model.weight_shapes import init_params
@@ -66,6 +67,7 @@ def tiny_model(seed: int = 0, config: ModelConfig = TINY, tokenizer: Any = None)
 
 def unfolded(params: Params) -> Params:
     """The same weights in the layout of other libraries: query, key and value as [D, heads, H], out as [N, H, D]."""
+    params = separate_weights(params)
 
     def unfold(layer: int) -> LayerParams:
         weights, size = params.layers[layer], params.config.of_layer(layer).head_size
@@ -78,7 +80,7 @@ def unfolded(params: Params) -> Params:
 
 def adapted(params: Params, rank: int = 2, scale: float = 0.5, seed: int = 0) -> Params:
     """The weights with a random low-rank adapter on each matrix except embedding and experts, in the layout of that matrix."""
-    numbers, key = itertools.count(), jax.random.key(seed)
+    params, numbers, key = separate_weights(params), itertools.count(), jax.random.key(seed)
 
     def adapt(weight: Any, num_in: int = 1) -> LowRank:
         rows, columns = weight.shape[:num_in], weight.shape[num_in:]

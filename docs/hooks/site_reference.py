@@ -121,6 +121,8 @@ GROUPS: Mapping[str, Group] = {
             "jkv.restore",
             "jkv.weight_shapes",
             "jkv.quantise_weights",
+            "jkv.join_weights",
+            "jkv.separate_weights",
             "jkv.shard",
             "jkv.shardings",
             "jkv.split_by_width",

@@ -3,7 +3,8 @@
 Its parts, in this order; `--parts` chooses some, and after `--seconds` none starts:
 
   step       a decode step of random weights, with rows of equal and of ragged lengths, beside its roofline; by kernel; and
-             as XLA compiles it without the engine's options, all and each, where the platform has some
+             as XLA compiles it without the engine's options, all and each, where the platform has some; and on a GPU with
+             an array for each matrix in place of joined ones
   kernels    every implementation of every kernel against the reference and the rate of a copy (`pallas_kernels.bench`)
   peers      decode attention over pages beside other libraries' over contiguous caches (`pallas_kernels.peers`)
   prefill    prompt tokens a second, by chunk
@@ -16,6 +17,7 @@ machine and at the vendor's rate of arithmetic. Of a record that is there alread
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -37,8 +39,8 @@ from jkv.checks import check_counts, words
 from jkv.engine import programs
 from jkv.engine.device_program import LEAST_ROWS, OPTIONS, DeviceProgram
 from jkv.engine.engine import Engine
-from jkv.engine.mesh import local_bytes
 from jkv.model.eight_bits import FORMATS
+from jkv.model.joined import separate_weights
 from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model
 from jkv.planning.devices import DEVICES, Device, find_device
@@ -58,6 +60,8 @@ ROUNDS = 3  # chunks of each measurement, of which the median counts
 PROMPT, NEW = 700, 16_384  # of R-KV's throughput table
 LONG = 16  # ragged rows: one is so many times as long as the others
 TRIED = {"cuda": {"products by cuBLAS alone": {"xla_gpu_enable_triton_gemm": False}}}  # options that may be worth having
+
+APART = {"cuda": {"an array for each matrix": {}, "joined by XLA": {"xla_gpu_dot_merger_threshold_mb": 4096}}}  # and options
 
 
 class Bench(NamedTuple):
@@ -169,9 +173,21 @@ def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
         for name, chosen in other_options(own_platform(), batch == max(bench.batches)).items():
             program = with_options(programs.decode_chunk, chosen)
             row = timed_row(f"r_kv, {name}", batch, until, timed_step, bench, policy, np.full(batch, slots), program)
-            if batch in steps and "milliseconds" in row:
-                row["times_our_options"] = digits(row["milliseconds"] / steps[batch], 3)
-            yield row
+            yield beside(row, steps)
+    if not (forms := APART.get(own_platform())):
+        return
+    apart, batch = dataclasses.replace(bench.model, params=separate_weights(bench.model.params)), max(bench.batches)
+    for name, more in forms.items():
+        program = with_options(programs.decode_chunk, OPTIONS[own_platform()] | more)
+        args = bench._replace(model=apart), policy, np.full(batch, slots), program
+        yield beside(timed_row(f"r_kv, {name}", batch, until, timed_step, *args), steps)
+
+
+def beside(row: dict[str, Any], steps: dict[int, float]) -> dict[str, Any]:
+    """A row with its time as a multiple of that of the engine's own program with as many rows."""
+    if row["batch"] in steps and "milliseconds" in row:
+        row["times_our_options"] = digits(row["milliseconds"] / steps[row["batch"]], 3)
+    return row
 
 
 def timed_row(name: str, batch: int, until: float, call: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
@@ -255,7 +271,7 @@ def roofline(bench: Bench, policy: Policy, slots: float, rows: int) -> float:
     table = 0 if config.tie_embeddings else params.embedding.size  # looked up, not multiplied
     nothing = np.zeros(config.num_layers)
     life = Lifetime(np.full(config.num_layers, slots), 0, nothing, nothing, nothing)
-    weights = local_bytes(params, 1) // itemsize - table
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) // itemsize - table
     sizes: Any = {"weights": weights, "logits": config.vocab_size, "itemsize": itemsize, "page_size": usual_page_size()}
     costs = step_costs(config, policy, life, **sizes, rows=rows)
     return sum(cost.seconds(bench.device, itemsize) for cost in costs.values())

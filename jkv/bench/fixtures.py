@@ -37,9 +37,9 @@ def model_of(name: str, dtype: Any = None) -> Model:
 
 
 def random_model(config: ModelConfig, name: str, dtype: Any = None, weight_dtype: str | None = None) -> Model:
-    """Random weights, bfloat16 on an accelerator and float32 on a CPU, or in 8 bits, and no tokenizer."""
+    """Random weights, joined on a GPU, bfloat16 on an accelerator and float32 on a CPU, or in 8 bits, and no tokenizer."""
     usual = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    params = init_params(config, jax.random.key(0), dtype=dtype or usual)
+    params = init_params(config, jax.random.key(0), dtype=dtype or usual, joins=jax.default_backend() == "gpu")
     return Model(quantise_weights(params, weight_dtype) if weight_dtype else params, None, name=name)
 
 

@@ -13,8 +13,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         # XLA cuts products over their inner axis by a rule of thumb, before anything is timed, and adds the parts in a kernel
         # of its own: three more kernels per layer. Without it, the autotuner chooses among libraries that do so in one or two.
         "xla_gpu_experimental_force_split_k": 1,
-        # Products of the same input are computed as one up to this size of a weight: `gate` and `up` too, not only q, k and v.
-        "xla_gpu_dot_merger_threshold_mb": 4096,
+        # XLA would join products of the same input up to this size of a matrix. A library cannot read a product's matrix from
+        # several arrays, so XLA's own kernels would be the only choice, and before Ampere a copy of the matrices at every step.
+        # `jkv.load` joins the matrices themselves (`jkv.model.joined`).
+        "xla_gpu_dot_merger_threshold_mb": 0,
         # XLA counts a pool anew for every kernel that updates it in place. Above this percentage of the device's memory it
         # would compute things twice to save some, in vain. The engine itself sees to it that everything fits.
         "xla_gpu_memory_limit_slop_factor": 100_000,

@@ -329,6 +329,7 @@ class Engine:
         Raises:
           ValueError: weights of another structure, configuration, shape, type or sharding, or not finite; nothing is changed.
         """
+        params = weights.joined_as(self.model.params, params)
         weights.check_same(self.model.params, params)
         check_weights(params)
         params = weights.committed(params, self.model.params)

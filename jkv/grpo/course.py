@@ -50,7 +50,7 @@ def right_answer(out: Result, answers: Sequence[str]) -> np.ndarray:
 TASKS = {
     "counting": Task(counting.start, counting.draw, counting.reward, counting.PROMPT_TOKENS, stop_ids=()),
     "stepping": Task(stepping.start, stepping.draw, stepping.reward, stepping.PROMPT_TOKENS, stop_ids=()),
-    "chains": Task(lambda seed: load("tiny-reasoner"), draw_chains, right_answer, 32),
+    "chains": Task(lambda seed: load("tiny-reasoner", joined=False), draw_chains, right_answer, 32),
 }
 
 

@@ -26,6 +26,7 @@ from jkv.model.eight_bits import check_format
 from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
 from jkv.model.gguf_header import read_header
 from jkv.model.gguf_tokenizer import read_gguf_end_ids, read_gguf_tokenizer
+from jkv.model.joined import separate_weights
 from jkv.model.json_files import CORRECT, Folder, check_fields, find_file, read_json, shown
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling
@@ -46,6 +47,7 @@ def load(
     *,
     mesh: Mesh | None = None,
     split_by_width: bool = False,
+    joined: bool | None = None,
 ) -> Model:
     """Weights, configuration and tokenizer of a model: a name that `jkv models` lists, a Hugging Face folder, a GGUF file, a
     folder of `jkv.save` (which has no tokenizer), or a name of the hub like `org/name`.
@@ -60,14 +62,23 @@ def load(
     `generate`, `Engine`, `Rollout` and `score` then run on this mesh. With `split_by_width`, it splits each expert by its
     width, as `jkv.split_by_width` does.
 
+    On a GPU, without a mesh, matrices that multiply the same input are one array, as if by `jkv.join_weights`. With
+    `joined=False` each is an array of its own there too, and with True anywhere.
+
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the decoder cannot run it, a file is bad, or the mesh does not divide it; the message names the file and the
             remedy.
     """
     kept = Kept(
-        dtype, check_format(weight_dtype), typed("mesh", mesh, Mesh | None), typed("split_by_width", split_by_width, bool)
+        dtype,
+        check_format(weight_dtype),
+        typed("mesh", mesh, Mesh | None),
+        typed("split_by_width", split_by_width, bool),
+        typed("joined", joined, bool | None),
     )
+    if joined and mesh is not None:
+        raise ValueError("joined must not be True with a mesh, which splits separate matrices; got both. Leave one out.")
     card = card_of(name_or_folder)
     if file := find_gguf(name_or_folder):
         return load_gguf(file, kept, str(name_or_folder), card.sampling if card else None)
@@ -228,7 +239,7 @@ def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bflo
     from safetensors.numpy import save_file
 
     folder, config, dtype = Path(folder), params.config, float_dtype(dtype)
-    leaves, fields = list(named_leaves(params).values()), config_fields(config, dtype.name)
+    leaves, fields = list(named_leaves(separate_weights(params)).values()), config_fields(config, dtype.name)
     readable = parse_config(fields, "export")
     if dataclasses.replace(readable, end_ids=config.end_ids, whole_experts=config.whole_experts) != config:
         raise ValueError(

@@ -17,6 +17,7 @@ from jkv.model import delta_net
 from jkv.model.delta_net import DeltaInputs
 from jkv.model.delta_weights import DeltaParams
 from jkv.model.experts import activate, gating_of, mixture
+from jkv.model.joined import split
 from jkv.model.layer_groups import check_attend
 from jkv.model.norms import add_norm, norm, norm_of_all_heads
 from jkv.model.params import Codes, LayerParams, LowRank, MeshAxis, ModelConfig, Params
@@ -230,34 +231,45 @@ def project(
     A layer that shares keys and values has none of its own. `axis` is that of a mesh that splits the heads.
     """
 
-    def heads(matrix: Any, bias: Array | None, count: int, of_all: Array | None = None) -> Array:
-        flat = times(normed, matrix)
+    def heads(flat: Array, bias: Array | None, count: int, of_all: Array | None = None) -> Array:
         flat = flat if bias is None else flat + bias
         flat = flat if of_all is None else norm_of_all_heads(flat, of_all, config.norm_epsilon, axis)
         return flat.reshape(*flat.shape[:-1], count, -1)
 
-    query, gate = heads(weights.query, weights.query_bias, config.num_query_heads, weights.all_query_norm), None
+    of_query, of_key, of_value = products_of_heads(config, weights, normed)
+    query, gate = heads(of_query, weights.query_bias, config.num_query_heads, weights.all_query_norm), None
     if config.has_output_gate:
         query, gate = jnp.split(query, 2, axis=-1)
     query = norm(config, query, weights.query_norm) if config.qk_norm else query
     if config.attention_scale:  # attention divides by the root of the head size
         factor = config.attention_scale * config.head_size**0.5
         query = (query.astype(jnp.float32) * factor).astype(query.dtype)
-    if weights.key is None:
+    if of_key is None:
         return query, None, None, gate
-    key = heads(weights.key, weights.key_bias, config.num_kv_heads, weights.all_key_norm)
-    value = key if weights.value is None else heads(weights.value, weights.value_bias, config.num_kv_heads)
+    key = heads(of_key, weights.key_bias, config.num_kv_heads, weights.all_key_norm)
+    value = key if of_value is None else heads(of_value, weights.value_bias, config.num_kv_heads)
     key = norm(config, key, weights.key_norm) if config.qk_norm else key
     return query, key, norm(config, value, None) if config.value_norm else value, gate
 
 
+def products_of_heads(
+    config: ModelConfig, weights: LayerParams, normed: Float[Array, "B T D"]
+) -> tuple[Float[Array, "B T queries"], Float[Array, "B T keys"] | None, Float[Array, "B T keys"] | None]:
+    """The products with a layer's query, key and value, those of all heads beside each other; None for what it lacks."""
+    if weights.query_key_value is None:
+        key, value = (None if one is None else times(normed, one) for one in (weights.key, weights.value))
+        return times(normed, weights.query), key, value
+    query, key, *values = split(times(normed, weights.query_key_value), config.head_widths)
+    return query, key, values[0] if values else None
+
+
 def project_delta(weights: DeltaParams, normed: Float[Array, "B T D"]) -> tuple[DeltaInputs, Float[Array, "B T inner"]]:
     """What the recurrence of a layer reads, and the gate of its output."""
-    mixed = jnp.concatenate([times(normed, matrix) for matrix in (weights.query, weights.key, weights.value)], axis=-1)
+    matrices = [weights.query_key_value] if weights.query is None else [weights.query, weights.key, weights.value]
+    mixed = jnp.concatenate([times(normed, matrix) for matrix in matrices], axis=-1)
     taps = jnp.concatenate([weights.query_taps, weights.key_taps, weights.value_taps])[:, 0]
-    apart = jax.lax.optimization_barrier(normed)  # or XLA for GPU joins the small matrices with the large ones, and copies all
-    rate = jax.nn.sigmoid(times(apart, weights.rate, jnp.float32))
-    log_decay = delta_net.decays(weights, times(apart, weights.decay, jnp.float32))
+    rate = jax.nn.sigmoid(times(normed, weights.rate, jnp.float32))
+    log_decay = delta_net.decays(weights, times(normed, weights.decay, jnp.float32))
     return DeltaInputs(mixed, rate, log_decay, taps), times(normed, weights.gate)
 
 
@@ -276,8 +288,12 @@ def mlp(
     add up both at once.
     """
     config, out = params.config, None
-    if weights.gate is not None:
-        out = times(gating_of(config)(times(normed, weights.gate), times(normed, weights.up)), weights.down)
+    if weights.down is not None:
+        if weights.gate_up is None:
+            gate, up = times(normed, weights.gate), times(normed, weights.up)
+        else:
+            gate, up = jnp.split(times(normed, weights.gate_up), 2, axis=-1)
+        out = times(gating_of(config)(gate, up), weights.down)
         if weights.shared_gate is not None:
             out = out * jax.nn.sigmoid(times(normed, weights.shared_gate))
     if weights.experts is None:

@@ -20,7 +20,13 @@ class DeltaNet:
     @property
     def num_channels(self) -> int:
         """Channels of the convolution (C): queries, keys and values."""
-        return 2 * self.num_key_heads * self.key_size + self.num_value_heads * self.value_size
+        return sum(self.widths)
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of queries, of keys and of values."""
+        keys = self.num_key_heads * self.key_size
+        return keys, keys, self.num_value_heads * self.value_size
 
 
 class DeltaParams(flax.struct.PyTreeNode):
@@ -39,11 +45,12 @@ class DeltaParams(flax.struct.PyTreeNode):
     gate: Annotated[Any, "D N*H"]  # of the output
     norm: Annotated[Any, "H"]  # of the output, without `ModelConfig.norm_offset`
     out: Annotated[Any, "N*H D"]
+    query_key_value: Annotated[Any, "D joined"] = None  # in place of the three (`jkv.join_weights`)
 
 
 def delta_shapes(width: int, sizes: DeltaNet, leaf: Callable[..., Any]) -> DeltaParams:
     """The shapes of a layer's Gated DeltaNet."""
-    keys, values = sizes.num_key_heads * sizes.key_size, sizes.num_value_heads * sizes.value_size
+    keys, _, values = sizes.widths
     return DeltaParams(
         query=leaf(width, keys),
         key=leaf(width, keys),

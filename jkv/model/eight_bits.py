@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jkv.checks import shown
+from jkv.model.joined import GROUPS
 from jkv.model.params import Codes, LowRank, Params
 from jkv.model.weight_shapes import leaf_name
 
@@ -25,7 +26,7 @@ class CodeFormat(NamedTuple):
 
 
 FORMATS = {"int8": CodeFormat(jnp.int8, 127.0), "fp8": CodeFormat(jnp.float8_e4m3fn, 448.0)}
-MATRICES = ("query", "key", "value", "out", "gate", "up", "down")
+MATRICES = ("query", "key", "value", "out", "gate", "up", "down", *GROUPS)
 
 
 def code_axis(name: str) -> int | None:

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from jkv import notebook
 from jkv.model.delta_weights import DeltaNet, DeltaParams
+from jkv.model.joined import separate_weights
 from jkv.model.rope_scaling import UNSCALED, RopeScaling
 from jkv.model.sampling import Sampling
 from jkv.model.weight_records import Codes as Codes
@@ -111,6 +112,12 @@ class ModelConfig:
         return self.num_query_heads // self.num_kv_heads
 
     @property
+    def head_widths(self) -> tuple[int, ...]:
+        """Columns of a layer's query, key and value, as `of_layer` has it; without the value where keys are values."""
+        queries, keys = self.num_query_heads * self.head_size, self.num_kv_heads * self.head_size
+        return queries * (1 + self.has_output_gate), *(keys,) * (1 if self.keys_are_values else 2)
+
+    @property
     def unpaged_layers(self) -> tuple[int, ...]:
         """The layers whose cache is outside of the pool, as large for each row: with a sliding window, or with a state."""
         return tuple(sorted({*self.window_layers, *self.state_layers}))
@@ -201,7 +208,7 @@ class LayerParams(flax.struct.PyTreeNode):
     attention's weights. With an output gate, `query` is twice as wide: of each head the query, then the gate.
 
     Matrices may also have the unfolded shapes of other libraries (`query` as [D, N, H], `out` as [N, H, D]); they are used
-    without a copy.
+    without a copy. Or those that multiply the same input are one array (`jkv.join_weights`), and their own fields are None.
     """
 
     attention_norm: Annotated[Any, "D"]
@@ -234,6 +241,8 @@ class LayerParams(flax.struct.PyTreeNode):
     input_out: Annotated[Any, "E D"] = None
     input_norm: Annotated[Any, "D"] = None
     experts: Experts | None = None
+    query_key_value: Annotated[Any, "D joined"] = None  # the columns of all three, or of the two that the layer has
+    gate_up: Annotated[Any, "D joined"] = None
 
 
 class LayerInputs(flax.struct.PyTreeNode):
@@ -285,7 +294,7 @@ class Model:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Identifies the weights by the first numbers of each in bfloat16, whatever dtype they were loaded in."""
+        """Identifies the weights by the first numbers of each in bfloat16, whatever their dtype and however they are joined."""
         numbers = b"".join(np.asarray(row).tobytes() for row in first_numbers(self.params))
         return hashlib.blake2s(numbers, digest_size=8).hexdigest()
 
@@ -299,8 +308,8 @@ class Model:
 
 @jax.jit
 def first_numbers(params: Params) -> list[Array]:
-    """The first 64 numbers of each weight, or its first row if that is shorter, in bfloat16."""
-    rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(params)]
+    """The first 64 numbers of each weight (of joined ones too), or its first row if that is shorter, in bfloat16."""
+    rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(separate_weights(params))]
     return [jax.lax.bitcast_convert_type(row[:64].astype(jnp.bfloat16), jnp.uint16) for row in rows]
 
 

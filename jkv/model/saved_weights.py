@@ -23,6 +23,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jkv.model.checkpoint_tensors import EXACT
 from jkv.model.eight_bits import code_axis
 from jkv.model.family import field_of
+from jkv.model.joined import filled, separate_weights
 from jkv.model.json_files import Folder, read_json
 from jkv.model.params import Codes, ModelConfig, Params
 from jkv.model.weight_reading import Kept, finished
@@ -44,7 +45,7 @@ def save(params: Params, folder: Folder) -> None:
     """
     import orbax.checkpoint as ocp
 
-    folder, named = Path(folder).absolute(), named_leaves(params)
+    folder, named = Path(folder).absolute(), named_leaves(separate_weights(params))
     if (folder / WEIGHTS).exists():
         is_whole = (folder / FILE).exists()
         found = "it does" if is_whole else "it does, of a save that did not finish"
@@ -122,11 +123,14 @@ def restore_as(folder: Path, config: ModelConfig, kept: Kept) -> Params:
     if places is not None:
         places = jax.tree.map(lambda one: one.code if is_codes(one) else one, places, is_leaf=is_codes)
     named = named_leaves(restore(folder, places))
-    kept, leaves = kept.chosen(named["embedding"].dtype), []
-    for name, place in zip(list(named), targets, strict=True):  # one by one, so that floats are freed before the next codes
+    kept, names = kept.chosen(named["embedding"].dtype), list(named)
+
+    def leaf(index: int) -> Any:
+        name = names[index]
         own = kept._replace(dtype=jnp.float32) if field_of(name) in EXACT else kept
-        leaves.append(finished(named.pop(name), own, code_axis(name), place, [f"{folder}: {name}"]))
-    return jax.tree.unflatten(structure, leaves)
+        return finished(named.pop(name), own, code_axis(name), targets[index], [f"{folder}: {name}"])  # frees the floats
+
+    return filled(structure, leaf, kept.joins)
 
 
 def is_codes(x: Any) -> bool:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import AbstractArray
 
 from jkv.model.copies import COPIES, HEADS, copies_here, may_be_copied, num_copies
+from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import Codes, LowRank, Model, ModelConfig, Params
 
 P: Any = PartitionSpec  # typed as Any: records hold specs in place of their arrays
@@ -30,7 +31,9 @@ SPLIT = frozenset("KNP")  # P: pages of all shards, one shard after the other
 SPLIT_WEIGHTS = frozenset("KNFV")
 OF_KV_HEADS = frozenset("KP")  # copied where devices outnumber them; what else is split, is split over all devices
 EXPERTS = "X"  # split in place of the width of their matrices
-WHOLE = frozenset([*"ABDEFGHILMRSTVWX", "MP", "choices", "half", "page", "steps"])  # E: stop tokens, I: entries of a list
+WHOLE = frozenset(
+    [*"ABDEFGHILMRSTVWX", "MP", "choices", "half", "joined", "page", "steps"]
+)  # E: stop tokens, I: entries of a list
 KV_COUNTS = "num_kv_heads", "window_kv_heads"  # 0 for what a model does not have
 HEAD_COUNTS = *KV_COUNTS, "num_query_heads"
 WIDTHS = (
@@ -115,6 +118,11 @@ def specs_of(hint: Any, value: Any = ANY, name: str = "value", split: frozenset[
         return hint(*(specs_of(hints[field], part, f"{name}.{field}", split) for field, part in fields))
     if isinstance(hint, type) and issubclass(hint, flax.struct.PyTreeNode):
         if hint is Params:
+            if value is not ANY and is_joined(value):
+                raise ValueError(
+                    f"{name} must have an array for each matrix, which a mesh can split; several are joined. Pass "
+                    "jkv.separate_weights(params), or load with joined=False."
+                )
             by_number = value is not ANY and splits_experts(value.config)
             split = SPLIT_WEIGHTS | {EXPERTS} if by_number else SPLIT_WEIGHTS
         specs = {
@@ -258,6 +266,7 @@ def shardings(params: Params, mesh: Mesh) -> Params:
 
 def shard(params: Params, mesh: Mesh) -> Params:
     """The weights, split over the axis "tensor" of a mesh; weights that are already in place are not copied."""
+    params = separate_weights(params)
     return jax.device_put(params, shardings(params, mesh))
 
 

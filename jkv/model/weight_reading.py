@@ -20,6 +20,7 @@ from jkv.model.eight_bits import coded, quantise_weights
 from jkv.model.families import find_family
 from jkv.model.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.model.gguf_header import GgufHeader
+from jkv.model.joined import filled
 from jkv.model.json_files import AGAIN, printable
 from jkv.model.multimodal import text_tensors
 from jkv.model.mxfp4 import MXFP4, read_mxfp4, with_mxfp4
@@ -41,11 +42,17 @@ class Kept(NamedTuple):
     weight_dtype: str | None  # of matrices in 8 bits
     mesh: Mesh | None = None  # None is the default device
     splits_width: bool = False  # whether a mesh splits each expert by its width
+    joined: bool | None = None  # whether matrices that multiply the same input are one array; None: on a GPU without a mesh
 
     def chosen(self, stored: Any) -> "Kept":
         """With the default dtype for weights that are stored in this dtype, if none is given."""
         default = jnp.float32 if computes_in_float32() else stored
         return self._replace(dtype=float_dtype(default if self.dtype is None else self.dtype))
+
+    @property
+    def joins(self) -> bool:
+        """Whether matrices that multiply the same input are one array."""
+        return jax.default_backend() == "gpu" and self.mesh is None if self.joined is None else self.joined
 
     def arranged(self, config: ModelConfig) -> ModelConfig:
         """The configuration with experts that are split as they shall be.
@@ -172,15 +179,15 @@ def read_leaves(
     origins, (shapes, structure) = origins_of(wanted), jax.tree.flatten(weight_shapes(config))
     targets = [None] * len(shapes) if places is None else jax.tree.leaves(places, is_leaf=lambda x: isinstance(x, Codes))
 
-    def leaf(index: int, shape: tuple[int, ...], place: Any) -> Any:
+    def leaf(index: int) -> Any:
+        shape, place = shapes[index].shape, targets[index]
         part, names = origins[index][0].part, [where(origin.tensor) for origin in origins[index]]
         own = kept._replace(dtype=jnp.float32) if part.is_exact else kept
         between = functools.partial(read_between, origins[index], read, own.dtype)
         floats = put(shape, between, place.code if isinstance(place, Codes) else place)
         return finished(floats, own, part.code_axis, place, names)
 
-    leaves = [leaf(i, one.shape, place) for i, (one, place) in enumerate(zip(shapes, targets, strict=True))]
-    return jax.tree.unflatten(structure, leaves)
+    return filled(structure, leaf, kept.joins)
 
 
 def read_between(origins: Sequence[Origin], read: Read, dtype: Any, bounds: Bounds) -> np.ndarray:

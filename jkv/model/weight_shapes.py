@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from jkv.model.delta_weights import delta_shapes
+from jkv.model.joined import filled
 from jkv.model.params import LayerInputs, LayerParams, ModelConfig, Params, fold
 from jkv.model.weight_records import Codes, Experts, LowRank
 
@@ -118,15 +119,19 @@ def named_leaves(params: Params) -> dict[str, Any]:
     return named
 
 
-def init_params(config: ModelConfig, key: PRNGKeyArray, scale: float = 0.02, dtype: Any = jnp.float32) -> Params:
+def init_params(
+    config: ModelConfig, key: PRNGKeyArray, scale: float = 0.02, dtype: Any = jnp.float32, joins: bool = False
+) -> Params:
     """Random weights: normal with standard deviation `scale`, smaller for outputs by depth; norms are 1, biases and sinks 0.
 
-    Taps of convolutions are larger, and states halve in 1 to 55 tokens.
+    Taps of convolutions are larger, and states halve in 1 to 55 tokens. With `joins`, the same numbers are joined as by
+    `jkv.join_weights`, and never in memory twice.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(weight_shapes(config, dtype))
     shrink = (2.0 * config.num_layers) ** -0.5
 
-    def draw(index: int, path: Any, shape: Any) -> Float[Array, "..."]:
+    def draw(index: int) -> Float[Array, "..."]:
+        path, shape = paths[index]
         name = jax.tree_util.keystr(path).rsplit(".", 1)[-1]
         if name in ("layer_scale", "router_scale", "expert_scale"):
             return jnp.ones(shape.shape, dtype)
@@ -142,4 +147,4 @@ def init_params(config: ModelConfig, key: PRNGKeyArray, scale: float = 0.02, dty
         size = scale * (shrink if name in ("out", "down") else 1.0)
         return (size * jax.random.normal(jax.random.fold_in(key, index), shape.shape)).astype(dtype)
 
-    return jax.tree.unflatten(treedef, [draw(i, path, shape) for i, (path, shape) in enumerate(paths)])
+    return filled(treedef, draw, joins)

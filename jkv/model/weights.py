@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 
+from jkv.model.joined import is_joined, join_weights, separate_weights
 from jkv.model.params import ModelConfig, Params
 
 
@@ -44,6 +45,13 @@ def check_config(old: ModelConfig, new: ModelConfig) -> None:
             f"{[getattr(new, name) for name in changed]}, not {[getattr(old, name) for name in changed]}. "
             "Build another engine for another model."
         )
+
+
+def joined_as(old: Params, new: Any) -> Any:
+    """New weights with the matrices joined that are joined in the old ones; anything but `Params` as it is."""
+    if not isinstance(new, Params) or is_joined(new) == is_joined(old):
+        return new
+    return join_weights(new) if is_joined(old) else separate_weights(new)
 
 
 def check_same(old: Params, new: Any) -> None:

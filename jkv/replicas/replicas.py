@@ -23,7 +23,9 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
 from jkv.model import weights
+from jkv.model.joined import separate_weights
 from jkv.model.params import Model, Params
+from jkv.model.sharding import num_parts
 from jkv.policies import Policy, full
 from jkv.progress import progress_bar
 from jkv.replicas.buckets import Changes
@@ -100,6 +102,8 @@ class Replicas:
             raise ValueError(f"carrier must be one of {', '.join(CARRIERS)}; got {shown(carrier)}.")
         if ray is not None and carrier != "ray":
             raise ValueError(f'ray= has settings of actors; got carrier={carrier!r}. Write carrier="ray", or leave it out.')
+        if (num_parts(mesh) if mesh is not None else (ray or RayOptions()).tensor) > 1:
+            model = dataclasses.replace(model, params=separate_weights(model.params))  # a mesh splits these alone
         made: Carrier
         if carrier == "ray":
             made = ray_carrier(model, self.policies, options, mesh, num_replicas, ray or RayOptions())
@@ -238,6 +242,7 @@ class Replicas:
           ValueError: weights of another structure, shape, type or sharding than the first, or not finite; nothing is changed.
           RuntimeError: all replicas are lost.
         """
+        params = weights.joined_as(self.model.params, params)
         weights.check_same(self.model.params, params)
         check_weights(params)
         with self._updating:

@@ -21,10 +21,11 @@ from jkv.checks import shown, typed
 from jkv.engine.results import Result
 from jkv.model import checkpoint
 from jkv.model.eight_bits import format_of
+from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import Model, Params
 from jkv.model.weight_reading import Kept
 from jkv.model.weight_reading import read_weights as read_checkpoint
-from jkv.model.weights import check_config
+from jkv.model.weights import check_config, shapes_of
 from jkv.serving.app import Endpoint, Server, gathered, id_of, until_gone
 from jkv.serving.errors import RefusalError
 from jkv.serving.jobs import Job
@@ -248,8 +249,9 @@ def read_weights(folder: Path, model: Model) -> Params:
     own = {name: getattr(model.config, name) for name in ("end_ids", "whole_experts")}
     config = dataclasses.replace(checkpoint.read_config(folder), **own)
     check_config(model.config, config)
-    kept = Kept(model.params.embedding.dtype, format_of(model.params))
-    return read_checkpoint(folder, config, kept, jax.tree.map(lambda leaf: leaf.sharding, model.params))
+    kept = Kept(model.params.embedding.dtype, format_of(model.params), joined=is_joined(model.params))
+    shapes = separate_weights(shapes_of(model.params))
+    return read_checkpoint(folder, config, kept, jax.tree.map(lambda leaf: leaf.sharding, shapes))
 
 
 def replace_weights(engine: Any, params: Params) -> int:

@@ -23,7 +23,7 @@ def extend(name: str, config: ModelConfig, tokenizer: Any, key: PRNGKeyArray) ->
     Raises:
       ValueError: the model has another shape.
     """
-    model = checkpoint.load(name)
+    model = checkpoint.load(name, joined=False)
     old = model.params.embedding.astype(jnp.float32)
     is_alike = (model.config.width, model.config.num_layers) == (config.width, config.num_layers)
     if not is_alike or old.shape[0] > config.vocab_size:

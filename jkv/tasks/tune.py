@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     write_text(options.out / "problems.jsonl", json_lines(unseen_problems(options.task, options.problems)))
     is_resumed = (options.out / "tuned.jsonl").exists()
-    model = checkpoint.load(str(options.out) if is_resumed else options.model, dtype=jnp.float32)
+    model = checkpoint.load(str(options.out) if is_resumed else options.model, dtype=jnp.float32, joined=False)
     stage = dataclasses.replace(STAGES[options.task], rows=options.rows, length=options.length)
     settings = {"seconds": 60 * options.minutes, "save_seconds": options.save_seconds, "rate": options.rate}
     tune(model.params, model.tokenizer, options.task, stage, options.out, **settings)

@@ -74,16 +74,18 @@ def test_a_single_row_is_timed_as_an_engine_runs_it(monkeypatch):
 
 def test_a_step_is_timed_with_and_without_the_engine_s_options(shape, tmp_path, monkeypatch):
     monkeypatch.setitem(device.OPTIONS, "cpu", {"xla_cpu_enable_fast_math": False})  # none of ours is known to a CPU
+    monkeypatch.setitem(device.APART, "cpu", {"an array for each matrix": {}})
     asked, jit = [], jax.jit
     monkeypatch.setattr(jax, "jit", lambda *args, **options: asked.append((args, options)) or jit(*args, **options))
     rows, table = run(shape, tmp_path, "--parts", "step")
-    ours, plain, without = rows[0], *rows[-2:]
+    ours, plain, without, apart = rows[0], *rows[-3:]
     assert [ours["name"], plain["name"]] == ["r_kv", "r_kv, XLA's own options"]
     assert without["name"] == "r_kv, without xla_cpu_enable_fast_math"
-    assert plain["roofline_milliseconds"] == ours["roofline_milliseconds"]
+    assert apart["name"] == "r_kv, an array for each matrix"
+    assert plain["roofline_milliseconds"] == apart["roofline_milliseconds"] == ours["roofline_milliseconds"]
     assert plain["times_our_options"] == pytest.approx(plain["milliseconds"] / ours["milliseconds"], rel=0.01)
     assert "times our options" in table
-    assert [row["name"] for row in rows[2:-2]] == ["full", "full, one row 16 times as long"]
+    assert [row["name"] for row in rows[2:-3]] == ["full", "full, one row 16 times as long"]
     of_steps = [options for args, options in asked if args[:1] == (device.programs.decode_chunk.function,)]
     assert of_steps.count({"compiler_options": {}} | device.programs.decode_chunk.settings) == 2  # as our only one is left out
 

@@ -19,6 +19,7 @@ from jkv.engine import scheduler, sharer, swap
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.prefill import LARGE
 from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
+from jkv.model.joined import join_weights, separate_weights
 from jkv.model.params import ModelConfig, Params
 from jkv.model.penalties import PenaltyRows
 from jkv.model.sampling import SamplingRows
@@ -91,14 +92,15 @@ def shapes_of(
     page_size: int,
     sharding: Any,
     needs: Needs = NOTHING,
-    layout: Callable[[Params], Params] = lambda params: params,
+    layout: Callable[[Params], Params] | None = None,
     num_rows: int = NUM_ROWS,
     slots: int = BUDGET + INTERVAL,
     pool_gb: float | None = None,
     kv_dtype: str | None = None,
 ) -> Shapes:
-    """A full engine, with 32 rows of the slots of R-KV's budget and interval in 28 layers by default; weights in a `layout`.
+    """A full engine, with 32 rows of the slots of R-KV's budget and interval in 28 layers by default.
 
+    Weights are in a `layout`, by default that in which `jkv.load` keeps them on this platform.
     `pool_gb` is the size of the keys and values where it is not that of all rows' slots.
     """
 
@@ -114,7 +116,9 @@ def shapes_of(
         kv_format = dataclasses.replace(SEALED[kv_dtype], page=page_size)
     sizes = {"num_rows": num_rows, "num_pages": num_pages, "max_pages": max_pages, "page_size": page_size}
     state = jax.eval_shape(functools.partial(empty_state, config, needs, **sizes, dtype=dtype, kv_format=kv_format))
-    weights = jax.eval_shape(layout, weight_shapes(config, dtype))
+    if layout is None and {device.platform for device in sharding.device_set} == {"gpu"}:
+        layout = join_weights
+    weights = jax.eval_shape(layout or separate_weights, weight_shapes(config, dtype))
     params, state = jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), (weights, state))
     return Shapes(params, state, leaf)
 

@@ -1,0 +1,121 @@
+"""Matrices that multiply the same input, kept as one array: query, key and value, and gate and up.
+
+A GPU then computes them in one product, by whichever library is fastest. XLA can join the products of separate arrays itself.
+But libraries read one array: where XLA has kernels of its own that read several (Triton, on GPUs of compute capability 8.0 and
+higher), these are its only choice, and elsewhere it copies the matrices in every step. `jkv.engine.device_program` turns that
+off.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+from jkv.model.weight_records import Codes, LowRank
+
+GROUPS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}  # field of one array -> of separate ones
+Weights = TypeVar("Weights", bound=Any)  # `jkv.Params`, whose module imports this one
+
+
+def join_weights(params: Weights) -> Weights:
+    """The same weights with query, key and value of a layer as one array, and gate and up, as a GPU computes them fastest.
+
+    `jkv.load` keeps weights so on a GPU. Both forms run everywhere, but a mesh splits separate arrays alone (`jkv.shard`
+    separates them). As long as the argument lives, these matrices are in memory twice. A matrix with an adapter stays as it
+    is, with the others of its group; so do experts.
+
+    Args:
+      params: `jkv.Params`: weights in floats or in 8 bits, or their shapes (`jax.ShapeDtypeStruct`).
+    """
+    return joined(params, one_array)
+
+
+def separate_weights(params: Weights) -> Weights:
+    """The same weights with an array for each matrix: the inverse of `join_weights`.
+
+    For what works on single matrices: adapters, a mesh, or an optimiser that orthogonalises each.
+    """
+
+    def apart(weights: Any, widths: Sequence[int]) -> Any:
+        for field, names in GROUPS.items():
+            whole = getattr(weights, field, None)
+            if whole is not None:
+                of_field = widths if field == "query_key_value" else (whole.shape[-1] // 2,) * 2
+                own = dict(zip(names, columns(whole, of_field), strict=False))  # a layer may have no value
+                weights = weights.replace(**{field: None} | own)
+        return weights
+
+    layers = []
+    for i, weights in enumerate(params.layers):
+        config = params.config.of_layer(i)
+        delta = weights.delta and apart(weights.delta, config.delta_net.widths)
+        layers.append(apart(weights, config.head_widths).replace(delta=delta))
+    return params.replace(layers=tuple(layers))
+
+
+def is_joined(params: Any) -> bool:
+    """Whether weights have several matrices as one array."""
+    records = [record for weights in params.layers for record in (weights, weights.delta) if record is not None]
+    return any(getattr(record, field, None) is not None for record in records for field in GROUPS)
+
+
+def joined(params: Weights, combine: Callable[[list[Any]], Any]) -> Weights:
+    """The tree with one leaf in place of several, which `combine` makes of these."""
+
+    def of_record(weights: Any) -> Any:
+        for field, names in GROUPS.items():
+            found = [one for name in names if (one := getattr(weights, name, None)) is not None]
+            kinds = {isinstance(one, Codes) for one in found}
+            is_alike = len(kinds) == 1 and not any(isinstance(one, LowRank) for one in found)
+            if len(found) > 1 and is_alike and hasattr(weights, field):
+                weights = weights.replace(**dict.fromkeys(names) | {field: combine(found)})
+        return weights
+
+    layers = [of_record(weights).replace(delta=weights.delta and of_record(weights.delta)) for weights in params.layers]
+    return params.replace(layers=tuple(layers))
+
+
+def filled(structure: Any, make: Callable[[int], Any], joins: bool) -> Any:
+    """Weights of what `make` gives for the index of each; with `joins`, some become one array as soon as they are made."""
+    indices = jax.tree.unflatten(structure, [[i] for i in range(structure.num_leaves)])
+    if joins:
+        indices = joined(indices, lambda found: [index for group in found for index in group])
+
+    def fill(group: list[int]) -> Any:
+        return make(group[0]) if len(group) == 1 else one_array([make(index) for index in group])
+
+    return jax.tree.map(fill, indices, is_leaf=lambda x: isinstance(x, list))
+
+
+def one_array(matrices: Sequence[Any]) -> Any:
+    """The columns of all matrices, which may be unfolded, shapes alone, or `Codes`."""
+    if isinstance(matrices[0], Codes):
+        return Codes(one_array([one.code for one in matrices]), one_array([one.scale for one in matrices]))
+    if isinstance(matrices[0], jax.ShapeDtypeStruct):
+        made = jax.eval_shape(lambda *arrays: one_array(arrays), *matrices)
+        return made.update(sharding=matrices[0].sharding)
+    return jnp.concatenate([x if x.ndim < 3 else x.reshape(x.shape[0], -1) for x in matrices], axis=-1)
+
+
+def columns(whole: Any, widths: Sequence[int]) -> list[Any]:
+    """The matrices that an array was made of, by their numbers of columns."""
+    if isinstance(whole, Codes):
+        parts = zip(columns(whole.code, widths), columns(whole.scale, widths), strict=True)
+        return [Codes(code, scale) for code, scale in parts]
+    if isinstance(whole, jax.ShapeDtypeStruct):
+        return [whole.update(shape=(*whole.shape[:-1], width)) for width in widths]
+    return split(whole, widths)
+
+
+def split(flat: Shaped[Array, "*B all"], widths: Sequence[int]) -> list[Array]:
+    """The columns of a joined matrix, or of a product with one, by their numbers.
+
+    Cut from rows alone: XLA sees then that the parts of one token, beside each other again, are the product itself.
+    """
+    rows = flat.reshape(-1, flat.shape[-1])
+    ends = [sum(widths[: i + 1]) for i in range(len(widths))]
+    assert ends[-1] == flat.shape[-1], f"{list(widths)} columns of {flat.shape}"
+    parts = [rows[:, end - width : end] for end, width in zip(ends, widths, strict=True)]
+    return [part.reshape(*flat.shape[:-1], -1) for part in parts]
