@@ -17,6 +17,7 @@ from pallas_kernels.launch import triton
 
 VARIABLE = "JKV_KERNELS"
 LEAST_CAPABILITY = (8, 0)  # of Triton, in which the GPU kernels are written, and of arithmetic in bfloat16
+FP8_CAPABILITY = (8, 9)  # of Triton's conversions from and to floats of 8 bits: with less, the compiler ends the process
 
 # Shared memory of a multiprocessor from a compute capability on (CUDA C++ Programming Guide, "Technical Specifications").
 SHARED_KIB = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (9, 0): 228, (12, 0): 100}
@@ -72,9 +73,13 @@ def num_resident(shared_bytes: int, most: int) -> int:
 
     Without a GPU, as many as an H200 runs.
     """
+    return num_multiprocessors() * max(1, min(most, shared_of_multiprocessor() // (shared_bytes + RESERVED_BYTES)))
+
+
+def shared_of_multiprocessor() -> int:
+    """Bytes of shared memory of a multiprocessor of the GPU that programs are traced for; of an H200 without a GPU."""
     known = max(one for one in SHARED_KIB if one <= max(capability() or (9, 0), min(SHARED_KIB)))
-    fitting = SHARED_KIB[known] * 1024 // (shared_bytes + RESERVED_BYTES)
-    return num_multiprocessors() * max(1, min(most, fitting))
+    return SHARED_KIB[known] * 1024
 
 
 @functools.cache
@@ -89,6 +94,14 @@ def why_no_triton() -> str | None:
     if found is not None and found < LEAST_CAPABILITY:
         return f"it needs compute capability {spell(LEAST_CAPABILITY)}, and this GPU has {spell(found)}"
     return why_no_backend()
+
+
+def why_no_fp8() -> str | None:
+    """Why a Triton kernel cannot convert floats of 8 bits; None when it can, or when nothing is known of the GPU."""
+    found = capability()
+    if found is None or found >= FP8_CAPABILITY:
+        return None
+    return f"fp8 needs compute capability {spell(FP8_CAPABILITY)}, and this GPU has {spell(found)}; int8 needs no more than 8.0"
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_distance.reference import turn_of_rotated
+from pallas_kernels.choice import why_no_fp8
 from pallas_kernels.launch import dot, launch, load
 from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, numbers_of
 
@@ -28,6 +29,8 @@ LEAST_ROWS = 16  # of a product
 
 def why_not(kv: Any, first: Any, second: Any, num_tokens: Any, angle: Any) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
+    if isinstance(kv, Quantised) and kv.format.name == "fp8" and (reason := why_no_fp8()):
+        return reason
     if not isinstance(kv, Quantised) and kv.dtype not in (jnp.float32, jnp.bfloat16):
         return f"the pool must be float32 or bfloat16; got {kv.dtype}"
     if kv.shape[3] > MOST_HEAD_SIZE:

@@ -17,7 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import num_resident
+from pallas_kernels.choice import num_resident, why_no_fp8
 from pallas_kernels.launch import dot, launch, load, store
 from pallas_kernels.nibbles import ADDED, bits_of_16
 from pallas_kernels.paged_attention.pieces import PIECE, walk
@@ -38,6 +38,8 @@ def why_not(
     query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, layer: Any = None, with_logits: bool = False
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
+    if isinstance(kv, Quantised) and kv.format.name == "fp8" and (reason := why_no_fp8()):
+        return reason
     if kv.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or query.dtype != kv.dtype:
         return f"queries and pool must both be float32, bfloat16 or float16; got {query.dtype} and {kv.dtype}"
     if kv.shape[3] % 16 or not 16 <= kv.shape[3] <= 256:
@@ -58,9 +60,13 @@ def whole_head(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
-def block_size(head_size: int, itemsize: int) -> int:
-    """Slots per iteration of a program: as many as a tile holds; products take at least 16."""
-    return max(16, min(MOST_BLOCK, TILE_BYTES // (whole_head(head_size) * itemsize)))
+def block_size(head_size: int, itemsize: int, query_itemsize: int) -> int:
+    """Slots per iteration of a program: as many as a tile holds; products take at least 16.
+
+    Codes that become float32 count as such: as numbers they pass through shared memory, of which a program has 99 KiB on GPUs
+    like L4 and RTX 3090.
+    """
+    return max(16, min(MOST_BLOCK, TILE_BYTES // (whole_head(head_size) * (4 if query_itemsize == 4 else itemsize))))
 
 
 def shared_bytes(head_size: int, itemsize: int, query_itemsize: int | None = None) -> int:
@@ -69,11 +75,14 @@ def shared_bytes(head_size: int, itemsize: int, query_itemsize: int | None = Non
     Codes of 1 byte have scales of 4 bytes beside them; queries have the itemsize of keys if None. An itemsize of 0 stands for
     codes of 4 bits with scales of groups.
     """
-    block, head = block_size(head_size, itemsize or 1), whole_head(head_size)
+    query_itemsize, head = query_itemsize or itemsize, whole_head(head_size)
+    block = block_size(head_size if itemsize else head_size // 2, itemsize or 1, query_itemsize)
     slot, moved = head * itemsize + 4 * (itemsize == 1), 0
+    if itemsize == 1 and query_itemsize == 4:  # the numbers of codes are moved to the threads that multiply them
+        moved = block * head * 15 // 2
     if not itemsize:  # the numbers of a block are moved to the threads that multiply them, a half or more at once
         slot, moved = head // 2 + head // 32 * 2, block * head * (1 if query_itemsize == 2 else 6)
-    return (STAGES - 1) * 2 * block * slot + moved + LEAST_GROUP * head * (query_itemsize or itemsize) + 2304
+    return (STAGES - 1) * 2 * block * slot + moved + LEAST_GROUP * head * query_itemsize + 2304
 
 
 def num_pieces(num_slots: int) -> int:
@@ -170,7 +179,7 @@ def attend_share(
     program, layer = pl.program_id(0), layer_ref[0]
     refs = query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, *outputs
     num_rows, num_slots = outputs[0].shape[0], table_ref.shape[2] * kv_ref.shape[2]
-    block, pieces = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize), num_pieces(num_slots)
+    block, pieces = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize, query_ref.dtype.itemsize), num_pieces(num_slots)
     length_of = functools.partial(length_in, length_ref, layer, num_slots)
 
     def blocks_of(row_R: Any) -> Any:
@@ -223,7 +232,7 @@ def attend_piece(format: Format | None, refs: Any, row: Any, piece: Any, length:
     """For each query head and one piece of a row, the log of the softmax's denominator, and the output in parts of channels."""
     query_ref, kv_ref, scale_ref, table_ref, layer, weight_ref, _, _, *logits_refs = refs
     (group, head_size), page_size = query_ref.shape[1:], kv_ref.shape[2]
-    block = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize)
+    block = block_size(kv_ref.shape[3], kv_ref.dtype.itemsize, query_ref.dtype.itemsize)
     head, channels = jnp.arange(LEAST_GROUP, dtype=jnp.int32), channels_of(head_size, format)
     is_head = head < group
     precision = lax.Precision.HIGHEST if query_ref.dtype == jnp.float32 else None

@@ -13,11 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import shared_of_multiprocessor
 from pallas_kernels.launch import dot, launch, load, store
 from pallas_kernels.replay_attention import pallas
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 PROGRAMS = 264  # two per multiprocessor of a large GPU
+SMALL = 128 * 1024  # bytes of shared memory of a multiprocessor, of which GPUs like L4 and RTX 3090 have fewer
 
 
 class Tile(NamedTuple):
@@ -58,7 +60,8 @@ def settings_for(query: Any, key: Any, begin: Any, interpret: Any) -> Settings:
         wide = head_size > 128
         tiles = [Tile(32, 16 if wide else 32, 4, 1)] * 2 + [Tile(16 if wide else 32, 32, 4, 1)]
     elif head_size > 128:
-        tiles = [Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 64, 4, 1)]
+        is_small = shared_of_multiprocessor() < SMALL
+        tiles = [Tile(64, 32, 4, 2), Tile(64, 32, 4, 1), Tile(32, 32 if is_small else 64, 4, 1)]
     else:
         tiles = [Tile(128, 64, 8, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)]
         if batch * num_kv_heads * pl.cdiv(num_rows, 128) < PROGRAMS:

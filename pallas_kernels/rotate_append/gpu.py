@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choice import why_no_fp8
 from pallas_kernels.launch import launch, load, store
 from pallas_kernels.quantised import Format, Numbers, Quantised, codes_of, half_scales, is_rotated, nearest
 
@@ -23,6 +24,8 @@ def why_not(
     kv: Any, projected: Any, cos: Any, sin: Any, address: Any, ring: Any = None, ring_at: Any = None, layer: Any = None
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
+    if isinstance(kv, Quantised) and kv.format.name == "fp8" and (reason := why_no_fp8()):
+        return reason
     if projected.dtype not in FLOATS or kv.dtype not in FLOATS:
         return f"heads and pool must be float32, bfloat16 or float16; got {projected.dtype} and {kv.dtype}"
     if is_rotated(kv) and kv.shape[3] < 2 * kv.format.group:

@@ -66,6 +66,44 @@ dnn_version_info { major: 9 minor: 8 }
 device_description_str: "Tesla V100-SXM2-16GB"
 """
 
+# Ampere and Ada, from NVIDIA's white papers and the CUDA C++ Programming Guide ("Technical Specifications").
+A100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 2039000000000 l2_cache_size: 41943040 device_memory_size: 85000000000
+  cuda_compute_capability { major: 8 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA A100-SXM4-80GB"
+"""
+L4 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 1536
+  shared_memory_per_block: 49152 shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 58 fpus_per_core: 128 clock_rate_ghz: 2.04
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 300000000000 l2_cache_size: 50331648 device_memory_size: 23600000000
+  cuda_compute_capability { major: 8 minor: 9 }
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 8 }
+device_description_str: "NVIDIA L4"
+"""
+RTX_3090 = (
+    L4.replace("core_count: 58", "core_count: 82")
+    .replace("ghz: 2.04", "ghz: 1.7")
+    .replace("300000000000", "936000000000")
+    .replace("50331648", "6291456")
+    .replace("minor: 9", "minor: 6")
+    .replace("NVIDIA L4", "NVIDIA GeForce RTX 3090")
+)
+
 # Target -> (platform, topology, page size)
 TARGETS = {
     "tpu-v4": ("tpu", "v4:2x2x1", 128),
@@ -77,15 +115,19 @@ TARGETS = {
     "h100": ("cuda", "1x1x1", 16),
     "t4": ("cuda", "1x1x1", 16),
     "v100": ("cuda", "1x1x1", 16),
+    "a100": ("cuda", "1x1x1", 16),
+    "l4": ("cuda", "1x1x1", 16),
+    "rtx3090": ("cuda", "1x1x1", 16),
 }
-GPUS = {"h200": H200, "h100": H100, "t4": T4, "v100": V100}
+GPUS = {"h200": H200, "h100": H100, "t4": T4, "v100": V100, "a100": A100, "l4": L4, "rtx3090": RTX_3090}
 OLD_GPUS = ("t4", "v100")  # without Triton: plain XLA computes the kernels
+SMALLER_GPUS = ("a100", "l4", "rtx3090")  # with less shared memory, two without conversions of fp8: `test_smaller_gpus`
 ALIKE = ("h100",)  # differs from another target in memory alone
-WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS + ALIKE)
+WITH_KERNELS = tuple(target for target in TARGETS if target not in OLD_GPUS + SMALLER_GPUS + ALIKE)
 FEW = ("r1-llama-8b", "r1-qwen-1.5b", "tiny-reasoner")
 MAIN = (*FEW, "qwq-32b")  # groups of 4, 6 and 5, narrow heads
 # Target -> the models that are compiled for it every day. Other targets take the same programs in much the same way.
-EVERYDAY = {"tpu-v5e": MAIN, "tpu-v6e": ("r1-qwen-1.5b",), "h200": MAIN, "h100": ("r1-llama-8b",), "t4": FEW}
+EVERYDAY = {"tpu-v5e": MAIN, "tpu-v6e": ("r1-qwen-1.5b",), "h200": MAIN, "h100": ("r1-llama-8b",), "t4": FEW, "rtx3090": FEW}
 TPUS = tuple(target for target, (platform, *_) in TARGETS.items() if platform == "tpu")
 COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda12-plugin", "jax-cuda13-plugin")}  # any one of them
 ASSEMBLER = "nvidia-cuda-nvcc-cu12"  # CUDA 13 has none for Volta
