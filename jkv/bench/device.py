@@ -61,7 +61,9 @@ PROMPT, NEW = 700, 16_384  # of R-KV's throughput table
 LONG = 16  # ragged rows: one is so many times as long as the others
 TRIED = {"cuda": {"products by cuBLAS alone": {"xla_gpu_enable_triton_gemm": False}}}  # options that may be worth having
 
-APART = {"cuda": {"an array for each matrix": {}, "joined by XLA": {"xla_gpu_dot_merger_threshold_mb": 4096}}}  # and options
+APART = {  # separate matrices in place of joined ones: which of these XLA may join, as an option of its own
+    "cuda": {"an array for each matrix": {}, "joined by XLA": {"xla_gpu_dot_merger_threshold_mb": 4096}},
+}
 
 
 class Bench(NamedTuple):
@@ -174,13 +176,15 @@ def step_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
             program = with_options(programs.decode_chunk, chosen)
             row = timed_row(f"r_kv, {name}", batch, until, timed_step, bench, policy, np.full(batch, slots), program)
             yield beside(row, steps)
-    if not (forms := APART.get(own_platform())):
-        return
-    apart, batch = dataclasses.replace(bench.model, params=separate_weights(bench.model.params)), max(bench.batches)
-    for name, more in forms.items():
-        program = with_options(programs.decode_chunk, OPTIONS[own_platform()] | more)
-        args = bench._replace(model=apart), policy, np.full(batch, slots), program
-        yield beside(timed_row(f"r_kv, {name}", batch, until, timed_step, *args), steps)
+    for name, more in APART.get(own_platform(), {}).items():
+        batch, chosen = max(bench.batches), OPTIONS[own_platform()] | more
+        yield beside(timed_row(f"r_kv, {name}", batch, until, timed_apart, bench, policy, np.full(batch, slots), chosen), steps)
+
+
+def timed_apart(bench: Bench, policy: Policy, lengths: np.ndarray, options: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a step with an array for each matrix, compiled with these options."""
+    model = dataclasses.replace(bench.model, params=separate_weights(bench.model.params))
+    return timed_step(bench._replace(model=model), policy, lengths, with_options(programs.decode_chunk, options))
 
 
 def beside(row: dict[str, Any], steps: dict[int, float]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def tunix_model(params: Params) -> Any:
     )
     held = {PATHS[name]: getattr(params, name) for name in ("embedding", "final_norm", "unembedding")}
     for i, layer in enumerate(params.layers):
-        held |= {f"layers.{i}.{PATHS[field.name]}": getattr(layer, field.name) for field in dataclasses.fields(layer)}
+        held |= {f"layers.{i}.{path}": getattr(layer, name) for name, path in PATHS.items() if hasattr(layer, name)}
     state = nnx.state(model, nnx.Param)
     for path, leaf in nnx.to_flat_state(state):
         leaf.set_value(held[".".join(map(str, path))].reshape(leaf.get_value().shape))
@@ -233,7 +233,7 @@ def reasoner(problems: int, samples: int, policy: Policy) -> tuple[str, Params, 
     """tiny-reasoner on some of its problems; the limit is what its longest answer takes."""
     from jkv.generate import generate
 
-    model = checkpoint.load("tiny-reasoner")
+    model = checkpoint.load("tiny-reasoner", joined=False)
     ids = [[int(token) for token in model.tokenizer.encode(problem.prompt)] for problem in held_out(problems)]
     lengths = generate(model, ids, policy=policy, sampling=GREEDY, max_new_tokens=1024, progress=False).lengths
     texts = [" ".join(map(str, prompt)) for prompt in ids]

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels import choice
 from pallas_kernels.dispatch import own_platform
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -13,18 +14,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
         # XLA cuts products over their inner axis by a rule of thumb, before anything is timed, and adds the parts in a kernel
         # of its own: three more kernels per layer. Without it, the autotuner chooses among libraries that do so in one or two.
         "xla_gpu_experimental_force_split_k": 1,
-        # XLA would join products of the same input up to this size of a matrix. A library cannot read a product's matrix from
-        # several arrays, so XLA's own kernels would be the only choice, and before Ampere a copy of the matrices at every step.
-        # `jkv.load` joins the matrices themselves (`jkv.model.joined`).
-        "xla_gpu_dot_merger_threshold_mb": 0,
         # XLA counts a pool anew for every kernel that updates it in place. Above this percentage of the device's memory it
         # would compute things twice to save some, in vain. The engine itself sees to it that everything fits.
         "xla_gpu_memory_limit_slop_factor": 100_000,
     }
 }
 
+# More of them for a GPU without Triton: there XLA joins products of the same input by a copy of their matrices in every step.
+OF_OLD_GPUS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
+
 # Rows of the pool: XLA for GPUs turns some products of a single row into multiplications whose results it writes to memory.
 LEAST_ROWS = {"cuda": 2}
+
+
+def options_of(platform: str) -> dict[str, Any]:
+    """XLA's options on a platform, for the GPU that programs are traced for."""
+    is_old = platform == "cuda" and (choice.capability() or choice.LEAST_CAPABILITY) < choice.LEAST_CAPABILITY
+    return OPTIONS.get(platform, {}) | (OF_OLD_GPUS if is_old else {})
 
 
 class DeviceProgram:
@@ -37,7 +43,7 @@ class DeviceProgram:
     @functools.cached_property
     def jitted(self) -> Any:
         """The function, jitted for the platform of this process."""
-        return jax.jit(self.function, compiler_options=OPTIONS.get(own_platform()), **self.settings)
+        return jax.jit(self.function, compiler_options=options_of(own_platform()), **self.settings)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.jitted(*args, **kwargs)

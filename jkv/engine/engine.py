@@ -323,6 +323,9 @@ class Engine:
     def update(self, params: Params) -> None:
         """Uses new weights from the next step on. Only pointers change, so nothing compiles.
 
+        Weights that are joined where the old ones are not, or the other way round (`jkv.join_weights`), are copied into their
+        form first.
+
         New samples do not start from prompts that the old weights prefilled. Running samples and kept rows keep the keys and
         values that the old weights computed; `Completion.versions` records the weights of each token.
 

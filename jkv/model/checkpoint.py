@@ -26,7 +26,7 @@ from jkv.model.eight_bits import check_format
 from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
 from jkv.model.gguf_header import read_header
 from jkv.model.gguf_tokenizer import read_gguf_end_ids, read_gguf_tokenizer
-from jkv.model.joined import separate_weights
+from jkv.model.joined import on_host, separate_weights
 from jkv.model.json_files import CORRECT, Folder, check_fields, find_file, read_json, shown
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling
@@ -62,13 +62,13 @@ def load(
     `generate`, `Engine`, `Rollout` and `score` then run on this mesh. With `split_by_width`, it splits each expert by its
     width, as `jkv.split_by_width` does.
 
-    On a GPU, without a mesh, matrices that multiply the same input are one array, as if by `jkv.join_weights`. With
-    `joined=False` each is an array of its own there too, and with True anywhere.
+    On a GPU without a mesh, a layer's query, key and value become one array, and gate and up another (`jkv.join_weights`).
+    `joined=False` turns that off, and `joined=True` does it on any one device.
 
     Raises:
         FileNotFoundError: there is no such model.
-        ValueError: the decoder cannot run it, a file is bad, or the mesh does not divide it; the message names the file and the
-            remedy.
+        ValueError: the decoder cannot run it, a file is bad, or a mesh does not divide it or shall split joined matrices; the
+            message names the file and the remedy.
     """
     kept = Kept(
         dtype,
@@ -239,7 +239,7 @@ def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bflo
     from safetensors.numpy import save_file
 
     folder, config, dtype = Path(folder), params.config, float_dtype(dtype)
-    leaves, fields = list(named_leaves(separate_weights(params)).values()), config_fields(config, dtype.name)
+    leaves, fields = list(named_leaves(separate_weights(on_host(params))).values()), config_fields(config, dtype.name)
     readable = parse_config(fields, "export")
     if dataclasses.replace(readable, end_ids=config.end_ids, whole_experts=config.whole_experts) != config:
         raise ValueError(

@@ -17,7 +17,7 @@ from jkv.model import delta_net
 from jkv.model.delta_net import DeltaInputs
 from jkv.model.delta_weights import DeltaParams
 from jkv.model.experts import activate, gating_of, mixture
-from jkv.model.joined import split
+from jkv.model.joined import joined_of, split
 from jkv.model.layer_groups import check_attend
 from jkv.model.norms import add_norm, norm, norm_of_all_heads
 from jkv.model.params import Codes, LayerParams, LowRank, MeshAxis, ModelConfig, Params
@@ -256,20 +256,23 @@ def products_of_heads(
     config: ModelConfig, weights: LayerParams, normed: Float[Array, "B T D"]
 ) -> tuple[Float[Array, "B T queries"], Float[Array, "B T keys"] | None, Float[Array, "B T keys"] | None]:
     """The products with a layer's query, key and value, those of all heads beside each other; None for what it lacks."""
-    if weights.query_key_value is None:
+    whole = joined_of(weights, "query_key_value")
+    if whole is None:
         key, value = (None if one is None else times(normed, one) for one in (weights.key, weights.value))
         return times(normed, weights.query), key, value
-    query, key, *values = split(times(normed, weights.query_key_value), config.head_widths)
+    query, key, *values = split(times(normed, whole), config.head_widths)
     return query, key, values[0] if values else None
 
 
 def project_delta(weights: DeltaParams, normed: Float[Array, "B T D"]) -> tuple[DeltaInputs, Float[Array, "B T inner"]]:
     """What the recurrence of a layer reads, and the gate of its output."""
-    matrices = [weights.query_key_value] if weights.query is None else [weights.query, weights.key, weights.value]
+    whole = joined_of(weights, "query_key_value")
+    matrices = [weights.query, weights.key, weights.value] if whole is None else [whole]
     mixed = jnp.concatenate([times(normed, matrix) for matrix in matrices], axis=-1)
     taps = jnp.concatenate([weights.query_taps, weights.key_taps, weights.value_taps])[:, 0]
-    rate = jax.nn.sigmoid(times(normed, weights.rate, jnp.float32))
-    log_decay = delta_net.decays(weights, times(normed, weights.decay, jnp.float32))
+    apart = jax.lax.optimization_barrier(normed)  # or XLA for GPU joins the small matrices with the large ones, and copies all
+    rate = jax.nn.sigmoid(times(apart, weights.rate, jnp.float32))
+    log_decay = delta_net.decays(weights, times(apart, weights.decay, jnp.float32))
     return DeltaInputs(mixed, rate, log_decay, taps), times(normed, weights.gate)
 
 
@@ -289,10 +292,10 @@ def mlp(
     """
     config, out = params.config, None
     if weights.down is not None:
-        if weights.gate_up is None:
+        if (both := joined_of(weights, "gate_up")) is None:
             gate, up = times(normed, weights.gate), times(normed, weights.up)
         else:
-            gate, up = jnp.split(times(normed, weights.gate_up), 2, axis=-1)
+            gate, up = jnp.split(times(normed, both), 2, axis=-1)
         out = times(gating_of(config)(gate, up), weights.down)
         if weights.shared_gate is not None:
             out = out * jax.nn.sigmoid(times(normed, weights.shared_gate))

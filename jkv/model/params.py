@@ -308,7 +308,7 @@ class Model:
 
 @jax.jit
 def first_numbers(params: Params) -> list[Array]:
-    """The first 64 numbers of each weight (of joined ones too), or its first row if that is shorter, in bfloat16."""
+    """The first 64 numbers of each single matrix and vector, or its first row if that is shorter, in bfloat16."""
     rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(separate_weights(params))]
     return [jax.lax.bitcast_convert_type(row[:64].astype(jnp.bfloat16), jnp.uint16) for row in rows]
 

@@ -23,7 +23,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jkv.model.checkpoint_tensors import EXACT
 from jkv.model.eight_bits import code_axis
 from jkv.model.family import field_of
-from jkv.model.joined import filled, separate_weights
+from jkv.model.joined import filled, on_host, separate_weights
 from jkv.model.json_files import Folder, read_json
 from jkv.model.params import Codes, ModelConfig, Params
 from jkv.model.weight_reading import Kept, finished
@@ -45,7 +45,7 @@ def save(params: Params, folder: Folder) -> None:
     """
     import orbax.checkpoint as ocp
 
-    folder, named = Path(folder).absolute(), named_leaves(separate_weights(params))
+    folder, named = Path(folder).absolute(), named_leaves(separate_weights(on_host(params)))
     if (folder / WEIGHTS).exists():
         is_whole = (folder / FILE).exists()
         found = "it does" if is_whole else "it does, of a save that did not finish"

@@ -257,7 +257,7 @@ def shardings(params: Params, mesh: Mesh) -> Params:
     of the shardings has one more axis, "copies".
 
     Raises:
-      ValueError: a mesh without an axis "tensor".
+      ValueError: a mesh without an axis "tensor", or joined matrices.
     """
     if HEADS not in mesh.axis_names:
         raise ValueError(f'The mesh of weights must have an axis "{HEADS}"; got {dict(mesh.shape)}. Rename its axis.')
@@ -265,7 +265,10 @@ def shardings(params: Params, mesh: Mesh) -> Params:
 
 
 def shard(params: Params, mesh: Mesh) -> Params:
-    """The weights, split over the axis "tensor" of a mesh; weights that are already in place are not copied."""
+    """The weights, split over the axis "tensor" of a mesh; weights that are already in place are not copied.
+
+    Joined matrices are separated first, and are in memory twice meanwhile; `jkv.load(..., mesh=mesh)` reads them apart.
+    """
     params = separate_weights(params)
     return jax.device_put(params, shardings(params, mesh))
 

@@ -125,7 +125,7 @@ def init_params(
     """Random weights: normal with standard deviation `scale`, smaller for outputs by depth; norms are 1, biases and sinks 0.
 
     Taps of convolutions are larger, and states halve in 1 to 55 tokens. With `joins`, the same numbers are joined as by
-    `jkv.join_weights`, and never in memory twice.
+    `jkv.join_weights`, and at most one group of them is in memory twice.
     """
     paths, treedef = jax.tree_util.tree_flatten_with_path(weight_shapes(config, dtype))
     shrink = (2.0 * config.num_layers) ** -0.5

@@ -48,10 +48,16 @@ def check_config(old: ModelConfig, new: ModelConfig) -> None:
 
 
 def joined_as(old: Params, new: Any) -> Any:
-    """New weights with the matrices joined that are joined in the old ones; anything but `Params` as it is."""
+    """New weights joined as the old ones are, which copies what is joined or separated; anything but `Params` as it is.
+
+    Raises:
+      ValueError: weights in the other form that differ from the old ones in more than that (`check_same`).
+    """
     if not isinstance(new, Params) or is_joined(new) == is_joined(old):
         return new
-    return join_weights(new) if is_joined(old) else separate_weights(new)
+    change, back = (join_weights, separate_weights) if is_joined(old) else (separate_weights, join_weights)
+    check_same(back(shapes_of(old)), new)
+    return change(new)
 
 
 def check_same(old: Params, new: Any) -> None:

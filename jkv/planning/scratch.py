@@ -50,10 +50,10 @@ def scratch_of(
 ) -> Scratch:
     """Scratch of an engine's programs on one device, whose part of the model is `config`; `logits` is the number of one row.
 
-    Decode programs keep the arrays of two layers. On a GPU, decode attention may leave an output per piece of a row. A
-    compaction may gather the keys and values of its one row in all layers. A GPU without Triton (`is_plain`) gathers the keys
-    and values of all rows in a layer, joins the weights of products with one operand in common for each call, and keeps each
-    layer's hidden states, or its attention where a policy adds it up.
+    Decode programs keep the arrays of two layers, and of each layer the queries that a row gets back where it does not run. On
+    a GPU, decode attention may leave an output per piece of a row. A compaction may gather the keys and values of its one row
+    in all layers. A GPU without Triton (`is_plain`) gathers the keys and values of all rows in a layer, and keeps each layer's
+    hidden states, or its attention where a policy adds it up.
     """
     of_experts = config.mlp_width * max(config.own_experts, 1) + config.shared_width
     widest = max(of_experts, config.dense_width, config.sharing_mlp_width)
@@ -62,7 +62,8 @@ def scratch_of(
     pieces = -(-max_slots // PIECE) * (platform == "gpu" and not is_plain and max_slots > PIECE)
     parts = 4 * pieces * config.num_query_heads * (config.head_size + 1)
     copies = CUT * (sampling.draws == "truncated") + PENALISED * sampling.penalises
-    decode = num_rows * (2 * token + mass + parts + copies * 4 * logits)
+    rings = config.num_paged_layers * config.num_query_heads * config.head_size * itemsize * (policy.needs.window > 0)
+    decode = num_rows * (2 * token + mass + parts + rings + copies * 4 * logits)
     if config.num_experts and takes_few(config, num_rows):
         copies = 4 if platform == "tpu" else 2  # in two layers; XLA for TPU transposes them
         decode += copies * 3 * num_rows * config.num_active_experts * config.mlp_width * config.width * itemsize
@@ -78,12 +79,10 @@ def scratch_of(
         compaction = config.num_paged_layers * (4 * LISTED * config.num_kv_heads * max_slots + 2 * key_bytes)
         compaction += 4 * policy.needs.projected * config.width * max_slots  # of one query head
     if is_plain:
-        columns = (config.num_query_heads + 2 * config.num_kv_heads) * config.head_size
-        joined = config.width * (2 * widest + columns) * itemsize
         logits_of_step = 4 * config.num_query_heads * max_slots
-        decode += max(joined, num_rows * (2 * key_bytes + logits_of_step))
+        decode += num_rows * (2 * key_bytes + logits_of_step)
         decode += num_rows * policy.needs.mass * config.num_paged_layers * logits_of_step
-        prefill += joined + chunk * config.num_layers * config.width * itemsize
+        prefill += chunk * config.num_layers * config.width * itemsize
         prefill += MASS_COPIES * chunk * policy.needs.mass * logits_of_step
         compaction = compaction * 23 // 20 + (evict is not None) * KEY_COPIES * key_bytes
     return Scratch(prefill, decode, compaction)

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 from jkv.model.copies import COPIES, HEADS
+from jkv.model.joined import separate_weights
 from jkv.model.params import Params
 from jkv.model.sharding import P, check_divides, fitted_all, num_parts, part_of, specs_of, with_copies
 
@@ -58,6 +59,7 @@ def on_mesh(
             f"rows={-(-rows // shards) * shards}, or pack=(rows, tokens)."
         )
     has_heads = HEADS in mesh.axis_names
+    params = separate_weights(params) if has_heads else params
     row_axes = tuple(name for name in mesh.axis_names if name not in (HEADS, COPIES))
     of_rows = P(row_axes)
     of_columns = P(row_axes, None, HEADS) if has_heads else of_rows

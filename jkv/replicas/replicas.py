@@ -236,7 +236,8 @@ class Replicas:
         """Uses new weights everywhere, and returns when all replicas do; unfinished samples go on with them.
 
         The versions of a sample's tokens (`Result.policy_version`) never descend. Only arrays that are not those of the last
-        update travel: of an adapter whose base stays, the adapter alone.
+        update travel: of an adapter whose base stays, the adapter alone. What must be joined or separated first, to be as the
+        old weights are, travels each time.
 
         Raises:
           ValueError: weights of another structure, shape, type or sharding than the first, or not finite; nothing is changed.

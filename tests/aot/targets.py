@@ -15,7 +15,7 @@ import jax
 import pytest
 from jax.experimental import topologies
 
-from jkv.engine.device_program import OPTIONS
+from jkv.engine.device_program import options_of
 from pallas_kernels import choice
 
 # Written by hand. A real H200 prints its own: `jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
@@ -160,7 +160,7 @@ def compile_for(
     """The program that `trace` gives for these arguments, as the target would run it."""
     platform = TARGETS[target][0]
     with described(platform), choice.tracing_for(choice.lowest_capability(sharding_of(target).device_set)):
-        options = OPTIONS.get(platform, {}) | (compiler_options or {})
+        options = options_of(platform) | (compiler_options or {})
         return trace(*args).lower(lowering_platforms=(platform,)).compile(options)
 
 

@@ -10,6 +10,7 @@ import pytest
 import jkv
 from jkv.cache.pool import num_pages_of
 from jkv.engine import chunk_inputs, prefill
+from jkv.model.joined import join_weights
 from jkv.model.weight_shapes import weight_shapes
 from jkv.policies import Needs
 from tests.aot import targets
@@ -61,7 +62,8 @@ def shapes_of(plan, config, policy, target):
     def leaf(*sizes, dtype=jnp.int32):
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-    trees = weight_shapes(config, jnp.dtype(plan.dtype)), jax.eval_shape(make)
+    weights = weight_shapes(config, jnp.dtype(plan.dtype))
+    trees = join_weights(weights) if targets.TARGETS[target][0] == "cuda" else weights, jax.eval_shape(make)
     return programs.Shapes(*jax.tree.map(lambda x: leaf(*x.shape, dtype=x.dtype), trees), leaf)
 
 
