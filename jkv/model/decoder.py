@@ -258,8 +258,9 @@ def products_of_heads(
     """The products with a layer's query, key and value, those of all heads beside each other; None for what it lacks."""
     whole = joined_of(weights, "query_key_value")
     if whole is None:
+        query = times(normed, weights.query)
         key, value = (None if one is None else times(normed, one) for one in (weights.key, weights.value))
-        return times(normed, weights.query), key, value
+        return query, key, value
     query, key, *values = split(times(normed, whole), config.head_widths)
     return query, key, values[0] if values else None
 
