@@ -15,6 +15,7 @@ pytest.importorskip("tunix")
 import qwix
 from flax import nnx
 
+from jkv.bench.rollouts import tunix_model
 from jkv.engine.timing import COMPILING
 from jkv.integrations.tunix import params_of
 from tests.support.tunix_models import (
@@ -189,3 +190,9 @@ def test_synchronised_weights_may_be_of_another_dtype_and_live_ones_not():
     assert rollout.generate(["abc"], config).logprobs[0].dtype == np.float32
     with pytest.raises(ValueError, match="Live weights must be used in their dtype, float32; got data_type bfloat16"):
         make_rollout(make_model(), config=config)
+
+
+def test_the_benchmark_s_tunix_model_holds_jkv_s_own_weights():
+    params = jkv.load("tiny-reasoner", joined=False).params
+    leaves = zip(jax.tree.leaves(params_of(tunix_model(params))), jax.tree.leaves(params), strict=True)
+    assert all((one.reshape(other.shape) == other).all() for one, other in leaves)
