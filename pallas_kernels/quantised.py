@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt
 
 from pallas_kernels import hadamard
+from pallas_kernels.choice import why_no_fp8
 
 SMALLEST = 2.0**-60  # the largest absolute value of a vector counts as at least this, so that a vector of zeros has a scale
 LEAST_SCALE, MOST_SCALE = 2.0**-14, 65504.0  # of a group: the smallest normal and the largest number of float16
@@ -194,6 +195,11 @@ def factors(x: Numbers) -> tuple[Float[Array, "..."], Float[Array, "..."] | None
     if not isinstance(x, Quantised):
         return x, None
     return (numbers_of_groups(x, x.dtype), None) if x.format.group else (numbers_of(x.codes, x.format, x.dtype), x.scale)
+
+
+def why_no_codes(kv: Any) -> str | None:
+    """Why a Triton kernel cannot convert the codes of a pool, if it has any; None when it can."""
+    return why_no_fp8() if isinstance(kv, Quantised) and kv.format.name == "fp8" else None
 
 
 def is_rotated(x: Any) -> bool:

@@ -16,6 +16,7 @@ from jkv.engine.chunk_inputs import empty_state, step_rules
 from jkv.engine.programs import ChunkInputs, State
 from jkv.model import checkpoint
 from jkv.model.eight_bits import quantise_weights
+from jkv.model.joined import joins_by_default
 from jkv.model.model_shapes import read_shape
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, rows_of
@@ -39,7 +40,7 @@ def model_of(name: str, dtype: Any = None) -> Model:
 def random_model(config: ModelConfig, name: str, dtype: Any = None, weight_dtype: str | None = None) -> Model:
     """Random weights, joined on a GPU, bfloat16 on an accelerator and float32 on a CPU, or in 8 bits, and no tokenizer."""
     usual = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    params = init_params(config, jax.random.key(0), dtype=dtype or usual, joins=jax.default_backend() == "gpu")
+    params = init_params(config, jax.random.key(0), dtype=dtype or usual, joins=joins_by_default())
     return Model(quantise_weights(params, weight_dtype) if weight_dtype else params, None, name=name)
 
 

@@ -29,8 +29,7 @@ LEAST_ROWS = {"cuda": 2}
 
 def options_of(platform: str) -> dict[str, Any]:
     """XLA's options on a platform, for the GPU that programs are traced for."""
-    is_old = platform == "cuda" and (choice.capability() or choice.LEAST_CAPABILITY) < choice.LEAST_CAPABILITY
-    return OPTIONS.get(platform, {}) | (OF_OLD_GPUS if is_old else {})
+    return OPTIONS.get(platform, {}) | (OF_OLD_GPUS if platform == "cuda" and choice.is_old_gpu() else {})
 
 
 class DeviceProgram:

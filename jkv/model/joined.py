@@ -80,6 +80,11 @@ def joined_of(weights: Any, field: str) -> Any:
     return whole
 
 
+def joins_by_default() -> bool:
+    """Whether weights on the default device are joined: on a GPU."""
+    return jax.default_backend() == "gpu"
+
+
 def is_joined(params: Any) -> bool:
     """Whether weights have several matrices as one array."""
     records = [record for weights in params.layers for record in (weights, weights.delta) if record is not None]
@@ -92,7 +97,7 @@ def with_groups(params: Weights, combine: Callable[[list[Any]], Any]) -> Weights
     def of_record(weights: Any) -> Any:
         for field, names in GROUPS.items():
             found = [one for name in names if (one := getattr(weights, name, None)) is not None]
-            if joined_of(weights, field) is None and len(found) > 1 and hasattr(weights, field) and are_alike(found):
+            if joined_of(weights, field) is None and len(found) > 1 and are_alike(found):
                 weights = weights.replace(**dict.fromkeys(names) | {field: combine(found)})
         return weights
 

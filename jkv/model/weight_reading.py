@@ -20,7 +20,7 @@ from jkv.model.eight_bits import coded, quantise_weights
 from jkv.model.families import find_family
 from jkv.model.gguf_files import gguf_family, read_gguf_weight, stored_dtype
 from jkv.model.gguf_header import GgufHeader
-from jkv.model.joined import filled
+from jkv.model.joined import filled, joins_by_default
 from jkv.model.json_files import AGAIN, printable
 from jkv.model.multimodal import text_tensors
 from jkv.model.mxfp4 import MXFP4, read_mxfp4, with_mxfp4
@@ -52,7 +52,7 @@ class Kept(NamedTuple):
     @property
     def joins(self) -> bool:
         """Whether matrices that multiply the same input are one array."""
-        return jax.default_backend() == "gpu" and self.mesh is None if self.joined is None else self.joined
+        return joins_by_default() and self.mesh is None if self.joined is None else self.joined
 
     def arranged(self, config: ModelConfig) -> ModelConfig:
         """The configuration with experts that are split as they shall be.

@@ -17,9 +17,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.block_distance.reference import turn_of_rotated
-from pallas_kernels.choice import why_no_fp8
 from pallas_kernels.launch import dot, launch, load
-from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, numbers_of
+from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, numbers_of, why_no_codes
 
 TILE = 1024  # elements of each page per addition
 MOST_HEAD_SIZE = 1024
@@ -29,7 +28,7 @@ LEAST_ROWS = 16  # of a product
 
 def why_not(kv: Any, first: Any, second: Any, num_tokens: Any, angle: Any) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if isinstance(kv, Quantised) and kv.format.name == "fp8" and (reason := why_no_fp8()):
+    if reason := why_no_codes(kv):
         return reason
     if not isinstance(kv, Quantised) and kv.dtype not in (jnp.float32, jnp.bfloat16):
         return f"the pool must be float32 or bfloat16; got {kv.dtype}"

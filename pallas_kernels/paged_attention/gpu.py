@@ -17,11 +17,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import num_resident, why_no_fp8
+from pallas_kernels.choice import num_resident
 from pallas_kernels.launch import dot, launch, load, store
 from pallas_kernels.nibbles import ADDED, bits_of_16
 from pallas_kernels.paged_attention.pieces import PIECE, walk
-from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, numbers_of
+from pallas_kernels.quantised import Format, Numbers, Quantised, is_rotated, numbers_of, why_no_codes
 
 TILE_BYTES = 16_384  # the keys of a block, and as much for its values
 MOST_BLOCK = 64  # slots of a block
@@ -38,7 +38,7 @@ def why_not(
     query: Any, kv: Any, page_table: Any, length: Any, log_weight: Any, layer: Any = None, with_logits: bool = False
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if isinstance(kv, Quantised) and kv.format.name == "fp8" and (reason := why_no_fp8()):
+    if reason := why_no_codes(kv):
         return reason
     if kv.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16) or query.dtype != kv.dtype:
         return f"queries and pool must both be float32, bfloat16 or float16; got {query.dtype} and {kv.dtype}"

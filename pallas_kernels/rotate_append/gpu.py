@@ -12,9 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.choice import why_no_fp8
 from pallas_kernels.launch import launch, load, store
-from pallas_kernels.quantised import Format, Numbers, Quantised, codes_of, half_scales, is_rotated, nearest
+from pallas_kernels.quantised import Format, Numbers, Quantised, codes_of, half_scales, is_rotated, nearest, why_no_codes
 
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 WARP_ELEMENTS = 256  # per warp: 16 bytes of bfloat16 per thread
@@ -24,7 +23,7 @@ def why_not(
     kv: Any, projected: Any, cos: Any, sin: Any, address: Any, ring: Any = None, ring_at: Any = None, layer: Any = None
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
-    if isinstance(kv, Quantised) and kv.format.name == "fp8" and (reason := why_no_fp8()):
+    if reason := why_no_codes(kv):
         return reason
     if projected.dtype not in FLOATS or kv.dtype not in FLOATS:
         return f"heads and pool must be float32, bfloat16 or float16; got {projected.dtype} and {kv.dtype}"

@@ -18,91 +18,52 @@ from jax.experimental import topologies
 from jkv.engine.device_program import options_of
 from pallas_kernels import choice
 
-# Written by hand. A real H200 prints its own: `jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config`.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+
+def gpu(
+    name: str,
+    capability: str,
+    shared: tuple[int, int],
+    cores: int,
+    memory: tuple[int, int, int],
+    ghz: float,
+    fpus: int = 128,
+    threads: int = 2048,
+) -> str:
+    """A GPU as XLA takes it; a real one prints its own: `xla_client.get_topology_for_devices(jax.devices()).target_config`.
+
+    `shared` is the shared memory of a multiprocessor and of a program, `memory` is bytes a second, those of the second cache
+    and those of the device. From NVIDIA's white papers and the CUDA C++ Programming Guide ("Technical Specifications").
+    """
+    bandwidth, cache, size = memory
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
+  shared_memory_per_block: 49152 shared_memory_per_core: {shared[0]} shared_memory_per_block_optin: {shared[1]}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  core_count: {cores} fpus_per_core: {fpus} clock_rate_ghz: {ghz}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 device_memory_size: 150000000000
-  cuda_compute_capability { major: 9 }
-}
+  memory_bandwidth: {bandwidth} l2_cache_size: {cache} device_memory_size: {size}
+  cuda_compute_capability {{ {capability} }}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 8 }}
+device_description_str: "{name}"
 """
 
-H100 = H200.replace("4800000000000", "3350000000000").replace("150000000000", "85000000000").replace("H200", "H100 80GB HBM3")
 
-# In the same words, from NVIDIA's white papers of Turing and Volta.
-T4 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 1024
-  shared_memory_per_block: 49152 shared_memory_per_core: 65536 shared_memory_per_block_optin: 65536
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: 40 fpus_per_core: 64 clock_rate_ghz: 1.59
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 320000000000 l2_cache_size: 4194304 device_memory_size: 15800000000
-  cuda_compute_capability { major: 7 minor: 5 }
+HOPPER, ADA = (233472, 232448), (102400, 101376)
+MIB, GB_S = 1 << 20, 10**9
+GPUS = {
+    "h200": gpu("NVIDIA H200", "major: 9", HOPPER, 132, (4800 * GB_S, 60 * MIB, 150_000_000_000), 1.98),
+    "h100": gpu("NVIDIA H100 80GB HBM3", "major: 9", HOPPER, 132, (3350 * GB_S, 60 * MIB, 85_000_000_000), 1.98),
+    "t4": gpu("Tesla T4", "major: 7 minor: 5", (65536, 65536), 40, (320 * GB_S, 4 * MIB, 15_800_000_000), 1.59, 64, 1024),
+    "v100": gpu("Tesla V100-SXM2-16GB", "major: 7", (98304, 98304), 80, (900 * GB_S, 6 * MIB, 16_900_000_000), 1.53, 64),
+    "a100": gpu("NVIDIA A100-SXM4-80GB", "major: 8", (167936, 166912), 108, (2039 * GB_S, 40 * MIB, 85_000_000_000), 1.41, 64),
+    "l4": gpu("NVIDIA L4", "major: 8 minor: 9", ADA, 58, (300 * GB_S, 48 * MIB, 23_600_000_000), 2.04, threads=1536),
+    "rtx3090": gpu(
+        "NVIDIA GeForce RTX 3090", "major: 8 minor: 6", ADA, 82, (936 * GB_S, 6 * MIB, 25_300_000_000), 1.7, threads=1536
+    ),
 }
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "Tesla T4"
-"""
-V100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 98304 shared_memory_per_block_optin: 98304
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: 80 fpus_per_core: 64 clock_rate_ghz: 1.53
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 900000000000 l2_cache_size: 6291456 device_memory_size: 16900000000
-  cuda_compute_capability { major: 7 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "Tesla V100-SXM2-16GB"
-"""
-
-# Ampere and Ada, from NVIDIA's white papers and the CUDA C++ Programming Guide ("Technical Specifications").
-A100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_core: 167936 shared_memory_per_block_optin: 166912
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: 108 fpus_per_core: 64 clock_rate_ghz: 1.41
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 2039000000000 l2_cache_size: 41943040 device_memory_size: 85000000000
-  cuda_compute_capability { major: 8 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA A100-SXM4-80GB"
-"""
-L4 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 1536
-  shared_memory_per_block: 49152 shared_memory_per_core: 102400 shared_memory_per_block_optin: 101376
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  core_count: 58 fpus_per_core: 128 clock_rate_ghz: 2.04
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-  memory_bandwidth: 300000000000 l2_cache_size: 50331648 device_memory_size: 23600000000
-  cuda_compute_capability { major: 8 minor: 9 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
-device_description_str: "NVIDIA L4"
-"""
-RTX_3090 = (
-    L4.replace("core_count: 58", "core_count: 82")
-    .replace("ghz: 2.04", "ghz: 1.7")
-    .replace("300000000000", "936000000000")
-    .replace("50331648", "6291456")
-    .replace("minor: 9", "minor: 6")
-    .replace("NVIDIA L4", "NVIDIA GeForce RTX 3090")
-)
 
 # Target -> (platform, topology, page size)
 TARGETS = {
@@ -119,7 +80,6 @@ TARGETS = {
     "l4": ("cuda", "1x1x1", 16),
     "rtx3090": ("cuda", "1x1x1", 16),
 }
-GPUS = {"h200": H200, "h100": H100, "t4": T4, "v100": V100, "a100": A100, "l4": L4, "rtx3090": RTX_3090}
 OLD_GPUS = ("t4", "v100")  # without Triton: plain XLA computes the kernels
 SMALLER_GPUS = ("a100", "l4", "rtx3090")  # with less shared memory, two without conversions of fp8: `test_smaller_gpus`
 ALIKE = ("h100",)  # differs from another target in memory alone
