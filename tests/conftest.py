@@ -1,12 +1,14 @@
 """One place for what every test runs under: shapes checked, dtypes strict, programs cached between runs."""
 
+import contextlib
 import gc
 import inspect
-import json
+import math
 import os
 import re
 import signal
 import sys
+from collections import Counter, defaultdict
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +30,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from tests.support import everyday
+from tests.support import selection
 
 ROOT = Path(__file__).parent.parent
 FILES = [*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
@@ -39,7 +41,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 ON_GPU = os.environ["JAX_PLATFORMS"] == "cuda"
 if ON_GPU:
     jax.config.update("jax_default_matmul_precision", "highest")  # the references' products, which would be in TF32
-CACHE = ROOT / ".cache" / f"jax-{jax.__version__}"
+# Outside of the checkout, so that the next one finds it; JAX's keys hold its version, the device and the flags.
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jkv" / "tests"
+MOST_CACHED = 8 << 30  # bytes
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))  # of what the tests start, too
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
@@ -47,46 +51,6 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
 
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C, which tests press
-
-
-# Files that take longest, those first: no worker is left with a long one when the other has nothing to do.
-LONGEST = (
-    "engine/test_faults.py",
-    "policies/test_conformance.py",
-    "engine/test_mesh.py",
-    "repository/test_docs.py",
-    "repository/test_page_commands.py",
-    "evaluation/test_probe.py",
-    "engine/test_engine.py",
-    "bench/test_benchmarks.py",
-    "analysis/test_recall.py",
-    "cli/test_cli.py",
-    "grpo/test_grpo.py",
-    "engine/test_turns.py",
-    "engine/test_prefix_cache.py",
-    "rl/test_mesh.py",
-    "engine/test_quantised_pages.py",
-    "pallas_kernels/test_paged_attention_gpu.py",
-    "evaluation/test_window_leads.py",
-    "evaluation/test_leads.py",
-    "evaluation/test_experiments.py",
-    "evaluation/test_compare.py",
-    "test_rollout.py",
-    "test_generate.py",
-    "policies/test_protection.py",
-    "analysis/test_foresee.py",
-    "cache/test_in_step_eviction.py",
-    "model/test_numbers.py",
-    "engine/test_prompts.py",
-    "engine/test_sharer.py",
-    "serving/test_loads.py",
-    "cli/test_interrupts.py",
-    "repository/test_notebooks.py",
-    "pallas_kernels/test_quantised.py",
-    "pallas_kernels/test_paged_attention.py",
-    "pallas_kernels/test_replay_attention.py",
-    "evaluation/test_generations.py",
-)
 
 
 gc.set_threshold(100_000, 20, 100)  # tracing makes many objects that live on; looking through them is a tenth of the time
@@ -125,30 +89,57 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if len(config.args) == 1 and config.args[0].partition("::")[0].endswith(".py") else 2
 
 
-def is_everyday(item, chosen):
-    """Whether a test runs every day: by `chosen`, the cases of the tests that take long, and the conditions of its marks."""
-    conditions = [mark.kwargs.get("where") for mark in item.iter_markers("everyday")]
-    function, case = everyday.split(item.nodeid.removeprefix("tests/"))
-    if None not in conditions and case not in chosen.get(function, (case,)):
-        return False
-    conditions = [where for where in conditions if where is not None]
-    return all(where(*(item.callspec.params[name] for name in inspect.signature(where).parameters)) for where in conditions)
+def pytest_sessionstart():
+    """Forgets the compiled programs that were not used for longest, where those of earlier runs take too much of the disk.
+
+    JAX's own limit looks through the whole folder for each program. Workers may read and write meanwhile: a program that one of
+    them does not find is compiled.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ or not CACHE.is_dir():
+        return
+    with contextlib.suppress(FileNotFoundError):  # another run does it at this moment
+        files = sorted(
+            ((file, file.stat()) for file in CACHE.iterdir()), key=lambda one: -max(one[1].st_atime, one[1].st_mtime)
+        )
+        total = 0
+        for file, status in files:
+            total += status.st_size
+            if total > MOST_CACHED:
+                file.unlink()
+
+
+def may_run_every_day(item):
+    """Whether neither a mark `slow` nor a condition of a mark `everyday` keeps a case for runs by name."""
+    conditions = [mark.kwargs["where"] for mark in item.iter_markers("everyday") if mark.kwargs]
+    return not item.get_closest_marker("slow") and all(
+        where(*(item.callspec.params[name] for name in inspect.signature(where).parameters)) for where in conditions
+    )
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items):
-    """The longest files first, the others as they are.
+    """Marks what does not run every day as `slow`, and puts the longest files first: `tests/support/selection.py`.
 
     `@pytest.mark.everyday(where=lambda name, dtype: ...)` makes the rest of a sweep `slow`: every value of each parameter runs
-    every day, not their product. Of the tests that take long, `tests/everyday.json` has the cases that run every day; it does
-    not count for a test with the mark `@pytest.mark.everyday` alone.
+    every day, not their product. A function with the mark `@pytest.mark.everyday` alone has no limit of seconds.
     """
-    chosen = json.loads(everyday.FILE.read_text())
+    record = selection.read_record()
+    functions = defaultdict(dict)
     for item in items:
-        if not is_everyday(item, chosen):
+        if may_run_every_day(item):
+            function, case = selection.split(item.nodeid.removeprefix("tests/"))
+            functions[function][case] = item
+    chosen, of_file = set(), Counter()
+    for function, cases in functions.items():
+        measured = record.get(function, {})
+        is_whole = any(not mark.kwargs for item in cases.values() for mark in item.iter_markers("everyday"))
+        for case in selection.choose(cases, measured, math.inf if is_whole else selection.limit_of(function)):
+            chosen.add(cases[case])
+            of_file[cases[case].path] += measured.get(case, 0.0)
+    for item in items:
+        if item not in chosen:
             item.add_marker(pytest.mark.slow)
-    rank = {ROOT / "tests" / name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path, len(rank)))
+    items.sort(key=lambda item: -of_file[item.path])
 
 
 @pytest.fixture(autouse=True, scope="module")
