@@ -209,7 +209,7 @@ def test_the_papers_cells_hold_no_figure_that_ran_out_of_memory():
     assert len(cells) == 10 + 2 * (11 + 9)
 
 
-@pytest.mark.slow  # `.ci/run` runs what is slow here
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["jkv", "transformers", "kvpress"])
 def test_peers_run_side_by_side(capsys, tmp_path, library):
     from jkv.bench.peers import NEEDED

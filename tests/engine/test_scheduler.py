@@ -186,14 +186,9 @@ def check(num_turns, num_schedulers):
     assert total["finished"] > num_turns / 10
 
 
-def test_random_turns_never_exceed_the_pool_and_lose_no_page_and_no_sample():
-    check(num_turns=6_000, num_schedulers=12)
-
-
-@pytest.mark.slow
-def test_a_million_random_turns():
-    """`python -m pytest tests/engine/test_scheduler.py -m slow`: the same, once before a change of the scheduler lands."""
-    check(num_turns=1_000_000, num_schedulers=100)
+@pytest.mark.parametrize(("num_turns", "num_schedulers"), [(6_000, 12), pytest.param(1_000_000, 100, marks=pytest.mark.slow)])
+def test_random_turns_never_exceed_the_pool_and_lose_no_page_and_no_sample(num_turns, num_schedulers):
+    check(num_turns=num_turns, num_schedulers=num_schedulers)
 
 
 def test_samples_are_admitted_in_order_of_arrival():

@@ -68,18 +68,22 @@ def test_every_array_has_a_file_of_its_own(saved, model):
     assert {"embedding", "layers.0.query", "layers.1.down", "final_norm"} <= names
 
 
-def test_a_flipped_bit_is_refused_by_the_name_of_its_file(copy, model):
-    rng = random.Random(0)
-    assert refusals(copy, lambda bits: [0, bits - 1, rng.randrange(bits)]) > 100
-    assert_equal(jkv.restore(copy), model.params)
+def some_bits(bits):
+    return [0, bits - 1, random.Random(bits).randrange(bits)]
 
 
-@pytest.mark.slow
-def test_a_flipped_bit_of_any_byte_is_refused(copy, model):
-    rng = random.Random(1)
-    assert (
-        refusals(copy, lambda bits: [8 * byte + rng.randrange(8) for byte in range(0, bits // 8, 1 + bits // 8 // 400)]) > 5000
-    )
+def a_bit_of_many_bytes(bits):
+    rng = random.Random(bits)
+    return [8 * byte + rng.randrange(8) for byte in range(0, bits // 8, 1 + bits // 8 // 400)]
+
+
+@pytest.mark.parametrize(
+    ("bits_of", "least"),
+    [(some_bits, 100), pytest.param(a_bit_of_many_bytes, 5000, marks=pytest.mark.slow)],
+    ids=["some", "many"],
+)
+def test_a_flipped_bit_is_refused_by_the_name_of_its_file(copy, model, bits_of, least):
+    assert refusals(copy, bits_of) > least
     assert_equal(jkv.restore(copy), model.params)
 
 
@@ -181,14 +185,13 @@ def kill_saves(tmp_path, params, moments):
     return outcomes
 
 
-def test_a_save_that_was_killed_is_whole_or_refused(model, tmp_path):
-    assert not kill_saves(tmp_path, model.params, [0.2])[0]
-
-
-@pytest.mark.slow
-def test_a_save_killed_at_any_moment_is_whole_or_refused(model, tmp_path):
-    outcomes = kill_saves(tmp_path, model.params, [i / 40 for i in range(48)])
-    assert set(outcomes) == {False, True}
+@pytest.mark.parametrize(
+    ("moments", "outcomes"),
+    [([0.2], {False}), pytest.param([i / 40 for i in range(48)], {False, True}, marks=pytest.mark.slow)],
+    ids=["one", "many"],
+)
+def test_a_save_that_was_killed_is_whole_or_refused(model, tmp_path, moments, outcomes):
+    assert set(kill_saves(tmp_path, model.params, moments)) == outcomes
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -110,7 +110,6 @@ def test_an_unknown_choice_is_refused_before_anything_compiles(text, model):
         jkv.Engine(model, kernels=text)
 
 
-@pytest.mark.slow
 def test_an_engine_computes_with_the_kernels_that_were_chosen(model):
     settings = {"max_new_tokens": 24, "stop_ids": (), "page_size": 4, "progress": False}
     policy = jkv.r_kv(budget=16, interval=8, window=4)

@@ -548,7 +548,6 @@ def test_on_a_tpu_several_calls_give_what_one_gives(monkeypatch):
         assert jnp.array_equal(x, y)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sorted", "sorted on a tpu"])
 def test_a_longer_replay_of_sorted_columns_agrees(monkeypatch, name):
     """Several blocks of rows and columns, with a list of blocks for each."""

@@ -80,7 +80,6 @@ def test_a_row_knows_what_survived_and_starts_from_zero_after_another():
             assert_rule(out, policy)
 
 
-@pytest.mark.slow
 def test_samples_that_fork_from_a_compacted_prompt_know_what_survived():
     (out,), stats = run([FIXED], max_running=3, n=3)
     assert stats.forks == 3
@@ -94,7 +93,6 @@ def test_swapped_rows_know_what_survived():
         assert_rule(out, GROWING)
 
 
-@pytest.mark.slow
 @pytest.mark.rounding
 def test_g_kv_gives_the_same_tokens_after_a_swap():
     evict = jkv.Evict(RememberedImportance(RECENT, 0.8, 0.5, 0.5), recent=RECENT, protect_prompt=True)
