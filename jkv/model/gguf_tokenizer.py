@@ -5,7 +5,6 @@ names its pre-tokenizer and leaves the rules to the reader, so they are written 
 conversion of transformers is not used: it knows no rules for some of them (such as digits in SmolLM), and skips them silently.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from jkv.model.families import FAMILIES
 from jkv.model.gguf_header import GgufHeader
 from jkv.model.json_files import CORRECT, SWITCH, TEXT, Rule, check_fields, integer, shown
 from jkv.model.params import ModelConfig
+from jkv.model.tokenizer import make_tokenizer
 from jkv.model.tokenizer_files import check_definition, check_settings, check_size, loading, measured
 
 PREFIX = "tokenizer.ggml."
@@ -102,14 +102,8 @@ def read_gguf_tokenizer(header: GgufHeader, config: ModelConfig | None = None) -
     settings = special | {"chat_template": header.metadata.get("tokenizer.chat_template")}
     check_definition(definition, where, MAX_VOCAB if config is None else config.vocab_size)
     check_settings(settings, f"{where}: tokenizer")
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
-
     with loading(f"in {where}", "Use the model's Hugging Face folder."):
-        backend = Tokenizer.from_str(json.dumps(definition))
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=backend, name_or_path=where, clean_up_tokenization_spaces=False, **settings
-        )
+        tokenizer = make_tokenizer(definition, settings, where)
         size = measured(tokenizer, len(tokens) - 1, is_known=True)
     check_size(size, f"in {where}", config)
     return tokenizer

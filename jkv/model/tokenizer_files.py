@@ -1,5 +1,8 @@
 """Loads the tokenizer of a checkpoint folder, after its files are checked.
 
+A folder's tokenizer is its tokenizer.json (`jkv.model.tokenizer`), whatever class its configuration names. transformers chooses
+a class only for a folder without that file.
+
 The libraries build lists as long as the largest id, open the paths in tokenizer_config.json, abort the process for a damaged
 table, and multiply a text by every replacement of a normalizer. So ids, paths, tables and replacements are bounded before they
 see the files. Code in a checkpoint is never run.
@@ -31,13 +34,14 @@ from jkv.model.json_files import (
     list_of,
     nullable,
     printable,
+    read_bytes,
     read_json,
     shown,
 )
 from jkv.model.params import ModelConfig
+from jkv.model.tokenizer import make_tokenizer, steps
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-GENERIC_TOKENIZERS = ("PreTrainedTokenizerFast", "TokenizersBackend")  # fully defined by tokenizer.json
 READ = (".json", ".txt", ".jinja", ".model", ".spm", ".vocab", ".codes", ".tiktoken")  # suffixes of what tokenizers read
 MAX_TOKEN = 2048  # characters
 MAX_GROWTH = 1024  # characters that a normalizer or decoder makes of one
@@ -98,22 +102,66 @@ def read_tokenizer(folder: Path, config: ModelConfig | None = None) -> Any:
     """
     if not [name for name in TOKENIZER_FILES if find_file(folder / name)]:  # each is checked
         return None
-    settings, largest = check_tokenizer(folder, config)
-    library = transformers()
-
-    # AutoTokenizer would replace the pre-tokenizer of a generic tokenizer.json by that of the model family.
-    loader = library.PreTrainedTokenizerFast if settings.get("tokenizer_class") in GENERIC_TOKENIZERS else library.AutoTokenizer
-    options: dict[str, Any] = {name: None for name in settings if name.endswith("_file")}  # paths, which would be opened
-    if loader is library.AutoTokenizer:
-        options["config"] = family_defaults(folder)
-    remedy = f"Correct it, or remove {', '.join(TOKENIZER_FILES)} and use token ids."
-    with loading(f"in {folder}", remedy):
-        tokenizer = loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
+    fields, largest = check_tokenizer(folder, config)
+    settings, definition = tokenizer_settings(folder, fields), fields.get("tokenizer.json")
+    with loading(f"in {folder}", f"Correct it, or remove {', '.join(TOKENIZER_FILES)} and use token ids."):
+        if definition is None:
+            tokenizer = by_class(folder, settings)
+        else:
+            tokenizer = make_tokenizer(definition, settings, str(folder), added_tokens(fields))
         # Only the largest id of tokenizer.json is known before; the whole vocabulary takes long.
-        is_known = find_file(folder / "tokenizer.json") is not None
-        size = measured(tokenizer, largest, is_known)
+        size = measured(tokenizer, largest, is_known=definition is not None)
     check_size(size, f"in {folder}", config)
     return tokenizer
+
+
+def tokenizer_settings(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of tokenizer_config.json, with the special tokens and chat templates that files of their own have.
+
+    Raises:
+      ValueError: the tokenizer is a class that the checkpoint brings the code of.
+    """
+    settings = dict(fields.get("tokenizer_config.json", {}))
+    refuse_code(settings, str(folder / "tokenizer_config.json"))
+    if "added_tokens_decoder" not in settings:  # older folders
+        settings |= fields.get("special_tokens_map.json", {})
+    templates = {"default": folder / "chat_template.jinja"}
+    templates |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    texts = {name: read_bytes(file).decode("utf-8") for name, file in templates.items() if find_file(file, folder)}
+    if texts:
+        settings["chat_template"] = texts["default"] if set(texts) == {"default"} else texts
+    return settings
+
+
+def refuse_code(settings: Mapping[str, Any], where: str) -> None:
+    """Refuses a tokenizer whose class is in a Python file of the checkpoint, which may do more than tokenizer.json says."""
+    code = settings.get("auto_map") or {}
+    paths = code.get("AutoTokenizer") if isinstance(code, dict) else code
+    names = [str(path) for path in (paths if isinstance(paths, list) else [paths]) if path]
+    own = settings.get("tokenizer_class")
+    classes = {name.rpartition(".")[2].removesuffix("Fast") for name in names}
+    if names and (own is None or own.removesuffix("Fast") in classes):
+        raise ValueError(
+            f"{where}: the tokenizer must load without custom code, got the class {shown(names[-1])} of the checkpoint. "
+            "Code in a checkpoint is never run: remove its tokenizer files and use token ids, or set tokenizer_class to "
+            '"PreTrainedTokenizerFast", where tokenizer.json is all of the tokenizer.'
+        )
+
+
+def added_tokens(fields: Mapping[str, Any]) -> dict[int, Any]:
+    """The tokens that the configuration files add to tokenizer.json, by id: added_tokens.json is an older form."""
+    settings = fields.get("tokenizer_config.json", {})
+    if "added_tokens_decoder" in settings:
+        return {int(index): token for index, token in settings["added_tokens_decoder"].items()}
+    return {index: {"content": text} for text, index in fields.get("added_tokens.json", {}).items()}
+
+
+def by_class(folder: Path, settings: Mapping[str, Any]) -> Any:
+    """The tokenizer of a folder without tokenizer.json, whose vocabulary the class in its configuration interprets."""
+    paths: dict[str, Any] = {name: None for name in settings if name.endswith("_file")}  # which would be opened
+    return transformers().AutoTokenizer.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=True, config=family_defaults(folder), **paths
+    )
 
 
 @contextlib.contextmanager
@@ -154,7 +202,7 @@ def family_defaults(folder: Path) -> Any:
 
 
 def check_tokenizer(folder: Path, config: ModelConfig | None = None) -> tuple[dict[str, Any], int]:
-    """Checks every file that a tokenizer library may read; the fields of tokenizer_config.json, and the largest id."""
+    """Checks every file that a tokenizer library may read; the fields of those in JSON by name, and the largest id."""
     check_places(folder)
     names = (*TOKENIZER_FILES, "added_tokens.json", "special_tokens_map.json")
     found = {name: folder / name for name in names if name.endswith(".json") and find_file(folder / name)}
@@ -169,7 +217,7 @@ def check_tokenizer(folder: Path, config: ModelConfig | None = None) -> tuple[di
         else:
             largest = max(largest, check_settings(fields[name], str(file)))
     check_size(largest + 1, f"in {folder}", config)
-    return fields.get("tokenizer_config.json", {}), largest
+    return fields, largest
 
 
 def check_places(folder: Path) -> None:
@@ -264,15 +312,6 @@ def check_definition(fields: Mapping[str, Any], where: str, limit: int) -> int:
     ):
         check_fields({name: value}, {name: nullable(LENGTH)}, where)
     return largest
-
-
-def steps(part: Any) -> Iterator[Mapping[str, Any]]:
-    """The steps of a normalizer, pre-tokenizer, post-processor or decoder, those inside of a sequence too."""
-    if isinstance(part, dict):
-        yield part
-        for name in ("normalizers", "pretokenizers", "processors", "decoders"):
-            for inner in part.get(name) or () if isinstance(part.get(name), list) else ():
-                yield from steps(inner)
 
 
 def check_growth(parts: list[Mapping[str, Any]], where: str) -> None:

@@ -232,7 +232,8 @@ def test_code_beside_a_checkpoint_is_never_run(tmp_path):
         checkpoint.load(golden_copy(folder, "phi3", model_type="evil", auto_map={"AutoConfig": "evil.Config"}))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer | {"tokenizer_class": "Tokenizer"}))
     golden_copy(folder, "phi3")
-    checkpoint.load(folder)
+    with pytest.raises(ValueError, match=r"tokenizer must load without custom code, got the class 'evil.Tokenizer'"):
+        checkpoint.load(folder)
     assert not (tmp_path / "ran").exists()
 
 
