@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import check_length, shown
-from jkv.model.chat_template import has_chat_template, render_chats
+from jkv.model.chat_template import ChatText, has_chat_template, render_chats
+from jkv.model.chat_tokens import encode_chat
 from jkv.model.params import Model
 
 MOST_SAMPLES = 1 << 17  # of a call: prompts times samples of each
@@ -18,11 +19,12 @@ LONGEST_TOKEN = 256  # characters: a text of more for each position of the model
 RULE = "A prompt must be a string, a list of chat messages, or a flat sequence of token ids"
 
 
-def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
+def encode_prompts(model: Model, prompt_or_prompts: Any, parse_special: bool = False) -> list[np.ndarray]:
     """Token ids of every prompt, checked. Sizes are checked before anything is copied or encoded.
 
     A prompt is a text, a list of token ids, or a conversation: a list of messages like `{"role": "user", "content": "..."}`,
-    which the chat template of the tokenizer turns into a text that ends where the model's answer begins.
+    which the chat template of the tokenizer turns into a text that ends where the model's answer begins. Only the template's own
+    text becomes control tokens, unless `parse_special` lets messages make them too (`jkv.model.chat_tokens`).
     """
     if isinstance(prompt_or_prompts, str):
         return [encode_prompt(model, 0, prompt_or_prompts)]
@@ -36,7 +38,7 @@ def encode_prompts(model: Model, prompt_or_prompts: Any) -> list[np.ndarray]:
     check_length("prompts", prompt_or_prompts, MOST_SAMPLES, "texts, conversations or lists of token ids")
     prompts = [prompt_or_prompts] if isinstance(first, Mapping) else list(prompt_or_prompts)
     chats = {i: prompt for i, prompt in enumerate(prompts) if is_conversation(prompt)}
-    texts = dict(zip(chats, render(model, chats), strict=True))
+    texts = dict(zip(chats, render(model, chats, parse_special), strict=True))
     return [encode_prompt(model, i, texts.get(i, prompt), is_chat=i in texts) for i, prompt in enumerate(prompts)]
 
 
@@ -45,8 +47,8 @@ def is_conversation(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and any(isinstance(message, Mapping) for message in prompt[:1])
 
 
-def render(model: Model, chats: Mapping[int, Any]) -> list[str]:
-    """The texts of conversations, by the model's chat template.
+def render(model: Model, chats: Mapping[int, Any], parse_special: bool = False) -> list[str]:
+    """The texts of conversations, by the model's chat template; with `parse_special` they do not know what users wrote.
 
     Raises:
       ValueError: no template, a message without role or content, or a template that refuses a conversation.
@@ -57,7 +59,8 @@ def render(model: Model, chats: Mapping[int, Any]) -> list[str]:
         raise ValueError("Chat messages need a tokenizer with a chat template; this model has none. Pass a text.")
     for index, messages in chats.items():
         check_messages(model, index, messages)
-    return render_chats(model.tokenizer, list(chats.values()), add_generation_prompt=True)
+    rendered = render_chats(model.tokenizer, list(chats.values()), add_generation_prompt=True)
+    return list(map(str, rendered)) if parse_special else list(rendered)
 
 
 def check_messages(model: Model, index: int, messages: Sequence[Any]) -> None:
@@ -171,7 +174,10 @@ def encode_text(model: Model, index: int, prompt: str, is_chat: bool) -> Any:
         if not any(mark in prompt for mark in marks):  # with its marks, it is a text that a template made
             warn_of_bare_text(model.name)
     try:
-        ids = model.tokenizer.encode(prompt, **({"add_special_tokens": False} if is_chat else {}))
+        if isinstance(prompt, ChatText):
+            ids = encode_chat(model.tokenizer, prompt)
+        else:
+            ids = model.tokenizer.encode(prompt, **({"add_special_tokens": False} if is_chat else {}))
     except BaseException as error:  # a panic of the tokenizers library, such as of a pattern that backtracks, is no Exception
         if type(error).__name__ != "PanicException":
             raise

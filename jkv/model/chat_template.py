@@ -25,6 +25,29 @@ MAX_REPLY = 1 << 26  # characters
 FRAME = re.compile(r'File "<template>", line (\d+)')
 
 Conversation = Sequence[Mapping[str, Any]]
+OWN, USER = "o", "u"  # marks of `jkv.model.marked_text`
+
+
+class ChatText(str):
+    """A rendered conversation, which knows what of it the template wrote.
+
+    Args:
+      text: the text.
+      marks: a letter for each character: OWN for what the template wrote, and the tokenizer's special tokens in it; USER for what
+        came from messages and variables. Another letter is for the results of operations that hide where a text comes from.
+    """
+
+    marks: str
+
+    def __new__(cls, text: str, marks: str) -> "ChatText":
+        self = super().__new__(cls, text)
+        self.marks = marks
+        return self
+
+    def after(self, mark: str) -> "ChatText":
+        """What follows the first occurrence of a text that is in it."""
+        begin = self.index(mark) + len(mark)
+        return ChatText(self[begin:], self.marks[begin:])
 
 
 class ChatRenderer:
@@ -53,14 +76,15 @@ class ChatRenderer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def render(self, conversation: Conversation, **options: Any) -> str:
+    def render(self, conversation: Conversation, **options: Any) -> "ChatText":
         """The text of a conversation; `options` are those of `apply_chat_template` of transformers that change it.
 
         Raises:
           ValueError: the template fails, or takes too long or too much memory.
         """
         turns = [{name: value for name, value in turn.items() if value is not None} for turn in conversation]
-        job = {"template": self.template, "conversation": turns, "options": self.tokens | options, "seconds": self.seconds}
+        job = {"template": self.template, "conversation": turns, "tokens": self.tokens, "options": options}
+        job["seconds"] = self.seconds
         if self.process is None:
             self.start()
         assert self.process is not None
@@ -79,7 +103,7 @@ class ChatRenderer:
                 break
             self.lines = reply["lines"]
         if "text" in reply:
-            return reply["text"]
+            return ChatText(reply["text"], reply["marks"])
         raise self.failure(reply["error"], reply["line"])
 
     def start(self) -> None:
@@ -160,7 +184,7 @@ def end(process: subprocess.Popen[str]) -> int:
     return process.wait()
 
 
-def render_chats(tokenizer: Any, conversations: Sequence[Conversation], **options: Any) -> list[str]:
+def render_chats(tokenizer: Any, conversations: Sequence[Conversation], **options: Any) -> list[ChatText]:
     """The texts of conversations, as `ChatRenderer.render` returns them."""
     with ChatRenderer(tokenizer) as renderer:
         return [renderer.render(conversation, **options) for conversation in conversations]

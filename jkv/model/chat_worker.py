@@ -5,6 +5,7 @@ takes too long is interrupted; one that does not return from an operation ends t
 """
 
 import faulthandler
+import importlib.util
 import json
 import signal
 import sys
@@ -25,29 +26,35 @@ class TooLongError(BaseException):
 def main() -> None:
     """Renders until standard input ends."""
     try:
-        import jinja2
         from jinja2 import sandbox
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils import chat_template_utils
+
+        marked_text = load_beside("marked_text")
     except ImportError as error:
         reply(missing=str(error))
         return
-    # The compiler then leaves these operations to the program, where they have a line.
-    sandbox.SandboxedEnvironment.intercepted_binops = frozenset(sandbox.SandboxedEnvironment.default_binop_table)
-    compile_template = jinja2.Environment.from_string
 
-    def from_string(environment: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
-        template = TEMPLATES[source] = compile_template(environment, source, *args, **kwargs)
-        reply(lines=template.debug_info)
-        return template
+    class Environment(marked_text.MarkingEnvironment):  # type: ignore[misc, name-defined]
+        # The compiler then leaves these operations to the program, where they have a line.
+        intercepted_binops = frozenset(sandbox.SandboxedEnvironment.default_binop_table)
 
-    jinja2.Environment.from_string = from_string  # type: ignore[assignment, method-assign]
+        def from_string(self, source: Any, *args: Any, **kwargs: Any) -> Any:
+            template = TEMPLATES[source] = super().from_string(source, *args, **kwargs)
+            reply(lines=template.debug_info)
+            return template
+
+    chat_template_utils.ImmutableSandboxedEnvironment = Environment  # type: ignore[attr-defined]
     limit_memory()
     reply(ready=True)
     for line in sys.stdin:
         job = json.loads(line)
         set_alarm(job["seconds"])
         try:
-            found = render_jinja_template(conversations=[job["conversation"]], chat_template=job["template"], **job["options"])
+            options = job["tokens"] | job["options"]
+            marked_text.MarkingTemplate.own_names = frozenset(job["tokens"]) - frozenset(job["options"])
+            found = chat_template_utils.render_jinja_template(
+                conversations=[job["conversation"]], chat_template=job["template"], **options
+            )
             text = found[0][0]
             if len(text) > MAX_TEXT:
                 raise ValueError(f"the text must have at most {MAX_TEXT:,} characters, got {len(text):,}")
@@ -56,7 +63,17 @@ def main() -> None:
             set_alarm(0)
             reply(error=message(error, job["seconds"]), line=line_of(error, TEMPLATES.get(job["template"])))
         else:
-            reply(text=text)
+            reply(text=text, marks=marked_text.marks_of(text).decode())
+
+
+def load_beside(name: str) -> Any:
+    """A module in the folder of this script, without the package that it is in, which would import JAX."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def set_alarm(seconds: float) -> None:
