@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 from jkv.cli import remote_chat
-from jkv.cli.inputs import LOOKS, add_model_options, load_model, read_line, read_settings, sampling_of
+from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_model_options, load_model, read_line, read_settings, sampling_of
 
 BOUNDED_CONTEXT, OPEN_CONTEXT = 8_192, 32_768  # slots
 
@@ -28,6 +28,7 @@ def add(commands: Any) -> None:
         "first that it lists",
     )
     command.add_argument("--system", metavar="TEXT", help="the system's message")
+    command.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
     command.add_argument(
         "--context",
         type=int,
@@ -74,8 +75,9 @@ def run(options: argparse.Namespace) -> int:
         elif line:
             messages.append({"role": "user", "content": line})
             engine.reset_stats()
+            asked = {"max_new_tokens": options.max_new_tokens, "parse_special": options.parse_special}
             try:
-                ticket = engine.submit(messages, policy, sampling, options.max_new_tokens, on_tokens=show_text)
+                ticket = engine.submit(messages, policy, sampling, on_tokens=show_text, **asked)
             except ValueError as error:  # a conversation that is too long, or that the template refuses
                 messages.pop()
                 print(f"jkv: {error} /new begins a new conversation.", file=sys.stderr)

@@ -7,7 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import counted
-from jkv.cli.inputs import LOOKS, add_model_options, check_target, load_model, read_prompts, read_settings, sampling_of
+from jkv.cli.inputs import (
+    LOOKS,
+    PARSE_SPECIAL,
+    add_model_options,
+    check_target,
+    load_model,
+    read_prompts,
+    read_settings,
+    sampling_of,
+)
 from jkv.cli_errors import discard_output
 
 
@@ -22,6 +31,7 @@ def add(commands: Any) -> None:
     command.add_argument(
         "--chat", action="store_true", help="the prompt is a user's message; the model's chat template is used"
     )
+    command.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
     add_model_options(command)
     command.add_argument("-n", type=int, default=1, help="samples of each prompt (default 1)")
     command.add_argument(
@@ -56,6 +66,7 @@ def run(options: argparse.Namespace) -> int:
         sampling=sampling_of(options, model.sampling),
         on_tokens=show_text if streams and model.tokenizer is not None else None,
         progress=False if streams else None,
+        parse_special=options.parse_special,
         max_new_tokens=options.max_new_tokens,
         n=options.n,
         stop_strings=options.stop_strings,

@@ -54,6 +54,9 @@ BOOLEANS = {"true": "True", "false": "False", "none": "None"}
 LOOKS: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
 
 
+PARSE_SPECIAL = "let messages make control tokens by writing their text, such as <|im_end|> (default: only the template does)"
+
+
 def add_model_options(command: argparse.ArgumentParser) -> None:
     """The options of a model, a policy and its sampling, which several commands share."""
     command.add_argument(

@@ -34,6 +34,8 @@ def run(options: argparse.Namespace) -> int:
     """Reads messages and prints answers until the input ends. An answer that Ctrl-C ends stays in the conversation; a message
     without a whole answer leaves it.
     """
+    if options.parse_special:
+        raise ValueError("--parse-special is for a model that is loaded here; got --url. Give it to `jkv serve` instead.")
     base, body = address_of(options.url), body_of(options)
     begin = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = list(begin)

@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import install, words
-from jkv.cli.inputs import LOOKS, add_budget, add_kv_dtype, add_mesh, add_settings, add_weight_dtype, load_model, read_settings
+from jkv.cli.inputs import (
+    LOOKS,
+    PARSE_SPECIAL,
+    add_budget,
+    add_kv_dtype,
+    add_mesh,
+    add_settings,
+    add_weight_dtype,
+    load_model,
+    read_settings,
+)
 
 OPEN_CONTEXT = 32_768  # slots
 KEY = "JKV_API_KEY"  # the environment variable
@@ -40,6 +50,7 @@ def add(commands: Any) -> None:
     command.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
     command.add_argument("--api-key", metavar="KEY", help=f"that clients must send; default: the variable {KEY}, or none")
     command.add_argument("--name", default="", help="the model's name for clients (default: its own)")
+    command.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
     command.add_argument("--max-running", type=int, help="rows decoded together (default: 8)")
     command.add_argument("--max-waiting", type=int, default=256, help="samples that may wait for a row (default: 256)")
     command.add_argument(
@@ -106,6 +117,7 @@ def run(options: argparse.Namespace) -> int:
         policy=options.policy,
         settings=settings,
         allowed=tuple(words(options.allow_policies)),
+        parse_special=options.parse_special,
         api_key=key,
         max_waiting=options.max_waiting,
         max_conversations=options.max_conversations,

@@ -131,6 +131,7 @@ class Engine:
         forced_tokens: Sequence[int] | None = None,
         cache_salt: str = "",
         prompt_piece: int | None = None,
+        parse_special: bool = False,
         keep: bool = False,
     ) -> int:
         """Queues `n` samples of one prompt and returns the request's ticket.
@@ -138,7 +139,7 @@ class Engine:
         Args:
           prompt: a text, a list of token ids, or a conversation (a list of messages).
           policy, sampling, max_new_tokens, n, stop_ids, stop_strings, first_sample: see `jkv.RequestOptions`.
-          forced_tokens, cache_salt, prompt_piece: see there.
+          forced_tokens, cache_salt, prompt_piece, parse_special: see there.
           on_tokens: receives an `Event` for each sample and chunk; if it raises, the request ends with the reason "error" and
             the others continue.
           request: a number below 2**32 that identifies the prompt in the random keys; None is a hash of its tokens. With a
@@ -150,8 +151,8 @@ class Engine:
         """
         given: Any = {"policy": policy, "sampling": sampling, "max_new_tokens": max_new_tokens, "n": n, "stop_ids": stop_ids}
         given |= {"stop_strings": stop_strings, "first_sample": first_sample, "forced_tokens": forced_tokens}
-        options = RequestOptions(**given, cache_salt=cache_salt, prompt_piece=prompt_piece)
-        prompts = encode_prompts(self.model, prompt)
+        options = RequestOptions(**given, cache_salt=cache_salt, prompt_piece=prompt_piece, parse_special=parse_special)
+        prompts = encode_prompts(self.model, prompt, options.parse_special)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
         made = make_requests(self.model, prompts, options, request, self.options.kv_format)

@@ -23,8 +23,8 @@ def encode_prompts(model: Model, prompt_or_prompts: Any, parse_special: bool = F
     """Token ids of every prompt, checked. Sizes are checked before anything is copied or encoded.
 
     A prompt is a text, a list of token ids, or a conversation: a list of messages like `{"role": "user", "content": "..."}`,
-    which the chat template of the tokenizer turns into a text that ends where the model's answer begins. Only the template's own
-    text becomes control tokens, unless `parse_special` lets messages make them too (`jkv.model.chat_tokens`).
+    which the chat template of the tokenizer turns into a text that ends where the model's answer begins. Only the template's
+    own text becomes control tokens, unless `parse_special` lets messages make them too (`jkv.model.chat_tokens`).
     """
     if isinstance(prompt_or_prompts, str):
         return [encode_prompt(model, 0, prompt_or_prompts)]
@@ -175,7 +175,7 @@ def encode_text(model: Model, index: int, prompt: str, is_chat: bool) -> Any:
             warn_of_bare_text(model.name)
     try:
         if isinstance(prompt, ChatText):
-            ids = encode_chat(model.tokenizer, prompt)
+            ids = encode_chat(model.tokenizer, prompt, add_special_tokens=not is_chat)
         else:
             ids = model.tokenizer.encode(prompt, **({"add_special_tokens": False} if is_chat else {}))
     except BaseException as error:  # a panic of the tokenizers library, such as of a pattern that backtracks, is no Exception

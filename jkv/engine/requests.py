@@ -139,6 +139,9 @@ class RequestOptions:
         prompt of any length needs no more slots than the budget and an interval, or `prompt_piece`. The first piece is then
         what schedules and protection count as the prompt, and each sample prefills by itself. None prefills whole prompts and
         compacts them once, as the papers do; policies that evict nothing always do.
+      parse_special: whether the text of a control token, such as `<|im_end|>`, is this token in a message, too. By default only
+        the chat template's own text makes control tokens, so that no user's text ends a turn or begins one. Prompts that are a
+        text, and not messages, always may have them.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -154,9 +157,11 @@ class RequestOptions:
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None
     cache_salt: str = ""
     prompt_piece: int | None = None
+    parse_special: bool = False
 
     def __post_init__(self) -> None:
-        kinds = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str, "prompt_piece": int | None}
+        kinds: dict[str, Any] = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str}
+        kinds |= {"prompt_piece": int | None, "parse_special": bool}
         for name, kind in kinds.items():  # Python's numbers: products of NumPy's small ones overflow.
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_counts(n=self.n, max_new_tokens=self.max_new_tokens, prompt_piece=self.prompt_piece)

@@ -79,11 +79,12 @@ class Service:
           RuntimeError: the service is closed.
         """
         model: Model = self.engine.model
+        options = options or RequestOptions(**settings)
         with self._encoding:  # tokenizers change settings of their own while they encode
-            prompts = encode_prompts(model, prompt)
+            prompts = encode_prompts(model, prompt, options.parse_special)
         if len(prompts) != 1:
             raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
-        groups = make_requests(model, prompts, options or RequestOptions(**settings), request, self.engine.options.kv_format)
+        groups = make_requests(model, prompts, options, request, self.engine.options.kv_format)
         return self.submit_requests(turns.kept(groups[0], keep), streams)
 
     def submit_requests(self, requests: Sequence[Request], streams: bool = False) -> Ticket:

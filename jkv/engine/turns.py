@@ -76,7 +76,7 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
       ValueError: tokens that are none of the model, settings that a turn cannot change, or a conversation that is too long.
     """
     last, config = kept.request, model.config
-    for name in ("policy", "n", "first_sample", "cache_salt", "prompt_piece"):
+    for name in ("policy", "n", "first_sample", "cache_salt", "prompt_piece", "parse_special"):
         default = next(field.default for field in dataclasses.fields(options) if field.name == name)
         if getattr(options, name) != default:
             raise ValueError(

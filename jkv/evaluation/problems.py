@@ -13,7 +13,8 @@ import numpy as np
 
 from jkv.evaluation.datasets import Row, check_fields, read_rows
 from jkv.evaluation.graders import read_box
-from jkv.model.chat_template import has_chat_template, render_chats
+from jkv.model.chat_template import ChatText, has_chat_template, render_chats
+from jkv.model.chat_tokens import encode_chat
 from jkv.model.params import Model
 
 QUESTION, CHOICES = "{question}", "ABCDEFGHIJ"
@@ -150,4 +151,6 @@ def put(
 
 def tokens_of(model: Model, problem: Problem) -> Any:
     """What `generate` takes for a problem: its text, or the tokens of a chat, which carries its own special tokens."""
+    if isinstance(problem.prompt, ChatText):
+        return encode_chat(model.tokenizer, problem.prompt)
     return model.tokenizer.encode(problem.prompt, add_special_tokens=False) if problem.is_chat else problem.prompt

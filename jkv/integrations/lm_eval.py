@@ -21,7 +21,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from jkv.engine.interrupts import ending_at_interrupt
 from jkv.generate import generate
 from jkv.model import checkpoint
-from jkv.model.chat_template import ChatRenderer
+from jkv.model.chat_template import ChatRenderer, ChatText
+from jkv.model.chat_tokens import encode_chat
 from jkv.model.sampling import Sampling
 from jkv.policies import make
 from jkv.replay.score import score
@@ -101,10 +102,15 @@ class JKV(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Token ids. Special tokens are added unless the text already begins with the BOS token, as a chat does."""
+        """Token ids. Special tokens are added unless the text already begins with the BOS token, as a chat does.
+
+        In a chat that the harness left as it was rendered, only the template makes control tokens.
+        """
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
+        if isinstance(string, ChatText):
+            return encode_chat(self.tokenizer, string, add_special_tokens)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

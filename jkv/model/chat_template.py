@@ -33,8 +33,8 @@ class ChatText(str):
 
     Args:
       text: the text.
-      marks: a letter for each character: OWN for what the template wrote, and the tokenizer's special tokens in it; USER for what
-        came from messages and variables. Another letter is for the results of operations that hide where a text comes from.
+      marks: a letter for each character: OWN for what the template wrote, and the tokenizer's special tokens in it; USER for
+        what came from messages and variables. Another letter marks the results of operations that hide where a text comes from.
     """
 
     marks: str
@@ -43,6 +43,9 @@ class ChatText(str):
         self = super().__new__(cls, text)
         self.marks = marks
         return self
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]  # for pickle and copy
+        return str(self), self.marks
 
     def after(self, mark: str) -> "ChatText":
         """What follows the first occurrence of a text that is in it."""

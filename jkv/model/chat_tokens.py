@@ -48,26 +48,33 @@ def backend_of(tokenizer: Any) -> Any:
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
-def encode_chat(tokenizer: Any, text: ChatText) -> list[int]:
-    """Token ids of a rendered chat.
+def encode_chat(tokenizer: Any, text: ChatText, add_special_tokens: bool = False) -> list[int]:
+    """Token ids of a rendered chat, which has its special tokens already unless more shall be added.
 
     Raises:
-      ValueError: a control token comes from an operation of the template that hides whether the template or a user wrote it; or a
-        user wrote one, and the tokenizer is none of the tokenizers library.
+      ValueError: a control token comes from an operation of the template that hides whether the template or a user wrote it; or
+        a user wrote one, and the tokenizer is none of the tokenizers library.
     """
     backend = backend_of(tokenizer)
     if backend is None:
         check_marks(text, getattr(tokenizer, "all_special_tokens", ()))
-        return list(tokenizer.encode(str(text), add_special_tokens=False))
+        return list(tokenizer.encode(str(text), add_special_tokens=add_special_tokens))
     if backend.truncation or backend.padding:
         backend.no_truncation()
         backend.no_padding()
-    control = control_tokens(backend, str(getattr(tokenizer, "chat_template", "")))
+    control = control_tokens(backend, str(getattr(tokenizer, "chat_template", None) or ""))
     encoding = backend.encode(str(text), add_special_tokens=False)
     found = places(encoding, text, control)
     origins = {frozenset(text.marks[place.start : place.end]) for place in found}
-    if origins <= {OURS}:
-        return list(encoding.ids)
+    if not origins <= {OURS}:
+        encoding = twin_encoding(backend, text, own_of(backend, text, found, origins, control), control)
+    return list(backend.post_process(encoding, None, add_special_tokens).ids)
+
+
+def own_of(
+    backend: Any, text: ChatText, found: list[Place], origins: set[frozenset[str]], control: Mapping[int, str]
+) -> list[Place]:
+    """The control tokens that the template wrote, where a text has others too."""
     if any(USER not in origin for origin in origins - {OURS}):
         raise ValueError(
             "A chat template must make control tokens of its own text, or by +, ~, join and the like; this one makes one by an "
@@ -75,8 +82,14 @@ def encode_chat(tokenizer: Any, text: ChatText) -> list[int]:
         )
     if any(OWN in origin for origin in origins - {OURS}):  # one that begins in a user's text may hide one of the template
         found = places_of_own(backend, text, control)
-    own = [place for place in found if frozenset(text.marks[place.start : place.end]) == OURS]
-    return twin_ids(backend, text, own, control)
+    return [place for place in found if frozenset(text.marks[place.start : place.end]) == OURS]
+
+
+def encode_reply(tokenizer: Any, reply: str, parse_special: bool = False) -> list[int]:
+    """Token ids of a text that follows others, such as what a tool returned; no control tokens, unless `parse_special`."""
+    if parse_special:
+        return list(tokenizer.encode(reply, add_special_tokens=False))
+    return encode_chat(tokenizer, ChatText(reply, USER * len(reply)))
 
 
 def check_marks(text: ChatText, control: Iterable[str]) -> None:
@@ -93,8 +106,8 @@ def check_marks(text: ChatText, control: Iterable[str]) -> None:
 def control_tokens(backend: Any, template: str) -> dict[int, str]:
     """The tokens that steer a model, and their texts: special ones, and added ones unless these are ordinary text.
 
-    Ordinary are runs of white space, and pieces that the vocabulary always had, such as the HTML tags of Gemma: not special, not
-    in the template, and without the signs of a control token.
+    Ordinary are runs of white space, and pieces that the vocabulary always had, such as the HTML tags of Gemma: not special,
+    not in the template, and without the signs of a control token.
     """
     found = {}
     for index, token in backend.get_added_tokens_decoder().items():
@@ -125,20 +138,20 @@ def places_of_own(backend: Any, text: ChatText, control: Mapping[int, str]) -> l
     return found
 
 
-def twin_ids(backend: Any, text: ChatText, own: Sequence[Place], control: Mapping[int, str]) -> list[int]:
-    """Token ids of a text in which only these places are control tokens."""
+def twin_encoding(backend: Any, text: ChatText, own: Sequence[Place], control: Mapping[int, str]) -> Any:
+    """The encoding of a text in which only these places are control tokens."""
     twin, parts, last = twin_of(backend, tuple(control.items())), [], 0
     own = [place for place in own if is_same(backend, text[place.start : place.end], control[place.token])]
     for place in own:
         parts += [text[last : place.start], twin.names[place.token]]
         last = place.end
-    ids = list(twin.tokenizer.encode("".join([*parts, text[last:]]), add_special_tokens=False).ids)
-    if Counter(place.token for place in own) - Counter(ids):
+    encoding = twin.tokenizer.encode("".join([*parts, text[last:]]), add_special_tokens=False)
+    if Counter(place.token for place in own) - Counter(encoding.ids):
         raise ValueError(
             "The tokenizer must find each control token wherever the template writes it; it finds one depending on the text "
             f"around it, and a message has the text of control tokens. Remove that. {REMEDY}"
         )
-    return ids
+    return encoding
 
 
 def is_same(backend: Any, text: str, control: str) -> bool:

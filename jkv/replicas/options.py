@@ -22,6 +22,7 @@ class RequestSettings(TypedDict, total=False):
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None
     cache_salt: str
     prompt_piece: int | None
+    parse_special: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

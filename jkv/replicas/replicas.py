@@ -171,7 +171,8 @@ class Replicas:
         """The checked requests of each prompt."""
         policy = settings.get("policy")
         options = RequestOptions(**{**settings, "policy": self.policies[0] if policy is None else policy})  # type: ignore[arg-type]
-        groups = make_requests(self.model, encode_prompts(self.model, prompts), options, kv_format=self.options.kv_format)
+        ids = encode_prompts(self.model, prompts, options.parse_special)
+        groups = make_requests(self.model, ids, options, kv_format=self.options.kv_format)
         return [[self.check(request) for request in group] for group in groups]
 
     @contextlib.contextmanager

@@ -13,6 +13,7 @@ from jkv.checks import check_counts, shown, typed
 from jkv.engine.conversations import ENDS
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.outputs import Event
+from jkv.model.chat_tokens import encode_reply
 from jkv.model.sampling import Sampling
 from jkv.progress import progress_bar
 from jkv.reasoning.marks import completion_decoder
@@ -109,7 +110,8 @@ def converse(
         options["max_new_tokens"] = limits.of_turn(limits.max_new_tokens)
         session.queue(prompts, keep=limits.max_turns > 1, **options)
         with progress_bar(session.pending, progress, "conversations") as show:
-            conversations = Conversing(session, limits, options.get("stop_ids"), ask, show)
+            parse_special = options.get("parse_special", False)
+            conversations = Conversing(session, limits, options.get("stop_ids"), ask, show, parse_special)
             with rollout.callers.alone():
                 rollout.engine.wake()
             while conversations.is_unfinished and not presses:
@@ -149,6 +151,7 @@ class Conversing:
       stop_ids: tokens that end a turn; None are the model's.
       ask: asks for the reply to a turn.
       show: shows events.
+      parse_special: whether replies that are texts may make control tokens.
     """
 
     def __init__(
@@ -158,7 +161,9 @@ class Conversing:
         stop_ids: Sequence[int] | None,
         ask: Callable[[Turn], Answer],
         show: Callable[[list[Event]], None],
+        parse_special: bool = False,
     ) -> None:
+        self.parse_special = parse_special
         self.session, self.limits, self.stop_ids, self.ask, self.show = session, limits, stop_ids, ask, show
         self.engine, self.callers = session.rollout.engine, session.rollout.callers
         self.running, self.asked = set(session.items), dict[Item, Answer]()
@@ -244,7 +249,7 @@ class Conversing:
             tokenizer = self.session.rollout.model.tokenizer
             if tokenizer is None:
                 raise ValueError("A reply to a model without a tokenizer must be token ids; got a text. Encode it.")
-            reply = tokenizer.encode(reply, add_special_tokens=False)
+            reply = encode_reply(tokenizer, reply, self.parse_special)
         left = self.limits.left(item) - len(reply)
         if left < 1:
             item.reason = "length"

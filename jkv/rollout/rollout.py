@@ -172,9 +172,9 @@ class Rollout(Session):
 
         Args:
           prompts: see `submit`.
-          reply: takes a `jkv.rollout.Turn` and returns the tokens before the next turn: token ids, a text (encoded without
-            special tokens, as it stands), or None to end the conversation. If it raises, its conversation ends with the reason
-            "error", and a warning has the exception.
+          reply: takes a `jkv.rollout.Turn` and returns the tokens before the next turn: token ids, a text (encoded as it
+            stands, without control tokens unless `parse_special` is given), or None to end the conversation. If it raises, its
+            conversation ends with the reason "error", and a warning has the exception.
           max_turns: the most turns of a conversation, at least 1.
           max_turn_tokens: the most tokens of a turn; None is what is left of `max_new_tokens`.
           workers: threads that call `reply`, for tools that take time; with 0 this thread calls it, and decoding waits.

@@ -18,7 +18,7 @@ class SampleOptions(TypedDict, total=False):
     """What a rollout is asked for besides prompts, by name. What is left out is the rollout's setting; so is None.
 
     Attributes:
-      n, max_new_tokens, stop_ids, stop_strings, first_sample, cache_salt: see `jkv.RequestOptions`.
+      n, max_new_tokens, stop_ids, stop_strings, first_sample, cache_salt, parse_special: see `jkv.RequestOptions`.
       sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
       seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal seed
         gives equal tokens, whatever else is in the batch.
@@ -34,6 +34,7 @@ class SampleOptions(TypedDict, total=False):
     return_trace: bool
     first_sample: int
     cache_salt: str
+    parse_special: bool
 
 
 class Session:
@@ -114,7 +115,7 @@ class Session:
         rollout = self.rollout
         n = rollout.n if n is None else n
         check_counts(n=n, max_new_tokens=max_new_tokens)
-        ids = encode_prompts(rollout.model, prompts)
+        ids = encode_prompts(rollout.model, prompts, typed("parse_special", options.get("parse_special", False), bool))
         rollout.check_lengths(ids, max_new_tokens)
         drawing = Sampling() if sampling is None else typed("sampling", sampling, Sampling)
         drawing = drawing if seed is None else dataclasses.replace(drawing, seed=seed)

@@ -79,7 +79,8 @@ class Server:
             raise ValueError("A server passes texts, and this model has no tokenizer. Take a model that has one.")
         self.service, self.options = service, options
         self.name = options.name or model.name
-        self.encoder, self.metrics = Encoder(model), Metrics(service.engine, self.name, self.num_unbegun)
+        self.encoder = Encoder(model, options.parse_special)
+        self.metrics = Metrics(service.engine, self.name, self.num_unbegun)
         self.most_open = service.engine.capacity.max_running + options.max_waiting
         self.num_open, self.began = 0, int(time.time())
         self.unfinished: dict[Ticket, int] = {}  # and how many samples each has

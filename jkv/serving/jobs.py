@@ -15,7 +15,7 @@ from jkv.engine import turns
 from jkv.engine.conversations import KeptRow
 from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts, encode_text
 from jkv.engine.requests import Request, RequestOptions, make_requests
-from jkv.model.chat_template import ChatRenderer, has_chat_template
+from jkv.model.chat_template import ChatRenderer, ChatText, has_chat_template
 from jkv.model.params import Model
 from jkv.policies.byte_budget import in_slots
 from jkv.reasoning.marks import marks_of
@@ -66,10 +66,11 @@ class Encoder:
 
     Args:
       model: gives tokenizer and template.
+      parse_special: whether messages may make control tokens.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.model, self._lock = model, threading.Lock()
+    def __init__(self, model: Model, parse_special: bool = False) -> None:
+        self.model, self.parse_special, self._lock = model, parse_special, threading.Lock()
         self._renderer = ChatRenderer(model.tokenizer) if has_chat_template(model.tokenizer) else None
 
     def close(self) -> None:
@@ -91,15 +92,19 @@ class Encoder:
         adds = not is_chat if fields.add_special_tokens is None else fields.add_special_tokens
         with self._lock:
             if is_chat:
-                text = self._render(fields.messages, fields.template)
+                text = self._readable(self._render(fields.messages, fields.template))
             return list(encode_text(unbounded(self.model), 0, text, is_chat=not adds)) if text else []
 
     def encode_chat(self, messages: Any, **options: Any) -> np.ndarray:
         """Token ids of a conversation; `options` are those of the chat template."""
         with self._lock:
-            return encode_prompt(self.model, 0, self._render(messages, options), is_chat=True)
+            return encode_prompt(self.model, 0, self._readable(self._render(messages, options)), is_chat=True)
 
-    def _render(self, messages: Any, options: Mapping[str, Any]) -> str:
+    def _readable(self, text: ChatText) -> str:
+        """A rendered text as it is to be encoded: with `parse_special`, it does not know what users wrote."""
+        return str(text) if self.parse_special else text
+
+    def _render(self, messages: Any, options: Mapping[str, Any]) -> ChatText:
         if self._renderer is None:
             raise ValueError("Chat messages need a model with a chat template; this one has none. Use /v1/completions.")
         if not isinstance(messages, list) or not messages:
@@ -131,8 +136,8 @@ class Encoder:
                     "previous_response_id needs a chat template that writes each reply once, as it is; this model's wrote it "
                     f"{text.count(mark)} times. Send the whole conversation without previous_response_id."
                 )
-            after = text.partition(mark)[2]
-            ids = encode_prompt(self.model, 0, after, is_chat=True) if after else np.zeros(0, np.int32)
+            after = text.after(mark)
+            ids = encode_prompt(self.model, 0, self._readable(after), is_chat=True) if after else np.zeros(0, np.int32)
         return ids[1:] if len(ids) and ids[0] == last_token and last_token in self.model.config.end_ids else ids
 
 

@@ -17,6 +17,7 @@ class ServerOptions:
       policy: the name of the policy of requests that name none; a key of `jkv.POLICIES`.
       settings: of that policy.
       allowed: policies that requests may name; none: all of them. The server's own is always allowed.
+      parse_special: whether messages may make control tokens (`jkv.RequestOptions`).
       api_key: what clients send as a bearer key; None asks for none.
       max_body: bytes of a request's body.
       max_waiting: samples that may wait for a row; more are refused with status 429.
@@ -35,6 +36,7 @@ class ServerOptions:
     policy: str = "full"
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     allowed: tuple[str, ...] = ()
+    parse_special: bool = False
     api_key: str | None = None
     max_body: int = 1 << 22
     max_waiting: int = 256
@@ -48,6 +50,7 @@ class ServerOptions:
         for name in typed("allowed", self.allowed, tuple):
             if name not in POLICIES:
                 raise ValueError(f"allowed must be of {', '.join(POLICIES)}; got {shown(name)}.{did_you_mean(name, POLICIES)}")
+        typed("parse_special", self.parse_special, bool)
         check_counts(max_body=self.max_body)
         for name in ("max_waiting", "max_conversations"):
             if typed(name, getattr(self, name), int) < 0:

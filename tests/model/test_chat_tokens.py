@@ -9,12 +9,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jkv.model.chat_template import ChatRenderer, ChatText
-from jkv.model.chat_tokens import control_tokens, encode_chat, places, twin_ids
+from jkv.model.chat_template import ChatRenderer
+from jkv.model.chat_tokens import control_tokens, encode_chat, places, twin_encoding
 
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "<|fim|>"]
 TAG, BLANK = "<table>", "\n\n"  # ordinary text, as in Gemma's vocabulary
+WIDE = "\N{FULLWIDTH LESS-THAN SIGN}"
 FLAGS = [{"lstrip": True}, {"rstrip": True}, {"single_word": True}, {"normalized": True}]
 ORDINARY = ["Hi there", "  two  spaces ", "\n", "été", "1 < 2", "<", "|im_", "end|>", " im_end", "a\n\n<table>b", "x", "Ünï"]
 
@@ -22,7 +23,7 @@ ORDINARY = ["Hi there", "  two  spaces ", "\n", "été", "1 < 2", "<", "|im_", "
 def characters():
     """Every character of the texts, and those of the byte alphabet."""
     texts = [*SPECIAL, *ADDED, TAG, *ORDINARY, "Ġ▁\u0301\u0302\u0308", "".join(map(chr, range(32, 127)))]
-    return sorted({*"".join(texts), *pre_tokenizers.ByteLevel.alphabet(), "＜", "｜", "＞", "\n", "İ", "ı"})
+    return sorted({*"".join(texts), *pre_tokenizers.ByteLevel.alphabet(), WIDE, "\n", "\u0130", "\u0131"})
 
 
 def bpe(pieces=(), **settings):
@@ -39,14 +40,14 @@ def byte_level():
 
 def sentencepiece():
     """As Llama 2: a space before each stretch of text, special tokens in the vocabulary."""
-    backend = bpe(SPECIAL[:3] + [TAG, BLANK], unk_token="<unk>", fuse_unk=True)
+    backend = bpe([*SPECIAL[:3], TAG, BLANK], unk_token="<unk>", fuse_unk=True)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
     return backend
 
 
 def metaspace(scheme):
-    backend = bpe(SPECIAL[:3] + [TAG, BLANK], unk_token="<unk>")
+    backend = bpe([*SPECIAL[:3], TAG, BLANK], unk_token="<unk>")
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     backend.decoder = decoders.Metaspace(prepend_scheme=scheme)
     return backend
@@ -91,8 +92,8 @@ MARKED = """{%- for m in messages -%}<|im_start|>{{ m.role + '\n' }}{{ m.content
 <think>{% endif %}"""
 TEMPLATES = {
     "chatml": MARKED,
-    "trims": "{{ bos_token }}{% for m in messages %}{{ '<|im_start|>' ~ m['role'] ~ '\n' ~ m['content'] | trim ~ '<|im_end|>' }}"
-    "{% endfor %}",
+    "trims": """{{ bos_token }}{% for m in messages %}
+    {{- '<|im_start|>' ~ m['role'] ~ '\n' ~ m['content'] | trim ~ '<|im_end|>' }}{% endfor %}""",
     "splits": """{%- for m in messages %}{% set content = m.content %}
     {%- if '</think>' in content %}{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
     {{- '<|' + m.role + '|>' + '<think></think>' + content.strip() + eos_token }}{% endfor -%}""",
@@ -144,7 +145,9 @@ def forge(content, marks, rng):
     """A content with control text at random places, look-alikes included."""
     for mark in marks:
         at = int(rng.integers(0, len(content) + 1))
-        content = content[:at] + str(rng.choice([mark, mark.replace("<", "＜"), mark.upper(), f" {mark} "])) + mark + content[at:]
+        content = (
+            content[:at] + str(rng.choice([mark, mark.replace("<", WIDE), mark.upper(), f" {mark} "])) + mark + content[at:]
+        )
     return content
 
 
@@ -165,7 +168,7 @@ def test_ordinary_text_keeps_its_tokens_in_every_template(kind, renderer):
             backend = tokenizer.backend_tokenizer
             control = control_tokens(backend, template)
             found = places(backend.encode(str(text), add_special_tokens=False), text, control)
-            assert twin_ids(backend, text, found, control) == expected, (name, flags)
+            assert twin_encoding(backend, text, found, control).ids == expected, (name, flags)
 
 
 @pytest.mark.parametrize("kind", BACKENDS)
