@@ -122,7 +122,7 @@ class Outputs:
         """The text that no event has had yet and that no stop string can cut."""
         if sample.text is None:
             sample.text = TextStream(completion_decoder(self.tokenizer))
-        sample.text.push(sample.completion.tokens[sample.text.num_tokens :])
+        sample.text.push(sample.text_tokens[sample.text.num_tokens :])
         text, stops = sample.text.text, sample.request.stop_strings
         text = cut(text, stops) if sample.is_finished else text[: num_certain(text, stops)]
         start, sample.num_emitted = sample.num_emitted, max(sample.num_emitted, len(text))

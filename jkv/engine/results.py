@@ -28,7 +28,8 @@ class Result:
     """Completions, prompt-major: the n samples of the first prompt, then of the second, also for one prompt.
 
     Attributes:
-      text: completions without end tokens or anything from a stop string on; None without a tokenizer.
+      text: completions without the token that ended them, without special tokens, and without anything from a stop string on;
+        None without a tokenizer.
       tokens: `[n, T]` int32, end tokens included, right-padded with 0.
       lengths: `[n]` tokens of each completion.
       logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (for temperature 0, under that of
@@ -149,8 +150,10 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
     if model.tokenizer is not None:
         decode = completion_decoder(model.tokenizer)
         text = [
-            cut(decode(one.tokens), request.stop_strings) if one.text is None else one.text
-            for one, request in zip(completions, requests, strict=True)
+            cut(decode(sample.text_tokens), sample.request.stop_strings)
+            if sample.completion.text is None
+            else sample.completion.text
+            for sample in samples
         ]
     traces = [completion.trace for completion in completions if completion.trace is not None]
     return Result(

@@ -175,6 +175,13 @@ class Sample:
         return Progress(self.generated, self.filled)
 
     @property
+    def text_tokens(self) -> list[int]:
+        """The tokens of its text: all but the one that ended it, be it special or not."""
+        tokens = self.completion.tokens
+        is_ended = self.completion.finish_reason == "stop" and bool(tokens) and tokens[-1] in self.request.stop_ids
+        return tokens[:-1] if is_ended else tokens
+
+    @property
     def seconds(self) -> float:
         """Seconds since submission, compilation excluded."""
         return running_seconds() - self.submitted

@@ -8,7 +8,8 @@ by name from config.json alone, before any weight is read or downloaded. Errors 
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jax.sharding import Mesh
 from jkv.checks import did_you_mean, install, typed
 from jkv.model.architectures import config_fields, parse_config
 from jkv.model.cards import card_of, read_card
+from jkv.model.chat_template import has_chat_template
 from jkv.model.checkpoint_tensors import joined, stacked_shape, tensor_parts
 from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING
 from jkv.model.eight_bits import check_format
@@ -88,14 +90,17 @@ def load(
     is_hub, hub_name = folder is None, card.hub if card else str(name_or_folder)
     folder = folder or fetch(hub_name, SMALL_FILES)
     config = read_config(folder)
-    end_ids = read_end_ids(folder, None, config)
+    read_end_files(folder, None, config)  # refused before a tokenizer is read, which takes long
     sampling, tokenizer = read_sampling(folder), read_tokenizer(folder, config)
-    config = kept.arranged(dataclasses.replace(config, end_ids=end_ids or read_end_ids(folder, tokenizer, config)))
+    end_ids, named = read_end_ids(folder, tokenizer, config), read_end_files(folder, tokenizer, config)
+    ends = {index: named[index] for index in end_ids}
+    warn_of_ends(str(name_or_folder), tokenizer, ends)
+    config = kept.arranged(dataclasses.replace(config, end_ids=end_ids))
     places = kept.places(config)
     if is_hub:
         folder = fetch(hub_name, ["*.safetensors"])
         sampling = sampling or (card.sampling if card else None)
-    return Model(read_weights(folder, config, kept, places), tokenizer, str(name_or_folder), sampling)
+    return Model(read_weights(folder, config, kept, places), tokenizer, str(name_or_folder), sampling, ends)
 
 
 def load_tokenizer(name_or_folder: Folder) -> Any:
@@ -195,23 +200,46 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_end_ids(folder: Path, tokenizer: Any, config: ModelConfig | None = None) -> tuple[int, ...]:
-    """The end tokens: those of generation_config.json, else of config.json, else of the tokenizer."""
+    """The end tokens: all that the files name, for a tokenizer with a chat template; else the first file's that names any."""
+    files = read_end_files(folder, tokenizer, config)
+    first = next(iter(files.values()), ("",))[0]
+    return tuple(index for index, names in files.items() if has_chat_template(tokenizer) or first in names)
+
+
+def read_end_files(folder: Path, tokenizer: Any, config: ModelConfig | None = None) -> dict[int, tuple[str, ...]]:
+    """Every end token that generation_config.json, config.json and the tokenizer name, in this order, and which of them do."""
+    found: dict[int, tuple[str, ...]] = {}
     # Read from the files, because AutoConfig fills in the default of the family, which may belong to another tokenizer.
     for name in ("generation_config.json", "config.json"):
         file = find_file(folder / name)
         fields = {} if file is None else read_json(file, MAX_SMALL)
         check_fields(fields, GENERATION, str(file))
         check_fields(text := fields.get("text_config") or {}, GENERATION, str(file))  # of a multimodal model
-        found = fields.get("eos_token_id", text.get("eos_token_id"))
-        if found is not None:
-            ids = (found,) if isinstance(found, int) else tuple(found)
-            if config is not None and max(ids) >= config.vocab_size:
-                raise ValueError(
-                    f"{file}: eos_token_id must be below vocab_size={config.vocab_size}, got {shown(found)}. {CORRECT}"
-                )
-            return ids
+        ids = fields.get("eos_token_id", text.get("eos_token_id"))
+        ids = dict.fromkeys((ids,) if isinstance(ids, int) else ids or ())
+        if config is not None and not found and max(ids, default=0) >= config.vocab_size:
+            raise ValueError(
+                f"{file}: eos_token_id must be below vocab_size={config.vocab_size}, got {shown(list(ids))}. {CORRECT}"
+            )
+        for index in ids:
+            if config is None or index < config.vocab_size:
+                found[index] = (*found.get(index, ()), name)
     own = getattr(tokenizer, "eos_token_id", None)
-    return () if own is None else (own,)
+    if own is not None and (not found or config is None or own < config.vocab_size):
+        found[own] = (*found.get(own, ()), "the tokenizer")
+    return found
+
+
+def warn_of_ends(name: str, tokenizer: Any, ends: Mapping[int, Sequence[str]]) -> None:
+    """Warns of a chat model whose files name different end tokens; Python shows it once."""
+    first = next(iter(ends.values()), ("",))[0]
+    if any(first not in names for names in ends.values()):
+        named = [f"{shown(tokenizer.decode([index]))} ({index}: {' and '.join(names)})" for index, names in ends.items()]
+        warnings.warn(
+            f"The files of {name} name different end tokens: {', '.join(named)}. Each of them ends a completion. Pass stop_ids "
+            "to choose others.",
+            stacklevel=3,
+        )
 
 
 def read_sampling(folder: Path) -> Sampling | None:

@@ -280,12 +280,14 @@ class Model:
       tokenizer: None if the folder has none.
       name: as it was loaded.
       sampling: how its makers draw tokens (generation_config.json); None is greedy. `jkv.generate` takes it by default.
+      ends: its end tokens (`config.end_ids`), and which of its files name each; empty where it was read from no such files.
     """
 
     params: Params
     tokenizer: Any = None
     name: str = ""
     sampling: Sampling | None = None
+    ends: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> ModelConfig:

@@ -88,7 +88,7 @@ class Worker:
         (sample,) = self.engine.take([ticket])
         tokenizer = self.engine.model.tokenizer
         if tokenizer is not None:
-            text = completion_decoder(tokenizer)(sample.completion.tokens)
+            text = completion_decoder(tokenizer)(sample.text_tokens)
             sample.completion.text = cut(text, sample.request.stop_strings)
         return sample
 

@@ -33,7 +33,7 @@ class Turn:
       sample_index: index of the conversation among those of its prompt.
       number: of the turn, from 0.
       tokens: `[T]` int32, drawn in this turn.
-      text: their text without special tokens; None without a tokenizer.
+      text: their text without special tokens and the token that ended the turn; None without a tokenizer.
       finish_reason: "stop" or "length" (`max_turn_tokens` were drawn).
       before: `[S]` int32, all tokens before the turn: the prompt, earlier turns and replies.
     """
@@ -213,7 +213,7 @@ class Conversing:
         """What a conversation's last turn said."""
         request, completion = item.sample.request, item.sample.completion
         tokens, tokenizer = np.array(completion.tokens, np.int32), self.session.rollout.model.tokenizer
-        text = None if tokenizer is None else completion_decoder(tokenizer)(completion.tokens)
+        text = None if tokenizer is None else completion_decoder(tokenizer)(item.sample.text_tokens)
         place = item.prompt, item.index, len(item.earlier)
         return Turn(*place, tokens, text, completion.finish_reason, request.prompt)
 

@@ -130,7 +130,7 @@ def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool
             row[: len(column[name])] = column[name]
     text = result.text
     if text is not None:
-        text = [text_of(model, item, column["tokens"], last) for item, column, last in zip(items, columns, text, strict=True)]
+        text = [text_of(model, item, last) for item, last in zip(items, text, strict=True)]
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(Result)}
     return Rollouts(
         **fields
@@ -148,6 +148,7 @@ def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool
     )
 
 
-def text_of(model: Model, item: Item, tokens: np.ndarray, last: str) -> str:
-    """The text after the prompt; `last` is that of the last turn."""
-    return completion_decoder(model.tokenizer)(tokens) if item.earlier else last
+def text_of(model: Model, item: Item, last: str) -> str:
+    """The text after the prompt, without the tokens that ended turns; `last` is that of the last turn."""
+    before = [token for turn, reply in item.earlier for token in [*turn.text_tokens, *reply.tolist()]]
+    return completion_decoder(model.tokenizer)([*before, *item.sample.text_tokens]) if item.earlier else last
