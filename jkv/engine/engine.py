@@ -403,6 +403,7 @@ class Engine:
         check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
         check_policy(request.policy, self.needs, self.model, self.version > 0 or self.is_asleep, self.gate)
         check_request(request, self.options)
+        self.runner.trials.check(request, self.model)
         turns.check_keep(request)
         return request
 

@@ -1,14 +1,27 @@
-"""What an engine refuses of policies, before anything compiles: more than it keeps, another model's parts, a second gate."""
+"""What an engine refuses of policies, before anything compiles: more than it keeps, another model's parts, a second gate, and
+what their authors have written where it raises, or returns what is none.
+"""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jkv.engine.interrupts import call, deferred_interrupts
+from jkv.engine.model_facts import facts_for
 from jkv.engine.options import EngineOptions
+from jkv.engine.programs import State
 from jkv.engine.requests import Request
+from jkv.engine.row_views import view_of_rows
 from jkv.model.params import Model, Params
 from jkv.policies import Needs, Policy
+from jkv.policies.evict import Evict
 from jkv.policies.gate import Gate
 from jkv.policies.policy import check_parts
+from jkv.policies.schedules import check_answers
 from jkv.policies.sealing import check_sealing, check_sealing_on
+from jkv.policies.view import ScoreError, name_of
 from pallas_kernels.dispatch import platform_of
 from pallas_kernels.sealed import SealedFormat
 
@@ -28,6 +41,86 @@ def check_policy(
             f"An engine computes one gate for all of its rows; it has {gate}, and {policy.name} reads {policy.calibration}. "
             "Build an engine for each gate."
         )
+
+
+class Trials:
+    """Tries what the author of a policy has written, before a request with it is admitted. Nothing is computed or compiled.
+
+    Each is tried once for each engine. A score is called with a `CacheView` of the shapes and types that it will get.
+
+    Args:
+      make_state: makes the engine's state; on a mesh, one with all KV heads.
+    """
+
+    def __init__(self, make_state: Callable[[], State]) -> None:
+        self._state = jax.eval_shape(make_state)
+        self._passed: set[Policy | Evict] = set()
+
+    def check(self, request: Request, model: Model) -> None:
+        """Refuses a policy that fails, by its author's name.
+
+        Raises:
+          ValueError: what raised or returned what is none, and how to correct it. Ctrl-C is no fault of the policy.
+        """
+        policy, evict = request.policy, request.policy.evict
+        if evict is None or attempt(f"{policy.name} must be hashable", lambda: policy in self._passed):
+            return
+        prompt, new = request.first_prompt, request.most_tokens - request.first_prompt
+        rule = f"{policy.name}'s schedule must answer for every number of tokens"
+        attempt(rule, check_answers, policy.name, policy.schedule, prompt, new)
+        if evict.static not in self._passed:
+            rule = f"{name_of(evict.score)} must return float32 [B, K, S], a score of each slot, where JAX traces it"
+            attempt(rule, self._try_score, policy, evict, model)
+        self._passed |= {policy, evict.static}
+
+    def _try_score(self, policy: Policy, evict: Evict, model: Model) -> None:
+        num_layers, row = self._state.cache.pool.page_table.shape[0], jax.ShapeDtypeStruct((1,), jnp.int32)
+
+        def scores(state: State, row: Any, budget: Any, prompt: Any, similarity: Any, facts: Any) -> Any:
+            view = view_of_rows(state.cache, row, evict, budget, prompt, None, facts)
+            if similarity is not None:
+                view = view._replace(similarity=jnp.broadcast_to(similarity, view.position.shape))
+            return evict.rate_and_carry(view)
+
+        budget = jax.ShapeDtypeStruct((num_layers, 1), jnp.int32)
+        similarity = jax.ShapeDtypeStruct((), jnp.float32) if evict.needs.similarity else None
+        jax.eval_shape(scores, self._state, row, budget, row, similarity, facts_for(policy, model))
+
+
+HINTS = {
+    jax.errors.ConcretizationTypeError: "It decides by numbers that are not known yet: use jnp.where in place of if, and shapes "
+    "in place of counts.",
+    jax.errors.TracerArrayConversionError: "Use jax.numpy in place of numpy.",
+    jax.errors.NonConcreteBooleanIndexError: "A mask has no fixed number of slots: use jnp.where(mask, score, 0.0).",
+}
+
+
+def attempt(rule: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function of a policy's author returns.
+
+    Raises:
+      ValueError: the rule, and whatever the function raised, exits included.
+    """
+    results: list[Any] = []
+    with deferred_interrupts() as presses:
+        error = call(lambda: results.append(function(*arguments)))
+    if error is None or isinstance(error, ScoreError):
+        if error is not None:
+            raise error
+        return results[0]
+    if presses:
+        raise KeyboardInterrupt
+    hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), "Correct it; jkv.verify(policy) tries it.")
+    raise ValueError(f"{rule}; it raised {describe(error)}. {hint}") from error
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line."""
+    try:
+        first = str(error).strip().partition("\n")[0].rstrip(". ")
+    except Exception:  # its own text raises
+        first = ""
+    return f"{type(error).__name__}: {first}".rstrip(": ")
 
 
 def check_layout(params: Params, options: EngineOptions) -> None:

@@ -27,6 +27,7 @@ from jkv.engine.idle import is_ready
 from jkv.engine.kernels import programs_for
 from jkv.engine.memory import state_bytes
 from jkv.engine.model_facts import facts_for
+from jkv.engine.policy_checks import Trials
 from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.processes import copy_to_host, host
 from jkv.engine.programs import ChunkInputs
@@ -79,6 +80,7 @@ class Runner:
       filling: prompts that are not in their rows yet.
       sharer: finds pages to share.
       meter: measures bytes and seconds.
+      trials: tries policies before requests with them are admitted.
     """
 
     state: Any = None
@@ -127,6 +129,7 @@ class Runner:
             "kv_format": kv_format,
         }
         self._make_state: Callable[[], Any] = functools.partial(empty_state, config, needs, **sizes)
+        self.trials = Trials(self._make_state)
         if mesh is not None:
             self._make_state = meshes.state_maker(mesh, config, needs, **sizes)
         self._place = weights.place_of(model.params)

@@ -1,6 +1,7 @@
 """Which slots stay: the mechanism that all scores share, that is protection, scope, ranking and the order of storage."""
 
 import dataclasses
+import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import pallas_kernels as kernels
 from jkv.cache.pool import EMPTY
 from jkv.model.sharding import HEADS
 from jkv.policies.needs import Needs
-from jkv.policies.view import CacheView, Score, check_score
+from jkv.policies.view import CacheView, Score, check_score, scores_of
 
 SCOPES = ("head", "layer", "all", "compete")
 SAFEGUARDS = ("blend", "floor")
@@ -80,7 +81,7 @@ class Evict:
 
     def __post_init__(self) -> None:
         check_score(self.score)
-        if self.sinks < 0 or self.recent < 0:
+        if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) and x >= 0 for x in (self.sinks, self.recent)):
             raise ValueError(f"sinks and recent must be numbers of slots >= 0; got {self.sinks=}, {self.recent=}.")
         if self.scope not in SCOPES:
             raise ValueError(f"scope must be one of {SCOPES}; got {self.scope!r}.")
@@ -111,18 +112,12 @@ class Evict:
         """The scores of `rate`, and the number that each slot carries to the next compaction; None unless `Needs.carried`.
 
         Raises:
-          ValueError: a score that carries no number though it declares one, or that does though it declares none.
+          ScoreError: what the score returns is none.
         """
-        result = self.score(view)
-        if isinstance(result, tuple) != self.needs.carried:
-            raise ValueError(
-                "A score returns a pair, (score, carried), if it declares Needs(carried=True), and else the score alone; "
-                f"{self.score} declares {self.needs} and returns {'a pair' if isinstance(result, tuple) else 'one array'}."
-            )
-        score, carried = result if isinstance(result, tuple) else (result, None)
-        score = jnp.where(self.is_protected(view, limits), jnp.inf, score.astype(jnp.float32))
+        score, carried = scores_of(self.score, view)
+        score = jnp.where(self.is_protected(view, limits), jnp.inf, score)
         if carried is not None:
-            carried = jnp.where(view.is_filled, carried.astype(jnp.float32), 0.0)
+            carried = jnp.where(view.is_filled, carried, 0.0)
         return jnp.where(view.is_filled, score, -jnp.inf), carried
 
     def is_protected(self, view: CacheView, limits: Limits | None = None) -> Bool[Array, "B K S"]:

@@ -6,6 +6,7 @@ if a policy spreads them unevenly.
 
 import dataclasses
 import math
+import numbers
 from typing import Protocol, runtime_checkable
 
 from jkv.checks import shown
@@ -38,6 +39,7 @@ class Schedule(Protocol):
         ...
 
 
+MOST_ASKED = 64  # compactions at which a schedule is asked before it is used
 SCHEDULE = ("budget", "is_bounded", "target", "steps_until_due", "most_slots")
 
 
@@ -203,6 +205,39 @@ def check_schedule(name: str, schedule: object) -> None:
         raise ValueError(f"A schedule has {', '.join(SCHEDULE)}; {name}'s {own} lacks {', '.join(methods)}.")
     if schedule.budget is not None and "budget" not in {field.name for field in dataclasses.fields(schedule)}:
         raise ValueError(f"A schedule with a fixed budget has it as a field; {name}'s {own} does not. Write `budget: int`.")
+
+
+def check_answers(name: str, schedule: Schedule, prompt: int, new: int) -> None:
+    """Asks a schedule about a row, from one compaction to the next, and refuses answers that are none.
+
+    Args:
+      name: the policy's.
+      schedule: the schedule.
+      prompt: tokens of the row's prompt.
+      new: the most tokens after it.
+
+    Raises:
+      ValueError: an answer of another type, or below what it counts.
+    """
+    own = type(schedule).__name__
+
+    def check(method: str, answer: object, least: int, may_be_none: bool) -> None:
+        is_number = isinstance(answer, numbers.Integral) and not isinstance(answer, bool) and answer >= least
+        if not (is_number or (answer is None and may_be_none)):
+            raise ValueError(
+                f"{name}'s {own}.{method} must return a whole number, at least {least}{', or None' * may_be_none}; got "
+                f"{shown(answer)}. Correct it."
+            )
+
+    check("most_slots", schedule.most_slots(prompt, new), 1, may_be_none=False)
+    generated = 0
+    for _ in range(MOST_ASKED):
+        check("target", schedule.target(prompt, generated), 1, may_be_none=True)
+        steps = schedule.steps_until_due(generated)
+        check("steps_until_due", steps, 1, may_be_none=True)
+        if steps is None or generated + steps > new:
+            return
+        generated += steps
 
 
 def check_budget(budget: int) -> None:

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
@@ -99,6 +101,9 @@ class CacheView(NamedTuple):
 class Score(Protocol):
     """How much each slot is worth: float32, higher is kept. Scores of empty and protected slots are ignored.
 
+    Elsewhere NaN is an error, and so are scores that are infinite for all other slots of a row: its request ends with the
+    reason "error". Some may be infinite.
+
     A score is a frozen dataclass, so that policies can be hashed and compared by value. It declares what it reads:
 
         @dataclasses.dataclass(frozen=True)
@@ -106,7 +111,7 @@ class Score(Protocol):
             needs = jkv.Needs()
 
             def __call__(self, view):
-                return jnp.linalg.norm(view.key, axis=-1)
+                return jnp.linalg.norm(view.key.astype(jnp.float32), axis=-1)
     """
 
     @property
@@ -122,24 +127,58 @@ class FunctionScore:
     function: Callable[[CacheView], Scored]
     needs: Needs
 
-    def __call__(self, view: CacheView) -> Scored:
-        name = getattr(self.function, "__name__", "the score")
+    def __call__(self, view: CacheView) -> Any:
         try:
-            score = self.function(view)
+            return self.function(view)
         except (AttributeError, TypeError, ValueError) as error:
             absent = [field for field in OPTIONAL if getattr(view, field) is None]
-            if not absent:
+            if not absent or isinstance(error, jax.errors.JAXTypeError):  # the latter: it was traced
                 raise
             raise ValueError(
-                f"{name} failed: {error}. A score is given what it declares; this view has no {', no '.join(absent)}. If it "
-                "reads one of them, pass evict_by(..., needs=): jkv.Needs(window=8) for the last 8 queries."
+                f"{name_of(self)} failed: {error}. A score is given what it declares; this view has no {', no '.join(absent)}. "
+                "If it reads one of them, pass evict_by(..., needs=): jkv.Needs(window=8) for the last 8 queries."
             ) from error
-        for part in score if isinstance(score, tuple) else (score,):
-            shape, expected = getattr(part, "shape", None), view.position.shape
-            if shape != expected:
-                got = type(part).__name__ if shape is None else f"the shape {shape}"
-                raise ValueError(f"{name} must return float32 [B, K, S], a score of each slot, here {expected}; got {got}.")
-        return score
+
+
+class ScoreError(ValueError):
+    """What a score returned is no score."""
+
+
+def name_of(score: Score) -> str:
+    """The name that its author gave to a score."""
+    if isinstance(score, FunctionScore):
+        return str(getattr(score.function, "__name__", "the score"))
+    return type(score).__name__
+
+
+def scores_of(score: Score, view: CacheView) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"] | None]:
+    """What a score returns for a view: the scores, and the number that each slot carries on (None unless `Needs.carried`).
+
+    Raises:
+      ScoreError: it returns something else, of another type or shape.
+    """
+    name, needs, result = name_of(score), score.needs, score(view)
+    if isinstance(result, tuple) != needs.carried:
+        got = ("a pair" if len(result) == 2 else f"a tuple of {len(result)}") if isinstance(result, tuple) else "one array"
+        raise ScoreError(
+            f"{name} must return the score alone, or a pair, (score, carried), if it declares Needs(carried=True); it declares "
+            f"{needs} and returns {got}. Correct either."
+        )
+    parts = result if isinstance(result, tuple) else (result,)
+    if len(parts) != 1 + needs.carried:
+        raise ScoreError(f"{name} must return a pair, (score, carried); got a tuple of {len(parts)}. Return two arrays.")
+    for part in parts:
+        expected, shape, dtype = view.position.shape, getattr(part, "shape", None), getattr(part, "dtype", None)
+        rule = f"{name} must return float32 [B, K, S], a score of each slot, here {expected}"
+        if shape is None or dtype is None:
+            raise ScoreError(f"{rule}; got {type(part).__name__}. Return an array of JAX.")
+        if shape != expected:
+            raise ScoreError(f"{rule}; got the shape {shape}. Give each slot one number.")
+        if dtype == jnp.bool_:
+            raise ScoreError(f"{rule}; got a mask of booleans. Give the slots to keep a higher score: jnp.where(mask, 1.0, 0.0).")
+        if dtype != jnp.float32:
+            raise ScoreError(f"{rule}; got {dtype}. Compute in float32, as of view.key.astype(jnp.float32).")
+    return parts[0], parts[1] if needs.carried else None
 
 
 def check_score(score: object) -> None:
