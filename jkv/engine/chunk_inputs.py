@@ -17,6 +17,7 @@ from jkv.cache.attention import Cache
 from jkv.cache.gating import GATE
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules
 from jkv.cache.page_selection import ReadRules, pages_read
+from jkv.engine.faults import blame
 from jkv.engine.programs import AlignRules, ChunkInputs, State
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import CHUNKS
@@ -143,10 +144,11 @@ def for_chunk(settings: ChunkInputs, running: Mapping[int, Sample], model: Model
         remaining[i] = sample.remaining
         steer, progress = sample.request.policy.steer, sample.thinking
         if steer is not None:
-            marks = marks_of(model.tokenizer, model.config.vocab_size)
-            progress.follow(sample.request.prompt, sample.completion.tokens, marks)
-            if steer.growth and sample.clock % steer.interval == 0:
-                progress.count(sample.completion.tokens, marks, model.tokenizer.decode, steer.keywords)
+            with blame(sample):
+                marks = marks_of(model.tokenizer, model.config.vocab_size)
+                progress.follow(sample.request.prompt, sample.completion.tokens, marks)
+                if steer.growth and sample.clock % steer.interval == 0:
+                    progress.count(sample.completion.tokens, marks, model.tokenizer.decode, steer.keywords)
             strength[i], is_thinking[i] = steer.strength - steer.growth * progress.num_checks, progress.is_thinking
     steer_settings: Any = settings.steer
     if steer_settings is not None:

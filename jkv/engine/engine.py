@@ -11,16 +11,18 @@ the outputs. `scheduler` assigns rows and pages, `runner` dispatches device prog
 import collections
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jkv.engine import description, kept_rows, turns
 from jkv.engine import mesh as meshes
+from jkv.engine.faults import blame, take_note
 from jkv.engine.filling import decoding
 from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
 from jkv.engine.idle import is_ready
-from jkv.engine.interrupts import raise_lost_interrupt, run_to_end
+from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt, run_to_end
 from jkv.engine.mappings import let_programs_go
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
@@ -44,6 +46,7 @@ from jkv.model.sampling import Sampling
 from jkv.policies import Needs, Policy
 from jkv.replay.trace import TraceRecorder
 
+LOGGER = logging.getLogger("jkv")
 DEFAULT_RUNNING = 8  # rows
 TO_RUNNER = "kernels", "poison", "kv_format", "ahead", "max_stop_ids", "prefill_tokens", "routed_experts"  # that it takes
 
@@ -182,11 +185,13 @@ class Engine:
     def step(self) -> list[Event]:
         """One turn: schedule, run, collect. Returns the events since the last turn, by sample.
 
+        Whatever fails for one sample ends it alone, with the reason "error". A turn that fails is repaired (`repair`).
+
         Raises:
           ValueError: the engine sleeps or its weights are gone, and a request is unfinished.
-          KeyboardInterrupt: Ctrl-C was pressed, any number of times, or a callback raised it (or `SystemExit` and the like).
-            The turn is finished first, the engine stays usable, and the next call returns this turn's events too.
-          RuntimeError: an earlier turn ended in the middle, because a device program failed; `reset` repairs it. Or another
+          KeyboardInterrupt: Ctrl-C was pressed, any number of times, or a callback raised it. The turn is finished first, the
+            engine stays usable, and the next call returns this turn's events too.
+          RuntimeError: an earlier call ended in the middle, because a device program failed; `reset` repairs it. Or another
             thread, or a callback of the turn in progress, uses the engine.
         """
         self._guard.check()
@@ -195,14 +200,38 @@ class Engine:
             self.runner.check_ready()
         let_programs_go()
         compiled = COMPILING.seconds
-        with self._guard.turn("step"):
-            with self.runner.meter.clock("seconds"):
-                self._turn()
+        with deferred_interrupts():
+            try:
+                with self._guard.turn("step"), self.runner.meter.clock("seconds"):
+                    self._turn()
+            except BaseException as error:
+                if self._guard.failure is not error:  # the call was refused, and nothing has changed
+                    raise
+                self.repair(error)
             self.stats.compile_seconds += COMPILING.seconds - compiled
             raised, self.outputs.raised = self.outputs.raised, None
         if raised is not None:
             raise raised
         return self.outputs.take()
+
+    def repair(self, error: BaseException) -> None:
+        """After a step that failed: resets the engine, without the sample that made it fail, once that is known.
+
+        Unfinished samples start again, with the same tokens. If steps fail again, `jkv.engine.faults.Search` finds the sample
+        that makes them fail, which ends with the reason "error".
+
+        Raises:
+          BaseException: the error, if other processes have parts of the mesh, and would have to repair theirs at the same time;
+            or if no sample can have made the step fail. Or the error of a repair that failed.
+        """
+        samples = take_note(error)
+        if spans(self.mesh):
+            raise error
+        samples = list(self.scheduler.running.values()) if samples is None else samples
+        for sample in self.scheduler.search.failed(error, samples):
+            sample.completion.error = error
+        LOGGER.warning("A step failed, and its requests start again: %r", error)
+        self.reset()
 
     def _turn(self) -> None:
         self.stats.idle.begin(is_ready(self.runner.state))
@@ -224,6 +253,7 @@ class Engine:
         rows, prefixes = self.scheduler.release()
         self.runner.release(rows)
         self.runner.free(prefixes)
+        self.scheduler.passed()
         self.stats.idle.end(is_unfinished=bool(running or self.scheduler.waiting))
 
     def _collect(self, flight: Flight | None = None) -> None:
@@ -242,7 +272,8 @@ class Engine:
         plans = {sample: sample.land() for sample in samples.values() if sample.planned}
         for row, sample in samples.items():
             meter.tokens(sample, len(rows[row].tokens))
-            sample.advance(rows[row])
+            with blame(sample):
+                sample.advance(rows[row])
             meter.row(sample)
         meter.sentences(self.scheduler.sentence_logs)
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
@@ -250,10 +281,7 @@ class Engine:
             self.outputs.collect(sample, rows[row], flight.version)
             self.stats.idle.look(is_ready(self.runner.state))
         try:
-            for sample, error in self.runner.share():
-                if not sample.is_finished:
-                    sample.completion.error = error
-                    self._finish(sample, "error")
+            self.runner.share()
         finally:  # also where sharing fails: what is finished stays finished, and its events must say so
             self.outputs.emit_collected()
         self.runner.count(flight.compactions)
@@ -264,7 +292,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Whether no request is unfinished and no event pending."""
-        return not self.scheduler.running and not self.scheduler.waiting and not self.outputs.events
+        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.held or self.outputs.events)
 
     def stream(self) -> Iterator[Event]:
         """Yields events until all requests are finished; the caller may submit and cancel requests meanwhile.
@@ -377,18 +405,20 @@ class Engine:
         The random keys depend on seed, prompt, sample and position alone, so a sample draws the same tokens again, unless the
         weights were replaced since it started. Its events go on where they stopped; after other weights they start again.
         Finished samples, weights, statistics and sharing's thresholds stay, and kept rows in host memory; others are lost,
-        and turns that had begun to continue one end with the reason "error".
+        and turns that had begun to continue one end with the reason "error", as do samples that have failed themselves.
 
         Raises:
           RuntimeError: another thread, or a callback of the turn in progress, uses the engine.
         """
         with self._guard.turn("reset", is_reset=True):
             samples = [sample for group in self.tickets.values() for sample in group if not sample.is_finished]
-            lost, self._flight = [sample for sample in samples if not kept_rows.restart(self, sample)], None
+            self._flight = None
+            lost = [one for one in samples if one.completion.error is not None or not kept_rows.restart(self, one)]
             self.scheduler.restart(sample for sample in samples if sample not in lost)
             self.outputs.forget()
             self.runner.reset()
             for sample in lost:
+                sample.is_running = False
                 self._finish(sample, "error")
                 self.outputs.emit(sample)
 
@@ -420,13 +450,16 @@ class Engine:
             sample.land()
         completion, config = sample.completion, self.model.config
         completion.finish_reason, completion.seconds = reason, sample.seconds
-        if sample.generated:
-            completion.saved = self.runner.meter.saved(sample)
-        if self.runner.is_traced:
-            trace, num_seen = sample.trace, len(sample.request.prompt) + sample.generated
-            trace = trace or TraceRecorder(config.num_paged_layers, config.num_kv_heads, num_seen)
-            given = sample.request.first_prompt, self.capacity.page_size, self.options.kv_format
-            completion.trace = trace.finish(num_seen, *given)
+        with blame(sample):
+            if sample.generated:
+                completion.saved = self.runner.meter.saved(sample)
+            if self.runner.is_traced:
+                trace, num_seen = sample.trace, len(sample.request.prompt) + sample.generated
+                trace = trace or TraceRecorder(config.num_paged_layers, config.num_kv_heads, num_seen)
+                given = sample.request.first_prompt, self.capacity.page_size, self.options.kv_format
+                completion.trace = trace.finish(num_seen, *given)
+        if completion.error is not None:
+            completion.finish_reason = "error"
         pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0
         kept_rows.end(sample, self.scheduler.conversations, pages)
         sample.swapped = sample.sentences = sample.sharing = sample.trace = None

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jkv.engine.faults import working_for
 from jkv.engine.samples import Sample
 
 PIECES = 2  # of the largest size that are prefilled between two chunks by default, while rows decode
@@ -64,7 +65,9 @@ class Filling:
         while self._queue and (to_end or not decodes or not done or done + self._queue[0].size <= self._most):
             work = self._queue[0]
             done += work.size
-            if not work.go_on():
+            with working_for(work.rows.values()):
+                goes_on = work.go_on()
+            if not goes_on:
                 self._end(work)
                 is_any_ready = True
         return is_any_ready

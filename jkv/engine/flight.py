@@ -1,6 +1,7 @@
 """A chunk of decode steps that is dispatched, and what the host reads of it."""
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 from jkv.engine.samples import RowOutputs, Sample
@@ -15,6 +16,7 @@ class Flight:
       outputs: a `ChunkOutputs` on the device.
       num_steps: its decode steps.
       version: of the weights that run it.
+      scores: the kinds of scores (`Evict.kinds`) of compactions before it: whose they are, and the counts on the device.
       compactions: those dispatched after it before it was read: the sample and what `Runner._compact_row` returned.
     """
 
@@ -22,6 +24,7 @@ class Flight:
     outputs: Any
     num_steps: int
     version: int
+    scores: list[tuple[Collection[Sample], Any]]
     compactions: list[tuple[Sample, Any, Any, Any]] = dataclasses.field(default_factory=list)
 
     def by_row(self, outputs: Any) -> dict[int, RowOutputs]:

@@ -110,6 +110,11 @@ def call(function: Callable[..., Any], *arguments: Any) -> BaseException | None:
     return None
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Whether a caller's function was interrupted by its user, in the thread that receives signals."""
+    return isinstance(error, KeyboardInterrupt) and is_main_thread()
+
+
 def run_to_end(engine: Any, on_events: Callable[[list[Any]], None] | None = None) -> None:
     """Runs an engine until all requests are finished. Ctrl-C cancels them after the turn; they keep their tokens."""
     with deferred_interrupts(ends_here=True) as presses:

@@ -215,11 +215,12 @@ def prefill_chunk(**arguments: Any) -> tuple[State, Any, Any, Any]:
     return state, hidden, jax.lax.psum(held, HEADS), experts
 
 
-def compact(**arguments: Any) -> tuple[State, Any, Any]:
-    """`programs.compact` on a shard; a position is left if any head of any shard keeps it."""
+def compact(**arguments: Any) -> tuple[State, Any, Any, Any]:
+    """`programs.compact` on a shard; a position is left if any head of any shard keeps it, and scores of all are counted."""
     first = jax.lax.axis_index(HEADS) * arguments["state"].cache.pool.page_table.shape[2]
-    state, dropped, is_left = programs.compact.function(**arguments | {"first_head": first})
-    return state, dropped, None if is_left is None else jax.lax.psum(is_left.astype(jnp.int32), HEADS) > 0
+    state, dropped, is_left, kinds = programs.compact.function(**arguments | {"first_head": first})
+    is_left = None if is_left is None else jax.lax.psum(is_left.astype(jnp.int32), HEADS) > 0
+    return state, dropped, is_left, jax.lax.psum(kinds, HEADS)
 
 
 def measure_pages(**arguments: Any) -> Any:

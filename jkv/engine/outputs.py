@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jkv.engine.interrupts import call
+from jkv.engine.faults import blame
+from jkv.engine.interrupts import call, is_interrupt
 from jkv.engine.samples import RowOutputs, Sample
 from jkv.model.params import Model
 from jkv.reasoning.marks import completion_decoder
@@ -46,7 +47,7 @@ class Outputs:
 
     Attributes:
       events: not yet returned by `Engine.step`.
-      raised: a callback's KeyboardInterrupt or SystemExit, which `Engine.step` raises at the end of the turn.
+      raised: a callback's KeyboardInterrupt, which `Engine.step` raises at the end of the turn.
       is_streaming: whether events carry text for requests without a callback too.
     """
 
@@ -65,7 +66,9 @@ class Outputs:
         """
         completion, tokens, log_probs = sample.completion, row.tokens, row.log_probs
         reason = self._reason(sample, row)
-        kept = sample.stops.find(tokens) if sample.stops else None
+        kept = None
+        with blame(sample):
+            kept = sample.stops.find(tokens) if sample.stops else None
         if kept is not None:
             tokens, log_probs, reason = tokens[:kept], log_probs[:kept], "stop"
         completion.tokens += tokens
@@ -74,6 +77,8 @@ class Outputs:
         completion.versions += [sample.version, *[version] * len(tokens)][: len(tokens)]
         sample.version = version
         self._collected[sample] = None
+        if sample.completion.error is not None:
+            reason = "error"
         if reason:
             self._finish(sample, reason)
 
@@ -94,7 +99,8 @@ class Outputs:
     def emit(self, sample: Sample) -> None:
         """Makes an event of a sample's new tokens, for the caller of `Engine.step` and the request's callback.
 
-        A callback that raises ends its request with the reason "error"; the other requests continue.
+        A callback that raises ends its request with the reason "error", exits included; the other requests continue. So does a
+        tokenizer that cannot decode the sample's tokens, which ends the sample alone.
         """
         self._collected.pop(sample, None)
         completion, start, text = sample.completion, sample.num_emitted_tokens, None
@@ -102,13 +108,18 @@ class Outputs:
         if not tokens and not sample.is_finished:  # it was restarted, and has not come to the end of its earlier events
             return
         if self.tokenizer is not None and (self.is_streaming or sample.on_tokens):
-            text = self._new_text(sample)
+            with blame(sample):
+                text = self._new_text(sample)
+            if text is None and not sample.is_finished:
+                self._finish(sample, "error")
+            elif text is None:
+                completion.finish_reason = "error"
         sample.num_emitted_tokens = max(start, completion.num_tokens)
         left = completion.evicted + completion.shared
         event = Event(sample.ticket, sample.index, tokens, log_probs, text, completion.finish_reason, left)
         self.events.append(event)
         if sample.on_tokens is not None and (error := call(sample.on_tokens, event)):
-            if not isinstance(error, Exception):
+            if is_interrupt(error):
                 self.raised = error  # `Engine.step` raises it at the end of the turn, when nothing can be lost
             sample.completion.error = error
             for other in self._tickets.get(sample.ticket, []):

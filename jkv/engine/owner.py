@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from jkv.engine.guard import Guard
+from jkv.engine.interrupts import call
 from jkv.engine.outputs import Event
 from jkv.engine.requests import Request
 from jkv.engine.results import Result
@@ -18,7 +19,6 @@ from jkv.engine.tickets import Reply, Ticket
 from jkv.model.params import Model, Params
 
 LOGGER = logging.getLogger("jkv")
-MOST_RESETS = 3  # of a request: a device program that fails again and again fails because of it
 T = TypeVar("T")
 Submit = Callable[[Callable[[Event], None] | None], int]  # submits to the engine, with a streaming callback; returns its ticket
 
@@ -116,17 +116,21 @@ class Owner:
         """Runs a command. If it leaves the engine broken, requests start again before the next one."""
         try:
             command()
-        except Exception as error:
+        except BaseException as error:
             conclude(reply, error)
-        if (failure := self.engine._guard.failure) is not None:
-            self.recover(failure)
+        if self.engine._guard.failure is not None:
+            self.engine.reset()
 
     def turn(self) -> None:
-        """One turn of the engine. If a device program fails, unfinished requests start again, with the same tokens."""
+        """One turn of the engine, which repairs what fails in it. Requests end with the error where it is not ready to run."""
         try:
             events = self.engine.step()
-        except Exception as error:
-            self.recover(error)
+        except ValueError as error:
+            for number, ticket in list(self.tickets.items()):
+                self.engine.cancel(number)
+                self.engine.take([number])
+                del self.tickets[number]
+                give(ticket.set_exception, error)
             return
         for number in dict.fromkeys(event.ticket for event in events if event.finish_reason):
             if number in self.tickets and all(sample.is_finished for sample in self.engine.tickets[number]):
@@ -141,17 +145,6 @@ class Owner:
         self.engine.cancel(number)
         self.deliver(number)
 
-    def recover(self, error: BaseException) -> None:
-        """Resets the engine after a failed turn, and ends requests that have met too many."""
-        LOGGER.warning("A turn failed, and its requests start again: %r", error)
-        self.engine.reset()
-        for number, ticket in list(self.tickets.items()):
-            ticket.num_resets += 1
-            if ticket.num_resets > MOST_RESETS:
-                self.engine.cancel(number)
-                self.engine.take([number])
-                self.tickets.pop(number).set_exception(error)
-
     # Commands.
 
     def submit(self, ticket: Ticket, submit: Submit) -> None:
@@ -165,8 +158,8 @@ class Owner:
         """Submits a request to the engine."""
         try:
             ticket.number = submit(ticket.receive if ticket.streams else None)
-        except Exception as error:
-            ticket.set_exception(error)
+        except BaseException as error:
+            give(ticket.set_exception, error)
             return
         self.tickets[ticket.number] = ticket
         if ticket.is_closed:
@@ -246,16 +239,24 @@ def answer(reply: Reply[T], function: Callable[[], T]) -> None:
 def fulfil(reply: Reply[T], function: Callable[[], T]) -> None:
     """Gives a reply what a function returns or raises."""
     try:
-        reply.set_result(function())
+        result = function()
     except BaseException as error:
-        reply.set_exception(error)
+        give(reply.set_exception, error)
+    else:
+        give(reply.set_result, result)
 
 
-def conclude(reply: Reply[Any], error: Exception | None) -> None:
+def conclude(reply: Reply[Any], error: BaseException | None) -> None:
     """Ends a reply, if nobody has cancelled it."""
     if reply.done() or not (reply.running() or reply.set_running_or_notify_cancel()):
         return
     if error is None:
-        reply.set_result(None)
+        give(reply.set_result, None)
     else:
-        reply.set_exception(error)
+        give(reply.set_exception, error)
+
+
+def give(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+    """Ends a reply; `concurrent.futures` logs what a callback raises, but exits."""
+    if error := call(set_outcome, outcome):
+        LOGGER.warning("A callback of a request raised, which changes nothing: %r", error)

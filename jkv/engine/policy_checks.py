@@ -88,8 +88,8 @@ class Trials:
 
 
 HINTS = {
-    jax.errors.ConcretizationTypeError: "It decides by numbers that are not known yet: use jnp.where in place of if, and shapes "
-    "in place of counts.",
+    jax.errors.ConcretizationTypeError: "It decides by numbers that are not known yet: use jnp.where in place of if, and "
+    "shapes in place of counts.",
     jax.errors.TracerArrayConversionError: "Use jax.numpy in place of numpy.",
     jax.errors.NonConcreteBooleanIndexError: "A mask has no fixed number of slots: use jnp.where(mask, score, 0.0).",
 }

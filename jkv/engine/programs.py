@@ -234,10 +234,11 @@ def compact(
     facts: ModelFacts | None = None,
     cutoff: Cutoff | None = None,
     is_alive: Bool[Array, " B"] | None = None,
-) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None]:
+) -> tuple[State, Int[Array, "L R K S"] | None, Bool[Array, "R T"] | None, Int[Array, "R 3"]]:
     """Compacts rows to their budgets. When traced, also returns the dropped positions (EMPTY where a slot stays).
 
-    With sentences, also returns which positions are left in any layer and head.
+    With sentences, also returns which positions are left in any layer and head. Last, the kinds of each row's scores
+    (`Evict.kinds`), zeros where it is not alive.
 
     The engine passes one row at a time: for another number of rows XLA may round differently, and which of two nearly equal
     slots stays would depend on the batch. Temporaries are the row's keys, and values if a score reads them, in all layers.
@@ -255,6 +256,7 @@ def compact(
     limits = Limits(jnp.tile(protected[0], num_layers), jnp.tile(protected[1], num_layers))
     by_layer = num_layers, len(row)
     score, carried = evict.rate_and_carry(view, limits)
+    kinds = evict.kinds(score, view, limits).reshape(*by_layer, 3).sum(axis=0)
     if cutoff is not None:
         score = Cutoff(*(jnp.tile(x, num_layers) for x in cutoff))(score, view.age)
     score, position = (x.reshape(*by_layer, *x.shape[1:]) for x in (score, view.position))
@@ -264,6 +266,7 @@ def compact(
         goes_on, slot = is_alive[row][:, None, None], jnp.arange(slots.shape[-1], dtype=jnp.int32)
         slots = jnp.where(goes_on, slots, jnp.where(slot < pool.length[:, row][..., None], slot, EMPTY))
         carried = None if carried is None else jnp.where(goes_on, carried, pool.slot_data["carried"][:, row])
+        kinds = jnp.where(is_alive[row][:, None], kinds, 0)
     if carried is not None:
         numbers = pool.slot_data["carried"].at[:, row].set(carried)
         pool = pool.replace(slot_data=pool.slot_data | {"carried": numbers})
@@ -271,7 +274,8 @@ def compact(
     state = state._replace(cache=cache._replace(pool=keep(pool, row, slots)))
     dropped = compaction.dropped_positions(position, slots) if is_traced else None
     num_positions = None if sentences is None else sentences.sentence.shape[1]
-    return state, dropped, None if num_positions is None else compaction.positions_left(position, slots, num_positions)
+    is_left = None if num_positions is None else compaction.positions_left(position, slots, num_positions)
+    return state, dropped, is_left, kinds
 
 
 @device_program()

@@ -9,6 +9,7 @@ import numpy as np
 from jkv import notebook
 from jkv.checks import counted
 from jkv.engine.conversations import Transcript
+from jkv.engine.faults import blame
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
 from jkv.model.params import Model, ModelConfig
@@ -36,8 +37,8 @@ class Result:
         temperature 1); 0 in padding.
       logprobs_full: the same before penalties, top-k, top-p and min-p: under the model's own distribution, with temperature.
       finish_reason: of each sample: "stop" (an end token of the model, or a stop id or stop string), "length",
-        "cancelled" (by the caller, or Ctrl-C; its tokens are kept), "error" (its callback or encoder raised), or "nan" (the
-        model gave no finite probabilities).
+        "cancelled" (by the caller, or Ctrl-C; its tokens are kept), "error" (something of its own failed: `samples[i].error`
+        has the exception), or "nan" (the model gave no finite probabilities).
       stats: statistics of the whole call.
       trace: attention columns for `jkv.score`, when asked for.
       prompts: the token ids before each completion.
@@ -148,13 +149,7 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         log_probs_full[i, : lengths[i]], version[i, : lengths[i]] = completion.log_probs_full, completion.versions
     text = None
     if model.tokenizer is not None:
-        decode = completion_decoder(model.tokenizer)
-        text = [
-            cut(decode(sample.text_tokens), sample.request.stop_strings)
-            if sample.completion.text is None
-            else sample.completion.text
-            for sample in samples
-        ]
+        text = [text_of(sample, model.tokenizer) for sample in samples]
     traces = [completion.trace for completion in completions if completion.trace is not None]
     return Result(
         text=text,
@@ -175,6 +170,18 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         routed_experts=experts_of(model.config, samples),
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )
+
+
+def text_of(sample: Sample, tokenizer: Any) -> str:
+    """The text of a finished sample; empty where the tokenizer cannot decode its tokens, and its reason is then "error"."""
+    completion = sample.completion
+    if completion.text is None:
+        with blame(sample):
+            decoded = completion_decoder(tokenizer)(sample.text_tokens)
+            completion.text = cut(decoded, sample.request.stop_strings)
+    if completion.text is None:
+        completion.text, completion.finish_reason = "", "error"
+    return completion.text
 
 
 def experts_of(config: ModelConfig, samples: Sequence[Sample]) -> np.ndarray | None:

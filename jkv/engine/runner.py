@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
+from jkv.engine.faults import blame, working_for
 from jkv.engine.filling import PIECES, Filling
 from jkv.engine.flight import Flight, alive_after
 from jkv.engine.idle import is_ready
@@ -40,6 +41,7 @@ from jkv.model.params import Model, Params
 from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import DRAWS
 from jkv.policies import Needs
+from jkv.policies.evict import fault_of
 from jkv.policies.policy import cutoff_of
 from jkv.reasoning.sentences import map_sentences
 from jkv.replay.trace import TraceRecorder
@@ -113,6 +115,9 @@ class Runner:
         self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
         self.filling = Filling(running, prefill_tokens or PIECES * self.prefill_sizes[-1])
         self.held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
+        self.scores: list[
+            tuple[Collection[Sample], Any]
+        ] = []  # of compactions since the last chunk was dispatched: see `Flight`
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
@@ -201,6 +206,7 @@ class Runner:
     def reset(self) -> None:
         """Replaces the device state, which may be lost, by that of an empty pool."""
         self.filling.clear()
+        self.scores.clear()
         self.sharer.forget()
         self.sleep()
         self.wake()
@@ -222,8 +228,9 @@ class Runner:
         if turn.swap_out:
             with self.meter.clock("swap_seconds"):
                 for row, sample in turn.swap_out.items():
-                    sample.swapped = swap.swap_out(self.programs, self.state, row, sample.prefix.page_table)
-                    self.state = self.programs.release(self.state, self.pad_rows([row]))
+                    with working_for([sample]):
+                        sample.swapped = swap.swap_out(self.programs, self.state, row, sample.prefix.page_table)
+                        self.state = self.programs.release(self.state, self.pad_rows([row]))
         self.free(turn.free)
         if turn.admit:
             self._settings = None
@@ -236,7 +243,7 @@ class Runner:
                 if sample.resumes is not None:
                     self.filling.add({row: sample}, kept_rows.resume(self, row, sample))
                 elif sample.is_swapped:
-                    with self.meter.clock("swap_seconds"):
+                    with self.meter.clock("swap_seconds"), working_for([sample]):
                         self._swap_in(row, sample)
                 else:
                     self.filling.add({row: sample}, starts.start(self, row, sample))
@@ -282,11 +289,12 @@ class Runner:
             self._generated, outputs = outputs.generated, outputs._replace(generated=None)
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)
-        return Flight(dict(running), outputs, num_steps, self.version)
+        scores, self.scores = self.scores, []
+        return Flight(dict(running), outputs, num_steps, self.version, scores)
 
     def plan(self, flight: Flight) -> None:
         """Counts a chunk before its tokens are read, and dispatches the compactions that are then due."""
-        copy_to_host(flight.outputs)
+        copy_to_host((flight.outputs, [kinds for _, kinds in flight.scores]))
         for row, sample in flight.rows.items():
             sample.plan(flight.num_steps)
             if sample.remaining > 0 and sample.is_due:
@@ -295,17 +303,23 @@ class Runner:
                 sample.filled = sample.compacted
 
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
-        """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use."""
+        """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use.
+
+        Samples whose scores could not be ranked before the chunk get an error.
+        """
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.waiting(lambda: is_ready(self.state)):
-            outputs, held = host((flight.outputs, self.held))
+            outputs, held, scores = host((flight.outputs, self.held, [kinds for _, kinds in flight.scores]))
+        for (samples, _), kinds in zip(flight.scores, scores, strict=True):
+            for sample in samples:
+                fault = fault_of(kinds[0], sample.request.policy.name)
+                sample.completion.error = sample.completion.error or fault
         self.held.clear()
         self.meter.peak(max(map(int, held), default=0))
         return flight.by_row(outputs), int(outputs.held_pages)
 
-    def share(self) -> list[tuple[Sample, Exception]]:
-        """Shares similar pages found during the chunk; returns samples whose encoder raised, with the error."""
+    def share(self) -> None:
+        """Shares similar pages found during the chunk."""
         self.state = self.sharer.decide(self.state)
-        return self.sharer.failed
 
     def compact(self, due: dict[int, Sample]) -> None:
         """Compacts rows, each by one program of one row, so that no row's rounding depends on how many are due.
@@ -320,9 +334,11 @@ class Runner:
         for sample, dropped, is_left, left in compactions:
             if sample.is_finished:
                 continue
-            if sample.sentences is not None and is_left is not None:
-                sample.sentences.forget(np.asarray(is_left)[0])
-            sample.compact(None if dropped is None else host(dropped)[:, 0], None if left is None else host(left))
+            numbers = None if dropped is None else host(dropped)[:, 0], None if left is None else host(left)
+            with blame(sample):
+                if sample.sentences is not None and is_left is not None:
+                    sample.sentences.forget(np.asarray(is_left)[0])
+                sample.compact(*numbers)
 
     def _compact_row(self, row: int, sample: Sample, last: Flight | None = None) -> tuple[Any, Any, Any]:
         """Dispatches one row's compaction; returns what is still on the device: the positions dropped (when traced), those left
@@ -330,6 +346,10 @@ class Runner:
 
         If `last`, a chunk that is not read yet, has ended the row, the row stays as its last token left it, for a next turn.
         """
+        with working_for([sample]):
+            return self._compact(row, sample, last)
+
+    def _compact(self, row: int, sample: Sample, last: Flight | None) -> tuple[Any, Any, Any]:
         request, sentences = sample.request, None
         evict = request.policy.evict
         assert evict is not None
@@ -338,7 +358,7 @@ class Runner:
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
             sentences = map_sentences(sample.sentences, self._map_width)
         with self.meter.stats.idle.dispatching(is_ready(self.state)), self.meter.compaction(lambda: self.state):
-            self.state, dropped, is_left = self.programs.compact(
+            self.state, dropped, is_left, kinds = self.programs.compact(
                 self.state,
                 np.full(1, row, np.int32),
                 np.asarray(sample.budgets, np.int32)[:, None],
@@ -351,6 +371,8 @@ class Runner:
                 cutoff=cutoff_of(request.policy),
                 is_alive=alive_after(last, self._all_alive),
             )
+        is_prefix = sample.shares and sample.is_filling  # whoever starts from the prompt has its scores
+        self.scores.append((sample.prefix.samples if is_prefix else [sample], kinds))
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 

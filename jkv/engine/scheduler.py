@@ -17,6 +17,7 @@ chunks. So a row's compactions never depend on the other rows.
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ import numpy as np
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine.conversations import Conversations
+from jkv.engine.faults import Search, working_for
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.prefix_cache import PrefixCache, can_reuse
 from jkv.engine.prefix_reuse import reserve
@@ -89,12 +91,15 @@ class Scheduler:
       version: the version of the weights in use; prefixes of other weights are not shared.
       prefix_cache: which prompts stay in the pool after their samples.
       conversations: rows that are kept between turns.
+      search: looks for a sample that makes steps fail, if they do.
+      held: samples that wait for it, outside of the queue.
     """
 
     def __init__(self, capacity: Capacity) -> None:
         self.capacity, self.prefix_cache, self.conversations = capacity, PrefixCache(), Conversations()
         self.running: dict[int, Sample] = {}
         self.waiting: list[tuple[tuple[int, int], Sample]] = []
+        self.search, self.held = Search(capacity.chunk), list[Sample]()
         self.prefixes: dict[object, Prefix] = {}
         self.version = 0
         self._num_added = 0
@@ -102,10 +107,21 @@ class Scheduler:
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
+        if not self.search.may_run(sample):
+            self.held.append(sample)
+            return
         sample.priority = (-sample.request.most_tokens if self.capacity.order == "longest" else 0, self._num_added)
         self._num_added += 1
         self._attach_prefix(sample)
         heapq.heappush(self.waiting, (sample.priority, sample))
+
+    def passed(self) -> None:
+        """A step has not failed: whoever the search held for it is queued."""
+        if self.search.passed():
+            held, self.held = self.held, []
+            for sample in held:
+                if not sample.is_finished:
+                    self.add(sample)
 
     def next(self) -> Turn:
         """The next turn."""
@@ -133,7 +149,8 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         """Whether any sample runs or waits; cancelled ones may still be queued."""
-        return bool(self.running) or any(not sample.is_finished for _, sample in self.waiting)
+        waiting = itertools.chain(self.held, (sample for _, sample in self.waiting))
+        return bool(self.running) or any(not sample.is_finished for sample in waiting)
 
     @property
     def sentence_logs(self) -> list[SentenceLog]:
@@ -179,6 +196,7 @@ class Scheduler:
         """Forgets rows, prefixes and the queue, and queues fresh samples; for an empty pool."""
         self.running.clear()
         self.waiting.clear()
+        self.held.clear()
         self.prefixes.clear()
         self._freed.clear()
         self.prefix_cache.forget()
@@ -221,7 +239,9 @@ class Scheduler:
         while free_rows and self.waiting:
             sample = self.waiting[0][1]
             if not sample.is_finished:
-                if not self._can_admit(sample):
+                with working_for([sample]):  # its policy answers
+                    fits = self._can_admit(sample)
+                if not fits:
                     break
                 sample.is_running = True
                 self.conversations.attach(sample.resumes)

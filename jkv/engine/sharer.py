@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.engine.faults import blame
 from jkv.engine.programs import State
 from jkv.engine.samples import Sample
 from jkv.engine.timing import clock
@@ -43,7 +44,6 @@ class Sharer:
 
     def forget(self) -> None:
         """Forgets the chunk in progress."""
-        self.failed: list[tuple[Sample, Exception]] = []  # samples whose encoder raised during the chunk
         self._rows: list[Row] = []
         self._squares: list[tuple[int, Any]] = []  # number of pairs and squared distances of each measuring program
 
@@ -73,12 +73,10 @@ class Sharer:
                 if sharing is None or sharing.is_over:
                     continue
                 now = sample.generated + num_steps
-                try:
+                pairs: list[Pair] = []
+                with blame(sample):  # a caller's encoder, for example
                     sharing.find_similar()
-                except Exception as error:  # from a caller's encoder; the engine ends this sample after the chunk
-                    self.failed.append((sample, error))
-                    continue
-                pairs = [] if now % sharing.share.interval else sharing.candidates(now)
+                    pairs = [] if now % sharing.share.interval else sharing.candidates(now)
                 if pairs:
                     self._rows.append(Row(i, sample, sharing, pairs))
         self.stats.filter_waits += bool(outputs.token.is_ready())
@@ -122,7 +120,8 @@ class Sharer:
                 count = len(row.pairs) if row.sharing.share.random is None else 0
                 row_squares, start = squares[start : start + count], start + count
                 if not row.sample.is_finished:
-                    kept += self._decide_row(row, row_squares)
+                    with blame(row.sample):
+                        kept += self._decide_row(row, row_squares)
         self._rows, self._squares = [], []
         if not kept:
             return state

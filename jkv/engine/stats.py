@@ -44,7 +44,7 @@ class SampleStats:
       preemptions: how often it was swapped out to make room for others.
       is_forked: whether it started from a prompt that was prefilled for several samples.
       cached_tokens: tokens of its prompt that the prefix cache held and that were not prefilled.
-      error: the exception of its callback or of its policy's encoder, if any.
+      error: what failed of its own, if anything: its callback, its policy, its text.
     """
 
     num_tokens: int

@@ -49,12 +49,11 @@ class Ticket(Reply[Result]):
       number: the engine's own ticket; -1 until the owner thread has submitted the request.
       keep: whether its rows are kept for a next turn.
       is_closed: whether its caller wants none of them.
-      num_resets: after how many failures of a device program it was started again.
     """
 
     def __init__(self, service: Turns, streams: bool, keep: bool = False) -> None:
         super().__init__()
-        self.number, self.num_resets = -1, 0
+        self.number = -1
         self._service, self.streams, self.keep, self.is_closed = service, streams, keep, False
         self._events: list[Event] = []
         self._wakers: list[Callable[[], None]] = []

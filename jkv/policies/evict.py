@@ -129,6 +129,12 @@ class Evict:
             protected |= view.position < view.prompt_length[:, None, None]
         return protected & view.is_filled
 
+    def kinds(self, score: Float[Array, "B K S"], view: CacheView, limits: Limits | None = None) -> Int[Array, "B 3"]:
+        """How many slots that are not protected have a score of NaN, an infinite one, and another one; `score` is `rate`'s."""
+        is_free = view.is_filled & ~self.is_protected(view, limits)
+        of_kind = jnp.stack([jnp.isnan(score), jnp.isinf(score), jnp.isfinite(score)], axis=-1)
+        return (of_kind & is_free[..., None]).sum(axis=(1, 2), dtype=jnp.int32)
+
     def choose(
         self,
         score: Float[Array, "L B K S"],
@@ -170,6 +176,24 @@ class Evict:
         sure = round(self.floor * 1000) * jnp.maximum(of_heads - protected, 0)
         share = jnp.cumsum((1000 - round(self.floor * 1000)) * won + sure, axis=-1)
         return largest(score, protected + jnp.diff((share + 500) // 1000, axis=-1, prepend=0))
+
+
+def fault_of(kinds: Any, name: str) -> ValueError | None:
+    """Why no slot can be ranked by a row's scores, given `Evict.kinds` on the host, summed over layers; None if they can be.
+
+    NaN in any slot is a fault, as it has no rank. Some slots may have infinite scores, but not all.
+    """
+    nan, infinite, finite = (int(kind) for kind in kinds)
+    if nan:
+        got = f"NaN in {nan:,} of {nan + infinite + finite:,} slots"
+    elif infinite and not finite:
+        got = f"infinity in all of {infinite:,} slots"
+    else:
+        return None
+    return ValueError(
+        f"{name}'s scores must be numbers, and finite in some slot, of filled slots that are not protected; got {got} of "
+        "a row. Check divisions, logarithms and roots in the score, and what it reads of empty slots."
+    )
 
 
 def best_of_layer(score: Float[Array, "L B K S"], budget: Int[Array, "L B K"]) -> Bool[Array, "L B K S"]:

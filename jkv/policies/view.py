@@ -175,7 +175,9 @@ def scores_of(score: Score, view: CacheView) -> tuple[Float[Array, "B K S"], Flo
         if shape != expected:
             raise ScoreError(f"{rule}; got the shape {shape}. Give each slot one number.")
         if dtype == jnp.bool_:
-            raise ScoreError(f"{rule}; got a mask of booleans. Give the slots to keep a higher score: jnp.where(mask, 1.0, 0.0).")
+            raise ScoreError(
+                f"{rule}; got a mask of booleans. Give the slots to keep a higher score: jnp.where(mask, 1.0, 0.0)."
+            )
         if dtype != jnp.float32:
             raise ScoreError(f"{rule}; got {dtype}. Compute in float32, as of view.key.astype(jnp.float32).")
     return parts[0], parts[1] if needs.carried else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from jkv.engine.engine import Engine
 from jkv.engine.options import EngineOptions
+from jkv.engine.results import text_of
 from jkv.engine.row_copies import copy_rows, renumber
 from jkv.engine.samples import Sample
 from jkv.engine.service import Service
@@ -16,8 +17,6 @@ from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Ticket
 from jkv.model.params import Model
 from jkv.policies import Policy
-from jkv.reasoning.marks import completion_decoder
-from jkv.reasoning.token_text import cut
 from jkv.replicas.buckets import with_leaves
 from jkv.replicas.replica import Facts, Failed, Finished, Item, Lost, Message, Post, Rows
 
@@ -86,10 +85,8 @@ class Worker:
     def _collect(self, ticket: int) -> Sample:
         """What a finished request's ticket is given: its sample, with the text."""
         (sample,) = self.engine.take([ticket])
-        tokenizer = self.engine.model.tokenizer
-        if tokenizer is not None:
-            text = completion_decoder(tokenizer)(sample.text_tokens)
-            sample.completion.text = cut(text, sample.request.stop_strings)
+        if self.engine.model.tokenizer is not None:
+            text_of(sample, self.engine.model.tokenizer)
         return sample
 
     def _done(self, number: int, ticket: "Future[Any]") -> None:

@@ -233,7 +233,7 @@ def compact_together(self, due):
     samples, zeros = list(due.values()), np.zeros(len(padding), np.int32)
     budget = np.stack([*(sample.compacted for sample in samples), *[np.full(2, 1 << 20)] * len(padding)], axis=1)
     evict = samples[0].request.policy.evict
-    self.state, dropped, _ = self.programs.compact(
+    self.state, dropped, *_ = self.programs.compact(
         self.state,
         np.asarray([*due, *padding], np.int32),
         budget.astype(np.int32),

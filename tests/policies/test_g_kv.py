@@ -101,7 +101,7 @@ class Cache:
         limits = jnp.asarray([[evict.sinks], [evict.recent]], jnp.int32)
         budget, prompt = jnp.full((LAYERS, 1), BUDGET, jnp.int32), jnp.zeros(1, jnp.int32)
         rows = jnp.asarray([row], jnp.int32)
-        self.state, _, _ = programs.compact(self.state, rows, budget, prompt, limits, evict.static, False)
+        self.state, *_ = programs.compact(self.state, rows, budget, prompt, limits, evict.static, False)
         for layer, head in np.ndindex(LAYERS, HEADS):
             at = layer, row, head
             self.tokens[at] = compacted(self.tokens[at], self.query[at], sinks=evict.sinks, **settings)

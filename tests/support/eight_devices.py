@@ -341,7 +341,9 @@ def test_outputs_over_all_heads_cover_all_shards(params):
     def outputs_on(on):
         state, run = prefilled(params, on, [0, 1]), programs if on is None else mesh.programs_on(on)
         distance = run.measure_pages(state, *pair, None)
-        _, dropped, is_left = run.compact(state, row, budget, row, protected, evict=evict, is_traced=True, sentences=sentences)
+        _, dropped, is_left, _ = run.compact(
+            state, row, budget, row, protected, evict=evict, is_traced=True, sentences=sentences
+        )
         return distance, dropped, is_left
 
     one, many = outputs_on(None), outputs_on(on)

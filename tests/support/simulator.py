@@ -105,13 +105,18 @@ class Schedule:
         self.counts["presses"] += len(where)
 
     def fail(self):
-        """A device program fails; the engine must say so, and can be reset."""
+        """A device program fails in a step, which repairs it, or in a call after which the engine says that it needs a reset."""
         self.programs.fail(int(self.rng.integers(0, 6)), bool(self.rng.integers(2)))
         try:
             for _ in range(3):
                 self.collect(self.engine.step())
+            self.counts["failed"] += self.programs.failing is None
+            if self.rng.integers(2):
+                self.programs.fail(0, bool(self.rng.integers(2)))
+                self.engine.sleep()
+                self.engine.wake()
         except DeviceError:
-            self.counts["failed"] += 1
+            self.counts["told"] += 1
             for call in (
                 self.engine.step,
                 self.engine.sleep,

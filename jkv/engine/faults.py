@@ -1,0 +1,108 @@
+"""Whose fault it is when something fails: a sample's, whose request ends with the reason "error" while the others go on.
+
+- `blame`: the host works for one sample (its text, its trace, a caller's function). It keeps the error, and `Outputs` ends it.
+- `working_for`: the device works for some samples alone. What fails then has taken the state of all, so the step fails.
+- `Search`: a step has failed, and all rows start again. If it fails again, it finds the sample that makes it fail.
+"""
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
+
+from jkv.engine.samples import Sample
+
+NOTE = "_jkv_samples"  # the attribute of an exception
+MOST_ALONE = 3  # steps that may fail in a row although no sample runs
+
+
+@contextlib.contextmanager
+def blame(sample: Sample) -> Iterator[None]:
+    """What the block raises, exits included, is the sample's error; the caller goes on after the block."""
+    try:
+        yield
+    except BaseException as error:
+        sample.completion.error = sample.completion.error or error
+
+
+@contextlib.contextmanager
+def working_for(samples: Iterable[Sample]) -> Iterator[None]:
+    """Notes on what the block raises for which samples the device works; of nested blocks, those of the outermost."""
+    samples = list(samples)
+    try:
+        yield
+    except BaseException as error:
+        vars(error)[NOTE] = samples
+        raise
+
+
+def take_note(error: BaseException) -> list[Sample] | None:
+    """The samples for which the device worked when it failed; None where it was for all that run."""
+    return vars(error).pop(NOTE, None)
+
+
+class Search:
+    """Finds the sample that makes steps fail.
+
+    After the first failure all rows start again, with the same tokens. A sample is a suspect until it is beyond the tokens at
+    which a step with it has failed. If a step with suspects fails again, half of its samples run without the others, which
+    wait. Whoever fails alone is guilty; once none of the half is a suspect, half of those that wait join it.
+
+    Args:
+      chunk: the most tokens of a step; a sample is no suspect any more so many after those that it had.
+    """
+
+    def __init__(self, chunk: int) -> None:
+        self._chunk = chunk
+        self._marks: dict[Sample, int] = {}  # the most tokens of unfinished samples when a step with them failed
+        self._suspects: list[Sample] = []
+        self._group: set[Sample] | None = None  # who may run, as long as it searches
+        self._num_alone = 0  # failures in a row with no sample
+
+    @property
+    def is_on(self) -> bool:
+        """Whether some samples wait for others to be tried."""
+        return self._group is not None
+
+    def may_run(self, sample: Sample) -> bool:
+        """Whether a sample need not wait."""
+        return self._group is None or sample in self._group
+
+    def failed(self, error: BaseException, samples: Collection[Sample]) -> list[Sample]:
+        """A step with these samples has failed; returns the guilty one, or none. Before the next step all must start again.
+
+        Raises:
+          BaseException: the error, if steps fail again and again though no sample runs.
+        """
+        samples = [sample for sample in samples if not sample.is_finished]
+        self._num_alone = 0 if samples else self._num_alone + 1
+        if self._num_alone >= MOST_ALONE:
+            raise error
+        if self._group is not None:
+            samples = [sample for sample in samples if sample in self._suspects] or samples
+        again = any(sample.generated <= self._marks.get(sample, -1) for sample in samples)
+        self._marks |= {one: max(self._marks.get(one, 0), one.generated + self._chunk) for one in samples}
+        if not again:
+            return []
+        if len(samples) == 1:
+            self._forget(samples[0])
+            return samples
+        self._suspects += [sample for sample in samples if sample not in self._suspects]
+        self._group = set(samples[: len(samples) // 2])
+        return []
+
+    def passed(self) -> bool:
+        """A step has not failed; returns whether samples that waited may run now."""
+        self._num_alone = 0
+        if not self._marks:
+            return False
+        for sample in [one for one in self._marks if one.is_finished]:
+            self._forget(sample)
+        self._suspects = [one for one in self._suspects if one.generated <= self._marks[one]]
+        if self._group is None or self._group.intersection(self._suspects):
+            return False
+        waiting = self._suspects[: (len(self._suspects) + 1) // 2]
+        self._group = self._group.union(waiting) if waiting else None
+        return True
+
+    def _forget(self, sample: Sample) -> None:
+        self._marks.pop(sample, None)
+        self._suspects = [one for one in self._suspects if one is not sample]
