@@ -25,9 +25,9 @@ from jkv.model import weights
 from jkv.model.params import Model
 from jkv.model.sharding import HEADS, shardings
 from jkv.policies import Policy
-from jkv.replicas.buckets import Bucket, pack, unpack
+from jkv.replicas.buckets import Bucket, digests_of, pack, unpack
 from jkv.replicas.options import RayOptions
-from jkv.replicas.replica import Facts, Failed, Item, Lost, Message, Post, Replica, Rows, Updated
+from jkv.replicas.replica import Change, Facts, Failed, Item, Lost, Message, Post, Replica, Rows, Updated
 from jkv.replicas.worker import Worker
 
 POLL_SECONDS = 1.0  # after which an actor answers that nothing has happened
@@ -92,11 +92,11 @@ class Report(NamedTuple):
 class EngineActor:
     """A worker in a process of its own; an actor's methods run in threads."""
 
-    def __init__(self, spec: Spec, buckets: Sequence[Any], version: int) -> None:
+    def __init__(self, spec: Spec, buckets: Sequence[Any], version: int, digests: np.ndarray) -> None:
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._shapes = spec.shapes
         model, options = spec.build(ray.get(list(buckets)))
-        self.worker = Worker(model, spec.policies, options, version, self._messages.put)
+        self.worker = Worker(model, spec.policies, options, version, digests, self._messages.put)
 
     def facts(self) -> tuple[Facts, int]:
         """Sizes of the engine, and the version of its weights."""
@@ -121,12 +121,12 @@ class EngineActor:
         """A method of the worker by its name."""
         return getattr(self.worker, name)(*arguments)
 
-    def update(self, buckets: Sequence[Any], version: int) -> None:
+    def update(self, buckets: Sequence[Any], version: int, digests: np.ndarray) -> None:
         """Uses new weights."""
         leaves: dict[int, Any] = {}
         for bucket in ray.get(list(buckets)):
             leaves |= unpack(bucket, self._shapes)
-        self.worker.update(leaves, version)
+        self.worker.update(leaves, version, digests)
 
     def snapshot(self) -> tuple[frozenset[int], Any]:
         """The items whose rows are in a snapshot, and the rows."""
@@ -278,9 +278,11 @@ class RayReplica:
         """Ends items."""
         self._call("cancel", list(numbers))
 
-    def update(self, change: Sequence[Any], version: int) -> None:
+    def update(self, change: Change) -> None:
         """Lets the actor take new weights from the object store."""
-        self._watch.add(self, self.actor.update.remote(list(change), version), lambda _: self._post(Updated(version)))
+        version, digests, content = change
+        reference = self.actor.update.remote([bucket for _, bucket in content], version, digests)
+        self._watch.add(self, reference, lambda _: self._post(Updated(version)))
 
     def drain(self) -> None:
         """Gives up all items."""
@@ -341,25 +343,28 @@ class RayCarrier:
         skeleton = dataclasses.replace(model, params=jax.tree.unflatten(structure, range(len(leaves))))
         shapes = [Shape(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
         self._spec = ray.put(Spec(skeleton, shapes, list(policies), options, settings.tensor))
-        self._weights: tuple[list[tuple[frozenset[int], Any]], int] = ([], 0)  # buckets, oldest first, and the version
-        self.put(dict(enumerate(leaves)), 0)
+        content = self.put(dict(enumerate(leaves)))
+        self._weights = Change(0, digests_of(model.params), content)  # buckets of all leaves, oldest first
         self._watch = Watch(settings.timeout)
 
-    def put(self, leaves: Mapping[int, Any], version: int) -> list[Any]:
-        """Puts leaves into the object store, a bucket at a time; buckets that nobody needs any more are dropped."""
-        new = [(frozenset(bucket.leaves), ray.put(bucket)) for bucket in pack(leaves)]
-        old = [(owned - leaves.keys(), reference) for owned, reference in self._weights[0]]
-        self._weights = [one for one in old if one[0]] + new, version
-        return [reference for _, reference in new]
+    def put(self, leaves: Mapping[int, Any]) -> list[tuple[frozenset[int], Any]]:
+        """Puts leaves into the object store, a bucket at a time: the leaves of each bucket, and its reference."""
+        return [(frozenset(bucket.leaves), ray.put(bucket)) for bucket in pack(leaves)]
+
+    def use(self, change: Change) -> None:
+        """The newest buckets of all leaves; those that nobody needs any more are dropped."""
+        new = frozenset[int]().union(*(owned for owned, _ in change.content))
+        old = [(owned - new, reference) for owned, reference in self._weights.content]
+        self._weights = change._replace(content=[one for one in old if one[0]] + change.content)
 
     def start(self, index: int, post: Post) -> Replica:
         """An actor with the newest weights; waits until its engine is built."""
-        buckets, version = self._weights
+        version, digests, buckets = self._weights
         options = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_concurrency": CALLS_AT_ONCE} | dict(
             self._settings.actor
         )
         kind = ray.remote(EngineActor).options(**options)  # type: ignore[attr-defined]
-        actor: Any = kind.remote(self._spec, [reference for _, reference in buckets], version)
+        actor: Any = kind.remote(self._spec, [reference for _, reference in buckets], version, digests)
         try:
             facts, version = ray.get(actor.facts.remote(), timeout=self._settings.timeout)
         except ray.exceptions.GetTimeoutError:

@@ -18,9 +18,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from jkv.engine.tickets import Reply
 from jkv.replicas.dispatch import Group, Load, assign
-from jkv.replicas.replica import Carrier, Failed, Finished, Item, Lost, Message, Replica, Rows, Updated
+from jkv.replicas.replica import Carrier, Change, Failed, Finished, Item, Lost, Message, Replica, Rows, Updated
 
 LOGGER = logging.getLogger("jkv")
 MOST_MOVES = 3  # of an item: a replica that ends again and again may end because of it
@@ -93,7 +95,7 @@ class Dispatcher:
         self.open: dict[int, Open] = {}
         self._groups: list[Group] = []
         self._updates: list[tuple[int, Reply[None]]] = []  # to be answered when all members have the version
-        self._changes: dict[int, Any] = {}  # by version, since the oldest that a replica may have
+        self._changes: dict[int, Change] = {}  # by version, since the oldest that a replica may have
         self._drains: dict[int, Reply[None]] = {}
         self._error: BaseException | None = None  # why the last replica was lost
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -177,10 +179,14 @@ class Dispatcher:
             if own := sorted(member.numbers & numbers):
                 member.replica.cancel(own)  # type: ignore[union-attr]
 
-    def update(self, change: Any, reply: Reply[None]) -> None:
-        """Brings a carrier's newest weights to all replicas; the reply is given when all use them."""
-        self.version += 1
-        self._changes[self.version] = change
+    def update(self, content: Any, digests: np.ndarray, reply: Reply[None]) -> None:
+        """Numbers new weights, of a carrier's `put`, and brings them to all replicas; the reply is given when all use them.
+
+        From here on nothing is lost if the caller waits no more: this thread alone gives the version its weights.
+        """
+        change = Change(self.version + 1, digests, content)
+        self.carrier.use(change)
+        self.version, self._changes[change.version] = change.version, change
         self._updates.append((self.version, reply))
         for member in self._started():
             self._advance(member)
@@ -240,7 +246,7 @@ class Dispatcher:
         """Sends a replica the weights after its own, if there are any, once it has those before."""
         if member.replica is not None and not member.is_updating and member.version < self.version:
             member.is_updating = True
-            member.replica.update(self._changes[member.version + 1], member.version + 1)
+            member.replica.update(self._changes[member.version + 1])
 
     def _lose(self, member: Member, error: BaseException) -> None:
         """A replica is gone: its items wait again, and another is started in its place, unless that happened too often."""

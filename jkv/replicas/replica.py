@@ -106,6 +106,20 @@ class Updated(NamedTuple):
     version: int
 
 
+class Change(NamedTuple):
+    """New weights, on their way to replicas.
+
+    Attributes:
+      version: their number.
+      digests: of all leaves, by which a replica knows that it has them (`jkv.replicas.buckets.digests_of`).
+      content: of a carrier's `put`: the leaves that are new since the version before.
+    """
+
+    version: int
+    digests: np.ndarray
+    content: Any
+
+
 class Rows(NamedTuple):
     """A snapshot of rows (`jkv.engine.row_copies`).
 
@@ -150,8 +164,8 @@ class Replica(Protocol):
     def cancel(self, numbers: Sequence[int]) -> None:
         """Ends items, which come back with the tokens that they have."""
 
-    def update(self, change: Any, version: int) -> None:
-        """Uses new weights, of a carrier's `put`, from the engine's next turn on; then `Updated` comes."""
+    def update(self, change: Change) -> None:
+        """Uses new weights from the engine's next turn on; then `Updated` comes. If they arrive as others, it is `Lost`."""
 
     def drain(self) -> None:
         """Gives up all items: `Rows` come, the last message about any of them."""
@@ -191,8 +205,14 @@ class Carrier(Protocol):
           RuntimeError: it did not start.
         """
 
-    def put(self, leaves: Mapping[int, Any], version: int) -> Any:
-        """Brings new weights, by their index among the leaves, to where all replicas can take them; returns the change."""
+    def put(self, leaves: Mapping[int, Any]) -> Any:
+        """Brings leaves, by their index, to where all replicas can take them; returns the content of a `Change`.
+
+        Nothing uses them before `use`, so this may end in the middle.
+        """
+
+    def use(self, change: Change) -> None:
+        """Replicas that are started from now on begin with these weights."""
 
     def forget(self) -> None:
         """Lets the caller's weights go; the next `put` brings all leaves."""

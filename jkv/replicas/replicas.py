@@ -11,9 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jkv.checks import check_counts, counted, shown, typed
+from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.memory import check_fits, lowered
 from jkv.engine.options import EngineOptions
 from jkv.engine.policy_checks import check_request
@@ -28,7 +30,7 @@ from jkv.model.params import Model, Params
 from jkv.model.sharding import num_parts
 from jkv.policies import Policy, full
 from jkv.progress import progress_bar
-from jkv.replicas.buckets import Changes
+from jkv.replicas.buckets import digests_of
 from jkv.replicas.dispatch import Load
 from jkv.replicas.dispatcher import Dispatcher, Open
 from jkv.replicas.front import Caller
@@ -110,8 +112,9 @@ class Replicas:
         else:
             made = ThreadCarrier(model, self.policies, options, places_of(mesh, num_replicas))
         self.model = dataclasses.replace(model, params=weights.shapes_of(model.params))
-        self._changes, self._updating, self.numbers = Changes(), threading.Lock(), itertools.count()
-        self._changes.since_last(jax.tree.leaves(model.params))
+        self._updating, self.numbers = threading.Lock(), itertools.count()
+        self._sent: np.ndarray | None = digests_of(model.params)  # of what all replicas use; None where that is not known
+        self._update: Reply[None] | None = None  # the newest
         self._waiting, self._callers, self._is_resting, self.is_asleep = (
             threading.Lock(),
             weakref.WeakSet[Caller](),
@@ -236,9 +239,12 @@ class Replicas:
     def update(self, params: Params) -> None:
         """Uses new weights everywhere, and returns when all replicas do; unfinished samples go on with them.
 
-        The versions of a sample's tokens (`Result.policy_version`) never descend. Only arrays that are not those of the last
-        update travel: of an adapter whose base stays, the adapter alone. What must be joined or separated first, to be as the
-        old weights are, travels each time.
+        The versions of a sample's tokens (`Result.policy_version`) never descend. Only arrays with other values than in the last
+        update travel: of an adapter whose base stays, the adapter alone.
+
+        Each replica compares digests before it uses new weights; one that has others than were sent is started again. If this
+        call is interrupted or fails, `version` is the number of the newest weights all the same, whether or not they are these;
+        the next call sends everything.
 
         Raises:
           ValueError: weights of another structure, shape, type or sharding than the first, or not finite; nothing is changed.
@@ -247,12 +253,17 @@ class Replicas:
         params = weights.joined_as(self.model.params, params)
         weights.check_same(self.model.params, params)
         check_weights(params)
+        digests = digests_of(params)
         with self._updating:
-            changed = self._changes.since_last(jax.tree.leaves(params))
+            sent, self._sent = self._sent, None  # until all have replied
+            is_new = np.ones(len(digests), bool) if sent is None else (digests != sent).any(axis=1)
+            content = self._carrier.put({i: leaf for i, leaf in enumerate(jax.tree.leaves(params)) if is_new[i]})
             reply: Reply[None] = Reply()
-            change = self._carrier.put(changed, self.version + 1)
-            self._dispatcher.call(self._dispatcher.update, change, reply).result()
+            with deferred_interrupts():  # `version` counts these weights as soon as they are on their way
+                self._update = reply
+                self._dispatcher.call(self._dispatcher.update, content, digests, reply).result()
             reply.result()
+            self._sent = digests
 
     @property
     def newest_model(self) -> Model:
@@ -263,7 +274,9 @@ class Replicas:
         """Frees the pools of all replicas; running rows are swapped out to host memory. See `jkv.Engine.sleep`."""
         if forget_weights:
             with self._updating:
-                self._changes = Changes()  # the next update brings all
+                if self._update is not None:  # which may have been interrupted, and be on its way
+                    concurrent.futures.wait([self._update])
+                self._sent = None  # the next update brings all
                 self._carrier.forget()
         self.ask("sleep", forget_weights)
         self.is_asleep = True

@@ -19,7 +19,8 @@ from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import Model, Params
 from jkv.model.sharding import shard
 from jkv.policies import Policy
-from jkv.replicas.replica import Facts, Item, Lost, Post, Replica, Rows, Updated
+from jkv.replicas.buckets import digests_of
+from jkv.replicas.replica import Change, Facts, Item, Lost, Post, Replica, Rows, Updated
 from jkv.replicas.worker import Worker
 
 
@@ -85,13 +86,13 @@ class ThreadCarrier:
         self, model: Model, policies: Sequence[Policy], options: EngineOptions, places: Sequence[Mesh | jax.Device]
     ) -> None:
         self.count, self._places, self._policies, self._options = len(places), places, policies, options
-        self._weights = model, 0  # the newest, and their version
+        self._weights = model, 0, digests_of(model.params)  # the newest, their version, and their digests
 
     def start(self, index: int, post: Post) -> Replica:
         """An engine with the newest weights, at its place."""
-        model, version = self._weights
+        model, version, digests = self._weights
         model, options = at_place(model, self._options, self._places[index])
-        return ThreadReplica(Worker(model, self._policies, options, version, post), post)
+        return ThreadReplica(Worker(model, self._policies, options, version, digests, post), post)
 
     @property
     def model(self) -> Model:
@@ -100,16 +101,19 @@ class ThreadCarrier:
 
     def forget(self) -> None:
         """Keeps the shapes of the weights alone, until the next `put`, which has all of them."""
-        model, version = self._weights
-        self._weights = dataclasses.replace(model, params=weights.shapes_of(model.params)), version
+        model, *others = self._weights
+        self._weights = dataclasses.replace(model, params=weights.shapes_of(model.params)), *others
 
-    def put(self, leaves: Mapping[int, Any], version: int) -> Mapping[int, Any]:
+    def put(self, leaves: Mapping[int, Any]) -> Mapping[int, Any]:
         """The leaves themselves; each engine copies them to its place."""
-        model, _ = self._weights
-        old, structure = jax.tree.flatten(model.params)
-        params = jax.tree.unflatten(structure, [leaves.get(i, leaf) for i, leaf in enumerate(old)])
-        self._weights = dataclasses.replace(model, params=params), version
         return leaves
+
+    def use(self, change: Change) -> None:
+        """The newest weights, which stay where the caller has them."""
+        model = self.model
+        old, structure = jax.tree.flatten(model.params)
+        params = jax.tree.unflatten(structure, [change.content.get(i, leaf) for i, leaf in enumerate(old)])
+        self._weights = dataclasses.replace(model, params=params), change.version, change.digests
 
     def close(self) -> None:
         """Nothing is shared."""
@@ -135,9 +139,10 @@ class ThreadReplica:
         """Goes on with rows of another replica of this process."""
         self._worker.restore(items, rows.content)
 
-    def update(self, change: Mapping[int, Any], version: int) -> None:
+    def update(self, change: Change) -> None:
         """Queues new weights."""
-        self._later(lambda: self._worker.update(change, version), lambda _: Updated(version))
+        version, digests, leaves = change
+        self._later(lambda: self._worker.update(leaves, version, digests), lambda _: Updated(version))
 
     def drain(self) -> None:
         """Gives up all items."""

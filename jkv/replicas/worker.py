@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+import numpy as np
+
 from jkv.engine.engine import Engine
 from jkv.engine.options import EngineOptions
 from jkv.engine.results import text_of
@@ -17,7 +19,7 @@ from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Ticket
 from jkv.model.params import Model
 from jkv.policies import Policy
-from jkv.replicas.buckets import with_leaves
+from jkv.replicas.buckets import check_digests, with_leaves
 from jkv.replicas.replica import Facts, Failed, Finished, Item, Lost, Message, Post, Rows
 
 
@@ -28,12 +30,24 @@ class Worker:
       model: its weights lie where the engine is to run.
       policies: what items name by their index.
       options: the engine's.
-      version: of the weights.
+      version, digests: of the weights.
       post: receives messages, in the owner thread.
+
+    Raises:
+      RuntimeError: the weights have other digests.
     """
 
-    def __init__(self, model: Model, policies: Sequence[Policy], options: EngineOptions, version: int, post: Post) -> None:
+    def __init__(
+        self,
+        model: Model,
+        policies: Sequence[Policy],
+        options: EngineOptions,
+        version: int,
+        digests: np.ndarray,
+        post: Post,
+    ) -> None:
         self.policies, self._post = list(policies), post
+        check_digests(model.params, digests, version)
         self.engine = Engine(model, options, policies=self.policies)
         renumber(self.engine, version)
         self.facts, self.version = Facts.of(self.engine), version
@@ -113,18 +127,21 @@ class Worker:
         for ticket in tickets:
             ticket.cancel()
 
-    def update(self, leaves: Mapping[int, Any], version: int) -> None:
+    def update(self, leaves: Mapping[int, Any], version: int, digests: np.ndarray) -> None:
         """Uses new weights, and returns once the engine does; unfinished items go on with them.
 
         Raises:
-          RuntimeError: the version does not follow the one before: an update was lost on the way.
+          RuntimeError: the version does not follow the one before: an update was lost on the way. Or these leaves and those
+            that stay have other digests than the weights that were sent.
           ValueError: weights that the engine refuses.
         """
 
         def apply(engine: Engine) -> None:
             if version != engine.runner.version + 1:
                 raise RuntimeError(f"Weights of version {version} came to a replica of version {engine.runner.version}.")
-            engine.update(with_leaves(engine.model.params, leaves))
+            params = with_leaves(engine.model.params, leaves)
+            check_digests(params, digests, version)
+            engine.update(params)
 
         self.service.call(apply).result()
 

@@ -12,6 +12,7 @@ import jkv
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install jkv-cache[ray]")
 from jkv.replicas import actors  # noqa: E402
+from jkv.replicas.buckets import digests_of  # noqa: E402
 from jkv.replicas.options import RayOptions  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -209,3 +210,28 @@ def test_what_cannot_work_says_why(model):
         make(model, 1, tensor=3)
     with pytest.raises(RuntimeError, match=r"did not start in 3 seconds. Ray has .* left"):
         make(model, 1, actor={"num_cpus": 64}, timeout=3.0)
+
+
+def digests(actor):
+    from jkv.replicas.buckets import digests_of
+
+    return actor.worker.engine.version, digests_of(actor.worker.engine.model.params).tolist()
+
+
+def test_an_update_ended_by_ctrl_c_and_called_again_brings_its_weights(model):
+    """The press comes at once, or after up to a third of a second: before, while and after the actors take the weights."""
+    with make(model, 2) as replicas:
+        for i in range(12):
+            params = jax.tree.map(lambda leaf, i=i: leaf * np.float32(1 + (i + 1) / 64), model.params)
+            press = threading.Timer(i * 0.03, lambda: os.kill(os.getpid(), signal.SIGINT))
+            try:
+                press.start()
+                replicas.update(params)
+                while press.is_alive():
+                    press.join(0.01)
+                threading.Event().wait(0.05)
+            except KeyboardInterrupt:
+                pass
+            replicas.update(params)
+            expected = replicas.version, digests_of(params).tolist()
+            assert in_actors(replicas, digests) == [expected] * 2

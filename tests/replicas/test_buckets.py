@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.replicas.buckets import Changes, pack, unpack, with_leaves
+from jkv.replicas.buckets import check_digests, digests_of, pack, unpack, with_leaves
 
 
 @pytest.mark.parametrize("most_bytes", [1, 1000, 1 << 28], ids=["a leaf each", "some leaves", "all"])
@@ -25,20 +25,29 @@ def test_weights_of_several_dtypes_come_out_as_they_went_in(model, most_bytes):
         assert out[i].ctypes.data % 16 == 0  # of an array that begins anywhere
 
 
-def test_of_an_adapter_whose_base_stays_only_the_adapter_is_new(model):
-    params, changes = jkv.testing.adapted(model.params), Changes()
-    assert len(changes.since_last(jax.tree.leaves(params))) == len(jax.tree.leaves(params))
+def test_digests_of_an_adapter_differ_alone_and_with_leaves_brings_the_new_ones(model):
+    params = jkv.testing.adapted(model.params)
     layer = params.layers[0]
     query = layer.query.replace(down=layer.query.down * 2)
     new = params.replace(layers=(layer.replace(query=query), *params.layers[1:]))
-    changed = changes.since_last(jax.tree.leaves(new))
+    is_new = (digests_of(params) != digests_of(new)).any(axis=1)
+    changed = {i: leaf for i, leaf in enumerate(jax.tree.leaves(new)) if is_new[i]}
     assert [leaf.shape for leaf in changed.values()] == [query.down.shape]
     together = with_leaves(params, changed)
     assert all((a == b).all() for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(new), strict=True))
-    assert changes.since_last(jax.tree.leaves(new)) == {}
+    check_digests(together, digests_of(new), version=3)
+    with pytest.raises(RuntimeError, match=r"version 3; its params.layers\[0\].query.down are others \(1 of"):
+        check_digests(params, digests_of(new), version=3)
 
 
-def test_weights_that_are_gone_are_all_new(model):
-    changes = Changes()
-    changes.since_last(jax.tree.leaves(jax.tree.map(lambda x: x + 1, model.params)))
-    assert len(changes.since_last(jax.tree.leaves(model.params))) == len(jax.tree.leaves(model.params))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8, jnp.float8_e4m3fn], ids=str)
+def test_every_change_of_a_leaf_changes_its_digest(dtype):
+    random = np.random.default_rng(0)
+    leaf = jnp.asarray(random.integers(-3, 4, (3, 5, 4)), dtype)
+    (whole,) = digests_of(leaf)
+    for place in [(0, 0, 0), (2, 4, 3), (1, 2, 3)]:
+        (other,) = digests_of(leaf.at[place].add(jnp.asarray(4, dtype)))
+        assert (other != whole).all()
+    others = [leaf[::-1], leaf[:, ::-1], leaf[:, :, ::-1], leaf * jnp.asarray(-1, dtype), jnp.zeros_like(leaf)]
+    assert all((digests_of(other)[0] != whole).all() for other in others)
+    assert (digests_of(np.asarray(leaf))[0] == whole).all()

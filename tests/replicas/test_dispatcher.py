@@ -14,6 +14,7 @@ from jkv.replicas.dispatcher import MOST_MOVES, Dispatcher, Open
 from jkv.replicas.replica import Facts, Failed, Finished, Item, Lost, Rows, Updated
 
 FACTS = Facts(max_running=2, max_slots=64, num_pages=100, page_size=4, page_bytes=1)
+DIGESTS = np.zeros((1, 2), np.uint32)
 SECONDS = 20
 
 
@@ -37,8 +38,8 @@ class Paper:
         for number in numbers:
             self.finish(number, "cancelled")
 
-    def update(self, change, version):
-        self.updates.append((change, version))
+    def update(self, change):
+        self.updates.append((change.content, change.version))
 
     def drain(self):
         self.post(Rows(frozenset(self.items[:1]), "rows", is_last=True))
@@ -69,6 +70,9 @@ class PaperCarrier:
             raise RuntimeError("no room")
         self.started.append(Paper(index, post, self.version))
         return self.started[-1]
+
+    def use(self, change):
+        pass
 
     def close(self):
         pass
@@ -152,7 +156,7 @@ def test_a_retired_replica_leaves_its_rows_to_others(dispatcher, carrier, model)
 def test_a_replica_with_old_weights_gets_no_items(dispatcher, carrier, model):
     one, two = carrier.started
     reply = Reply()
-    dispatcher.call(dispatcher.update, "change", reply).result()
+    dispatcher.call(dispatcher.update, "change", DIGESTS, reply).result()
     one.post(Updated(1))
     submit(dispatcher, model, 3)
     assert [one.items, two.items] == [[0, 1], []]
@@ -167,12 +171,12 @@ def test_a_replica_with_old_weights_gets_no_items(dispatcher, carrier, model):
 def test_a_replica_that_is_lost_during_an_update_does_not_hold_it_up(dispatcher, carrier):
     one, two = carrier.started
     reply = Reply()
-    dispatcher.call(dispatcher.update, "change", reply).result()
+    dispatcher.call(dispatcher.update, "change", DIGESTS, reply).result()
     one.post(Updated(1))
     two.post(Lost(OSError("gone")))
     reply.result(SECONDS)
     reply = Reply()
-    dispatcher.call(dispatcher.update, "more", reply).result()
+    dispatcher.call(dispatcher.update, "more", DIGESTS, reply).result()
     one.post(Lost(OSError("gone too")))
     with pytest.raises(RuntimeError, match=r"All replicas are lost; the last by .*gone too"):
         reply.result(SECONDS)
@@ -184,7 +188,7 @@ def test_a_restarted_replica_gets_the_weights_that_came_while_it_started(carrier
     replies = [Reply(), Reply()]
     one.post(Lost(OSError("gone")))  # the carrier still starts another with version 0, as if it had begun before the update
     for change, reply in zip("ab", replies, strict=True):
-        dispatcher.call(dispatcher.update, change, reply).result()
+        dispatcher.call(dispatcher.update, change, DIGESTS, reply).result()
     two.post(Updated(1))
     two.post(Updated(2))
     deadline = threading.Event()

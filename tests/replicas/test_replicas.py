@@ -146,7 +146,7 @@ def test_new_adapters_travel_alone(model):
     with jkv.Replicas(params, num_replicas=2, policies=[R_KV], **SIZES) as replicas:
         sent = []
         put = replicas._carrier.put
-        replicas._carrier.put = lambda leaves, version: sent.append(len(leaves)) or put(leaves, version)
+        replicas._carrier.put = lambda leaves: sent.append(len(leaves)) or put(leaves)
         layer = params.layers[1]
         new = params.replace(layers=(params.layers[0], layer.replace(up=layer.up.replace(up=layer.up.up * 2))))
         replicas.update(new)

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout import base_rollout
 
+from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.mesh import DATA
 from jkv.integrations.tunix.weights import TENSOR, Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
 from jkv.model.copies import HEADS
@@ -217,7 +218,8 @@ class JkvRollout(base_rollout.BaseRollout):
         if self._actor is None:
             self._leaves = leaves
         else:
-            nnx.update(self._actor, params)
+            with deferred_interrupts():  # an actor has all of the new weights, or none
+                nnx.update(self._actor, params)
             self._rest(self._rollout)
 
     def pad_id(self) -> int:
@@ -254,17 +256,27 @@ class JkvRollout(base_rollout.BaseRollout):
 
     def _is_known(self, leaves: Leaves) -> bool:
         """Whether these are the same array objects as those of the engine's version."""
-        return all(leaf is self._known[path]() for path, leaf in leaves.items())
+        return bool(self._known) and all(leaf is self._known[path]() for path, leaf in leaves.items())
 
     def _holds(self, rollout: Rollout, leaves: Leaves) -> bool:
         return isinstance(rollout.model.params.embedding, jax.Array) and self._is_known(leaves)
 
     def _use(self, rollout: Rollout, leaves: Leaves) -> None:
-        """Updates the engine to these weights. Weights that it had before keep their version."""
+        """Updates the engine to these weights. Weights that it had before keep their version.
+
+        If that is interrupted after the engine has taken them, no weights are known to be the engine's, and the next call
+        updates it again.
+        """
         if self._holds(rollout, leaves):
             return
-        rollout.update(self._place(leaves))
-        self._versions.append(self._versions[-1] + (not self._is_known(leaves)))
+        before, own = rollout.version, self._versions[-1] + (not self._is_known(leaves))
+        known, self._known = self._known, {}
+        try:
+            rollout.update(self._place(leaves))
+        finally:
+            if rollout.version == before:
+                self._known = known
+            self._versions += [own] * (rollout.version - before)
         self._known = references(leaves)
 
     def _rest(self, rollout: Rollout) -> None:
