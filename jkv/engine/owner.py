@@ -64,6 +64,7 @@ class Owner:
         self.tickets: dict[int, Ticket] = {}  # unfinished, by the engine's number
         self.later: deque[tuple[Ticket, Submit]] = deque()  # submitted during a pause
         self.quiet: list[Reply[None]] = []  # replies to be given when the engine is idle
+        self.closing: list[Reply[None]] = []  # replies to be given when the thread has let go of the engine
         self.queue: queue.SimpleQueue[tuple[Reply[Any], Callable[[], None]]] = queue.SimpleQueue()
         self.lock = threading.Lock()
         self.refusal = ""  # why no command is taken any more
@@ -92,11 +93,14 @@ class Owner:
                         self.turn()
                     elif self.engine.is_idle:
                         self.settle(None)
-            self.end("The service is closed. Call serve() again for another.")
+            self.end("The service is closed. Call serve() again for another.", is_failure=False)
         except BaseException as error:
             if started.done():
                 LOGGER.exception("The service ended")
-                self.end(f"The service ended, because its engine could not be repaired: {error!r}. Make another engine.")
+                self.end(
+                    f"The service ended, because its engine could not be repaired: {error!r}. Make another engine.",
+                    is_failure=True,
+                )
             else:
                 started.set_exception(error)
 
@@ -187,28 +191,39 @@ class Owner:
             self.abort(ticket.number)
 
     def pause(self, mode: str, reply: Reply[None]) -> None:
-        """Starts a pause; the reply is given when it is in effect."""
-        self.paused = mode
+        """Starts a pause; the reply is given when it is in effect. A service that closes keeps on until it is idle."""
+        if not self.is_ending:
+            self.paused = mode
         if mode == "abort":
             for number in list(self.tickets):
                 self.abort(number)
         self.quiet.append(reply)
-        if mode == "keep":
+        if self.paused == "keep":
             self.engine.stats.idle.end(is_unfinished=False)  # what follows is no time in which a device waits for its host
             self.settle(None)
 
     def resume(self) -> None:
-        """Ends a pause and submits what came in the meantime, in order."""
+        """Ends a pause and submits what came in the meantime, in order. What came after a close stays refused."""
+        if self.is_ending:
+            return
         self.paused = ""
         self.settle(None)
         while self.later:
             self.start(*self.later.popleft())
 
     def close(self, mode: str, reply: Reply[None]) -> None:
-        """Ends the thread once the engine is idle."""
-        self.is_ending = True
+        """Ends the thread once the engine is idle, with what a pause has kept waiting; the reply is given at the end."""
+        self.closing.append(reply)
+        self.resume()
+        self.is_ending, self.paused = True, "wait"
         self.engine.wake()
-        self.pause(mode, reply)
+        if mode == "abort":
+            for number in list(self.tickets):
+                self.abort(number)
+
+    def leave(self, reply: Reply[None]) -> None:
+        """Closes for a handle that is given up: cancels unfinished requests, unless a close has promised to finish them."""
+        self.close("wait" if self.is_ending else "abort", reply)
 
     def settle(self, error: Exception | None) -> None:
         """Answers those who wait for an idle engine."""
@@ -216,7 +231,7 @@ class Owner:
         for reply in quiet:
             conclude(reply, error)
 
-    def end(self, refusal: str) -> None:
+    def end(self, refusal: str, is_failure: bool) -> None:
         """Refuses all that is queued or comes later."""
         with self.lock:
             self.refusal = refusal
@@ -228,6 +243,8 @@ class Owner:
         self.tickets.clear()
         self.later.clear()
         self.settle(None if self.is_ending else error)
+        for reply in self.closing:
+            conclude(reply, error if is_failure else None)
 
 
 def answer(reply: Reply[T], function: Callable[[], T]) -> None:

@@ -36,7 +36,8 @@ class Service:
     """A handle to a served engine (`Engine.serve`); any number of threads and asyncio tasks may use it.
 
     Every method but `submit` returns a `Reply`, for threads (`service.update(params).result()`) and tasks
-    (`await service.update(params)`). A context manager, also with `async with`: at its end unfinished requests are cancelled.
+    (`await service.update(params)`). A context manager, also with `async with`: at its end unfinished requests are cancelled,
+    unless `close("wait")` was called.
 
     Args:
       engine: the `jkv.Engine`.
@@ -209,10 +210,12 @@ class Service:
         return bool(self._owner.paused)
 
     def close(self, mode: str = "abort") -> Reply[None]:
-        """Ends the service; its engine may then be used directly again.
+        """Ends the service; its engine may be used directly again from the reply on.
 
         Args:
-          mode: whether unfinished requests are cancelled first ("abort") or finished ("wait").
+          mode: whether unfinished requests are cancelled first ("abort") or finished ("wait"), also where a pause has kept them
+            waiting. What is submitted later is refused. Neither a pause nor the end of a `with` block breaks off the second; a
+            later `close("abort")` does.
 
         Raises:
           ValueError: another mode.
@@ -254,9 +257,9 @@ def serve(engine: Any) -> Service:
 
 
 def end_thread(owner: Owner, thread: threading.Thread) -> None:
-    """Cancels unfinished requests and waits until the thread has ended."""
+    """Cancels unfinished requests, unless `close("wait")` was called, and waits until the thread has ended."""
     reply: Reply[None] = Reply()
     with contextlib.suppress(RuntimeError):  # it has ended
-        owner.put(reply, functools.partial(owner.close, "abort", reply))
+        owner.put(reply, functools.partial(owner.leave, reply))
     if thread is not threading.current_thread():
         thread.join()

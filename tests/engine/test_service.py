@@ -1,6 +1,7 @@
 """One thread owns an engine: whatever threads and tasks ask of it, every request has the tokens that it has by itself."""
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import threading
@@ -304,6 +305,46 @@ def test_a_closed_service_gives_the_engine_back(model, mode):
     service.__exit__()
     engine.run()
     assert engine.runner.num_held_pages == 0
+
+
+@pytest.mark.parametrize("paused", ["", "keep", "wait"])
+def test_a_close_that_waits_finishes_what_was_submitted_also_during_a_pause(engine, whole, paused):
+    service = engine.serve()
+    running = submit(service, 0, 1)
+    if paused:
+        service.pause(paused)
+    waiting = submit(service, 1, 2)
+    closing = service.close("wait")
+    closing.result(60)
+    assert [ticket.result(0).tokens[0].tolist() for ticket in (running, waiting)] == [whole[0][1], whole[1][2]]
+    engine.run()  # the thread has let go of it
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "resume"])
+def test_neither_a_pause_nor_a_resume_breaks_off_a_close_that_waits(engine, whole, mode):
+    service = engine.serve()
+    ticket = submit(service, 0, 1)
+    closing = service.close("wait")
+    with contextlib.suppress(RuntimeError):  # it may be closed already
+        (service.resume if mode == "resume" else lambda: service.pause(mode))()
+    closing.result(60)
+    assert ticket.result(0).tokens[0].tolist() == whole[0][1]
+
+
+def test_the_end_of_a_block_keeps_the_promise_of_a_close_that_waits(engine, whole):
+    with engine.serve() as service:
+        ticket = submit(service, 0, 1)
+        service.close("wait")
+    assert ticket.result(0).tokens[0].tolist() == whole[0][1]
+
+
+def test_a_close_that_aborts_breaks_off_one_that_waits(engine):
+    service = engine.serve()
+    ticket = service.submit(PROMPTS[0], sampling=jkv.Sampling(seed=5), streams=True, **LONG)
+    next(iter(ticket))
+    waiting, _ = service.close("wait"), service.close("abort").result(60)
+    assert ticket.result(0).finish_reason == ["cancelled"]
+    waiting.result(0)
 
 
 def test_a_forgotten_service_ends_its_thread(model):
