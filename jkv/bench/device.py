@@ -13,7 +13,8 @@ Its parts, in this order; `--parts` chooses some, and after `--seconds` none sta
              rows as fit; tokens a second follow from steps timed along the way, integrated
 
 The roofline of a step counts the bytes and operations of its phases (`jkv.planning.roofline`) at the rate of a copy on this
-machine and at the vendor's rate of arithmetic. Of a record that is there already, the parts that do not run are kept.
+machine and at the vendor's rate of arithmetic. Of a record that is there already, the parts that do not run are kept, if they
+are of models of the same shapes, with the same budget, interval and length.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jkv.bench.device_record import earlier_rows, part_of, table
+from jkv.bench.device_record import earlier, part_of, table
 from jkv.bench.fixtures import fill, new_inputs, new_state, random_model, usual_page_size
 from jkv.bench.rounds import GREEDY, seconds_of, timer
 from jkv.bench.step_breakdown import compact
@@ -48,6 +49,7 @@ from jkv.planning.plan import plan
 from jkv.planning.roofline import Lifetime, step_costs
 from jkv.policies import Policy, full, r_kv
 from jkv.reports import about, digits, write
+from jkv.resuming import digest_of
 from pallas_kernels import KERNELS
 from pallas_kernels import bench as kernel_bench
 from pallas_kernels.dispatch import own_platform
@@ -98,26 +100,35 @@ def main(argv: list[str] | None = None) -> int:
     name = machine["device"].lower().replace(" ", "-")
     record: dict[str, Any] = {"about": about("python -m jkv.bench.device"), "machine": machine, "copy_bytes_per_second": copy}
     rows: list[dict[str, Any]] = []
-    earlier = earlier_rows(options.out / f"device-{name}.json", machine["jax"]) if options.out else []
+    titles = {model: f"{model}, {options.weight_dtype} weights" if options.weight_dtype else model for model, _ in shapes}
+    sizes = {name: getattr(options, name) for name in ("budget", "interval", "new_tokens")}
+    made_of = {titles[model]: {"shape": digest_of(dataclasses.asdict(config)), **sizes} for model, config in shapes}
+    kept: dict[str, Any] = {"rows": [], "made_of": {}}
+    if options.out:
+        try:
+            kept = earlier(options.out / f"device-{name}.json", machine["jax"], made_of)
+        except ValueError as error:
+            command.error(str(error))
+    record["made_of"] = kept["made_of"] | made_of
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row | {"date": record["about"]["date"][:10]})
-        record["rows"] = rows + [one for one in earlier if part_of(one) not in map(part_of, rows)]
+        record["rows"] = rows + [one for one in kept["rows"] if part_of(one) not in map(part_of, rows)]
         print(json.dumps(row), file=sys.stderr, flush=True)
         if options.out:
             write(f"device-{name}", record, table(record), options.out)
 
     for model, config in shapes:
-        title = f"{model}, {options.weight_dtype} weights" if options.weight_dtype else model
+        title = titles[model]
         bench: Bench | None = None
         for part in options.parts:
             if time.perf_counter() > until:
                 keep({"part": part, "model": title, "not_timed": "out of time"})
                 continue
             if bench is None:  # weights take their time, too
-                sizes = tuple(options.batches), options.budget, options.interval, options.new_tokens, options.most_rows
+                chosen = tuple(options.batches), options.budget, options.interval, options.new_tokens, options.most_rows
                 weights = random_model(config, model, weight_dtype=options.weight_dtype)
-                bench = Bench(weights, known_device(machine, copy), *sizes)
+                bench = Bench(weights, known_device(machine, copy), *chosen)
             for row in PARTS[part](bench, until):
                 keep({"part": part, "model": title} | row)
         del bench

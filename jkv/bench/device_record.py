@@ -1,10 +1,12 @@
 """What `jkv.bench.device` writes: rows of figures by model and part, those of earlier runs among them, and their tables."""
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from jkv.reports import markdown
+from jkv.resuming import check_same
+from jkv.text_files import read_json
 
 COLUMNS = {
     "name": "what",
@@ -31,10 +33,31 @@ def part_of(row: dict[str, Any]) -> tuple[str, str]:
     return row["model"], row["part"]
 
 
-def earlier_rows(path: Path, version: str) -> list[dict[str, Any]]:
-    """The rows of a record that is there already, if it was made with this version of JAX."""
-    record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
-    return record["rows"] if not record["rows"] or record["machine"]["jax"] == version else []
+def earlier(path: Path, version: str, made_of: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a record that is there already, and what they are of, by model.
+
+    Rows of another version of JAX are left out. Rows of an older version of this benchmark, which do not show their shape and
+    budget, are kept. A line on stderr says either.
+
+    Raises:
+      ValueError: rows of a model that had another shape, budget or interval then (`made_of`).
+    """
+    empty: dict[str, Any] = {"rows": [], "made_of": {}}
+    if not path.exists():
+        return empty
+    record = read_json(path, ("machine", "rows"))
+    rows = record["rows"]
+    if rows and record["machine"]["jax"] != version:
+        print(f"jkv: {path}: left out {len(rows)} rows, which are of jax {record['machine']['jax']}", file=sys.stderr)
+        return empty
+    before, kept = record.get("made_of", {}), {row["model"] for row in rows}
+    if unknown := sorted(kept - set(before)):
+        print(f"jkv: {path}: kept rows of {', '.join(unknown)}, which have no record of shape and budget", file=sys.stderr)
+    for model in sorted(kept & set(before) & set(made_of)):
+        check_same(
+            f"{path} holds other rows of {model}", before[model], made_of[model], "Give another --out, or the same options."
+        )
+    return {"rows": rows, "made_of": {model: before[model] for model in sorted(kept & set(before))}}
 
 
 def table(record: dict[str, Any]) -> str:

@@ -194,9 +194,11 @@ def run(options: argparse.Namespace) -> int:
 
 def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     """Compares policies, printing each line of the table as it is known; the stack holds the lock of --out."""
+    from jkv.engine.prompts import encode_prompts
     from jkv.evaluation import compare as bench
     from jkv.evaluation.contrasts import check_contrasts, find_contrasts, section
-    from jkv.evaluation.problems import put
+    from jkv.evaluation.generations import data_digest
+    from jkv.evaluation.problems import put, tokens_of
     from jkv.model.sampling import SAMPLING_FIELDS, Sampling
     from jkv.policies import POLICIES, needs_no_file
     from jkv.reports import markdown_line, only_writer
@@ -221,6 +223,8 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     settle_chat(chosen, model.tokenizer)
     problems = put(model.tokenizer, questions, chosen["template"], chosen["chat_template"])
     about = {field: str(value) if isinstance(value, Path) else value for field, value in chosen.items()}
+    prompts = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
+    about |= model.digests | {"data": data_digest(problems, prompts)}
     generations = options.out / f"{name}-generations" if options.out else None
 
     notes = [protection_note(chosen)] if chosen["protection"] else []

@@ -22,7 +22,7 @@ from jkv.checks import check_counts
 from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import encode_prompts
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
-from jkv.evaluation.generations import Run, budget_of, default_limit, file_name, joined, run
+from jkv.evaluation.generations import NEW_FOLDER, Run, budget_of, default_limit, file_name, joined, run
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
@@ -31,6 +31,7 @@ from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import POLICIES, Policy, full
 from jkv.reports import markdown, write_figure, write_json, write_text
+from jkv.resuming import check_same
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures
 
 GROWING = {"policies", "budgets", "settings"}  # of a comparison that is resumed
@@ -393,10 +394,10 @@ def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None
     A comparison may go on with more policies or budgets: an outcome counts if its policy has the same settings.
 
     A file that is no JSON, which a failed disk may leave, is none, with a line on stderr: its figures come from the completions
-    again.
+    again, each of which has the same digests.
 
     Raises:
-      ValueError: they are of another comparison, or no outcomes.
+      ValueError: they are of another comparison, or of one whose file lacks the digests of `about`; or no outcomes.
     """
     if not path.exists():
         return []
@@ -410,7 +411,5 @@ def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None
         before = (unsaid or {}) | record["about"]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} must hold outcomes that `jkv eval` wrote; got {error!r}. Give another --out.") from None
-    now = json.loads(json.dumps(about))
-    if differ := ", ".join(name for name in sorted({*before, *now} - GROWING) if before.get(name) != now.get(name)):
-        raise ValueError(f"{path} holds another comparison, by {differ}. Give another --out, or leave --resume out.")
+    check_same(f"{path} holds another comparison", before, about, NEW_FOLDER, GROWING)
     return outcomes

@@ -3,14 +3,14 @@
 Passages of the Python manual are read once in floats, once with keys and values as pages of each format give them back, and
 once with the weights in each format of theirs, in one forward pass each. For each passage: the mean divergence
 KL(floats || format) of the next token's distribution in nats, how often the most likely token is the same, and by how much the
-passage's own tokens lose likelihood. Passages are paired, and intervals are bootstrapped over passages. Of a record of the same
-passages that is there already, its lines are kept, and only formats that it lacks are measured, each written when it is.
+passage's own tokens lose likelihood. Passages are paired, and intervals are bootstrapped over passages. Of a record that is
+there already, lines are kept, and only formats that it lacks are measured, each written when it is; a record of another model
+or of other passages is refused.
 """
 
 import argparse
 import dataclasses
 import functools
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.slot_size import slot_bytes
+from jkv.evaluation.generations import NEW_FOLDER
 from jkv.evaluation.probe_texts import stream
 from jkv.model import checkpoint, decoder
 from jkv.model.eight_bits import FORMATS as WEIGHTS
@@ -30,7 +31,9 @@ from jkv.model.params import Codes, Model, Params, count_weights
 from jkv.replay.columns import dense_columns
 from jkv.replay.score import hidden_states
 from jkv.reports import about, digits, footnote, markdown, write
+from jkv.resuming import check_same, digest_of
 from jkv.statistics import bootstrap
+from jkv.text_files import read_json
 from pallas_kernels.quantised import FORMATS, Format
 from pallas_kernels.sealed import SEALED
 
@@ -74,12 +77,17 @@ def measure(
 
 
 def record_in(folder: Path | None, model: str, setting: dict[str, Any]) -> dict[str, Any]:
-    """The record of the same passages in a folder; one without lines if there is none."""
+    """The record of the same model and passages in a folder; one without lines if there is none.
+
+    Raises:
+      ValueError: a record of others, or of an older version, without the digests that show it.
+    """
     path = None if folder is None else folder / f"formats-{model}.json"
     if path is not None and path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if all(found[name] == value for name, value in setting.items()):
-            return found
+        found: dict[str, Any] = read_json(path, ("about", "lines"))
+        own = {name: found[name] for name in setting if name in found}
+        check_same(f"{path} holds a record of something else", own, setting, NEW_FOLDER)
+        return found
     return {"about": about("python -m jkv.evaluation.formats"), **setting, "lines": []}
 
 
@@ -141,7 +149,8 @@ def main(argv: list[str] | None = None) -> int:
     model = checkpoint.load(options.model)
     passages = [one.prompt + one.rest for one in stream(model.tokenizer, options.texts, options.length)]
     name = Path(options.model).name
-    record = record_in(options.out, name, {"model": name, "texts": options.texts, "length": options.length})
+    setting = {"model": name, "texts": options.texts, "length": options.length}
+    record = record_in(options.out, name, setting | model.digests | {"data": digest_of(passages)})
     if record["lines"]:
         record.setdefault("added", []).append(about(record["about"]["command"]))
     for lines in measure(model, passages, record["lines"]):

@@ -1,7 +1,8 @@
 """A policy's answers to every problem: generated, graded, appended to a file as they finish, and summed up from its lines.
 
 A line is one finished sample. An interrupted run resumes with the samples that have none: draws depend on seed, prompt, sample
-and position alone, and the engine is sized for all of them, so what is left comes out as it would have. Figures of samples
+and position alone, and the engine is sized for all of them, so what is left comes out as it would have. Each line has digests
+of the model and the problems, and the options of the run (`made_of`); a run of anything else is refused. Figures of samples
 (right, lengths, evictions) are therefore those of an uninterrupted run; those of the run (bytes held, occupancy, rate) are
 weighted over its parts, and a part that was killed counts up to its last finished sample.
 """
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.checks import check_counts, counted
+from jkv.checks import check_counts, counted, shown
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
@@ -35,9 +36,11 @@ from jkv.progress import progress_bar
 from jkv.reasoning.sharing import SharingStats
 from jkv.replicas.front import Front
 from jkv.reports import append_text, json_lines, read_json_lines, write_text
+from jkv.resuming import check_same, digest_of, plain
 from jkv.statistics import ROUNDING
 
 DEFAULT_NEW_TOKENS = 1024
+NEW_FOLDER = "Give another --out to start anew, or what the run began with to go on with it."
 Record = dict[str, Any]
 PEAKS = "peak_kv_bytes", "peak_sentence_bytes"
 FIELDS = ("problem", "sample", "prompt", "gold", "settings", "run")  # that a record is resumed by
@@ -101,11 +104,13 @@ def run(
 
     `sampling` None is greedy, `options` size the engine.
 
-    With a `path`, every finished sample is a line there, and those that it has already are not generated again. A policy that
+    With a `path`, every finished sample is a line there, and those that it has already are not generated again, if they are of
+    the same model (by digests of weights, configuration and tokenizer), problems, draws, limits and options. A policy that
     shares pages starts over unless it is complete: its filter's figures exist for whole runs only.
 
     Raises:
-      ValueError: lines of other problems or another policy, or draws that could not be repeated.
+      ValueError: lines of another model, other problems, draws or options, or another policy; or draws that could not be
+        repeated.
       KeyboardInterrupt: Ctrl-C ended it early; what is finished is written.
     """
     check_counts(samples=samples)
@@ -122,7 +127,10 @@ def run(
     policy = policies[0]
     asked = RequestOptions(policy=policies, sampling=draws, n=samples, max_new_tokens=max_new_tokens)
     requests = make_requests(model, prompts, asked)
-    records = [] if path is None else take_up(path, problems, policies)
+    origin: dict[str, Any] = {}
+    if path is not None:
+        origin = made_of(model, problems, prompts, draws, grader=grader, max_new_tokens=max_new_tokens, **options)
+    records = [] if path is None else take_up(path, problems, policies, samples, origin)
     if policy.share and len(records) < len(problems) * samples:
         records = []
     done = {(record["problem"], record["sample"]) for record in records}
@@ -135,7 +143,8 @@ def run(
         with engine_for(model, requests, EngineOptions().changed(options)) as engine:
 
             def keep(i: int, j: int, out: Result) -> None:
-                record = record_of(policies[i], problems[i], i, j, out, judge) | {"run": figures_of_part(engine, part, policy)}
+                record = record_of(policies[i], problems[i], i, j, out, judge)
+                record |= {"made_of": origin, "run": figures_of_part(engine, part, policy)}
                 records.append(record)
                 if path is not None:
                     append_text(path, json_lines([record]))
@@ -144,6 +153,20 @@ def run(
         if policy.name == "full":
             warn_if_none_is_right(records)
     return sum_up(policy, records, samples)
+
+
+def made_of(
+    model: Model, problems: Sequence[Problem], prompts: Sequence[Any], draws: Sampling, **settings: Any
+) -> dict[str, Any]:
+    """What samples are of, apart from their policy: the model, the problems as the model reads them, the draws and settings."""
+    chosen = dict.fromkeys(("max_running", "page_size", "kv_memory", "kv_dtype")) | settings
+    return {**model.digests, "data": data_digest(problems, prompts)} | plain(dataclasses.asdict(draws) | chosen)
+
+
+def data_digest(problems: Sequence[Problem], prompts: Sequence[Any]) -> str:
+    """Identifies problems by their texts, their gold answers and the token ids of their prompts."""
+    pairs = zip(problems, prompts, strict=True)
+    return digest_of([(one.prompt, one.answer, np.asarray(prompt).tolist()) for one, prompt in pairs])
 
 
 def default_limit(model: Model, prompts: Sequence[Any]) -> int:
@@ -229,20 +252,33 @@ def file_name(policy: Policy, size: Budget, seed: int | None = None) -> str:
     return urllib.parse.quote(policy.name, safe=" =+") + slots + ("" if seed is None else f"-seed{seed}") + ".jsonl"
 
 
-def take_up(path: Path, problems: Sequence[Problem], policies: Sequence[Policy]) -> list[Record]:
+def take_up(
+    path: Path, problems: Sequence[Problem], policies: Sequence[Policy], samples: int, origin: dict[str, Any]
+) -> list[Record]:
     """The finished samples of an interrupted run; a last line that was cut off is dropped, with a line on stderr.
 
     Raises:
-      ValueError: a line that is no record, or one of another policy or problem, or one that is there twice.
+      ValueError: a line that is no record, one of another run (by `made_of`), policy, problem or sample, or one that is there
+        twice.
     """
     records, seen = read_records(path), set()
     for number, record in enumerate(records, 1):
         index, place = record["problem"], (record["problem"], record["sample"])
-        is_known = type(index) is int and 0 <= index < len(problems)
-        known = (problems[index].prompt, problems[index].answer, policies[index].definition) if is_known else None
-        if (record["prompt"], record["gold"], record["settings"]) != known:
+        if type(index) is not int or not 0 <= index < len(problems):
+            differ = ["problem"]
+        else:
+            known = {"prompt": problems[index].prompt, "gold": problems[index].answer, "settings": policies[index].definition}
+            differ = [name for name, value in known.items() if record[name] != value]
+        if differ:
             raise ValueError(
-                f"{path} must hold samples of the same problems and policy; line {number} is of others. Give another --out."
+                f"{path} must hold samples of the same problems and policy; line {number} is of others, by "
+                f"{', '.join(differ)}. {NEW_FOLDER}"
+            )
+        check_same(f"Line {number} of {path} is of another run", record.get("made_of", {}), origin, NEW_FOLDER)
+        if type(record["sample"]) is not int or not 0 <= record["sample"] < samples:
+            raise ValueError(
+                f"{path} must hold samples below {samples} of each problem; line {number} has {shown(record['sample'])}. "
+                "Ask for more samples, or give another --out."
             )
         if place in seen:
             raise ValueError(f"{path} must hold each sample once; line {number} repeats one. Remove the line, or the file.")

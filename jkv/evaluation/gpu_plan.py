@@ -8,11 +8,11 @@ Four stages, each a command of this package in a process of its own, with a time
   stress    R-KV's setting with random weights of a 7B shape, and decode attention beside the copy rate (`jkv.bench.device`)
 
 Every command writes its figures as they come. A stage whose time is up is interrupted, and the next begins. A second start of
-the same command skips stages that ended, and goes on with the others.
+the same command skips stages that ended, and goes on with the others. It refuses a folder where stages ended with another
+model, another configuration or other options.
 """
 
 import argparse
-import json
 import os
 import shlex
 import signal
@@ -23,9 +23,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jkv.model import checkpoint
+from jkv.model.cards import card_of
 from jkv.reports import ROOT, write_json
+from jkv.resuming import check_same, digest_of_files
 from jkv.tasks.tune import STAGES
+from jkv.text_files import read_json
 
+FIX = "Give another --out, or remove the folder to start anew."
 GRACE = 30.0  # seconds that an interrupted stage has to write what it knows
 CONFIG = ROOT / "configs" / "experiments" / "gpu-plan.toml"
 
@@ -91,18 +96,48 @@ def run_stage(stage: Stage, environment: Mapping[str, str]) -> dict[str, Any]:
             process.kill()
             process.wait()
         ended = "out of time"
-    return {"ended": ended, "seconds": round(time.monotonic() - began, 1), "command": shlex.join(stage.words)}
+    return {"ended": ended, "seconds": round(time.monotonic() - began, 1), "command": command(stage)}
 
 
-def run_plan(plan: list[Stage], file: Path, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Runs the stages that have not ended, and writes what became of each into `file`."""
-    record = json.loads(file.read_text())["stages"] if file.exists() else {}
+def run_plan(
+    plan: list[Stage], file: Path, environment: Mapping[str, str], made_of: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Runs the stages that have not ended, and writes what became of each into `file`; `made_of` has digests of what they read.
+
+    Raises:
+      ValueError: a stage that ended was another command, or read other files.
+    """
+    record = read_json(file, ("stages",))["stages"] if file.exists() else {}
+    now = made_of or {}
+    for stage in plan:
+        ended = record.get(stage.name, {})
+        if ended.get("ended") == "done":
+            before = {"command": ended["command"]} | {name: ended[name] for name in now if name in ended}
+            check_same(
+                f"{file}: the stage {stage.name} ended with something else", before, {"command": command(stage), **now}, FIX
+            )
     for stage in plan:
         if record.get(stage.name, {}).get("ended") != "done":
             print(f"{stage.name}: {shlex.join(stage.words)}", flush=True)
-            record[stage.name] = run_stage(stage, environment)
+            record[stage.name] = {**run_stage(stage, environment), **now}
             write_json(file, {"stages": record})
     return record
+
+
+def command(stage: Stage) -> str:
+    """The command of a stage, the same for a first and for a second start."""
+    return shlex.join(word for word in stage.words if word != "--resume")
+
+
+def model_digest(name: str) -> str:
+    """Identifies the files of a model, without loading it: this process leaves the device to the stages."""
+    if file := checkpoint.find_gguf(name):
+        return digest_of_files([file])
+    card = card_of(name)
+    folder = checkpoint.find_folder(name)
+    if folder is None:
+        folder = checkpoint.fetch(card.hub if card else name, ["*.safetensors", *checkpoint.SMALL_FILES])
+    return digest_of_files([path for path in folder.iterdir() if path.is_file()])
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -125,7 +160,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     options.out.mkdir(parents=True, exist_ok=True)
     cache = {"JAX_COMPILATION_CACHE_DIR": str(options.out / "compiled")}
-    record = run_plan(stages(options), options.out / "plan.json", os.environ | cache)
+    try:
+        made_of = {"model": model_digest(options.model), "config": digest_of_files([options.config])}
+        record = run_plan(stages(options), options.out / "plan.json", os.environ | cache, made_of)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     for name, stage in record.items():
         print(f"{name}: {stage['ended']} after {stage['seconds']} s")
     return 0 if all(stage["ended"] == "done" for stage in record.values()) else 1

@@ -4,14 +4,14 @@ The engine decodes each text as it stands (`forced_tokens`) under every policy a
 decoding. A text counts as one observation: the mean loss of its scored tokens. An oracle that knows what will be read
 (`jkv.evaluation.oracles`) shows what a budget allows.
 
-Runs are written one by one as they end, and an interrupted comparison goes on with those that are there.
+Runs are written one by one as they end, and an interrupted comparison goes on with those that are there. A file of another
+model's is refused; of other texts or options, texts are read again.
 """
 
 import dataclasses
-import hashlib
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,15 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import MOST_SAMPLES
 from jkv.evaluation.budgets import parse_mean_budget
 from jkv.evaluation.contrasts import p_cell
+from jkv.evaluation.generations import NEW_FOLDER
 from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
 from jkv.evaluation.probe_texts import KINDS, Probe
 from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, takes_budget
 from jkv.generate import generate
 from jkv.model.params import Model
 from jkv.policies import Policy
-from jkv.policies.calibration import identity_of
 from jkv.reports import append_text, json_lines, markdown, read_json_lines, write_text
+from jkv.resuming import check_same, digest_of, plain
 from jkv.statistics import holm, sign_flip_p, with_interval
 
 COLUMNS = "policy", "slots", "KV kB", "pages read"
@@ -49,7 +50,7 @@ class Reading:
       log_prob: nats, the mean over the scored tokens of each text.
       kv_bytes: that a row holds, a mean over decode chunks.
       pages_read: the share of the full cache's pages that a decode step reads, a mean over steps.
-      made_of: the model, the texts and the engine's options; a reading made of others is no answer to this question.
+      made_of: JSON of what it is of: digests of the model and of the texts' tokens, the texts' options and the engine's.
     """
 
     texts: str
@@ -149,15 +150,13 @@ def probe(
       options: of the engine (`jkv.EngineOptions`).
 
     Raises:
-      ValueError: a model without a tokenizer, texts longer than its positions, or what a policy refuses.
+      ValueError: a model without a tokenizer, texts longer than its positions, what a policy refuses, or a file of readings of
+        another model.
     """
     if model.tokenizer is None:
         raise ValueError(f"Probes are made of text; {model.name} has no tokenizer. Take a model with one.")
     settings = settings or {}
     known = {one.key: one for one in read_known(path)}
-    if path is not None:
-        write_text(path, json_lines(dataclasses.asdict(one) for one in known.values()))  # without a line that was cut off
-    identity = identity_of(model)
     wanted = [(texts, texts.probes(model.tokenizer)) for texts in sets]
     for texts, probes in wanted:
         check_lengths(model, texts, probes)
@@ -165,14 +164,17 @@ def probe(
             EngineOptions(kv_dtype=kv_dtype_of(name, settings, options))  # which refuses before anything runs, as `build` does
             if name != ORACLE:
                 build(name, slots, settings, seed)
+    check_model(path, known.values(), model)
+    if path is not None:
+        write_text(path, json_lines(dataclasses.asdict(one) for one in known.values()))  # without a line that was cut off
     readings = []
     for texts, probes in wanted:
         oracles = oracles_of(model, [(one.prompt, one.rest) for one in probes], settings)
-        tokens = digest(probes)
+        tokens = digest_of(probes)  # the manual differs between versions of Python
         for name, slots, seed in runs_of(texts, ["full", *policies], probes, settings, seeds):
             policy = None if name == ORACLE else build(name, slots, settings, seed)
             own = options if (kv_dtype := kv_dtype_of(name, settings, options)) is None else options | {"kv_dtype": kv_dtype}
-            made_of = json.dumps([identity, texts.kind, texts.options, tokens, own], sort_keys=True, default=str)
+            made_of = json.dumps({**model.digests, "data": tokens, "kind": texts.kind, "options": plain([texts.options, own])})
             definition = policy.definition if policy else repr(settings_of_oracle(settings))
             empty = Reading(texts.name, name, definition, slots, seed, [one.group for one in probes], [], 0.0, 0.0, made_of)
             reading = known.get(empty.key)
@@ -186,9 +188,17 @@ def probe(
     return readings
 
 
-def digest(probes: Sequence[Probe]) -> str:
-    """Identifies texts by their tokens: those of another version of Python are others, for the same options."""
-    return hashlib.blake2s(json.dumps(probes).encode(), digest_size=8).hexdigest()
+def check_model(path: Path | None, known: Iterable[Reading], model: Model) -> None:
+    """Refuses readings of another model; of other texts or options, a reading stays in the file and answers no question.
+
+    Raises:
+      ValueError: what differs, or what readings of an older version lack.
+    """
+    for one in known:
+        found = json.loads(one.made_of)
+        before = found if isinstance(found, dict) else {}  # a list of older versions, with a digest of a part of the weights
+        what = f"{path} holds readings of another model: {one.policy} on {one.texts}"
+        check_same(what, {name: before[name] for name in model.digests if name in before}, model.digests, NEW_FOLDER)
 
 
 def read_known(path: Path | None) -> list[Reading]:

@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jkv.reports import only_writer
+from jkv.resuming import check_same
 
 
 @dataclasses.dataclass
@@ -107,12 +108,8 @@ class Checkpoints:
 
     def check(self, saved: Mapping[str, Any], most: int) -> None:
         """Refuses the history of another run, or of more steps."""
-        if saved["about"] != self.about:
-            differ = sorted(name for name in self.about if saved["about"].get(name) != self.about[name])
-            raise ValueError(
-                f"{self.folder} holds the checkpoints of another run, by {', '.join(differ)}. Give another --checkpoints, or "
-                "remove the folder."
-            )
+        fix = "Give another --checkpoints, or remove the folder."
+        check_same(f"{self.folder} holds the checkpoints of another run", saved["about"], self.about, fix)
         if (steps := len(saved["steps"])) > most:
             raise ValueError(
                 f"{self.folder} holds {steps} steps, and {most} are asked for. Ask for more, or remove the folder."

@@ -176,7 +176,8 @@ def learn(
     """
     model = TASKS[course.task].start(seed)
     start = Progress(model.params, make_optimizer(course.learning_rate).init(model.params))
-    with contextlib.closing(Checkpoints(folder, course.about(arm, seed))) as checkpoints:
+    about = course.about(arm, seed) | {"start": model.digests}
+    with contextlib.closing(Checkpoints(folder, about)) as checkpoints:
         now = checkpoints.restore(start, course.steps)
         rollout = make_rollout(course, arm, dataclasses.replace(model, params=now.params))
         try:

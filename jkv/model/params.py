@@ -19,12 +19,14 @@ from jaxtyping import Array
 
 from jkv import notebook
 from jkv.model.delta_weights import DeltaNet, DeltaParams
+from jkv.model.digests import hash_sum, tokenizer_digest, weights_digest
 from jkv.model.joined import separate_weights
 from jkv.model.rope_scaling import UNSCALED, RopeScaling
 from jkv.model.sampling import Sampling
 from jkv.model.weight_records import Codes as Codes
 from jkv.model.weight_records import Experts as Experts
 from jkv.model.weight_records import LowRank as LowRank
+from jkv.resuming import digest_of
 
 MeshAxis = str | tuple[str, ...] | None  # over which weights are split: one axis of a mesh, several as one, or none
 
@@ -300,6 +302,15 @@ class Model:
         numbers = b"".join(np.asarray(row).tobytes() for row in first_numbers(self.params))
         return hashlib.blake2s(numbers, digest_size=8).hexdigest()
 
+    @functools.cached_property
+    def digests(self) -> dict[str, str]:
+        """Identifies every weight, the configuration and the tokenizer, for records of runs (`jkv.resuming`)."""
+        shapes = jax.tree_util.tree_leaves_with_path(jax.eval_shape(separate_weights, self.params))
+        names = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in shapes]
+        weights = weights_digest((*name, sums) for name, sums in zip(names, hash_sums(self.params), strict=True))
+        config, tokenizer = digest_of(dataclasses.asdict(self.config)), tokenizer_digest(self.tokenizer)
+        return {"weights": weights, "config": config, "tokenizer": tokenizer}
+
     def __repr__(self) -> str:
         c = self.config
         return f"Model({self.name or c.family}: {c.num_layers} layers, width {c.width}, {count_weights(self.params):,} weights)"
@@ -313,6 +324,12 @@ def first_numbers(params: Params) -> list[Array]:
     """The first 64 numbers of each single matrix and vector, or its first row if that is shorter, in bfloat16."""
     rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(separate_weights(params))]
     return [jax.lax.bitcast_convert_type(row[:64].astype(jnp.bfloat16), jnp.uint16) for row in rows]
+
+
+@jax.jit
+def hash_sums(params: Params) -> list[Array]:
+    """The `hash_sum` of each single matrix and vector."""
+    return [hash_sum(leaf) for leaf in jax.tree.leaves(separate_weights(params))]
 
 
 def count_weights(params: Params) -> int:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jkv.checks import shown
 from jkv.reasoning.token_text import BREAK, END_OF_THINKING, THINK, TokenFacts, facts_of
 from jkv.reports import write_bytes
+from jkv.resuming import digest_of
 from jkv.text_files import check_file
 
 CHECKS = (  # SEAL: a thought that contains one of these, or starts with "wait", is a check
@@ -61,6 +62,11 @@ class SteeringVector:
     def __hash__(self) -> int:
         return hash(self.values.tobytes())
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """Identifies the content."""
+        return digest_of([self.values.astype(np.float32).tobytes().hex(), self.about])
+
     def save(self, path: Path | str) -> None:
         """Writes a safetensors file."""
         from safetensors.numpy import save
@@ -68,7 +74,7 @@ class SteeringVector:
         write_bytes(path, save({"vector": self.values.astype(np.float32)}, metadata=self.about))
 
     def __repr__(self) -> str:
-        return f"SteeringVector({self.values.shape[0]} layers, width {self.values.shape[1]})"
+        return f"SteeringVector({self.values.shape[0]} layers, width {self.values.shape[1]}, {self.digest})"
 
 
 def load_vector(path: Path | str) -> SteeringVector:

@@ -1,7 +1,8 @@
 """Trains a small reasoner on a task of arithmetic: `python -m jkv.tasks.train configs/experiments/train-tiny-reasoner.toml`.
 
 A curriculum of stages, each with its own problem sizes and sequence length; problems packed into rows, the prompt's loss
-masked; AdamW or Muon; orbax checkpoints, from which a second start of the same command resumes.
+masked; AdamW or Muon; orbax checkpoints, from which a second start of the same command resumes. `run.json` in the same folder
+has what the checkpoints are of: another run is refused.
 The batch of a step depends on nothing but the seed and the step, so a resumed run sees what an unbroken one would.
 
 With `--seconds` the last stage gets as many steps as the time allows, however fast the device is, and the learning rate's decay
@@ -26,16 +27,20 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.model import decoder
 from jkv.model.model_shapes import read_shape
-from jkv.model.params import ModelConfig, Params
-from jkv.reports import write_text
+from jkv.model.params import Model, ModelConfig, Params
+from jkv.reports import write_json, write_text
+from jkv.resuming import check_same, plain
 from jkv.tasks.feed import TOKENIZERS, Feed
 from jkv.tasks.first_weights import extend, init_to_look_up
 from jkv.tasks.optimizers import make_optimizer
 from jkv.tasks.train_config import TrainConfig, check_can_stretch, read_config
 from jkv.tasks.validation import Validation
+from jkv.text_files import read_json
 
 LEAST_SHARE = 0.01  # attention to the first token below which a stage's `sink` pulls no harder
 REPORT_EVERY = 20  # steps
+RUN = "run.json"
+FIX = "Give another --checkpoints, or the same command; remove the folder to start anew."
 UNIT_RATE = ((0, 1.0), (1, 1.0))  # of the optimiser, whose updates a step multiplies by its own rate
 
 
@@ -145,14 +150,16 @@ def train(
     """
     tokenizer = TOKENIZERS[config.task]()
     optimizer = make_optimizer(config.optimizer, UNIT_RATE, config.weight_decay)
+    folder.mkdir(parents=True, exist_ok=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with contextlib.ExitStack() as stack:
         manager = stack.enter_context(ocp.CheckpointManager(folder.absolute(), options=options))
         step = manager.latest_step() or 0
         batches = stack.enter_context(contextlib.closing(Feed(config, step, workers)))
         params = first_params(config, model_config, tokenizer)
-        state = optimizer.init(params)
+        state, origin = optimizer.init(params), origin_of(config, Model(params, tokenizer))
         if step:
+            check_run(folder, origin, config, step)
             restored = manager.restore(step, args=ocp.args.StandardRestore({"params": params, "state": state}))
             params, state = restored["params"], restored["state"]
             print(f"resumed after step {step}", flush=True)
@@ -170,10 +177,33 @@ def train(
                 figures = validation.measure(functools.partial(pick, params))
                 print(json.dumps({"step": step, "validation": figures}), flush=True)
             if step % config.checkpoint_every == 0 or is_last:
+                write_json(folder / RUN, {"made_of": origin, "learning_rate": log.config.learning_rate})
                 manager.save(step, args=ocp.args.StandardSave({"params": params, "state": state}))
         log.close()
         manager.wait_until_finished()
     return params, log.config
+
+
+def origin_of(config: TrainConfig, start: Model) -> dict[str, Any]:
+    """What the steps of a run depend on, except for their learning rates: its settings, and the model before the first step."""
+    last = dataclasses.replace(config.stages[-1], steps=0)  # which may become longer
+    free = {"checkpoint_every": 0, "validate_every": 0, "learning_rate": (), "stages": (*config.stages[:-1], last)}
+    return plain(dataclasses.asdict(dataclasses.replace(config, **free)) | start.digests)
+
+
+def check_run(folder: Path, origin: dict[str, Any], config: TrainConfig, step: int) -> None:
+    """Refuses checkpoints of another run, or of one whose rates up to `step` were others.
+
+    Raises:
+      ValueError: what differs, or checkpoints of an older version, which do not show it.
+    """
+    what = f"{folder} holds checkpoints of another run"
+    record = read_json(folder / RUN, ("made_of", "learning_rate")) if (folder / RUN).exists() else {}
+    check_same(what, record.get("made_of", {}), origin, FIX)
+    rates = tuple((at, rate) for at, rate in record["learning_rate"])
+    before = dataclasses.replace(config, learning_rate=rates)
+    if any(before.rate(i) != config.rate(i) for i in range(step)):
+        raise ValueError(f"{what}, by the learning rates of the first {step} steps: then {rates}. {FIX}")
 
 
 class Log:

@@ -2,13 +2,15 @@
 
 The folder gets the model every `--save-seconds`, with a line in `tuned.jsonl`, and `problems.jsonl`, unseen problems of the
 task with their answers for `jkv eval --file`. A second start of the same command goes on with the model that was saved and with
-the time that was left; the optimiser starts anew.
+the time that was left; the optimiser starts anew. Another first model, other settings, and a saved model that is not the one
+that a line of `tuned.jsonl` describes are refused.
 """
 
 import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import numpy as np
 
 from jkv.checks import check_counts
 from jkv.model import checkpoint
-from jkv.model.params import Params
+from jkv.model.params import Model, Params
 from jkv.reports import append_text, json_lines, read_json_lines, write_text
+from jkv.resuming import check_same
 from jkv.tasks.batches import Stage, make_batch
 from jkv.tasks.chains import draw_problem
 from jkv.tasks.evaluate import HELD_OUT_SEED
@@ -29,6 +32,9 @@ from jkv.tasks.word_problems import draw_word_problem
 STAGES = {"words": Stage(0, 8, 1024, 4, 10, passes=(0, 4)), "chains": Stage(0, 8, 1024, 3, 14)}
 WARM_UP = 50  # steps, in which the learning rate rises to its value
 REPORT_EVERY = 20  # steps
+LOG = "tuned.jsonl"
+FIRST: Mapping[str, Any] = {"step": 0, "seconds": 0.0}
+FIX = "Give another --out, or remove the folder to start anew."
 
 
 def unseen_problems(task: str, count: int) -> list[dict[str, str]]:
@@ -54,11 +60,15 @@ def tune(
     save_seconds: float = 60.0,
     rate: float = 1e-4,
     seed: int = 0,
+    before: Mapping[str, Any] = FIRST,
+    made_of: Mapping[str, Any] | None = None,
 ) -> Params:
-    """The weights after so many seconds of training, those of earlier starts in the same folder included."""
+    """The weights after so many seconds of training, those of earlier starts included: `before` is the line of the last save.
+
+    `made_of` is written into each line, for the next start.
+    """
     optimizer = make_optimizer("adamw", ((0, rate / WARM_UP), (WARM_UP, rate)), 0.01)
-    log = folder / "tuned.jsonl"
-    before: dict[str, Any] = read_json_lines(log)[-1] if log.exists() else {"step": 0, "seconds": 0.0}
+    log = folder / LOG
     step, state = before["step"], optimizer.init(params)
     began = time.monotonic() - before["seconds"]
     saved = time.monotonic()
@@ -71,10 +81,28 @@ def tune(
             line = {"step": step, "loss": round(float(value), 5), "right": round(float(hits), 5)}  # waits for the device
             print(line, flush=True)
             if is_last or time.monotonic() - saved > save_seconds:
+                line |= {"seconds": round(time.monotonic() - began, 1), "weights": Model(params).digests["weights"]}
+                append_text(log, json_lines([line | {"made_of": made_of}]))  # first: a saved model always has a line
                 checkpoint.export(params, tokenizer, folder, dtype=jnp.float32)
-                append_text(log, json_lines([line | {"seconds": round(time.monotonic() - began, 1)}]))
                 saved = time.monotonic()
     return params
+
+
+def last_save(folder: Path, origin: Mapping[str, Any], weights: str) -> dict[str, Any]:
+    """The line of the save whose weights lie in a folder.
+
+    Raises:
+      ValueError: lines of another run (by `made_of`), or none that describes these weights.
+    """
+    lines = read_json_lines(folder / LOG, drops_cut_line=True)
+    for line in lines:
+        check_same(f"{folder} holds a model that was tuned in another way", line.get("made_of") or {}, origin, FIX)
+    found = [line for line in lines if line["weights"] == weights]
+    if not found:
+        raise ValueError(
+            f"The weights in {folder} must be described by a line of {LOG}; none has their digest {weights}. {FIX}"
+        )
+    return found[-1]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,12 +123,21 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     options.out.mkdir(parents=True, exist_ok=True)
+    model = checkpoint.load(options.model, dtype=jnp.float32, joined=False)
+    names = "task", "rows", "length", "rate"
+    origin, before = model.digests | {name: getattr(options, name) for name in names}, dict(FIRST)
+    if (options.out / LOG).exists() and (options.out / "model.safetensors").exists():
+        tokenizer = model.tokenizer
+        model = checkpoint.load(str(options.out), dtype=jnp.float32, joined=False)
+        try:
+            before = last_save(options.out, origin, model.digests["weights"])
+        except ValueError as error:
+            parser.error(str(error))
+        model = dataclasses.replace(model, tokenizer=tokenizer)
     write_text(options.out / "problems.jsonl", json_lines(unseen_problems(options.task, options.problems)))
-    is_resumed = (options.out / "tuned.jsonl").exists()
-    model = checkpoint.load(str(options.out) if is_resumed else options.model, dtype=jnp.float32, joined=False)
     stage = dataclasses.replace(STAGES[options.task], rows=options.rows, length=options.length)
     settings = {"seconds": 60 * options.minutes, "save_seconds": options.save_seconds, "rate": options.rate}
-    tune(model.params, model.tokenizer, options.task, stage, options.out, **settings)
+    tune(model.params, model.tokenizer, options.task, stage, options.out, **settings, before=before, made_of=origin)
     return 0
 
 

@@ -57,6 +57,22 @@ def test_a_record_keeps_the_parts_that_do_not_run_again(shape, tmp_path):
     assert {row["part"] for row in run(shape, tmp_path, "--parts", "step", "--batches", "1")[0]} == {"step"}
 
 
+def test_rows_of_another_budget_or_shape_are_refused(shape, tmp_path, capsys):
+    run(shape, tmp_path, "--parts", "prefill", "--seconds", "0")
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run(shape, tmp_path, "--parts", "step", "--budget", "40", "--seconds", "0")
+    assert "other rows of" in (error := capsys.readouterr().err)
+    assert "by budget (budget then 32, now 40). Give another --out" in error
+    (record,) = tmp_path.glob("*.json")
+    whole = json.loads(record.read_text())
+    del whole["made_of"]
+    record.write_text(json.dumps(whole))
+    rows, _ = run(shape, tmp_path, "--parts", "step", "--seconds", "0")
+    assert {row["part"] for row in rows} == {"prefill", "step"}
+    assert "kept rows of" in capsys.readouterr().err
+
+
 def test_a_single_row_is_timed_as_an_engine_runs_it(monkeypatch):
     monkeypatch.setitem(device.LEAST_ROWS, "cpu", 2)
     bench = device.Bench(tiny_model(), device.known_device({"device": "cpu"}, 1e9), (1,), 32, 16, 64, 2)

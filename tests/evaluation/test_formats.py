@@ -63,6 +63,21 @@ def test_what_was_measured_before_an_interruption_is_in_the_record(tmp_path, mon
     assert (line["format"], line["kl"]) == (next(iter(formats.PAGES)), pytest.approx(0.15))
 
 
+def test_a_record_of_another_model_or_of_other_passages_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "compare", lambda *args: [0.1, 0.9, 0.1])
+    arguments = ["--model", "tiny-reasoner", "--texts", "2", "--length", "64", "--out", str(tmp_path)]
+    formats.main(arguments)
+    path = tmp_path / "formats-tiny-reasoner.json"
+    whole = json.loads(path.read_text())
+    for name in ("weights", "tokenizer", "data"):
+        path.write_text(json.dumps(whole | {name: "0f"}))
+        with pytest.raises(ValueError, match=rf"record of something else, by {name} \({name} then '0f', now '{whole[name]}'\)"):
+            formats.main(arguments)
+    path.write_text(json.dumps({name: value for name, value in whole.items() if name not in ("weights", "data")}))
+    with pytest.raises(ValueError, match="an older version of jkv wrote it without weights, data"):
+        formats.main(arguments)
+
+
 def test_only_formats_that_a_record_lacks_are_measured(tmp_path, monkeypatch):
     arguments = ["--model", "tiny-reasoner", "--texts", "2", "--length", "64", "--out", str(tmp_path)]
     path = tmp_path / "formats-tiny-reasoner.json"

@@ -2,12 +2,14 @@
 
 import json
 import os
+import shutil
 import tomllib
 
 import pytest
 
 from jkv.evaluation import gpu_plan
 from jkv.evaluation.gpu_plan import CONFIG, Stage, run_plan
+from jkv.model import checkpoint
 from tests.bench.conftest import MODEL
 
 QUICK = ["timeit", "-n", "1", "-r", "1"]
@@ -36,6 +38,33 @@ def test_a_stage_out_of_time_or_failed_does_not_stop_the_others_and_is_run_again
     again = run_plan([slow._replace(words=[*QUICK, "pass"]), *plan[1:]], tmp_path / "plan.json", os.environ)
     assert again["slow"]["ended"] == "done"
     assert again["quick"] == record["quick"]
+
+
+def test_stages_that_ended_with_something_else_are_refused(tmp_path):
+    stage, file = Stage("quick", 1, [*QUICK, "pass"]), tmp_path / "plan.json"
+    run_plan([stage], file, os.environ, {"model": "0f"})
+    assert (
+        run_plan([stage._replace(words=[*stage.words, "--resume"])], file, os.environ, {"model": "0f"})["quick"]["ended"]
+        == "done"
+    )
+    with pytest.raises(
+        ValueError, match=r"quick ended with something else, by model \(model then '0f', now '1a'\)\. Give another"
+    ):
+        run_plan([stage], file, os.environ, {"model": "1a"})
+    with pytest.raises(ValueError, match="ended with something else, by command"):
+        run_plan([stage._replace(words=[*QUICK, "1"])], file, os.environ, {"model": "0f"})
+    run_plan([stage], file, os.environ)
+    with pytest.raises(ValueError, match="wrote it without config"):
+        run_plan([stage], file, os.environ, {"model": "0f", "config": "2b"})
+
+
+def test_a_model_s_files_have_one_digest_wherever_they_are(tmp_path):
+    shutil.copytree(checkpoint.shipped_folders()["tiny-reasoner"], tmp_path / "copy")
+    before = gpu_plan.model_digest("tiny-reasoner")
+    assert gpu_plan.model_digest(str(tmp_path / "copy")) == before
+    file = tmp_path / "copy" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    assert gpu_plan.model_digest(str(tmp_path / "copy")) != before
 
 
 def test_the_comparison_has_ten_policies_and_contrasts_among_them():

@@ -96,6 +96,18 @@ def test_an_interrupted_probe_goes_on_and_other_texts_are_read_again(reasoner, t
     assert read_known(path)[:2] == first
 
 
+def test_readings_of_another_model_or_of_an_older_version_are_refused(reasoner, tmp_path):
+    path, sets = tmp_path / "readings.jsonl", text_sets({"chains": TABLES["chains"] | {"count": 1}})
+    probe(reasoner, sets, [], path=path)
+    weights = reasoner.params.replace(final_norm=reasoner.params.final_norm.at[-1].add(1e-3))
+    with pytest.raises(ValueError, match=r"readings of another model: full on chains, by weights \(weights then '\w+', now"):
+        probe(dataclasses.replace(reasoner, params=weights), sets, [], path=path)
+    old = json.loads(path.read_text())
+    path.write_text(json.dumps(old | {"made_of": json.dumps([{"weights": "0f"}, "chains"])}) + "\n")
+    with pytest.raises(ValueError, match="an older version of jkv wrote it without weights, config, tokenizer"):
+        probe(reasoner, sets, [], path=path)
+
+
 def test_a_variant_s_pages_have_its_own_format(reasoner, tmp_path):
     tables = {"chains": TABLES["chains"] | {"count": 1}}
     settings = SETTINGS | {"codes": {"policy": "r_kv", "kv_dtype": "int4", "budget": 90}}

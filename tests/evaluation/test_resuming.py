@@ -1,5 +1,6 @@
 """Evaluations whose files were cut off, on a full disk, killed, or started twice: what is whole is kept, and told."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from jkv import cli, full, reports
@@ -90,6 +92,62 @@ def test_a_line_of_a_problem_that_is_not_there_is_refused(index, reasoner, probl
     path.write_text(json.dumps(record | {"gold": problems[-1].answer}) + "\n")
     with pytest.raises(ValueError, match="same problems and policy; line 1 is of others"):
         run(reasoner, problems, full(), path=path, progress=False, **KNOBS)
+
+
+def other_model(model, at):
+    """The model with one number of a weight changed, its tokenizer grown, or its configuration changed."""
+    if at == "tokenizer":
+        tokenizer = checkpoint.load("tiny-reasoner").tokenizer
+        tokenizer.add_tokens(["another"])
+        return dataclasses.replace(model, tokenizer=tokenizer)
+    params = model.params.replace(config=dataclasses.replace(model.config, rope_theta=9_999.0))
+    if at == "weights":
+        params = model.params.replace(final_norm=model.params.final_norm.at[-1].add(1e-3))
+    return dataclasses.replace(model, params=params)
+
+
+@pytest.mark.parametrize("at", ["weights", "tokenizer", "config"])
+def test_completions_of_another_model_are_refused_by_what_differs(at, reasoner, problems, whole, tmp_path):
+    path = Path(shutil.copy(whole, tmp_path / "full.jsonl"))
+    with pytest.raises(ValueError, match=rf"Line 1 of .* is of another run, by {at} \({at} then '\w+', now '\w+'\)\. Give"):
+        run(other_model(reasoner, at), problems, full(), path=path, progress=False, **KNOBS)
+    assert path.read_bytes() == whole.read_bytes()
+
+
+OTHERS = {
+    "temperature": {"sampling": Sampling(temperature=0.5, seed=5)},
+    "seed": {"sampling": Sampling(temperature=1.0, seed=6)},
+    "max_new_tokens": {"max_new_tokens": 20},
+    "grader": {"grader": "math"},
+    "kv_dtype": {"kv_dtype": "int8"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_completions_of_other_draws_or_options_are_refused_by_name(name, reasoner, problems, whole):
+    with pytest.raises(ValueError, match=rf"is of another run, by {name} \("):
+        run(reasoner, problems, full(), path=whole, progress=False, **KNOBS | OTHERS[name])
+
+
+def test_completions_among_other_problems_are_refused_even_where_their_own_are_the_same(reasoner, problems, whole):
+    with pytest.raises(ValueError, match=r"is of another run, by data \("):
+        run(reasoner, [*problems, problems[0]], full(), path=whole, progress=False, **KNOBS)
+
+
+def test_completions_without_digests_are_of_a_version_that_cannot_show_what_they_are_of(reasoner, problems, whole, tmp_path):
+    path = tmp_path / "full.jsonl"
+    lines = [json.loads(line) for line in whole.read_text().splitlines()]
+    path.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "made_of"}) + "\n" for line in lines))
+    with pytest.raises(
+        ValueError, match=r"an older version of jkv wrote it without weights, config, tokenizer, data, .* nobody"
+    ):
+        run(reasoner, problems, full(), path=path, progress=False, **KNOBS)
+    assert len(read_records(path)) == 6  # and they can be read
+
+
+def test_samples_beyond_the_number_that_is_asked_for_are_refused(reasoner, problems, whole):
+    with pytest.raises(ValueError, match=r"must hold samples below 1 of each problem; line .* has 1"):
+        run(reasoner, problems, full(), path=whole, progress=False, **KNOBS | {"samples": 1})
 
 
 def test_a_line_that_is_there_twice_is_refused(reasoner, problems, whole, tmp_path):
@@ -189,6 +247,48 @@ def test_figures_that_were_cut_off_come_from_the_completions_again(share, comman
     assert cli.main([*command, "--out", str(out), "--resume"]) == 0
     assert f"jkv: {file} is damaged; its figures are computed from the completions again" in capsys.readouterr().err
     assert_same_run(out, steady)
+
+
+def swap_weights(folder):
+    """Another fine-tune in the place of a model."""
+    model = checkpoint.load("tiny-reasoner")
+    params = model.params.replace(final_norm=model.params.final_norm * 1.01)
+    checkpoint.export(params, model.tokenizer, folder, dtype=np.float32)
+
+
+@pytest.mark.parametrize("main_file", ["whole", "damaged", "gone"])
+@pytest.mark.parametrize("at", ["weights", "data"])
+def test_a_command_does_not_go_on_with_what_was_replaced(at, main_file, steady, command, tmp_path, capsys):
+    model, data, out = tmp_path / "tiny-reasoner", tmp_path / "mine.jsonl", tmp_path / "out"
+    shutil.copytree(checkpoint.shipped_folders()["tiny-reasoner"], model)
+    shutil.copy(command[2], data)
+    words = [*command[:2], str(data), *command[3:], "--model", str(model), "--out", str(out)]
+    assert cli.main(words) == 0
+    if at == "weights":
+        swap_weights(model)
+    else:
+        data.write_text(data.read_text().replace("=3", "=4", 1).replace("=2", "=3", 1))
+    file = out / "tiny-reasoner.json"
+    if main_file == "damaged":
+        file.write_text(file.read_text()[:100])
+    elif main_file == "gone":
+        file.unlink()
+    before = {path: path.read_bytes() for path in out.rglob("*.json*")}
+    capsys.readouterr()
+    assert cli.main([*words, "--resume"]) == 2
+    error = capsys.readouterr().err
+    named = "is of others, by prompt" if at == "data" and main_file != "whole" else f", by {at} ({at} then '"
+    assert named in error
+    assert "Give another --out to start anew" in error
+    assert {path: path.read_bytes() for path in out.rglob("*.json*")} == before
+
+
+def test_a_comparison_of_an_older_version_is_readable_and_not_gone_on_with(tmp_path):
+    path = ROOT / "results" / "tiny-2-tiny-reasoner-2.json"
+    about = json.loads(path.read_text())["about"]
+    assert compare.read(path, about)
+    with pytest.raises(ValueError, match="or the same: an older version of jkv wrote it without weights, data, so that nobody"):
+        compare.read(path, about | {"weights": "0f", "data": "1a"})
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"about": {}, "outcomes": [3]}', '{"about": {}, "outcomes": [{"x": 1}]}', "3"])

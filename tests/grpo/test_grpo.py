@@ -53,7 +53,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(left, right)
 
 
-def test_a_killed_run_goes_on_from_its_checkpoint_as_an_unbroken_one(learnt, tmp_path):
+def test_a_killed_run_goes_on_from_its_checkpoint_as_an_unbroken_one(learnt, tmp_path, monkeypatch):
     def stop(record):
         seen.append(record)
         if len(seen) == 13:
@@ -69,6 +69,9 @@ def test_a_killed_run_goes_on_from_its_checkpoint_as_an_unbroken_one(learnt, tmp
         learn(COURSE, REPLAY, 1, tmp_path)
     with pytest.raises(ValueError, match="holds 24 steps, and 8 are asked for"):
         learn(dataclasses.replace(COURSE, steps=8), REPLAY, 0, tmp_path)
+    monkeypatch.setitem(TASKS, COURSE.task, TASKS[COURSE.task]._replace(start=lambda seed: counting.start(seed + 1)))
+    with pytest.raises(ValueError, match=r"checkpoints of another run, by start \(start then \{.*'weights'"):
+        learn(COURSE, REPLAY, 0, tmp_path)
 
 
 @pytest.mark.slow

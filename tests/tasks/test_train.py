@@ -163,3 +163,15 @@ def test_a_run_with_a_given_number_of_steps_writes_it_and_its_model(tmp_path, mo
     record = json.loads((tmp_path / "o/training.json").read_text())
     assert (record["steps"], record["start"]) == (30, None)
     assert (tmp_path / "o/model.safetensors").stat().st_size > 0
+    main()  # nothing is left to do
+    for name, value in (("seed = 7", "seed = 8"), ("weight_decay = 0.01", "weight_decay = 0.02")):
+        (tmp_path / "experiments/run.toml").write_text((TOML + "".join(stages)).replace(name, value))
+        with pytest.raises(ValueError, match=rf"holds checkpoints of another run, by {name.split()[0]}"):
+            main()
+    (tmp_path / "experiments/run.toml").write_text(TOML + "".join(stages))
+    monkeypatch.setattr("sys.argv", [*command, "--steps", "60", "--start", "fresh"])
+    with pytest.raises(ValueError, match="another run, by the learning rates of the first 30 steps"):
+        main()
+    (tmp_path / "c/run.json").unlink()
+    with pytest.raises(ValueError, match="an older version of jkv wrote it without model, seed"):
+        main()

@@ -43,6 +43,33 @@ def test_a_tuned_model_is_saved_with_unseen_problems_and_goes_on_where_it_was(tm
     assert written == unseen_problems("chains", 3)
 
 
+def refused(words, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    return capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_tuning_goes_on_with_the_same_model_and_settings_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tuning, "REPORT_EVERY", 1)
+    first, out = tmp_path / "first", tmp_path / "out"
+    model = checkpoint.load("tiny-reasoner")
+    checkpoint.export(model.params, model.tokenizer, first)
+    words = [str(first), "--task", "chains", "--rows", "1", "--length", "64", "--problems", "1", "--out", str(out)]
+    words += ["--minutes", "0.001"]
+    main(words)
+    assert "in another way, by rate (rate then 0.0001, now 0.1)" in refused([*words, "--rate", "0.1"], capsys)
+    other = model.params.replace(final_norm=model.params.final_norm * 1.01)
+    log = (out / "tuned.jsonl").read_text()
+    checkpoint.export(other, model.tokenizer, out)
+    assert "must be described by a line of tuned.jsonl; none has their digest" in refused(words, capsys)
+    (out / "tuned.jsonl").write_text("".join(json.dumps(line | {"made_of": None}) + "\n" for line in lines_of(out)))
+    assert "an older version of jkv wrote it without weights" in refused(words, capsys)
+    (out / "tuned.jsonl").write_text(log)
+    checkpoint.export(other, model.tokenizer, first)
+    assert "in another way, by weights (" in refused(words, capsys)
+
+
 @pytest.mark.parametrize("task", STAGES)
 def test_every_task_has_problems_that_its_grader_can_mark(task):
     assert task in DRAWS
