@@ -15,8 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from jkv.analysis.calibration import is_one
 from jkv.analysis.recall import padded, queries_keys_values, received_so_far, sinks_of
-from jkv.checks import check_counts, check_most, size
+from jkv.checks import check_counts, size
 from jkv.engine.memory import free_bytes
+from jkv.limits import check_numbers
 from jkv.model.params import Model, ModelConfig
 from jkv.model.rope import rope_of
 from jkv.policies.calibration import identity_of
@@ -28,7 +29,6 @@ REPORTED = 100  # steps between two reports
 STRIDE = 16  # tokens between two moments
 RECENT = 4  # slots that are never candidates, as the policy keeps them
 FIRST = 4  # moment; before it, few slots are old
-MOST_HIDDEN = 4_096
 POWER = 2  # of the attention that is foreseen, by default
 RATE, DECAY = 3e-3, 1e-3  # of AdamW, the rate falling to 0 along a cosine
 
@@ -71,7 +71,7 @@ def foresee(
       ValueError: no text that is long enough, text for a model without a tokenizer, or an input that there is not.
     """
     check_counts(hidden=hidden, steps=steps, batch=batch, power=power)
-    check_most(MOST_HIDDEN, hidden=hidden)
+    check_numbers({"hidden": hidden, "steps": steps, "power": power})
     is_seen = seen_inputs(model.config, without)
     sequences = [encode(model, text) for text in ([texts] if is_one(texts) else texts)]
     shortest = (FIRST + 1) * STRIDE

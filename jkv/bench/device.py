@@ -40,6 +40,7 @@ from jkv.checks import check_counts, words
 from jkv.engine import programs
 from jkv.engine.device_program import LEAST_ROWS, OPTIONS, DeviceProgram
 from jkv.engine.engine import Engine
+from jkv.limits import parse
 from jkv.model.eight_bits import FORMATS
 from jkv.model.joined import separate_weights
 from jkv.model.model_shapes import find_shape
@@ -82,7 +83,7 @@ class Bench(NamedTuple):
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line."""
-    options = (command := parser()).parse_args(argv)
+    options = parse(command := parser(), argv)
     if unknown := sorted(set(options.parts) - set(PARTS)):
         command.error(f"--parts must be among {', '.join(PARTS)}; got {', '.join(unknown)}.")
     try:

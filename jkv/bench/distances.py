@@ -19,6 +19,7 @@ import pallas_kernels as kernels
 from jkv import viz
 from jkv.bench.rounds import GREEDY
 from jkv.generate import generate
+from jkv.limits import parse
 from jkv.model import checkpoint
 from jkv.model.decoder import forward
 from jkv.model.params import Model, Params
@@ -36,7 +37,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=4)
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--out", type=Path, required=True, help="a folder for distances.png and distances.json")
-    options = parser.parse_args()
+    options = parse(parser)
     options.out.mkdir(parents=True, exist_ok=True)
     model = checkpoint.load(options.model)
     prompt = options.prompt or held_out(1)[0].prompt

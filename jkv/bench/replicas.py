@@ -23,6 +23,7 @@ from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.samples import Completion
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
+from jkv.limits import parse
 from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
@@ -147,7 +148,7 @@ def main() -> None:
     parser.add_argument("--carrier", default="threads", help="threads or ray")
     parser.add_argument("--problems", type=int, default=8, help="prompts, of 8 samples each")
     parser.add_argument("--paper", type=int, default=0, help="time the dispatcher with so many replicas of paper instead")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.paper:
         record = time_dispatcher(args.paper) | {"weights": time_weights(checkpoint.load("tiny-reasoner").params)}
     else:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jkv.bench.rounds import timer
+from jkv.limits import parse
 from jkv.reasoning.thoughts import Filter, FilterStats, ThoughtFinder, TokenBags
 from jkv.reasoning.token_text import TokenFacts
 
@@ -23,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--earlier", type=int, default=500, help="thoughts that each new one is compared with")
     parser.add_argument("--rounds", type=int, default=100, help="new thoughts that are timed")
-    options = parser.parse_args()
+    options = parse(parser)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {0})
     print(json.dumps(cost_of_a_thought(options.earlier, options.rounds)))

@@ -31,6 +31,7 @@ from jkv.cli import (
 )
 from jkv.cli.inputs import LOOKS, examples_of, expand_flags
 from jkv.cli_errors import run_safely
+from jkv.limits import check_numbers
 
 MOST_KEPT = 1 << 30  # bytes of compiled programs
 COMMANDS = (generate, chat, serve, evaluate, analyze, recall, probe, plan, bench, steer, calibrate, foresee, policies, models)
@@ -72,7 +73,8 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def start(options: argparse.Namespace) -> int:
-    """Runs a command whose programs are kept between calls."""
+    """Runs a command whose programs are kept between calls, if its numbers are within their limits."""
+    check_numbers(vars(options))
     keep_programs()
     status: int = options.run(options)
     return status

@@ -14,6 +14,7 @@ from typing import Any
 from jkv.checks import install, shown, words
 from jkv.cli.inputs import LOOKS, make_folder
 from jkv.cli.serve import KEY
+from jkv.limits import MOST_SIZE
 
 BENCHES = {
     "throughput": "tokens a second of policies in fixed pools, from ample to tight (R-KV's stress test)",
@@ -26,7 +27,7 @@ BENCHES = {
     "eviction": "what scoring and compaction cost, compared with their own arithmetic, on a wide model",
 }
 PAGE = Path("docs/results.md")  # that shows the tables, from the root of the repository
-MOST = 1 << 31  # every size lies below
+MOST_RECORD = 1 << 26  # bytes of a record, and of a page
 QUICK_POOLS = [430_000, 134_000]
 POSITIVE = (
     *("rounds", "requests", "problems", "scale", "batch", "budget", "prompts", "samples", "limit"),
@@ -136,10 +137,10 @@ def run(options: argparse.Namespace) -> int:
     given = {name: value for name, value in vars(options).items() if name not in ("run", "bench", "quick", "out")}
     given = {name: value for name, value in given.items() if value is not None}
     for name in POSITIVE:
-        if not 0 < given.get(name, 1) < MOST:
+        if not 0 < given.get(name, 1) < MOST_SIZE:
             raise ValueError(f"--{name.replace('_', '-')} must be positive and below 2**31; got {shown(given[name])}.")
     for name in ("lengths", "budgets", "batches", "budget_batches", "chunks"):
-        if name in given and not (given[name] and all(0 < size < MOST for size in given[name])):
+        if name in given and not (given[name] and all(0 < size < MOST_SIZE for size in given[name])):
             raise ValueError(f"--{name} must be sizes, each positive and below 2**31; got {shown(given[name])}.")
     if options.out:
         make_folder(options.out)
@@ -299,17 +300,20 @@ MEASURES: dict[str, Callable[[dict[str, Any], bool, Any], dict[str, Any]]] = {
 def run_tables(options: argparse.Namespace) -> int:
     """Regenerates every table from its JSON."""
     from jkv import reports as records
-    from jkv.text_files import read_json, read_text
+    from jkv.text_files import check_file, read_json, read_text
 
     tables, pages = {}, {}
     for bench in BENCHES:
         own = options.results / f"{bench}.json"
         for path in (own, *sorted(options.results.glob(f"{bench}-*.json"))):  # of other models
-            record = read_json(path) if path.exists() else {}
+            if not path.exists():
+                continue
+            check_file(path, MOST_RECORD)
+            record = read_json(path)
             if not isinstance(record, dict):
                 raise ValueError(f"{path} must be a JSON object that `jkv bench {bench}` wrote; it is none. Remove the file.")
             if "about" in record:  # what older commands wrote has no table
-                tables[path.stem] = importlib.import_module(f"jkv.bench.{bench}").table(record)
+                tables[path.stem] = table_of(bench, record, path)
                 pages[path.with_suffix(".md")] = tables[path.stem] + "\n"
     if not tables:
         raise ValueError(f"--results must hold the JSON of {', '.join(BENCHES)}; {options.results} holds none.")
@@ -317,10 +321,25 @@ def run_tables(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--page must be a file with <!-- bench NAME --> marks; {options.page} does not exist. Name another page."
         )
-    pages[options.page] = records.page_with(read_text(options.page), tables)
+    pages[options.page] = records.page_with(read_text(options.page, MOST_RECORD), tables)
     stale = [path for path, text in pages.items() if not path.exists() or read_text(path) != text]
     for path in stale:
         if not options.check:
             records.write_text(path, pages[path])
         print(f"{'would change' if options.check else 'wrote'} {path}")
     return 1 if stale and options.check else 0
+
+
+def table_of(bench: str, record: dict[str, Any], path: Path) -> str:
+    """The table of a benchmark's record.
+
+    Raises:
+      ValueError: a record of something else, whose fields the table does not find.
+    """
+    try:
+        return str(importlib.import_module(f"jkv.bench.{bench}").table(record))
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ValueError(
+            f"{path} must be a record that `jkv bench {bench}` wrote; its table cannot be made: {shown(error)}. Remove the "
+            "file, or run the benchmark again."
+        ) from error

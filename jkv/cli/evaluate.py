@@ -22,6 +22,7 @@ from jkv.cli.inputs import (
     make_folder,
     read_settings,
 )
+from jkv.limits import check_numbers
 
 DEFAULTS: dict[str, Any] = {
     "model": "tiny-reasoner",
@@ -407,6 +408,7 @@ def read_options(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[
         kind = (int, float) if kind is float else kind
         if name in written and (not isinstance(written[name], kind) or isinstance(written[name], bool) > (kind is bool)):
             raise ValueError(f"{options.config}: {name} must be of type {TYPES[name].__name__}; got {written[name]!r}.")
+    check_numbers(written)
     given = {name: getattr(options, name, None) for name in defaults}
     return defaults | written | {name: value for name, value in given.items() if value is not None}
 

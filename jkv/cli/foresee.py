@@ -42,12 +42,11 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trains and saves."""
-    from jkv.analysis.foresee import MOST_HIDDEN, foresee
-    from jkv.checks import check_counts, check_most
+    from jkv.analysis.foresee import foresee
+    from jkv.checks import check_counts
     from jkv.model import checkpoint
 
     check_counts(**{name: getattr(options, name) for name in ("passages", "length", "hidden", "steps", "power")})
-    check_most(MOST_HIDDEN, hidden=options.hidden)  # before the model solves problems for minutes
     check_target(options.out)
     model = checkpoint.load(options.model)
     texts = [[*prompt, *rest] for prompt, rest in passages(model, options.text, options.passages, options.length, 1)]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jkv.checks import check_most, did_you_mean, install, shown
+from jkv.checks import did_you_mean, install, shown
 
 EXAMPLES = """\
 examples:
@@ -274,12 +274,10 @@ def passages(model: Any, text: Path | None, count: int, length: int, prompt: int
 
 def own_traces(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
     """Prompts and greedy completions of unseen problems of the model's task, which are not those of `jkv eval`."""
-    from jkv.engine.prompts import MOST_SAMPLES
     from jkv.generate import generate
     from jkv.model.sampling import Sampling
     from jkv.tasks.evaluate import CALIBRATION_SEED, held_out
 
-    check_most(MOST_SAMPLES, texts=count)
     prompts = [problem.prompt for problem in held_out(count, CALIBRATION_SEED, model.tokenizer)]
     out = generate(model, prompts, sampling=Sampling(temperature=0.0))
     rows = zip(out.prompts, out.tokens, out.lengths, strict=True)

@@ -9,20 +9,14 @@ import jax
 
 from jkv.checks import check_counts, check_length, check_most, did_you_mean, shown, typed
 from jkv.engine.scheduler import CHUNKS, ORDERS
+from jkv.limits import MOST
 from jkv.model.sampling import SAMPLING_FIELDS
 from jkv.policies import Policy
 from pallas_kernels.choice import VARIABLE, parse_choices
 from pallas_kernels.quantised import FORMATS, Format
 from pallas_kernels.sealed import SEALED, SealedFormat, check_page
 
-MOST = {  # beyond which a setting is a mistake; pages are numbered in 32 bits
-    "max_running": 1 << 16,
-    "max_slots": 1 << 24,
-    "page_size": 1 << 16,
-    "num_pages": (1 << 31) - 1,
-    "max_stop_ids": 1 << 20,
-    "prefill_tokens": 1 << 24,
-}
+LIMITED = "max_running", "max_slots", "page_size", "num_pages", "max_stop_ids", "prefill_tokens"  # counts
 PLACES = {  # settings that are not the engine's: where they are given
     **{name: f" Write sampling=jkv.Sampling({name}=...)." for name in SAMPLING_FIELDS},
     "stop": " Write stop_strings=[...].",
@@ -111,11 +105,11 @@ class EngineOptions:
     poison: bool = False
 
     def __post_init__(self) -> None:
-        for name, most in MOST.items():
+        for name in LIMITED:
             kind = int if name == "max_stop_ids" else int | None
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
             check_counts(**{name: getattr(self, name)})
-            check_most(most, **{name: getattr(self, name)})
+            check_most(MOST[name], **{name: getattr(self, name)})
         typed("mesh", self.mesh, jax.sharding.Mesh | None)
         if self.policies is not None:
             if not isinstance(self.policies, Sequence) or isinstance(self.policies, str | bytes):

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import check_length, shown
+from jkv.limits import MOST_SAMPLES
 from jkv.model.chat_template import ChatText, has_chat_template, render_chats
 from jkv.model.chat_tokens import encode_chat
 from jkv.model.params import Model
 
-MOST_SAMPLES = 1 << 17  # of a call: prompts times samples of each
 MOST_MESSAGES = 10_000  # of a conversation
 LONGEST_TOKEN = 256  # characters: a text of more for each position of the model cannot fit, and is not encoded
 RULE = "A prompt must be a string, a list of chat messages, or a flat sequence of token ids"

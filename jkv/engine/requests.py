@@ -12,7 +12,8 @@ import numpy as np
 
 from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts, check_length, did_you_mean, shown, typed
-from jkv.engine.prompts import MOST_SAMPLES, check_ids, num_elements, too_long
+from jkv.engine.prompts import check_ids, num_elements, too_long
+from jkv.limits import MOST_SAMPLES
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from jkv.cache.slot_size import slot_bytes
 from jkv.evaluation.generations import NEW_FOLDER
 from jkv.evaluation.probe_texts import stream
+from jkv.limits import parse
 from jkv.model import checkpoint, decoder
 from jkv.model.eight_bits import FORMATS as WEIGHTS
 from jkv.model.eight_bits import quantise_weights
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=16, help="passages (default %(default)s)")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each (default %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for formats-MODEL.json and .md")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     model = checkpoint.load(options.model)
     passages = [one.prompt + one.rest for one in stream(model.tokenizer, options.texts, options.length)]
     name = Path(options.model).name

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jkv.limits import parse
 from jkv.model import checkpoint
 from jkv.model.cards import card_of
 from jkv.reports import ROOT, write_json
@@ -157,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--small-shape", default="smollm2-135m", help="of the first stage; default: %(default)s")
     parser.add_argument("--shape", default="r1-qwen-7b", help="of the stress test; default: %(default)s")
     parser.add_argument("--out", type=Path, required=True, help="a folder for everything")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     options.out.mkdir(parents=True, exist_ok=True)
     cache = {"JAX_COMPILATION_CACHE_DIR": str(options.out / "compiled")}
     try:

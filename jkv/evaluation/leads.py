@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from jkv.analysis.foresee import foresee
 from jkv.analysis.recall import Recall, Text, recall
+from jkv.limits import parse
 from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.policies import full
@@ -276,7 +277,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.15, help="of the mean length that is kept (default %(default)s)")
     parser.add_argument("--leads", help="names of some of the scores, separated by semicolons; default: all")
     parser.add_argument("--out", type=Path, help="a folder for leads.json and leads.md")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     wanted = None if options.leads is None else [name.strip() for name in options.leads.split(";")]
     leads = [lead for lead in LEADS if wanted is None or lead.name in wanted]
     model = checkpoint.load("tiny-reasoner")

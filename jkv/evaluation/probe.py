@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from jkv.checks import check_most, did_you_mean, shown, typed
+from jkv.checks import did_you_mean, shown, typed
 from jkv.engine.options import EngineOptions
-from jkv.engine.prompts import MOST_SAMPLES
 from jkv.evaluation.budgets import parse_mean_budget
 from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.generations import NEW_FOLDER
@@ -27,6 +26,7 @@ from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
 from jkv.evaluation.probe_texts import KINDS, Probe
 from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, takes_budget
 from jkv.generate import generate
+from jkv.limits import check_numbers
 from jkv.model.params import Model
 from jkv.policies import Policy
 from jkv.reports import append_text, json_lines, markdown, read_json_lines, write_text
@@ -119,11 +119,11 @@ def check_options(where: str, kind: str, options: dict[str, Any]) -> None:
         numbers = [value] if is_one else value
         if not isinstance(numbers, list) or not numbers:
             raise ValueError(f"{where} {name} must be a list of whole numbers; got {shown(value)}.")
+        check_numbers({name: numbers})
         if any(typed(f"{where} {name}", number, int) < least for number in numbers):
             raise ValueError(f"{where} {name} must be at least {least}; got {shown(value)}.")
     if missing := [name for name, field in fields.items() if field.default is field.empty and name not in options]:
         raise ValueError(f"{where} needs {missing[0]}, such as {missing[0]} = 16; got {', '.join(options) or 'no options'}.")
-    check_most(MOST_SAMPLES, **{f"{where} count": options["count"]})
 
 
 def probe(

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv.analysis.recall import Recall, Text, decode, loss_of, padded, queries_keys_values
 from jkv.evaluation.leads import INTERVAL, OPEN, RECENT, SINKS, WIDE, WINDOW, Lead, line_of, rows_of, slots_of, traces
+from jkv.limits import parse
 from jkv.model import checkpoint, decoder
 from jkv.model.params import Model, Params
 from jkv.policies import full
@@ -207,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--texts", type=int, default=20, help="traces that are measured (default %(default)s)")
     parser.add_argument("--share", type=float, default=0.15, help="of the mean length that is kept (default %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for leads-weights.json and .md")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     model = checkpoint.load("tiny-reasoner")
     texts, network = traces(model, options.texts), Foresight.load(shipped_networks()["tiny-reasoner"])
     record = {"about": about("python -m jkv.evaluation.weight_leads"), "texts": options.texts, "share": options.share}

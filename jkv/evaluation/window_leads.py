@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jkv.analysis.recall import LOCAL, Text, attention_received, decode, recall, share_read
 from jkv.evaluation.leads import INTERVAL, RECENT, SINKS, WINDOW, line_of, rows_of, slots_of, traces
+from jkv.limits import parse
 from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.policies.evict import Evict
@@ -145,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--calibration", type=int, default=12, help="traces that choose the windows (default %(default)s)")
     parser.add_argument("--share", type=float, default=0.15, help="of the mean length that is kept (default %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for leads-windows.json and .md")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     model = checkpoint.load("tiny-reasoner")
     texts, calibration = traces(model, options.texts), traces(model, options.calibration, options.texts)
     record = {"about": about("python -m jkv.evaluation.window_leads"), "texts": options.texts, "share": options.share}

@@ -20,6 +20,7 @@ from jkv.cli_errors import run_safely
 from jkv.grpo.course import CACHES, Course, read_course
 from jkv.grpo.learner import learn
 from jkv.grpo.outcome import COLUMNS, CONTRASTS, by_arm, contrast_rows, describe, record_of, remarks, row_of
+from jkv.limits import parse
 
 CONTRAST_NOTE = "Final rewards compared seed by seed: the first arm of each pair less the second."
 
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", help="in place of the file's, with , between them")
     parser.add_argument("--steps", type=int, help="in place of the file's")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, help="a bar; default: in a terminal or notebook")
-    options = parser.parse_args(words)
+    options = parse(parser, words)
     checkpoints = options.checkpoints or Path("checkpoints") / options.config.stem
     about = record.about(f"python -m jkv.grpo {shlex.join(words)}")
 

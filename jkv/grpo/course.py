@@ -10,6 +10,7 @@ import numpy as np
 
 from jkv.checks import check_counts, shown, typed
 from jkv.engine.results import Result
+from jkv.limits import check_numbers
 from jkv.model.checkpoint import load
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
@@ -128,6 +129,7 @@ class Course:
             if not 0 <= typed("each of seeds", seed, int) < 2**32:
                 raise ValueError(f"seeds must lie in [0, 2**32); got {seed}.")
         check_counts(**{name: getattr(self, name) for name in COUNTS})
+        check_numbers({name: getattr(self, name) for name in COUNTS})
         if self.samples < 2:
             raise ValueError(f"samples must be at least 2, since a group compares them; got {self.samples}.")
         for name in ("learning_rate", "temperature"):

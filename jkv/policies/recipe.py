@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, cast
 
 from jkv.checks import check_length, did_you_mean, shown, typed
+from jkv.limits import MOST_SIZE
 from jkv.policies.byte_budget import in_bytes
 from jkv.policies.policy import Policy, noted
 
 P = ParamSpec("P")
-MOST = 1 << 31  # every number of a setting lies below
 LARGEST = 1e30  # of a fraction, with room for what it is multiplied by in float32
 MOST_WORDS = 4_096  # elements of a list, such as keywords; characters of a text, such as a path
 # Where a page has the table. The search for an end stops at another beginning, so that its time is linear.
@@ -94,7 +94,7 @@ def describe_call(name: str, fields: Sequence[str], given: Sequence[str], error:
 
 def check_size(name: str, value: Any) -> None:
     """Refuses what no program can hold: integers of more than 32 bits, fractions that float32 cannot hold, long lists."""
-    if isinstance(value, int) and not -MOST < value < MOST:
+    if isinstance(value, int) and not -MOST_SIZE < value < MOST_SIZE:
         raise ValueError(f"{name} must lie below 2**31, as slots and tokens are counted in 32 bits; got {shown(value)}.")
     if isinstance(value, float) and not abs(value) <= LARGEST:
         raise ValueError(f"{name} must lie in [-{LARGEST}, {LARGEST}]; got {value}.")

@@ -14,6 +14,7 @@ import numpy as np
 
 from jkv.engine.results import Result
 from jkv.generate import generate
+from jkv.limits import check_numbers, parse
 from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
@@ -33,6 +34,7 @@ MARKS = "<!-- accuracy -->", "<!-- /accuracy -->"
 
 def held_out(count: int, seed: int = HELD_OUT_SEED, tokenizer: Any = None) -> Sequence[Problem | Trail]:
     """Problems drawn as in training from another seed: trails for a tokenizer of trails, else chains of 3 to 14 definitions."""
+    check_numbers({"problems": count})
     rng = np.random.default_rng(seed)
     draw: Callable[[np.random.Generator], Problem | Trail] = draw_trail if trail_vocabulary.is_own(tokenizer) else draw_problem
     return [draw(rng) for _ in range(count)]
@@ -89,7 +91,7 @@ def main() -> None:
     parser.add_argument(
         "--page", type=Path, nargs="?", const=PAGE, help=f"write the result into this page, between its marks; alone: {PAGE}"
     )
-    options = parser.parse_args()
+    options = parse(parser)
     if options.page and not options.page.is_file():
         parser.error(f"--page must be a file with the marks {MARKS[0]} and {MARKS[1]}; {options.page} does not exist.")
     model = checkpoint.load(options.model)

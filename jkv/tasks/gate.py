@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from jkv.analysis.recall import POWERS, Text, attention_received, follows, keep_what_is_read, recall, trace_of
+from jkv.limits import parse
 from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.policies import full, snap_kv, streaming_llm
@@ -151,7 +152,7 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=200, help="solved with the full cache (default %(default)s)")
     parser.add_argument("--texts", type=int, default=60, help="runs for the other criteria (default %(default)s)")
     parser.add_argument("--out", type=Path, help="a folder for the table and the JSON")
-    options = parser.parse_args()
+    options = parse(parser)
     criteria, figures = measure(checkpoint.load(options.model), options.problems, options.texts)
     lines = "\n".join([table(criteria), "", *(f"{name}: {value:.4g}" for name, value in figures.items())])
     print(lines)

@@ -25,6 +25,7 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool, Float, Int
 
+from jkv.limits import parse
 from jkv.model import decoder
 from jkv.model.model_shapes import read_shape
 from jkv.model.params import Model, ModelConfig, Params
@@ -254,7 +255,7 @@ def main() -> None:
     length.add_argument("--seconds", type=float, help="end by then: the last stage has as many steps as fit")
     length.add_argument("--steps", type=int, help="of the whole run: the last stage has what the others leave")
     parser.add_argument("--start", help="a shipped model or a folder with whose weights to begin, or `fresh`")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     config = read_config(arguments.config)
     if arguments.start:
         config = dataclasses.replace(config, start=None if arguments.start == "fresh" else arguments.start)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.checks import check_counts
+from jkv.limits import parse
 from jkv.model import checkpoint
 from jkv.model.params import Model, Params
 from jkv.reports import append_text, json_lines, read_json_lines, write_text
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--save-seconds", type=float, default=60.0, help="between two saved models (default %(default)s)")
     parser.add_argument("--problems", type=int, default=500, help="unseen ones that are written (default %(default)s)")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the model")
-    options = parser.parse_args(argv)
+    options = parse(parser, argv)
     try:
         check_counts(rows=options.rows, length=options.length, problems=options.problems)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from jkv import cli
+from jkv.bench import device
+from jkv.cli.bench import BENCHES, whole
+from jkv.cli.evaluate import counts
 from jkv.cli.generate import for_terminal
+from jkv.evaluation import formats, gpu_plan
 from jkv.grpo import __main__ as grpo
+from jkv.model import checkpoint
+from jkv.tasks import tune
 
 ROOT = Path(__file__).parents[2]
 COURSE = ROOT / "configs/experiments/grpo-counting.toml"
@@ -197,6 +204,97 @@ NONSENSE = [
 )
 def test_a_nonsense_value_is_refused_in_a_line(capsys, arguments):
     assert_one_line(capsys, cli.main, *arguments)
+
+
+def commands_with_numbers():
+    """Each command, as words, with its options that take whole numbers or lists of them."""
+    required = {"--out": os.devnull, "--config": "none.toml"}
+    parser = cli.make_parser()
+    for name, command in cli.commands_of(parser).items():
+        for words, one in [([name], command), *(([name, inner], own) for inner, own in cli.commands_of(command).items())]:
+            needed = [word for action in one._actions if action.required for word in required_words(action, required)]
+            for action in one._actions:
+                if action.type in (int, whole, counts):
+                    yield [*words, *needed], action.option_strings[-1]
+
+
+def required_words(action, known):
+    """What a required option or argument is given."""
+    return [action.option_strings[0], known[action.option_strings[0]]] if action.option_strings else ["tiny-reasoner"]
+
+
+def test_no_whole_number_of_any_command_is_without_a_limit(capsys, monkeypatch):
+    """Nothing runs: the numbers are looked at before."""
+    monkeypatch.setattr(cli, "keep_programs", lambda: pytest.fail("it runs"))
+    tried = [*commands_with_numbers()]
+    assert len(tried) > 70
+    for words, option in tried:
+        if option in ("--seed", "--shuffle-seed"):
+            continue
+        assert_one_line(capsys, cli.main, *words, option, 10**30)
+
+
+FILES_WITH_NUMBERS = {
+    "eval": 'policies = ["full"]\nproblems = {}',
+    "recall": "passages = {}",
+    "analyze": 'policies = ["full"]\nmax_running = {}',
+    "probe": 'policies = ["r_kv"]\n[texts.chains]\nbudgets = [48]\ncount = 1\npasses = [0]\nsteps = {}',
+}
+
+
+@pytest.mark.parametrize("command", FILES_WITH_NUMBERS)
+def test_no_whole_number_of_a_file_is_without_a_limit(capsys, tmp_path, monkeypatch, command):
+    monkeypatch.setattr(checkpoint, "load", lambda *_, **__: pytest.fail("a model is loaded"))
+    (tmp_path / "x.toml").write_text(FILES_WITH_NUMBERS[command].format(10**15))
+    assert_one_line(capsys, cli.main, command, "--config", tmp_path / "x.toml")
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (formats.main, ("--texts", 10**30)),
+        (gpu_plan.main, ("--problems", 10**30, "--out", "none")),
+        (tune.main, ("tiny-reasoner", "--rows", 10**30, "--out", "none")),
+        (device.main, ("--batches", 10**30)),
+    ],
+    ids=["formats", "gpu_plan", "tune", "device"],
+)
+def test_no_whole_number_of_a_module_is_without_a_limit(capsys, main, arguments):
+    assert_one_line(capsys, main, *arguments)
+    assert not Path("none").exists()
+
+
+def test_a_course_has_limits_too(capsys, tmp_path):
+    text = COURSE.read_text()
+    (tmp_path / "x.toml").write_text(re.sub(r"(?m)^prompts = \d+", f"prompts = {10**15}", text))
+    assert (tmp_path / "x.toml").read_text() != text
+    assert_one_line(capsys, grpo.main, tmp_path / "x.toml")
+    assert_one_line(capsys, grpo.main, COURSE, "--steps", 10**30)
+
+
+@pytest.mark.parametrize(
+    "record", ['{"about": {}}', '{"about": 3}', '{"about": {}, "records": 7}', '{"about": [], "records": [3]}']
+)
+def test_a_record_of_something_else_is_refused_by_its_name(capsys, tmp_path, record):
+    (tmp_path / "p.md").write_text("<!-- bench cost -->\n<!-- /bench cost -->\n")
+    for bench in BENCHES:
+        folder = tmp_path / bench
+        folder.mkdir()
+        (folder / f"{bench}.json").write_text(record)
+        assert cli.main(["bench", "tables", "--results", str(folder), "--page", str(tmp_path / "p.md")]) == 2
+        error = capsys.readouterr().err
+        assert f"{folder / bench}.json must be a record that `jkv bench {bench}` wrote" in error
+
+
+def test_a_record_or_a_page_that_is_too_large_is_not_read(capsys, tmp_path):
+    page, record = tmp_path / "p.md", tmp_path / "cost.json"
+    page.write_text("")
+    for path in (record, page):
+        with path.open("wb") as file:
+            file.truncate(900_000_000)
+        assert cli.main(["bench", "tables", "--results", str(tmp_path), "--page", str(page)]) == 2
+        assert f"{path} must have at most 67,108,864 bytes" in capsys.readouterr().err
+        record.write_bytes((ROOT / "results" / "cost.json").read_bytes())
 
 
 @pytest.mark.parametrize(
