@@ -123,11 +123,11 @@ def pytest_collection_modifyitems(items):
     `@pytest.mark.everyday(where=lambda name, dtype: ...)` makes the rest of a sweep `slow`: every value of each parameter runs
     every day, not their product. A function with the mark `@pytest.mark.everyday` alone has no limit of seconds.
     """
-    record = selection.read_record()
+    record, later = selection.read_record(), set(selection.read_later())
     functions = defaultdict(dict)
     for item in items:
-        if may_run_every_day(item):
-            function, case = selection.split(item.nodeid.removeprefix("tests/"))
+        function, case = selection.split(item.nodeid.removeprefix("tests/"))
+        if function not in later and may_run_every_day(item):
             functions[function][case] = item
     chosen, of_file = set(), Counter()
     for function, cases in functions.items():
