@@ -10,6 +10,7 @@ from jkv.model.checkpoint import fetch, find_folder, read_config
 from jkv.model.gguf_files import is_gguf, read_gguf_config
 from jkv.model.gguf_header import read_header
 from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.saved_config import read_fields
 from jkv.text_files import read_toml
 from pallas_kernels import models
 
@@ -57,6 +58,6 @@ def read_shape(file: Path) -> ModelConfig:
     try:
         fields = read_toml(file)
         fields.pop("card", None)  # `jkv.model.cards`
-        return ModelConfig.of(fields)
+        return read_fields(fields, "shape")
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file} must have the fields of a jkv.ModelConfig as TOML: {error}. Correct the file.") from error

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,13 +25,30 @@ from jkv.model.checkpoint_tensors import EXACT
 from jkv.model.eight_bits import code_axis
 from jkv.model.family import field_of
 from jkv.model.joined import filled, on_host, separate_weights
-from jkv.model.json_files import Folder, read_json
+from jkv.model.json_files import (
+    OBJECT,
+    Folder,
+    Rule,
+    check_fields,
+    find_file,
+    integer,
+    list_of,
+    parse_object,
+    read_bytes,
+    read_json,
+    shown,
+)
 from jkv.model.params import Codes, ModelConfig, Params
+from jkv.model.saved_config import read_fields
 from jkv.model.weight_reading import Kept, finished
 from jkv.model.weight_shapes import leaf_name, named_leaves, weight_shapes
 from jkv.reports import write_text
 
-FILE, WEIGHTS = "jkv.json", "weights"
+FILE, WEIGHTS, ARRAY = "jkv.json", "weights", ".zarray"
+ZARR = {"float32": "<f4", "float16": "<f2", "bfloat16": "bfloat16"}  # the names of dtypes in the description of an array
+DTYPE = Rule(f"one of {', '.join(ZARR)}", lambda value: isinstance(value, str) and value in ZARR)
+DIGEST = Rule("a SHA-256 in hexadecimal", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{64}", value)))
+RULES = {"config": OBJECT, "dtypes": OBJECT, "sha256": OBJECT}
 AGAIN = "Copy the folder again, or save the weights again."
 Placement: TypeAlias = Sharding | Params | Callable[[str, Any], Sharding] | None
 
@@ -46,6 +64,9 @@ def save(params: Params, folder: Folder) -> None:
     import orbax.checkpoint as ocp
 
     folder, named = Path(folder).absolute(), named_leaves(separate_weights(on_host(params)))
+    config = dataclasses.asdict(params.config)
+    read_fields(json.loads(json.dumps(config)), "params.config")  # as `restore` will
+    check_fields({name: leaf.dtype.name for name, leaf in named.items()}, dict.fromkeys(named, DTYPE), "dtypes of params")
     if (folder / WEIGHTS).exists():
         is_whole = (folder / FILE).exists()
         found = "it does" if is_whole else "it does, of a save that did not finish"
@@ -55,7 +76,7 @@ def save(params: Params, folder: Folder) -> None:
         checkpointer.wait_until_finished()
     if jax.process_index() == 0:
         fields = {
-            "config": dataclasses.asdict(params.config),
+            "config": config,
             "dtypes": {name: leaf.dtype.name for name, leaf in named.items()},
             "sha256": digests(folder, sorted(path for path in (folder / WEIGHTS).rglob("*") if path.is_file())),
         }
@@ -94,6 +115,8 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
     check_files(folder, known)
     paths, structure = jax.tree_util.tree_flatten_with_path(weight_shapes(config))
     shapes = {leaf_name(path): leaf.update(dtype=dtypes[leaf_name(path)]) for path, leaf in paths}
+    for name, leaf in shapes.items():
+        check_array(folder / WEIGHTS / name / ARRAY, leaf)
     placed = {
         name: shapes[name].update(sharding=place) for name, place in zip(shapes, placements(shardings, shapes), strict=True)
     }
@@ -101,7 +124,7 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
     try:
         with ocp.StandardCheckpointer(restore_concurrent_gb=1 + largest // 10**9) as checkpointer:
             named = checkpointer.restore(folder / WEIGHTS, placed)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # of metadata that make no sense
         raise ValueError(f"{folder / WEIGHTS} must be complete and fit the shardings: {error}. Save it again.") from error
     return jax.tree.unflatten(structure, [named[name] for name in placed])
 
@@ -144,13 +167,28 @@ def read_saved(folder: Path) -> tuple[ModelConfig, dict[str, str], dict[str, str
     if not file.is_file():
         unfinished = f" It has {WEIGHTS}, of a save that did not finish: save it again." if (folder / WEIGHTS).exists() else ""
         raise ValueError(f"{folder} must be a folder of jkv.save; it has no {FILE}. For others use jkv.load.{unfinished}")
-    fields = read_json(file)
-    if "sha256" not in fields or file.read_bytes() != sealed(fields).encode():
+    data, where = read_bytes(file), str(file)
+    fields = parse_object(data, where)
+    if "sha256" not in fields or data != sealed(fields).encode():
         raise ValueError(f"{file} must be written by this version of jkv and unchanged since then; it is not. {AGAIN}")
-    try:
-        return ModelConfig.of(fields["config"]), dict(fields["dtypes"]), dict(fields["sha256"])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{file} must be written by this version of jkv; got {error!r}. Save it again.") from error
+    check_fields(fields, RULES, where, RULES)
+    config, dtypes, known = read_fields(fields["config"], f"{where}: config"), fields["dtypes"], fields["sha256"]
+    names = [leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(weight_shapes(config))[0]]
+    if wrong := sorted(set(names) ^ set(dtypes)):
+        raise ValueError(
+            f"{where}: dtypes must name each weight of this configuration, got {shown(wrong[0])} in one of them alone. {AGAIN}"
+        )
+    check_fields(dtypes, dict.fromkeys(names, DTYPE), f"{where}: dtypes")
+    check_fields(known, dict.fromkeys(known, DIGEST), f"{where}: sha256")
+    if outside := [name for name in known if not is_inside(name)]:
+        raise ValueError(f"{where}: sha256 must name files of {WEIGHTS}, got {shown(outside[0])}. {AGAIN}")
+    return config, dtypes, known
+
+
+def is_inside(name: str) -> bool:
+    """Whether this is a plain path of a file of the weights."""
+    first, *rest = name.split("/")
+    return first == WEIGHTS and bool(rest) and not {"", ".", ".."} & {*rest} and "\0" not in name
 
 
 def sealed(fields: Mapping[str, Any]) -> str:
@@ -175,12 +213,27 @@ def check_files(folder: Path, known: Mapping[str, str]) -> None:
     paths = [folder / name for name in known]
     if missing := [path for path in paths if not path.is_file()]:
         raise ValueError(f"{folder / WEIGHTS} must be complete; {missing[0].relative_to(folder)} is missing. {AGAIN}")
+    for path in paths:
+        find_file(path, folder)
+    if others := {path for path in (folder / WEIGHTS).rglob("*") if not path.is_dir()} - set(paths):
+        raise ValueError(f"{folder / WEIGHTS} must have the files that were saved alone; it has also {min(others)}. Remove it.")
     found = digests(folder, paths)
     if damaged := [name for name in known if found[name] != known[name]]:
         raise ValueError(
             f"Each file of {folder} must have the SHA-256 that it was saved with; {damaged[0]} differs, and "
             f"{len(damaged) - 1} others: they are damaged. {AGAIN}"
         )
+
+
+def check_array(file: Path, leaf: jax.ShapeDtypeStruct) -> None:
+    """Refuses an array whose own description is of another shape or dtype than jkv.json says, or has parts of no size."""
+    fields, size = read_json(file), integer(1, 1 << 40)
+    check_fields(fields, {"chunks": list_of(size, leaf.ndim, leaf.ndim)}, str(file), ("chunks",))
+    for name, wanted in (("shape", list(leaf.shape)), ("dtype", ZARR[leaf.dtype.name])):
+        if fields.get(name) != wanted:
+            raise ValueError(f"{file}: {name} must be {wanted}, as jkv.json has it, got {shown(fields.get(name))}. {AGAIN}")
+    if any(part > most for part, most in zip(fields["chunks"], leaf.shape, strict=True)):
+        raise ValueError(f"{file}: chunks must lie in shape {list(leaf.shape)}, got {shown(fields['chunks'])}. {AGAIN}")
 
 
 def placements(shardings: Placement, shapes: Mapping[str, Any]) -> list[Sharding]:
