@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 from jkv.checks import shown
 from jkv.model.chat_template import OWN, USER, ChatText
 
-SIGNS = ("<|", "|>", "\N{FULLWIDTH VERTICAL LINE}")  # in names that no text has by chance
+SIGN = re.compile(r"[<>\[\]{}|\uff5c]")  # without which an added token is a word
+HTML = re.compile(
+    r"</?(table|caption|thead|tbody|tfoot|tr|th|td|h[1-6]|blockquote|strong|em|b|i|u|sub|sup|code|p|br|li|ul|ol|pre)>"
+)
 OURS = frozenset(OWN)
 LETTERS = str.maketrans("0123456789", "ghijklmnop")  # no normalizer changes them
 REMEDY = "Pass parse_special=True to read such text as control tokens, wherever it comes from."
@@ -62,7 +65,7 @@ def encode_chat(tokenizer: Any, text: ChatText, add_special_tokens: bool = False
     if backend.truncation or backend.padding:
         backend.no_truncation()
         backend.no_padding()
-    control = control_tokens(backend, str(getattr(tokenizer, "chat_template", None) or ""))
+    control = control_tokens(backend)
     encoding = backend.encode(str(text), add_special_tokens=False)
     found = places(encoding, text, control)
     origins = {frozenset(text.marks[place.start : place.end]) for place in found}
@@ -103,18 +106,16 @@ def check_marks(text: ChatText, control: Iterable[str]) -> None:
                 )
 
 
-def control_tokens(backend: Any, template: str) -> dict[int, str]:
-    """The tokens that steer a model, and their texts: special ones, and added ones unless these are ordinary text.
+def control_tokens(backend: Any) -> dict[int, str]:
+    """The tokens that steer a model, and their texts: special ones, and added ones that look like control tokens.
 
-    Ordinary are runs of white space, and pieces that the vocabulary always had, such as the HTML tags of Gemma: not special,
-    not in the template, and without the signs of a control token.
+    Added tokens that are white space, letters or HTML tags are ordinary text: many tokenizers have some, such as Gemma's.
     """
     found = {}
     for index, token in backend.get_added_tokens_decoder().items():
-        text = token.content
-        is_named = token.special or text in template or any(sign in text for sign in SIGNS)
-        if text.strip() and (is_named or backend.model.token_to_id(text) is None):
-            found[index] = text
+        is_ordinary = not SIGN.search(token.content) or HTML.fullmatch(token.content)
+        if token.content.strip() and (token.special or not is_ordinary):
+            found[index] = token.content
     return found
 
 
