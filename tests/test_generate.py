@@ -164,6 +164,21 @@ def test_a_stop_id_ends_a_row_and_is_kept(model):
         assert (out.logprobs[i, length:] == 0).all()
 
 
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_the_token_that_ended_a_sample_is_in_neither_text_nor_events(lettered, chunk):
+    whole = jkv.generate(lettered, "hello", **KNOBS)
+    end = int(whole.tokens[0, 20])
+    at = whole.tokens[0].tolist().index(end)
+    parts = []
+    knobs = KNOBS | {"stop_ids": (end,), "on_tokens": parts.append, "chunk": chunk}
+    out = jkv.generate(lettered, "hello", **knobs)
+    assert out.tokens[0].tolist() == whole.tokens[0, : at + 1].tolist()
+    assert out.text[0] == "".join(event.text for event in parts) == whole.text[0][:at]
+    assert [token for event in parts for token in event.tokens] == out.tokens[0].tolist()
+    forced = jkv.generate(lettered, "hello", forced_tokens=[end], **KNOBS | {"stop_ids": (end,), "max_new_tokens": 1})
+    assert forced.text[0] == Letters().decode([end])  # it ended nothing
+
+
 def test_the_models_own_end_tokens_finish_as_stop(model):
     full = jkv.generate(model, PROMPTS[0], **KNOBS)
     end = int(full.tokens[0, 10])

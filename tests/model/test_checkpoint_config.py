@@ -1,11 +1,15 @@
 """Reading config.json, end tokens and tokenizers of checkpoints, and refusing what the decoder cannot do."""
 
+import dataclasses
 import json
 import math
+import shutil
+import warnings
 
 import numpy as np
 import pytest
 
+import jkv
 from jkv.model import checkpoint
 from jkv.model.params import ModelConfig
 from jkv.model.rope_scaling import RopeScaling
@@ -257,6 +261,43 @@ def test_end_tokens_come_from_the_first_file_that_has_them(generation, config, t
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     assert checkpoint.read_end_ids(folder, vocabulary.make_tokenizer() if tokenizer else None) == expected
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        ({"eos_token_id": [5, 6]}, {"eos_token_id": 7}, (5, 6, 7, 0)),
+        ({"eos_token_id": [0, 5]}, {"eos_token_id": 5}, (0, 5)),
+        ({"eos_token_id": 5}, {"eos_token_id": 100_000}, (5, 0)),
+        (None, {"eos_token_id": 7}, (7, 0)),
+        (None, {}, (0,)),
+    ],
+    ids=["all differ", "within the first", "beyond the vocabulary", "config and tokenizer", "tokenizer"],
+)
+def test_a_chat_ends_at_every_end_token_that_a_file_names(generation, config, expected, tmp_path):
+    folder = config_folder(tmp_path, **config)
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    tokenizer = vocabulary.make_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    model_config = dataclasses.replace(checkpoint.read_config(folder), vocab_size=95)
+    assert checkpoint.read_end_ids(folder, tokenizer, model_config) == expected
+
+
+def test_end_tokens_that_files_disagree_on_are_reported_with_their_files(tmp_path):
+    folder = shutil.copytree(checkpoint.find_folder("tiny-reasoner"), tmp_path / "copy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jkv.load(folder).ends == {0: ("generation_config.json", "config.json", "the tokenizer")}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert jkv.load(folder).ends == {5: ("generation_config.json",)}  # no chat model: the first file that names one
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.warns(
+        UserWarning, match=r"different end tokens: .* \(5: generation_config.json\), .* \(0: config.json and the "
+    ):
+        model = jkv.load(folder)
+    assert model.config.end_ids == (5, 0)
+    assert model.ends == {5: ("generation_config.json",), 0: ("config.json", "the tokenizer")}
 
 
 def test_the_tokenizer_of_another_model_is_refused_with_numbers(tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import signal
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -182,6 +183,32 @@ def test_a_text_is_a_reply_where_there_is_a_tokenizer():
     assert out.text[0].startswith(texts[0])
     assert "Wait" in out.text[0][len(texts[0]) :]
     assert out.mask[0].tolist().count(False) == len(model.tokenizer.encode("Wait ", add_special_tokens=False))
+
+
+def test_the_token_that_ended_a_turn_is_in_no_text(model):
+    tokenizer = types.SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "".join(f"{int(i)} " for i in ids))
+    rollout = make_rollout(dataclasses.replace(model, tokenizer=tokenizer), R_KV)
+    settings = SETTINGS | {"max_turns": 2, "max_turn_tokens": 4}
+    free, turns = rollout.converse(PROMPTS[:1], lambda turn: None, **settings), []
+    end = int(free.tokens[0, 0])
+    asked = settings | {"stop_ids": (end,)}
+    out = rollout.converse(PROMPTS[:1], lambda turn: (turns.append(turn), [1, 2])[1], **asked)
+    assert (turns[0].tokens[-1], turns[0].finish_reason) == (end, "stop")
+    assert turns[0].text == tokenizer.decode(turns[0].tokens[:-1])
+    last = out.tokens[0][: out.lengths[0]].tolist()[len(turns[0].tokens) :]
+    last = last[:-1] if out.finish_reason[0] == "stop" else last
+    assert out.text[0] == turns[0].text + tokenizer.decode(last)
+
+
+def test_a_text_of_a_tool_makes_no_control_tokens_unless_it_may():
+    model = jkv.load("tiny-reasoner")
+    end = model.tokenizer.eos_token_id
+    rollout = jkv.Rollout(model, jkv.full(), max_prompt_tokens=64, max_new_tokens=16, page_size=4)
+    settings = {"max_turns": 2, "max_turn_tokens": 2, "seed": 0, "stop_ids": ()}
+    for options, count in (({}, 0), ({"parse_special": True}, 1)):
+        out = rollout.converse("b=3;?b", lambda turn: f"1{model.tokenizer.eos_token}2", **settings, **options)
+        replied = out.tokens[0][: out.lengths[0]][~out.mask[0][: out.lengths[0]]]
+        assert replied.tolist().count(end) == count
 
 
 @pytest.mark.parametrize(
