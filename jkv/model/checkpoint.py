@@ -118,12 +118,14 @@ def load_tokenizer(name_or_folder: Folder) -> Any:
 def load_gguf(file: Path, kept: Kept, name: str, sampling: Sampling | None) -> Model:
     """The model in a GGUF file, which says nothing of sampling."""
     header = read_header(file)
-    config = kept.arranged(dataclasses.replace(read_gguf_config(header), end_ids=read_gguf_end_ids(header)))
+    end_ids = read_gguf_end_ids(header)
+    config = kept.arranged(dataclasses.replace(read_gguf_config(header), end_ids=end_ids))
     places = kept.places(config)
     wanted = tensor_parts(config, gguf_family(config))
     check_gguf_tensors(header, {name: stacked_shape(parts) for name, parts in wanted.items()})
     tokenizer = read_gguf_tokenizer(header, config)
-    return Model(read_gguf_weights(header, config, kept, places), tokenizer, name, sampling)
+    ends = {index: (file.name,) for index in end_ids}
+    return Model(read_gguf_weights(header, config, kept, places), tokenizer, name, sampling, ends)
 
 
 def load_saved(folder: Path, kept: Kept, name: str) -> Model:
