@@ -116,9 +116,13 @@ def foresight(
       trained so that the softmax of the scores over old slots is the distribution of the squared attention that all later
           queries of the text give them, which is known in training
 
-    Squared attention counts sharp look-ups and leaves out attention that is spread thinly (`jkv.analysis.recall`). Networks
-    that foresee attention are known (ForesightKV; KVzap, arXiv 2601.07891; Fast KVzip, arXiv 2601.17668); those are applied to
-    hidden states as tokens are written, and know no age.
+    Squared attention counts sharp look-ups and leaves out attention that is spread thinly (`jkv.analysis.recall`). On texts
+    unlike those of training it can be worse than random slots (docs/results.md). Its nearest relatives:
+      - KVP (arXiv 2602.10238): a network a head ranks cached keys and values, rewarded for future attention at all budgets.
+      - ForesightKV (arXiv 2602.03203): at each compaction, a network reads cached keys, values and statistics of the attention
+        so far; it learns the order of later attention, then the loss of the text by reinforcement.
+      - TRIM-KV (arXiv 2512.03324): a gate scores a token as it is written, and the score decays with the token's age.
+      - KVzap (arXiv 2601.07891) and Fast KVzip (arXiv 2601.17668): gates on hidden states as tokens are written, without age.
 
     Raises:
       ValueError: a file that holds no networks, or a setting out of its range. Networks of another model are refused when an

@@ -9,11 +9,12 @@ import pytest
 
 from jkv.cache.slot_size import slot_bytes
 from jkv.evaluation.probe import Reading, rows_of
-from jkv.statistics import paired_change
+from jkv.statistics import paired_change, with_interval
 from pallas_kernels.quantised import FORMATS
 from tests.repository.pages import ROOT
 
 PAGE = ROOT / "docs" / "results.md"
+IN_BFLOAT16 = slot_bytes(64, np.dtype("float16"), None) / slot_bytes(64, np.dtype("float32"), None)  # of tiny-reasoner's slots
 
 
 def change_of(outcomes, policy, other, share):
@@ -113,6 +114,43 @@ def said_of_facts():
     ]
 
 
+def losses(name, texts, policy, group=""):
+    """Nats that each text of a group loses over the full cache, a mean over a policy's seeds."""
+    record = json.loads((ROOT / "results" / f"{name}.json").read_text())
+    readings = [one for one in record["readings"] if one["texts"] == texts]
+    (full,) = (one for one in readings if one["policy"] == "full")
+    own = np.mean([one["log_prob"] for one in readings if one["policy"] == policy], axis=0)
+    return (np.array(full["log_prob"]) - own)[[one.startswith(group) for one in full["groups"]]]
+
+
+def said_of_what_was_not_fair():
+    """The words on H2O with its own half, on its settings, and on foresight against random slots on chains."""
+    settings = [one["settings"] for one in json.loads((ROOT / "results" / "probe-smollm2.json").read_text())["readings"]]
+    assert {re.search(r"recent=\d+.*Every\(budget=\d+, interval=(\d+)", one)[1] for one in settings if "'h2o'" in one} == {"16"}
+    every = json.loads((ROOT / "results" / "all-tiny-reasoner.json").read_text())["outcomes"]
+    assert {one["policy"] for one in every if "EachStep" in one["settings"]} == {"h2o", "tova"}
+    settings = [
+        one["settings"] for one in json.loads((ROOT / "results" / "probe-smollm2-protection.json").read_text())["readings"]
+    ]
+    assert all(("EachStep" in one) == ("'tova" in one) for one in settings if "Evict" in one)
+    assert all("recent=48" in one for one in settings if "'h2o" in one)  # of 96
+    mean, low, high = re.findall(
+        r"[\d.+-]+",
+        with_interval(
+            losses("probe-smollm2-protection", "stream", "h2o") - losses("probe-smollm2-protection", "stream", "r_kv")
+        ),
+    )
+    said = [f"{mean.lstrip('+')} nats more ({low} to {high})"]
+    for passes in (4, 2):
+        names = ("foresight", "random")
+        mine, other = (losses("probe-smollm2-facts", "chains", name, f"{passes} verif") for name in names)
+        mean, low, high = (one.lstrip("+") for one in re.findall(r"[\d.+-]+", with_interval(mine - other)))
+        said.append(f"by {mean}" + " nats" * (passes == 4) + f" ({low} to {high}) with {passes}")
+        if passes == 4:
+            said.append(f"on {(mine > other).sum()} of the {len(mine)} texts")
+    return said
+
+
 def said_of_sharing_by_a_chat_model():
     """The words on sharing by likeness and by chance, and what they say of contrasts."""
     lines = cells_of("probe-smollm2-share")
@@ -192,7 +230,8 @@ def said_of_formats():
         f"R-KV answers {right['r_kv-int8', 0.46]} in place of {right['r_kv', 0.25]}",
         f"CUR {right['cur-int8', 0.46]} in place of {right['cur', 0.25]}",
         f"foresight {right['foresight-int8', 0.46]} in place of {right['foresight', 0.25]}",
-        f"in int8 holds {100 * held:.0f} % of its bytes",
+        f"in int8 holds {100 * held:.0f} % of its bytes, which would be {100 * held / IN_BFLOAT16:.0f} % of a full cache in "
+        "bfloat16",
     ]
 
 
@@ -242,6 +281,8 @@ def said_of_equal_bytes():
         f"answers {right['full']} % in floats and {right['int4']} % in int4, a change of {change} points {interval}",
         f"answers {fewer} points ({least} to {most}) fewer",
         f"with {100 * every['foresight-int4']['kv_share']:.0f} % of its bytes",
+        f"{100 * every['foresight-int4']['kv_share'] / IN_BFLOAT16:.0f} % of what a full cache in bfloat16 would take, and "
+        f"{100 * every['foresight-int4']['kv_bytes'] / every['int4']['kv_bytes']:.0f} % of the full cache in int4",
     ]
 
 
@@ -415,7 +456,13 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     ]
     said += [f"{num_pages * (num_pages - 1) // 2:,} pairs of pages, only {raw['pairs_of_the_same_tokens']} hold"]
     said += said_of_parts_of_foresight() + said_of_sharing() + said_of_a_real_model() + said_of_protection()
-    said += said_of_facts() + said_of_sharing_by_a_chat_model() + said_of_formats() + said_of_equal_bytes()
+    said += (
+        said_of_what_was_not_fair()
+        + said_of_facts()
+        + said_of_sharing_by_a_chat_model()
+        + said_of_formats()
+        + said_of_equal_bytes()
+    )
     said += said_of_formats_of_a_chat_model()
     said += said_of_sealed_pages()
     said += said_of_serving()
