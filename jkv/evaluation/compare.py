@@ -21,8 +21,19 @@ from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts
 from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import encode_prompts
+from jkv.engine.requests import check_sampling
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
-from jkv.evaluation.generations import NEW_FOLDER, Run, budget_of, default_limit, file_name, joined, run
+from jkv.evaluation.generations import (
+    NEW_FOLDER,
+    Run,
+    budget_of,
+    check_first_lines,
+    default_limit,
+    file_name,
+    joined,
+    made_of,
+    run,
+)
 from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
@@ -147,6 +158,12 @@ def compare(
     if ORACLE in policies:
         settings_of_oracle(settings)
         check_greedy(samples, options.get("sampling"))
+    ids = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
+    if generations is not None:
+        limit = options.get("max_new_tokens") or default_limit(model, ids)
+        of_runs = {name: value for name, value in options.items() if name not in ("sampling", "max_new_tokens", "progress")}
+        draws = check_sampling(options.get("sampling"))
+        check_first_lines(generations, made_of(model, problems, ids, draws, grader=grader, max_new_tokens=limit, **of_runs))
     done = {outcome.key: outcome for outcome in known}
 
     def outcome_of(versions: dict[int | None, list[Policy]], size: Budget, base: Outcome | None) -> Outcome:
@@ -165,7 +182,6 @@ def compare(
     outcomes = [outcome_of({None: [full()] * len(problems)}, Budget(), None)]
     report(outcomes)
     base = outcomes[0]
-    ids = encode_prompts(model, [tokens_of(model, problem) for problem in problems])
     prompts = list(map(len, ids))
     new = np.reshape(base.lengths, (len(problems), -1)).mean(axis=1) if base.lengths else base.mean_tokens
     lengths = (np.array(prompts) + new).tolist()

@@ -8,6 +8,7 @@ weighted over its parts, and a part that was killed counts up to its last finish
 """
 
 import dataclasses
+import json
 import math
 import urllib.parse
 import warnings
@@ -35,7 +36,7 @@ from jkv.policies import Policy
 from jkv.progress import progress_bar
 from jkv.reasoning.sharing import SharingStats
 from jkv.replicas.front import Front
-from jkv.reports import append_text, json_lines, read_json_lines, write_text
+from jkv.reports import append_text, is_json, json_lines, read_json_lines, write_text
 from jkv.resuming import check_same, digest_of, plain
 from jkv.statistics import ROUNDING
 
@@ -284,6 +285,21 @@ def take_up(
             raise ValueError(f"{path} must hold each sample once; line {number} repeats one. Remove the line, or the file.")
         seen.add(place)
     return records
+
+
+def check_first_lines(folder: Path, origin: dict[str, Any]) -> None:
+    """Refuses a folder of completions whose files begin with a line of another run, before anything is generated.
+
+    Raises:
+      ValueError: what differs; `kv_dtype` may, which a variant may set.
+    """
+    for path in sorted(folder.glob("*.jsonl")):
+        with path.open("rb") as file:
+            line = file.readline()
+        record = json.loads(line) if is_json(line) else None  # `take_up` reports what is no record
+        if isinstance(record, dict):
+            what = f"Line 1 of {path} is of another run"
+            check_same(what, record.get("made_of", {}), origin, NEW_FOLDER, free=("kv_dtype",))
 
 
 def read_records(path: Path) -> list[Record]:

@@ -76,8 +76,8 @@ def cur(
         runs while decoding.
       - From that code: projections depend on seed, layer and length alone, so they are batch-invariant, and a compaction is due
         by the row's own generated tokens.
-      - `rank=0` takes exact norms over all slots. kvpress's default takes exact norms too, but each as a share of its block of 16
-        slots (`use_local_approximation`).
+      - `rank=0` takes exact norms over all slots. kvpress's default takes exact norms, too, but each as a share of its block of
+        16 slots (`use_local_approximation`).
 
     Raises:
       ValueError: a setting out of its range, or a budget that does not hold the sinks and the recent tokens.

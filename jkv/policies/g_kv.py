@@ -108,8 +108,8 @@ def g_kv(
       both maxima run over the slots before the window
 
     Departures:
-      - As in R-KV's rule, the look-alike of a key that is left out is the most recent one of all. The first kernel of the authors
-        left one out in each block of 64 slots, which they have since corrected. A key without a look-alike exempts none.
+      - As in R-KV's rule, one look-alike of a key is left out, the last of all. The authors' first kernel left one out in
+        each block of 64 slots, which they have since corrected. A key without a look-alike exempts none.
       - Of the authors' updates, this is the maximum; their mean and sum are left out.
       - A compaction is due by the row's own generated tokens.
 

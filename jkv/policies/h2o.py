@@ -25,8 +25,8 @@ def h2o(budget: int, recent: int | None = None, interval: int = 1, sinks: int = 
 
     Departures:
       - The mass is summed over the query heads of a KV head; the paper has one query head for each.
-      - The authors' code has three variants; this is the rule that they share, with budgets fixed in slots. All protect a recent
-        half: with a smaller `recent`, or an `interval` above 1, this is no rule of the paper.
+      - The authors' code has three variants; this is the rule that they share, with budgets fixed in slots. The paper keeps a
+        recent half and evicts in each step: a smaller `recent`, or an `interval` above 1, is no rule of the paper.
 
     Raises:
       ValueError: a setting out of its range, or `recent` above the budget.

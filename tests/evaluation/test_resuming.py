@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -281,6 +282,18 @@ def test_a_command_does_not_go_on_with_what_was_replaced(at, main_file, steady, 
     assert named in error
     assert "Give another --out to start anew" in error
     assert {path: path.read_bytes() for path in out.rglob("*.json*")} == before
+
+
+def test_nothing_is_generated_where_any_file_is_of_another_run(command, steady, tmp_path, capsys):
+    """The full cache's completions are gone, and would be generated first."""
+    out = Path(shutil.copytree(steady, tmp_path / "out"))
+    (out / "tiny-reasoner.json").unlink()
+    (out / "tiny-reasoner-generations" / "full.jsonl").unlink()
+    lines = out / "tiny-reasoner-generations" / "r_kv-48.jsonl"
+    lines.write_text(re.sub(r'"weights": "\w+"', '"weights": "0f"', lines.read_text()))
+    assert cli.main([*command, "--out", str(out), "--resume"]) == 2
+    assert f"Line 1 of {lines} is of another run, by weights (weights then '0f', now" in capsys.readouterr().err
+    assert not (out / "tiny-reasoner-generations" / "full.jsonl").exists()
 
 
 def test_a_comparison_of_an_older_version_is_readable_and_not_gone_on_with(tmp_path):
