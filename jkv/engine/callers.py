@@ -19,11 +19,12 @@ class Callers:
 
     Args:
       engine: a `jkv.Engine`, or replicas that look like one.
+      receive: receives the events of each turn, whoever runs it, before another thread has the engine.
       rest: stops what runs without turns, when the last thread that waits leaves; None where nothing does.
     """
 
-    def __init__(self, engine: Any, rest: Callable[[], None] | None = None) -> None:
-        self._engine, self._rest, self._num_running = engine, rest, 0
+    def __init__(self, engine: Any, receive: Callable[[list[Event]], None], rest: Callable[[], None] | None = None) -> None:
+        self._engine, self._receive, self._rest, self._num_running = engine, receive, rest, 0
         self._changed = threading.Condition()
         self._is_busy = False  # a thread has the engine
         self._num_asking = 0  # threads that want it between two turns
@@ -59,6 +60,7 @@ class Callers:
             while self._take_turn(is_over):
                 try:
                     events = self._engine.step()
+                    self._receive(events)
                 finally:
                     self._let_go()
                 on_events(events)

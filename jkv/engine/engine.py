@@ -166,7 +166,10 @@ class Engine:
         requests = [self.check(request) for request in (agreed(requests) if spans(self.mesh) else requests)]
         with self._guard.changing("submit"):
             ticket = next(self._ticket)
-            self.tickets[ticket] = [self._add(ticket, i, request, on_tokens) for i, request in enumerate(requests)]
+            samples = [self._sample(ticket, i, request, on_tokens) for i, request in enumerate(requests)]
+            self.tickets[ticket] = samples
+            for sample in samples:
+                self.scheduler.add(sample)
         return ticket
 
     def cancel(self, ticket: int) -> None:
@@ -228,10 +231,16 @@ class Engine:
         if spans(self.mesh):
             raise error
         samples = list(self.scheduler.running.values()) if samples is None else samples
-        for sample in self.scheduler.search.failed(error, samples):
+        guilty = self.scheduler.search.failed(error, samples)
+        for sample in guilty:
             sample.completion.error = error
         LOGGER.warning("A step failed, and its requests start again: %r", error)
         self.reset()
+        with self._guard.changing("repair"):
+            for sample in guilty:
+                if not sample.is_finished:  # it had no row yet
+                    self._finish(sample, "error")
+                    self.outputs.emit(sample)
 
     def _turn(self) -> None:
         self.stats.idle.begin(is_ready(self.runner.state))
@@ -411,10 +420,8 @@ class Engine:
           RuntimeError: another thread, or a callback of the turn in progress, uses the engine.
         """
         with self._guard.turn("reset", is_reset=True):
-            samples = [sample for group in self.tickets.values() for sample in group if not sample.is_finished]
             self._flight = None
-            lost = [one for one in samples if one.completion.error is not None or not kept_rows.restart(self, one)]
-            self.scheduler.restart(sample for sample in samples if sample not in lost)
+            lost = self.scheduler.restart(lambda sample: sample.completion.error is None and kept_rows.restart(self, sample))
             self.outputs.forget()
             self.runner.reset()
             for sample in lost:
@@ -437,12 +444,10 @@ class Engine:
         turns.check_keep(request)
         return request
 
-    def _add(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
+    def _sample(self, ticket: int, index: int, request: Request, on_tokens: Callable[[Event], None] | None) -> Sample:
         given: Any = {"on_tokens": on_tokens, "stops": stop_finder(self.model.tokenizer, request)}
         pages = most_pages(self.model.params, request, self.capacity.page_size, self.capacity.num_shards)
-        sample = Sample(ticket, index, request, Completion(), pages, submitted=running_seconds(), **given)
-        self.scheduler.add(sample)
-        return sample
+        return Sample(ticket, index, request, Completion(), pages, submitted=running_seconds(), **given)
 
     def _finish(self, sample: Sample, reason: str) -> None:
         """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the turn."""

@@ -66,6 +66,11 @@ class Search:
         """Whether a sample need not wait."""
         return self._group is None or sample in self._group
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether whoever may run does so already, or is finished."""
+        return self._group is not None and all(sample.is_running or sample.is_finished for sample in self._group)
+
     def failed(self, error: BaseException, samples: Collection[Sample]) -> list[Sample]:
         """A step with these samples has failed; returns the guilty one, or none. Before the next step all must start again.
 

@@ -88,12 +88,15 @@ class Filling:
         """Fills no rows whose samples have all ended, unless others start from their prompt."""
         for work in list(self._queue):
             samples = list(work.rows.values())
-            others = samples[0].prefix.samples if samples[0].shares else samples
-            if not all(sample.is_finished for sample in (*samples, *others)):
+            prefix = samples[0].prefix
+            readers = prefix.readers if samples[0].shares else samples
+            if not all(sample.is_finished for sample in (*samples, *readers)):
+                continue
+            if samples[0].shares and (prefix.fresh or prefix.absent):
                 continue
             self._end(work)
-            if samples[0].shares and samples[0].prefix.start is None:
-                samples[0].prefix.is_held = False  # what is filled of it goes with the rows
+            if samples[0].shares and prefix.start is None:
+                prefix.is_held = False  # what is filled of it goes with the rows
 
     def _end(self, work: Work) -> None:
         self._queue.remove(work)

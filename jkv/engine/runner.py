@@ -266,7 +266,7 @@ class Runner:
         for prefix in prefixes:
             assert prefix.start is not None
             table = prefix.start.page_table
-            if prefix.swapped is None and any(sample.is_swapped for sample in prefix.samples):
+            if prefix.swapped is None and prefix.absent:
                 prefix.swapped = swap.read_pages(self.programs, self.state, table, table != NULL_PAGE)
             self.state = self.programs.free(self.state, prefix.start.snapshot.block_table)
             prefix.start = None
@@ -278,6 +278,7 @@ class Runner:
         table = sample.prefix.page_table if sample.shares else None
         self.state = swap.swap_in(self.programs, self.state, row, sample.swapped, table, sample.prefix.swapped)
         sample.swapped, sample.is_swapped = None, False
+        sample.prefix.sort(sample)
 
     def dispatch(self, running: dict[int, Sample], num_steps: int, last: Flight | None = None) -> Flight:
         """Dispatches one chunk; `last` is the one before, if its tokens are not read yet."""

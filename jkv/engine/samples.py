@@ -84,8 +84,11 @@ class Prefix:
     in.
     """
 
-    key: Any  # the version of the weights, and `Request.prefix`
+    key: Any  # the version of the weights (None for those in use), `Request.prefix`, and whether the prefix cache serves it
     samples: "set[Sample]" = dataclasses.field(default_factory=set)  # unfinished ones
+    fresh: "set[Sample]" = dataclasses.field(default_factory=set)  # those that have not started; any number
+    readers: "set[Sample]" = dataclasses.field(default_factory=set)  # those whose rows read its pages
+    absent: "set[Sample]" = dataclasses.field(default_factory=set)  # those that are swapped out
     is_held: bool = False  # whether its pages are in the pool, or are about to be
     filled: Any = None  # [L] mean slots of a KV head in each layer
     heads: Any = None  # [L, K] slots of each KV head, where scores decided how many stay; None where all have `filled`
@@ -97,7 +100,7 @@ class Prefix:
     @property
     def is_idle(self) -> bool:
         """Whether it is in the pool and no row reads it."""
-        return self.is_held and not any(sample.shares for sample in self.samples)
+        return self.is_held and not self.readers
 
     @property
     def page_table(self) -> np.ndarray | None:
@@ -107,7 +110,37 @@ class Prefix:
     @property
     def is_needed(self) -> bool:
         """Whether an unfinished sample reads it, or may read it when it starts or is swapped in."""
-        return any(sample.is_fresh or sample.shares or sample.is_swapped for sample in self.samples)
+        return bool(self.fresh or self.readers or self.absent)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether its samples may start from the prefix cache."""
+        return self.key is not None and self.key[-1]
+
+    def sort(self, sample: "Sample") -> None:
+        """Notes what one of its samples does now: to be called when that changes, so that nobody has to go through all."""
+        is_own = sample in self.samples
+        for group, belongs in (
+            (self.fresh, sample.is_fresh),
+            (self.readers, sample.shares),
+            (self.absent, sample.is_swapped),
+        ):
+            if is_own and belongs:
+                group.add(sample)
+            else:
+                group.discard(sample)
+
+    def leave(self) -> "Prefix":
+        """What has started leaves: another prefix, with this one's pages, readers and absent samples; this one begins anew."""
+        started = dataclasses.replace(self, samples=self.readers | self.absent, fresh=set())
+        self.samples -= started.samples
+        self.readers, self.absent = set(), set()
+        self.forget()
+        return started
+
+    def forget(self) -> None:
+        """It has no pages, in the pool or on the host."""
+        self.is_held, self.start, self.swapped = False, None, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +184,7 @@ class Sample:
     swapped: SwappedRow | None = None  # its row in host memory
     version: int = 0  # of the weights that made its logits
     pieces: tuple[bytes, ...] = ()  # keys of its prompt in the prefix cache; empty if its policy cannot use the cache
+    pieces_version: int | None = None  # of the weights that `pieces` are of; None until admission is tried
     num_shared_pieces: int = 0  # leading ones whose pages its row shares with the cache, and never rewrites
     generated: int = 0
     keeps_all: bool = False  # whether the token has come after which its policy evicts no more
@@ -260,7 +294,8 @@ class Sample:
         return bool((self.compacted < self.filled).any())
 
     def restart(self, stops: StopFinder | None, version: int) -> None:
-        """Makes it fresh; `version` is of the weights that it will start with. Events go on where they stopped.
+        """Makes it fresh, at its place in the queue; `version` is of the weights that it will start with. Events go on where
+        they stopped.
 
         A sample whose tokens came from other weights may draw other tokens, so its events start again at the first.
         """
@@ -268,7 +303,7 @@ class Sample:
         fresh = Sample(
             self.ticket, self.index, self.request, completion, self.most_pages, on_tokens=self.on_tokens, stops=stops
         )
-        fresh.submitted = self.submitted
+        fresh.submitted, fresh.priority, fresh.prefix = self.submitted, self.priority, self.prefix
         if all(each == version for each in self.completion.versions):
             fresh.text, fresh.num_emitted, fresh.num_emitted_tokens = self.text, self.num_emitted, self.num_emitted_tokens
         vars(self).update(vars(fresh))

@@ -11,6 +11,9 @@ Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The poo
 - Rows that are kept between turns reserve their pages too; they are swapped out after that, and before a sample is preempted.
 - Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool; others were refused.
 
+A turn costs the same however many samples wait: it looks at the first of them, at running rows, and at prefixes and rows that
+have started (`started`, `parked`), never at the whole queue.
+
 A chunk ends no later than the next step after which one of its rows may be compacted, and rows are admitted only between
 chunks. So a row's compactions never depend on the other rows.
 """
@@ -18,7 +21,7 @@ chunks. So a row's compactions never depend on the other rows.
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -86,8 +89,10 @@ class Scheduler:
 
     Attributes:
       running: samples by batch row.
-      waiting: a heap of (priority, sample); finished samples are removed when they reach its top.
+      waiting: a heap of (priority, sample); samples that are finished, or run already, are removed when they reach its top.
+      parked: the waiting samples that have started: swapped out, or a later turn of a conversation.
       prefixes: prompts that unfinished samples start from, by key.
+      started: the prefixes that have pages, in the pool or in host memory; few, unlike `prefixes`.
       version: the version of the weights in use; prefixes of other weights are not shared.
       prefix_cache: which prompts stay in the pool after their samples.
       conversations: rows that are kept between turns.
@@ -99,29 +104,36 @@ class Scheduler:
         self.capacity, self.prefix_cache, self.conversations = capacity, PrefixCache(), Conversations()
         self.running: dict[int, Sample] = {}
         self.waiting: list[tuple[tuple[int, int], Sample]] = []
+        self.parked: dict[Sample, None] = {}
         self.search, self.held = Search(capacity.chunk), list[Sample]()
         self.prefixes: dict[object, Prefix] = {}
+        self.started: dict[Prefix, None] = {}
         self.version = 0
         self._num_added = 0
         self._freed: list[Prefix] = []  # since `next` or `release` was last called
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
-        if not self.search.may_run(sample):
-            self.held.append(sample)
-            return
         sample.priority = (-sample.request.most_tokens if self.capacity.order == "longest" else 0, self._num_added)
         self._num_added += 1
-        self._attach_prefix(sample)
+        self._enter(sample)
         heapq.heappush(self.waiting, (sample.priority, sample))
 
     def passed(self) -> None:
-        """A step has not failed: whoever the search held for it is queued."""
+        """A step has not failed: whoever the search held for it waits in the queue again."""
         if self.search.passed():
-            held, self.held = self.held, []
-            for sample in held:
-                if not sample.is_finished:
-                    self.add(sample)
+            self._queue_held()
+
+    def _queue_held(self) -> None:
+        for sample in self.held:
+            heapq.heappush(self.waiting, (sample.priority, sample))
+        self.held.clear()
+
+    def _enter(self, sample: Sample) -> None:
+        """Writes a sample that waits into the records other than the queue."""
+        self._attach_prefix(sample)
+        if sample.is_swapped or sample.request.num_kept:
+            self.parked[sample] = None
 
     def next(self) -> Turn:
         """The next turn."""
@@ -154,9 +166,9 @@ class Scheduler:
 
     @property
     def sentence_logs(self) -> list[SentenceLog]:
-        """The sentences of every sample and prefix, in host memory."""
-        logs = [sample.sentences for sample in (*self.running.values(), *(sample for _, sample in self.waiting))]
-        logs += [prefix.start.sentences for prefix in self.prefixes.values() if prefix.start]
+        """The sentences of every sample and prefix, in host memory; none that waits to start has any."""
+        logs = [sample.sentences for sample in (*self.running.values(), *self.parked)]
+        logs += [prefix.start.sentences for prefix in self.started if prefix.start]
         return [log for log in logs if log is not None]
 
     def release(self) -> tuple[list[int], list[Prefix]]:
@@ -176,6 +188,7 @@ class Scheduler:
     def finish(self, sample: Sample) -> None:
         """Records that a sample has finished. If it runs, the next `release` frees its row."""
         sample.is_swapped = False
+        self.parked.pop(sample, None)
         if not sample.is_running:
             self._detach_prefix(sample)
 
@@ -184,7 +197,7 @@ class Scheduler:
         release, freed = self.release()
         rows = sorted(self.running, key=lambda row: self.running[row].priority, reverse=True)
         swap_out = {row: self._preempt(row) for row in rows}
-        for prefix in list(self.prefixes.values()):
+        for prefix in list(self.started):
             if prefix.is_held:
                 self._free(prefix)
         self.prefix_cache.evict_all()
@@ -192,35 +205,58 @@ class Scheduler:
             pass
         return Turn(release, swap_out, freed + self._take_freed(), {}, 0)
 
-    def restart(self, samples: Iterable[Sample]) -> None:
-        """Forgets rows, prefixes and the queue, and queues fresh samples; for an empty pool."""
+    def restart(self, restart: Callable[[Sample], bool]) -> list[Sample]:
+        """Forgets rows and what prefixes have in the pool, and queues what had started again; for an empty pool.
+
+        What waits and has not started stays where it is. `restart` makes a sample ready, or returns False; then it is lost, and
+        is among those that are returned.
+        """
+        had_rows = set(self.running.values())
+        samples = [*self.running.values(), *(sample for sample in self.parked if sample not in had_rows)]
         self.running.clear()
-        self.waiting.clear()
-        self.held.clear()
-        self.prefixes.clear()
+        self._queue_held()
+        self.parked.clear()
+        for sample in samples:
+            self._detach_prefix(sample)
+        for prefix in self.started:
+            prefix.forget()
+        self.started.clear()
         self._freed.clear()
         self.prefix_cache.forget()
         self.conversations.lose()
-        for sample in samples:
-            self.add(sample)
+        unfinished = [sample for sample in samples if not sample.is_finished]
+        lost = [sample for sample in unfinished if not restart(sample)]
+        for sample in unfinished:
+            if sample in lost:
+                continue
+            self._enter(sample)
+            if sample in had_rows:
+                heapq.heappush(self.waiting, (sample.priority, sample))
+        return lost
 
     def renew(self, version: int) -> list[Prefix]:
-        """Detaches samples that have not started from prefixes of older weights; returns the prefixes to free.
+        """Detaches samples that have not started from what older weights prefilled; returns the prefixes to free.
 
         The prefix cache evicts all pieces but those that running rows count as their own prompts', which match no prompt now.
         """
-        self.version = version
         self.prefix_cache.evict_all(pieces_in_use(self.running))
-        for _, sample in self.waiting:
-            if sample.is_fresh:
-                self._detach_prefix(sample)
-                self._attach_prefix(sample)
+        for prefix in [prefix for prefix in self.started if prefix.key[0] is None]:
+            old = prefix.leave()
+            old.key = self.version, *prefix.key[1:]
+            for sample in old.samples:
+                sample.prefix = old
+            del self.started[prefix]
+            self.started[old] = None
+            self.prefixes[old.key] = old
+            for one in (prefix, old):
+                self._let_go(one)
+        self.version = version
         return self._take_freed()
 
     @property
     def reserved(self) -> int:
         """Pages that running samples, kept rows and prefixes have reserved, and those of the prefix cache."""
-        prefixes = sum(prefix.num_pages for prefix in self.prefixes.values() if prefix.is_held)
+        prefixes = sum(prefix.num_pages for prefix in self.started if prefix.is_held)
         total = prefixes + self.prefix_cache.num_pages + self.conversations.num_pages
         most = 0
         for sample in sorted(
@@ -238,7 +274,12 @@ class Scheduler:
         admitted = {}
         while free_rows and self.waiting:
             sample = self.waiting[0][1]
-            if not sample.is_finished:
+            if not (sample.is_finished or sample.is_running):
+                if not self.search.may_run(sample):
+                    if self.search.is_complete:
+                        break
+                    self.held.append(heapq.heappop(self.waiting)[1])
+                    continue
                 with working_for([sample]):  # its policy answers
                     fits = self._can_admit(sample)
                 if not fits:
@@ -247,8 +288,10 @@ class Scheduler:
                 self.conversations.attach(sample.resumes)
                 row = free_rows.pop(0)
                 admitted[row] = self.running[row] = sample
+                self.parked.pop(sample, None)
+                sample.prefix.sort(sample)
             heapq.heappop(self.waiting)
-        assert self.running or not self.waiting, "a sample that fits an empty pool was not admitted"
+        assert self.running or not self.waiting or self.search.is_on, "a sample that fits an empty pool was not admitted"
         return admitted
 
     def _can_admit(self, sample: Sample) -> bool:
@@ -257,7 +300,8 @@ class Scheduler:
         if sample.filled is None:
             sample.filled = sample.request.first_slots(self.capacity.num_layers)
         if sample.swapped is None:
-            may_share = not sample.pending and (prefix.is_held or sum(other.is_fresh for other in prefix.samples) > 1)
+            may_share = not sample.pending and (prefix.is_held or len(prefix.fresh) > 1)
+            self._find_pieces(sample)
         else:
             may_share = prefix.is_held and bool(sample.swapped.is_shared.any())
         for shares in (True, False) if may_share else (False,):
@@ -270,13 +314,15 @@ class Scheduler:
             in_use = pieces_in_use(self.running).union(sample.pieces[: sample.num_shared_pieces])
             idle = self.prefix_cache.num_free(in_use) * self.prefix_cache.pages_of_piece
             idle += self.conversations.num_pages - own
-            idle += sum(one.num_pages for one in self.prefixes.values() if one.is_idle and one is not kept)
+            idle += sum(one.num_pages for one in self.started if one.is_idle and one is not kept)
             if self.reserved + needed - idle <= self.capacity.num_pages:
                 while self.reserved + needed > self.capacity.num_pages:
                     is_freed = self._free_idle(sample, kept)
                     assert is_freed, "pages counted as idle cannot be freed"
                 sample.shares, sample.num_passing = shares, passing
-                prefix.is_held |= shares
+                if shares:
+                    prefix.is_held = True
+                    self.started[prefix] = None
                 return True
         sample.num_shared_pieces = 0
         return False
@@ -311,9 +357,12 @@ class Scheduler:
 
     def _preempt(self, row: int) -> Sample:
         """Takes a sample's row, and queues it to be swapped in again."""
-        sample = self.running.pop(row)
-        sample.is_running, sample.is_swapped, sample.shares, sample.num_shared_pieces = False, True, False, 0
+        sample = self.running[row]
         heapq.heappush(self.waiting, (sample.priority, sample))
+        self.parked[sample] = None
+        del self.running[row]
+        sample.is_running, sample.is_swapped, sample.shares, sample.num_shared_pieces = False, True, False, 0
+        sample.prefix.sort(sample)
         return sample
 
     def _reservation(self, sample: Sample, shares: bool) -> int:
@@ -344,25 +393,37 @@ class Scheduler:
     # Prefixes.
 
     def _attach_prefix(self, sample: Sample) -> None:
-        """Attaches a sample that has not started to the prefix of its prompt under the weights in use."""
+        """Attaches a sample to the prefix of its prompt under the weights in use."""
         if sample.request.num_kept:  # it starts from its own row
             return
         request = sample.request
         reuses = bool(self.prefix_cache.piece) and not request.num_before and can_reuse(request.policy)
-        key = self.version, request.prefix, reuses  # a row that needs all of its prefill forks from none that skipped some
+        key = None, request.prefix, reuses  # a row that needs all of its prefill forks from none that skipped some
         sample.prefix = self.prefixes.setdefault(key, Prefix(key))
         sample.prefix.samples.add(sample)
-        if reuses:
+        sample.prefix.sort(sample)
+
+    def _find_pieces(self, sample: Sample) -> None:
+        """The keys of a sample's prompt in the prefix cache, under the weights in use."""
+        if sample.prefix.reuses and sample.pieces_version != self.version:
+            request = sample.request
             sample.pieces = self.prefix_cache.keys_of(request.prompt, request.cache_salt, self.version)
+            sample.pieces_version = self.version
 
     def _detach_prefix(self, sample: Sample) -> None:
         """Detaches a sample from its prefix, which is freed if no other sample needs it."""
         prefix = sample.prefix
         prefix.samples.discard(sample)
         sample.shares = False
+        prefix.sort(sample)
+        self._let_go(prefix)
+
+    def _let_go(self, prefix: Prefix) -> None:
+        """Frees a prefix that no sample needs, and forgets one that has none."""
         if prefix.is_held and not prefix.is_needed:
             self._free(prefix)
         if not prefix.samples:
+            self.started.pop(prefix, None)
             self.prefixes.pop(prefix.key, None)
 
     def _free_idle(self, sample: Sample | None = None, other_than: Prefix | None = None) -> bool:
@@ -370,7 +431,7 @@ class Scheduler:
         own = () if sample is None else sample.pieces[: sample.num_shared_pieces]
         if self.prefix_cache.evict(pieces_in_use(self.running).union(own)):
             return True
-        idle = next((prefix for prefix in self.prefixes.values() if prefix.is_idle and prefix is not other_than), None)
+        idle = next((prefix for prefix in self.started if prefix.is_idle and prefix is not other_than), None)
         if idle is not None:
             self._free(idle)
             return True
@@ -378,6 +439,8 @@ class Scheduler:
 
     def _free(self, prefix: Prefix) -> None:
         prefix.is_held = False
+        if not prefix.absent:  # else it has pages in host memory
+            self.started.pop(prefix, None)
         self._freed.append(prefix)
 
     def _take_freed(self) -> list[Prefix]:

@@ -4,6 +4,7 @@ A method's idea is its score; every other part is a mechanism that many methods 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -112,7 +113,7 @@ class Policy:
         """Slots that a compaction leaves in a layer and KV head, on average; None if no number is fixed."""
         return None if self.schedule is None else self.schedule.budget
 
-    @property
+    @functools.cached_property
     def needs(self) -> Needs:
         """What an engine must keep for the policy: the union of what its parts need."""
         union = Needs(

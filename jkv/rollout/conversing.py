@@ -3,17 +3,20 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import queue
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 import numpy as np
 
-from jkv.checks import check_counts, shown, typed
+from jkv.checks import check_counts, counted, shown, typed
 from jkv.engine.conversations import ENDS
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.outputs import Event
+from jkv.engine.prompts import LONGEST_TOKEN, check_ids, is_endless, num_elements
 from jkv.model.chat_tokens import encode_reply
+from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.progress import progress_bar
 from jkv.reasoning.marks import completion_decoder
@@ -22,6 +25,8 @@ from jkv.rollout.session import SampleOptions, Session
 
 LOOK_SECONDS = 0.2  # between two looks at replies, where nothing else is to be done
 MOST_WORKERS = 1_000
+ON_ERROR = ("raise", "return")
+REPLY_RULE = "A reply must be token ids, a text, or None"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +50,19 @@ class Turn:
     text: str | None
     finish_reason: str
     before: np.ndarray
+
+
+class ReplyError(RuntimeError):
+    """The function of a `converse` raised, which ended its conversation; the others went on to their ends.
+
+    Attributes:
+      rollouts: all conversations of the call. Those whose function raised end with the reason "error", and
+        `rollouts.samples[i].error` has the exception.
+    """
+
+    def __init__(self, message: str, rollouts: Rollouts) -> None:
+        super().__init__(message)
+        self.rollouts = rollouts
 
 
 Reply = Callable[[Turn], Sequence[int] | np.ndarray | str | None]
@@ -88,6 +106,7 @@ def converse(
     limits: Limits,
     workers: int,
     progress: bool | None,
+    on_error: str = "raise",
     **options: Unpack[SampleOptions],
 ) -> Rollouts:
     """Runs conversations to their end: see `jkv.Rollout.converse`."""
@@ -99,6 +118,8 @@ def converse(
         raise ValueError(f"reply must be a function of a jkv.rollout.Turn; got {shown(reply)}.")
     if not 0 <= typed("workers", workers, int) <= MOST_WORKERS:
         raise ValueError(f"workers must lie in [0, {MOST_WORKERS}]; got {workers}.")
+    if on_error not in ON_ERROR:
+        raise ValueError(f"on_error must be one of {', '.join(ON_ERROR)}; got {shown(on_error)}.")
     sampling = options.get("sampling")
     if sampling is not None and typed("sampling", sampling, Sampling).penalises:
         raise ValueError(
@@ -118,7 +139,9 @@ def converse(
                 conversations.go_on(lambda: bool(presses))
             for item in conversations.asked:
                 item.reason = "cancelled"
-        return session.cancel()
+        out = session.cancel()
+    conversations.report(out, on_error if not presses else "return")
+    return out
 
 
 @contextlib.contextmanager
@@ -145,6 +168,8 @@ def asking(reply: Reply, workers: int) -> Iterator[Callable[[Turn], Answer]]:
 class Conversing:
     """The unfinished conversations of one call: turns in progress, and replies that are waited for.
 
+    Whatever a reply is or raises, it ends its own conversation alone.
+
     Args:
       session: has all conversations as its samples.
       limits: of each conversation.
@@ -152,6 +177,10 @@ class Conversing:
       ask: asks for the reply to a turn.
       show: shows events.
       parse_special: whether replies that are texts may make control tokens.
+
+    Attributes:
+      raised: what `ask` raised, by conversation.
+      refused: why what `ask` returned is no reply, by conversation.
     """
 
     def __init__(
@@ -166,7 +195,9 @@ class Conversing:
         self.parse_special = parse_special
         self.session, self.limits, self.stop_ids, self.ask, self.show = session, limits, stop_ids, ask, show
         self.engine, self.callers = session.rollout.engine, session.rollout.callers
-        self.running, self.asked = set(session.items), dict[Item, Answer]()
+        self.running, self.asked = set(session.items.values()), dict[Item, Answer]()
+        self.answered: queue.SimpleQueue[Item] = queue.SimpleQueue()  # of those asked; a worker's thread puts them there
+        self.raised, self.refused = dict[Item, BaseException](), dict[Item, BaseException]()
 
     @property
     def is_unfinished(self) -> bool:
@@ -175,25 +206,19 @@ class Conversing:
 
     def go_on(self, is_over: Callable[[], bool]) -> None:
         """Runs turns until one ends or a reply is there, and does what follows."""
+        ended = self.session.finished
         if self.running:
-            self.callers.run(lambda: is_over() or any(self.ended) or any(self.answered), self.show_own)
-        else:
-            concurrent.futures.wait(self.asked.values(), LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED)
-        for item in list(self.ended):
+            self.callers.run(lambda: is_over() or ended or not self.answered.empty(), self.show_own)
+        while ended:
+            item = ended.popleft()
             self.running.discard(item)
             self.after_turn(item)
-        for item in list(self.answered):
-            self.after_reply(item, self.asked.pop(item))
-
-    @property
-    def ended(self) -> Iterator[Item]:
-        """Conversations whose turn has ended."""
-        return (item for item in self.running if item.sample.is_finished)
-
-    @property
-    def answered(self) -> Iterator[Item]:
-        """Conversations whose reply is there."""
-        return (item for item, answer in self.asked.items() if answer.done())
+        with contextlib.suppress(queue.Empty):
+            wait = 0.0 if self.running else LOOK_SECONDS
+            while self.asked:
+                item = self.answered.get(timeout=wait) if wait else self.answered.get_nowait()
+                wait = 0.0
+                self.after_reply(item, self.asked.pop(item))
 
     def show_own(self, events: list[Event]) -> None:
         """Shows tokens; only a conversation's end counts as an end."""
@@ -204,64 +229,95 @@ class Conversing:
         item.drop_empty_turn()
         if not item.reason and item.sample.completion.finish_reason in ENDS and not self.limits.is_last(item):
             if self.limits.left(item) > 1:
-                self.asked[item] = self.ask(self.turn_of(item))
+                self.ask_for_reply(item)
                 return
             item.reason = "length"
         self.end(item)
+
+    def ask_for_reply(self, item: Item) -> None:
+        """Asks for the reply to a conversation's last turn."""
+        turns: list[Turn] = []
+        if (error := call(lambda: turns.append(self.turn_of(item)))) is not None:  # a tokenizer that decodes no such tokens
+            self.fail(item, error, self.raised)
+            return
+        self.asked[item] = answer = self.ask(turns[0])
+        answer.add_done_callback(lambda _: self.answered.put(item))
 
     def turn_of(self, item: Item) -> Turn:
         """What a conversation's last turn said."""
         request, completion = item.sample.request, item.sample.completion
         tokens, tokenizer = np.array(completion.tokens, np.int32), self.session.rollout.model.tokenizer
         text = None if tokenizer is None else completion_decoder(tokenizer)(item.sample.text_tokens)
-        place = item.prompt, item.index, len(item.earlier)
-        return Turn(*place, tokens, text, completion.finish_reason, request.prompt)
+        place, before = (item.prompt, item.index, len(item.earlier)), request.prompt.view()
+        before.flags.writeable = False  # it is the engine's own
+        return Turn(*place, tokens, text, completion.finish_reason, before)
 
     def after_reply(self, item: Item, answer: Answer) -> None:
         """Begins the next turn, or ends the conversation."""
-        error = answer.exception()
-        if isinstance(error, KeyboardInterrupt):
-            item.reason = "cancelled"
+        if (error := answer.exception()) is not None:
+            self.fail(item, error, self.raised)
+            return
+        reply, tokens = answer.result(), list[np.ndarray | None]()
+        if reply is None:
             self.end(item)
             return
-        try:
-            if error is None and answer.result() is not None:
-                self.extend(item, answer.result())
-                return
-        except ValueError as refusal:
-            error = refusal
+        model, room = self.session.rollout.model, self.limits.left(item) - 1
+        error = call(lambda: tokens.append(reply_tokens(model, reply, room, self.parse_special)))  # an object may raise anything when it is read
         if error is not None:
-            item.reason, item.sample.completion.error = "error", error
-            warnings.warn(
-                f"The reply to turn {len(item.earlier)} of prompt {item.prompt}, sample {item.index}, failed, which ends this "
-                f"conversation with the reason 'error': {error!r}",
-                stacklevel=5,
-            )
+            self.fail(item, error, self.refused)
+        elif tokens[0] is None:
+            item.reason = "length"
+            self.end(item)
+        else:
+            try:
+                self.extend(item, tokens[0])
+            except ValueError as refusal:  # of an engine that has no room for the turn
+                self.fail(item, refusal, self.refused)
+
+    def fail(self, item: Item, error: BaseException, errors: dict[Item, BaseException]) -> None:
+        """Ends a conversation because of its reply; Ctrl-C inside of `ask` cancels it."""
+        if isinstance(error, KeyboardInterrupt):
+            item.reason = "cancelled"
+        else:
+            item.reason, item.sample.completion.error, errors[item] = "error", error, error
         self.end(item)
 
-    def extend(self, item: Item, reply: Any) -> None:
+    def report(self, out: Rollouts, on_error: str) -> None:
+        """Warns of conversations that ended by an error, or raises, where `ask` raised.
+
+        Raises:
+          ReplyError: it has all conversations.
+        """
+        errors = self.raised | self.refused
+        if not errors:
+            return
+        item, error = next(iter((self.raised or errors).items()))
+        verb = "raised" if self.raised else "returned no reply"
+        text = (
+            f"{counted(len(errors), 'conversation')} of {len(out.lengths)} ended with the reason 'error': reply {verb}; "
+            f"the first at turn {len(item.earlier)} of prompt {item.prompt}, sample {item.index}: {error!r}"
+        )
+        if self.raised and on_error == "raise":
+            message = f"{text}. `rollouts` of this error has all of them; on_error='return' returns them."
+            raise ReplyError(message, out) from error
+        warnings.warn(text, stacklevel=4)
+
+    def extend(self, item: Item, reply: np.ndarray) -> None:
         """Begins the next turn with the tokens of a reply.
 
         Raises:
-          ValueError: the reply is none.
+          ValueError: the engine refuses the turn; nothing is changed.
         """
-        if isinstance(reply, str):
-            tokenizer = self.session.rollout.model.tokenizer
-            if tokenizer is None:
-                raise ValueError("A reply to a model without a tokenizer must be token ids; got a text. Encode it.")
-            reply = encode_reply(tokenizer, reply, self.parse_special)
         left = self.limits.left(item) - len(reply)
-        if left < 1:
-            item.reason = "length"
-            self.end(item)
-            return
         keep = len(item.earlier) + 2 < self.limits.max_turns
         settings = {"keep": keep, "max_new_tokens": self.limits.of_turn(left), "stop_ids": self.stop_ids}
         with self.callers.alone():
             ticket = self.engine.extend(item.ticket, reply, **settings)
             self.engine.take([item.ticket])
-            item.earlier.append((item.sample, np.asarray(reply, np.int32)))
+            item.earlier.append((item.sample, reply))
+            del self.session.items[item.ticket]
             item.ticket, item.sample = ticket, self.engine.tickets[ticket][0]
+            self.session.items[ticket] = item
         self.running.add(item)
 
     def end(self, item: Item) -> None:
@@ -269,3 +325,22 @@ class Conversing:
         with self.callers.alone():
             self.engine.release(item.ticket)
         self.show([Event(item.ticket, 0, [], [], None, item.sample.completion.finish_reason)])
+
+
+def reply_tokens(model: Model, reply: Any, room: int, parse_special: bool = False) -> np.ndarray | None:
+    """The tokens of a reply, `[T]` int32; None if more than `room`.
+
+    Raises:
+      ValueError: what is no reply. And whatever an object raises when it is read.
+    """
+    if isinstance(reply, str):
+        if model.tokenizer is None:
+            raise ValueError("A reply to a model without a tokenizer must be token ids; got a text. Encode it.")
+        if len(reply) > LONGEST_TOKEN * room:  # it cannot fit, whatever its tokens are
+            return None
+        reply = encode_reply(model.tokenizer, reply, parse_special)
+    elif is_endless(reply):
+        raise ValueError(f"{REPLY_RULE}; got {shown(reply)}.")
+    if num_elements(reply, REPLY_RULE) > room:
+        return None
+    return check_ids(reply, REPLY_RULE, "the reply", model.config.vocab_size)

@@ -119,8 +119,11 @@ FILL = {  # what stands where a sample has no token; the padding token replaces 
 def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool, pad_id: int) -> Rollouts:
     """Finished samples as arrays, in the order of the items."""
     samples = [item.sample for item in items]
-    result = make_result(model, samples, stats, is_traced)
     columns = [item.columns() for item in items]
+    for item in items:
+        if model.tokenizer is not None and item.earlier:
+            write_text(model.tokenizer, item)
+    result = make_result(model, samples, stats, is_traced)
     lengths = np.array([item.num_tokens for item in items], np.int32)
     arrays = {}
     for name, fill in FILL.items():
@@ -128,16 +131,12 @@ def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool
         arrays[name] = np.full((len(items), np.max(lengths, initial=0)), fill)
         for row, column in zip(arrays[name], columns, strict=True):
             row[: len(column[name])] = column[name]
-    text = result.text
-    if text is not None:
-        text = [text_of(model, item, last) for item, last in zip(items, text, strict=True)]
     fields = {field.name: getattr(result, field.name) for field in dataclasses.fields(Result)}
     return Rollouts(
         **fields
         | arrays
         | {
             "lengths": lengths,
-            "text": text,
             "prompts": [item.first.request.prompt for item in items],
             "finish_reason": [item.reason or item.sample.completion.finish_reason for item in items],
         },
@@ -148,7 +147,14 @@ def gather(model: Model, items: Sequence[Item], stats: RunStats, is_traced: bool
     )
 
 
-def text_of(model: Model, item: Item, last: str) -> str:
-    """The text after the prompt, without the tokens that ended turns; `last` is that of the last turn."""
+def write_text(tokenizer: Any, item: Item) -> None:
+    """Decodes a conversation's turns and replies as one text, without the tokens that ended turns.
+
+    Where that fails, it ends with the reason "error".
+    """
+    completion = item.sample.completion
     before = [token for turn, reply in item.earlier for token in [*turn.text_tokens, *reply.tolist()]]
-    return completion_decoder(model.tokenizer)([*before, *item.sample.text_tokens]) if item.earlier else last
+    try:
+        completion.text = completion_decoder(tokenizer)([*before, *item.sample.text_tokens])
+    except Exception as error:
+        completion.text, completion.error, item.reason = "", completion.error or error, "error"

@@ -27,6 +27,7 @@ from jkv.engine.callers import Callers
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
+from jkv.engine.outputs import Event
 from jkv.engine.requests import Request, RequestOptions, check_model, make_requests, spread_policies
 from jkv.engine.sizing import DEFAULT_RUNNING
 from jkv.generate import make_engine
@@ -54,7 +55,8 @@ class Rollout(Session):
       max_prompt_tokens: the most tokens of a prompt; None is 512, or half of the model's positions if they are below 1,024.
       max_new_tokens: the most tokens of a completion; None is 1,024 or what the model's positions leave.
       n: default number of samples of a prompt; the pool has room for the prompts of such groups.
-      pad_id: the padding token; None is the tokenizer's, or 0.
+      pad_id: the padding token; None is the tokenizer's, or 0. Rows of token ids that begin or end with it are refused, unless
+        they have a `prompt_mask`.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction, so that long prompts need no more slots
         than short ones: see `jkv.RequestOptions`.
       settings: of the engine by name, such as `max_running`, `page_size`, `kv_memory` and `mesh`: see `jkv.EngineOptions`. A
@@ -94,7 +96,7 @@ class Rollout(Session):
         self.n, self.max_prompt_tokens = n, max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)
         self.max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - self.max_prompt_tokens)
         self.policy = spread_policies(policy, 1, model.params, options.kv_format)[0]
-        self.pad_id = check_pad(model, pad_id)
+        self.pad_id, self.prompt_pad = check_pad(model, pad_id), pad_id
         self.prompt_piece = prompt_piece
         widest: Any = {"n": max(n, 2), "max_new_tokens": self.max_new_tokens, "prompt_piece": prompt_piece}
         request_options = RequestOptions(policy=self.policy, stop_ids=(), **widest)
@@ -106,7 +108,7 @@ class Rollout(Session):
         if replicas is not None:
             self.engine.check(longest[0][0])
         rest = self.engine.rest if isinstance(self.engine, Front) else None
-        self.callers, self.sessions = Callers(self.engine, rest), weakref.WeakSet[Session]()
+        self.callers, self.sessions = Callers(self.engine, self._receive, rest), weakref.WeakSet[Session]()
         self._has_warned: set[str] = set()
         super().__init__(None)
 
@@ -161,6 +163,7 @@ class Rollout(Session):
         max_turn_tokens: int | None = None,
         workers: int = 0,
         progress: bool | None = None,
+        on_error: str = "raise",
         **options: Unpack[SampleOptions],
     ) -> Rollouts:
         """Conversations: the model's turns, and between them what a tool, an environment or a user says.
@@ -173,12 +176,15 @@ class Rollout(Session):
         Args:
           prompts: see `submit`.
           reply: takes a `jkv.rollout.Turn` and returns the tokens before the next turn: token ids, a text (encoded as it
-            stands, without control tokens unless `parse_special` is given), or None to end the conversation. If it raises, its
-            conversation ends with the reason "error", and a warning has the exception.
+            stands, without control tokens unless `parse_special` is given), or None to end the conversation. If it raises or
+            returns anything else, its conversation ends with the reason "error", `samples[i].error` has the exception, and
+            the others go on.
           max_turns: the most turns of a conversation, at least 1.
           max_turn_tokens: the most tokens of a turn; None is what is left of `max_new_tokens`.
           workers: threads that call `reply`, for tools that take time; with 0 this thread calls it, and decoding waits.
           progress: see `run`.
+          on_error: what becomes of a call where `reply` raised, once the other conversations have ended: "raise" raises
+            `jkv.rollout.ReplyError`, which has all conversations, and "return" returns them with a warning.
           options: see `jkv.rollout.SampleOptions`; a conversation takes no `max_new_tokens` and no `stop_strings`.
 
         Ctrl-C ends all unfinished conversations, which keep their turns so far (reason "cancelled").
@@ -186,18 +192,25 @@ class Rollout(Session):
         Raises:
           ValueError: bad input, or a policy or sampling that cannot go on in a later turn, refused before anything compiles; or
             samples of an earlier call are pending.
+          ReplyError: `reply` raised, unless `on_error="return"`.
         """
         self._check_none_pending()
         session = self.session()
         limits = Limits(max_turns, max_turn_tokens, self.max_new_tokens)
         try:
-            return converse(session, prompts, reply, limits, workers, progress, **options)
+            return converse(session, prompts, reply, limits, workers, progress, on_error, **options)
         finally:
             session.hand_over(self)
 
     def session(self) -> Session:
         """Another session: samples of its own, in the same batch. For a thread that submits and runs beside others."""
         return Session(self)
+
+    def _receive(self, events: Sequence[Event]) -> None:
+        """Notes which samples have finished, for the sessions that they are of."""
+        ended = [event.ticket for event in events if event.finish_reason]
+        for session in list(self.sessions) if ended else ():
+            session.note(ended)
 
     def _check_none_pending(self) -> None:
         if self.pending:

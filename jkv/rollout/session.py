@@ -1,7 +1,8 @@
 """The samples that one caller of a rollout has submitted; sessions of several threads run in one batch."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict, Unpack
 
 from jkv.checks import check_counts, typed
@@ -22,6 +23,8 @@ class SampleOptions(TypedDict, total=False):
       sampling: None is temperature 1 without cuts and penalties, as a policy gradient needs it.
       seed: replaces the sampling's seed; if both are None, fresh entropy is drawn, and `stats.seed` reports it. An equal seed
         gives equal tokens, whatever else is in the batch.
+      prompt_mask: of padded rows of token ids, on either side: 1 for each token and 0 for padding, as a tokenizer's
+        `attention_mask`. Rows that begin or end with `pad_id` are refused without it.
       return_trace: whether to record what each query read, for exact replay. All policies of this package can be traced.
     """
 
@@ -31,6 +34,7 @@ class SampleOptions(TypedDict, total=False):
     max_new_tokens: int | None
     stop_ids: Sequence[int] | None
     stop_strings: Sequence[str]
+    prompt_mask: Any
     return_trace: bool
     first_sample: int
     cache_salt: str
@@ -48,11 +52,12 @@ class Session:
       rollout: the `jkv.Rollout`; None for the session that it is itself.
 
     Attributes:
-      items: the samples that were not returned yet.
+      items: the samples that were not returned yet, by the engine's ticket.
+      finished: those of them that have finished, in that order. A turn looks at these and at its events, never at all items.
     """
 
     def __init__(self, rollout: Any) -> None:
-        self._other, self.items = rollout, list[Item]()
+        self._other, self.items, self.finished = rollout, dict[int, Item](), deque[Item]()
         self._num_prompts = 0  # submitted since nothing was pending
         self.rollout.sessions.add(self)
 
@@ -70,7 +75,8 @@ class Session:
         """Queues `n` samples of each prompt for `run`.
 
         Args:
-          prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these.
+          prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these; or what a tokenizer
+            of Hugging Face returns for texts.
           options: see `jkv.rollout.SampleOptions`.
 
         Raises:
@@ -99,7 +105,7 @@ class Session:
                 for prompt, group in enumerate(requests, self._num_prompts):
                     for index, request in enumerate(group):
                         ticket = engine.submit_requests([request])
-                        self.items.append(Item(prompt, index, ticket, engine.tickets[ticket][0]))
+                        self.items[ticket] = Item(prompt, index, ticket, engine.tickets[ticket][0])
                 self._num_prompts += len(requests)
 
     def _requests(
@@ -109,13 +115,15 @@ class Session:
         sampling: Sampling | None = None,
         seed: int | None = None,
         max_new_tokens: int | None = None,
+        prompt_mask: Any = None,
         **options: Any,
     ) -> list[list[Request]]:
         """The checked requests of each prompt."""
         rollout = self.rollout
         n = rollout.n if n is None else n
         check_counts(n=n, max_new_tokens=max_new_tokens)
-        ids = encode_prompts(rollout.model, prompts, typed("parse_special", options.get("parse_special", False), bool))
+        parse_special = typed("parse_special", options.get("parse_special", False), bool)
+        ids = encode_prompts(rollout.model, prompts, parse_special, prompt_mask, rollout.prompt_pad)
         rollout.check_lengths(ids, max_new_tokens)
         drawing = Sampling() if sampling is None else typed("sampling", sampling, Sampling)
         drawing = drawing if seed is None else dataclasses.replace(drawing, seed=seed)
@@ -159,41 +167,47 @@ class Session:
 
             def is_over() -> bool:
                 is_late = max_steps is not None and engine.stats.steps - begun >= max_steps
-                return bool(presses) or is_late or sum(item.sample.is_finished for item in self.items) >= wanted
+                return bool(presses) or is_late or len(self.finished) >= wanted
 
             with progress_bar(wanted, progress, "rollout") as show:
                 callers.run(is_over, lambda events: show(self.own(events)))
             with callers.alone():
-                return self._take([item for item in self.items if item.sample.is_finished])
+                return self._take(self.finished)
 
     def cancel(self) -> Rollouts:
         """Cancels pending samples and returns them with their tokens so far and the reason "cancelled"."""
         with deferred_interrupts(), self.rollout.callers.alone():
-            for item in self.items:
+            for item in self.items.values():
                 self.rollout.engine.cancel(item.ticket)
                 item.drop_empty_turn()
-            return self._take(list(self.items))
+            return self._take(self.items.values())
 
     def own(self, events: Sequence[Event]) -> list[Event]:
         """Those of the events that are of this session's samples."""
-        tickets = {item.ticket for item in self.items}
-        return [event for event in events if event.ticket in tickets]
+        return [event for event in events if event.ticket in self.items]
+
+    def note(self, ended: Sequence[int]) -> None:
+        """Notes which of the tickets that have ended are of this session's samples."""
+        self.finished += [self.items[ticket] for ticket in ended if ticket in self.items]
 
     def hand_over(self, other: "Session") -> None:
         """Gives pending samples to another session, whose indices of prompts go on."""
-        other.items += self.items
-        other._num_prompts = max(other._num_prompts, self._num_prompts)
-        self.items = []
+        with self.rollout.callers.alone():
+            other.items |= self.items
+            other.finished += self.finished
+            other._num_prompts = max(other._num_prompts, self._num_prompts)
+            self.items, self.finished = {}, deque()
 
-    def _take(self, finished: list[Item]) -> Rollouts:
-        """Takes finished samples from the engine, in order."""
-        rollout = self.rollout
-        out = gather(rollout.model, finished, rollout.engine.stats, rollout.engine.is_traced, rollout.pad_id)
-        rollout.engine.take([item.ticket for item in finished])
-        for item in finished:
+    def _take(self, items: Iterable[Item]) -> Rollouts:
+        """Takes finished samples from the engine, in the order of the prompts."""
+        rollout, taken = self.rollout, sorted(items, key=lambda item: (item.prompt, item.index))
+        out = gather(rollout.model, taken, rollout.engine.stats, rollout.engine.is_traced, rollout.pad_id)
+        rollout.engine.take([item.ticket for item in taken])
+        self.finished.clear()
+        for item in taken:
+            del self.items[item.ticket]
             if item.sample.request.keep:
                 rollout.engine.release(item.ticket)
-        self.items = [item for item in self.items if item not in finished]
         return out
 
 

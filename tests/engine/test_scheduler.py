@@ -57,10 +57,11 @@ class FakeRunner:
             prefix = sample.prefix
             if sample.shares and prefix.start is None:
                 prefix.start = Start(None, None, None, None)
-                self.prefixes[id(prefix)] = prefix.num_pages
+                self.prefixes[id(prefix.start)] = prefix.num_pages
             if sample.shares:
-                self.readers[row] = prefix
+                self.readers[row] = prefix.start
             sample.swapped, sample.is_swapped = None, False
+            prefix.sort(sample)
             self.rows[row] = self.pages(sample)
         self.check()
 
@@ -71,10 +72,13 @@ class FakeRunner:
 
     def free(self, prefixes):
         for prefix in prefixes:
-            assert prefix.start is not None, "a prefix was freed twice, or before it was prefilled"
-            assert prefix not in self.readers.values(), "a row reads a freed prefix"
-            prefix.start = None
-            del self.prefixes[id(prefix)]
+            start, prefix.start = prefix.start, None
+            assert start is not None, "a prefix was freed twice, or before it was prefilled"
+            assert not any(start is other for other in self.readers.values()), "a row reads a freed prefix"
+            del self.prefixes[id(start)]
+
+    def reset(self):
+        self.rows, self.prefixes, self.readers = {}, {}, {}
 
     def check(self):
         self.most = max(self.most, self.held)
@@ -146,6 +150,12 @@ def play(seed, num_turns, order="arrival"):
                 sample.completion.finish_reason = "cancelled"
                 sample.swapped = None
                 scheduler.finish(sample)
+        elif event < 0.065:  # a device program has failed
+            assert scheduler.restart(lambda sample: sample.restart(None, scheduler.version) is None) == []
+            assert not scheduler.running
+            runner.reset()
+        if event < 0.1:
+            check_totals(scheduler, samples)
         turn = scheduler.next()
         assert (turn.num_steps > 0) == bool(scheduler.running)
         assert scheduler.reserved <= capacity.num_pages
@@ -154,7 +164,8 @@ def play(seed, num_turns, order="arrival"):
             younger = [other for other in scheduler.running.values() if other.priority > sample.priority]
             assert all(other.request.policy.is_bounded for other in younger), "an older sample was preempted first"
         fresh = [sample for sample in turn.admit.values() if sample.generated == 0 and not sample.is_swapped]
-        admitted += [sample.priority for sample in fresh if sample.completion.preemptions == 0]
+        firsts = [sample.priority for sample in fresh if sample.completion.preemptions == 0]
+        admitted += [priority for priority in firsts if priority not in admitted]  # after a reset for a second time
         counts["preempted"] += len(turn.swap_out)
         counts["forked"] += sum(sample.is_forking for sample in turn.admit.values())
         runner.execute(turn)
@@ -174,6 +185,25 @@ def play(seed, num_turns, order="arrival"):
     assert all(sample.is_finished for sample in samples)
     counts["finished"] = len(samples)
     return counts, admitted
+
+
+def check_totals(scheduler, samples):
+    """What is kept up to date, so that no turn goes through the queue, is what going through it would give."""
+    unfinished = [sample for sample in samples if not sample.is_finished]
+    waiting = [sample for sample in unfinished if not sample.is_running]
+    assert set(waiting) <= {sample for _, sample in scheduler.waiting}
+    assert set(scheduler.parked) == {sample for sample in waiting if sample.is_swapped}
+    prefixes = set(scheduler.prefixes.values())
+    assert {sample.prefix for sample in unfinished} <= prefixes
+    for prefix in prefixes:
+        assert prefix.fresh == {sample for sample in prefix.samples if sample.is_fresh}
+        assert prefix.readers == {sample for sample in prefix.samples if sample.shares}
+        assert prefix.absent == {sample for sample in prefix.samples if sample.is_swapped}
+        assert not prefix.is_held or prefix in scheduler.started
+        assert prefix.key[0] in (None, *range(scheduler.version))
+        assert prefix.start is None or all(sample.prefix is prefix for sample in prefix.samples)
+    assert {sample for prefix in prefixes for sample in prefix.fresh} == {sample for sample in waiting if sample.is_fresh}
+    assert set(scheduler.started) <= prefixes
 
 
 def check(num_turns, num_schedulers):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.rollout import ReplyError
 from tests.rollout.test_rollout import PROMPTS, R_KV, make_rollout
 from tests.rollout.test_sessions import in_threads
 from tests.support.faults import DeviceError, with_failing_programs
@@ -111,14 +112,111 @@ def test_a_reply_that_fails_ends_its_conversation_alone(rollout):
             raise OSError("the tool is gone")
         return [-1] if turn.prompt_index else scripted(turn)
 
-    with pytest.warns(UserWarning, match="ends this conversation") as caught:
-        out = rollout.converse(PROMPTS[:2], reply, **SETTINGS)
-    assert out.finish_reason == ["error", "length", "error", "error"]
-    assert out.lengths.tolist() == [6, 24, 6, 6]
-    texts = sorted(str(one.message) for one in caught)
-    assert sum("the tool is gone" in text for text in texts) == 2
-    assert sum("Token ids must lie in [0, " in text for text in texts) == 1
+    with pytest.raises(ReplyError, match=r"3 conversations of 4 ended .*: reply raised; .*the tool is gone") as caught:
+        rollout.converse(PROMPTS[:2], reply, **SETTINGS)
+    assert isinstance(caught.value.__cause__, OSError)
+    with pytest.warns(UserWarning, match=r"reply raised; the first at turn 0 of prompt 0, sample 0: OSError") as warned:
+        returned = rollout.converse(PROMPTS[:2], reply, on_error="return", **SETTINGS)
+    assert len(warned) == 1
+    for out in (caught.value.rollouts, returned):
+        assert out.finish_reason == ["error", "length", "error", "error"]
+        assert out.lengths.tolist() == [6, 24, 6, 6]
+        assert [type(sample.error) for sample in out.samples] == [OSError, type(None), OSError, ValueError]
+        assert "Token ids must lie in [0, " in str(out.samples[3].error)
+    assert rollout.pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
     assert rollout.engine.runner.num_held_pages == 0
+
+
+class Hostile:
+    """A reply of which nothing can be asked."""
+
+    def __getattribute__(self, name):
+        raise RuntimeError("asked")
+
+    def __len__(self):
+        raise SystemExit
+
+    def __iter__(self):
+        raise SystemExit
+
+    __getitem__ = __iter__
+
+
+class Leaving(Hostile):
+    """A reply that looks like a list, and ends the program when it is read."""
+
+    __getattribute__ = object.__getattribute__
+
+
+NO_REPLIES = [
+    3,
+    3.5,
+    True,
+    object(),
+    b"bytes",
+    OSError("returned"),
+    SystemExit(3),
+    [],
+    [1.5],
+    [[5, 6]],
+    [[5], [6, 7]],
+    ["a", "b"],
+    [None],
+    [True, False],
+    [-1],
+    [10**30],
+    {"role": "user", "content": "hi"},
+    {5, 6},
+    range(3, -1, -1).__iter__(),
+    np.float32(2.5),
+    np.array(5),
+    np.zeros((0,), np.int32),
+    jnp.ones((2, 2), jnp.int32),
+    "a text without a tokenizer",
+    lambda: [5],
+    Hostile(),
+    Leaving(),
+]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_whatever_a_tool_returns_ends_its_own_conversation_alone(rollout, workers):
+    replies = [*NO_REPLIES, *[iter([5, 6]), (token for token in [5, 6])]]
+    settings = SETTINGS | {"n": len(replies) + 3, "max_turns": 2}
+    good = {0: [5, 6], 1: np.array([5, 6], np.int64), 2: jnp.array([5, 6])}
+    with pytest.warns(UserWarning, match=rf"{len(replies)} conversations of {len(replies) + 3} .* returned no reply") as warned:
+        out = rollout.converse(
+            PROMPTS[:1],
+            lambda turn: good[turn.sample_index] if turn.sample_index in good else replies[turn.sample_index - 3],
+            workers=workers,
+            **settings,
+        )
+    assert len(warned) == 1
+    assert out.finish_reason == ["length"] * 3 + ["error"] * len(replies)
+    assert out.lengths.tolist() == [14] * 3 + [6] * len(replies)
+    assert all(str(sample.error) or isinstance(sample.error, SystemExit) for sample in out.samples[3:])
+    assert rollout.pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
+    assert rollout.converse(PROMPTS[:1], scripted, **SETTINGS).lengths.tolist() == [24, 24]
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), GeneratorExit()], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_whatever_a_tool_raises_is_raised_once_the_others_have_ended(rollout, error, workers):
+    def reply(turn):
+        if turn.sample_index:
+            raise error
+        return scripted(turn)
+
+    with pytest.raises(ReplyError) as caught:
+        rollout.converse(PROMPTS[:1], reply, workers=workers, **SETTINGS)
+    assert caught.value.__cause__ is error
+    assert caught.value.rollouts.finish_reason == ["length", "error"]
+    assert rollout.converse(PROMPTS[:1], scripted, **SETTINGS).lengths.tolist() == [24, 24]
+
+
+def test_a_reply_longer_than_any_memory_ends_its_conversation_unread(rollout):
+    out = rollout.converse(PROMPTS[:1], lambda turn: range(2**70) if turn.sample_index else range(10**12), **SETTINGS)
+    assert out.finish_reason == ["length"] * 2
 
 
 def test_a_reply_that_does_not_fit_ends_the_conversation_unread(rollout):
@@ -218,6 +316,7 @@ def test_a_text_of_a_tool_makes_no_control_tokens_unless_it_may():
         ({"max_turns": 0}, "max_turns"),
         ({"max_turn_tokens": 0}, "max_turn_tokens"),
         ({"workers": -1}, "workers must lie in"),
+        ({"on_error": "warn"}, "on_error must be one of raise, return"),
         ({"sampling": jkv.Sampling(presence_penalty=0.5)}, "without penalties"),
     ],
 )

@@ -114,7 +114,7 @@ def test_a_failed_program_is_told_to_every_thread_and_a_reset_loses_nothing(mode
     rollout._check_none_pending = lambda: (check(), both.wait())  # else one may come when the other has failed
     errors = in_threads(*calls)
     assert all(isinstance(error, DeviceError | RuntimeError) for error in errors), errors
-    left = {(tuple(item.sample.request.prompt.tolist()), item.index) for item in rollout.items}
+    left = {(tuple(item.sample.request.prompt.tolist()), item.index) for item in rollout.items.values()}
     rollout.reset()
     again = by_sample(rollout.run())
     assert again == {key: expected[key] for key in left}
