@@ -42,6 +42,7 @@ def generate(
     forced_tokens: Sequence[int] | Sequence[Sequence[int]] | None = None,
     prompt_piece: int | None = None,
     parse_special: bool = False,
+    prompt_mask: Any = None,
     on_tokens: Callable[[Event], None] | None = None,
     progress: bool | None = None,
     **settings: Any,
@@ -51,9 +52,12 @@ def generate(
     Args:
       model_or_params: what `jkv.load` returns; or bare `Params`, with token ids as prompts.
       prompt_or_prompts: a string, a conversation (a list of messages such as `{"role": "user", "content": "..."}`, which the
-        tokenizer's chat template turns into text), or a sequence of token ids; or a list of these.
+        tokenizer's chat template turns into text), or a sequence of token ids; or a list of these; or what a tokenizer of
+        Hugging Face returns for texts.
       policy, sampling, max_new_tokens, n, stop_ids, stop_strings, forced_tokens, prompt_piece, parse_special: see
         `jkv.RequestOptions`.
+      prompt_mask: of padded rows of token ids, on either side: 1 for each token and 0 for padding, as a tokenizer's
+        `attention_mask`. Rows that look padded are refused without it.
       on_tokens: receives a `jkv.Event` for each sample and chunk (`event.ticket` is the prompt's index), or on replicas for
         each sample at its end. If it raises, that prompt's samples end with the reason "error", a warning gives the exception,
         and the others continue.
@@ -80,7 +84,7 @@ def generate(
         prompt_piece=prompt_piece,
         parse_special=parse_special,
     )
-    prompts = encode_prompts(model, prompt_or_prompts, request_options.parse_special)
+    prompts = encode_prompts(model, prompt_or_prompts, request_options.parse_special, prompt_mask)
     requests = make_requests(model, prompts, request_options, kv_format=options.kv_format)
     with engine_for(model, requests, options) as engine, deferred_interrupts(ends_here=True):
         tickets = [engine.submit_requests(group, on_tokens) for group in requests]

@@ -12,6 +12,7 @@ from jkv.checks import check_length, shown
 from jkv.limits import MOST_SAMPLES
 from jkv.model.chat_template import ChatText, has_chat_template, render_chats
 from jkv.model.chat_tokens import encode_chat
+from jkv.model.padding import check_not_padded, parts_of, without_padding
 from jkv.model.params import Model
 
 MOST_MESSAGES = 10_000  # of a conversation
@@ -19,13 +20,25 @@ LONGEST_TOKEN = 256  # characters: a text of more for each position of the model
 RULE = "A prompt must be a string, a list of chat messages, or a flat sequence of token ids"
 
 
-def encode_prompts(model: Model, prompt_or_prompts: Any, parse_special: bool = False) -> list[np.ndarray]:
+def encode_prompts(
+    model: Model, prompt_or_prompts: Any, parse_special: bool = False, mask: Any = None, pad_id: int | None = None
+) -> list[np.ndarray]:
     """Token ids of every prompt, checked. Sizes are checked before anything is copied or encoded.
 
     A prompt is a text, a list of token ids, or a conversation: a list of messages like `{"role": "user", "content": "..."}`,
     which the chat template of the tokenizer turns into a text that ends where the model's answer begins. Only the template's
     own text becomes control tokens, unless `parse_special` lets messages make them too (`jkv.model.chat_tokens`).
+
+    Rows of ids that are padded have a mask (`jkv.model.padding`), their own or in what a tokenizer returned. `pad_id` is their
+    padding token, if the caller knows it.
     """
+    prompt_or_prompts, mask = parts_of(prompt_or_prompts, mask)
+    if mask is not None:
+        if isinstance(prompt_or_prompts, str) or is_endless(prompt_or_prompts):
+            raise ValueError(f"A prompt mask is of token ids; got {shown(prompt_or_prompts)}. Leave the mask out.")
+        check_length("prompts", prompt_or_prompts, max(MOST_SAMPLES, model.config.max_positions), "lists of token ids")
+        prompts = without_padding(prompt_or_prompts, mask)
+        return [encode_prompt(model, i, prompt) for i, prompt in enumerate(prompts)]
     if isinstance(prompt_or_prompts, str):
         return [encode_prompt(model, 0, prompt_or_prompts)]
     if is_endless(prompt_or_prompts):
@@ -37,6 +50,7 @@ def encode_prompts(model: Model, prompt_or_prompts: Any, parse_special: bool = F
         return [encode_prompt(model, 0, prompt_or_prompts)]  # a flat sequence of token ids
     check_length("prompts", prompt_or_prompts, MOST_SAMPLES, "texts, conversations or lists of token ids")
     prompts = [prompt_or_prompts] if isinstance(first, Mapping) else list(prompt_or_prompts)
+    check_not_padded(model, prompts, pad_id)
     chats = {i: prompt for i, prompt in enumerate(prompts) if is_conversation(prompt)}
     texts = dict(zip(chats, render(model, chats, parse_special), strict=True))
     return [encode_prompt(model, i, texts.get(i, prompt), is_chat=i in texts) for i, prompt in enumerate(prompts)]

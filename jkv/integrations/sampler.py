@@ -28,6 +28,7 @@ from jkv.engine.requests import RequestOptions, check_model
 from jkv.engine.results import Result
 from jkv.engine.service import Service
 from jkv.engine.tickets import Ticket
+from jkv.model.padding import check_not_padded
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.policies import Policy
@@ -195,6 +196,7 @@ class JkvSampler:
         """
         is_list = isinstance(sampling_requests, list | tuple) and not is_prompt(sampling_requests)
         requests = list(sampling_requests) if is_list else [sampling_requests]
+        check_not_padded(self._running.engine.model, [getattr(request, "prompt", request) for request in requests])
         service, seen = self._running, collections.Counter[tuple[str, Any]]()
         waited: list[Ticket | ErrorInfo] = []
         for request in requests:

@@ -20,6 +20,7 @@ import pallas_kernels as kernels
 from jkv.checks import typed
 from jkv.model import decoder
 from jkv.model import sampling as distributions
+from jkv.model.padding import check_not_padded, parts_of, without_padding
 from jkv.model.params import Model, Params
 from jkv.model.penalties import TokenCounts, counts_in_block
 from jkv.model.rotary import rotary_angle
@@ -109,6 +110,7 @@ def score(
     trace: Trace | str | None = DENSE,
     *,
     prompts: Sequence[Any] | None = None,
+    prompt_mask: Any = None,
     lengths: Sequence[int] | None = None,
     sampling: Sampling | Sequence[Sampling] | None = None,
     max_tokens: int = MAX_TOKENS,
@@ -118,7 +120,8 @@ def score(
     """The log-probability of every completion token in nats: with a full cache, or (`trace=out.trace`) with the compressed one.
 
     `out_or_tokens` is what `generate` returned, with its prompts and sampling settings; or completion tokens `[n, T]`, with
-    `prompts` (token ids, one for each row), `lengths` (default: all T) and `sampling` (default: temperature 1). Differentiable
+    `prompts` (token ids, one for each row; padded rows have a `prompt_mask` with a 1 for each token, as a tokenizer's
+    `attention_mask`), `lengths` (default: all T) and `sampling` (default: temperature 1). Differentiable
     with respect to the weights. One forward pass: no T x T mask and no `[n, T, V]` array ever exists. It takes the rows in
     groups of at most `max_tokens` tokens, padding included, and at least one row, which bounds its memory.
 
@@ -146,12 +149,19 @@ def score(
         )
     columns = trace if isinstance(trace, Trace) else None
     if prompts is None:
+        if prompt_mask is not None:
+            raise ValueError("prompt_mask is of prompts=; a result has its prompts without padding. Leave it out.")
         if not isinstance(out_or_tokens, Completed):
             raise ValueError("Scoring bare tokens needs `prompts`, the token ids before each row; got none. Pass prompts.")
         tokens, prompts, lengths = out_or_tokens.tokens, out_or_tokens.prompts, out_or_tokens.lengths.tolist()
         sampling = out_or_tokens.sampling if sampling is None else sampling
     else:
         tokens = np.asarray(out_or_tokens)
+        prompts, prompt_mask = parts_of(prompts, prompt_mask)
+        if prompt_mask is None:
+            check_not_padded(model if isinstance(model, Model) else None, prompts)
+        else:
+            prompts = without_padding(prompts, prompt_mask)
     num_samples, width = tokens.shape
     counts = [width] * num_samples if lengths is None else [int(length) for length in lengths]
     settings = [sampling] * num_samples if isinstance(sampling, Sampling) else list(sampling or [Sampling()] * num_samples)

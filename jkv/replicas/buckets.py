@@ -1,8 +1,8 @@
 """Weights as they travel: flat buckets of bytes, of those leaves alone that are new.
 
 A model has hundreds of arrays; each message has a cost of its own, and a carrier shares large flat arrays between processes
-of a machine without a copy. An array whose digest is that of the last update has not changed: so of an adapter (LoRA) whose base
-stays, only the adapter travels. Replicas compare the digests of what they use with the digests of what was sent.
+of a machine without a copy. An array whose digest is that of the last update has not changed: so of an adapter (LoRA) whose
+base stays, only the adapter travels. Replicas compare the digests of what they use with the digests of what was sent.
 """
 
 import math

@@ -129,13 +129,16 @@ class Replicas:
 
     # Items.
 
-    def generate(self, prompts: Any, *, progress: bool | None = None, **settings: Unpack[RequestSettings]) -> Result:
+    def generate(
+        self, prompts: Any, *, prompt_mask: Any = None, progress: bool | None = None, **settings: Unpack[RequestSettings]
+    ) -> Result:
         """Completions of one prompt or a list of them, as `jkv.generate` returns them: prompt-major, whoever made them.
 
         Bytes and counts of `stats` are those of all replicas since they had nothing to do, and seconds are the longest of any.
 
         Args:
           prompts: a text, a list of token ids or a conversation (a list of messages), or a list of these.
+          prompt_mask: of padded rows of token ids: see `jkv.generate`.
           progress: whether to show a bar; None shows it in a terminal or notebook.
           settings: fields of `jkv.RequestOptions`. `policy` is one of `policies`, or a list of one for each prompt; None is the
             first of them.
@@ -146,7 +149,7 @@ class Replicas:
           ValueError: bad input, refused before anything is sent.
           RuntimeError: all replicas are lost, or those that had an item.
         """
-        groups = self.requests(prompts, settings)
+        groups = self.requests(prompts, settings, prompt_mask)
         with self._caller() as caller:
             tickets = [caller.submit_requests(group) for group in groups]
             with progress_bar(sum(map(len, groups)), progress, "replicas") as show:
@@ -154,13 +157,15 @@ class Replicas:
                     show(caller.step())
             return make_result(self.model, caller.take(tickets), self.stats, self.options.return_trace)
 
-    def stream(self, prompts: Any, **settings: Unpack[RequestSettings]) -> Iterator[tuple[int, Result]]:
+    def stream(
+        self, prompts: Any, *, prompt_mask: Any = None, **settings: Unpack[RequestSettings]
+    ) -> Iterator[tuple[int, Result]]:
         """Yields each sample as soon as it is finished: its index in the order of `generate`, and its result.
 
         Statistics are those of the sample; of the engines' own, only `platform` and page size are there. If the caller stops
         early, the others are cancelled.
         """
-        groups = self.requests(prompts, settings)
+        groups = self.requests(prompts, settings, prompt_mask)
         run = dataclasses.replace(merged_stats([]), page_size=self.facts.page_size)
         with self._caller() as caller:
             for group in groups:
@@ -170,11 +175,11 @@ class Replicas:
                 for event in caller.step():
                     yield event.ticket, make_result(self.model, caller.take([event.ticket]), run, self.options.return_trace)
 
-    def requests(self, prompts: Any, settings: Mapping[str, Any]) -> list[list[Request]]:
+    def requests(self, prompts: Any, settings: Mapping[str, Any], prompt_mask: Any = None) -> list[list[Request]]:
         """The checked requests of each prompt."""
         policy = settings.get("policy")
         options = RequestOptions(**{**settings, "policy": self.policies[0] if policy is None else policy})  # type: ignore[arg-type]
-        ids = encode_prompts(self.model, prompts, options.parse_special)
+        ids = encode_prompts(self.model, prompts, options.parse_special, prompt_mask)
         groups = make_requests(self.model, ids, options, kv_format=self.options.kv_format)
         return [[self.check(request) for request in group] for group in groups]
 
@@ -239,8 +244,8 @@ class Replicas:
     def update(self, params: Params) -> None:
         """Uses new weights everywhere, and returns when all replicas do; unfinished samples go on with them.
 
-        The versions of a sample's tokens (`Result.policy_version`) never descend. Only arrays with other values than in the last
-        update travel: of an adapter whose base stays, the adapter alone.
+        The versions of a sample's tokens (`Result.policy_version`) never descend. Only arrays with other values than before
+        travel: of an adapter whose base stays, the adapter alone.
 
         Each replica compares digests before it uses new weights; one that has others than were sent is started again. If this
         call is interrupted or fails, `version` is the number of the newest weights all the same, whether or not they are these;

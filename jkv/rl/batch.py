@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jkv.checks import counted, shown
 from jkv.engine.results import Result
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
@@ -16,6 +17,9 @@ from jkv.replay.on_mesh import AnyMesh, mesh_of
 from jkv.replay.score import Trace, join, sequence_log_probs
 from jkv.rl.packed import Packing, columns_for, pack_batch, pad_columns, row_count
 from jkv.rl.ratios import check_pair
+
+FAILED = ("error", "nan")  # finish reasons of completions that say nothing about the policy
+ON_FAILED = ("refuse", "mask", "train")
 
 
 class Batch(flax.struct.PyTreeNode):
@@ -59,6 +63,7 @@ def make_batch(
     routed_experts: bool = False,
     pack: int | tuple[int, int] | None = None,
     mixed: bool = False,
+    failed: str = "refuse",
 ) -> Batch:
     """Rollouts as device arrays, padded to one of a few shapes so that few programs compile.
 
@@ -79,10 +84,12 @@ def make_batch(
       mixed: whether a replay takes completions that several weights drew: samples that were pending when the weights changed.
         Their keys are computed anew by the weights that are trained, so what was sampled is not replayed exactly, and
         `policy_loss` corrects the difference.
+      failed: what becomes of completions that ended by a failure (finish reason "error" or "nan"): "refuse" raises, "mask"
+        leaves their rows outside of the mask, and "train" takes them as any other. Their rewards are the caller's matter.
 
     Raises:
-      ValueError: a replay without a trace, experts that were not recorded, a replay of completions that several weights drew,
-        what cannot be packed, shapes that do not belong together, or what is no log-probability or advantage.
+      ValueError: completions that failed, a replay without a trace, experts that were not recorded, a replay of completions
+        that several weights drew, what cannot be packed, shapes that do not belong together, or what is no log-probability or advantage.
     """
     if mixed and not replay:
         raise ValueError(
@@ -97,6 +104,7 @@ def make_batch(
             "Completions must be padded on the right: mask[i, t] is False for t >= lengths[i]; got another mask, "
             f"{mask.dtype}{list(mask.shape)} for tokens {list(is_token.shape)}."
         )
+    mask = mask & ~failed_rows(out, failed)[:, None]
     if replay and not mixed:
         check_versions(getattr(out, "policy_version", None), mask)
     check_pair(out.logprobs, out.logprobs, mask)
@@ -130,8 +138,8 @@ def make_batch(
     return Batch(
         token=jnp.asarray(token),
         mask=place(mask),
-        sampled=place(np.asarray(out.logprobs, np.float32)),
-        advantage=place(advantage),
+        sampled=place(np.where(mask, np.asarray(out.logprobs, np.float32), np.float32(0))),
+        advantage=place(np.where(mask, advantage, np.float32(0))),
         settings=jax.tree.map(more, jax.tree.map(jnp.asarray, rows_of(out.sampling))),
         columns=columns,
         start=more(jnp.asarray(starts)),
@@ -183,6 +191,26 @@ def log_probs(params: Model | Params, batch: Batch, *, mesh: AnyMesh | None = No
     if batch.packing is not None:
         log_prob = log_prob.reshape(-1)[batch.packing.place]
     return jnp.where(batch.mask, log_prob, 0.0)
+
+
+def failed_rows(out: Result, failed: str = "refuse") -> np.ndarray:
+    """[N] bool: the completions that a batch leaves out, because they ended by a failure.
+
+    Raises:
+      ValueError: there are some, and nobody has said what becomes of them.
+    """
+    if failed not in ON_FAILED:
+        raise ValueError(f"failed must be one of {', '.join(ON_FAILED)}; got {shown(failed)}.")
+    rows = np.array([reason in FAILED for reason in out.finish_reason], bool)
+    if failed == "refuse" and rows.any():
+        first = int(np.argmax(rows))
+        error = out.samples[first].error
+        raise ValueError(
+            f"A batch takes completions that ended by themselves or their limit; {counted(int(rows.sum()), 'completion')} of "
+            f"{len(rows)} failed, the first of them {first}, with the reason {out.finish_reason[first]!r}"
+            f"{'' if error is None else f' ({error!r})'}. Pass failed='mask' to train the others alone."
+        )
+    return rows if failed == "mask" else np.zeros_like(rows)
 
 
 def need_trace(out: Result, who: str) -> Trace:

@@ -177,6 +177,26 @@ def test_a_mismatch_is_warned_of(engine, policy):
         learn(make_model(), engine=engine, policy=policy, steps=1, config=rollout_config(seed=2))
 
 
+@pytest.mark.parametrize("loss", ["dense", "replay"])
+def test_samples_that_failed_are_outside_of_the_mask(loss, monkeypatch):
+    sample = JkvRollout._sample
+
+    def sampled(*args):
+        out = sample(*args)
+        return dataclasses.replace(out, finish_reason=["error", *out.finish_reason[1:]])
+
+    monkeypatch.setattr(JkvRollout, "_sample", sampled)
+    learned = learn(make_model(), engine=functools.partial(JkvRollout, failed="return"), steps=1, loss=loss)
+    masks = np.asarray(learned.examples[0].completion_mask)
+    calls = len(masks) if loss == "replay" else 4  # the first sample of each call of the engine, of one group each
+    assert not masks[::calls].any()
+    assert np.delete(masks, np.arange(0, len(masks), calls), axis=0).any(axis=1).all()
+    if loss == "replay":
+        assert not np.asarray(learned.examples[0].batch.mask)[0].any()
+    with pytest.raises(RuntimeError, match="failed='return'"):
+        learn(make_model(), steps=1, loss=loss)
+
+
 def test_settings_that_would_lose_the_correction_are_refused():
     engine = functools.partial(JkvRollout, **SETTINGS)
     settings = GRPOConfig(num_generations=2, beta=0.0)

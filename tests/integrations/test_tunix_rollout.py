@@ -1,5 +1,6 @@
 """`JkvRollout`, tunix's rollout engine: its tokens, log-probabilities, settings, and configurations that change."""
 
+import contextlib
 import dataclasses
 import os
 import subprocess
@@ -19,7 +20,10 @@ pytest.importorskip("tunix")
 from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from jkv.integrations.tunix import JkvRollout
+from jkv.integrations.tunix.weights import leaves_of, make_params
 from tests.rollout.test_sessions import in_threads
+from tests.support.interrupted import interrupted_at
 from tests.support.tunix_models import (
     EOS,
     LIMIT,
@@ -234,6 +238,48 @@ def test_an_engine_that_cannot_be_built_larger_leaves_the_old_one_usable():
     after = rollout.generate(["abc"], rollout_config(seed=3))
     assert after.logprobs[0].tolist() == before.logprobs[0].tolist()
     assert rollout.last.policy_version.max() == 0
+
+
+def failing(rollout):
+    """Lets the second sample of each call fail."""
+    sample = rollout._sample
+
+    def sampled(*args):
+        out = sample(*args)
+        return dataclasses.replace(out, finish_reason=[*out.finish_reason[:1], "error", *out.finish_reason[2:]])
+
+    rollout._sample = sampled
+
+
+def test_a_call_with_a_sample_that_failed_raises_unless_the_engine_returns_them():
+    for options, raises in (({}, True), ({"failed": "return"}, False)):
+        rollout = make_rollout(make_model(), **options)
+        failing(rollout)
+        with pytest.raises(RuntimeError, match="1 sample of 3 failed") if raises else contextlib.nullcontext():
+            assert len(rollout.generate(["abc"] * 3, rollout_config(seed=3)).tokens) == 3
+    with pytest.raises(ValueError, match="failed must be one of raise, return"):
+        make_rollout(make_model(), failed="keep")
+
+
+def test_an_update_that_is_interrupted_leaves_the_weights_that_a_call_then_says():
+    """Synchronised weights: a call draws from those that the rollout has, and a second update brings the new ones."""
+    model, config = make_model(), rollout_config(seed=3)
+    rollout = make_rollout(model, live=False, sleeps=False)
+    line, is_interrupted = 0, True
+    while is_interrupted:
+        new = jax.tree.map(lambda x, line=line: x * (1 + line / 64), nnx.state(model, nnx.Param))
+        functions = [JkvRollout.update_params, JkvRollout._use]
+        is_interrupted = interrupted_at(line, functions, lambda new=new: rollout.update_params(new))
+        for _ in range(2):
+            held = make_params(rollout.shape, rollout._current(), rollout.scales)
+            rollout.generate(["abc"], config)
+            used = rollout._rollout.model.params
+            assert all((a == b).all() for a, b in zip(jax.tree.leaves(held), jax.tree.leaves(used), strict=True))
+            assert rollout.last.policy_version.max() == rollout._versions[-1]
+            rollout.update_params(new)
+        assert (rollout._current()["final_norm.w"] == leaves_of(new)["final_norm.w"]).all()
+        line += 1
+    assert line > 8
 
 
 # Several devices

@@ -1,15 +1,13 @@
 """Weights and versions agree: whatever ends an update in the middle, no replica has other weights than its version's."""
 
-import sys
-
 import jax
 import numpy as np
 import pytest
 
 import jkv
-from jkv.engine import interrupts
 from jkv.replicas.buckets import digests_of
 from jkv.replicas.replicas import Replicas
+from tests.support.interrupted import interrupted_at
 
 PROMPT = [5, 1, 9]
 SIZES = {"max_running": 2, "max_slots": 64, "page_size": 4}
@@ -41,37 +39,11 @@ def assert_all_use(replicas, params):
         np.testing.assert_array_equal(one, digests_of(params))
 
 
-def interrupted_at(line, call):
-    """Whether a call was interrupted: Ctrl-C comes before line `line` of `Replicas.update` that it runs."""
-    left, seen = line, set()
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code is not Replicas.update.__code__:
-            return None
-        is_new = frame.f_lineno not in seen  # else the line is the end of a `with`, which Python runs to its end
-        if event == "line" and is_new and not interrupts.DEFERRED:  # else Ctrl-C waits
-            seen.add(frame.f_lineno)
-            left -= 1
-            if left == -1:
-                raise KeyboardInterrupt
-        return trace
-
-    sys.settrace(trace)
-    try:
-        call()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(None)
-    return False
-
-
 def test_an_update_that_is_interrupted_anywhere_and_called_again_brings_its_weights(replicas, model):
     line, is_interrupted = 0, True
     while is_interrupted:
         params = scaled(model, 1 + line / 64)
-        is_interrupted = interrupted_at(line, lambda params=params: replicas.update(params))
+        is_interrupted = interrupted_at(line, [Replicas.update], lambda params=params: replicas.update(params))
         replicas.update(params)
         assert_all_use(replicas, params)
         line += 1
@@ -86,7 +58,7 @@ def test_after_an_interrupted_update_samples_have_the_weights_of_their_version(r
     weights, line, is_interrupted = {0: model.params}, 0, True
     while is_interrupted:
         params, before = scaled(model, 1.5 + line / 64), replicas.version
-        is_interrupted = interrupted_at(line, lambda params=params: replicas.update(params))
+        is_interrupted = interrupted_at(line, [Replicas.update], lambda params=params: replicas.update(params))
         assert replicas.version - before in (0, 1)
         if replicas.version > before:
             weights[replicas.version] = params
@@ -105,9 +77,10 @@ def test_an_update_that_failed_once_sends_everything(replicas, model, monkeypatc
         raise OSError("no room in the object store")
 
     params = scaled(model, 1.25)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no room"):
+    with monkeypatch.context() as patch:
         patch.setattr(carrier, failing, refuse)
-        replicas.update(params)
+        with pytest.raises(OSError, match="no room"):
+            replicas.update(params)
     assert_all_use(replicas, model.params)
     monkeypatch.setattr(carrier, "put", lambda leaves: sent.append(len(leaves)) or put(leaves))
     replicas.update(params)
@@ -139,7 +112,7 @@ def test_where_no_replica_has_the_weights_that_were_sent_none_samples(replicas, 
 def test_weights_forgotten_after_an_interrupted_update_come_back_whole(replicas, model):
     params, line, is_interrupted = model.params, 0, True
     while is_interrupted:
-        is_interrupted = interrupted_at(line, lambda: replicas.update(scaled(model, 1.25)))
+        is_interrupted = interrupted_at(line, [Replicas.update], lambda: replicas.update(scaled(model, 1.25)))
         replicas.sleep(forget_weights=True)
         replicas.update(params)
         replicas.wake()

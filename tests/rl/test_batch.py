@@ -124,6 +124,43 @@ def test_what_makes_no_batch_is_refused(squeezed, change, options, words):
         make_batch(bad, options.pop("advantages", ADVANTAGES), **options)
 
 
+@pytest.mark.parametrize("reason", ["error", "nan"])
+def test_completions_that_failed_never_enter_a_batch_unasked(model, squeezed, reason):
+    log_prob = squeezed.logprobs.copy()
+    log_prob[2, 0] = np.nan if reason == "nan" else log_prob[2, 0]
+    samples = [dataclasses.replace(one, error=OSError("gone") if i == 2 else None) for i, one in enumerate(squeezed.samples)]
+    reasons = [reason if i == 2 else one for i, one in enumerate(squeezed.finish_reason)]
+    out = dataclasses.replace(squeezed, finish_reason=reasons, samples=samples, logprobs=log_prob)
+    for replay in (False, True):
+        with pytest.raises(
+            ValueError, match=rf"1 completion of 8 failed, the first of them 2, .*'{reason}' .*gone.*failed='mask'"
+        ):
+            make_batch(out, ADVANTAGES, replay=replay)
+    advantages = np.where(np.arange(8) == 2, np.nan, ADVANTAGES)
+    masked = make_batch(out, advantages, failed="mask")
+    whole = make_batch(squeezed, ADVANTAGES)
+    assert not np.asarray(masked.mask)[2].any()
+    others = np.arange(len(masked.mask)) != 2
+    np.testing.assert_array_equal(np.asarray(masked.mask)[others], np.asarray(whole.mask)[others])
+    loss, gradient = jax.value_and_grad(lambda params: policy_loss(params, masked)[0])(model.params)
+    assert np.isfinite(loss)
+    assert np.isfinite(norm_of(gradient))
+    if reason == "error":
+        np.testing.assert_array_equal(make_batch(out, ADVANTAGES, failed="train").mask, whole.mask)
+    with pytest.raises(ValueError, match="failed must be one of refuse, mask, train"):
+        make_batch(out, ADVANTAGES, failed="drop")
+
+
+def test_a_conversation_whose_tool_failed_never_enters_a_batch_unasked(model):
+    rollout = jkv.Rollout(model, max_prompt_tokens=8, max_new_tokens=12, max_running=2, page_size=4)
+    reply = lambda turn: [5] if turn.sample_index else 3  # noqa: E731
+    with pytest.warns(UserWarning, match="returned no reply"):
+        out = rollout.converse([[5, 6]], reply, n=2, max_turns=2, max_turn_tokens=4, seed=1, stop_ids=())
+    with pytest.raises(ValueError, match=r"1 completion of 2 failed, the first of them 0, .*A reply must be"):
+        make_batch(out, [1.0, -1.0])
+    assert np.asarray(make_batch(out, [1.0, -1.0], failed="mask").mask).sum(axis=1).tolist()[:2] == [0, 8]
+
+
 def test_completions_padded_on_the_left_are_refused(squeezed):
     with pytest.raises(ValueError, match="padded on the right"):
         make_batch(jkv.Rollouts(**vars(squeezed), mask=is_token(squeezed)[:, ::-1]), ADVANTAGES)

@@ -21,6 +21,7 @@ from tunix.rl.grpo import grpo_learner
 from jkv.integrations.tunix.replayed import ReplayedExample, make_loss, renamed, settings_of
 from jkv.integrations.tunix.rollout import JkvRollout
 from jkv.rl import correct, make_batch, mismatch
+from jkv.rl.batch import failed_rows
 from jkv.rollout import Rollouts
 
 LOSSES = ("dense", "replay")
@@ -39,8 +40,8 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
       cap, band, veto: the bounds of the mode.
 
     The completion mask is computed from lengths, not by comparison with the padding token, so an end token that equals the
-    padding token is trained. A dense loss works with any rollout engine that returns log-probabilities; a replay needs
-    `JkvRollout`, for which `rollout_micro_batch_size` then splits nothing. On a mesh, the axis "tp" splits the heads of the
+    padding token is trained. Samples that failed are outside of it. A dense loss works with any rollout engine that returns
+    log-probabilities; a replay needs `JkvRollout`, for which `rollout_micro_batch_size` then splits nothing. On a mesh, the axis "tp" splits the heads of the
     replay and the other axes split its samples; weights that these split are gathered for the loss. A reference policy (`beta`)
     reads the full cache and the whole distribution, so rollouts with top-k or top-p differ from it from the start.
 
@@ -84,6 +85,8 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         self._rolled_out = threading.local()  # tunix rolls out and evaluates in different threads
         if self._is_replayed:
             self._replay()
+        if isinstance(self.rl_cluster.rollout, JkvRollout):
+            self.rl_cluster.rollout.on_samples = self._keep
         self._generate, self.rl_cluster.generate = self.rl_cluster.generate, self._generate_and_keep
 
     def _replay(self) -> None:
@@ -93,20 +96,21 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         if not isinstance(rollout, JkvRollout):
             raise ValueError(f'loss="replay" needs the rollout engine JkvRollout; got {type(rollout).__name__}. Set it.')
         mesh = renamed(cluster.r2m[rl_cluster.Role.ACTOR])
-        rollout.return_trace, rollout.on_samples = True, self._keep
+        rollout.return_trace = True
         cluster.get_old_per_token_logps = lambda *args, **kwargs: None  # of the full cache, which nothing would read
         cluster.actor_trainer.with_loss_fn(make_loss(rollout.shape, rollout.scales, settings, mesh), has_aux=True)
         logged = {"kl": np.mean, "pg_clipfrac": np.mean, "replay_p99": np.mean, "replay_max": np.max}
         cluster.actor_trainer.with_rl_metrics_to_log(logged)
 
     def _keep(self, samples: Rollouts) -> None:
-        """Keeps what a call of this thread drew, of which tunix takes what it knows."""
-        self._rolled_out.samples = samples
+        """Keeps what calls of this thread drew, of which tunix takes what it knows."""
+        self._rolled_out.samples = [*getattr(self._rolled_out, "samples", ()), samples]
 
     def _generate_and_keep(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the cluster's `generate` and keeps its output, because tunix drops the log-probabilities."""
         if self._is_replayed:
             kwargs["micro_batch_size"] = None  # the engine batches by itself
+        self._rolled_out.samples = []
         self._rolled_out.output = self._generate(*args, **kwargs)
         return self._rolled_out.output
 
@@ -125,7 +129,9 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         lengths = np.array([len(row) for row in output.tokens])
         for row, log_probs in zip(sampled, output.logprobs, strict=True):
             row[: len(log_probs)] = log_probs
+        failed = [failed_rows(out, "mask") for out in self._rolled_out.samples]  # none of another engine's
         mask = np.arange(width) < lengths[:, None]
+        mask &= ~np.concatenate(failed)[:, None] if failed else True
         dense = self._score(example)
         corrected = correct(dense, sampled, mask, **self._correction)
         self._log(mismatch(dense, sampled, mask).as_dict() | corrected.metrics, mode)
@@ -139,11 +145,12 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
 
     def _replayed(self, example: grpo_learner.TrainExample, mode: rl_cluster.Mode) -> ReplayedExample:
         """The example with its completions as a batch of one shape."""
-        out, widths = self._rolled_out.samples, (example.prompt_ids.shape[1], example.completion_ids.shape[1])
-        batch = make_batch(out, np.asarray(example.advantages), replay=True, rows=len(out.tokens), length=sum(widths))
+        (out,), widths = self._rolled_out.samples, (example.prompt_ids.shape[1], example.completion_ids.shape[1])
+        advantages, size = np.asarray(example.advantages), {"rows": len(out.tokens), "length": sum(widths)}
+        batch = make_batch(out, advantages, replay=True, failed="mask", **size)
         self._log({}, mode)
         fields = {field.name: getattr(example, field.name) for field in dataclasses.fields(example)}
-        mask = jnp.asarray(np.arange(widths[1]) < np.asarray(out.lengths)[:, None])
+        mask = jnp.asarray(np.arange(widths[1]) < np.where(failed_rows(out, "mask"), 0, out.lengths)[:, None])
         return ReplayedExample(**fields | {"completion_mask": mask, "batch": batch})
 
     def _score(self, example: grpo_learner.TrainExample) -> jax.Array:

@@ -22,6 +22,7 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout import base_rollout
 
+from jkv.checks import counted, shown
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.mesh import DATA
 from jkv.integrations.tunix.weights import TENSOR, Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
@@ -32,8 +33,10 @@ from jkv.model.sharding import check_divides, num_parts, shard
 from jkv.policies import Policy
 from jkv.replay.score import score
 from jkv.replicas.front import Front
+from jkv.rl.batch import FAILED
 from jkv.rollout import Rollout, Rollouts
 
+ON_FAILED = ("raise", "return")
 LIMITS = ("max_prompt_tokens", "max_new_tokens", "max_stop_ids")  # limits of the engine that a configuration may raise
 
 
@@ -53,13 +56,15 @@ class JkvRollout(base_rollout.BaseRollout):
       lora_alpha: the alpha of the actor's adapters; None reads it from the rules of qwix.
       sleeps: whether the pool is freed between calls to make room for the trainer. References to live weights are dropped too,
         so that arrays which training replaces are freed.
+      failed: what becomes of a call with samples that ended by a failure (finish reason "error" or "nan"), which tunix cannot
+        mark: "raise" raises, "return" returns them; `JkvGRPOLearner` leaves them out of its mask, other learners train them.
       engine: further arguments of `jkv.Rollout` (`max_running`, `page_size`, `kv_memory`, ...).
 
     Attributes:
       shape: the model's `ModelConfig`.
       scales: the scale of each LoRA adapter, by the path of its weight.
       return_trace: whether samples have their trace.
-      on_samples: receives the samples of each call, in its thread. `JkvGRPOLearner(loss="replay")` sets both.
+      on_samples: receives the samples of each call, in its thread. `JkvGRPOLearner` sets it, and with `loss="replay"` both.
       last: the `jkv.Rollouts` of the last call, with statistics, finish reasons and versions of the weights. The version is 0
         for the first weights and increases with each change.
 
@@ -84,9 +89,13 @@ class JkvRollout(base_rollout.BaseRollout):
         live: bool | None = None,
         lora_alpha: float | None = None,
         sleeps: bool = True,
+        failed: str = "raise",
         **engine: Any,
     ) -> None:
+        if failed not in ON_FAILED:
+            raise ValueError(f"failed must be one of {', '.join(ON_FAILED)}; got {shown(failed)}.")
         self._tokenizer, self._policy, self._sleeps, self._engine = tokenizer, policy, sleeps, engine
+        self._returns_failed = failed == "return"
         self._config = rollout_config or base_rollout.RolloutConfig()  # that of the last call
         self._limits: tuple[int, ...] = (1, 1, engine.pop("max_stop_ids", 8))
         self.shape = config_of(rollout_actor)
@@ -124,6 +133,7 @@ class JkvRollout(base_rollout.BaseRollout):
 
         Raises:
           ValueError: a prompt is longer than `max_prompt_length`, or a setting is out of range. Raised before compilation.
+          RuntimeError: a sample ended by a failure, unless the engine was built with `failed="return"`.
           KeyboardInterrupt: Ctrl-C was pressed; the samples are discarded.
         """
         groups = [(self._encode(text), len(list(same))) for text, same in itertools.groupby(prompts)]
@@ -131,6 +141,8 @@ class JkvRollout(base_rollout.BaseRollout):
         stop_ids = self._stop_ids(rollout_config)
         with self._in_use(rollout_config, stop_ids) as rollout:
             out = self._sample(rollout, groups, rollout_config, stop_ids)
+        if not self._returns_failed:
+            check_none_failed(out)
         self.last, self._config = out, rollout_config
         if self.on_samples is not None:
             self.on_samples(out)
@@ -356,6 +368,21 @@ class JkvRollout(base_rollout.BaseRollout):
         for row, prompt in zip(padded, prompts, strict=True):
             row[width - len(prompt) :] = prompt
         return padded
+
+
+def check_none_failed(out: Rollouts) -> None:
+    """Refuses samples that ended by a failure.
+
+    Raises:
+      RuntimeError: it names the first of them; its cause is the sample's own error, if there is one.
+    """
+    failed = [i for i, reason in enumerate(out.finish_reason) if reason in FAILED]
+    if failed:
+        error = out.samples[failed[0]].error
+        raise RuntimeError(
+            f"{counted(len(failed), 'sample')} of {len(out.finish_reason)} failed, and tunix would train on them; the first of them, {failed[0]}, with the reason {out.finish_reason[failed[0]]!r}: {error!r}. Pass failed='return' to "
+            "JkvRollout, where the learner leaves them out of its mask."
+        ) from error
 
 
 def references(leaves: Leaves) -> dict[str, weakref.ref[jax.Array]]:
