@@ -23,12 +23,65 @@ class Group:
     """The waiting items of one prompt.
 
     Attributes:
-      numbers: the items, in order.
-      home: the replica that has begun the group; None if none has.
+      numbers: the items, in order; some may be removed already.
+      count: how many wait.
     """
 
-    numbers: list[int]
-    home: int | None = None
+    numbers: collections.deque[int]
+    count: int
+
+
+class Waiting:
+    """All items that wait, by their prompts. No call goes through all of them.
+
+    Attributes:
+      fresh: groups that no replica has begun, in order.
+      begun: the others, by the replica that has begun them.
+    """
+
+    def __init__(self) -> None:
+        self.fresh: collections.deque[Group] = collections.deque()
+        self.begun: dict[int, collections.deque[Group]] = {}
+        self._group: dict[int, Group] = {}  # of each item
+
+    def __len__(self) -> int:
+        return len(self._group)
+
+    def add(self, numbers: Sequence[int], is_first: bool = False) -> None:
+        """Adds a prompt's items behind the others, or before them."""
+        if numbers:
+            group = Group(collections.deque(numbers), len(numbers))
+            self._group |= dict.fromkeys(numbers, group)
+            (self.fresh.appendleft if is_first else self.fresh.append)(group)
+
+    def remove(self, number: int) -> bool:
+        """Takes an item out, wherever it is; returns whether it waited."""
+        group = self._group.pop(number, None)
+        if group is not None:
+            group.count -= 1
+        return group is not None
+
+    def leave(self, replica: int) -> None:
+        """A replica is gone: others begin its groups, before all others."""
+        self.fresh.extendleft(reversed(self.begun.pop(replica, ())))
+
+    def take(self, group: Group, count: int) -> list[int]:
+        """Takes items out of a group, in order."""
+        taken: list[int] = []
+        while len(taken) < count:
+            number = group.numbers.popleft()
+            if self._group.get(number) is group:
+                del self._group[number]
+                taken.append(number)
+        group.count -= count
+        return taken
+
+    def drop_empty(self) -> None:
+        """Drops first groups whose items are all gone, so that each queue begins with a group, if it has one."""
+        for groups in (self.fresh, *self.begun.values()):
+            while groups and not groups[0].count:
+                groups.popleft()
+        self.begun = {replica: groups for replica, groups in self.begun.items() if groups}
 
 
 class Load(NamedTuple):
@@ -47,17 +100,21 @@ class Load(NamedTuple):
     rows: int
 
 
-def assign(groups: Sequence[Group], loads: Sequence[Load], pages: Callable[[int], int]) -> list[tuple[int, int]]:
-    """Takes items out of groups, as many as there are free rows, and returns each with its replica: (number, replica).
+def assign(waiting: Waiting, loads: Sequence[Load], pages: Callable[[int], int]) -> list[tuple[int, int]]:
+    """Takes items, as many as there are free rows, and returns each with its replica: (number, replica).
 
     Args:
-      groups: of waiting items, in order; changed in place.
+      waiting: changed in place.
       loads: of the replicas that may get items.
       pages: the most pages that an item holds, by its number.
 
-    >>> assign([Group([0, 1]), Group([2, 3])], [Load(0, 0, 0, 4), Load(1, 0, 0, 4)], lambda _: 10)
+    >>> waiting, loads = Waiting(), [Load(0, 0, 0, 4), Load(1, 0, 0, 4)]
+    >>> waiting.add([0, 1]), waiting.add([2, 3])
+    (None, None)
+    >>> assign(waiting, loads, lambda _: 10)
     [(0, 0), (1, 0), (2, 1), (3, 1)]
-    >>> assign([Group([0, 1])], [Load(0, 0, 0, 4), Load(1, 0, 0, 4)], lambda _: 10)
+    >>> waiting.add([0, 1])
+    >>> assign(waiting, loads, lambda _: 10)
     [(0, 0), (1, 1)]
     """
     given: list[tuple[int, int]] = []
@@ -66,27 +123,19 @@ def assign(groups: Sequence[Group], loads: Sequence[Load], pages: Callable[[int]
         return given
     heapq.heapify(free)
     num_idle = sum(items == 0 for _, items, _, _ in free)
-    fresh = collections.deque(group for group in groups if group.numbers and group.home is None)
-    begun: dict[int, collections.deque[Group]] = {}
-    for group in groups:
-        if group.numbers and group.home is not None:
-            begun.setdefault(group.home, collections.deque()).append(group)
-    while free and (fresh or begun):
+    while free and len(waiting):
+        waiting.drop_empty()
+        fresh, begun = waiting.fresh, waiting.begun
         held, items, replica, rows = heapq.heappop(free)
-        home = replica if replica in begun or fresh else max(begun, key=lambda other: len(begun[other][0].numbers))
-        group = begun[home][0] if home in begun else fresh.popleft()
+        home = replica if replica in begun or fresh else max(begun, key=lambda other: begun[other][0].count)
+        if home not in begun:
+            begun[home] = collections.deque([fresh.popleft()])
+        group = begun[home][0]
         num_idle -= items == 0
-        share = math.ceil(len(group.numbers) / (1 + max(0, num_idle - len(fresh))))
+        share = math.ceil(group.count / (1 + max(0, num_idle - len(fresh))))
         count = min(share, rows - items)
-        taken, group.numbers[:] = group.numbers[:count], group.numbers[count:]
+        taken = waiting.take(group, count)
         given += [(number, replica) for number in taken]
-        if group.home is None:
-            group.home = replica
-            begun[replica] = collections.deque([group])
-        if not group.numbers:
-            begun[home].popleft()
-            if not begun[home]:
-                del begun[home]
         if items + count < rows:
             heapq.heappush(free, (held + sum(map(pages, taken)), items + count, replica, rows))
     return given

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jkv.engine.tickets import Reply
-from jkv.replicas.dispatch import Group, Load, assign
+from jkv.replicas.dispatch import Load, Waiting, assign
 from jkv.replicas.replica import Carrier, Change, Failed, Finished, Item, Lost, Message, Replica, Rows, Updated
 
 LOGGER = logging.getLogger("jkv")
@@ -93,7 +93,7 @@ class Dispatcher:
         self.carrier, self.version, self._restarts = carrier, 0, dict.fromkeys(range(carrier.count), restarts)
         self.members: dict[int, Member] = {index: Member(index) for index in range(carrier.count)}
         self.open: dict[int, Open] = {}
-        self._groups: list[Group] = []
+        self._waiting = Waiting()
         self._updates: list[tuple[int, Reply[None]]] = []  # to be answered when all members have the version
         self._changes: dict[int, Change] = {}  # by version, since the oldest that a replica may have
         self._drains: dict[int, Reply[None]] = {}
@@ -166,14 +166,13 @@ class Dispatcher:
                 member.replica.reset_stats()  # type: ignore[union-attr]
         for group in groups:
             self.open |= {one.item.number: one for one in group}
-            self._groups.append(Group([one.item.number for one in group]))
+            self._waiting.add([one.item.number for one in group])
 
     def cancel(self, numbers: Iterable[int]) -> None:
         """Ends items, which come back with the tokens that they have; one that waits is dropped."""
         numbers = {number for number in numbers if number in self.open}
-        for group in self._groups:
-            for number in [number for number in group.numbers if number in numbers]:
-                group.numbers.remove(number)
+        for number in numbers:
+            if self._waiting.remove(number):
                 self.open.pop(number).reply.cancel()
         for member in self._started():
             if own := sorted(member.numbers & numbers):
@@ -274,9 +273,8 @@ class Dispatcher:
         for number in left:
             one = self.open[number]
             one.rows = member.rows if number in member.rows.numbers else one.rows
-        for group in self._groups:
-            group.home = None if group.home == member.index else group.home
-        self._groups.insert(0, Group(left))
+        self._waiting.leave(member.index)
+        self._waiting.add(left, is_first=True)
         threading.Thread(target=close_quietly, args=(member.replica,), daemon=True).start()
 
     def _restart(self, index: int) -> None:
@@ -313,12 +311,11 @@ class Dispatcher:
         """Gives waiting items to replicas that have the newest weights and free rows."""
         ready = {m.index: m for m in self._started() if m.version == self.version and not m.is_leaving}
         loads, given = [self._load(member) for member in ready.values()], dict[int, list[Open]]()
-        for number, index in assign(self._groups, loads, lambda number: self.open[number].pages):
+        for number, index in assign(self._waiting, loads, lambda number: self.open[number].pages):
             one, member = self.open[number], ready[index]
             member.numbers.add(number)
             member.pages += one.pages
             given.setdefault(index, []).append(one)
-        self._groups = [group for group in self._groups if group.numbers]
         for index, items in given.items():
             replica = ready[index].replica
             assert replica is not None
@@ -344,9 +341,7 @@ class Dispatcher:
 
     def _fail(self, number: int, error: BaseException) -> None:
         """An item cannot be finished."""
-        for group in self._groups:
-            if number in group.numbers:
-                group.numbers.remove(number)
+        self._waiting.remove(number)
         self.open.pop(number).reply.set_exception(error)
 
     def close(self) -> None:

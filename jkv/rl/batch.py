@@ -89,7 +89,8 @@ def make_batch(
 
     Raises:
       ValueError: completions that failed, a replay without a trace, experts that were not recorded, a replay of completions
-        that several weights drew, what cannot be packed, shapes that do not belong together, or what is no log-probability or advantage.
+        that several weights drew, what cannot be packed, shapes that do not belong together, or what is no log-probability or
+        advantage.
     """
     if mixed and not replay:
         raise ValueError(

@@ -41,9 +41,10 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
 
     The completion mask is computed from lengths, not by comparison with the padding token, so an end token that equals the
     padding token is trained. Samples that failed are outside of it. A dense loss works with any rollout engine that returns
-    log-probabilities; a replay needs `JkvRollout`, for which `rollout_micro_batch_size` then splits nothing. On a mesh, the axis "tp" splits the heads of the
-    replay and the other axes split its samples; weights that these split are gathered for the loss. A reference policy (`beta`)
-    reads the full cache and the whole distribution, so rollouts with top-k or top-p differ from it from the start.
+    log-probabilities; a replay needs `JkvRollout`, for which `rollout_micro_batch_size` then splits nothing. On a mesh, the
+    axis "tp" splits the heads of the replay and the other axes split its samples; weights that these split are gathered for the
+    loss. A reference policy (`beta`) reads the full cache and the whole distribution, so rollouts with top-k or top-p differ
+    from it from the start.
 
     Raises:
       ValueError: an unknown loss or mode, bounds that have no effect, settings of the cluster that would lose the weights, or

@@ -380,7 +380,8 @@ def check_none_failed(out: Rollouts) -> None:
     if failed:
         error = out.samples[failed[0]].error
         raise RuntimeError(
-            f"{counted(len(failed), 'sample')} of {len(out.finish_reason)} failed, and tunix would train on them; the first of them, {failed[0]}, with the reason {out.finish_reason[failed[0]]!r}: {error!r}. Pass failed='return' to "
+            f"{counted(len(failed), 'sample')} of {len(out.finish_reason)} failed, and tunix would train on them; the first "
+            f"of them, {failed[0]}, with the reason {out.finish_reason[failed[0]]!r}: {error!r}. Pass failed='return' to "
             "JkvRollout, where the learner leaves them out of its mask."
         ) from error
 
