@@ -76,15 +76,16 @@ def check_not_padded(model: Model | None, prompts: Sequence[Any], pad_id: int | 
     pad_id = getattr(tokenizer, "pad_token_id", None) if pad_id is None else pad_id
     if pad_id is None and (model is None or tokenizer is None):
         return
-    if not len(prompts) or any(isinstance(row, str | bytes | Mapping) or not hasattr(row, "__len__") for row in prompts):
-        return
-    if len({len(row) for row in prompts}) != 1:
+    if any(isinstance(row, str | bytes | Mapping) or not hasattr(row, "__len__") for row in prompts):
         return
     try:
-        table = np.asarray(prompts)
-    except (ValueError, TypeError, OverflowError):
+        if len({len(row) for row in prompts}) != 1 or len(prompts[0]) < 2:
+            return
+        rows = (np.asarray(row) if hasattr(row, "shape") else row for row in prompts)
+        table = np.asarray([[row[i] for i in (0, 1, -2, -1)] for row in rows])  # not whole rows, which may have any length
+    except (ValueError, TypeError, KeyError, OverflowError):
         return  # `check_ids` says what it is
-    if table.ndim != 2 or table.shape[1] < 2 or not np.issubdtype(table.dtype, np.integer):
+    if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):
         return
     pads = list(model.config.end_ids) if pad_id is None and model is not None else [pad_id]
     begins = pad_id is not None and pad_id == getattr(tokenizer, "bos_token_id", None)  # then every text may begin with one

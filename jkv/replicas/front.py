@@ -46,6 +46,7 @@ class Caller:
         self._ticket, self._outputs = itertools.count(), Outputs(replicas.model, self.tickets, self._end_early)
         self._new: list[Sample] = []  # that no replica has yet
         self._open: dict[int, Sample] = {}  # the others that have not come back, by number
+        self._numbers: dict[Sample, int] = {}  # of each of these
         self._done: queue.SimpleQueue[tuple[int, Reply[Finished]]] = queue.SimpleQueue()
 
     def check(self, request: Request) -> Request:
@@ -97,7 +98,7 @@ class Caller:
         for sample in self._new:
             number, reply = next(self.replicas.numbers), Reply[Finished]()
             item = Item.of(number, sample.request, self.replicas.policies, self._is_traced)
-            self._open[item.number] = sample
+            self._open[item.number], self._numbers[sample] = sample, number
             reply.add_done_callback(lambda reply, number=item.number: self._done.put((number, reply)))
             groups.setdefault(sample.request.prefix, []).append(Open(item, sample.most_pages, reply))
         self._new = []
@@ -116,6 +117,7 @@ class Caller:
                 number, reply = self._done.get(timeout=seconds)
                 seconds = 0
                 sample = self._open.pop(number)
+                del self._numbers[sample]
                 error = None if reply.cancelled() else reply.exception()
                 if sample.is_finished:  # a callback has ended it
                     continue
@@ -142,7 +144,7 @@ class Caller:
         """Ends a sample whose callback has raised, wherever it is."""
         self._end(sample, reason)
         self._new = [other for other in self._new if other is not sample]
-        self.replicas.cancel([number for number, other in self._open.items() if other is sample])
+        self._cancel([sample])
 
     def cancel(self, ticket: int) -> None:
         """Ends a request's unfinished samples; they keep the tokens they have. Replicas rest until the next step.
@@ -154,9 +156,13 @@ class Caller:
         self._send()
         self.rest()
         with contextlib.suppress(RuntimeError):  # closed: they have come back
-            self.replicas.cancel([number for number, sample in self._open.items() if sample in samples])
+            self._cancel(samples)
         while not all(sample.is_finished for sample in samples):
             self._receive(TICK)
+
+    def _cancel(self, samples: Sequence[Sample]) -> None:
+        """Ends those of the samples that replicas have."""
+        self.replicas.cancel([self._numbers[sample] for sample in samples if sample in self._numbers])
 
     def abandon(self) -> None:
         """Ends all that is unfinished, without waiting for it, and uses the replicas no more."""

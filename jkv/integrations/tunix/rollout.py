@@ -279,6 +279,7 @@ class JkvRollout(base_rollout.BaseRollout):
         If that is interrupted after the engine has taken them, no weights are known to be the engine's, and the next call
         updates it again.
         """
+        self._note_versions(rollout, self._versions[-1] + 1)  # of an update that was interrupted before its end
         if self._holds(rollout, leaves):
             return
         before, own = rollout.version, self._versions[-1] + (not self._is_known(leaves))
@@ -288,8 +289,12 @@ class JkvRollout(base_rollout.BaseRollout):
         finally:
             if rollout.version == before:
                 self._known = known
-            self._versions += [own] * (rollout.version - before)
+            self._note_versions(rollout, own)
         self._known = references(leaves)
+
+    def _note_versions(self, rollout: Rollout, own: int) -> None:
+        """Gives all versions of the engine that have no own one yet this number."""
+        self._versions += [own] * (rollout.version + 1 - len(self._versions))
 
     def _rest(self, rollout: Rollout) -> None:
         """Makes room for the trainer: frees the pool and drops references to live weights."""
