@@ -5,7 +5,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -62,7 +62,7 @@ class Owner:
     def __init__(self, engine: Loop, collect: Callable[[int], Any] | None = None) -> None:
         self.engine, self.paused, self.collect = engine, "", collect or engine.result
         self.tickets: dict[int, Ticket] = {}  # unfinished, by the engine's number
-        self.later: deque[tuple[Ticket, Submit]] = deque()  # submitted during a pause
+        self.later: OrderedDict[Ticket, Submit] = OrderedDict()  # submitted during a pause
         self.quiet: list[Reply[None]] = []  # replies to be given when the engine is idle
         self.closing: list[Reply[None]] = []  # replies to be given when the thread has let go of the engine
         self.queue: queue.SimpleQueue[tuple[Reply[Any], Callable[[], None]]] = queue.SimpleQueue()
@@ -154,7 +154,7 @@ class Owner:
     def submit(self, ticket: Ticket, submit: Submit) -> None:
         """Submits a request, or keeps it until a pause ends."""
         if self.paused:
-            self.later.append((ticket, submit))
+            self.later[ticket] = submit
         else:
             self.start(ticket, submit)
 
@@ -184,9 +184,8 @@ class Owner:
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a request; one that waits for the end of a pause never starts."""
-        for waiting in [one for one in self.later if one[0] is ticket]:
-            self.later.remove(waiting)
-            self.start(*waiting)
+        if ticket in self.later:
+            self.start(ticket, self.later.pop(ticket))
         if ticket.number in self.tickets:
             self.abort(ticket.number)
 
@@ -209,7 +208,7 @@ class Owner:
         self.paused = ""
         self.settle(None)
         while self.later:
-            self.start(*self.later.popleft())
+            self.start(*self.later.popitem(last=False))
 
     def close(self, mode: str, reply: Reply[None]) -> None:
         """Ends the thread once the engine is idle, with what a pause has kept waiting; the reply is given at the end."""
@@ -238,7 +237,7 @@ class Owner:
         error = RuntimeError(refusal)
         while not self.queue.empty():
             conclude(self.queue.get()[0], error)
-        for ticket in (*self.tickets.values(), *(ticket for ticket, _ in self.later)):
+        for ticket in (*self.tickets.values(), *self.later):
             conclude(ticket, error)
         self.tickets.clear()
         self.later.clear()

@@ -147,7 +147,7 @@ class Trainer:
         """The weights of a folder below the root; the reader of checkpoints refuses files that are links out of their folder.
 
         Raises:
-          RefusalError: no root, or a folder outside of it or without a checkpoint.
+          RefusalError: no root, a folder outside of it or without a checkpoint, or one that is still written.
           ValueError: another model, a damaged file, or weights that are not finite.
         """
         if self.options.weights_root is None:
@@ -161,7 +161,16 @@ class Trainer:
                 )
             if not folder.is_dir():
                 raise RefusalError(404, f"model_path must be a folder of --weights-root; got {shown(name)}.", "model_path")
-            return read_weights(folder, self.server.model)
+            before = states_of(folder)
+            params = read_weights(folder, self.server.model)
+            if states_of(folder) != before:
+                raise RefusalError(
+                    409,
+                    f"model_path must not change while it is read, or it may have weights of two steps; {shown(name)} did. Write "
+                    "to another folder, rename it, and send the request then.",
+                    "model_path",
+                )
+            return params
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
             raise RefusalError(400, f"model_path must be a folder that can be read; {error}.", "model_path") from None
 
@@ -252,6 +261,12 @@ def read_weights(folder: Path, model: Model) -> Params:
     kept = Kept(model.params.embedding.dtype, format_of(model.params), joined=is_joined(model.params))
     shapes = separate_weights(shapes_of(model.params))
     return read_checkpoint(folder, config, kept, jax.tree.map(lambda leaf: leaf.sharding, shapes))
+
+
+def states_of(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Each file of a folder, with its inode, size and time of change."""
+    stats = {path.name: path.stat() for path in folder.iterdir()}
+    return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def replace_weights(engine: Any, params: Params) -> int:

@@ -3,8 +3,10 @@
 import concurrent.futures
 import dataclasses
 import json
+import os
 import shutil
 import time
+import types
 
 import jax
 import numpy as np
@@ -16,6 +18,7 @@ from tests.serving.conftest import SETTINGS, Running, make_engine
 
 pytest.importorskip("uvicorn")
 
+from jkv.serving import trainer
 from jkv.serving.trainer import TrainerOptions, add_routes
 
 httpx = pytest.importorskip("httpx")
@@ -260,3 +263,29 @@ def test_the_endpoints_need_the_key_and_are_off_by_default(chat_model, tiny):
         assert "needs a server with --weights-root" in answer.text
     finally:
         closed.close()
+
+
+@pytest.mark.parametrize("change", ["written", "replaced", "added"])
+def test_a_folder_that_is_written_while_it_is_read_is_refused(tmp_path, monkeypatch, change):
+    """Else the weights could be of two steps of the trainer, under one version."""
+    folder = tmp_path / "step"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"old")
+    writes = []
+
+    def read(folder, model):
+        if writes:
+            (folder / "model.tmp").write_bytes(b"new weights")
+            if change != "added":
+                (folder / "model.tmp").rename(folder / "model.safetensors")
+            if change == "written":
+                os.utime(folder / "model.safetensors", ns=(1, 1))
+        return "params"
+
+    monkeypatch.setattr(trainer, "read_weights", read)
+    endpoints = trainer.Trainer(types.SimpleNamespace(service=None, model=None), TrainerOptions(tmp_path))
+    assert endpoints.read("step") == "params"
+    writes.append(True)
+    with pytest.raises(trainer.RefusalError, match="must not change while it is read") as caught:
+        endpoints.read("step")
+    assert caught.value.status == 409
