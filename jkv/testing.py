@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jkv.analysis.recall import future_reads
 from jkv.cache.pool import EMPTY
 from jkv.model.joined import separate_weights
 from jkv.model.params import LayerParams, LowRank, Model, ModelConfig, Params
-from jkv.model.rope import Rope, pair_norms
+from jkv.model.rope import Rope, pair_norms, turn
 from jkv.model.weight_shapes import init_params
 from jkv.policies import Policy
 from jkv.policies import oracle as oracles
@@ -25,6 +26,7 @@ from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVz
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.policies.view import CacheView
 from pallas_kernels.quantised import stored
+from pallas_kernels.rotate_append.reference import rotate
 from pallas_kernels.sealed import Records
 
 TINY = ModelConfig(
@@ -150,6 +152,57 @@ def random_view(
     )
 
 
+def looping_view(
+    rng: np.random.Generator,
+    period: int,
+    has_rope: bool = True,
+    copies: int = 3,
+    heads: int = 2,
+    slots: int = 40,
+    window: int = 8,
+    group: int = 2,
+) -> CacheView:
+    """A view of a text that repeats `period` random tokens; its batch rows are equal up to rounding, and no slot is empty.
+
+    Whatever a score may read is the same at each repetition of a token, but for RoPE and the accumulated mass. In a layer
+    without RoPE, keys and queries repeat too.
+    """
+    position = np.arange(slots)
+    token, last = position % period, position[-window:]
+    rope = Rope(jnp.broadcast_to(float(has_rope) * 10.0 ** -jnp.arange(4.0), (1, 4)), jnp.ones(1))
+    base = rng.standard_normal((2 * heads + heads * group, period, 8)).astype(np.float32)
+    parts = [jnp.asarray(x)[:, token].swapaxes(0, 1)[None] for x in np.split(base, [heads, 2 * heads])]
+    cos, sin = turn(rope, jnp.asarray(position, jnp.int32)[None])
+    key, query = (np.asarray(rotate(x, cos, sin))[0].swapaxes(0, 1) for x in (parts[0], parts[2]))
+    value = np.asarray(parts[1])[0].swapaxes(0, 1)
+    logits = np.einsum("kgqh,ksh->kgqs", query.reshape(heads, group, slots, 8), key) * 8**-0.5
+    share = np.where(position <= position[:, None], np.exp(logits), 0)
+    mass = (share / share.sum(axis=-1, keepdims=True)).sum(axis=(1, 2))
+    similarity, carried, norm, gate = rng.random((4, heads, period), np.float32)[..., token]
+
+    def copied(x: np.ndarray) -> Array:
+        error = 1 + 2.0**-21 * rng.uniform(-1, 1, (copies, *x.shape))
+        return jnp.asarray(x * error, jnp.float32)
+
+    mean = np.broadcast_to(rng.standard_normal((heads * group, 8)), (copies, heads * group, 8))
+    half = pair_norms(jnp.asarray(mean, jnp.float32), 4)
+    return CacheView(
+        copied(key),
+        copied(value),
+        jnp.broadcast_to(jnp.asarray(position, jnp.int32), (copies, heads, slots)),
+        copied(query[:, last]),
+        copied(mass),
+        copied(similarity),
+        copied(carried),
+        layer=0,
+        prompt_length=jnp.full(copies, 3, jnp.int32),
+        rope=jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), rope),
+        projected_norm=copied(norm),
+        calibration=QueryMoments(jnp.asarray(mean, jnp.float32), half + 0.5),
+        gate=copied(gate),
+    )
+
+
 def random_statistics(model: Model, seed: int = 0) -> QueryStatistics:
     """Random statistics of queries that a policy takes for those of this model."""
     config, rng = model.config, np.random.default_rng(seed)
@@ -163,7 +216,8 @@ def random_networks(model: Model, hidden: int = 4, seed: int = 0) -> Foresight:
     """Random networks that `jkv.foresight` takes for those of this model."""
     heads = model.config.num_paged_layers, model.config.num_kv_heads
     arrays: Any = (np.zeros((*heads, *rest), np.float32) for rest in ((1, hidden), (hidden,), (hidden,)))
-    like = random_calibration(Foresight(Network(*arrays)), model, seed)
+    longest_age: Any = np.full(heads[0], 4096, np.float32)
+    like = random_calibration(Foresight(Network(*arrays, longest_age)), model, seed)
     assert isinstance(like, Foresight)
     return like
 
@@ -193,8 +247,12 @@ def random_calibration(like: Calibration, model: Model, seed: int = 0) -> Calibr
     if isinstance(like, QueryStatistics):
         return random_statistics(model, seed)
     rng = np.random.default_rng(seed)
-    arrays = (rng.standard_normal(shape).astype(np.float32) for shape in like.shapes_for(model.config).values())
-    return type(like)(type(like.arrays)(*arrays), identity_of(model))
+    arrays = type(like.arrays)(
+        *(rng.standard_normal(shape).astype(np.float32) for shape in like.shapes_for(model.config).values())
+    )
+    if isinstance(like, Foresight):
+        arrays = arrays._replace(longest_age=np.resize(like.arrays.longest_age, arrays.longest_age.shape))
+    return type(like)(arrays, identity_of(model))
 
 
 def oracle(

@@ -29,6 +29,7 @@ REPORTED = 100  # steps between two reports
 STRIDE = 16  # tokens between two moments
 RECENT = 4  # slots that are never candidates, as the policy keeps them
 FIRST = 4  # moment; before it, few slots are old
+LONGEST, SHORT = 4_096, 1_024  # tokens of a text by default
 POWER = 2  # of the attention that is foreseen, by default
 RATE, DECAY = 3e-3, 1e-3  # of AdamW, the rate falling to 0 along a cosine
 
@@ -56,6 +57,9 @@ def foresee(
 ) -> Foresight:
     """The networks of `jkv.foresight` for a model, trained on texts such as its own completions with the full cache.
 
+    The networks record the longest age that training saw, and the policy gives older slots that age. So train on texts as long
+    as those that the model will write.
+
     Args:
       model: whose keys and values they will read.
       texts: each a string or token ids; those shorter than 80 tokens teach nothing and are left out.
@@ -82,8 +86,15 @@ def foresee(
     moments = watch(model, sequences, power)
     rope = jax.tree.map(jnp.asarray, rope_of(model.config))
     network = fit(rope, moments, spread_of(rope, moments), is_seen, hidden, steps, batch, seed, report)
+    network = network._replace(longest_age=jnp.full(len(network.into), longest_age(sequences), jnp.float32))
     about = identity_of(model) | {"tokens": str(sum(map(len, sequences)))}
     return Foresight(jax.tree.map(np.asarray, network), about)
+
+
+def longest_age(sequences: Sequence[np.ndarray]) -> float:
+    """The age of the oldest slot at the last moment of the longest text, within what the networks tell apart."""
+    last_moment = max(len(sequence) // STRIDE - 1 for sequence in sequences)
+    return min(float(last_moment * STRIDE - 1), AGES[-1])
 
 
 def seen_inputs(config: ModelConfig, without: Sequence[str]) -> Float[np.ndarray, " F"]:
@@ -112,16 +123,36 @@ def check_memory(config: ModelConfig, sequences: Sequence[np.ndarray]) -> None:
       ValueError: they do not; the error counts the bytes.
     """
     width = max(padded(sequence).shape[1] for sequence in sequences)
-    heads = config.num_paged_layers * config.num_kv_heads
-    each = 2 * heads * width * (2 * config.head_size + width // STRIDE)
-    one_layer = 4 * config.num_kv_heads * width * (width + 1)
+    each, one_layer = bytes_of_text(config, width)
     needed, free = 2 * len(sequences) * each + one_layer, free_bytes(jax.devices("cpu")[0], 1.0)
     if needed > free:
+        heads = config.num_paged_layers * config.num_kv_heads
         raise ValueError(
             f"Texts of {width} tokens, with their keys, values and reads in {heads} layer-heads, take {size(each)} each, twice "
             f"while they are copied, and {size(one_layer)} for one layer's attention: {size(needed)} for {len(sequences)} of "
             f"them; {size(free)} are free. Pass fewer, or shorter ones."
         )
+
+
+def bytes_of_text(config: ModelConfig, width: int) -> tuple[int, int]:
+    """Bytes of the `Moments` of one text of `width` tokens, and of one layer's attention to it."""
+    heads = config.num_paged_layers * config.num_kv_heads
+    each = 2 * heads * width * (2 * config.head_size + width // STRIDE)
+    return each, 4 * config.num_kv_heads * width * (width + 1)
+
+
+def default_length(config: ModelConfig, num_texts: int) -> int:
+    """Tokens of each text if nothing else is asked: the model's positions, at most `LONGEST`, halved until memory holds them.
+
+    Never below `SHORT`, at which texts without memory are refused.
+    """
+    length, free = min(config.max_positions, LONGEST), free_bytes(jax.devices("cpu")[0], 1.0)
+    while length > SHORT:
+        each, one_layer = bytes_of_text(config, length)
+        if 2 * num_texts * each + one_layer <= free // 2:
+            break
+        length //= 2
+    return length
 
 
 def watch(model: Model, sequences: Sequence[np.ndarray], power: int = POWER) -> Moments:
@@ -154,7 +185,7 @@ def spread_of(rope: Any, moments: Moments, num_texts: int = 8) -> tuple[np.ndarr
         total = (FIRST + int(moments.num[i])) * STRIDE
         key, value = moments.key[i, :, :, :total], moments.value[i, :, :, :total]
         age = jnp.broadcast_to(jnp.arange(total, dtype=jnp.int32), key.shape[:3])
-        seen.append(np.asarray(features(rope, key, value, age, age)))
+        seen.append(np.asarray(features(rope, key, value, age, age.astype(jnp.float32))))
     x = np.concatenate(seen, axis=2)
     return x.mean(axis=2), x.std(axis=2) + 0.05
 
@@ -183,6 +214,7 @@ def fit(
         jax.random.normal(jax.random.fold_in(key, 0), (*shape, hidden)) * shape[-1] ** -0.5,
         jnp.zeros((*shape[:2], hidden)),
         jax.random.normal(jax.random.fold_in(key, 1), (*shape[:2], hidden)) * hidden**-0.5,
+        jnp.zeros(shape[0]),
     )
 
     optimiser = optax.adamw(optax.cosine_decay_schedule(RATE, steps), weight_decay=DECAY)
@@ -192,7 +224,7 @@ def fit(
         moment = FIRST + at
         now = moment * STRIDE
         position = jnp.broadcast_to(jnp.arange(moments.key.shape[3], dtype=jnp.int32), moments.key.shape[1:4])
-        x = features(rope, moments.key[text], moments.value[text], position, now - 1 - position)
+        x = features(rope, moments.key[text], moments.value[text], position, (now - 1 - position).astype(jnp.float32))
         expected = expected_reads(network, (x - mean[:, :, None]) / deviation[:, :, None] * is_seen)
         is_old = position < now - RECENT
         reads = jnp.where(is_old, moments.reads[text, moment].astype(jnp.float32), 0.0)
@@ -221,6 +253,6 @@ def fit(
     for start in range(0, steps, REPORTED):
         carry, losses = several(carry, moments, jnp.arange(start, min(start + REPORTED, steps)))
         report({"step": start + len(losses), "loss": float(losses.mean())})
-    into, bias, out = carry[0]
-    into = into * is_seen[:, None] / deviation[..., None]
-    return Network(into, bias - jnp.einsum("lkf,lkfi->lki", mean, into), out)
+    network = carry[0]
+    into = network.into * is_seen[:, None] / deviation[..., None]
+    return network._replace(into=into, bias=network.bias - jnp.einsum("lkf,lkfi->lki", mean, into))

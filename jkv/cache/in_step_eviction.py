@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jkv.cache.pool import EMPTY
 from jkv.model.copies import sum_over_copies
+from pallas_kernels.largest_slots import ROUNDING
 
 UNLIMITED = np.iinfo(np.int32).max  # the budget of a row that evicts nothing inside steps
 
@@ -50,6 +51,8 @@ def choose_victim(
 ) -> Int[Array, "B K"]:
     """The unprotected slot with the least mass, in rows that have a next step and more slots than their budget; else EMPTY.
 
+    Slots whose mass is the least up to `ROUNDING` are ties, and the lowest of them goes.
+
     `position` is EMPTY in empty slots. `newest` is the position of the step's token. `axis` is that of the mesh that splits the
     KV heads, which are gathered in the order of one device if any row evicts by all heads of a layer.
     """
@@ -57,7 +60,9 @@ def choose_victim(
     worth = jnp.where(rules.is_per_layer[:, None, None], of_layer, mass)
     is_recent = newest[:, None, None] - position < rules.recent[:, None, None]
     is_protected = is_recent | (position < rules.sinks[:, None, None]) | (position == EMPTY)
-    victim = jnp.argmin(jnp.where(is_protected, jnp.inf, worth), axis=-1).astype(jnp.int32)
+    worth = jnp.where(is_protected, jnp.inf, worth)
+    least = worth.min(axis=-1, keepdims=True)
+    victim = jnp.argmax(worth <= (1 + ROUNDING) * least, axis=-1).astype(jnp.int32)
     filled = (position != EMPTY).sum(axis=-1, dtype=jnp.int32)
     return jnp.where((filled > rules.budget[layer][:, None]) & goes_on[:, None], victim, EMPTY)
 

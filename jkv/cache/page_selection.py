@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jkv.cache.in_step_eviction import UNLIMITED
 from jkv.cache.pool import Pool, num_pages_of
 from jkv.model.copies import gather_copies
+from pallas_kernels.largest_slots import ROUNDING, levelled
 
 
 class ReadRules(NamedTuple):
@@ -76,11 +77,13 @@ def choose_pages(
     page_size: int,
     num_pages: Int[Array, " R"],
 ) -> Choice:
-    """The current page and the `num_pages - 1` others with the largest `worth`; of equal pages the earlier one."""
+    """The current page and the `num_pages - 1` others with the largest `worth`; of pages equal up to `ROUNDING` the earlier."""
     index = jnp.arange(page_table.shape[1], dtype=jnp.int32)
     current = (length - 1) // page_size
     worth = jnp.where(index < current[:, None], worth, -jnp.inf)
     worth = jnp.where(index == current[:, None], jnp.inf, worth)
+    last = jnp.clip(num_pages, 1, worth.shape[-1])[:, None] - 1
+    worth = levelled(worth, jnp.take_along_axis(-jnp.sort(-worth, axis=-1), last, axis=-1), ROUNDING)
     rank = jnp.argsort(jnp.argsort(-worth, axis=-1, stable=True), axis=-1, stable=True)
     is_read = (rank < num_pages[:, None]) & (index < num_pages_of(length, page_size)[:, None])
     order = jnp.argsort(~is_read, axis=-1, stable=True).astype(jnp.int32)

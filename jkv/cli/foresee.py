@@ -25,7 +25,12 @@ def add(commands: Any) -> None:
         "--text", type=Path, help="plain text like what the model will read; default: its own traces of unseen chains"
     )
     command.add_argument("--passages", type=int, default=400, help="how many texts (default %(default)s)")
-    command.add_argument("--length", type=int, default=1024, help="tokens of each passage of --text (default %(default)s)")
+    command.add_argument(
+        "--length",
+        type=int,
+        help="tokens of each passage of --text: as many as the model will write; older slots than those of a passage are not "
+        "told apart (default: the model's positions, at most 4096, or fewer if memory does not hold them)",
+    )
     command.add_argument("--hidden", type=int, default=32, help="hidden units of each network (default %(default)s)")
     command.add_argument("--steps", type=int, default=2_000, help="steps of training (default %(default)s)")
     command.add_argument(
@@ -42,14 +47,17 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Trains and saves."""
-    from jkv.analysis.foresee import foresee
+    from jkv.analysis.foresee import default_length, foresee
     from jkv.checks import check_counts
     from jkv.model import checkpoint
 
-    check_counts(**{name: getattr(options, name) for name in ("passages", "length", "hidden", "steps", "power")})
+    check_counts(**{name: getattr(options, name) for name in ("passages", "hidden", "steps", "power")})
+    if options.length is not None:
+        check_counts(length=options.length)
     check_target(options.out)
     model = checkpoint.load(options.model)
-    texts = [[*prompt, *rest] for prompt, rest in passages(model, options.text, options.passages, options.length, 1)]
+    length = default_length(model.config, options.passages) if options.length is None else options.length
+    texts = [[*prompt, *rest] for prompt, rest in passages(model, options.text, options.passages, length, 1)]
 
     def report(figures: dict[str, Any]) -> None:
         print(f"step {figures['step']:,} of {options.steps:,}: loss {figures['loss']:.3f} nats", file=sys.stderr, flush=True)
@@ -57,5 +65,6 @@ def run(options: argparse.Namespace) -> int:
     chosen = {name: getattr(options, name) for name in ("hidden", "steps", "seed", "without", "power")}
     network = foresee(model, texts, **chosen, report=report)
     network.save(options.out)
-    print(f"wrote {options.out}: {network}", file=sys.stderr)
+    ages = f"slots older than {network.arrays.longest_age[0]:,.0f} tokens are not told apart"
+    print(f"wrote {options.out}: {network}; {ages}", file=sys.stderr)
     return 0

@@ -12,11 +12,15 @@ from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.scores import AttentionMass, default_recent
 from jkv.policies.view import CacheView
+from pallas_kernels.largest_slots import ROUNDING
 
 
 @dataclasses.dataclass(frozen=True)
 class OutputError:
-    """How far the attention's output moves without a slot; `mass` is the attention, whose sum over the slots is 1."""
+    """How far the attention's output moves without a slot; `mass` is the attention, whose sum over the slots is 1.
+
+    A value that differs from the output by no more than rounding moves nothing: where one token repeats, all values are equal.
+    """
 
     mass: AttentionMass
 
@@ -29,7 +33,8 @@ class OutputError:
         attention = self.mass(view)
         value = jnp.where(view.is_filled[..., None], view.value.astype(jnp.float32), 0.0)
         output = jnp.einsum("bks,bksh->bkh", attention, value, precision="highest")
-        distance = jnp.linalg.norm(value - output[:, :, None], axis=-1)
+        distance, size = (jnp.linalg.norm(x, axis=-1) for x in (value - output[:, :, None], value))
+        distance = jnp.where(distance <= ROUNDING * size.max(axis=-1, keepdims=True), 0.0, distance)
         attention = jnp.minimum(attention, 1 - 1e-6)
         return attention / (1 - attention) * distance
 

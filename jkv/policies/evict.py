@@ -13,6 +13,7 @@ from jkv.cache.pool import EMPTY
 from jkv.model.sharding import HEADS
 from jkv.policies.needs import Needs
 from jkv.policies.view import CacheView, Score, check_score, scores_of
+from pallas_kernels.largest_slots import ROUNDING
 
 SCOPES = ("head", "layer", "all", "compete")
 SAFEGUARDS = ("blend", "floor")
@@ -159,7 +160,7 @@ class Evict:
         is_kept, in_order = largest_slots(score, budget)
         if self.order == "score":
             in_place = jnp.where(score == jnp.inf, jnp.finfo(jnp.float32).max, -score)  # the protected ones come last
-            in_place = jnp.where(is_kept, in_place, jnp.inf)
+            in_place = tied(jnp.where(is_kept, in_place, jnp.inf))
             slots = jnp.argsort(in_place, axis=-1, stable=True).astype(jnp.int32)
             return jnp.where(in_order == EMPTY, EMPTY, slots)
         return in_order
@@ -202,15 +203,28 @@ def best_of_layer(score: Float[Array, "L B K S"], budget: Int[Array, "L B K"]) -
 
 
 def largest(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> Bool[Array, "*N S"]:
-    """Which `count` slots score highest; never a slot of `-inf`. Ties go to the lower slot."""
+    """Which `count` slots score highest; never a slot of `-inf`. Ties, up to `ROUNDING`, go to the lower slot."""
     return largest_slots(score, count)[0]
 
 
 def largest_slots(score: Float[Array, "*N S"], count: Int[Array, "*#N"]) -> tuple[Bool[Array, "*N S"], Int[Array, "*N S"]]:
-    """Which `count` slots score highest, and the list of them, padded with EMPTY (`pallas_kernels.largest_slots`)."""
+    """Which `count` slots score highest, and the list of them, padded with EMPTY (`pallas_kernels.largest_slots`).
+
+    Where tokens repeat, slots have equal scores up to rounding, and rounding depends on the shape of a batch. So the scores
+    that are within `ROUNDING` of the lowest one kept are ties, and go to the lower slot.
+    """
     rows = jnp.broadcast_to(count, score.shape[:-1]).reshape(-1)
-    is_largest, slots = kernels.largest_slots(score.reshape(-1, score.shape[-1]), rows)
+    is_largest, slots = kernels.largest_slots(score.reshape(-1, score.shape[-1]), rows, tolerance=ROUNDING)
     return is_largest.reshape(score.shape), slots.reshape(score.shape)
+
+
+def tied(x: Float[Array, "*N S"]) -> Int[Array, "*N S"]:
+    """Numbers in the order of `x`, equal where a number exceeds the next lower one by at most `ROUNDING` of its size."""
+    order = jnp.argsort(x, axis=-1)
+    ascending = jnp.take_along_axis(x, order, axis=-1)
+    is_more = jnp.diff(ascending, axis=-1) > ROUNDING * jnp.abs(ascending[..., :-1])
+    number = jnp.pad(is_more.cumsum(axis=-1, dtype=jnp.int32), [(0, 0)] * (x.ndim - 1) + [(1, 0)])
+    return jnp.take_along_axis(number, jnp.argsort(order, axis=-1), axis=-1)
 
 
 def least_slots(budget: Any, floor: float) -> Any:

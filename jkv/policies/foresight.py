@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jkv.checks import shown
 from jkv.model.checkpoint import shipped_folders
 from jkv.model.params import ModelConfig
 from jkv.model.rope import Rope, unrotate
@@ -27,11 +28,13 @@ class Network(NamedTuple):
     """A network with one hidden layer for each layer and KV head of a model, or for each batch row of a view.
 
     It reads a slot's key before RoPE, its value and its age, F numbers, and returns how much the slot is expected to be read.
+    Older slots than training had count as `longest_age` tokens old: the weights of ages that it never saw are random.
     """
 
     into: Float[Array, "L K F I"]
     bias: Float[Array, "L K I"]
     out: Float[Array, "L K I"]
+    longest_age: Float[Array, " L"]  # tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -43,18 +46,29 @@ class Foresight(Calibration):
     command = "jkv foresee"
 
     def check_shapes(self) -> None:
-        into, bias, out = self.arrays
+        into, bias, out, longest_age = self.arrays
         if into.ndim != 4 or not (*into.shape[:2], into.shape[3]) == bias.shape == out.shape:
             raise ValueError(f"into must be [L, K, F, I], bias and out [L, K, I]; got {into.shape}, {bias.shape}, {out.shape}.")
+        if longest_age.shape != into.shape[:1] or not (AGES[0] <= longest_age).all() or not (longest_age <= AGES[-1]).all():
+            raise ValueError(f"longest_age must be [L], tokens in [{AGES[0]:g}, {AGES[-1]:,g}]; got {shown(longest_age)}.")
 
     def shapes_for(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         heads, hidden = (config.num_paged_layers, config.num_kv_heads), self.arrays.into.shape[-1]
         num_features = 2 * config.head_size + len(AGES)
-        return {"into": (*heads, num_features, hidden), "bias": (*heads, hidden), "out": (*heads, hidden)}
+        return {
+            "into": (*heads, num_features, hidden),
+            "bias": (*heads, hidden),
+            "out": (*heads, hidden),
+            "longest_age": heads[:1],
+        }
 
 
 def features(
-    rope: Rope, key: Float[Array, "B K S H"], value: Float[Array, "B K S H"], position: Int[Array, "B K S"], age: Array
+    rope: Rope,
+    key: Float[Array, "B K S H"],
+    value: Float[Array, "B K S H"],
+    position: Int[Array, "B K S"],
+    age: Float[Array, "B K S"],
 ) -> Float[Array, "B K S F"]:
     """What the network reads of each slot: the key before RoPE, the value, and where its age lies between the nodes of `AGES`.
 
@@ -65,7 +79,7 @@ def features(
         return unrotate(rope, key[:, :, None], position)[:, :, 0]
 
     plain = jax.vmap(of_head, in_axes=1, out_axes=1)(key, position)
-    place = 4 * jnp.log2(jnp.clip(age.astype(jnp.float32), AGES[0], AGES[-1])) - 8
+    place = 4 * jnp.log2(jnp.clip(age, AGES[0], AGES[-1])) - 8
     hats = jnp.maximum(0.0, 1.0 - jnp.abs(place[..., None] - jnp.arange(len(AGES), dtype=jnp.float32)))
     return jnp.concatenate([plain, value.astype(jnp.float32), hats], axis=-1)
 
@@ -85,7 +99,8 @@ class ExpectedReads:
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         assert view.rope is not None
         assert view.calibration is not None
-        return expected_reads(view.calibration, features(view.rope, view.key, view.value, view.position, view.age))
+        age = jnp.minimum(view.age.astype(jnp.float32), view.calibration.longest_age[:, None, None])
+        return expected_reads(view.calibration, features(view.rope, view.key, view.value, view.position, age))
 
 
 def shipped_networks() -> dict[str, Path]:
@@ -111,7 +126,8 @@ def foresight(
     at each compaction.
 
     Rule:
-      x = (key before RoPE, value, age: 49 nodes from 4 to 16,384 tokens, and between two of them a share of each)
+      x = (key before RoPE, value, age: 49 nodes from 4 to 16,384 tokens, and between two of them a share of each;
+          an age above the longest that training saw counts as that one)
       score = out . silu(into x + bias), with weights of each layer and KV head
       trained so that the softmax of the scores over old slots is the distribution of the squared attention that all later
           queries of the text give them, which is known in training

@@ -12,7 +12,7 @@ from jkv.policies.policy import Policy
 from jkv.policies.r_kv import redundancy_of
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
-from jkv.policies.scores import attention, is_query, sinks_by_group
+from jkv.policies.scores import attention, is_query, less, sinks_by_group
 from jkv.policies.view import CacheView
 
 
@@ -50,7 +50,7 @@ class RememberedImportance:
         importance = of_largest(largest_attention(view, self.window))
         importance = jnp.where(is_past, jnp.maximum(importance, self.decay * view.carried), 0.0)
         redundancy = of_largest(redundancy_of(view, self.similarity))
-        return self.importance * importance - (1 - self.importance) * redundancy, importance
+        return less(self.importance * importance, (1 - self.importance) * redundancy), importance
 
 
 def largest_attention(view: CacheView, window: int) -> Float[Array, "B K S"]:

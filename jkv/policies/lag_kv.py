@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jkv.policies.evict import Evict
 from jkv.policies.needs import Needs
@@ -12,6 +12,7 @@ from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.view import CacheView
+from pallas_kernels.largest_slots import ROUNDING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +46,17 @@ class LagRelativeSpread:
             )
             for x in (view.key, view.value)
         )
-        rank = jnp.argsort(jnp.argsort(total, axis=-1, stable=True), axis=-1).astype(jnp.float32) / self.lag
-        rank = rank.reshape(batch, heads, -1)
+        rank = rank_up_to_rounding(total).astype(jnp.float32).reshape(batch, heads, -1) / self.lag
         rank = jnp.pad(rank, [(0, 0), (0, 0), (self.sinks, num_slots - self.sinks - rank.shape[-1])])
         return jnp.where(is_scored, rank, newest_first)
+
+
+def rank_up_to_rounding(x: Float[Array, "*N n"]) -> Int[Array, "*N n"]:
+    """How many entries of a row are less, or as large up to `ROUNDING` and earlier."""
+    mine, other, place = x[..., :, None], x[..., None, :], jnp.arange(x.shape[-1], dtype=jnp.int32)
+    apart = mine - other
+    is_tie = jnp.abs(apart) <= ROUNDING * jnp.abs(mine)
+    return jnp.where(is_tie, place < place[:, None], apart > 0).sum(axis=-1, dtype=jnp.int32)
 
 
 def relative_spread(x: Array, is_filled: Array) -> Array:
@@ -56,7 +64,8 @@ def relative_spread(x: Array, is_filled: Array) -> Array:
     x, where = x.astype(jnp.float32), is_filled[..., None]
     least = jnp.where(where, x, jnp.inf).min(axis=3, keepdims=True)[:, :, 1:]
     most = jnp.where(where, x, -jnp.inf).max(axis=3, keepdims=True)[:, :, 1:]
-    span = jnp.where(most > least, most - least, 1.0)
+    size = jnp.maximum(jnp.abs(most), jnp.abs(least))
+    span = jnp.where(most - least > ROUNDING * size, most - least, 1.0)
     return ((jnp.where(where, x, 0.0)[:, :, :-1] - least) / span).std(axis=-1, ddof=1)
 
 
@@ -89,7 +98,8 @@ def lag_kv(
     Departures:
       - The authors keep the same share of each chunk once and for all; here the budget is fixed, so that slots which stayed
         form chunks with later ones and are compared again.
-      - A channel that is constant in the next chunk is only shifted, where the authors divide by zero.
+      - A channel that is constant in the next chunk, up to rounding, is only shifted, where the authors divide by zero or by
+        rounding errors. Spreads that are equal up to rounding rank in the order of the slots.
 
     Raises:
       ValueError: a setting out of its range, or a budget that does not hold the sinks and the recent tokens.

@@ -12,7 +12,7 @@ from jkv.policies.needs import Needs
 from jkv.policies.policy import Policy
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
-from jkv.policies.scores import AttentionMass
+from jkv.policies.scores import AttentionMass, less
 from jkv.policies.view import CacheView
 
 
@@ -33,7 +33,7 @@ class ImportanceMinusRedundancy:
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         redundancy = redundancy_of(view, self.similarity, self.exempt, self.released)
-        return self.importance * self.mass(view) - (1 - self.importance) * redundancy
+        return less(self.importance * self.mass(view), (1 - self.importance) * redundancy)
 
 
 def redundancy_of(view: CacheView, similarity: float, exempt: int = 1, exempt_first: bool = False) -> Float[Array, "B K S"]:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 import pallas_kernels as kernels
 from jkv.policies.needs import Needs
 from jkv.policies.view import CacheView
+from pallas_kernels.largest_slots import ROUNDING
 from pallas_kernels.replay_attention.reference import softmax_beside
 
 
@@ -209,6 +210,12 @@ class AttentionMass:
         if self.pooling == "mean":
             return mean_pool(jnp.where(is_scored, mass, 0.0), self.pool)
         return max_pool(jnp.where(is_scored, mass, -jnp.inf), self.pool)
+
+
+def less(one: Float[Array, "*N"], other: Float[Array, "*N"]) -> Float[Array, "*N"]:
+    """`one - other`, and exactly 0 where both are equal up to `ROUNDING`: the rest would be rounding errors alone."""
+    difference = one - other
+    return jnp.where(jnp.abs(difference) < ROUNDING * jnp.maximum(jnp.abs(one), jnp.abs(other)), 0.0, difference)
 
 
 def sinks_by_group(view: CacheView) -> Float[Array, "B K G"] | None:

@@ -17,9 +17,9 @@ from jkv.policies.query_statistics import QueryStatistics
 from jkv.policies.recipe import recipe
 from jkv.policies.schedules import Every
 from jkv.policies.view import CacheView
+from pallas_kernels.largest_slots import ROUNDING
 
 DISTANCES = tuple(2**i for i in range(17))  # positions ahead: 1 to 65,536
-LEAST_DEVIATION = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,9 @@ class TrigonometricSeries:
         where = competes[:, :, None]
         centred = series - series.mean(axis=-1, where=where, keepdims=True)
         deviation = series.std(axis=-1, where=where, ddof=1, keepdims=True)  # NaN for a single slot
-        return (centred / jnp.fmax(deviation, LEAST_DEVIATION)).max(axis=2)
+        size = jnp.abs(series).max(axis=-1, where=where, initial=0.0, keepdims=True)
+        has_spread = deviation > ROUNDING * size  # else all keys are equal up to rounding, or there is one
+        return jnp.where(has_spread, centred / jnp.where(has_spread, deviation, 1.0), 0.0).max(axis=2)
 
 
 @recipe(
@@ -89,7 +91,7 @@ def tri_attention(
     Departures:
       - The authors do not count the prompt in the budget. Here a budget is memory, so it counts; add the prompt's length.
       - Each KV head keeps its own slots, one of the authors' variants; their table has one set for a KV head in all layers.
-      - Ties go to the earlier slot; the authors break them by noise.
+      - Ties go to the earlier slot; the authors break them by noise. Keys that are equal up to rounding all score 0.
       - Channels without RoPE count as the product of the mean query and the key.
 
     Raises:

@@ -24,6 +24,7 @@ from jkv.cache.pool import EMPTY
 from jkv.model.params import Model
 from jkv.reasoning.thoughts import Filter, FilterStats, ThoughtFinder, make_index
 from jkv.reasoning.token_text import facts_of
+from pallas_kernels.largest_slots import ROUNDING
 
 COMPARED = ("rotated", "raw", "values")
 METRICS = ("euclid", "cosine")
@@ -362,12 +363,19 @@ class Sharing:
         return same >= self.share.match * len(ours)
 
     def decide(self, pairs: Sequence[Pair], distance: np.ndarray, relative: np.ndarray, threshold: float) -> list[Pair]:
-        """Shares each page with its nearest candidate below the threshold, in the order of pages. Returns the shared pairs."""
+        """Shares each page with its nearest candidate below the threshold, in the order of pages. Returns the shared pairs.
+
+        Distances that are equal up to `ROUNDING` are ties: of equally near pages the earliest is taken.
+        """
+        slack, cap = 1 + ROUNDING, math.inf if self.share.cap is None else self.share.cap
+        near = [i for i in range(len(pairs)) if distance[i] <= slack * threshold and relative[i] <= slack * cap]
+        self.stats.near += len(near)
+        least: dict[int, float] = {}
+        for i in near:
+            least[pairs[i].page] = min(distance[i], least.get(pairs[i].page, math.inf))
         nearest: dict[int, Pair] = {}
-        for i in sorted(range(len(pairs)), key=lambda i: (pairs[i].page, distance[i], pairs[i].kept)):
-            if distance[i] <= threshold and (self.share.cap is None or relative[i] <= self.share.cap):
-                self.stats.near += 1
-                nearest.setdefault(pairs[i].page, pairs[i])
+        for pair in sorted(pairs[i] for i in near if distance[i] <= slack * least[pairs[i].page]):
+            nearest.setdefault(pair.page, pair)
         return [pair for pair in nearest.values() if self._replace(self.layout, pair)]
 
     def decide_at_random(self, pairs: Sequence[Pair]) -> list[Pair]:
@@ -409,14 +417,17 @@ def distances(share: Share, squares: np.ndarray, num_tokens: np.ndarray, num_kv_
     """The distance of each pair of pages, and the same relative to the norms of the pages; `squares` is of `block_distance`.
 
     "euclid" is ReasonCache's distance: the norm of the difference, of keys and of values, averaged over layers and over both,
-    divided by the tokens and KV heads of a page. "cosine" is `1 - cosine`, averaged over layers, keys and values.
+    divided by the tokens and KV heads of a page. "cosine" is `1 - cosine`, averaged over layers, keys and values. The distance
+    of pages that are equal up to rounding is 0 in either.
     """
     squares = np.asarray(squares, np.float64)
     apart, size = np.sqrt(squares[..., 2]), np.sqrt(squares[..., :2].mean(axis=-1))  # [I, L, 2]
+    apart = np.where(apart <= ROUNDING * size, 0.0, apart)
     relative = apart / np.maximum(size, 1e-30)
     if share.metric == "cosine":
         product = (squares[..., 0] + squares[..., 1] - squares[..., 2]) / 2
         apart = 1 - product / np.maximum(np.sqrt(squares[..., 0] * squares[..., 1]), 1e-30)
+        apart = np.where(apart <= ROUNDING, 0.0, apart)
     else:
         apart = apart / (num_tokens[:, None, None] * num_kv_heads)
     first = 1 if share.compare_on == "values" else 0

@@ -1,5 +1,7 @@
 """Training of foresight: what it learns from, what it learns, its file, and the command."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -75,6 +77,7 @@ def test_training_is_repeatable_and_its_file_returns_it(tmp_path):
     loaded = Foresight.load(tmp_path / "networks.safetensors")
     assert loaded == one
     assert loaded.about["tokens"] == str(3 * 105)
+    np.testing.assert_array_equal(loaded.arrays.longest_age, [79, 79])  # the oldest slot after 80 tokens, the last moment
     assert jkv.foresight(16, tmp_path / "networks.safetensors") == jkv.foresight(16, network=one)
 
 
@@ -101,6 +104,14 @@ def test_texts_for_which_there_is_no_memory_are_refused_before_a_pass(monkeypatc
     one_layer = TINY.num_kv_heads * 112 * 113 * 4
     with pytest.raises(ValueError, match=f"{size(2 * 3 * each + one_layer)} for 3 of them; 10 kB are free"):
         jkv.foresee(model, [[1] * 100] * 3)
+
+
+def test_texts_are_by_default_as_long_as_positions_and_memory_allow(monkeypatch):
+    monkeypatch.setattr(training, "free_bytes", lambda *args: 10**9)
+    assert training.default_length(dataclasses.replace(TINY, max_positions=1500), 10) == 1500
+    assert training.default_length(dataclasses.replace(TINY, max_positions=1 << 20), 10) == 4096
+    assert training.default_length(dataclasses.replace(TINY, max_positions=1 << 20), 100) == 2048
+    assert training.default_length(dataclasses.replace(TINY, max_positions=1 << 20), 10**6) == 1024
 
 
 def test_texts_may_be_strings():

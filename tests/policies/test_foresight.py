@@ -3,14 +3,27 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jkv
-from jkv.policies.foresight import AGES, Foresight, Network
+from jkv.analysis.foresee import longest_age
+from jkv.policies.foresight import AGES, Foresight, Network, shipped_networks
 from jkv.testing import TINY, random_networks, random_view, tiny_model
 
 PROMPT = [4, 5, 6, 7, 8]
+
+
+def network_of(**changes):
+    """Networks of ones, with changed arrays."""
+    ones = {
+        "into": np.ones((2, 2, 22, 4)),
+        "bias": np.ones((2, 2, 4)),
+        "out": np.ones((2, 2, 4)),
+        "longest_age": np.full(2, 64.0),
+    }
+    return Foresight(Network(**(ones | changes)))
 
 
 def plain_score(network, layer, head, view, b, s):
@@ -19,10 +32,10 @@ def plain_score(network, layer, head, view, b, s):
     position, half = int(view.position[b, head, s]), len(frequency)
     key = np.asarray(view.key[b, head, s], np.float64)
     turned = (key[:half] + 1j * key[half : 2 * half]) * np.exp(-1j * position * frequency) / float(view.rope.factor[b])
-    age = int(view.position[b].max()) - position
+    age = min(int(view.position[b].max()) - position, float(network.arrays.longest_age[layer]))
     x = [*turned.real, *turned.imag, *key[2 * half :], *np.asarray(view.value[b, head, s], np.float64)]
     x += [np.interp(np.log2(min(max(age, 4), 2**14)), np.log2(AGES), node) for node in np.eye(len(AGES))]
-    into, bias, out = (np.asarray(array[layer, head], np.float64) for array in network.arrays)
+    into, bias, out = (np.asarray(array[layer, head], np.float64) for array in network.arrays[:3])
     hidden = x @ into + bias
     return (hidden / (1 + np.exp(-hidden))) @ out
 
@@ -30,6 +43,7 @@ def plain_score(network, layer, head, view, b, s):
 @pytest.mark.parametrize("layer", [0, 1])
 def test_the_slots_of_the_largest_scores_stay(layer):
     network = random_networks(tiny_model(), hidden=5)
+    network = Foresight(network.arrays._replace(longest_age=np.full(2, 100, np.float32)))
     view = random_view(np.random.default_rng(layer), slots=60)._replace(layer=layer, calibration=None)
     slots = np.asarray(jax.jit(jkv.foresight(24, network, sinks=2, recent=5).select)(view))
     for b, head in np.ndindex(view.position.shape[:2]):
@@ -40,6 +54,31 @@ def test_the_slots_of_the_largest_scores_stay(layer):
                 score[s] = plain_score(network, layer, head, view, b, s)
         kept = slots[b, head][slots[b, head] >= 0]
         np.testing.assert_array_equal(kept, np.sort(np.argsort(-score, kind="stable")[:24]))
+
+
+def test_slots_older_than_any_in_training_score_as_the_oldest_of_training():
+    """Texts of 144 tokens train ages up to 127; the view reaches 8 times as far, where weights of other ages are random."""
+    assert longest_age([np.zeros(100, np.int32), np.zeros(144, np.int32)]) == 127
+    arrays = random_networks(tiny_model()).arrays._replace(longest_age=np.full(2, 127, np.float32))
+    view = random_view(np.random.default_rng(0), batch=1, slots=40)
+    view = view._replace(calibration=jax.tree.map(lambda x: jnp.asarray(x[:1]), arrays))
+    still = view.rope._replace(frequency=jnp.zeros_like(view.rope.frequency))  # so that keys say nothing of positions
+    rate = jax.jit(jkv.foresight(24, Foresight(arrays), sinks=0, recent=0).rate)
+
+    def scores(oldest):
+        """Of the same slots, as far apart as before but for the newest one, which is `oldest` tokens after the first."""
+        position = np.broadcast_to(np.r_[:39, oldest], view.position.shape).astype(np.int32)
+        one = jnp.asarray(np.nan_to_num(view.key)), jnp.asarray(np.nan_to_num(view.value))
+        return np.asarray(rate(view._replace(key=one[0], value=one[1], position=position, rope=still)))[..., :39]
+
+    np.testing.assert_array_equal(scores(127 + 39), scores(8 * 144))
+    assert (scores(100) != scores(8 * 144)).any()
+
+
+@pytest.mark.parametrize("name", ["tiny-reasoner", "tiny-reasoner-2"])
+def test_the_networks_in_the_package_know_their_longest_age(name):
+    """Its longest traces have 1,044 tokens, whose last moment is after 1,024."""
+    np.testing.assert_array_equal(Foresight.load(shipped_networks()[name]).arrays.longest_age, [1023] * 4)
 
 
 def test_every_layer_and_head_has_its_own_network():
@@ -71,8 +110,10 @@ def test_replay_and_preemption_keep_it_exact():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Foresight(Network(np.ones((2, 2, 22, 4)), np.ones((2, 2, 4)), np.ones((2, 2, 5)))), "out .L, K, I."),
-        (lambda: Foresight(Network(np.full((2, 2, 22, 4), np.nan), np.ones((2, 2, 4)), np.ones((2, 2, 4)))), "must be finite"),
+        (lambda: network_of(out=np.ones((2, 2, 5))), "out .L, K, I."),
+        (lambda: network_of(into=np.full((2, 2, 22, 4), np.nan)), "must be finite"),
+        (lambda: network_of(longest_age=np.full(2, 3.0)), "longest_age must be .L., tokens in .4, 16,384."),
+        (lambda: network_of(longest_age=np.full(3, 64.0)), "longest_age must be .L."),
         (
             lambda: jkv.foresight(64, "absent.safetensors"),
             "networks of foresight must be a safetensors file made by `jkv foresee`",
