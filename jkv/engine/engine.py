@@ -453,6 +453,8 @@ class Engine:
         """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the turn."""
         if sample.planned:  # what is dispatched and not read yet does not count
             sample.land()
+        if not self.runner.is_traced:  # a trace ends with what was drawn
+            sample.recall()
         completion, config = sample.completion, self.model.config
         completion.finish_reason, completion.seconds = reason, sample.seconds
         with blame(sample):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -107,7 +108,7 @@ class Outputs:
         tokens, log_probs = completion.tokens[start:], completion.log_probs[start:]
         if not tokens and not sample.is_finished:  # it was restarted, and has not come to the end of its earlier events
             return
-        if self.tokenizer is not None and (self.is_streaming or sample.on_tokens):
+        if self.tokenizer is not None and (self.is_streaming or sample.on_tokens or sample.text):
             with blame(sample):
                 text = self._new_text(sample)
             if text is None and not sample.is_finished:
@@ -130,14 +131,17 @@ class Outputs:
                     self.emit(other)
 
     def _new_text(self, sample: Sample) -> str:
-        """The text that no event has had yet and that no stop string can cut."""
+        """The text that no event has had yet and that neither later tokens nor a stop string can change."""
         if sample.text is None:
             sample.text = TextStream(completion_decoder(self.tokenizer))
         sample.text.push(sample.text_tokens[sample.text.num_tokens :])
-        text, stops = sample.text.text, sample.request.stop_strings
-        text = cut(text, stops) if sample.is_finished else text[: num_certain(text, stops)]
-        start, sample.num_emitted = sample.num_emitted, max(sample.num_emitted, len(text))
-        return text[start:]
+        if sample.is_finished:
+            sample.text.finish()
+        stops = sample.request.stop_strings
+        text = cut(sample.text.text, stops)
+        end = len(text) if sample.is_finished else num_certain(text, stops)
+        start, sample.num_emitted = sample.num_emitted, max(sample.num_emitted, end)
+        return text[start : sample.num_emitted]
 
     def forget(self) -> None:
         """Forgets the chunk in progress; events of earlier ones stay."""
@@ -148,3 +152,19 @@ class Outputs:
         """Returns and clears the events since the last call."""
         events, self.events = self.events, []
         return events
+
+
+def text_of(tokenizer: Any, sample: Sample) -> str:
+    """The text of a finished sample, to which its events add up.
+
+    Where the tokenizer cannot decode its tokens, its reason becomes "error", and its text is what its events had.
+    """
+    completion = sample.completion
+    if completion.text is None:
+        with blame(sample):
+            completion.text = cut(completion_decoder(tokenizer)(sample.text_tokens), sample.request.stop_strings)
+    if completion.text is None:
+        completion.text, completion.finish_reason = "", "error"
+        if sample.text is not None:
+            completion.text = sample.text.text[: sample.num_emitted]
+    return completion.text

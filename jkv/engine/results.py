@@ -9,15 +9,14 @@ import numpy as np
 from jkv import notebook
 from jkv.checks import counted
 from jkv.engine.conversations import Transcript
-from jkv.engine.faults import blame
+from jkv.engine.outputs import text_of
 from jkv.engine.samples import Sample
 from jkv.engine.stats import RunStats, SampleStats, Stats
 from jkv.model.params import Model, ModelConfig
 from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import Sampling
 from jkv.policies.policy import Policy
-from jkv.reasoning.marks import Marks, completion_decoder, marks_of
-from jkv.reasoning.token_text import cut
+from jkv.reasoning.marks import Marks, marks_of
 from jkv.replay.trace import Trace, join_traces
 
 SHOWN, WIDTH = 5, 60  # samples, and characters of each, that a result shows of itself
@@ -149,7 +148,7 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         log_probs_full[i, : lengths[i]], version[i, : lengths[i]] = completion.log_probs_full, completion.versions
     text = None
     if model.tokenizer is not None:
-        text = [text_of(sample, model.tokenizer) for sample in samples]
+        text = [text_of(model.tokenizer, sample) for sample in samples]
     traces = [completion.trace for completion in completions if completion.trace is not None]
     return Result(
         text=text,
@@ -170,18 +169,6 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         routed_experts=experts_of(model.config, samples),
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )
-
-
-def text_of(sample: Sample, tokenizer: Any) -> str:
-    """The text of a finished sample; empty where the tokenizer cannot decode its tokens, and its reason is then "error"."""
-    completion = sample.completion
-    if completion.text is None:
-        with blame(sample):
-            decoded = completion_decoder(tokenizer)(sample.text_tokens)
-            completion.text = cut(decoded, sample.request.stop_strings)
-    if completion.text is None:
-        completion.text, completion.finish_reason = "", "error"
-    return completion.text
 
 
 def experts_of(config: ModelConfig, samples: Sequence[Sample]) -> np.ndarray | None:

@@ -54,7 +54,7 @@ def detached(sample: Sample, row: swap.SwappedRow) -> Sample:
     one.request = dataclasses.replace(sample.request, policy=full())
     one.swapped, one.is_swapped, one.is_running = row, True, False
     one.shares, one.num_shared_pieces, one.pieces, one.prefix = False, 0, (), Prefix(None)
-    one.on_tokens, one.stops, one.text = None, None, None
+    one.on_tokens, one.stops, one.text, one.emitted = None, None, None, None
     one.submitted = sample.seconds  # since then: clocks of two processes differ
     return one
 

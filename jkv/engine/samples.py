@@ -16,10 +16,11 @@ from jkv.engine.timing import running_seconds
 from jkv.model.routes import RouteRecorder
 from jkv.policies import AfterPrompt, Policy
 from jkv.policies.policy import compacted
+from jkv.reasoning.marks import completion_decoder
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import Pair, Sharing
 from jkv.reasoning.steering import Thinking
-from jkv.reasoning.token_text import StopFinder, TextStream
+from jkv.reasoning.token_text import StopFinder, TextStream, decoder_of
 from jkv.replay.trace import Trace, TraceRecorder
 
 
@@ -198,6 +199,7 @@ class Sample:
     text: TextStream | None = None
     num_emitted: int = 0  # characters of the text that events have had
     num_emitted_tokens: int = 0
+    emitted: Completion | None = None  # what events have had of before it restarted
     planned: list[Progress] = dataclasses.field(default_factory=list)  # before each chunk that is dispatched and not read yet
 
     def __post_init__(self) -> None:
@@ -306,7 +308,19 @@ class Sample:
         fresh.submitted, fresh.priority, fresh.prefix = self.submitted, self.priority, self.prefix
         if all(each == version for each in self.completion.versions):
             fresh.text, fresh.num_emitted, fresh.num_emitted_tokens = self.text, self.num_emitted, self.num_emitted_tokens
+            fresh.emitted = self.emitted if self.is_behind else self.completion
         vars(self).update(vars(fresh))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether it restarted, and has not drawn all of the tokens again that events have had."""
+        return self.completion.num_tokens < self.num_emitted_tokens
+
+    def recall(self) -> None:
+        """Takes the tokens that events have had as its own, where it ends before it has drawn them again."""
+        if self.is_behind and self.emitted is not None:
+            for name in ("tokens", "log_probs", "log_probs_full", "versions"):
+                setattr(self.completion, name, getattr(self.emitted, name)[: self.num_emitted_tokens])
 
     @property
     def can_plan(self) -> bool:
@@ -428,8 +442,11 @@ def split_by_ownership(admitted: dict[int, Sample]) -> Iterator[tuple[bool, list
 
 
 def stop_finder(tokenizer: Any, request: Request) -> StopFinder | None:
-    """Finds a request's stop strings, if it has any, in the tokens of one sample."""
-    return StopFinder(tokenizer.decode, request.stop_strings) if request.stop_strings else None
+    """Finds a request's stop strings, if it has any, in the text of one sample's tokens, with special tokens or without."""
+    if not request.stop_strings:
+        return None
+    others = [completion_decoder(tokenizer)] if getattr(tokenizer, "all_special_ids", None) else []
+    return StopFinder(decoder_of(tokenizer), request.stop_strings, *others)
 
 
 def samples_of(tickets: Mapping[int, list[Sample]], ticket: int) -> list[Sample]:

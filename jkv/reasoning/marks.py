@@ -8,10 +8,9 @@ is of that format.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jkv.reasoning.token_text import END_OF_THINKING, THINK, token_of
+from jkv.reasoning.token_text import END_OF_THINKING, THINK, Decoder, byte_values, token_of
 
 
 class Marks(NamedTuple):
@@ -81,17 +80,18 @@ def marks_of(tokenizer: Any) -> Marks:
     return format_of(tokenizer).marks
 
 
-def completion_decoder(tokenizer: Any) -> Callable[[Any], str]:
-    """A function of the tokens of a completion: their text, without special tokens but those of the marks."""
+@functools.lru_cache(maxsize=8)
+def completion_decoder(tokenizer: Any) -> Decoder:
+    """The text of a completion's tokens, without special tokens but those of the marks."""
     kept = format_of(tokenizer).tokens
     if not kept:
-        return functools.partial(tokenizer.decode, skip_special_tokens=True)
+        return Decoder(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), byte_values(tokenizer))
     dropped = frozenset(tokenizer.all_special_ids) - kept
 
     def decode(tokens: Any) -> str:
         return tokenizer.decode([token for token in map(int, tokens) if token not in dropped], skip_special_tokens=False)
 
-    return decode
+    return Decoder(decode, byte_values(tokenizer))
 
 
 def after_thinking(text: str) -> str:

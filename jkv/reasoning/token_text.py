@@ -1,8 +1,9 @@
 """Text of tokens: facts about each token of a tokenizer, incremental decoding, and stop strings."""
 
+import codecs
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,70 +11,138 @@ import numpy as np
 BREAK = "\n\n"
 THINK, END_OF_THINKING = "<think>", "</think>"
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete UTF-8 character
-MOST_HELD = 16  # tokens that wait for their text
-LONGEST_CHARACTER = 4  # bytes in UTF-8, and so tokens
+MOST_HELD = 16  # tokens whose text is not whole, before the window of decoded tokens moves on
+LONGEST_CHARACTER = 4  # bytes in UTF-8
+
+
+class Decoder:
+    """The text of tokens, as their tokenizer makes it, and what an incremental reader needs to know of each token.
+
+    Args:
+      decode: the text of tokens.
+      byte_values: the byte of each token that SentencePiece writes as `<0xE2>`. Their tokenizers decode a run of them as a
+        whole: as characters if all of it is UTF-8, and else each byte as a replacement character.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], byte_values: Mapping[int, int] | None = None) -> None:
+        self.decode, self.byte_values = decode, byte_values or {}
+        self._is_silent: dict[int, bool] = {}
+
+    def __call__(self, tokens: Any) -> str:
+        """The text of tokens."""
+        return self.decode(tokens)
+
+    def is_silent(self, token: int) -> bool:
+        """Whether a token has no text, wherever it is: a special token that is left out, or padding of the vocabulary."""
+        if token not in self._is_silent:
+            self._is_silent[token] = not self.decode([token, token])  # a single one may lose the space at its beginning
+        return self._is_silent[token]
 
 
 class TextStream:
-    """Decodes tokens incrementally: the work per token does not grow with the text, whatever the tokens are.
+    """Decodes tokens incrementally: what is pushed and finished is the text of all tokens, whatever they are.
 
-    Tokens that end in an incomplete character wait for those that complete it. Where more than `MOST_HELD` wait, none will: the
-    first of them become replacement characters. Tokens that stay without text are forgotten.
+    Tokens that may be part of an incomplete character wait for those that complete it. The work per token does not grow with
+    the text.
 
     Attributes:
       num_tokens: the number of tokens pushed so far.
+      num_characters: characters of the text so far, those of single bytes that wait included.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
-        self.decode = decode
-        self.num_tokens = 0
+        self.decode = decode if isinstance(decode, Decoder) else Decoder(decode)
+        self.num_tokens = self.num_characters = 0
+        self._num_certain = 0  # characters of the text
         self._parts: list[str] = []
         self._tokens: list[int] = []  # the last tokens: the space before a token may depend on its predecessor
-        self._num_decoded = 0  # how many of them are in the text
+        self._num_context = 0  # how many of them are only read for the text of the others
+        self._num_shown = 0  # characters of the others that are in the text
+        self._run: list[int] = []  # single bytes after them, whose text depends on what follows
 
     @property
     def text(self) -> str:
-        """The text of the tokens so far, without an incomplete UTF-8 character at its end."""
+        """The text of the tokens so far, without what later tokens may change."""
         self._parts = ["".join(self._parts)]
         return self._parts[0]
 
+    @property
+    def run_text(self) -> str:
+        """The whole characters of the single bytes that wait; empty if they are no UTF-8."""
+        values = bytes(self.decode.byte_values[token] for token in self._run)
+        try:
+            return codecs.getincrementaldecoder("utf-8")().decode(values)
+        except UnicodeDecodeError:
+            return ""
+
     def push(self, tokens: Sequence[int]) -> str:
         """Adds the next tokens. Returns the text that they complete."""
+        given = [token for token in tokens if not self.decode.is_silent(token)]
+        count = next((i for i in range(len(given), 0, -1) if given[i - 1] not in self.decode.byte_values), 0)
+        new = self._show(self._tokens + self._run + given[:count], is_last=False) if count else ""
+        self._run = given[count:] if count else self._run + given
         self.num_tokens += len(tokens)
-        self._tokens += tokens
-        before, now = self.decode(self._tokens[: self._num_decoded]), self.decode(self._tokens)
-        count = len(self._tokens)
-        if len(now) <= len(before) or now.endswith(UNFINISHED):
-            if count - self._num_decoded <= MOST_HELD:
-                return ""
-            if len(now) <= len(before):
-                self._tokens = self._tokens[: self._num_decoded]
-                return ""
-            ends = range(count - LONGEST_CHARACTER, count - 2 * LONGEST_CHARACTER, -1)  # one of them is between characters
-            wholes = ((end, self.decode(self._tokens[:end])) for end in ends)
-            count, now = next(((end, text) for end, text in wholes if now.startswith(text)), (count, now))
-        self._parts.append(now[len(before) :])
-        self._tokens, self._num_decoded = self._tokens[self._num_decoded :], count - self._num_decoded
-        return self._parts[-1]
+        # Single bytes that turn out to be no UTF-8 are more characters than they seemed to be, never fewer.
+        self.num_characters = max(self.num_characters, self._num_certain + len(self.run_text))
+        return new
+
+    def finish(self) -> str:
+        """Returns the text that waited for tokens that did not come: replacement characters for incomplete ones."""
+        new, self._run = self._show(self._tokens + self._run, is_last=True), []
+        return new
+
+    def _show(self, tokens: list[int], is_last: bool) -> str:
+        """Adds the text of the window, these tokens, that was not shown yet. Returns it."""
+        now, start = self.decode(tokens), len(self.decode(tokens[: self._num_context])) + self._num_shown
+        # Text that ends within a character, and may go on, ends in one replacement character; so does a text with a real one.
+        is_whole = is_last or bool(self.decode.byte_values) or not now.endswith(UNFINISHED)
+        shown = now if is_whole else now[:-1]
+        new = shown[start:]
+        self._parts.append(new)
+        self._num_certain += len(new)
+        self._tokens, self._num_shown = tokens, self._num_shown + len(new)
+        if is_whole:
+            self._tokens, self._num_context, self._num_shown = tokens[self._num_context :], len(tokens) - self._num_context, 0
+        elif len(tokens) - self._num_context > MOST_HELD:
+            # No token has ended where a character does. A window that begins within a character reads its rest as other
+            # characters, in both of its parts alike: four tokens have four bytes or more, so the rest is in the context.
+            self._tokens, self._num_context = tokens[-2 * LONGEST_CHARACTER :], LONGEST_CHARACTER
+            self._num_shown = len(self.decode(self._tokens)) - 1 - len(self.decode(self._tokens[: self._num_context]))
+        return new
 
 
 class StopFinder:
-    """Finds the token that completes a stop string."""
+    """Finds the token that completes a stop string.
 
-    def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str]) -> None:
-        self.stream = TextStream(decode)
+    Args:
+      decode: the text of tokens.
+      stop_strings: the texts that end it.
+      others: further texts of the same tokens in which to look, such as the one without special tokens.
+    """
+
+    def __init__(
+        self, decode: Callable[[list[int]], str], stop_strings: Sequence[str], *others: Callable[[list[int]], str]
+    ) -> None:
         self.stop_strings = stop_strings
+        self._streams = [TextStream(one) for one in (decode, *others)]
         self._longest = max(map(len, stop_strings))
-        self._tail = ""  # the last characters, in which a stop string may have begun
+        self._tails = [""] * len(self._streams)  # the last characters, in which a stop string may have begun
 
     def find(self, tokens: Sequence[int]) -> int | None:
         """The number of tokens up to and including the one that completes a stop string; None if none does."""
         for count, token in enumerate(tokens, 1):
-            seen = self._tail + self.stream.push([token])
-            self._tail = seen[max(0, len(seen) - self._longest + 1) :]
-            if any(stop in seen for stop in self.stop_strings):
+            completes = [self._completes(i, token) for i in range(len(self._streams))]
+            if any(completes):
                 return count
         return None
+
+    def _completes(self, i: int, token: int) -> bool:
+        """Whether a token completes a stop string in one of the texts."""
+        stream = self._streams[i]
+        seen = self._tails[i] + stream.push([token])
+        self._tails[i] = seen[max(0, len(seen) - self._longest + 1) :]
+        seen += stream.run_text
+        return any(stop in seen for stop in self.stop_strings)
 
 
 def cut(text: str, stop_strings: Sequence[str]) -> str:
@@ -142,3 +211,24 @@ def token_of(tokenizer: Any, text: str) -> int:
     """The token that a text is; -1 if it is none, or several."""
     ids = tokenizer.encode(text, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else -1
+
+
+@functools.lru_cache(maxsize=8)
+def decoder_of(tokenizer: Any) -> Decoder:
+    """The text of tokens, special ones too."""
+    return Decoder(lambda tokens: tokenizer.decode(tokens), byte_values(tokenizer))
+
+
+@functools.lru_cache(maxsize=8)
+def byte_values(tokenizer: Any) -> Mapping[int, int]:
+    """The byte of each token that is written `<0xE2>` and decoded as that byte, as in SentencePiece's byte fallback."""
+    names = getattr(tokenizer, "convert_ids_to_tokens", None)
+    if names is None:
+        return {}
+    named = {f"<0x{value:02X}>": value for value in range(256)}
+    found = {tokenizer.convert_tokens_to_ids(name): name for name in named}
+    return {
+        token: named[name]
+        for token, name in found.items()
+        if token is not None and names(token) == name and tokenizer.decode([token]) != name
+    }

@@ -11,7 +11,7 @@ import numpy as np
 
 from jkv.engine.engine import Engine
 from jkv.engine.options import EngineOptions
-from jkv.engine.results import text_of
+from jkv.engine.outputs import text_of
 from jkv.engine.row_copies import copy_rows, renumber
 from jkv.engine.samples import Sample
 from jkv.engine.service import Service
@@ -100,7 +100,7 @@ class Worker:
         """What a finished request's ticket is given: its sample, with the text."""
         (sample,) = self.engine.take([ticket])
         if self.engine.model.tokenizer is not None:
-            text_of(sample, self.engine.model.tokenizer)
+            text_of(self.engine.model.tokenizer, sample)
         return sample
 
     def _done(self, number: int, ticket: "Future[Any]") -> None:

@@ -1,9 +1,10 @@
 """The text of each token of a sequence, in visible characters."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from jkv.reasoning.token_text import TextStream
+from jkv.reasoning.token_text import TextStream, decoder_of
 from jkv.reports import visible
 
 PART = "\N{DOTTED CIRCLE}"  # a token whose bytes are part of a character that a later one completes
@@ -16,8 +17,9 @@ def pieces(tokens: Sequence[int], tokenizer: Any = None) -> list[str]:
     """
     if tokenizer is None:
         return [str(token) for token in tokens]
-    stream = TextStream(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
-    texts = []
+    stream, ends = TextStream(decoder_of(tokenizer)), [0]
     for token in tokens:
-        texts.append(visible(stream.push([int(token)])) or PART)
-    return texts
+        stream.push([int(token)])
+        ends.append(stream.num_characters)
+    text = stream.text + stream.run_text
+    return [visible(text[start:end]) or PART for start, end in itertools.pairwise(ends)]
