@@ -30,6 +30,7 @@ class Flight:
     def by_row(self, outputs: Any) -> dict[int, RowOutputs]:
         """The outputs, on the host, of each row that is not finished."""
         log_prob_full = outputs.log_prob if outputs.log_prob_full is None else outputs.log_prob_full
+        log_prob_own = outputs.log_prob if outputs.log_prob_own is None else outputs.log_prob_own  # where it was asked for
         counts = outputs.is_real.sum(axis=0)
 
         def row(i: int) -> RowOutputs:
@@ -38,7 +39,8 @@ class Flight:
             by_step = outputs.steered, outputs.hidden, outputs.experts
             steered, hidden, experts = (None if x is None else x[: counts[i], i] for x in by_step)
             goes_on = bool(outputs.is_running[i])
-            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden, experts)
+            own = log_prob_own[: counts[i], i].tolist()
+            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden, experts, own)
 
         return {i: row(i) for i, sample in self.rows.items() if not sample.is_finished}
 

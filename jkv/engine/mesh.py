@@ -47,7 +47,7 @@ from jkv.policies import Needs
 DATA = "data"  # the axis of a mesh that counts replicas (`jkv.replicas`)
 # Static arguments of programs.
 SETTINGS = (
-    *("num_steps", "draws", "is_traced", "returns_hidden", "returns_experts"),
+    *("num_steps", "draws", "is_traced", "returns_hidden", "returns_experts", "returns_own"),
     *("evict", "owns_all", "unrotated", "num_pages"),
 )
 

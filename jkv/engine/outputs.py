@@ -22,11 +22,12 @@ class Event:
       ticket: the request's (`Engine.submit`); for `jkv.generate`, the index of the prompt.
       sample: index among the request's samples.
       tokens: the new tokens.
-      logprobs: their log-probabilities.
+      logprobs: their log-probabilities, as `Result.logprobs`.
       text: the new text, if there is a tokenizer and events are streamed. Characters that may be part of a stop string wait for
         a later event.
       finish_reason: empty as long as the sample runs.
       evicted: tokens of prompt and completion that are not in the cache any more, averaged over layers and KV heads.
+      model_logprobs: as `Result.model_logprobs`; empty unless asked for.
     """
 
     ticket: int
@@ -36,6 +37,7 @@ class Event:
     text: str | None
     finish_reason: str
     evicted: float = 0.0
+    model_logprobs: list[float] = dataclasses.field(default_factory=list)
 
 
 class Outputs:
@@ -75,6 +77,8 @@ class Outputs:
         completion.tokens += tokens
         completion.log_probs += log_probs
         completion.log_probs_full += row.log_probs_full[: len(tokens)]
+        if sample.request.model_logprobs:
+            completion.log_probs_own += row.log_probs_own[: len(tokens)]
         completion.versions += [sample.version, *[version] * len(tokens)][: len(tokens)]
         sample.version = version
         self._collected[sample] = None
@@ -117,7 +121,8 @@ class Outputs:
                 completion.finish_reason = "error"
         sample.num_emitted_tokens = max(start, completion.num_tokens)
         left = completion.evicted + completion.shared
-        event = Event(sample.ticket, sample.index, tokens, log_probs, text, completion.finish_reason, left)
+        place = sample.ticket, sample.index
+        event = Event(*place, tokens, log_probs, text, completion.finish_reason, left, completion.log_probs_own[start:])
         self.events.append(event)
         if sample.on_tokens is not None and (error := call(sample.on_tokens, event)):
             if is_interrupt(error):

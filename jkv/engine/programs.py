@@ -37,7 +37,14 @@ from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 from jkv.reasoning.steering import SteerRules
 
-OF_DECODE = "num_steps", "draws", "is_traced", "returns_hidden", "returns_experts"  # static arguments of `decode_chunk`
+OF_DECODE = (
+    "num_steps",
+    "draws",
+    "is_traced",
+    "returns_hidden",
+    "returns_experts",
+    "returns_own",
+)  # static arguments of `decode_chunk`
 DONATED = ("state", "generated")  # arguments of which each program returns the next value in the same memory
 
 
@@ -89,6 +96,9 @@ class ChunkOutputs(NamedTuple):
     log_prob_full: Float[Array, "steps B"] | None  # before penalties, top-k, top-p and min-p; None where it equals `log_prob`
     generated: Int[Array, "B V"] | None = None  # the argument of the next chunk, which stays on the device
     experts: UInt[Array, "steps B L A"] | None = None  # that each token went through, by layer with experts; None unless asked
+    log_prob_own: Float[Array, "steps B"] | None = (
+        None  # under the model's own distribution; None unless asked, or as `log_prob`
+    )
 
 
 @device_program(static_argnames=OF_DECODE, donate_argnames=DONATED)
@@ -103,6 +113,7 @@ def decode_chunk(
     gate: AnyGate | None = None,
     generated: Int[Array, "B V"] | None = None,
     returns_experts: bool = False,
+    returns_own: bool = False,
 ) -> tuple[State, ChunkOutputs]:
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host.
 
@@ -118,6 +129,8 @@ def decode_chunk(
             counts = TokenCounts(inputs.is_prompted, generated)
         token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, inputs.key, position, draws, forced, counts)
         token = jnp.where(is_active, token, 0)
+        is_own = draws == "greedy" and inputs.sampling.penalties is None  # then `log_prob` is the same
+        log_prob_own = sampling.own_log_prob(logits, token) if returns_own and not is_own else None
         generated = None if generated is None else penalties.count_next(generated, token, is_active)
         is_stop = (token[:, None] == inputs.stop_ids).any(axis=-1)
         is_stop = is_stop if forced is None else is_stop & (forced < 0)
@@ -162,6 +175,7 @@ def decode_chunk(
             hidden[:, 0] if returns_hidden else None,
             log_prob_full,
             None if cache.experts is None else cache.experts[:, 0],
+            log_prob_own,
         )
         return (state, goes_on, remaining - 1, is_thinking, align, generated), (token, log_prob, is_active, *events)
 
@@ -175,7 +189,7 @@ def decode_chunk(
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     start = (state, is_active, inputs.remaining, is_thinking, inputs.align, generated)
     forced = None if inputs.forced is None else inputs.forced[:num_steps]
-    end, (token, log_prob, is_real, *events, experts) = jax.lax.scan(step, start, forced, length=num_steps)
+    end, (token, log_prob, is_real, *events, experts, own) = jax.lax.scan(step, start, forced, length=num_steps)
     state, is_running, *_, generated = end
     if state.cache.tail is not None:
         state = state._replace(cache=state.cache._replace(pool=sealed_pages.seal_filled(state.cache, num_seen)))
@@ -184,7 +198,8 @@ def decode_chunk(
         ring = put_back(ring, oldest, num_seen, ~is_active)
         state = state._replace(cache=state.cache._replace(query_ring=ring))
     held = pages.held_pages(state.cache.pool)
-    return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, generated=generated, experts=experts)
+    more = {"generated": generated, "experts": experts, "log_prob_own": own}
+    return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, **more)
 
 
 @device_program(static_argnames=("num_pages", "returns_experts"), donate_argnames="state")

@@ -50,6 +50,7 @@ class Request:
       num_kept: leading tokens of the prompt whose keys and values its kept row has already; 0 for a first turn.
       first: tokens of the first turn's prompt, where this is a later turn, or of the prompt's first piece, where it enters in
         pieces; else 0.
+      model_logprobs: whether log-probabilities under the model's own distribution are returned, too.
     """
 
     prompt: np.ndarray
@@ -68,6 +69,7 @@ class Request:
     keep: bool = False
     num_kept: int = 0
     first: int = 0
+    model_logprobs: bool = False
 
     @property
     def first_prompt(self) -> int:
@@ -143,6 +145,8 @@ class RequestOptions:
       parse_special: whether the text of a control token, such as `<|im_end|>`, is this token in a message, too. By default only
         the chat template's own text makes control tokens, so that no user's text ends a turn or begins one. Prompts that are a
         text, and not messages, always may have them.
+      model_logprobs: whether the result also has each token's log-probability under the model's own distribution: at
+        temperature 1, without penalties and cuts.
 
     Raises:
       ValueError: a setting of another type, or out of its range.
@@ -159,10 +163,11 @@ class RequestOptions:
     cache_salt: str = ""
     prompt_piece: int | None = None
     parse_special: bool = False
+    model_logprobs: bool = False
 
     def __post_init__(self) -> None:
         kinds: dict[str, Any] = {"n": int, "max_new_tokens": int | None, "first_sample": int, "cache_salt": str}
-        kinds |= {"prompt_piece": int | None, "parse_special": bool}
+        kinds |= {"prompt_piece": int | None, "parse_special": bool, "model_logprobs": bool}
         for name, kind in kinds.items():  # Python's numbers: products of NumPy's small ones overflow.
             object.__setattr__(self, name, typed(name, getattr(self, name), kind))
         check_counts(n=self.n, max_new_tokens=self.max_new_tokens, prompt_piece=self.prompt_piece)
@@ -251,6 +256,7 @@ def make_requests(
         common = (prompt, policy, sampling, seed, prompt_id)
         rest: Any = (limit, ends, tuple(options.stop_strings), asked is None, until_token(policy, model), forced[i])
         named: Any = {"cache_salt": options.cache_salt, "first": piece if piece < len(prompt) else 0}
+        named["model_logprobs"] = options.model_logprobs
         requests.append([Request(*common, sample, *rest, **named) for sample in samples])
         seen[prompt_id] += n
     return requests

@@ -35,6 +35,8 @@ class Result:
       logprobs: `[n, T]` float32, of each token under the exact distribution it was drawn from (for temperature 0, under that of
         temperature 1); 0 in padding.
       logprobs_full: the same before penalties, top-k, top-p and min-p: under the model's own distribution, with temperature.
+      model_logprobs: `[n, T]` float32, under the model's own distribution: at temperature 1, without penalties and cuts. None
+        unless asked for (`jkv.RequestOptions`).
       finish_reason: of each sample: "stop" (an end token of the model, or a stop id or stop string), "length",
         "cancelled" (by the caller, or Ctrl-C; its tokens are kept), "error" (something of its own failed: `samples[i].error`
         has the exception), or "nan" (the model gave no finite probabilities).
@@ -70,6 +72,7 @@ class Result:
     transcripts: list[Transcript | None] | None = None
     policy_version: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 0), np.int32))
     routed_experts: np.ndarray | None = None
+    model_logprobs: np.ndarray | None = None
 
     def __repr__(self) -> str:
         lines = [
@@ -141,10 +144,11 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
     requests, completions = [sample.request for sample in samples], [sample.completion for sample in samples]
     lengths = np.array([len(c.tokens) for c in completions], np.int32)
     tokens = np.zeros((len(completions), np.max(lengths, initial=0)), np.int32)
-    log_probs, log_probs_full = np.zeros((2, *tokens.shape), np.float32)
+    log_probs, log_probs_full, log_probs_own = np.zeros((3, *tokens.shape), np.float32)
     version = np.full(tokens.shape, -1, np.int32)
     for i, completion in enumerate(completions):
         tokens[i, : lengths[i]], log_probs[i, : lengths[i]] = completion.tokens, completion.log_probs
+        log_probs_own[i, : len(completion.log_probs_own)] = completion.log_probs_own
         log_probs_full[i, : lengths[i]], version[i, : lengths[i]] = completion.log_probs_full, completion.versions
     text = None
     if model.tokenizer is not None:
@@ -167,6 +171,7 @@ def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_trace
         transcripts=[c.transcript for c in completions] if any(c.transcript for c in completions) else None,
         policy_version=version,
         routed_experts=experts_of(model.config, samples),
+        model_logprobs=log_probs_own if any(request.model_logprobs for request in requests) else None,
         slot_bytes=2 * model.params.config.head_size * model.params.embedding.dtype.itemsize,
     )
 

@@ -123,6 +123,7 @@ class Runner:
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
         self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
         self.is_penalising = False  # whether a request has had penalties; likewise
+        self.returns_own = False  # whether a request has asked for the model's own log-probabilities; likewise
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
             "num_rows": self.num_rows,
@@ -286,6 +287,7 @@ class Runner:
         inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self._all_alive))
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
             options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated, self.routed_experts
+            options = *options, self.returns_own
             self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
             self._generated, outputs = outputs.generated, outputs._replace(generated=None)
             if self.needs.sharing:
@@ -379,7 +381,7 @@ class Runner:
 
     def lower(self) -> None:
         """Chunks serve no more kinds of requests than those that come from now on: see `draws`. For an idle engine."""
-        self.draws, self.is_forcing, self.is_penalising = DRAWS[0], False, False
+        self.draws, self.is_forcing, self.is_penalising, self.returns_own = DRAWS[0], False, False, False
         self._settings = self._generated = None
 
     def _chunk_inputs(self, running: dict[int, Sample]) -> ChunkInputs:
@@ -389,6 +391,7 @@ class Runner:
             self.draws = max([self.draws, *(request.sampling.draws for request in requests)], key=DRAWS.index)
             self.is_forcing |= any(len(request.forced) for request in requests)
             self.is_penalising |= any(request.sampling.penalises for request in requests)
+            self.returns_own |= any(request.model_logprobs for request in requests)
             sharding = None if self.mesh is None else meshes.replicated(self.mesh)
             is_prompted = None
             if self.is_penalising:

@@ -31,6 +31,7 @@ class Completion:
     tokens: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
     log_probs_full: list[float] = dataclasses.field(default_factory=list)  # before penalties and cuts
+    log_probs_own: list[float] = dataclasses.field(default_factory=list)  # of the model's own distribution, where asked for
     versions: list[int] = dataclasses.field(default_factory=list)  # of the weights behind each token
     finish_reason: str = ""
     trace: Trace | None = None  # of the finished sample, when traced
@@ -68,6 +69,7 @@ class RowOutputs(NamedTuple):
     steered: np.ndarray | None  # [steps] multiple of the steering vector added to each token; None unless traced
     hidden: np.ndarray | None  # [steps, D] after the final norm; None unless sentences are compared
     experts: np.ndarray | None = None  # [steps, L, A] that its tokens went through; None unless asked for
+    log_probs_own: Sequence[float] = ()  # of the model's own distribution, for requests that ask for it
 
 
 class Progress(NamedTuple):
@@ -319,7 +321,7 @@ class Sample:
     def recall(self) -> None:
         """Takes the tokens that events have had as its own, where it ends before it has drawn them again."""
         if self.is_behind and self.emitted is not None:
-            for name in ("tokens", "log_probs", "log_probs_full", "versions"):
+            for name in ("tokens", "log_probs", "log_probs_full", "log_probs_own", "versions"):
                 setattr(self.completion, name, getattr(self.emitted, name)[: self.num_emitted_tokens])
 
     @property

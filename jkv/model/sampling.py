@@ -1,8 +1,8 @@
 """Sampling of the next token, with penalties, temperature, top-k, top-p and min-p as data of each row, and a random key for
 each request.
 
-The log-probability of a token is under the exact distribution that it was drawn from. At temperature 0 decoding is greedy, and
-the log-probability is that of temperature 1.
+The log-probability of a token is under the exact distribution that it was drawn from (at temperature 0, which is greedy, under
+that of temperature 1); where a request asks for it, also under the model's own distribution (`own_log_prob`).
 """
 
 import dataclasses
@@ -160,6 +160,13 @@ def draw(
         return token, log_prob, None
     full_BV = log_distribution(logits, rows._replace(penalties=None), truncates=False)
     return token, log_prob, jnp.take_along_axis(full_BV, token[:, None], axis=-1)[:, 0]
+
+
+def own_log_prob(logits: Float[Array, "B V"], token: Int[Array, " B"]) -> Float[Array, " B"]:
+    """Each token's log-probability in nats under the model's own distribution: at temperature 1, without penalties and cuts."""
+    below_BV = logits.astype(jnp.float32) - logits.max(axis=-1, keepdims=True).astype(jnp.float32)
+    picked = jnp.take_along_axis(below_BV, token[:, None], axis=-1)[:, 0]
+    return picked - jnp.log(jnp.exp(below_BV).sum(axis=-1))
 
 
 def log_distribution(

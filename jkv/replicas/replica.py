@@ -61,7 +61,11 @@ class Facts(NamedTuple):
 
 # Messages of a replica.
 
-LISTS = {"tokens": np.int32, "log_probs": np.float32, "log_probs_full": np.float32, "versions": np.int32}  # of a completion
+LISTS = {  # of a completion
+    "tokens": np.int32,
+    **dict.fromkeys(("log_probs", "log_probs_full", "log_probs_own"), np.float32),
+    "versions": np.int32,
+}
 
 
 class Finished(NamedTuple):

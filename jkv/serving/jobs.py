@@ -193,6 +193,7 @@ def make_turn(
         stop_ids=fields.stop_ids(model),
         stop_strings=fields.stop_strings,
         prompt_piece=fields.prompt_piece,
+        model_logprobs=fields.model_logprobs,
     )
     request = turns.next_request(model, row, new, request_options, fields.store)
     return Job(fields, [request.prompt], [[request]], ends_in_thinking(model, request.prompt), row)
@@ -222,6 +223,7 @@ def make_job(
             stop_strings=fields.stop_strings,
             cache_salt=fields.cache_salt or "",
             prompt_piece=fields.prompt_piece,
+            model_logprobs=fields.model_logprobs,
         )
         made = make_requests(model, prompts, request_options, kv_format=kv_format)
         keep = isinstance(fields, ChatFields) and fields.store

@@ -51,7 +51,8 @@ class ReasoningSplitter:
         self._text = ""
         if place == "content":
             return Parts("", text)
-        return Parts(text.strip() if place == "reasoning" else "", "")
+        rest = text.rstrip() if self._has_begun else text.strip()
+        return Parts(rest if place == "reasoning" else "", "")
 
     def _start(self) -> None:
         """Decides whether the text thinks, once it is long enough."""

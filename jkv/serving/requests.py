@@ -41,6 +41,7 @@ IN_TEMPLATES = {  # names that rendering itself gives to a template: those of a 
     *("conversations", "messages", "return_assistant_tokens_mask", "return_dict", "self", "tokenize", "tools"),
 }
 STREAM_OPTIONS = ("include_usage", "continuous_usage_stats", "include_obfuscation")
+RAW, PROCESSED = "raw_logprobs", "processed_logprobs"  # vLLM's names of distributions: the model's own, and what is drawn from
 MOST_TOP = 1  # of most likely tokens: the engine computes the drawn token's log-probability alone
 
 
@@ -115,6 +116,8 @@ class Fields(Body):
       policy, settings: how the cache stays small. Without `policy`, `settings` change those of the server's policy.
       ignore_eos: whether the model's own end tokens end nothing.
       return_token_ids: whether the response has token ids.
+      logprobs_mode: under which distribution log-probabilities are: RAW is the model's own, at temperature 1 and without
+        penalties and cuts; PROCESSED is the one that tokens are drawn from.
       kv_dtype: the pool's format, if it is named: all requests share one pool.
       cache_salt: requests share pages of the prefix cache with those of the same salt alone.
       prompt_piece: tokens of a prompt that are prefilled before its first compaction; None is all.
@@ -139,6 +142,7 @@ class Fields(Body):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     return_token_ids: bool = False
+    logprobs_mode: str = RAW
     request_id: str | None = None
     cache_salt: str | None = None
     prompt_piece: int | None = None
@@ -150,6 +154,11 @@ class Fields(Body):
         super().__post_init__()
         if self.top_k == -1:  # vLLM's word for all tokens
             object.__setattr__(self, "top_k", 0)
+        if self.logprobs_mode not in (RAW, PROCESSED):
+            raise ValueError(
+                f"logprobs_mode must be {RAW}, of the model's own distribution, or {PROCESSED}, of the one that draws; "
+                f"got {shown(self.logprobs_mode)}. Send one of them, or leave it out."
+            )
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options are those of a stream; got them without stream=true. Leave them out.")
         for name, value in (self.stream_options or {}).items():
@@ -193,6 +202,16 @@ class Fields(Body):
         raise NotImplementedError
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether the response has log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def model_logprobs(self) -> bool:
+        """Whether it has those under the model's own distribution."""
+        return self.has_logprobs and self.logprobs_mode == RAW
+
+    @property
     def limit_name(self) -> str:
         """The field that is the limit of new tokens."""
         return "max_tokens"
@@ -206,6 +225,11 @@ class Fields(Body):
         given = {name: getattr(self, name) for name in SAMPLING_FIELDS if getattr(self, name) is not None}
         sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
         check_top(*self.top, sampling.temperature)
+        if self.top[1] and self.model_logprobs and sampling.penalises:
+            raise ValueError(
+                f"{self.top[0]} must be 0 with penalties, which choose another token than the most likely one of the model's "
+                f"own distribution; got {shown(self.top[1])}. Ask for none, or for logprobs_mode={PROCESSED}."
+            )
         return sampling
 
 
@@ -257,6 +281,11 @@ class ChatFields(TemplateFields, Fields):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
+    def has_logprobs(self) -> bool:
+        """Whether the response has log-probabilities."""
+        return self.logprobs
+
+    @property
     def top(self) -> tuple[str, int | None]:
         """The field that asks for the most likely tokens of each place, and how many."""
         return "top_logprobs", self.top_logprobs
@@ -278,6 +307,11 @@ class CompletionFields(Fields):
             raise ValueError("max_tokens must be at least 1, or 0 with echo=true; got 0.")
         if self.echo and self.stream and self.logprobs is not None:
             raise ValueError("logprobs of an echoed prompt are not streamed; got echo, stream and logprobs. Leave out one.")
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the response has log-probabilities."""
+        return self.logprobs is not None
 
     @property
     def limit(self) -> int | None:

@@ -10,6 +10,7 @@ from jkv.engine.results import Result
 from jkv.engine.stats import SampleStats
 from jkv.model.params import Model
 from jkv.reasoning.marks import Marks, marks_of
+from jkv.reasoning.token_bytes import PartReader
 from jkv.serving.reasoning import ReasoningSplitter, num_reasoning_tokens
 
 REASONS = {"cancelled": "abort"}  # the others have the same name here
@@ -65,12 +66,11 @@ def reasoning_fields(reasoning: str) -> dict[str, str]:
     return {"reasoning": reasoning, "reasoning_content": reasoning} if reasoning else {}
 
 
-def chat_log_probs(model: Model, tokens: Sequence[int], log_probs: Sequence[float], top: int | None) -> dict[str, Any]:
+def chat_log_probs(reader: PartReader, tokens: Sequence[int], log_probs: Sequence[float], top: int | None) -> dict[str, Any]:
     """Log-probabilities of a chat's tokens; `top` is of greedy draws alone, where the most likely token is the drawn one."""
     content = []
-    for token, log_prob in zip(tokens, log_probs, strict=True):
-        text = model.tokenizer.decode([token])
-        one = {"token": text, "logprob": log_prob, "bytes": list(text.encode(errors="replace"))}
+    for part, log_prob in zip(reader.read(tokens), log_probs, strict=True):
+        one = {"token": part.name, "logprob": log_prob, "bytes": list(part.value)}
         content.append({**one, "top_logprobs": [one] if top else []})
     return {"content": content, "refusal": None}
 
@@ -89,22 +89,28 @@ def drawn(tokens: Sequence[int], log_probs: Sequence[float]) -> list["Likely | N
 
 
 def text_log_probs(
-    model: Model, tokens: Sequence[int], likely: Sequence[Likely | None], top: int | None, start: int = 0
+    reader: PartReader, tokens: Sequence[int], likely: Sequence[Likely | None], top: int | None
 ) -> dict[str, Any]:
-    """Log-probabilities of a text's tokens, None for one without a predecessor; offsets count characters from `start`.
+    """Log-probabilities of a text's tokens, None for one without a predecessor; offsets count the text's characters.
 
     With `top`, also the most likely token of each place, beside the text's own.
     """
-    texts, offsets = [model.tokenizer.decode([token]) for token in tokens], []
-    for text in texts:
-        offsets.append(start)
-        start += len(text)
-    log_probs = [None if one is None else one.log_prob for one in likely]
-    best = None
-    if top:
-        pairs = zip(texts, likely, strict=True)
-        best = [one and {model.tokenizer.decode([one.best]): one.best_log_prob, text: one.log_prob} for text, one in pairs]
-    return {"tokens": texts, "token_logprobs": log_probs, "top_logprobs": best, "text_offset": offsets}
+    parts, best = [], []
+    for token, one in zip(tokens, likely, strict=True):
+        names = [] if one is None or one.best == token else [(reader.name(one.best), one.best_log_prob)]
+        parts += reader.read([token])
+        best.append(one and dict([*names, (parts[-1].name, one.log_prob)]))
+    return {
+        "tokens": [part.name for part in parts],
+        "token_logprobs": [None if one is None else one.log_prob for one in likely],
+        "top_logprobs": best if top else None,
+        "text_offset": [part.start for part in parts],
+    }
+
+
+def joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The log-probabilities of a text that goes on in a second one."""
+    return {name: values and values + second[name] for name, values in first.items()}
 
 
 def usage_of(model: Model, prompts: Sequence[Any], results: Sequence[Result], thinks: bool, is_chat: bool) -> dict[str, Any]:

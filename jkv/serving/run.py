@@ -75,10 +75,10 @@ def warm_up(service: Service, policy: Policy, is_whole: bool) -> None:
     """Compiles programs before clients come, because an engine compiles in its own thread, which stops every stream.
 
     The first ones: prefill and a chunk of greedy decode steps. With `is_whole` also what most clients ask for: chunks of every
-    size, for any draws, with penalties and without; prompts of every size; a compaction; two samples of a prompt; the second
-    turn of a conversation. Others compile at their first use. Not counted.
+    size, for any draws, with penalties and without, with the model's own log-probabilities; prompts of every size; a
+    compaction; two samples of a prompt; the second turn of a conversation. Others compile at their first use. Not counted.
     """
-    asked: Any = {"policy": policy, "max_new_tokens": 2, "stop_ids": ()}
+    asked: Any = {"policy": policy, "max_new_tokens": 2, "stop_ids": (), "model_logprobs": is_whole}
     if not is_whole:
         service.submit([0], sampling=Sampling(temperature=0.0), **asked).result()
     else:
@@ -87,7 +87,7 @@ def warm_up(service: Service, policy: Policy, is_whole: bool) -> None:
             service.call(lambda engine: engine.runner.lower()).result()
             for steps in CHUNKS:
                 one_chunk = streaming_llm(budget=4 * steps, interval=steps)
-                service.submit([0], policy=one_chunk, sampling=sampling, max_new_tokens=steps, stop_ids=()).result()
+                service.submit([0], sampling=sampling, **asked | {"policy": one_chunk, "max_new_tokens": steps}).result()
         longer = (policy.target(1, 0) or 0) + 1  # than the budget
         for length in (*engine.runner.prefill_sizes, longer):
             with contextlib.suppress(ValueError):  # the context is too short

@@ -13,11 +13,13 @@ from starlette.responses import StreamingResponse
 from jkv.engine.outputs import Event
 from jkv.engine.tickets import Ticket
 from jkv.model.params import Model
-from jkv.reasoning.marks import marks_of
+from jkv.reasoning.marks import completion_decoder, marks_of
+from jkv.reasoning.token_bytes import PartReader
+from jkv.reasoning.token_text import decoder_of
 from jkv.serving.errors import error_body
 from jkv.serving.jobs import Job
 from jkv.serving.reasoning import Parts, ReasoningSplitter
-from jkv.serving.requests import ChatFields
+from jkv.serving.requests import ChatFields, CompletionFields, Fields
 from jkv.serving.responses import (
     FAILURES,
     Head,
@@ -143,6 +145,7 @@ class ChatChunks:
         assert isinstance(job.fields, ChatFields)
         self.model, self.fields = model, job.fields
         self.splitters = [ReasoningSplitter(job.thinks, marks_of(model.tokenizer)) for _ in range(job.num_samples)]
+        self.readers = [PartReader(model.tokenizer, completion_decoder(model.tokenizer)) for _ in range(job.num_samples)]
 
     def first(self) -> list[dict[str, Any]]:
         """The role of each sample."""
@@ -159,7 +162,9 @@ class ChatChunks:
         delta = reasoning_fields(reasoning if fields.include_reasoning else "") | ({"content": content} if content else {})
         more: dict[str, Any] = {"token_ids": event.tokens} if fields.return_token_ids else {}
         if fields.logprobs and event.tokens:
-            more["logprobs"] = chat_log_probs(self.model, event.tokens, event.logprobs, fields.top_logprobs)
+            more["logprobs"] = chat_log_probs(
+                self.readers[index], event.tokens, log_probs_of(event, fields), fields.top_logprobs
+            )
         chunks = [choice(index, delta=delta, **more)] if delta or (more and event.tokens) else []
         if event.finish_reason:
             chunks.append(choice(index, reason_of(event.finish_reason), delta={}))
@@ -170,29 +175,34 @@ class TextChunks:
     """The chunks of each sample of a completion; with `echo`, the prompt comes first."""
 
     def __init__(self, model: Model, job: Job) -> None:
-        self.model, self.job = model, job
-        self.lengths = [0] * job.num_samples
+        assert isinstance(job.fields, CompletionFields)
+        self.fields, self.has_more = job.fields, bool(job.groups)
+        decode = decoder_of(model.tokenizer)
+        self.echoed = [decode(prompt.tolist()) * job.fields.echo for prompt in job.prompts for _ in range(job.fields.n)]
+        own = completion_decoder(model.tokenizer)
+        self.readers = [PartReader(model.tokenizer, own, len(text)) for text in self.echoed]
 
     def first(self) -> list[dict[str, Any]]:
         """The prompts, if they are to be echoed."""
-        job = self.job
-        if not getattr(job.fields, "echo", False):
+        if not self.fields.echo:
             return []
-        texts = [self.model.tokenizer.decode(prompt) for prompt in job.prompts for _ in range(job.fields.n)]
-        self.lengths = [len(text) for text in texts]
-        reason = None if job.groups else "length"  # where nothing follows
-        return [choice(index, reason, text=text, logprobs=None) for index, text in enumerate(texts)]
+        reason = None if self.has_more else "length"
+        return [choice(index, reason, text=text, logprobs=None) for index, text in enumerate(self.echoed)]
 
     def of(self, index: int, event: Event) -> list[dict[str, Any]]:
         """The chunk of an event."""
-        fields, text = self.job.fields, event.text or ""
+        fields, text = self.fields, event.text or ""
         log_probs = None
         if fields.logprobs is not None:
-            likely = drawn(event.tokens, event.logprobs)
-            log_probs = text_log_probs(self.model, event.tokens, likely, int(fields.logprobs), self.lengths[index])
-        self.lengths[index] += len(text)
+            likely = drawn(event.tokens, log_probs_of(event, fields))
+            log_probs = text_log_probs(self.readers[index], event.tokens, likely, fields.logprobs)
         more = {"token_ids": event.tokens} if fields.return_token_ids else {}
         return [choice(index, reason_of(event.finish_reason), text=text, logprobs=log_probs, **more)]
+
+
+def log_probs_of(event: Event, fields: Fields) -> list[float]:
+    """The log-probabilities of an event's tokens, under the distribution that was asked for."""
+    return event.model_logprobs if fields.model_logprobs else event.logprobs
 
 
 def choice(index: int, reason: str | None = None, **fields: Any) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from jkv.model.weights import check_config, shapes_of
 from jkv.serving.app import Endpoint, Server, gathered, id_of, until_gone
 from jkv.serving.errors import RefusalError
 from jkv.serving.jobs import Job
-from jkv.serving.requests import CompletionFields, ignored_of, read_fields
+from jkv.serving.requests import PROCESSED, CompletionFields, ignored_of, read_fields
 from jkv.serving.responses import Head, failure_of, reason_of
 from jkv.serving.whole import tokens_of
 
@@ -64,12 +64,18 @@ class GenerateFields(CompletionFields):
 
     prompt: list[Any]
     max_tokens: int | None = None
+    logprobs_mode: str = PROCESSED
 
     def __post_init__(self) -> None:
         super().__post_init__()
         rows = self.prompt if self.prompt and isinstance(self.prompt[0], list) else [self.prompt]
         if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows):
             raise ValueError(f"token_ids must be a list of token ids, or a list of such lists; got {shown(self.prompt)}.")
+        if self.logprobs_mode != PROCESSED:
+            raise ValueError(
+                f"logprobs_mode must be {PROCESSED} at /generate: trainers need the distribution that tokens are drawn from; "
+                f"got {shown(self.logprobs_mode)}. Leave it out."
+            )
         for name in ("stream", "echo"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not served at /generate, whose responses are whole; got true. Leave it out.")
