@@ -17,7 +17,7 @@ from typing import Any
 
 from jkv.engine import description, kept_rows, turns
 from jkv.engine import mesh as meshes
-from jkv.engine.faults import blame, take_note
+from jkv.engine.faults import blame
 from jkv.engine.filling import decoding
 from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
@@ -227,11 +227,9 @@ class Engine:
           BaseException: the error, if other processes have parts of the mesh, and would have to repair theirs at the same time;
             or if no sample can have made the step fail. Or the error of a repair that failed.
         """
-        samples = take_note(error)
         if spans(self.mesh):
             raise error
-        samples = list(self.scheduler.running.values()) if samples is None else samples
-        guilty = self.scheduler.search.failed(error, samples)
+        guilty = self.scheduler.search.failed(error, self.scheduler.running.values())
         for sample in guilty:
             sample.completion.error = error
         LOGGER.warning("A step failed, and its requests start again: %r", error)
@@ -436,11 +434,11 @@ class Engine:
           ValueError: the reason, with the arithmetic.
         """
         sizes = {"max_slots": self.max_slots, "num_pages": self.num_pages} | self.capacity.page_sizes
+        check_policy(request.policy, self.needs, self.model, self.version > 0 or self.is_asleep, self.gate)
+        self.runner.trials.check(request, self.model)
         request = lowered(self.model.params, request, **sizes)
         check_fits(self.model.params, request, **sizes, bytes_per_page=self.page_bytes)
-        check_policy(request.policy, self.needs, self.model, self.version > 0 or self.is_asleep, self.gate)
         check_request(request, self.options)
-        self.runner.trials.check(request, self.model)
         turns.check_keep(request)
         return request
 

@@ -6,7 +6,7 @@
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from jkv.engine.samples import Sample
 
@@ -34,9 +34,9 @@ def working_for(samples: Iterable[Sample]) -> Iterator[None]:
         raise
 
 
-def take_note(error: BaseException) -> list[Sample] | None:
-    """The samples for which the device worked when it failed; None where it was for all that run."""
-    return vars(error).pop(NOTE, None)
+def take_note(error: BaseException) -> list[Sample]:
+    """The samples for which the device worked when it failed; none where it was for all that run."""
+    return vars(error).pop(NOTE, [])
 
 
 class Search:
@@ -44,7 +44,8 @@ class Search:
 
     After the first failure all rows start again, with the same tokens. A sample is a suspect until it is beyond the tokens at
     which a step with it has failed. If a step with suspects fails again, half of its samples run without the others, which
-    wait. Whoever fails alone is guilty; once none of the half is a suspect, half of those that wait join it.
+    wait; or those for which the device worked when it failed. Whoever fails alone is guilty; once none of those that run is a
+    suspect, half of the suspects that wait join them. So nobody is guilty because another row has broken the device.
 
     Args:
       chunk: the most tokens of a step; a sample is no suspect any more so many after those that it had.
@@ -71,13 +72,18 @@ class Search:
         """Whether whoever may run does so already, or is finished."""
         return self._group is not None and all(sample.is_running or sample.is_finished for sample in self._group)
 
-    def failed(self, error: BaseException, samples: Collection[Sample]) -> list[Sample]:
-        """A step with these samples has failed; returns the guilty one, or none. Before the next step all must start again.
+    def failed(self, error: BaseException, running: Iterable[Sample]) -> list[Sample]:
+        """A step has failed; returns the guilty sample, or none. Before the next step all must start again.
+
+        Args:
+          error: what it raised, perhaps with a note of `working_for`.
+          running: the samples of the step.
 
         Raises:
           BaseException: the error, if steps fail again and again though no sample runs.
         """
-        samples = [sample for sample in samples if not sample.is_finished]
+        noted = take_note(error)
+        samples = [sample for sample in dict.fromkeys((*running, *noted)) if not sample.is_finished]
         self._num_alone = 0 if samples else self._num_alone + 1
         if self._num_alone >= MOST_ALONE:
             raise error
@@ -90,14 +96,15 @@ class Search:
         if len(samples) == 1:
             self._forget(samples[0])
             return samples
-        self._suspects += [sample for sample in samples if sample not in self._suspects]
-        self._group = set(samples[: len(samples) // 2])
+        self._suspects = list(dict.fromkeys((*self._suspects, *samples)))
+        likely = [sample for sample in noted if sample in samples]
+        self._group = set(likely if 0 < len(likely) < len(samples) else samples[: len(samples) // 2])
         return []
 
     def passed(self) -> bool:
         """A step has not failed; returns whether samples that waited may run now."""
         self._num_alone = 0
-        if not self._marks:
+        if not self._marks and self._group is None:
             return False
         for sample in [one for one in self._marks if one.is_finished]:
             self._forget(sample)

@@ -1,6 +1,7 @@
 """Faults that tests inject: device programs that fail, and presses of Ctrl-C at a chosen moment."""
 
 import contextlib
+import functools
 import signal
 import sys
 from pathlib import Path
@@ -48,6 +49,36 @@ def with_failing_programs(engine):
     failing = FailingPrograms(engine.runner.programs)
     engine.runner.programs = engine.runner.sharer.programs = failing
     return failing
+
+
+class PoisonedPrograms:
+    """An engine's programs, of which one fails whenever a sample that is poison runs: before it has run, or afterwards."""
+
+    def __init__(self, engine, name, is_poison, is_before, error):
+        self.engine, self.programs, self.name, self.is_poison = engine, engine.runner.programs, name, is_poison
+        self.is_before, self.error, self.num_failures = is_before, error, 0
+
+    def __getattr__(self, name):
+        program = getattr(self.programs, name)
+        return functools.partial(self.run, program) if name == self.name else program
+
+    def run(self, program, *arguments, **settings):
+        """Fails, or calls the program."""
+        is_failing = any(self.is_poison(sample) for sample in self.engine.scheduler.running.values() if not sample.is_finished)
+        self.num_failures += is_failing
+        if is_failing and self.is_before:
+            raise self.error
+        out = program(*arguments, **settings)
+        if is_failing:
+            raise self.error
+        return out
+
+
+def with_poison(engine, name, is_poison, is_before=False, error=None):
+    """Replaces an engine's programs by ones of which `name` fails while a sample that `is_poison` runs."""
+    poisoned = PoisonedPrograms(engine, name, is_poison, is_before, DeviceError(name) if error is None else error)
+    engine.runner.programs = engine.runner.sharer.programs = poisoned
+    return poisoned
 
 
 @contextlib.contextmanager
