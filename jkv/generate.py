@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jkv.checks import shown
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
@@ -94,13 +95,15 @@ def generate(
 
 
 def result_of(engine: Engine | Front, tickets: Sequence[int], is_traced: bool) -> Result:
-    """The result of finished requests; warns of callbacks that raised."""
+    """The result of finished requests; warns of what has failed."""
     samples = engine.take(tickets)
-    for error in {id(s.completion.error): s.completion.error for s in samples if s.completion.error}.values():
-        warnings.warn(f"on_tokens or an encoder raised {error!r}; the samples of its prompt were ended", stacklevel=3)
+    result = make_result(engine.model, samples, engine.stats, is_traced)
+    failed = [i for i, sample in enumerate(samples) if sample.completion.error]
+    for error in {id(samples[i].completion.error): samples[i].completion.error for i in failed}.values():
+        warnings.warn(f"{shown(error)} has ended samples with the reason 'error', of {failed}", stacklevel=3)
     warn_of_length(samples)
     log_programs(engine.stats)
-    return make_result(engine.model, samples, engine.stats, is_traced)
+    return result
 
 
 def log_programs(stats: RunStats) -> None:

@@ -87,8 +87,6 @@ class Search:
         self._num_alone = 0 if samples else self._num_alone + 1
         if self._num_alone >= MOST_ALONE:
             raise error
-        if self._group is not None:
-            samples = [sample for sample in samples if sample in self._suspects] or samples
         again = any(sample.generated <= self._marks.get(sample, -1) for sample in samples)
         self._marks |= {one: max(self._marks.get(one, 0), one.generated + self._chunk) for one in samples}
         if not again:
@@ -96,15 +94,17 @@ class Search:
         if len(samples) == 1:
             self._forget(samples[0])
             return samples
+        if self.is_on:  # others have come further than where they were suspects
+            samples = [sample for sample in samples if sample in self._suspects] or samples
         self._suspects = list(dict.fromkeys((*self._suspects, *samples)))
         likely = [sample for sample in noted if sample in samples]
-        self._group = set(likely if 0 < len(likely) < len(samples) else samples[: len(samples) // 2])
+        self._group = set(likely if 0 < len(likely) < len(samples) else samples[: max(1, len(samples) // 2)])
         return []
 
     def passed(self) -> bool:
         """A step has not failed; returns whether samples that waited may run now."""
         self._num_alone = 0
-        if not self._marks and self._group is None:
+        if not self._marks and not self.is_on:
             return False
         for sample in [one for one in self._marks if one.is_finished]:
             self._forget(sample)

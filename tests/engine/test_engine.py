@@ -306,17 +306,16 @@ def test_a_callback_that_raises_ends_its_own_request_only(model, expected):
     assert int(engine.runner.state.cache.pool.free_top) == engine.num_pages
 
 
-@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, KeyboardInterrupt])
-def test_a_callback_that_stops_everything_loses_nothing_in_flight(model, expected, error):
+def test_a_callback_that_interrupts_loses_nothing_in_flight(model, expected):
     engine = make_engine(model, 4, 4 * ROW)
     spec = Spec(prompt=0, policy=R_KV, sampling=SAMPLED, length=3)
 
     def fail(event):
-        raise error
+        raise KeyboardInterrupt
 
     failing = engine.submit(**spec.arguments, n=2, on_tokens=fail)
     other = engine.submit(**spec.arguments)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         engine.step()
     assert {sample.completion.finish_reason for sample in engine.tickets[failing]} == {"error"}
     engine.run()

@@ -10,7 +10,7 @@ import jkv
 from jkv.engine import filling, prefill
 from jkv.model.weight_shapes import init_params
 from tests.engine.test_engine import play
-from tests.support.faults import DeviceError, with_failing_programs
+from tests.support.faults import with_failing_programs
 from tests.support.mixes import PROMPTS, Expected, assert_engine_is_consistent, make_engine
 from tests.support.simulator import ROW, Schedule
 from tests.support.soak import soak
@@ -194,9 +194,7 @@ def test_what_comes_while_a_prompt_is_filled_changes_no_token(model, event):
             assert not engine.runner.filling
         elif event == "failure":
             with_failing_programs(engine).fail(2, False)
-            with pytest.raises(DeviceError):
-                engine.run()
-            engine.reset()
+            engine.run()
         else:
             engine.update(jax.tree.map(lambda leaf: leaf, model.params))
         return results(engine, tickets)

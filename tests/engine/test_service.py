@@ -187,23 +187,6 @@ def test_requests_start_again_after_a_device_program_failed_with_the_same_tokens
     assert programs.failing is None
 
 
-def test_a_request_that_always_fails_ends_with_the_error_and_the_service_goes_on(service, engine, whole, monkeypatch):
-    step = engine.step
-
-    def fail():
-        if any(len(sample.request.prompt) == 5 for sample in engine.scheduler.running.values()):
-            raise DeviceError("poison")
-        return step()
-
-    monkeypatch.setattr(engine, "step", fail)
-    poison = service.submit([1, 2, 3, 4, 5], streams=True, **LONG)
-    with pytest.raises(DeviceError, match="poison"):
-        poison.result(60)
-    with pytest.raises(DeviceError, match="poison"):
-        list(poison)
-    assert submit(service, 1, 2).result().tokens[0].tolist() == whole[1][2]
-
-
 def test_a_call_that_breaks_the_engine_is_repaired(service, whole):
     def break_off(engine):
         with engine._guard.changing("test"):
@@ -248,6 +231,14 @@ def test_what_is_queued_behind_such_a_call_finds_a_repaired_engine(service, whol
     assert not service.failure
 
 
+def test_requests_without_weights_end_with_the_reason_and_the_service_goes_on(service, model, whole):
+    service.call(lambda engine: (engine.sleep(forget_weights=True), engine.wake())).result()
+    with pytest.raises(ValueError, match=r"Call update\(params\)"):
+        submit(service, 1, 2).result(60)
+    service.update(model.params).result()
+    assert submit(service, 1, 2).result(60).tokens[0].tolist() == whole[1][2]
+
+
 def test_requests_wait_for_an_engine_that_sleeps(service, whole):
     service.call(lambda engine: engine.sleep()).result()
     ticket = submit(service, 1, 2)
@@ -260,7 +251,7 @@ def test_requests_wait_for_an_engine_that_sleeps(service, whole):
 def test_an_engine_that_cannot_be_repaired_ends_the_service_with_the_reason(model, monkeypatch):
     engine = make_engine(model, 3, 3 * ROW)
     with_failing_programs(engine).fail(2, False)
-    monkeypatch.setattr(type(engine), "reset", lambda self: 1 / 0)
+    monkeypatch.setattr(engine, "reset", lambda: 1 / 0)
     service = engine.serve()
     tickets = [submit(service, 0, i) for i in range(4)]
     for ticket in tickets:

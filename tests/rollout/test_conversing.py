@@ -15,7 +15,7 @@ import jkv
 from jkv.rollout import ReplyError
 from tests.rollout.test_rollout import PROMPTS, R_KV, make_rollout
 from tests.rollout.test_sessions import in_threads
-from tests.support.faults import DeviceError, with_failing_programs
+from tests.support.faults import with_failing_programs
 from tests.support.mixes import BreakingTokenizer
 
 REPLIES = {0: [7, 8, 9], 1: [11] * 5}  # by number of the turn
@@ -255,15 +255,13 @@ def test_an_interrupt_does_not_wait_for_replies_that_take_long(rollout):
     assert out.lengths.tolist() == [6, 6]
 
 
-def test_conversations_of_a_failed_program_stay_pending_until_a_reset(model):
+def test_conversations_go_on_after_a_failed_program(model):
     rollout = make_rollout(model, R_KV)
-    with_failing_programs(rollout.engine).fail(6, False)
-    with pytest.raises(DeviceError):
-        rollout.converse(PROMPTS[:2], scripted, **SETTINGS)
-    assert rollout.pending == 4
-    rollout.reset()
-    left = rollout.cancel()
-    assert len(left.lengths) == 4
+    programs = with_failing_programs(rollout.engine)
+    programs.fail(6, False)
+    out = rollout.converse(PROMPTS[:2], scripted, **SETTINGS)
+    assert programs.failing is None
+    assert len(out.lengths) == 4
     assert rollout.num_pending == len(rollout.engine.tickets) == 0
     assert rollout.converse(PROMPTS[:1], scripted, **SETTINGS).lengths.tolist() == [24, 24]
 

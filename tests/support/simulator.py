@@ -105,7 +105,7 @@ class Schedule:
         self.counts["presses"] += len(where)
 
     def fail(self):
-        """A device program fails in a step, which repairs it, or in a call after which the engine says that it needs a reset."""
+        """A device program fails in a step, which is repaired, or in a call after which the engine asks for a reset."""
         self.programs.fail(int(self.rng.integers(0, 6)), bool(self.rng.integers(2)))
         try:
             for _ in range(3):
