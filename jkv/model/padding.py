@@ -20,8 +20,8 @@ FIX = (
 
 def parts_of(prompts: Any, mask: Any = None) -> tuple[Any, Any]:
     """Prompts and their mask: of what a tokenizer of Hugging Face returns, its `input_ids` and `attention_mask`."""
-    if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        return prompts["input_ids"], prompts.get("attention_mask") if mask is None else mask
+    if mask is None and isinstance(prompts, Mapping) and {"input_ids", "attention_mask"} <= prompts.keys():
+        return prompts["input_ids"], prompts["attention_mask"]
     return prompts, mask
 
 
