@@ -124,7 +124,7 @@ def load_gguf(file: Path, kept: Kept, name: str, sampling: Sampling | None) -> M
     wanted = tensor_parts(config, gguf_family(config))
     check_gguf_tensors(header, {name: stacked_shape(parts) for name, parts in wanted.items()})
     tokenizer = read_gguf_tokenizer(header, config)
-    ends = {index: (file.name,) for index in end_ids}
+    ends = dict.fromkeys(end_ids, (file.name,))
     return Model(read_gguf_weights(header, config, kept, places), tokenizer, name, sampling, ends)
 
 

@@ -262,7 +262,9 @@ class Conversing:
             self.end(item)
             return
         model, room = self.session.rollout.model, self.limits.left(item) - 1
-        error = call(lambda: tokens.append(reply_tokens(model, reply, room, self.parse_special)))  # an object may raise anything when it is read
+        error = call(
+            lambda: tokens.append(reply_tokens(model, reply, room, self.parse_special))
+        )  # an object may raise anything when it is read
         if error is not None:
             self.fail(item, error, self.refused)
         elif tokens[0] is None:

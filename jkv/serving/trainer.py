@@ -172,8 +172,8 @@ class Trainer:
             if states_of(folder) != before:
                 raise RefusalError(
                     409,
-                    f"model_path must not change while it is read, or it may have weights of two steps; {shown(name)} did. Write "
-                    "to another folder, rename it, and send the request then.",
+                    f"model_path must not change while it is read, or it may have weights of two steps; {shown(name)} did. "
+                    "Write to another folder, rename it, and send the request then.",
                     "model_path",
                 )
             return params

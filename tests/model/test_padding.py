@@ -72,7 +72,7 @@ def test_rows_that_look_padded_are_refused_and_taken_with_their_mask(chatty, exp
         np.testing.assert_array_equal(out.tokens, expected.tokens)
     encoding = transformers.BatchEncoding({"input_ids": np.array(LEFT), "attention_mask": np.array(LEFT_MASK)})
     np.testing.assert_array_equal(entry(chatty, encoding).tokens, expected.tokens)
-    with pytest.raises(ValueError, match="got {'input_ids'"):
+    with pytest.raises(ValueError, match=r"got \{'input_ids'"):
         entry(chatty, {"input_ids": BARE})
     whole = entry(chatty, LEFT, prompt_mask=np.ones((2, 4), int))
     assert [prompt.tolist() for prompt in whole.prompts] == LEFT
