@@ -107,7 +107,7 @@ def check_record(fields: Mapping[str, Any], record: type, own: Mapping[str, Rule
     known = {field.name: field for field in dataclasses.fields(record)}
     if unknown := sorted(set(fields) - set(known)):
         raise ValueError(f"{where}: every field must be one of {record.__name__}, got also {shown(unknown)}. {CORRECT}")
-    rules = {name: own.get(name, KINDS.get(field.type)) for name, field in known.items()}
+    rules = {name: own[name] if name in own else KINDS[field.type] for name, field in known.items()}
     check_fields(fields, rules, where, [name for name, field in known.items() if field.default is dataclasses.MISSING])
 
 
