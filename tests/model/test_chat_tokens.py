@@ -116,9 +116,10 @@ TEMPLATES = {
     "changes": """{%- for m in messages -%}<|im_start|>{{ m.role | upper }}{{ m.content | lower | replace('x', 'yy') }}{{
     m.content[1:9] }}{{ m.content.title() }}{{ (m.content ~ '!') * 2 }}{{ m.content.splitlines() | join('<|fim|>') }}<|im_end|>
     {%- endfor -%}""",
+    "spaces": "{% for m in messages %}<|im_start|>{{ m.content }}<|flags|>{{ m.content }}{% endfor %}",
     "macro": """{% macro turn(m) %}{{ '<|im_start|>' }}{{ m.name or m.role }}
 {% if m.content.startswith('<tool_call>') %}tool {% endif %}{{ m.content | tojson }}{% endmacro -%}
-{% for m in messages %}{% set said %}{{ turn(m) }}{{ '<|im_end|>' }}{% endset %}{{ said.strip() }}{{ ['<s>', '</s>'] | join }}
+{% for m in messages %}{% set said %}{{ turn(m) }}{{ '<|im_end|>' }}{% endset %}{{ said.strip() }}{{ [bos_token, eos_token] | join }}
 {%- endfor -%}""",
     "namespace": """{% set state = namespace(out='') %}{% for m in messages %}
     {%- set state.out = state.out + ('<|im_start|>', m.content, '<|im_end|>') | join('') %}{% endfor %}{{ state.out }}""",
@@ -200,7 +201,10 @@ def test_no_content_makes_a_control_token(kind, renderer):
         ids, expected = (encode_chat(tokenizer, text) for text in (hostile, innocent))
         assert num_control(tokenizer, ids) == num_control(tokenizer, expected) > 0, (name, flags)
         assert num_control(tokenizer, tokenizer.encode(str(hostile), add_special_tokens=False)) > num_control(tokenizer, ids)
-        assert bare(kind, tokenizer.decode(ids)) == bare(kind, hostile), (name, flags)
+        texts = [bare(kind, text) for text in (tokenizer.decode(ids), hostile)]
+        if name == "spaces":  # which its control token takes with it, as its flags say
+            texts = ["".join(text.split()) for text in texts]
+        assert texts[0] == texts[1], (name, flags)
 
 
 def bare(kind, text):
