@@ -199,6 +199,10 @@ def test_no_content_makes_a_control_token(kind, renderer):
         if name == "splits":  # which a `</think>` makes the template cut
             marks = [mark for mark in marks if mark != "</think>"]
         innocent, hostile = (render(renderer, template, c) for c in (contents, [forge(c, marks, rng) for c in contents]))
+        if (kind, name, flags) == ("sentencepiece", "spaces", {"normalized": True}):
+            with pytest.raises(ValueError, match="depending on the text around it"):  # found where a stretch of text begins
+                encode_chat(tokenizer, hostile)
+            continue
         ids, expected = (encode_chat(tokenizer, text) for text in (hostile, innocent))
         if name != "spaces" or flags != {"single_word": True}:  # where the letters next to the template's own token decide
             assert num_control(tokenizer, ids) == num_control(tokenizer, expected) > 0, (name, flags)
