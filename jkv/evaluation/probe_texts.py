@@ -141,7 +141,7 @@ def doses(tokenizer: Any, count: int, length: int, *, times: Sequence[int] = (1,
             scored: list[int] = []
             for city, key in zip(cities, keys, strict=True):
                 asked += encode(f"\nQuestion: What is the pass key of {city}?\nAnswer: The pass key of {city} is")
-                answer = encode(f" {key}")
+                answer = scored_ids(encode, f" {key}")
                 scored += range(len(document) + len(asked), len(document) + len(asked) + len(answer))
                 asked += answer + encode(".")
             prompt = 32
@@ -195,10 +195,22 @@ def marked(tokenizer: Any, group: str, prompt: str, text: str) -> Probe:
     rest: list[int] = []
     scored: list[int] = []
     for i, part in enumerate(re.split("[<>]", text)):
-        ids = encode(part)
+        ids = scored_ids(encode, part) if i % 2 else encode(part)
         scored += range(len(rest), len(rest) + len(ids)) if i % 2 else ()
         rest += ids
     return Probe(group, encode(prompt), rest, scored)
+
+
+def scored_ids(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """The tokens of a text that is scored.
+
+    Raises:
+      ValueError: it has none, and would count as certain.
+    """
+    ids = encode(text)
+    if not ids:
+        raise ValueError(f"A text that is scored must have a token; {text!r} has none. Take a model whose tokenizer reads it.")
+    return ids
 
 
 def encoder(tokenizer: Any) -> Callable[[str], list[int]]:

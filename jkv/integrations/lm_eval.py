@@ -18,6 +18,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from jkv.checks import shown
 from jkv.engine.interrupts import ending_at_interrupt
 from jkv.generate import generate
 from jkv.model import checkpoint
@@ -30,6 +31,7 @@ from jkv.rollout import DEFAULT_NEW_TOKENS
 
 LOG = logging.getLogger(__name__)
 SCORE_BATCH = 64  # sequences of similar length
+SHOWN = 40  # last characters of a context that an error shows
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # and what leaves logits as they are
 GENERATION = (
     *("until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "min_p"),
@@ -80,6 +82,7 @@ class JKV(TemplateLM):
             raise ValueError(f"The harness passes text, and {pretrained} has no tokenizer. Choose a model that has one.")
         self.tokenizer = self.model.tokenizer
         self.renderer: ChatRenderer | None = None
+        self.has_warned = False
         self.max_length = min(max_length or self.model.config.max_positions, self.model.config.max_positions)
         self.max_running = None if batch_size in (None, "auto") else int(batch_size)
         self.max_gen_toks, self.seed, self.think_end_token = int(max_gen_toks), int(seed), think_end_token
@@ -199,10 +202,32 @@ class JKV(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, sums[-1])
         return sums
 
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Token ids of a context and of its continuation, by the harness's rule: both encoded together, and cut after as many
+        tokens as the context has alone. Warns where the context's tokens are others with the continuation.
+        """
+        context_ids, continuation_ids = super()._encode_pair(str(context), continuation)
+        if self.tok_encode(context + continuation) != [*context_ids, *continuation_ids] and not self.has_warned:
+            self.has_warned = True
+            LOG.warning(
+                "A token lies across the end of a context: %r after %r. As in the harness, the score leaves out what the "
+                "context's last token holds of the continuation.",
+                continuation,
+                context[-SHOWN:],
+            )
+        return context_ids, continuation_ids
+
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **options: Any
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation in nats, with the full cache, and whether it is the greedy one."""
+        for (context, continuation), _, tokens in requests:
+            if not tokens:
+                raise ValueError(
+                    "A continuation must be at least one token after its context; "
+                    f"{shown(continuation)} after {shown(context[-SHOWN:])} is none: a token of the context, encoded "
+                    "with it, holds all of it. The harness refuses it, too. Begin the choices at a word, such as by a space."
+                )
         order = sorted(range(len(requests)), key=lambda i: len(requests[i][1]) + len(requests[i][2]))
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         for start in range(0, len(order), SCORE_BATCH):

@@ -103,3 +103,13 @@ def test_real_tokenizers_are_asked_for_no_special_tokens():
     assert encoder(TinyTokenizer())("") == []
     tokenizer = jkv.load("tiny-reasoner").tokenizer
     assert encoder(tokenizer)("a=1") == tokenizer.encode("a=1", add_special_tokens=False)
+
+
+def test_a_scored_text_without_a_token_is_refused():
+    class Letters(Characters):
+        def encode(self, text, add_special_tokens=True):
+            return [token for token in super().encode(text, add_special_tokens) if not chr(token).isdigit() and token != 32]
+
+    for make in (lambda: doses(Letters(), 1, 4_000), lambda: chains(Letters(), 1)):
+        with pytest.raises(ValueError, match="A text that is scored must have a token"):
+            make()

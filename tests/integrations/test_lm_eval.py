@@ -139,3 +139,41 @@ def test_the_harness_runs_a_task_by_its_own_command_line(tmp_path):
     policy = jkv.streaming_llm(budget=16, interval=16)
     out = jkv.generate(model, PROMPTS, policy=policy, max_new_tokens=24, stop_strings=["</think>"], page_size=4, progress=False)
     assert written == out.text
+
+
+class Joining:
+    """A tokenizer whose tokens may lie across the end of a context: the longest known piece wins."""
+
+    pieces = ("hello", " wor", " world", "ld", "s", " ", "l", "d", "!")
+    bos_token, bos_token_id = None, None
+
+    def encode(self, text, add_special_tokens=True):
+        ids = []
+        while text:
+            best = max((piece for piece in self.pieces if text.startswith(piece)), key=len)
+            ids.append(self.pieces.index(best))
+            text = text[len(best) :]
+        return ids
+
+
+@pytest.fixture
+def joining(harness, monkeypatch):
+    """The harness's model with that tokenizer."""
+    monkeypatch.setattr(harness, "tokenizer", Joining())
+    monkeypatch.setattr(harness, "has_warned", False)
+    return harness
+
+
+def test_a_continuation_of_no_token_is_refused_and_never_the_best(joining):
+    with pytest.raises(ValueError, match="'ld' after 'hello wor' is none"):
+        joining.loglikelihood(requests(("hello wor", " world"), ("hello wor", "ld")), disable_tqdm=True)
+
+
+def test_a_token_across_the_end_of_a_context_is_scored_as_in_the_harness_with_a_warning(joining, caplog):
+    assert joining._encode_pair("hello", " world") == ([0], [2])
+    assert not caplog.text
+    assert joining._encode_pair("hello ", "world") == ([0], [2])  # the harness moves spaces to the continuation
+    assert not caplog.text
+    assert joining._encode_pair("hello wor", "lds") == ([0, 1], [4])
+    assert joining._encode_pair("hello wor", "ld!") == ([0, 1], [8])
+    assert caplog.text.count("lies across the end of a context") == 1

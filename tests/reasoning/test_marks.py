@@ -4,6 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -11,6 +13,7 @@ import jkv
 from jkv.engine.results import split_text
 from jkv.reasoning.marks import CHANNEL, FINAL, HARMONY, TAGS, after_thinking, completion_decoder, marks_of
 from jkv.serving.reasoning import ReasoningSplitter, num_reasoning_tokens
+from jkv.serving.responses import message_of
 from jkv.testing import TINY, TinyTokenizer, tiny_model
 
 TEXT = f"{HARMONY.begin}3*7=1, so <d> is 1.\n<|end|><|start|>assistant{FINAL}d=1 <|x|>"
@@ -137,3 +140,20 @@ def test_a_result_of_gemma_4_is_split_and_counted(gemma):
 )
 def test_graders_read_what_comes_after_the_thinking(text, answer):
     assert after_thinking(text) == answer
+
+
+FRAGMENTS = ["a", " ", "\n", "<", "|", "</th"]
+
+
+@pytest.mark.parametrize("marks", [TAGS, HARMONY, CHANNEL], ids=["tags", "harmony", "channel"])
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.booleans(), st.integers(1, 9))
+def test_streamed_parts_add_up_to_those_of_the_whole_text(marks, data, thinks, size):
+    text = "".join(data.draw(st.lists(st.sampled_from([marks.begin, marks.begin[:4], *marks.ends, *FRAGMENTS]), max_size=10)))
+    splitter = ReasoningSplitter(thinks, marks)
+    parts = [splitter.push(text[start : start + size]) for start in range(0, len(text), size)]
+    reasoning, content = ("".join(part) for part in zip(*[*parts, splitter.finish()], strict=True))
+    message = message_of(text, thinks, True, marks)
+    assert (reasoning, content) == (message.get("reasoning", ""), message["content"])
+    if thinks or text.lstrip().startswith(marks.begin):
+        assert (reasoning, content) == split_text(text, thinks, marks)
