@@ -25,6 +25,7 @@ def test_usual_requests_compile_nothing_after_the_warm_up(chat_model):
         asked = {"policy": policy, "max_new_tokens": 70, "stop_ids": ()}
         tickets = [service.submit([5] * 30, sampling=jkv.Sampling(**one), **asked) for one in SAMPLINGS]
         tickets += [service.submit([6] * 90, n=3, sampling=jkv.Sampling(temperature=1.0), **asked)]
+        tickets += [service.submit([5] * 30, sampling=jkv.Sampling(temperature=0.2, top_p=0.9), model_logprobs=True, **asked)]
         first = service.submit([7] * 9, keep=True, **asked)
         first.result()
         tickets.append(first.extend([8] * 20, max_new_tokens=9, stop_ids=()))
