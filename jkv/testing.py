@@ -156,19 +156,20 @@ def looping_view(
     rng: np.random.Generator,
     period: int,
     has_rope: bool = True,
+    start: int = 0,
     copies: int = 3,
     heads: int = 2,
     slots: int = 40,
     window: int = 8,
     group: int = 2,
 ) -> CacheView:
-    """A view of a text that repeats `period` random tokens; its batch rows are equal up to rounding, and no slot is empty.
+    """A view of a text that repeats `period` random tokens, from position `start` on; batch rows are equal up to rounding.
 
     Whatever a score may read is the same at each repetition of a token, but for RoPE and the accumulated mass. In a layer
     without RoPE, keys and queries repeat too.
     """
-    position = np.arange(slots)
-    token, last = position % period, position[-window:]
+    slot = np.arange(slots)
+    token, position = slot % period, start + slot
     rope = Rope(jnp.broadcast_to(float(has_rope) * 10.0 ** -jnp.arange(4.0), (1, 4)), jnp.ones(1))
     base = rng.standard_normal((2 * heads + heads * group, period, 8)).astype(np.float32)
     parts = [jnp.asarray(x)[:, token].swapaxes(0, 1)[None] for x in np.split(base, [heads, 2 * heads])]
@@ -190,7 +191,7 @@ def looping_view(
         copied(key),
         copied(value),
         jnp.broadcast_to(jnp.asarray(position, jnp.int32), (copies, heads, slots)),
-        copied(query[:, last]),
+        copied(query[:, -window:]),
         copied(mass),
         copied(similarity),
         copied(carried),

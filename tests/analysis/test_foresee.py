@@ -110,7 +110,7 @@ def test_texts_are_by_default_as_long_as_positions_and_memory_allow(monkeypatch)
     monkeypatch.setattr(training, "free_bytes", lambda *args: 10**9)
     assert training.default_length(dataclasses.replace(TINY, max_positions=1500), 10) == 1500
     assert training.default_length(dataclasses.replace(TINY, max_positions=1 << 20), 10) == 4096
-    assert training.default_length(dataclasses.replace(TINY, max_positions=1 << 20), 100) == 2048
+    assert training.default_length(dataclasses.replace(TINY, max_positions=1 << 20), 90) == 2048
     assert training.default_length(dataclasses.replace(TINY, max_positions=1 << 20), 10**6) == 1024
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import largest_slots as dispatched
-from pallas_kernels.largest_slots import gpu, reference
+from pallas_kernels.largest_slots import ROUNDING, gpu, reference
 
 RUNS = {"reference": reference.largest_slots, "gpu": functools.partial(gpu.largest_slots, interpret=True), "call": dispatched}
 SPECIAL = np.float32([0, -0.0, 1, -1, np.inf, -np.inf, np.nan, -np.nan, 1e-37, -1e-37, 3e38, -3e38])
@@ -44,6 +44,22 @@ def test_the_best_slots_in_ascending_order(largest_slots, num_slots, sort):
         kept = by_sorting(score[row], number)
         np.testing.assert_array_equal(np.flatnonzero(is_largest[row]), kept)
         np.testing.assert_array_equal(slots[row], np.pad(kept, (0, num_slots - len(kept)), constant_values=-1))
+
+
+def test_scores_within_the_tolerance_of_the_lowest_kept_tie_with_it():
+    """Errors of a tenth of the tolerance decide nothing; a slot that is above by more than the tolerance stays."""
+    errors = 1 + ROUNDING * np.random.default_rng(0).uniform(-0.1, 0.1, (8, 6))
+    score = jnp.asarray(np.float32([-3.0, -3.0, 5.0, -3.0, -2.999, -4.0]) * errors, jnp.float32)
+    for count, kept in ((1, [2]), (2, [2, 4]), (3, [0, 2, 4]), (4, [0, 1, 2, 4]), (6, [0, 1, 2, 3, 4, 5])):
+        is_largest, _ = dispatched(score, jnp.full(8, count, jnp.int32), tolerance=ROUNDING)
+        np.testing.assert_array_equal(is_largest, np.isin(np.broadcast_to(np.arange(6), (8, 6)), kept))
+
+
+def test_a_tolerance_leaves_infinite_scores_apart_from_finite_ones():
+    score = jnp.asarray([[-np.inf, 1.0, np.inf, np.nan, np.inf, 2.0]], jnp.float32)
+    for count, kept in ((0, []), (1, [2]), (3, [2, 4, 5]), (9, [1, 2, 4, 5])):
+        is_largest, _ = dispatched(score, jnp.asarray([count], jnp.int32), tolerance=ROUNDING)
+        assert np.flatnonzero(is_largest[0]).tolist() == kept
 
 
 @pytest.mark.parametrize("width", [1, 2, reference.BITS_A_PASS])

@@ -224,6 +224,18 @@ def test_the_readmes_policy_of_nearly_tied_scores_keeps_every_promise():
     assert report.is_ok, str(report)
 
 
+def difference_from_the_mean(view):
+    """Rounding errors, where all values are equal."""
+    return jnp.linalg.norm(view.value - view.value.mean(axis=2, where=view.is_filled[..., None], keepdims=True), axis=-1)
+
+
+def test_verify_notices_that_rounding_ranks_equal_slots():
+    check, settings = CHECKS["ignores_rounding"], {"budget": 24, "interval": 16, "sinks": 4, "recent": 8}
+    assert check(Case(jkv.evict_by(norm_of_keys, **settings))) is None
+    message = check(Case(jkv.evict_by(difference_from_the_mean, **settings))) or ""
+    assert "keeps other slots of a text that repeats 1 tokens if its inputs are rounded otherwise" in message
+
+
 def compact_together(self, due):
     """Planted: due rows compacted by one program, whose shape is the number of rows; padded with rows that keep everything."""
     size = next(size for size in (1, 4, 16) if size >= len(due))

@@ -81,6 +81,27 @@ def test_the_nearest_is_shared_chains_lead_to_the_root_and_deferred_pairs_are_me
     np.testing.assert_allclose(weight, np.log([1, 3, 1, 2, 1, 1]), rtol=1e-6)
 
 
+def test_rounding_decides_neither_which_of_equally_near_pages_replaces_one_nor_whether_it_is_near():
+    """In a text that loops, all distances are equal, and a percentile of them is one of them."""
+    every = dataclasses.replace(EVERYTHING, pairing="all", match=0.0)
+    for seed in range(8):
+        one = sharing_of(every, [1] * 4, THOUGHT * 2)
+        pairs = one.candidates(100)  # (3, 1) (3, 2) (4, 1) (4, 2)
+        distance = 0.25 * (1 + np.random.default_rng(seed).uniform(-1e-6, 1e-6, len(pairs)))
+        shared = one.decide(pairs, distance, distance, threshold=float(np.median(distance)))
+        assert [(pair.page, pair.kept) for pair in shared] == [(3, 1), (4, 1)]
+        assert one.stats.near == 4
+
+
+@pytest.mark.parametrize("metric", ["euclid", "cosine"])
+def test_pages_that_are_equal_up_to_rounding_have_no_distance(metric):
+    squares = np.array([[[[4.0, 4.0, 4e-12]] * 2], [[[4.0, 4.0, 4e-4]] * 2]])  # [I, L, 2, 3]: differences of 1e-6 and 1e-2
+    got, relative = distances(Share(metric=metric), squares, np.array([4, 4]), 2)
+    assert got[0] == relative[0] == 0
+    assert got[1] > 0
+    assert relative[1] == pytest.approx(1e-2)
+
+
 def test_random_sharing_replaces_as_many_pages():
     """With every candidate accepted, random sharing replaces as many pages as sharing by distance."""
     rng = np.random.default_rng(0)
