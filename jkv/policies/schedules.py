@@ -222,7 +222,7 @@ def check_answers(name: str, schedule: Schedule, prompt: int, new: int) -> None:
     own = type(schedule).__name__
 
     def check(method: str, answer: object, least: int, may_be_none: bool) -> None:
-        is_number = isinstance(answer, numbers.Integral) and not isinstance(answer, bool) and answer >= least
+        is_number = isinstance(answer, numbers.Integral) and not isinstance(answer, bool) and int(answer) >= least
         if not (is_number or (answer is None and may_be_none)):
             raise ValueError(
                 f"{name}'s {own}.{method} must return a whole number, at least {least}{', or None' * may_be_none}; got "
