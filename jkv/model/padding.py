@@ -87,7 +87,7 @@ def check_not_padded(model: Model | None, prompts: Sequence[Any], pad_id: int | 
         return  # `check_ids` says what it is
     if table.ndim != 2 or not np.issubdtype(table.dtype, np.integer):
         return
-    pads = list(model.config.end_ids) if pad_id is None and model is not None else [pad_id]
+    pads: Any = list(model.config.end_ids) if pad_id is None and model is not None else [pad_id]
     begins = pad_id is not None and pad_id == getattr(tokenizer, "bos_token_id", None)  # then every text may begin with one
     is_pad = np.isin(table, pads)
     left = is_pad[:, 0] & (is_pad[:, 1] | (pad_id is not None and not begins))

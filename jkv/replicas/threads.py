@@ -101,8 +101,8 @@ class ThreadCarrier:
 
     def forget(self) -> None:
         """Keeps the shapes of the weights alone, until the next `put`, which has all of them."""
-        model, *others = self._weights
-        self._weights = dataclasses.replace(model, params=weights.shapes_of(model.params)), *others
+        model, version, digests = self._weights
+        self._weights = dataclasses.replace(model, params=weights.shapes_of(model.params)), version, digests
 
     def put(self, leaves: Mapping[int, Any]) -> Mapping[int, Any]:
         """The leaves themselves; each engine copies them to its place."""
