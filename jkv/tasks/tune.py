@@ -90,7 +90,7 @@ def tune(
 
 
 def last_save(folder: Path, origin: Mapping[str, Any], weights: str) -> dict[str, Any]:
-    """The line of the save whose weights lie in a folder.
+    """The line of the save whose weights lie in a folder; a last line that was cut off is removed.
 
     Raises:
       ValueError: lines of another run (by `made_of`), or none that describes these weights.
@@ -103,6 +103,7 @@ def last_save(folder: Path, origin: Mapping[str, Any], weights: str) -> dict[str
         raise ValueError(
             f"The weights in {folder} must be described by a line of {LOG}; none has their digest {weights}. {FIX}"
         )
+    write_text(folder / LOG, json_lines(lines))
     return found[-1]
 
 
