@@ -188,8 +188,9 @@ def train(
 def origin_of(config: TrainConfig, start: Model) -> dict[str, Any]:
     """What the steps of a run depend on, except for their learning rates: its settings, and the model before the first step."""
     last = dataclasses.replace(config.stages[-1], steps=0)  # which may become longer
-    free = {"checkpoint_every": 0, "validate_every": 0, "learning_rate": (), "stages": (*config.stages[:-1], last)}
-    return plain(dataclasses.asdict(dataclasses.replace(config, **free)) | start.digests)
+    fields = dataclasses.asdict(dataclasses.replace(config, stages=(*config.stages[:-1], last)))
+    free = "checkpoint_every", "validate_every", "learning_rate"
+    return plain({name: value for name, value in fields.items() if name not in free} | start.digests)
 
 
 def check_run(folder: Path, origin: dict[str, Any], config: TrainConfig, step: int) -> None:
