@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import shutil
-import sys
 import warnings
 
 import numpy as np
@@ -219,7 +218,7 @@ def test_without_a_limit_a_completion_may_fill_positions_and_pool(model, policy)
 
 def test_without_a_limit_generate_takes_no_more_memory_than_is_free(model, monkeypatch):
     bytes_of_row = memory.page_bytes(model.params, 4) * memory.num_row_pages(model.params, 40, 4)
-    monkeypatch.setattr(sys.modules["jkv.generate"], "free_pool_bytes", lambda *args: bytes_of_row)
+    monkeypatch.setattr("jkv.engine.sizing.free_pool_bytes", lambda *args: bytes_of_row)
     out = jkv.generate(model, [1, 2, 3], stop_ids=(), page_size=4, progress=False)
     slots = 4 * memory.coarse(memory.num_row_pages(model.params, 40, 4)) // memory.num_layer_heads(model.params)
     assert 3 < slots <= 40  # in whole pages, and a number of pages that changes little with the free memory
