@@ -131,11 +131,11 @@ def pytest_collection_modifyitems(items):
             functions[function][case] = item
     chosen, of_file = set(), Counter()
     for function, cases in functions.items():
-        measured = record.get(function, {})
+        measured = record.get(function)
         is_whole = any(not mark.kwargs for item in cases.values() for mark in item.iter_markers("everyday"))
         for case in selection.choose(cases, measured, math.inf if is_whole else selection.limit_of(function)):
             chosen.add(cases[case])
-            of_file[cases[case].path] += measured.get(case, 0.0)
+            of_file[cases[case].path] += (measured or {}).get(case, 0.0 if measured is None else selection.UNMEASURED)
     for item in items:
         if item not in chosen:
             item.add_marker(pytest.mark.slow)

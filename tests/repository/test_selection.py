@@ -74,15 +74,16 @@ CASES = ["int8-gpu-0", "int8-tpu-0", "int4-gpu-0", "int4-tpu-0"]
 @pytest.mark.parametrize(
     ("measured", "limit", "chosen"),
     [
-        ({}, 1.0, CASES),
+        (None, 1.0, CASES),
+        ({}, 12.0, ["int8-gpu-0"]),
         (dict.fromkeys(CASES, 0.2), 1.0, CASES),
         (dict.fromkeys(CASES, 2.0), 1.0, ["int8-gpu-0"]),
         (dict.fromkeys(CASES, 2.0) | {"int4-tpu-0": 1.5}, 1.0, ["int4-tpu-0"]),
         (dict.fromkeys(CASES, 1.0), 3.5, ["int8-gpu-0", "int4-tpu-0"]),
         ({"int4-gpu-0": 1.0}, 3.5, ["int4-gpu-0", "int8-tpu-0"]),
-        ({}, 0.0, ["int8-gpu-0"]),
+        (None, 0.0, ["int8-gpu-0"]),
     ],
-    ids=["new", "short", "long", "shortest", "all_values", "measured_in_part", "one"],
+    ids=["new", "unmeasured", "short", "long", "shortest", "all_values", "measured_in_part", "one"],
 )
 def test_cases_are_chosen_by_seconds(measured, limit, chosen):
     assert selection.choose(CASES, measured, limit) == chosen

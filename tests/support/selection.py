@@ -1,7 +1,8 @@
 """Which cases of each test function run every day, and which file runs first: both follow from measured seconds.
 
 Every function runs at least one case, the shortest. More cases follow while they cover new values of parameters and the
-function stays within its limit; the rest is `slow`. A function without a record runs whole, so new tests run at once.
+function stays within its limit; the rest is `slow`. A function without a record runs whole, so new tests run at once; an empty
+record, `{}`, says that a long function was not measured yet: one case runs.
 `tests/later.json` has the functions that have no case yet for want of time; a test lets it only shrink.
 `tests/seconds.json` is the record; `.ci/run` leaves reports from which this writes it anew:
 
@@ -26,6 +27,7 @@ LIMITS = {  # folder -> seconds of a function, where more than one case may run
     "aot": 0.0,  # a program takes a minute to compile: one of each function, and of each target in `test_kernels.py`
     "repository": 16.0,
 }
+UNMEASURED = 4.0  # seconds that a case of an empty record is taken for
 Seconds = dict[str, dict[str, float]]  # function -> case -> seconds
 
 
@@ -40,7 +42,7 @@ def limit_of(function: str) -> float:
     return LIMITS.get(function.partition("/")[0], LIMITS[""])
 
 
-def choose(cases: Collection[str], measured: Mapping[str, float], limit: float) -> list[str]:
+def choose(cases: Collection[str], measured: Mapping[str, float] | None, limit: float) -> list[str]:
     """The cases of a function that run every day.
 
     The shortest; then those that cover most new values of parameters a second, until all values are covered or the limit is
@@ -50,14 +52,15 @@ def choose(cases: Collection[str], measured: Mapping[str, float], limit: float) 
     ['int8-gpu', 'int4-tpu']
     >>> choose(["int8-gpu", "int4-tpu"], {"int4-tpu": 5.0}, 4.0)
     ['int4-tpu']
-    >>> choose(["int8-gpu", "int4-tpu"], {}, 4.0)
+    >>> choose(["int8-gpu", "int4-tpu"], None, 4.0)
     ['int8-gpu', 'int4-tpu']
-    >>> choose(["int8-gpu", "int4-tpu"], {}, 0.0)
+    >>> choose(["int8-gpu", "int4-tpu"], {}, 4.0)
     ['int8-gpu']
     """
-    unknown = 2 * max(measured.values(), default=0.0)
-    seconds = {case: measured.get(case, unknown) for case in cases}
-    if len(seconds) < 2 or (limit and sum(seconds.values()) <= limit):
+    known = measured or {}
+    unknown = 2 * max(known.values(), default=UNMEASURED)
+    seconds = {case: known.get(case, unknown) for case in cases}
+    if len(seconds) < 2 or (limit and (measured is None or sum(seconds.values()) <= limit)):
         return list(cases)
     values = {case: set(case.split("-")) for case in cases}
     best = min(seconds, key=seconds.__getitem__)
@@ -65,7 +68,7 @@ def choose(cases: Collection[str], measured: Mapping[str, float], limit: float) 
     while missing:
         rates = {case: len(missing & values[case]) / (0.1 + seconds[case]) for case in cases}
         best = max(rates, key=rates.__getitem__)
-        if not limit or seconds[best] > left:
+        if seconds[best] > left:
             break
         chosen.append(best)
         left -= seconds[best]
