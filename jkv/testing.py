@@ -216,9 +216,8 @@ def random_statistics(model: Model, seed: int = 0) -> QueryStatistics:
 def random_networks(model: Model, hidden: int = 4, seed: int = 0) -> Foresight:
     """Random networks that `jkv.foresight` takes for those of this model."""
     heads = model.config.num_paged_layers, model.config.num_kv_heads
-    arrays: Any = (np.zeros((*heads, *rest), np.float32) for rest in ((1, hidden), (hidden,), (hidden,)))
-    longest_age: Any = np.full(heads[0], 4096, np.float32)
-    like = random_calibration(Foresight(Network(*arrays, longest_age)), model, seed)
+    into, bias, out = (jnp.zeros((*heads, *rest)) for rest in ((1, hidden), (hidden,), (hidden,)))
+    like = random_calibration(Foresight(Network(into, bias, out, jnp.full(heads[0], 4096.0))), model, seed)
     assert isinstance(like, Foresight)
     return like
 

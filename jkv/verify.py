@@ -91,7 +91,7 @@ class Case:
         lengths = (3, max(20, budget // 2), max(33, budget + 9))
         longest = max(1, policy.longest_prompt)  # a protected prompt must fit
         self.prompts = [rng.integers(1, size, int(min(length, longest)), dtype=np.int32) for length in lengths]
-        self.loops = [np.resize(np.int32(loop), int(min(lengths[-1], longest))) for loop in LOOPS]
+        self.loops = [np.resize(np.array(loop, np.int32), int(min(lengths[-1], longest))) for loop in LOOPS]
 
     def run(
         self,

@@ -13,7 +13,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from jkv.replicas import Replicas
 from jkv.replicas.buckets import pack, unpack
 from jkv.replicas.dispatcher import Dispatcher, Open
 from jkv.replicas.front import Front
-from jkv.replicas.replica import Facts, Finished, Item, Post
+from jkv.replicas.replica import Change, Facts, Finished, Item, Post
 
 ROWS, TOKENS = 16, 512
 
@@ -67,8 +67,11 @@ class PaperCarrier:
         """A replica of paper."""
         return Paper(post)
 
-    def put(self, leaves: Any, version: int) -> Any:
+    def put(self, leaves: Mapping[int, Any]) -> Any:
         """Nothing travels."""
+
+    def use(self, change: Change) -> None:
+        """Paper has no weights."""
 
     def forget(self) -> None:
         """Nothing is held."""

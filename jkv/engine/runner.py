@@ -286,9 +286,10 @@ class Runner:
         is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self._all_alive))
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
-            options = self.draws, is_traced, self.needs.similarity, self.gate, self._generated, self.routed_experts
-            options = *options, self.returns_own
-            self.state, outputs = self.programs.decode_chunk(self.params, self.state, inputs, num_steps, *options)
+            given = self.draws, is_traced, self.needs.similarity, self.gate, self._generated, self.routed_experts
+            self.state, outputs = self.programs.decode_chunk(
+                self.params, self.state, inputs, num_steps, *given, self.returns_own
+            )
             self._generated, outputs = outputs.generated, outputs._replace(generated=None)
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)

@@ -221,8 +221,8 @@ class JKV(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **options: Any
     ) -> list[tuple[float, bool]]:
         """The log-probability of each continuation in nats, with the full cache, and whether it is the greedy one."""
-        for (context, continuation), _, tokens in requests:
-            if not tokens:
+        for (context, continuation), _, rest in requests:
+            if not rest:
                 raise ValueError(
                     "A continuation must be at least one token after its context; "
                     f"{shown(continuation)} after {shown(context[-SHOWN:])} is none: a token of the context, encoded "
@@ -235,8 +235,8 @@ class JKV(TemplateLM):
             pairs = [self.fit(*requests[i][1:]) for i in chosen]
             lengths = [len(continuation) for _, continuation in pairs]
             tokens = np.zeros((len(pairs), max(1, *lengths)), np.int32)
-            for row, (_, continuation) in zip(tokens, pairs, strict=True):
-                row[: len(continuation)] = continuation
+            for row, (_, last) in zip(tokens, pairs, strict=True):
+                row[: len(last)] = last
             contexts = [context for context, _ in pairs]
             logprobs = score(self.model, tokens, prompts=contexts, lengths=lengths).logprobs
             likeliest = score(self.model, tokens, prompts=contexts, lengths=lengths, sampling=Sampling(top_k=1)).logprobs

@@ -40,13 +40,13 @@ class LagRelativeSpread:
         whole = slice(self.sinks, self.sinks + num_chunks * self.lag)
         by_chunk = batch, heads, num_chunks, self.lag
         is_filled = view.is_filled[:, :, whole].reshape(by_chunk)
-        total = sum(
+        of_keys, of_values = (
             jax.nn.softmax(
                 relative_spread(x[:, :, whole].reshape(*by_chunk, -1), is_filled), axis=-1, where=is_filled[:, :, :-1]
             )
             for x in (view.key, view.value)
         )
-        rank = rank_up_to_rounding(total).astype(jnp.float32).reshape(batch, heads, -1) / self.lag
+        rank = rank_up_to_rounding(of_keys + of_values).astype(jnp.float32).reshape(batch, heads, -1) / self.lag
         rank = jnp.pad(rank, [(0, 0), (0, 0), (self.sinks, num_slots - self.sinks - rank.shape[-1])])
         return jnp.where(is_scored, rank, newest_first)
 
