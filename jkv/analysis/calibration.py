@@ -12,6 +12,7 @@ from jkv.checks import check_counts, shown
 from jkv.model import decoder
 from jkv.model.params import Model, Params
 from jkv.model.rope import Rope, pair_norms, rope_of, unrotate
+from jkv.model.tokenizer import encode_whole
 from jkv.policies.calibration import identity_of
 from jkv.policies.query_statistics import QueryMoments, QueryStatistics
 from jkv.replay.columns import dense_columns
@@ -60,7 +61,7 @@ def pieces(model: Model, texts: Sequence[Any]) -> Iterator[np.ndarray]:
         if isinstance(text, str):
             if model.tokenizer is None:
                 raise ValueError(f"Text needs a model with a tokenizer; got {shown(text)}. Pass token ids.")
-            text = model.tokenizer.encode(text, add_special_tokens=True)
+            text = encode_whole(model.tokenizer, text)
         ids = np.asarray(text)
         if ids.size:
             check_tokens(model.params, ids, [])

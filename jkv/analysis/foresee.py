@@ -20,6 +20,7 @@ from jkv.engine.memory import free_bytes
 from jkv.limits import check_numbers
 from jkv.model.params import Model, ModelConfig
 from jkv.model.rope import rope_of
+from jkv.model.tokenizer import encode_whole
 from jkv.policies.calibration import identity_of
 from jkv.policies.foresight import AGES, INPUTS, Foresight, Network, expected_reads, features
 from jkv.replay.score import check_tokens
@@ -110,7 +111,7 @@ def encode(model: Model, text: Any) -> np.ndarray:
     if isinstance(text, str):
         if model.tokenizer is None:
             raise ValueError("Text needs a model with a tokenizer; this one has none. Pass token ids.")
-        text = model.tokenizer.encode(text, add_special_tokens=True)
+        text = encode_whole(model.tokenizer, text)
     ids = np.asarray(text, np.int32)
     check_tokens(model.params, ids, [])
     return ids[: model.config.max_positions]

@@ -14,6 +14,7 @@ from jkv.model.chat_template import ChatText, has_chat_template, render_chats
 from jkv.model.chat_tokens import encode_chat
 from jkv.model.padding import check_not_padded, parts_of, without_padding
 from jkv.model.params import Model
+from jkv.model.tokenizer import encode_whole
 
 MOST_MESSAGES = 10_000  # of a conversation
 LONGEST_TOKEN = 256  # characters: a text of more for each position of the model cannot fit, and is not encoded
@@ -190,8 +191,10 @@ def encode_text(model: Model, index: int, prompt: str, is_chat: bool) -> Any:
     try:
         if isinstance(prompt, ChatText):
             ids = encode_chat(model.tokenizer, prompt, add_special_tokens=not is_chat)
+        elif is_chat:
+            ids = model.tokenizer.encode(prompt, add_special_tokens=False)
         else:
-            ids = model.tokenizer.encode(prompt, **({"add_special_tokens": False} if is_chat else {}))
+            ids = encode_whole(model.tokenizer, prompt)
     except BaseException as error:  # a panic of the tokenizers library, such as of a pattern that backtracks, is no Exception
         if type(error).__name__ != "PanicException":
             raise

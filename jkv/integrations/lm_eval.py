@@ -25,6 +25,7 @@ from jkv.model import checkpoint
 from jkv.model.chat_template import ChatRenderer, ChatText
 from jkv.model.chat_tokens import encode_chat
 from jkv.model.sampling import Sampling
+from jkv.model.tokenizer import encode_whole
 from jkv.policies import make
 from jkv.replay.score import score
 from jkv.rollout import DEFAULT_NEW_TOKENS
@@ -110,6 +111,8 @@ class JKV(TemplateLM):
         In a chat that the harness left as it was rendered, only the template makes control tokens.
         """
         if add_special_tokens is None:
+            if not isinstance(string, ChatText):
+                return list(encode_whole(self.tokenizer, string))
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
         if isinstance(string, ChatText):

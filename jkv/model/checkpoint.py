@@ -23,7 +23,7 @@ from jkv.model.architectures import config_fields, parse_config
 from jkv.model.cards import card_of, read_card
 from jkv.model.chat_template import has_chat_template
 from jkv.model.checkpoint_tensors import joined, stacked_shape, tensor_parts
-from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING
+from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS
 from jkv.model.eight_bits import check_format
 from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
 from jkv.model.gguf_header import read_header
@@ -39,6 +39,7 @@ from jkv.model.weight_shapes import named_leaves
 from pallas_kernels.models import FILES
 
 MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as peft names them
 SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 
 
@@ -89,6 +90,7 @@ def load(
         return load_saved(folder, kept, str(name_or_folder))
     is_hub, hub_name = folder is None, card.hub if card else str(name_or_folder)
     folder = folder or fetch(hub_name, SMALL_FILES)
+    warn_of_adapter(folder)
     config = read_config(folder)
     read_end_files(folder, None, config)  # refused before a tokenizer is read, which takes long
     sampling, tokenizer = read_sampling(folder), read_tokenizer(folder, config)
@@ -245,20 +247,52 @@ def warn_of_ends(name: str, tokenizer: Any, ends: Mapping[int, Sequence[str]]) -
 
 
 def read_sampling(folder: Path) -> Sampling | None:
-    """The sampling that generation_config.json asks for; None where that is greedy and without a penalty."""
-    file = find_file(folder / "generation_config.json")
+    """The sampling that generation_config.json asks for; None where that is greedy and without a penalty.
+
+    config.json has the settings of older folders without that file. Settings that the engine cannot apply are warned of.
+    """
+    file = find_file(folder / "generation_config.json") or find_file(folder / "config.json")
     fields = {} if file is None else read_json(file, MAX_SMALL)
     check_fields(fields, GENERATION | PENALTIES, str(file))
     penalty, temperature = fields.get("repetition_penalty") or 1.0, fields.get("temperature")
+    is_greedy = not fields.get("do_sample") or temperature == 0
+    warn_of_unused(fields, UNUSED if is_greedy else UNUSED | UNUSED_CUTS, str(file))
     if fields.get("do_sample"):
         check_fields(fields, SAMPLING, str(file))
-    if not fields.get("do_sample") or temperature == 0:
+    if is_greedy:
         return None if penalty == 1 else Sampling(temperature=0.0, repetition_penalty=penalty)
     try:
         cuts = fields.get("top_p") or 1.0, max(fields.get("top_k") or 0, 0), fields.get("min_p") or 0.0
         return Sampling(1.0 if temperature is None else temperature, *cuts, repetition_penalty=penalty)
     except ValueError as error:
         raise ValueError(f"{file}: {error} {CORRECT}") from None
+
+
+def warn_of_unused(fields: Mapping[str, Any], neutral: Mapping[str, Any], where: str) -> None:
+    """Warns of settings that change what is drawn, and are not applied."""
+    unused = [name for name, value in neutral.items() if fields.get(name) not in (None, value)]
+    if unused:
+        warnings.warn(
+            f"{where}: {', '.join(unused)} would change what is drawn, and jkv cannot apply "
+            f"{'them' if unused[1:] else 'it'}: tokens are drawn without. See jkv.Sampling and stop_strings for what it has.",
+            stacklevel=4,
+        )
+
+
+def warn_of_adapter(folder: Path) -> None:
+    """Warns of a low-rank adapter in the folder of a full checkpoint."""
+    found = [name for name in ADAPTER if find_file(folder / name)]
+    if found and (folder / "config.json").exists():
+        warnings.warn(
+            f"{folder / found[0]}: the adapter is not applied, the full checkpoint in this folder is loaded without it. Merge "
+            "it with merge_and_unload of peft and load the merged folder, or remove it if it is merged already.",
+            stacklevel=3,
+        )
+    if found and not (folder / "config.json").exists():
+        raise ValueError(
+            f"{folder} must contain a full checkpoint, got the adapter {found[0]} alone. Merge it into its base model with "
+            "merge_and_unload of peft, save that, and load its folder."
+        )
 
 
 def export(params: Params, tokenizer: Any, folder: Folder, dtype: Any = jnp.bfloat16) -> None:

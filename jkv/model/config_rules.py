@@ -75,7 +75,7 @@ REQUIRED = (
     "num_attention_heads",
     "max_position_embeddings",
 )
-GENERATION = {  # of generation_config.json; its other settings are not used
+GENERATION = {  # of generation_config.json
     "eos_token_id": TOKENS,
     "do_sample": nullable(SWITCH),
 }
@@ -86,6 +86,35 @@ SAMPLING = {  # of generation_config.json, where do_sample is true
     "min_p": nullable(number(0, 1)),
 }
 PENALTIES = {"repetition_penalty": nullable(at_least(0.01, 100))}  # of generation_config.json, for greedy decoding too
+UNUSED = {  # of generation_config.json, what changes the draws and the engine cannot apply; with the values that change nothing
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "force_words_ids": [],
+    "constraints": [],
+    "sequence_bias": {},
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "exponential_decay_length_penalty": [],
+    "forced_bos_token_id": [],
+    "forced_eos_token_id": [],
+    "stop_strings": [],
+    "max_time": 0,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0,
+    "penalty_alpha": 0,
+    "guidance_scale": 1,
+    "dola_layers": [],
+    "watermarking_config": {},
+    "token_healing": False,
+}
+UNUSED_CUTS = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": 1}  # the same, where do_sample is true
 DIVISORS = list_of(at_least(0.01, MAX_FREQUENCY_FACTOR), 2048, least=1)
 ROPE = {
     "rope_type": TEXT,

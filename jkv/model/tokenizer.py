@@ -55,6 +55,17 @@ def make_tokenizer(definition: Fields, settings: Fields, where: str, added: Mapp
     return tokenizer
 
 
+def encode_whole(tokenizer: Any, text: str) -> Any:
+    """The token ids of a whole text: with the tokens that the tokenizer adds at its ends, unless it begins with BOS already.
+
+    A chat template writes BOS into the text that it renders; a second one would change every completion. `tokenizer` may be any
+    that has `encode`.
+    """
+    begin = getattr(tokenizer, "bos_token", None)
+    is_framed = isinstance(begin, str) and begin != "" and text.startswith(begin)
+    return tokenizer.encode(text, **({"add_special_tokens": False} if is_framed else {}))
+
+
 # Special tokens
 
 

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+import transformers
 
 import jkv
 from jkv.engine import memory
@@ -14,6 +15,7 @@ from jkv.engine.prompts import encode_prompts, warn_of_bare_text
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.results import split_text
 from jkv.model import checkpoint
+from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS
 from jkv.reasoning.marks import TAGS
 from jkv.tasks import vocabulary
 
@@ -193,6 +195,107 @@ def test_sampling_is_what_the_models_makers_say(folder, fields, sampling):
 def test_a_bad_generation_config_names_file_and_field(folder, fields, words):
     with pytest.raises(ValueError, match=f"generation_config.json.*{words}"):
         with_generation(folder, **fields)
+
+
+SET = {  # a value of each setting that changes draws
+    "suppress_tokens": [1],
+    "begin_suppress_tokens": [1, 2],
+    "bad_words_ids": [[1]],
+    "force_words_ids": [[1]],
+    "constraints": [{}],
+    "sequence_bias": [[[1], -1.0]],
+    "no_repeat_ngram_size": 3,
+    "encoder_no_repeat_ngram_size": 3,
+    "encoder_repetition_penalty": 1.2,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 0.1,
+    "min_length": 8,
+    "min_new_tokens": 8,
+    "exponential_decay_length_penalty": [5, 1.5],
+    "forced_bos_token_id": 0,
+    "forced_eos_token_id": [1],
+    "stop_strings": ["end"],
+    "max_time": 2.5,
+    "num_beams": 4,
+    "num_beam_groups": 2,
+    "diversity_penalty": 0.5,
+    "penalty_alpha": 0.6,
+    "guidance_scale": 1.5,
+    "dola_layers": "high",
+    "watermarking_config": {"bias": 2.5},
+    "token_healing": True,
+}
+CUTS = {"typical_p": 0.9, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_h": 0.4}
+
+
+def test_generation_settings_that_cannot_be_applied_are_warned_of_by_name(folder):
+    assert (set(SET), set(CUTS)) == (set(UNUSED), set(UNUSED_CUTS))
+    for name, value in SET.items():
+        with pytest.warns(UserWarning, match=rf"generation_config\.json: {name} would change what is drawn"):
+            with_generation(folder, **{name: value})
+    with pytest.warns(UserWarning, match=f"{', '.join(SET)} would change what is drawn, and jkv cannot apply them"):
+        with_generation(folder, **SET)
+    with pytest.warns(UserWarning, match=f"{', '.join(CUTS)} would change"):
+        with_generation(folder, **CUTS, do_sample=True)
+    harmless = UNUSED | UNUSED_CUTS | dict.fromkeys(("renormalize_logits", "use_cache"), True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with_generation(folder)
+        with_generation(folder, **harmless, do_sample=True)
+        with_generation(folder, **dict.fromkeys(harmless), do_sample=True)
+        with_generation(folder, **CUTS)  # which greedy decoding does not read
+        with_generation(folder, max_new_tokens=2048, max_length=4096, pad_token_id=0, transformers_version="4.57.1")
+
+
+def test_every_setting_of_transformers_is_used_or_warned_of_or_known_to_change_no_draw():
+    known = {*UNUSED, *UNUSED_CUTS, *SAMPLING, *PENALTIES, *GENERATION}
+    limits = {"max_length", "max_new_tokens", "max_cache_len", "num_return_sequences"}
+    beams = {"length_penalty", "early_stopping", "low_memory", "renormalize_logits", "remove_invalid_values"}
+    tokens = {"pad_token_id", "bos_token_id", "decoder_start_token_id"}
+    speed = {"use_cache", "cache_implementation", "cache_config", "compile_config", "disable_compile", "prefill_chunk_size"}
+    speed |= {"use_mtp", "speculation_type", "continuous_batching_config", "target_lookbehind", "prompt_lookup_num_tokens"}
+    speed |= {"max_matching_ngram_size", "num_assistant_tokens", "num_assistant_tokens_schedule"}
+    outputs = {"return_dict_in_generate", "transformers_version"}
+    fields = {name for name in vars(transformers.GenerationConfig()) if not name.startswith("_")}
+    others = {name for name in fields if name.startswith(("output_", "assistant_", "is_assistant"))}
+    assert fields - known - limits - beams - tokens - speed - outputs - others == set()
+
+
+def test_an_older_folder_has_its_sampling_in_config_json(folder):
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    fields = json.loads((folder / "config.json").read_text())
+    more = {"do_sample": True, "temperature": 0.6, "no_repeat_ngram_size": 4}
+    (folder / "config.json").write_text(json.dumps(fields | more))
+    with pytest.warns(UserWarning, match=r"/config\.json: no_repeat_ngram_size would change"):
+        assert jkv.load(folder).sampling == jkv.Sampling(temperature=0.6)
+    assert with_generation(folder).sampling is None
+
+
+def test_an_adapter_that_is_not_applied_is_named(folder):
+    for name in checkpoint.ADAPTER:
+        (folder / name).write_text("{}")
+        with pytest.warns(UserWarning, match=f"{name}: the adapter is not applied"):
+            jkv.load(folder)
+        (folder / name).unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"must contain a full checkpoint, got the adapter adapter_config\.json alone"):
+        jkv.load(folder)
+
+
+def test_a_rendered_text_has_one_bos(chat):
+    tokenizer = vocabulary.make_tokenizer()
+    tokenizer.bos_token, tokenizer.chat_template = "?", "{{ bos_token }}" + TEMPLATE
+    tokenizer.add_bos_token = True
+    framed, begin = dataclasses.replace(chat, tokenizer=tokenizer), tokenizer.bos_token_id
+    text = tokenizer.apply_chat_template(TURNS, tokenize=False)
+    rendered, messages = encode_prompts(framed, [text, TURNS])
+    assert text.startswith("?")
+    assert rendered.tolist() == [begin, *tokenizer.encode(text[1:], add_special_tokens=False)]
+    assert messages.tolist()[: len(rendered)] == rendered.tolist()
+    (bare,) = encode_prompts(framed, "b=3")
+    assert bare.tolist() == tokenizer.encode("b=3")
+    assert bare[0] == begin
 
 
 def limit_of(model, **settings):
