@@ -135,7 +135,8 @@ def pair(request, model):
         return [jkv.Engine(model, **settings, prefix_cache=on) for on in (False, True)]
 
 
-@pytest.mark.everyday(where=lambda pair, policy: pair is None or policy.made_by in ("full", "r_kv", "quest"))
+@pytest.mark.everyday
+@pytest.mark.everyday(where=lambda pair, policy: pair is None and policy.name == "r_kv")  # whose score reads queries
 @pytest.mark.parametrize("policy", ALL, ids=lambda policy: policy.made_by)
 def test_rows_that_start_from_the_cache_give_the_same_bits(pair, policy):
     whole, part = pair
@@ -241,6 +242,7 @@ def test_new_weights_while_a_row_reads_cached_pages_leave_its_pages_alone(model)
     assert_engine_is_consistent(engine)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(("policies", "found"), [([], 48), ([R_KV], 32)], ids=["full", "window"])
 def test_the_queries_that_a_score_reads_are_computed_again(model, policies, found):
     """Of 50 tokens 48 are held; with a window of 4, prefill must pass the last four."""
