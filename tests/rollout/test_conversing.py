@@ -4,7 +4,6 @@ import dataclasses
 import signal
 import threading
 import time
-import types
 
 import jax
 import jax.numpy as jnp
@@ -282,18 +281,21 @@ def test_a_text_is_a_reply_where_there_is_a_tokenizer():
 
 
 def test_the_token_that_ended_a_turn_is_in_no_text(model):
-    tokenizer = types.SimpleNamespace(decode=lambda ids, skip_special_tokens=False: "".join(f"{int(i)} " for i in ids))
-    rollout = make_rollout(dataclasses.replace(model, tokenizer=tokenizer), R_KV)
+    class Numbers:
+        def decode(self, ids, skip_special_tokens=False):
+            return "".join(f"{int(i)} " for i in ids)
+
+    rollout = make_rollout(dataclasses.replace(model, tokenizer=Numbers()), R_KV)
     settings = SETTINGS | {"max_turns": 2, "max_turn_tokens": 4}
     free, turns = rollout.converse(PROMPTS[:1], lambda turn: None, **settings), []
     end = int(free.tokens[0, 0])
     asked = settings | {"stop_ids": (end,)}
     out = rollout.converse(PROMPTS[:1], lambda turn: (turns.append(turn), [1, 2])[1], **asked)
     assert (turns[0].tokens[-1], turns[0].finish_reason) == (end, "stop")
-    assert turns[0].text == tokenizer.decode(turns[0].tokens[:-1])
+    assert turns[0].text == Numbers().decode(turns[0].tokens[:-1])
     last = out.tokens[0][: out.lengths[0]].tolist()[len(turns[0].tokens) :]
     last = last[:-1] if out.finish_reason[0] == "stop" else last
-    assert out.text[0] == turns[0].text + tokenizer.decode(last)
+    assert out.text[0] == turns[0].text + Numbers().decode(last)
 
 
 def test_a_text_of_a_tool_makes_no_control_tokens_unless_it_may():
