@@ -1,5 +1,7 @@
 """Eviction inside a decode step (H2O, TOVA) against NumPy, which keeps plain lists and knows neither pages nor vacant slots."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import jkv
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention
-from jkv.cache.in_step_eviction import UNLIMITED, StepRules
+from jkv.cache.in_step_eviction import UNLIMITED, StepRules, choose_victim
 from jkv.cache.pool import EMPTY
 from jkv.policies.scores import Recency
 from jkv.testing import TINY, tiny_model
@@ -198,3 +200,13 @@ def test_h2o_keeps_the_heavy_and_the_recent():
 def test_what_cannot_be_is_refused(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+def test_of_slots_whose_mass_is_equal_up_to_rounding_the_lowest_goes():
+    errors = 1 + np.random.default_rng(0).uniform(-1e-6, 1e-6, (8, 1, 6))
+    mass = jnp.asarray(np.float32([0.1, 0.5, 0.25, 0.25, 0.25, 0.1]) * errors, jnp.float32)
+    position = jnp.tile(jnp.arange(6, dtype=jnp.int32), (8, 1, 1))
+    count = functools.partial(jnp.full, 8)
+    no = jnp.zeros(8, bool)
+    rules = StepRules(jnp.full((1, 8), 5, jnp.int32), count(1, jnp.int32), count(1, jnp.int32), no, no)
+    np.testing.assert_array_equal(choose_victim(rules, 0, mass, position, count(5, jnp.int32), ~no), [[2]] * 8)

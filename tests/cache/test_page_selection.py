@@ -13,6 +13,14 @@ GROUPS = pytest.mark.parametrize("group", [1, 4, 7, *(pytest.param(group, marks=
 KNOBS = {"max_new_tokens": 50, "stop_ids": (), "page_size": 4, "progress": False}
 
 
+def test_of_pages_that_are_equal_up_to_rounding_the_earlier_are_read():
+    errors = 1 + np.random.default_rng(0).uniform(-1e-6, 1e-6, (8, 6))
+    worth = jnp.asarray(np.float32([-3.0, -3.0, 5.0, -3.0, -3.0, 0.0]) * errors, jnp.float32)
+    table = jnp.tile(jnp.arange(1, 7, dtype=jnp.int32), (8, 1))
+    choice = choose_pages(worth, table, jnp.full(8, 24, jnp.int32), 4, jnp.full(8, 4, jnp.int32))
+    np.testing.assert_array_equal(choice.entry[:, :4], [[0, 1, 2, 5]] * 8)
+
+
 @GROUPS
 @pytest.mark.parametrize("over_group", ["max", "mean"])
 def test_pages_of_the_largest_bounds_are_read_and_the_current_one_always(over_group, group):
