@@ -75,10 +75,11 @@ def test_slots_older_than_any_in_training_score_as_the_oldest_of_training():
     assert (scores(100) != scores(8 * 144)).any()
 
 
-@pytest.mark.parametrize("name", ["tiny-reasoner", "tiny-reasoner-2"])
-def test_the_networks_in_the_package_know_their_longest_age(name):
-    """Its longest traces have 1,044 tokens, whose last moment is after 1,024."""
-    np.testing.assert_array_equal(Foresight.load(shipped_networks()[name]).arrays.longest_age, [1023] * 4)
+@pytest.mark.parametrize(("name", "longest"), [("tiny-reasoner", 1044), ("tiny-reasoner-2", 1095)])
+def test_the_networks_in_the_package_know_the_longest_age_of_their_training(name, longest):
+    """`longest` is the length of the longest of the 400 traces that they were trained on."""
+    ages = Foresight.load(shipped_networks()[name]).arrays.longest_age
+    np.testing.assert_array_equal(ages, [longest_age([np.zeros(longest, np.int32)])] * 4)
 
 
 def test_every_layer_and_head_has_its_own_network():
