@@ -161,6 +161,7 @@ GROUPS: Mapping[str, Group] = {
         (
             "jkv.testing.tiny_model",
             "jkv.testing.TinyTokenizer",
+            "jkv.testing.looping_view",
             "jkv.testing.random_view",
             "jkv.testing.random_statistics",
             "jkv.testing.random_networks",

@@ -9,7 +9,7 @@ import jkv
 from jkv.cache.pool import EMPTY
 from jkv.policies.evict import Evict, largest
 
-SPECIAL = np.array([-np.inf, -3.0, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 1.0 + 2**-23, 3e38, np.inf], np.float32)
+SPECIAL = np.array([-np.inf, -3.0, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 1.0 + 2**-15, 3e38, np.inf], np.float32)
 
 
 def scores(rng, *shape):
