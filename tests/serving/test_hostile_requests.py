@@ -292,21 +292,21 @@ def test_a_request_ends_at_the_time_limit_with_what_it_has(strict, monkeypatch):
     assert streamed.endswith("data: [DONE]\n\n")
 
 
-def test_a_stream_whose_engine_fails_ends_with_an_error(chat_model, monkeypatch):
+def test_a_stream_whose_steps_fail_ends_with_an_error_and_a_lost_engine_ends_the_service(chat_model, monkeypatch):
     one = Running(make_engine(chat_model))
 
     def fail(*_):
         raise ZeroDivisionError("planted")
 
     try:
-        monkeypatch.setattr(one.engine, "step", fail)
+        monkeypatch.setattr(one.engine.runner, "dispatch", fail)
         lines = post(one, LONG | {"stream": True}).text.split("\n\n")
         assert "planted" in json.loads(lines[-3].removeprefix("data: "))["error"]["message"]
         assert lines[-2] == "data: [DONE]"
         assert post(one, TEXT).status_code == 500
         monkeypatch.undo()
         assert post(one, TEXT).status_code == 200
-        monkeypatch.setattr(one.engine, "step", fail)
+        monkeypatch.setattr(one.engine.runner, "dispatch", fail)
         monkeypatch.setattr(one.engine, "reset", fail)
         assert post(one, TEXT).status_code == 503
         assert httpx.get(one.url + "/health").status_code == 503

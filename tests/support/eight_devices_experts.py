@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 import jkv
 from jkv.engine import mesh
 from jkv.model import experts
+from jkv.model.copies import COPIES
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.sharding import HEADS, P, local_config, specs_of, split_by_width
 from jkv.testing import tiny_model
@@ -60,7 +61,8 @@ def summed(model, token, compute, count=4):
         return jax.lax.psum(compute(config, weights, token), HEADS)
 
     specs = experts_of(specs_of(jkv.Params, model.params, "params")), P()
-    run = jax.jit(jax.shard_map(of_shard, mesh=devices_of(count), in_specs=specs, out_specs=P(), check_vma=False))
+    devices = Mesh(np.array(jax.devices()[:count])[:, None], (HEADS, COPIES))
+    run = jax.jit(jax.shard_map(of_shard, mesh=devices, in_specs=specs, out_specs=P(), check_vma=False))
     return run(experts_of(model.params), token)
 
 
