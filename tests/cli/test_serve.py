@@ -30,7 +30,7 @@ def run(capsys, *arguments):
         (("no-such-model", "--port", 0), "tiny-reasoner"),
         (("tiny-reasoner", "--policy", "r_kv"), "r_kv needs budget="),
         (("tiny-reasoner", "--policies", "rkv"), "Did you mean r_kv?"),
-        (("tiny-reasoner", "--port", 99999), "--port must lie in [0, 65536)"),
+        (("tiny-reasoner", "--port", 99999), "port must be at most 65,535"),
         (("tiny-reasoner", "--time-limit", 0), "time_limit must be above 0"),
         (("tiny-reasoner", "--port", 0, "--kv-memory", "many"), "kv_memory"),
         (("tiny-reasoner", "--port", 0, "--trainer", "--host", "0.0.0.0"), "--trainer needs a key"),

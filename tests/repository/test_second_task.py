@@ -41,7 +41,7 @@ def test_the_figures_of_policies_are_those_that_were_recorded():
     assert right["full", None] == 100
     for said in (
         f"Foresight answers {', '.join(foresight[:3])} and {foresight[3]} % with 5, 10, 20 and 34 %",
-        f"No published score answers more than {best:.1f} % at any of these budgets",
+        f"With these 8 recent slots, no published score answers more than {best:.1f} % at any of these budgets",
         f"with 34 %, H2O {at_most['h2o']}, SnapKV {at_most['snap_kv']}, SkipKV {at_most['skip_kv']}, R-KV {at_most['r_kv']}, "
         f"its redundancy alone {at_most['r_kv-redundancy']}, random slots {at_most['random']}, the last tokens "
         f"{at_most['streaming_llm']}",
