@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts, check_length, did_you_mean, shown, typed
 from jkv.engine.prompts import check_ids, num_elements, too_long
 from jkv.limits import MOST_SAMPLES
+from jkv.model.joined import GROUPS, joined_of
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
 from jkv.policies import POLICIES, Policy, full
@@ -362,7 +364,10 @@ def all_finite(params: Params) -> jax.Array:
 
 
 def check_weights(params: Params) -> None:
-    """Refuses weights that hold NaN or infinity, and names the first."""
+    """Refuses weights that hold NaN or infinity, and names the first; and a matrix beside the joined one (`joined_of`)."""
+    for layer in params.layers:
+        for weights, field in itertools.product((layer, layer.delta), GROUPS):
+            joined_of(weights, field)
     if not bool(all_finite(params)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if not bool(jnp.isfinite(leaf).all()):
