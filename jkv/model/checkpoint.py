@@ -219,8 +219,8 @@ def read_end_files(folder: Path, tokenizer: Any, config: ModelConfig | None = No
         fields = {} if file is None else read_json(file, MAX_SMALL)
         check_fields(fields, GENERATION, str(file))
         check_fields(text := fields.get("text_config") or {}, GENERATION, str(file))  # of a multimodal model
-        ids = fields.get("eos_token_id", text.get("eos_token_id"))
-        ids = dict.fromkeys((ids,) if isinstance(ids, int) else ids or ())
+        ids = next((each["eos_token_id"] for each in (fields, text) if each.get("eos_token_id") is not None), ())
+        ids = dict.fromkeys((ids,) if isinstance(ids, int) else ids)
         if config is not None and not found and max(ids, default=0) >= config.vocab_size:
             raise ValueError(
                 f"{file}: eos_token_id must be below vocab_size={config.vocab_size}, got {shown(list(ids))}. {CORRECT}"

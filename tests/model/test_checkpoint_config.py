@@ -251,10 +251,11 @@ def test_code_beside_a_checkpoint_is_never_run(tmp_path):
         ({"eos_token_id": 0}, {"eos_token_id": 7}, True, (0,)),
         ({"eos_token_id": None}, {"eos_token_id": 7}, True, (7,)),
         (None, {"eos_token_id": [7, 8]}, True, (7, 8)),
+        (None, {"eos_token_id": None, "text_config": {"eos_token_id": 7}}, True, (7,)),
         (None, {}, True, (0,)),
         (None, {}, False, ()),
     ],
-    ids=["generation-list", "generation-zero", "generation-null", "config", "tokenizer", "nowhere"],
+    ids=["generation-list", "generation-zero", "generation-null", "config", "inner-config", "tokenizer", "nowhere"],
 )
 def test_end_tokens_come_from_the_first_file_that_has_them(generation, config, tokenizer, expected, tmp_path):
     folder = config_folder(tmp_path, **config)
