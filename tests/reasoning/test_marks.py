@@ -97,6 +97,13 @@ def test_a_tokenizer_with_the_marks_keeps_them_in_the_text_and_drops_other_speci
     assert num_reasoning_tokens(tokens[:20], False, begin, ends) == 20
 
 
+def test_special_tokens_without_a_name_are_dropped_too():
+    tokenizer = tokenizer_with(SPECIAL)
+    tokenizer.backend_tokenizer.add_special_tokens(["<|call|>"])
+    assert "<|call|>" not in tokenizer.all_special_tokens
+    assert completion_decoder(tokenizer)(tokenizer.encode("<|end|>a<|call|>")) == "<|end|>a"
+
+
 def test_a_result_is_split_at_the_marks_of_its_tokenizer(harmony):
     model = tiny_model(config=dataclasses.replace(TINY, vocab_size=len(harmony)), tokenizer=harmony)
     tokens = harmony.encode(TEXT.replace(" <|x|>", ""), add_special_tokens=False)
