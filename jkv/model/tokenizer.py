@@ -16,8 +16,9 @@ from jkv.model.huggingface import transformers
 from jkv.model.json_files import shown
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-LISTED = ("extra_special_tokens", "additional_special_tokens")  # the second is the older name
+LISTED = ("extra_special_tokens", "model_specific_special_tokens", "additional_special_tokens")  # the last is the oldest name
 FLAGS = ("model_max_length", "padding_side", "truncation_side", "split_special_tokens", "model_input_names", "chat_template")
+BEGINNING = 256  # characters of a text, which hold its first token
 MATCHING = ("single_word", "lstrip", "rstrip", "normalized")  # how an added token is found in a text
 
 Fields = Mapping[str, Any]
@@ -36,34 +37,43 @@ def make_tokenizer(definition: Fields, settings: Fields, where: str, added: Mapp
       added: tokens that other files add, by id.
 
     Raises:
-      ValueError: an added token has an id that the vocabulary leaves no room for.
+      ValueError: an added token has another id than the library gives it.
       Exception: whatever the `tokenizers` library raises for a definition that it cannot read.
     """
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_str(json.dumps({**definition, "truncation": None, "padding": None}))
+    for token in definition.get("added_tokens") or ():
+        check_id(backend, token["content"], token.get("id"), where)
     add_tokens(backend, sorted((added or {}).items()), where)
     add_tokens(backend, ((None, token) for token in special_tokens(settings)), where)
     backend.post_processor = framed(definition.get("post_processor"), settings, backend)
     options: dict[str, Any] = {name: settings[name] for name in FLAGS if settings.get(name) is not None}
     options |= {name: content(value) for name, value in settings.items() if is_named(name, value)}
-    for name in LISTED:
-        if settings.get(name) and "extra_special_tokens" not in options:
-            options["extra_special_tokens"] = contents(settings[name])
+    options["extra_special_tokens"] = list(dict.fromkeys(content(token) for name, token in listed(settings) if name is None))
+    options["model_specific_special_tokens"] = {name: content(token) for name, token in listed(settings) if name is not None}
     tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **options)
     tokenizer.name_or_path = where  # the constructor would ask the hub about this name
     return tokenizer
 
 
 def encode_whole(tokenizer: Any, text: str) -> Any:
-    """The token ids of a whole text: with the tokens that the tokenizer adds at its ends, unless it begins with BOS already.
+    """The token ids of a whole text: with the tokens that the tokenizer adds at its ends, unless it begins with them already.
 
-    A chat template writes BOS into the text that it renders; a second one would change every completion. `tokenizer` may be any
-    that has `encode`.
+    `tokenizer` may be any that has `encode`.
     """
-    begin = getattr(tokenizer, "bos_token", None)
-    is_framed = isinstance(begin, str) and begin != "" and text.startswith(begin)
-    return tokenizer.encode(text, **({"add_special_tokens": False} if is_framed else {}))
+    return tokenizer.encode(text, **({"add_special_tokens": False} if is_framed(tokenizer, text) else {}))
+
+
+def is_framed(tokenizer: Any, text: str) -> bool:
+    """Whether a text begins with the token that the tokenizer puts before texts: BOS, or another such as `[gMASK]`.
+
+    A chat template writes it into the text that it renders; a second one would change every completion.
+    """
+    begin, first = getattr(tokenizer, "bos_token", None), list(tokenizer.encode(""))[:1]
+    if isinstance(begin, str) and begin and text.startswith(begin):
+        return True
+    return bool(first) and list(tokenizer.encode(text[:BEGINNING], add_special_tokens=False))[:1] == first
 
 
 # Special tokens
@@ -80,18 +90,16 @@ def content(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def contents(tokens: Any) -> Any:
-    """The texts of tokens in a configuration file: of a list, or of an object with a name for each."""
-    if isinstance(tokens, dict):
-        return {name: content(token) for name, token in tokens.items()}
-    return [content(token) for token in tokens]
+def listed(settings: Fields) -> Iterator[tuple[str | None, Any]]:
+    """The tokens in the lists of special tokens, and their names where it is an object with a name for each."""
+    for tokens in filter(None, map(settings.get, LISTED)):
+        yield from tokens.items() if isinstance(tokens, dict) else ((None, token) for token in tokens)
 
 
 def special_tokens(settings: Fields) -> Iterator[dict[str, Any]]:
     """The special tokens that the settings name, with what the settings say of each."""
     named = [value for name, value in settings.items() if is_named(name, value)]
-    listed = [settings.get(name) or () for name in LISTED]
-    for token in [*named, *(token for tokens in listed for token in (tokens.values() if isinstance(tokens, dict) else tokens))]:
+    for token in [*named, *(token for _, token in listed(settings))]:
         if (text := content(token)) is not None:
             yield {**(token if isinstance(token, dict) else {}), "content": text, "special": True}
 
@@ -121,11 +129,16 @@ def add_tokens(backend: Any, tokens: Iterable[tuple[int | None, Fields]], where:
         if not is_same:
             known[text] = AddedToken(text, **fields, special=bool(token.get("special")))
             backend.add_tokens([known[text]])
-        if index not in (None, backend.token_to_id(text)):
-            raise ValueError(
-                f"{where}: the added token {shown(text)} must have the id that follows from tokenizer.json, "
-                f"{backend.token_to_id(text)}, got {index}: the files belong to two models. Copy the right ones there."
-            )
+        check_id(backend, text, index, where)
+
+
+def check_id(backend: Any, text: str, index: int | None, where: str) -> None:
+    """Refuses an added token that a file gives another id than the library, which numbers them without gaps."""
+    if text and index not in (None, backend.token_to_id(text)):
+        raise ValueError(
+            f"{where}: the added token {shown(text)} must have the id that follows from tokenizer.json, "
+            f"{backend.token_to_id(text)}, got {index}: the files belong to two models. Copy the right ones there."
+        )
 
 
 # The tokens at both ends of a text
@@ -141,7 +154,7 @@ def framed(post_processor: Fields | None, settings: Fields, backend: Any) -> Any
     wanted = {}
     for end in ("bos", "eos"):
         text, asked = content(settings.get(f"{end}_token")), settings.get(f"add_{end}_token")
-        if text is not None and asked is not None:
+        if text and asked is not None:
             wanted[end] = (text, asked)
     if not wanted:
         return backend.post_processor

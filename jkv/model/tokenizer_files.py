@@ -39,7 +39,7 @@ from jkv.model.json_files import (
     shown,
 )
 from jkv.model.params import ModelConfig
-from jkv.model.tokenizer import make_tokenizer, steps
+from jkv.model.tokenizer import listed, make_tokenizer, steps
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 READ = (".json", ".txt", ".jinja", ".model", ".spm", ".vocab", ".codes", ".tiktoken")  # suffixes of what tokenizers read
@@ -123,8 +123,8 @@ def tokenizer_settings(folder: Path, fields: Mapping[str, Any]) -> dict[str, Any
     """
     settings = dict(fields.get("tokenizer_config.json", {}))
     refuse_code(settings, str(folder / "tokenizer_config.json"))
-    if "added_tokens_decoder" not in settings:  # older folders
-        settings |= fields.get("special_tokens_map.json", {})
+    names = fields.get("special_tokens_map.json", {})
+    settings = names | settings if "added_tokens_decoder" in settings else settings | names  # in older folders, it decides
     templates = {"default": folder / "chat_template.jinja"}
     templates |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     texts = {name: read_bytes(file).decode("utf-8") for name, file in templates.items() if find_file(file, folder)}
@@ -261,8 +261,7 @@ def check_settings(fields: Mapping[str, Any], where: str) -> int:
     """Checks tokenizer_config.json or special_tokens_map.json; the largest id of an added token."""
     check_fields(fields, CONFIG, where)
     added = fields.get("added_tokens_decoder", {})
-    specials = [*fields.values(), *(fields.get("extra_special_tokens") or ()), *(fields.get("additional_special_tokens") or ())]
-    for token in [*added.values(), *specials]:
+    for token in [*added.values(), *fields.values(), *(token for _, token in listed(fields))]:
         if isinstance(token, dict) and "content" in token:
             check_fields(token, ADDED, f"{where}: an added token")
     template = fields.get("chat_template")
@@ -272,8 +271,10 @@ def check_settings(fields: Mapping[str, Any], where: str) -> int:
     if odd := [index for index in added if not (index.isdecimal() and index.isascii() and len(index) < 10)]:
         raise ValueError(f"{where}: added_tokens_decoder must have ids in [0, {MAX_VOCAB}), got {shown(odd[0])}. {CORRECT}")
     for token in added.values():
-        if not isinstance(token, dict):
-            raise ValueError(f"{where}: added_tokens_decoder must have an object for each id, got {shown(token)}. {CORRECT}")
+        if not isinstance(token, dict) or "content" not in token:
+            raise ValueError(
+                f"{where}: added_tokens_decoder must have an object for each id, with content, got {shown(token)}. {CORRECT}"
+            )
     return check_ids({f"added_tokens_decoder[{index}]": int(index) for index in added}, where)
 
 

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import transformers
+from tokenizers import processors
 
 import jkv
 from jkv.engine import memory
@@ -296,6 +297,16 @@ def test_a_rendered_text_has_one_bos(chat):
     (bare,) = encode_prompts(framed, "b=3")
     assert bare.tolist() == tokenizer.encode("b=3")
     assert bare[0] == begin
+
+
+def test_a_rendered_text_has_the_tokens_before_it_once_whatever_they_are(chat):
+    tokenizer = vocabulary.make_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(["?", "="])
+    special = [("?", ids[0]), ("=", ids[1])]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="? = $A", special_tokens=special)
+    prompts = encode_prompts(dataclasses.replace(chat, tokenizer=tokenizer), ["?=b=3", "b=3"])
+    assert [prompt.tolist() for prompt in prompts] == [tokenizer.encode("b=3")] * 2
+    assert prompts[0].tolist() == [*ids, *tokenizer.encode("b=3", add_special_tokens=False)]
 
 
 def limit_of(model, **settings):

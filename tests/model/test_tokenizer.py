@@ -259,6 +259,53 @@ def test_special_tokens_and_templates_come_from_the_configuration(tmp_path):
     assert read_tokenizer(tmp_path).chat_template == {"default": "from a file", "rag": "r"}
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"extra_special_tokens": ["<|im_start|>", {"content": "<new>"}]},
+        {"extra_special_tokens": {"image_token": "<|im_start|>", "boi_token": {"content": "<new>"}}},
+        {"model_specific_special_tokens": {"image_token": "<|im_start|>", "boi_token": "<new>"}},
+        {"model_specific_special_tokens": {"image_token": "<|im_start|>"}, "extra_special_tokens": ["<new>"]},
+        {"extra_special_tokens": ["<|im_start|>"], "additional_special_tokens": ["<new>", "<|im_start|>"]},
+    ],
+    ids=["list", "object", "by newer versions", "object and list", "two lists"],
+)
+def test_special_tokens_may_be_in_lists_and_in_objects(settings, tmp_path):
+    tokenizer = gpt2()
+    size, ids = tokenizer.get_vocab_size(), tokenizer.encode("a").ids
+    found = read_tokenizer(write(tmp_path, tokenizer, settings))
+    assert found.encode("a<new>") == [*ids, size]
+    assert found.decode([*ids, size], skip_special_tokens=True) == "a"
+    assert set(found.all_special_ids) == {3, size}
+    assert getattr(found, "image_token", "<|im_start|>") == "<|im_start|>"
+    found.save_pretrained(tmp_path / "saved")
+    assert set(read_tokenizer(tmp_path / "saved").all_special_ids) == {3, size}
+
+
+def test_a_token_that_is_named_by_one_file_alone_is_not_lost(tmp_path):
+    token = {"content": "<|im_end|>", "special": True}
+    folder = write(tmp_path, gpt2(), {"bos_token": None, "added_tokens_decoder": {"4": token}})
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    found = read_tokenizer(folder)
+    assert (found.eos_token_id, found.bos_token) == (2, None)
+
+
+def test_an_empty_token_is_at_no_end_of_a_text(tmp_path):
+    tokenizer = gpt2()
+    settings = {"bos_token": "", "add_bos_token": True, "eos_token": "</s>", "add_eos_token": True}
+    assert read_tokenizer(write(tmp_path, tokenizer, settings)).encode("a b") == [*tokenizer.encode("a b").ids, 2]
+
+
+def test_a_definition_whose_added_tokens_have_other_ids_than_the_library_is_refused(tmp_path):
+    tokenizer = gpt2()
+    fields, size = json.loads(tokenizer.to_str()), tokenizer.get_vocab_size()
+    token = {"content": "<new>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    for index in (size + 1, 4):
+        definition = json.dumps(fields | {"added_tokens": [*fields["added_tokens"], token | {"id": index}]})
+        with pytest.raises(ValueError, match=rf"added token .<new>. must have the id .* {size}, got {index}"):
+            read_tokenizer(write(tmp_path, definition))
+
+
 def test_older_files_name_special_and_added_tokens(tmp_path):
     tokenizer = gpt2()
     size = tokenizer.get_vocab_size()
