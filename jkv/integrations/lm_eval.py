@@ -22,10 +22,10 @@ from jkv.checks import shown
 from jkv.engine.interrupts import ending_at_interrupt
 from jkv.generate import generate
 from jkv.model import checkpoint
-from jkv.model.chat_template import ChatRenderer, ChatText
+from jkv.model.chat_template import USER, ChatRenderer, ChatText
 from jkv.model.chat_tokens import encode_chat
 from jkv.model.sampling import Sampling
-from jkv.model.tokenizer import encode_whole
+from jkv.model.tokenizer import is_framed
 from jkv.policies import make
 from jkv.replay.score import score
 from jkv.rollout import DEFAULT_NEW_TOKENS
@@ -106,15 +106,12 @@ class JKV(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Token ids. Special tokens are added unless the text already begins with the BOS token, as a chat does.
+        """Token ids. Special tokens are added unless the text already begins with them, as a chat does.
 
         In a chat that the harness left as it was rendered, only the template makes control tokens.
         """
         if add_special_tokens is None:
-            if not isinstance(string, ChatText):
-                return list(encode_whole(self.tokenizer, string))
-            bos = self.tokenizer.bos_token
-            add_special_tokens = not (bos and string.startswith(bos))
+            add_special_tokens = not is_framed(self.tokenizer, string)
         if isinstance(string, ChatText):
             return encode_chat(self.tokenizer, string, add_special_tokens)
         return list(self.tokenizer.encode(string, add_special_tokens=add_special_tokens))
@@ -209,8 +206,13 @@ class JKV(TemplateLM):
         """Token ids of a context and of its continuation, by the harness's rule: both encoded together, and cut after as many
         tokens as the context has alone. Warns where the context's tokens are others with the continuation.
         """
-        context_ids, continuation_ids = super()._encode_pair(str(context), continuation)
-        if self.tok_encode(context + continuation) != [*context_ids, *continuation_ids] and not self.has_warned:
+        whole, alone = context + continuation, context.rstrip()  # spaces at its end belong to the continuation
+        if isinstance(context, ChatText):
+            whole = ChatText(whole, context.marks + USER * len(continuation))
+            alone = ChatText(alone, context.marks[: len(alone)])
+        context_ids, ids = self.tok_encode(alone), self.tok_encode(whole)
+        continuation_ids = ids[len(context_ids) :]
+        if ids[: len(context_ids)] != context_ids and not self.has_warned:
             self.has_warned = True
             LOG.warning(
                 "A token lies across the end of a context: %r after %r. As in the harness, the score leaves out what the "

@@ -14,7 +14,11 @@ import jkv
 
 pytest.importorskip("lm_eval")
 
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 from jkv.integrations.lm_eval import JKV
+from jkv.model.chat_template import ChatText
 
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = ["b=3;c=7;d=b*c;?d", "x=4;y=9;z=x-y;?z"]
@@ -154,6 +158,18 @@ class Joining:
             ids.append(self.pieces.index(best))
             text = text[len(best) :]
         return ids
+
+
+def test_the_choices_of_a_chat_follow_its_own_control_tokens_alone(harness, monkeypatch):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<": 2, "|end|": 3, ">": 4, "<|end|>": 5}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[<>]"), "isolated")
+    tokenizer.add_special_tokens(["<|end|>"])
+    monkeypatch.setattr(harness, "tokenizer", PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    own, user = "<|end|>", "a<|end|>"
+    context = ChatText(own + user, "o" * len(own) + "u" * len(user))
+    assert harness._encode_pair(context, "b") == ([5, 0, 2, 3, 4], [1])
+    assert harness._encode_pair(context, own) == ([5, 0, 2, 3, 4], [2, 3, 4])
+    assert harness._encode_pair(own + user, "b") == ([5, 0, 5], [1])
 
 
 @pytest.fixture
