@@ -16,6 +16,7 @@ from jinja2.environment import Template
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 USER, OWN, UNKNOWN = b"uo?"  # `ChatText.marks` has the same letters
+SIGNS = frozenset("<>[]{}|\uff5c")  # of control tokens, as in `jkv.model.chat_tokens`
 ROLES = (  # which templates put between the signs of a control token; any other role is a user's text
     *("assistant", "critic", "data", "developer", "documents", "environment", "function", "human", "ipython", "knowledge"),
     *("latest_reminder", "model", "observation", "question", "system", "thinking", "tool", "user"),
@@ -166,11 +167,26 @@ def marked(value: T, mark: int) -> T:
 
 def has_own(value: Any) -> bool:
     """Whether a string in it has text of the template."""
+    return any(OWN in marks_of(text) for text in strings_of(value))
+
+
+def has_own_signs(value: Any) -> bool:
+    """Whether a string in it has a sign of control tokens that the template wrote."""
+    texts = strings_of(value)
+    return any(
+        mark == OWN and sign in SIGNS for text in texts for sign, mark in zip(str.__iter__(text), marks_of(text), strict=True)
+    )
+
+
+def strings_of(value: Any) -> Iterator[str]:
+    """The strings in lists, tuples and dictionaries."""
     if isinstance(value, str):
-        return OWN in marks_of(value)
-    if isinstance(value, dict):
-        return any(map(has_own, value)) or any(map(has_own, value.values()))
-    return isinstance(value, list | tuple) and any(map(has_own, value))
+        yield value
+    elif isinstance(value, dict):
+        yield from strings_of([*value, *value.values()])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from strings_of(one)
 
 
 class MarkingCompiler(CodeGenerator):
@@ -232,17 +248,20 @@ class MarkingEnvironment(ImmutableSandboxedEnvironment):
 
     def from_string(self, *args: Any, **kwargs: Any) -> Template:
         """Compiles a template, after transformers has set its own filters."""
-        self.filters.update({name: following(function) for name, function in self.filters.items()} | {"join": join})
+        wrapped = {name: following(function) for name, function in self.filters.items()}
+        # In JSON, a role or a name of the template has quotes around it, and is no part of a control token.
+        self.filters.update(wrapped | {"join": join, "tojson": following(self.filters["tojson"], has_own_signs)})
         return super().from_string(*args, **kwargs)
 
 
-def following(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose strings are the user's if all of its arguments are."""
+def following(function: Callable[..., Any], is_own: Callable[[Any], bool] = has_own) -> Callable[..., Any]:
+    """A filter whose strings of unknown origin are the user's, if none of its arguments is the template's."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         found = function(*args, **kwargs)
-        return marked(found, USER) if type(found) is str and not has_own([*args, *kwargs.values()]) else found
+        is_unknown = type(found) in (str, Marked) and UNKNOWN in marks_of(found)
+        return marked(found, USER) if is_unknown and not is_own([*args, *kwargs.values()]) else found
 
     return wrapped
 

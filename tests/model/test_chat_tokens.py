@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 
 from jkv.model.chat_template import OWN, ChatRenderer
-from jkv.model.chat_tokens import control_tokens, encode_chat, encode_reply, places, twin_encoding
+from jkv.model.chat_tokens import SIGN, control_tokens, encode_chat, encode_reply, places, twin_encoding
+from jkv.model.marked_text import SIGNS
 
 SPECIAL = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 ADDED = ["<think>", "</think>", "<tool_call>", "<|fim|>"]
@@ -122,6 +123,8 @@ TEMPLATES = {
 {% for m in messages %}{% set said %}{{ turn(m) }}{{ '<|im_end|>' }}{% endset %}{{ said.strip() }}{{
     [bos_token, eos_token] | join }}
 {%- endfor -%}""",
+    "json": """{% for m in messages %}<|im_start|>{{ m | tojson }}{{ {'role': m.role,
+    'text': m.content} | tojson(indent=2) | indent(2) }}{{ m.content | indent(4) }}<|im_end|>{% endfor %}""",
     "namespace": """{% set state = namespace(out='') %}{% for m in messages %}
     {%- set state.out = state.out + ('<|im_start|>', m.content, '<|im_end|>') | join('') %}{% endfor %}{{ state.out }}""",
 }
@@ -252,6 +255,14 @@ def test_roles_and_names_make_no_control_tokens(field, renderer):
         num_own = num_control(tokenizer, innocent)
         assert num_own == 1
         assert all(num_control(tokenizer, ids) <= num_own for ids in hostile)
+
+
+def test_json_with_control_text_of_the_template_is_not_taken_for_a_users(renderer):
+    assert all(map(SIGN.fullmatch, SIGNS))
+    tokenizer = tokenizer_of("byte level")
+    tokenizer.chat_template = "{{ {'<|im_start|>': messages[0].content} | tojson }}"
+    with pytest.raises(ValueError, match="by an operation that hides"):
+        encode_chat(tokenizer, render(renderer, tokenizer.chat_template, ["Hi"]))
 
 
 def test_an_operation_that_hides_who_wrote_a_control_token_is_refused(renderer):
