@@ -23,7 +23,7 @@ from jkv.model.architectures import config_fields, parse_config
 from jkv.model.cards import card_of, read_card
 from jkv.model.chat_template import has_chat_template
 from jkv.model.checkpoint_tensors import joined, stacked_shape, tensor_parts
-from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS
+from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS, UNUSED_DRAWS
 from jkv.model.eight_bits import check_format
 from jkv.model.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
 from jkv.model.gguf_header import read_header
@@ -257,6 +257,8 @@ def read_sampling(folder: Path) -> Sampling | None:
     penalty, temperature = fields.get("repetition_penalty") or 1.0, fields.get("temperature")
     is_greedy = not fields.get("do_sample") or temperature == 0
     warn_of_unused(fields, UNUSED if is_greedy else UNUSED | UNUSED_CUTS, str(file))
+    if fields.get("do_sample") is None:
+        warn_of_no_draws(fields, str(file))
     if fields.get("do_sample"):
         check_fields(fields, SAMPLING, str(file))
     if is_greedy:
@@ -275,6 +277,17 @@ def warn_of_unused(fields: Mapping[str, Any], neutral: Mapping[str, Any], where:
         warnings.warn(
             f"{where}: {', '.join(unused)} would change what is drawn, and jkv cannot apply "
             f"{'them' if unused[1:] else 'it'}: tokens are drawn without. See jkv.Sampling and stop_strings for what it has.",
+            stacklevel=4,
+        )
+
+
+def warn_of_no_draws(fields: Mapping[str, Any], where: str) -> None:
+    """Warns of settings for draws in a file that does not say whether tokens are drawn."""
+    unused = [name for name, value in UNUSED_DRAWS.items() if fields.get(name) not in (None, value)]
+    if unused:
+        warnings.warn(
+            f"{where}: {', '.join(unused)} would change how tokens are drawn, and do_sample is missing, so decoding is greedy, "
+            "as in transformers. Pass sampling= to draw.",
             stacklevel=4,
         )
 

@@ -114,6 +114,7 @@ UNUSED = {  # of generation_config.json, what changes the draws and the engine c
     "watermarking_config": {},
     "token_healing": False,
 }
+UNUSED_DRAWS = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0}  # the same, where do_sample is missing
 UNUSED_CUTS = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": 1}  # the same, where do_sample is true
 DIVISORS = list_of(at_least(0.01, MAX_FREQUENCY_FACTOR), 2048, least=1)
 ROPE = {

@@ -245,7 +245,14 @@ def test_generation_settings_that_cannot_be_applied_are_warned_of_by_name(folder
         with_generation(folder, **harmless, do_sample=True)
         with_generation(folder, **dict.fromkeys(harmless), do_sample=True)
         with_generation(folder, **CUTS)  # which greedy decoding does not read
+        with_generation(folder, temperature=0.6, top_p=0.95, do_sample=False)
+        with_generation(folder, temperature=1.0, top_p=1.0, top_k=0)
         with_generation(folder, max_new_tokens=2048, max_length=4096, pad_token_id=0, transformers_version="4.57.1")
+
+
+def test_settings_for_draws_without_do_sample_are_warned_of(folder):
+    with pytest.warns(UserWarning, match=r"temperature, top_p would change .* do_sample is missing, so decoding is greedy"):
+        assert with_generation(folder, temperature=0.6, top_p=0.95).sampling is None
 
 
 def test_every_setting_of_transformers_is_used_or_warned_of_or_known_to_change_no_draw():
