@@ -447,7 +447,7 @@ def stop_finder(tokenizer: Any, request: Request) -> StopFinder | None:
     """Finds a request's stop strings, if it has any, in the text of one sample's tokens, with special tokens or without."""
     if not request.stop_strings:
         return None
-    others = [completion_decoder(tokenizer)] if getattr(tokenizer, "all_special_ids", None) else []
+    others = [completion_decoder(tokenizer)] if hasattr(tokenizer, "all_special_ids") else []  # some have no name
     return StopFinder(decoder_of(tokenizer), request.stop_strings, *others)
 
 

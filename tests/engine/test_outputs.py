@@ -1,11 +1,14 @@
 """Events joined are the text of the result, whatever the tokens are and however a sample ends; without a device."""
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 import jkv
 from jkv.engine.outputs import Outputs, text_of
@@ -112,3 +115,12 @@ def test_a_callback_that_raises_leaves_events_that_are_the_text():
     events = device.outputs.take()
     assert device.sample.completion.finish_reason == "error"
     assert "".join(event.text for event in events) == device.whole == "Alpha\ufffd"
+
+
+def test_a_stop_string_may_go_across_a_special_token_that_no_file_names():
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<|x|>": 2}, unk_token="a"))
+    backend.add_special_tokens(["<|x|>"])
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert tokenizer.all_special_ids == []
+    assert stop_finder(tokenizer, types.SimpleNamespace(stop_strings=("ab",))).find([0, 2, 1, 0]) == 3
