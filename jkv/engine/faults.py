@@ -1,14 +1,17 @@
 """Whose fault it is when something fails: a sample's, whose request ends with the reason "error" while the others go on.
 
 - `blame`: the host works for one sample (its text, its trace, a caller's function). It keeps the error, and `Outputs` ends it.
+- `accuse`: the device has counted scores that are no numbers, of one sample's row or of a prompt that several start from.
 - `working_for`: the device works for some samples alone. What fails then has taken the state of all, so the step fails.
 - `Search`: a step has failed, and all rows start again. If it fails again, it finds the sample that makes it fail.
 """
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
-from jkv.engine.samples import Sample
+from jkv.engine.samples import Prefix, Sample
+from jkv.policies.evict import fault_of
 
 NOTE = "_jkv_samples"  # the attribute of an exception
 MOST_ALONE = 3  # steps that may fail in a row although no sample runs
@@ -21,6 +24,24 @@ def blame(sample: Sample) -> Iterator[None]:
         yield
     except BaseException as error:
         sample.completion.error = sample.completion.error or error
+
+
+def accuse(owner: Sample | Prefix, kinds: Any) -> None:
+    """If no slot can be ranked by an owner's scores, that is the error of the sample, or of all that start from the prompt.
+
+    Samples that start from the prompt later get it in `jkv.engine.starts.fork`.
+
+    Args:
+      owner: whose row was compacted.
+      kinds: `Evict.kinds` of it, on the host.
+    """
+    samples = list(owner.samples) if isinstance(owner, Prefix) else [owner]
+    fault = fault_of(kinds, samples[0].request.policy.name) if samples else None
+    if isinstance(owner, Prefix):
+        owner.error = owner.error or fault
+    for sample in samples:
+        if not sample.is_finished:
+            sample.completion.error = sample.completion.error or fault
 
 
 @contextlib.contextmanager
@@ -42,8 +63,8 @@ def take_note(error: BaseException) -> list[Sample]:
 class Search:
     """Finds the sample that makes steps fail.
 
-    After the first failure all rows start again, with the same tokens. A sample is a suspect until it is beyond the tokens at
-    which a step with it has failed. If a step with suspects fails again, half of its samples run without the others, which
+    After the first failure all rows start again, with the same tokens. A sample is a suspect until it has more tokens than it
+    had when a step with it failed. If a step with suspects fails again, half of its samples run without the others, which
     wait; or those for which the device worked when it failed. Whoever fails alone is guilty; once none of those that run is a
     suspect, half of the suspects that wait join them. So nobody is guilty because another row has broken the device.
 

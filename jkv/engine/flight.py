@@ -1,10 +1,9 @@
 """A chunk of decode steps that is dispatched, and what the host reads of it."""
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
-from jkv.engine.samples import RowOutputs, Sample
+from jkv.engine.samples import Prefix, RowOutputs, Sample
 
 
 @dataclasses.dataclass
@@ -24,7 +23,7 @@ class Flight:
     outputs: Any
     num_steps: int
     version: int
-    scores: list[tuple[Collection[Sample], Any]]
+    scores: list[tuple[Sample | Prefix, Any]]
     compactions: list[tuple[Sample, Any, Any, Any]] = dataclasses.field(default_factory=list)
 
     def by_row(self, outputs: Any) -> dict[int, RowOutputs]:

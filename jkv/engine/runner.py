@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
-from jkv.engine.faults import blame, working_for
+from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling
 from jkv.engine.flight import Flight, alive_after
 from jkv.engine.idle import is_ready
@@ -41,7 +41,6 @@ from jkv.model.params import Model, Params
 from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import DRAWS
 from jkv.policies import Needs
-from jkv.policies.evict import fault_of
 from jkv.policies.policy import cutoff_of
 from jkv.reasoning.sentences import map_sentences
 from jkv.replay.trace import TraceRecorder
@@ -115,9 +114,7 @@ class Runner:
         self.prefill_sizes = prefill.sizes_for(self.platform, lowest_capability(devices))
         self.filling = Filling(running, prefill_tokens or PIECES * self.prefill_sizes[-1])
         self.held: list[Any] = []  # pages in use after each prefill since the last chunk was read, on the device
-        self.scores: list[
-            tuple[Collection[Sample], Any]
-        ] = []  # of compactions since the last chunk was dispatched: see `Flight`
+        self.scores: list[tuple[Sample | Prefix, Any]] = []  # of compactions since the last chunk was dispatched: see `Flight`
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
@@ -309,14 +306,12 @@ class Runner:
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use.
 
-        Samples whose scores could not be ranked before the chunk get an error.
+        Samples and prompts whose scores could not be ranked before the chunk get an error.
         """
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.waiting(lambda: is_ready(self.state)):
             outputs, held, scores = host((flight.outputs, self.held, [kinds for _, kinds in flight.scores]))
-        for (samples, _), kinds in zip(flight.scores, scores, strict=True):
-            for sample in samples:
-                fault = fault_of(kinds[0], sample.request.policy.name)
-                sample.completion.error = sample.completion.error or fault
+        for (owner, _), kinds in zip(flight.scores, scores, strict=True):
+            accuse(owner, kinds[0])
         self.held.clear()
         self.meter.peak(max(map(int, held), default=0))
         return flight.by_row(outputs), int(outputs.held_pages)
@@ -375,8 +370,7 @@ class Runner:
                 cutoff=cutoff_of(request.policy),
                 is_alive=alive_after(last, self._all_alive),
             )
-        is_prefix = sample.shares and sample.is_filling  # whoever starts from the prompt has its scores
-        self.scores.append((sample.prefix.samples if is_prefix else [sample], kinds))
+        self.scores.append((sample.prefix if sample.shares and sample.is_filling else sample, kinds))
         is_planned = request.policy.is_planned
         return dropped, is_left, None if is_planned else self.programs.filled_slots(self.state, np.int32(row))
 

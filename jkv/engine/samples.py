@@ -99,6 +99,7 @@ class Prefix:
     num_full_pages: int = 0  # the fewest full pages, which rows can share
     start: "Start | None" = None  # None until it is prefilled
     swapped: SwappedPages | None = None  # its pages in host memory
+    error: BaseException | None = None  # of its compaction, which whoever starts from its pages has too
 
     @property
     def is_idle(self) -> bool:
@@ -143,7 +144,7 @@ class Prefix:
 
     def forget(self) -> None:
         """It has no pages, in the pool or on the host."""
-        self.is_held, self.start, self.swapped = False, None, None
+        self.is_held, self.start, self.swapped, self.error = False, None, None, None
 
 
 @dataclasses.dataclass(frozen=True)

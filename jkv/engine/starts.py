@@ -81,6 +81,7 @@ def fork(runner: Any, admitted: dict[int, Sample]) -> Pieces:
         yield from start(runner, first, one)
         runner.state, snapshot = runner.programs.detach(runner.state, np.int32(first))
         prefix.start = Start(snapshot, one.completion, one.sentences, one.trace, one.routes)
+        prefix.error = prefix.error or one.completion.error
         prefix.filled, prefix.heads = one.filled, one.heads  # fewer than were reserved, if scores decided how many
         prefix.num_pages = min(prefix.num_pages, one.num_pages(0, *runner.capacity.sizes))
         sample.completion.peak_kv_bytes = max(sample.completion.peak_kv_bytes, one.completion.peak_kv_bytes)
@@ -91,7 +92,7 @@ def fork(runner: Any, admitted: dict[int, Sample]) -> Pieces:
     for sample in admitted.values():
         completion, known = sample.completion, begin.completion
         sample.filled, sample.heads, sample.version = prefix.filled, prefix.heads, runner.version
-        completion.is_forked = True
+        completion.is_forked, completion.error = True, completion.error or prefix.error
         for name in ("compactions", "evicted", "cached_tokens"):
             setattr(completion, name, getattr(known, name))
         sample.sentences = None if begin.sentences is None else begin.sentences.copy()

@@ -229,6 +229,21 @@ def test_scores_of_a_prompt_that_rank_nothing_end_all_that_start_from_it(model, 
     assert_engine_serves(engine, whole)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_joins_a_prompt_later_has_the_fault_of_its_scores(model, whole, ahead):
+    """Four samples on two rows, and after each of the first steps one more: most start from a prompt that others prefilled."""
+    engine = jkv.Engine(model, **SIZES | {"max_running": 2, "ahead": ahead})
+    given = {"policy": scored(np.nan)} | SETTINGS | {"max_new_tokens": 6}  # no compaction but the prompt's
+    bad = [engine.submit(PROMPTS[1], n=4, **given)]
+    for _ in range(4):
+        engine.step()
+        bad.append(engine.submit(PROMPTS[1], **given))
+    engine.run()
+    assert [sample.completion.finish_reason for sample in engine.take(bad)] == ["error"] * 8
+    assert engine.stats.forks > 0
+    assert_engine_serves(engine, whole)
+
+
 @pytest.mark.parametrize(
     ("number", "where"),
     [
