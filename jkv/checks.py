@@ -84,8 +84,25 @@ def shown(value: Any) -> str:
         return f"a whole number of {value.bit_length()} bits"
     try:
         return SHOWN.repr(value)[: 4 * MOST_SHOWN]
-    except Exception:  # a caller's object may raise anything
+    except BaseException as error:  # a caller's object may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
         return f"a value of type {type(value).__name__}"
+
+
+def described(error: BaseException | None) -> str:
+    r"""An exception in one line: its type and the first line of its text, which may raise itself.
+
+    >>> described(OSError("The disk is full.\nTry another."))
+    'OSError: The disk is full'
+    """
+    try:
+        text = str(error)
+    except BaseException as other:
+        if isinstance(other, KeyboardInterrupt):
+            raise
+        text = ""
+    return f"{type(error).__name__}: {text.strip().partition(chr(10))[0].rstrip('. ')}".rstrip(": ")
 
 
 def typed(name: str, value: Any, wanted: Any) -> Any:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jkv.checks import shown
+from jkv.checks import described
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
@@ -100,7 +100,7 @@ def result_of(engine: Engine | Front, tickets: Sequence[int], is_traced: bool) -
     result = make_result(engine.model, samples, engine.stats, is_traced)
     failed = [i for i, sample in enumerate(samples) if sample.completion.error]
     for error in {id(samples[i].completion.error): samples[i].completion.error for i in failed}.values():
-        warnings.warn(f"{shown(error)} has ended samples with the reason 'error', of {failed}", stacklevel=3)
+        warnings.warn(f"{described(error)} has ended samples with the reason 'error', of {failed}", stacklevel=3)
     warn_of_length(samples)
     log_programs(engine.stats)
     return result

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from jkv.checks import described
 from jkv.engine import description, kept_rows, turns
 from jkv.engine import mesh as meshes
 from jkv.engine.faults import blame
@@ -232,7 +233,7 @@ class Engine:
         guilty = self.scheduler.search.failed(error, self.scheduler.running.values())
         for sample in guilty:
             sample.completion.error = error
-        LOGGER.warning("A step failed, and its requests start again: %r", error)
+        LOGGER.warning("A step failed, and its requests start again: %s", described(error))
         self.reset()
         with self._guard.changing("repair"):
             for sample in guilty:

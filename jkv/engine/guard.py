@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator
 
+from jkv.checks import described
 from jkv.engine.interrupts import deferred_interrupts
 
 RESET = "Call reset(): unfinished samples then start again, with the same random draws."
@@ -53,7 +54,7 @@ class Guard:
           RuntimeError: host and device no longer agree; names the cause and the way out.
         """
         if self.failure is not None:
-            cause = f"{type(self.failure).__name__}: {self.failure}".rstrip(": ")
+            cause = described(self.failure)
             raise RuntimeError(f"A turn of this engine ended in the middle ({cause}), so its pool is lost. {RESET}")
 
     @contextlib.contextmanager

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from jkv.checks import described
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import call
 from jkv.engine.outputs import Event
@@ -98,7 +99,7 @@ class Owner:
             if started.done():
                 LOGGER.exception("The service ended")
                 self.end(
-                    f"The service ended, because its engine could not be repaired: {error!r}. Make another engine.",
+                    f"The service ended, because its engine could not be repaired: {described(error)}. Make another engine.",
                     is_failure=True,
                 )
             else:
@@ -126,7 +127,9 @@ class Owner:
             self.engine.reset()
 
     def turn(self) -> None:
-        """One turn of the engine, which repairs what fails in it. Requests end with the error where it is not ready to run."""
+        """One turn of the engine, which repairs what fails in it. If the engine cannot run (it has no pool or no weights), all
+        requests end with that error.
+        """
         try:
             events = self.engine.step()
         except ValueError as error:
@@ -275,4 +278,4 @@ def conclude(reply: Reply[Any], error: BaseException | None) -> None:
 def give(set_outcome: Callable[[Any], None], outcome: Any) -> None:
     """Ends a reply; `concurrent.futures` logs what a callback raises, but exits."""
     if error := call(set_outcome, outcome):
-        LOGGER.warning("A callback of a request raised, which changes nothing: %r", error)
+        LOGGER.warning("A callback of a request raised, which changes nothing: %s", described(error))

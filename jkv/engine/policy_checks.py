@@ -1,5 +1,5 @@
 """What an engine refuses of policies, before anything compiles: more than it keeps, another model's parts, a second gate, and
-what their authors have written where it raises, or returns what is none.
+scores and schedules that raise, or that return something else.
 """
 
 from collections.abc import Callable, Iterable
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jkv.checks import described
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.model_facts import facts_for
 from jkv.engine.options import EngineOptions
@@ -46,7 +47,8 @@ def check_policy(
 class Trials:
     """Tries what the author of a policy has written, before a request with it is admitted. Nothing is computed or compiled.
 
-    Each is tried once for each engine. A score is called with a `CacheView` of the shapes and types that it will get.
+    A score is tried once for each engine, with a `CacheView` of the shapes and types that it will get; a schedule is asked once
+    for each length of prompts, and again for a longer row.
 
     Args:
       make_state: makes the engine's state; on a mesh, one with all KV heads.
@@ -54,7 +56,8 @@ class Trials:
 
     def __init__(self, make_state: Callable[[], State]) -> None:
         self._state = jax.eval_shape(make_state)
-        self._passed: set[Policy | Evict] = set()
+        self._passed: set[Evict] = set()
+        self._asked: dict[tuple[Policy, int], int] = {}  # the most tokens after a prompt of that length
 
     def check(self, request: Request, model: Model) -> None:
         """Refuses a policy that fails, by its author's name.
@@ -63,15 +66,17 @@ class Trials:
           ValueError: what raised or returned what is none, and how to correct it. Ctrl-C is no fault of the policy.
         """
         policy, evict = request.policy, request.policy.evict
-        if evict is None or attempt(f"{policy.name} must be hashable", lambda: policy in self._passed):
+        if evict is None:
             return
         prompt, new = request.first_prompt, request.most_tokens - request.first_prompt
-        rule = f"{policy.name}'s schedule must answer for every number of tokens"
-        attempt(rule, check_answers, policy.name, policy.schedule, prompt, new)
+        if attempt(f"{policy.name} must be hashable", self._asked.get, (policy, prompt), 0) < new:
+            rule = f"{policy.name}'s schedule must answer for every number of tokens"
+            attempt(rule, check_answers, policy.name, policy.schedule, prompt, new)
+            self._asked[policy, prompt] = new
         if evict.static not in self._passed:
             rule = f"{name_of(evict.score)} must return float32 [B, K, S], a score of each slot, where JAX traces it"
             attempt(rule, self._try_score, policy, evict, model)
-        self._passed |= {policy, evict.static}
+            self._passed.add(evict.static)
 
     def _try_score(self, policy: Policy, evict: Evict, model: Model) -> None:
         num_layers, row = self._state.cache.pool.page_table.shape[0], jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -111,16 +116,7 @@ def attempt(rule: str, function: Callable[..., Any], *arguments: Any) -> Any:
     if presses:
         raise KeyboardInterrupt
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), "Correct it; jkv.verify(policy) tries it.")
-    raise ValueError(f"{rule}; it raised {describe(error)}. {hint}") from error
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line."""
-    try:
-        first = str(error).strip().partition("\n")[0].rstrip(". ")
-    except Exception:  # its own text raises
-        first = ""
-    return f"{type(error).__name__}: {first}".rstrip(": ")
+    raise ValueError(f"{rule}; it raised {described(error)}. {hint}") from error
 
 
 def check_layout(params: Params, options: EngineOptions) -> None:

@@ -10,6 +10,7 @@ from jkv.engine.filling import Pieces
 from jkv.engine.idle import is_ready
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.samples import Completion, Sample, Start, pieces_in_use, split_by_ownership
+from jkv.policies.schedules import ask
 from jkv.reasoning.sentences import new_log
 
 
@@ -116,5 +117,5 @@ def count_new(sample: Sample, count: int) -> None:
 def piece_of(sample: Sample) -> int:
     """How many new tokens are appended before the row may have to be compacted."""
     policy = sample.request.policy
-    steps = None if policy.schedule is None else policy.schedule.steps_until_due(sample.clock)
+    steps = None if policy.schedule is None else ask(policy.name, policy.schedule, "steps_until_due", sample.clock)
     return min(sample.pending, STEP_PIECE if policy.evicts_in_steps else steps or sample.pending)

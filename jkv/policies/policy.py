@@ -23,7 +23,7 @@ from jkv.policies.evict import Cutoff, Evict, least_slots
 from jkv.policies.gate import Gate
 from jkv.policies.needs import Needs
 from jkv.policies.read import Read
-from jkv.policies.schedules import EachStep, Every, Schedule, Threshold, check_schedule
+from jkv.policies.schedules import EachStep, Every, Schedule, Threshold, ask, check_schedule
 from jkv.policies.scores import layer_of
 from jkv.policies.view import CacheView, FunctionScore, Score, Scored
 from jkv.reasoning.sentences import Sentences, ends_of
@@ -161,11 +161,13 @@ class Policy:
 
     def target(self, prompt: int, generated: int) -> int | None:
         """Slots that a row keeps after its `generated`-th token, if it has more; None if no compaction is due."""
-        return None if self.schedule is None else self.schedule.target(prompt, generated)
+        return None if self.schedule is None else ask(self.name, self.schedule, "target", prompt, generated)
 
     def steps_until_due(self, generated: int) -> int | None:
         """Steps from the `generated`-th new token to the next one at which a part has to act; None if none has to."""
-        due = [part.steps_until_due(generated) for part in (self.schedule, self.steer, self.share) if part is not None]
+        due = [part.steps_until_due(generated) for part in (self.steer, self.share) if part is not None]
+        if self.schedule is not None:
+            due.append(ask(self.name, self.schedule, "steps_until_due", generated))
         return min((steps for steps in due if steps is not None), default=None)
 
     def budgets(self, target: int, num_layers: int, seen: int | float = math.inf) -> np.ndarray:

@@ -208,7 +208,7 @@ def check_schedule(name: str, schedule: object) -> None:
 
 
 def check_answers(name: str, schedule: Schedule, prompt: int, new: int) -> None:
-    """Asks a schedule about a row, from one compaction to the next, and refuses answers that are none.
+    """Asks a schedule about a row, from one compaction to the next for the first ones, and refuses answers that are none.
 
     Args:
       name: the policy's.
@@ -219,25 +219,38 @@ def check_answers(name: str, schedule: Schedule, prompt: int, new: int) -> None:
     Raises:
       ValueError: an answer of another type, or below what it counts.
     """
-    own = type(schedule).__name__
-
-    def check(method: str, answer: object, least: int, may_be_none: bool) -> None:
-        is_number = isinstance(answer, numbers.Integral) and not isinstance(answer, bool) and int(answer) >= least
-        if not (is_number or (answer is None and may_be_none)):
-            raise ValueError(
-                f"{name}'s {own}.{method} must return a whole number, at least {least}{', or None' * may_be_none}; got "
-                f"{shown(answer)}. Correct it."
-            )
-
-    check("most_slots", schedule.most_slots(prompt, new), 1, may_be_none=False)
+    ask(name, schedule, "most_slots", prompt, new)
     generated = 0
     for _ in range(MOST_ASKED):
-        check("target", schedule.target(prompt, generated), 1, may_be_none=True)
-        steps = schedule.steps_until_due(generated)
-        check("steps_until_due", steps, 1, may_be_none=True)
+        ask(name, schedule, "target", prompt, generated)
+        steps = ask(name, schedule, "steps_until_due", generated)
         if steps is None or generated + steps > new:
             return
         generated += steps
+
+
+def ask(name: str, schedule: Schedule, method: str, *arguments: int) -> int | None:
+    """What a schedule answers.
+
+    Args:
+      name: the policy's.
+      schedule: the schedule.
+      method: which of its methods is asked; only `most_slots` must know a number.
+      arguments: the method's.
+
+    Raises:
+      ValueError: an answer of another type, or below 1.
+    """
+    answer: object = getattr(schedule, method)(*arguments)
+    may_be_none = method != "most_slots"
+    if answer is None and may_be_none:
+        return None
+    if isinstance(answer, numbers.Integral) and not isinstance(answer, bool) and int(answer) >= 1:
+        return int(answer)
+    raise ValueError(
+        f"{name}'s {type(schedule).__name__}.{method} must return a whole number, at least 1{', or None' * may_be_none}; got "
+        f"{shown(answer)}. Correct it."
+    )
 
 
 def check_budget(budget: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from jkv.checks import described
 from jkv.engine.tickets import Reply
 from jkv.replicas.dispatch import Load, Waiting, assign
 from jkv.replicas.replica import Carrier, Change, Failed, Finished, Item, Lost, Message, Replica, Rows, Updated
@@ -160,7 +161,7 @@ class Dispatcher:
     def submit(self, groups: Sequence[Sequence[Open]]) -> None:
         """Queues the items of each prompt."""
         if not self.members:
-            raise RuntimeError(f"All replicas are lost: {self._error!r}. Make others.")
+            raise RuntimeError(f"All replicas are lost: {described(self._error)}. Make others.")
         if not self.open:
             for member in self._started():
                 member.replica.reset_stats()  # type: ignore[union-attr]
@@ -249,7 +250,7 @@ class Dispatcher:
 
     def _lose(self, member: Member, error: BaseException) -> None:
         """A replica is gone: its items wait again, and another is started in its place, unless that happened too often."""
-        LOGGER.warning("Replica %d was lost, and its items go elsewhere: %r", member.index, error)
+        LOGGER.warning("Replica %d was lost, and its items go elsewhere: %s", member.index, described(error))
         self._error = error
         for number in member.numbers:
             self.open[number].num_moves += 1
@@ -261,7 +262,7 @@ class Dispatcher:
             self._restart(member.index)
         if not self.members:
             for number in list(self.open):
-                self._fail(number, RuntimeError(f"All replicas are lost; the last by {error!r}. Make others."))
+                self._fail(number, RuntimeError(f"All replicas are lost; the last by {described(error)}. Make others."))
 
     def _remove(self, member: Member) -> None:
         """Takes a replica out; its items wait, each with the snapshot that has its row."""
@@ -269,7 +270,9 @@ class Dispatcher:
         left = sorted(member.numbers)
         for number in [number for number in left if self.open[number].num_moves > MOST_MOVES]:
             left.remove(number)
-            self._fail(number, RuntimeError(f"The item was lost with {MOST_MOVES + 1} replicas; the last by {self._error!r}."))
+            self._fail(
+                number, RuntimeError(f"The item was lost with {MOST_MOVES + 1} replicas; the last by {described(self._error)}.")
+            )
         for number in left:
             one = self.open[number]
             one.rows = member.rows if number in member.rows.numbers else one.rows
@@ -328,7 +331,7 @@ class Dispatcher:
         """Answers updates that all replicas have."""
         if not self.members:
             for _, reply in self._updates:
-                reply.set_exception(RuntimeError(f"All replicas are lost; the last by {self._error!r}. Make others."))
+                reply.set_exception(RuntimeError(f"All replicas are lost; the last by {described(self._error)}. Make others."))
             self._updates.clear()
             return
         started = self._started()
@@ -362,4 +365,4 @@ def close_quietly(replica: Replica | None) -> None:
         if replica is not None:
             replica.close()
     except Exception as error:
-        LOGGER.info("A replica did not close: %r", error)
+        LOGGER.info("A replica did not close: %s", described(error))

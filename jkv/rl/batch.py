@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jkv.checks import counted, shown
+from jkv.checks import counted, described, shown
 from jkv.engine.results import Result
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
@@ -209,7 +209,7 @@ def failed_rows(out: Result, failed: str = "refuse") -> np.ndarray:
         raise ValueError(
             f"A batch takes completions that ended by themselves or their limit; {counted(int(rows.sum()), 'completion')} of "
             f"{len(rows)} failed, the first of them {first}, with the reason {out.finish_reason[first]!r}"
-            f"{'' if error is None else f' ({error!r})'}. Pass failed='mask' to train the others alone."
+            f"{'' if error is None else f' ({described(error)})'}. Pass failed='mask' to train the others alone."
         )
     return rows if failed == "mask" else np.zeros_like(rows)
 

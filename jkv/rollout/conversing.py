@@ -10,9 +10,9 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from jkv.checks import check_counts, counted, shown, typed
+from jkv.checks import check_counts, counted, described, shown, typed
 from jkv.engine.conversations import ENDS
-from jkv.engine.interrupts import call, deferred_interrupts
+from jkv.engine.interrupts import Presses, call, deferred_interrupts
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import LONGEST_TOKEN, check_ids, is_endless, num_elements
 from jkv.model.chat_tokens import encode_reply
@@ -132,11 +132,11 @@ def converse(
         session.queue(prompts, keep=limits.max_turns > 1, **options)
         with progress_bar(session.pending, progress, "conversations") as show:
             parse_special = options.get("parse_special", False)
-            conversations = Conversing(session, limits, options.get("stop_ids"), ask, show, parse_special)
+            conversations = Conversing(session, limits, options.get("stop_ids"), ask, show, presses, parse_special)
             with rollout.callers.alone():
                 rollout.engine.wake()
             while conversations.is_unfinished and not presses:
-                conversations.go_on(lambda: bool(presses))
+                conversations.go_on()
             for item in conversations.asked:
                 item.reason = "cancelled"
         out = session.cancel()
@@ -176,6 +176,7 @@ class Conversing:
       stop_ids: tokens that end a turn; None are the model's.
       ask: asks for the reply to a turn.
       show: shows events.
+      presses: those of Ctrl-C so far.
       parse_special: whether replies that are texts may make control tokens.
 
     Attributes:
@@ -190,9 +191,10 @@ class Conversing:
         stop_ids: Sequence[int] | None,
         ask: Callable[[Turn], Answer],
         show: Callable[[list[Event]], None],
+        presses: Presses,
         parse_special: bool = False,
     ) -> None:
-        self.parse_special = parse_special
+        self.presses, self.parse_special = presses, parse_special
         self.session, self.limits, self.stop_ids, self.ask, self.show = session, limits, stop_ids, ask, show
         self.engine, self.callers = session.rollout.engine, session.rollout.callers
         self.running, self.asked = set(session.items.values()), dict[Item, Answer]()
@@ -204,11 +206,11 @@ class Conversing:
         """Whether a conversation goes on."""
         return bool(self.running or self.asked)
 
-    def go_on(self, is_over: Callable[[], bool]) -> None:
+    def go_on(self) -> None:
         """Runs turns until one ends or a reply is there, and does what follows."""
         ended = self.session.finished
         if self.running:
-            self.callers.run(lambda: is_over() or ended or not self.answered.empty(), self.show_own)
+            self.callers.run(lambda: self.presses or ended or not self.answered.empty(), self.show_own)
         while ended:
             item = ended.popleft()
             self.running.discard(item)
@@ -277,8 +279,8 @@ class Conversing:
                 self.fail(item, refusal, self.refused)
 
     def fail(self, item: Item, error: BaseException, errors: dict[Item, BaseException]) -> None:
-        """Ends a conversation because of its reply; Ctrl-C inside of `ask` cancels it."""
-        if isinstance(error, KeyboardInterrupt):
+        """Ends a conversation because of its reply: "cancelled" if Ctrl-C was pressed inside of `ask`, else "error"."""
+        if isinstance(error, KeyboardInterrupt) and self.presses:
             item.reason = "cancelled"
         else:
             item.reason, item.sample.completion.error, errors[item] = "error", error, error
@@ -297,7 +299,7 @@ class Conversing:
         verb = "raised" if self.raised else "returned no reply"
         text = (
             f"{counted(len(errors), 'conversation')} of {len(out.lengths)} ended with the reason 'error': reply {verb}; "
-            f"the first at turn {len(item.earlier)} of prompt {item.prompt}, sample {item.index}: {error!r}"
+            f"the first at turn {len(item.earlier)} of prompt {item.prompt}, sample {item.index}: {described(error)}"
         )
         if self.raised and on_error == "raise":
             message = f"{text}. `rollouts` of this error has all of them; on_error='return' returns them."

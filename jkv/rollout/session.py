@@ -162,6 +162,8 @@ class Session:
             with callers.alone():
                 if self.items:
                     engine.wake()
+                known = set(self.finished)  # others ended where no turn of a session saw it, such as in `engine.run`
+                self.finished += [one for one in self.items.values() if one.sample.is_finished and one not in known]
                 begun = 0 if max_steps is None else engine.stats.steps
                 wanted = min(until_done or self.pending, self.pending)
 

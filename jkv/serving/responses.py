@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from jkv.checks import described
 from jkv.engine.results import Result
 from jkv.engine.stats import SampleStats
 from jkv.model.params import Model
@@ -160,4 +161,4 @@ def describe_failure(reason: str, sample: SampleStats) -> str:
     """A failed sample in a sentence."""
     if reason == "nan":
         return "The model gave no finite probabilities. Check its weights."
-    return f"A sample ended with an error: {sample.error!r}."
+    return f"A sample ended with an error: {described(sample.error)}."

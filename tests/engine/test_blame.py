@@ -190,6 +190,29 @@ def test_a_bad_schedule_is_refused_when_it_is_submitted(model, method):
     assert not engine.tickets
 
 
+@dataclasses.dataclass(frozen=True)
+class Late(jkv.policies.schedules.Every):
+    """A schedule whose answer is none after some tokens."""
+
+    def target(self, prompt, generated):
+        return 2.5 if generated >= 16 else super().target(prompt, generated)
+
+
+def test_a_schedule_is_asked_again_for_a_longer_row(model):
+    engine = jkv.Engine(model, **SIZES)
+    policy = dataclasses.replace(r_kv(0), schedule=Late(**BUDGET))
+    engine.submit(PROMPTS[0], policy=policy, **SETTINGS | {"max_new_tokens": 9})
+    with pytest.raises(ValueError, match=r"r_kv's Late.target must return a whole number, at least 1, or None; got 2\.5"):
+        engine.submit(PROMPTS[0], policy=policy, **SETTINGS)
+
+
+def test_a_schedule_whose_answer_is_none_later_than_it_is_asked_ends_its_request_alone(model, whole, monkeypatch):
+    monkeypatch.setattr("jkv.policies.schedules.MOST_ASKED", 1)
+    engine = jkv.Engine(model, **SIZES)
+    late = dataclasses.replace(r_kv(0), schedule=Late(**BUDGET))
+    assert_neighbours_are_whole(engine, submit(engine, late), whole, ValueError, "Late.target must return")
+
+
 def scored(number, where=lambda view: True):
     """A policy whose score is a number in some slots, and the position elsewhere."""
 

@@ -12,6 +12,7 @@ import pytest
 
 import jkv
 from jkv.rollout import ReplyError
+from jkv.rollout.conversing import Conversing
 from tests.rollout.test_rollout import PROMPTS, R_KV, make_rollout
 from tests.rollout.test_sessions import in_threads
 from tests.support.faults import with_failing_programs
@@ -198,7 +199,20 @@ def test_whatever_a_tool_returns_ends_its_own_conversation_alone(rollout, worker
     assert rollout.converse(PROMPTS[:1], scripted, **SETTINGS).lengths.tolist() == [24, 24]
 
 
-@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), GeneratorExit()], ids=lambda error: type(error).__name__)
+class UnprintableError(Exception):
+    """An exception of which not even a text can be had."""
+
+    def __str__(self):
+        raise SystemExit
+
+    __repr__ = __str__
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("no"), SystemExit(3), GeneratorExit(), KeyboardInterrupt(), UnprintableError()],
+    ids=lambda error: type(error).__name__,
+)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_whatever_a_tool_raises_is_raised_once_the_others_have_ended(rollout, error, workers):
     def reply(turn):
@@ -252,6 +266,25 @@ def test_an_interrupt_does_not_wait_for_replies_that_take_long(rollout):
     leave.set()
     assert out.finish_reason == ["cancelled"] * 2
     assert out.lengths.tolist() == [6, 6]
+
+
+def test_what_an_error_leaves_pending_is_returned_by_the_next_run(rollout, monkeypatch):
+    """One conversation waits for its reply; its turn has ended, and no later event says so."""
+    waiting, go_on = threading.Event(), Conversing.go_on
+
+    def stop(conversing):
+        go_on(conversing)
+        if conversing.asked and not conversing.running:
+            raise RuntimeError("stop")
+
+    monkeypatch.setattr(Conversing, "go_on", stop)
+    with pytest.raises(RuntimeError, match="stop"):
+        rollout.converse(PROMPTS[:1], lambda turn: waiting.wait(60) and None, workers=2, **SETTINGS)
+    assert rollout.pending == 2
+    out = rollout.run()
+    waiting.set()
+    assert out.lengths.tolist() == [6, 6]
+    assert rollout.num_pending == len(rollout.engine.tickets) == len(rollout.engine.scheduler.conversations) == 0
 
 
 def test_conversations_go_on_after_a_failed_program(model):

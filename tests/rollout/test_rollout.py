@@ -383,6 +383,14 @@ def test_run_returns_once_enough_are_done_and_continues_later(rollout):
     assert by_sample(some) | by_sample(rest) == expected
 
 
+def test_samples_that_end_without_a_turn_of_their_session_are_returned_by_run(rollout):
+    expected = by_sample(rollout(PROMPTS, n=2, seed=3, stop_ids=()))
+    rollout.submit(PROMPTS, n=2, seed=3, stop_ids=())
+    rollout.run(max_steps=8)
+    rollout.engine.run()
+    assert by_sample(rollout.run()) == expected
+
+
 def test_cancelled_samples_keep_their_tokens_and_leave_the_engine_usable(rollout):
     expected = by_sample(rollout(PROMPTS, n=2, seed=3, stop_ids=()))
     rollout.submit(PROMPTS, n=2, seed=3, stop_ids=())

@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout import base_rollout
 
-from jkv.checks import counted, shown
+from jkv.checks import counted, described, shown
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.mesh import DATA
 from jkv.integrations.tunix.weights import TENSOR, Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
@@ -386,8 +386,8 @@ def check_none_failed(out: Rollouts) -> None:
         error = out.samples[failed[0]].error
         raise RuntimeError(
             f"{counted(len(failed), 'sample')} of {len(out.finish_reason)} failed, and tunix would train on them; the first "
-            f"of them, {failed[0]}, with the reason {out.finish_reason[failed[0]]!r}: {error!r}. Pass failed='return' to "
-            "JkvRollout, where the learner leaves them out of its mask."
+            f"of them, {failed[0]}, with the reason {out.finish_reason[failed[0]]!r}: {described(error)}. Pass "
+            "failed='return' to JkvRollout, where the learner leaves them out of its mask."
         ) from error
 
 
