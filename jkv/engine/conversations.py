@@ -53,7 +53,7 @@ class KeptRow:
       evicted, compactions: see `jkv.engine.samples.Completion`.
       num_pages: the most pages that it holds.
       snapshot: its block table, logits and queries, where its pages are in the pool.
-      swapped: its copy in host memory.
+      swapped: its copy in host memory, where it was swapped out, or where the engine copies kept rows.
     """
 
     request: Request
@@ -81,7 +81,10 @@ class Conversations:
       leaving: rows of the batch that are to be detached, by row.
       swapping: those that are to be swapped out.
       freed: those whose pages are to be freed.
+      copies: whether those in the pool have a copy in host memory too (`jkv.EngineOptions.copy_kept`).
     """
+
+    copies = False
 
     def __init__(self) -> None:
         self._rows: dict[tuple[int, int], KeptRow] = {}  # by ticket and sample
@@ -104,7 +107,7 @@ class Conversations:
     @property
     def host_bytes(self) -> int:
         """Bytes of the rows in host memory; any thread may read it."""
-        return sum(kept.swapped.nbytes for kept in tuple(self.on_host) if kept.swapped is not None)
+        return sum(kept.swapped.nbytes for kept in (*self.on_host, *self.in_pool) if kept.swapped is not None)
 
     def pages_of(self, kept: KeptRow | None) -> int:
         """Those of one of them."""
@@ -157,6 +160,11 @@ class Conversations:
             self.in_pool.pop(kept, None)
             self.on_host.pop(kept, None)
 
+    def return_to_host(self, kept: KeptRow) -> None:
+        """Leaves a row only its copy in host memory, after the pool was lost."""
+        kept.snapshot = None
+        self.on_host[kept] = None
+
     def swap_out(self, other_than: KeptRow | None = None) -> bool:
         """Decides that the least recently used row is swapped out; False if there is none."""
         kept = next((one for one in self.in_pool if one is not other_than), None)
@@ -182,10 +190,12 @@ class Conversations:
             self.dropped["closed"] += 1
 
     def lose(self) -> None:
-        """Forgets the rows that were in the pool, which is lost; those in host memory stay."""
+        """Forgets the rows that were in the pool alone, which is lost; those with a copy in host memory stay."""
         for ticket, sample in [key for key, kept in self._rows.items() if kept.swapped is None]:
             self._remove(ticket, sample, "the pool was lost with it, and the engine reset")
             self.dropped["lost"] += 1
+        for kept in self.in_pool:
+            self.return_to_host(kept)
         self.in_pool.clear()
         for kept in [one for one in self.on_host if one.swapped is None]:
             del self.on_host[kept]

@@ -105,6 +105,7 @@ class Engine:
         self._ticket, self._guard = itertools.count(), Guard()
         self._flight: Flight | None = None  # a chunk that is dispatched and not read yet
         self.scheduler = Scheduler(self.capacity)
+        self.scheduler.conversations.copies = options.copy_kept
         self.outputs = Outputs(model, self.tickets, self._finish)
         given: Any = {name: getattr(options, name) for name in TO_RUNNER}
         given |= {"mesh": mesh, "gate": gate, "page_bytes": self.page_bytes, "max_slots": self.max_slots}
@@ -205,18 +206,23 @@ class Engine:
         let_programs_go()
         compiled = COMPILING.seconds
         with deferred_interrupts():
-            try:
-                with self._guard.turn("step"), self.runner.meter.clock("seconds"):
-                    self._turn()
-            except BaseException as error:
-                if self._guard.failure is not error:  # the call was refused, and nothing has changed
-                    raise
-                self.repair(error)
+            self._repaired("step", self._turn)
             self.stats.compile_seconds += COMPILING.seconds - compiled
             raised, self.outputs.raised = self.outputs.raised, None
         if raised is not None:
             raise raised
         return self.outputs.take()
+
+    def _repaired(self, name: str, work: Callable[[], None]) -> None:
+        """Runs what changes the device state, for a method of that name; if it fails, repairs the engine."""
+        with deferred_interrupts():
+            try:
+                with self._guard.turn(name), self.runner.meter.clock("seconds"):
+                    work()
+            except BaseException as error:
+                if self._guard.failure is not error:  # the call was refused, and nothing has changed
+                    raise
+                self.repair(error)
 
     def repair(self, error: BaseException) -> None:
         """After a step that failed: resets the engine, without the sample that made it fail, once that is known.
@@ -262,7 +268,7 @@ class Engine:
         self.runner.release(rows)
         self.runner.free(prefixes)
         self.scheduler.passed()
-        self.stats.idle.end(is_unfinished=bool(running or self.scheduler.waiting))
+        self.stats.idle.end(is_unfinished=bool(running or self.scheduler.waiting or self.scheduler.held))
 
     def _collect(self, flight: Flight | None = None) -> None:
         """Counts a chunk, adds its tokens to completions, shares similar pages, and emits events.
@@ -373,10 +379,12 @@ class Engine:
         weights.check_same(self.model.params, params)
         check_weights(params)
         params = weights.committed(params, self.model.params)
-        with self._guard.turn("update"):
-            self.runner.set_params(params)
-            self.runner.version += 1
-            self.runner.free(self.scheduler.renew(self.runner.version))
+        with self._guard.owned("update"):
+            self._repaired("update", lambda: self.runner.fill(to_end=True))  # by the old weights, what rows are filled with
+            with self._guard.turn("update"):
+                self.runner.set_params(params)
+                self.runner.version += 1
+                self.runner.free(self.scheduler.renew(self.runner.version))
 
     @property
     def is_asleep(self) -> bool:
@@ -390,16 +398,21 @@ class Engine:
         belong to the caller and stay on the device; with `forget_weights` the engine drops its references, and `update` must
         be called before it runs again.
         """
-        with self._guard.turn("sleep"):
-            if forget_weights:
-                self.runner.set_params(weights.shapes_of(self.model.params))
+        with self._guard.owned("sleep"):
             if not self.is_asleep:
-                with self.runner.meter.clock("seconds"):
-                    self._collect()
-                    self.runner.fill(to_end=True)
-                    self.runner.execute(self.scheduler.sleep())
-                self.stats.idle.end(is_unfinished=False)
-                self.runner.sleep()
+                self._repaired("sleep", self._clear_rows)
+            with self._guard.turn("sleep"):
+                if forget_weights:
+                    self.runner.set_params(weights.shapes_of(self.model.params))
+                if not self.is_asleep:
+                    self.stats.idle.end(is_unfinished=False)
+                    self.runner.sleep()
+
+    def _clear_rows(self) -> None:
+        """Moves all rows to host memory, once they are filled."""
+        self._collect()
+        self.runner.fill(to_end=True)
+        self.runner.execute(self.scheduler.sleep())
 
     def wake(self) -> None:
         """Allocates an empty pool of the same size; waiting samples are admitted to it."""
@@ -412,8 +425,8 @@ class Engine:
 
         The random keys depend on seed, prompt, sample and position alone, so a sample draws the same tokens again, unless the
         weights were replaced since it started. Its events go on where they stopped; after other weights they start again.
-        Finished samples, weights, statistics and sharing's thresholds stay, and kept rows in host memory; others are lost,
-        and turns that had begun to continue one end with the reason "error", as do samples that have failed themselves.
+        Finished samples, weights, statistics and sharing's thresholds stay, and kept rows with a copy in host memory; others
+        are lost, and turns that continue one end with the reason "error", as do samples that have failed themselves.
 
         Raises:
           RuntimeError: another thread, or a callback of the turn in progress, uses the engine.

@@ -17,7 +17,10 @@ from jkv.engine.programs import State
 from jkv.engine.samples import Sample, stop_finder
 from jkv.engine.starts import append_pending
 
-LOST = "The conversation's row was lost with the pool, and the engine reset. Submit the whole conversation again."
+LOST = (
+    "The conversation's row was lost with the pool, and the engine reset. Submit the whole conversation again; an engine with "
+    "copy_kept=True loses none."
+)
 
 
 def begin(sample: Sample, kept: KeptRow) -> None:
@@ -35,15 +38,17 @@ def begin(sample: Sample, kept: KeptRow) -> None:
 
 def restart(engine: Any, sample: Sample) -> bool:
     """Makes an unfinished sample ready for an empty pool: fresh, or swapped out. False if it continues a row that is lost."""
-    if not sample.request.num_kept:
-        sample.restart(stop_finder(engine.model.tokenizer, sample.request), engine.runner.version)
+    kept, sample.is_running, sample.is_swapped = sample.resumes or sample.resumed, False, sample.swapped is not None
+    if sample.is_swapped and sample.request.num_kept:
         return True
-    is_waiting = sample.resumes is not None and sample.resumes.swapped is not None
-    sample.is_running, sample.is_swapped = False, sample.swapped is not None
-    if is_waiting or sample.is_swapped:
-        return True
-    sample.resumes, sample.completion.error = None, RuntimeError(LOST)
-    return False
+    if sample.request.num_kept and (kept is None or kept.swapped is None):
+        sample.resumes, sample.completion.error = None, RuntimeError(LOST)
+        return False
+    sample.restart(stop_finder(engine.model.tokenizer, sample.request), engine.runner.version)
+    if kept is not None:
+        engine.scheduler.conversations.return_to_host(kept)
+        begin(sample, kept)
+    return True
 
 
 def end(sample: Sample, conversations: Conversations, num_pages: int) -> None:
@@ -52,7 +57,7 @@ def end(sample: Sample, conversations: Conversations, num_pages: int) -> None:
     if not (request.keep or request.num_kept):
         return
     conversations.free(sample.resumes)  # of a turn that ended before it began
-    sample.resumes = None
+    sample.resumes = sample.resumed = None
     completion.transcript = transcript_of(sample)
     if request.keep and completion.finish_reason in ENDS:
         kept = KeptRow(
@@ -97,10 +102,12 @@ def settle(programs: Any, state: State, conversations: Conversations) -> State:
         state, snapshot = programs.detach(state, np.int32(row))
         # Pages stay in the pool; the rest is outside of it, where only the rows of the batch have room.
         kept.snapshot = snapshot._replace(beside=host(snapshot.beside))
+        if conversations.copies:
+            kept.swapped = swap.copy_out(programs, state, kept.snapshot, None)
     swapping, conversations.swapping = conversations.swapping, []
     for kept in swapping:
         assert kept.snapshot is not None
-        kept.swapped = swap.copy_out(programs, state, kept.snapshot, None)
+        kept.swapped = kept.swapped or swap.copy_out(programs, state, kept.snapshot, None)
     freed, conversations.freed = conversations.freed, []
     for kept in (*swapping, *freed):
         if kept.snapshot is not None:
@@ -110,10 +117,10 @@ def settle(programs: Any, state: State, conversations: Conversations) -> State:
 
 def attach(programs: Any, state: State, row: int, kept: KeptRow) -> State:
     """The state with a kept row in an empty row of the batch, which then owns its pages."""
-    if kept.swapped is not None:
-        return swap.swap_in(programs, state, row, kept.swapped, None, None)
     snapshot = kept.snapshot
-    assert snapshot is not None
+    if snapshot is None:
+        assert kept.swapped is not None
+        return swap.swap_in(programs, state, row, kept.swapped, None, None)
     is_own = np.zeros(snapshot.block_table.page_table.shape, bool)
     state = programs.attach(state, snapshot, np.int32(row), is_own)
     return programs.free(state, snapshot.block_table)
@@ -123,7 +130,8 @@ def resume(runner: Any, row: int, sample: Sample) -> Pieces:
     """Attaches the row of a sample's last turn, and prefills the new tokens, with compactions where they are due."""
     kept = sample.resumes
     assert kept is not None
-    with runner.meter.clock("prefill_seconds" if kept.swapped is None else "swap_seconds"):
+    with runner.meter.clock("prefill_seconds" if kept.snapshot is not None else "swap_seconds"):
         runner.state = attach(runner.programs, runner.state, row, kept)
-    sample.resumes, sample.version = None, runner.version
+    kept.snapshot = None
+    sample.resumes, sample.resumed, sample.version = None, kept, runner.version
     yield from append_pending(runner, row, sample)

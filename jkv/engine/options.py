@@ -79,6 +79,9 @@ class EngineOptions:
         with the same beginning prefill the rest alone. Tokens and log-probabilities are the same bit for bit. `jkv serve`
         turns it on. Calls of `generate` and `Rollout` share the prefill of equal prompts without it, and their other prompts
         seldom begin with as many equal tokens, so they would hold memory in vain.
+      copy_kept: whether a row that is kept for a next turn is copied to host memory as well. Then it outlives the pool, which a
+        device program that fails takes with it; without a copy, turns that continue it end with the reason "error". A copy
+        takes the row's bytes, and the time to move them at the end of each turn.
       poison: for tests: freed pages become NaN.
 
     Raises:
@@ -102,6 +105,7 @@ class EngineOptions:
     mesh: jax.sharding.Mesh | None = None
     kernels: str | None = None
     prefix_cache: bool = False
+    copy_kept: bool = False
     poison: bool = False
 
     def __post_init__(self) -> None:
@@ -134,7 +138,7 @@ class EngineOptions:
         kernels = typed("kernels", self.kernels, str | None)
         parse_choices(os.environ.get(VARIABLE, "") if kernels is None else str(kernels))
         object.__setattr__(self, "ahead", typed("ahead", self.ahead, bool | None))
-        for name in ("return_trace", "routed_experts", "prefix_cache", "poison"):
+        for name in ("return_trace", "routed_experts", "prefix_cache", "copy_kept", "poison"):
             object.__setattr__(self, name, typed(name, getattr(self, name), bool))
 
     @property
@@ -155,7 +159,7 @@ class EngineOptions:
         Traceback (most recent call last):
         TypeError: 'max_runing' is no setting of an engine. Did you mean max_running? The settings are: max_running, \
 max_slots, page_size, kv_dtype, kv_memory, num_pages, policies, chunk, prefill_tokens, ahead, order, max_stop_ids, \
-return_trace, routed_experts, mesh, kernels, prefix_cache, poison.
+return_trace, routed_experts, mesh, kernels, prefix_cache, copy_kept, poison.
         """
         known = [field.name for field in dataclasses.fields(self)]
         others = [name for name in others if name not in ("self", "settings")]

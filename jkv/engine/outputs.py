@@ -149,9 +149,10 @@ class Outputs:
         return text[start : sample.num_emitted]
 
     def forget(self) -> None:
-        """Forgets the chunk in progress; events of earlier ones stay."""
+        """Forgets the chunk in progress, but for the ends of samples; events of earlier ones stay."""
+        for sample in [one for one in self._collected if one.is_finished]:
+            self.emit(sample)
         self._collected.clear()
-        self.raised = None
 
     def take(self) -> list[Event]:
         """Returns and clears the events since the last call."""

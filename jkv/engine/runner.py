@@ -183,8 +183,7 @@ class Runner:
     # Weights and memory.
 
     def set_params(self, params: Params) -> None:
-        """Replaces the weights by others of the same shapes, once the old ones have prefilled what rows are filled with."""
-        self.fill(to_end=True)
+        """Replaces the weights by others of the same shapes; the old ones have prefilled what rows are filled with."""
         self.model = dataclasses.replace(self.model, params=params)
         self.sharer.set_model(self.model)
 

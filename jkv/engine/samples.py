@@ -182,6 +182,7 @@ class Sample:
     num_passing: int = 0  # pages that it needs besides its reservation while its row is filled
     is_swapped: bool = False  # whether its row was swapped out, when preempted or put to sleep
     resumes: KeptRow | None = None  # the kept row of its last turn, until it has a row itself
+    resumed: KeptRow | None = None  # that row, once it has: perhaps with a copy to start again from
     earlier: Transcript | None = None  # the conversation up to its last turn
     pending: int = 0  # last tokens of its prompt that are not prefilled yet, after its first piece or of a later turn
     shares: bool = False  # whether its row reads the prefix's pages

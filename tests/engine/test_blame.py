@@ -492,3 +492,44 @@ def test_a_callback_of_a_reply_that_exits_ends_no_service(model, whole):
         with pytest.raises(SystemExit):
             service.call(lambda engine: sys.exit(2)).result(60)
         assert service.submit(PROMPTS[1], policy=r_kv(0), **SETTINGS).result(60).tokens[0].tolist() == whole[1]
+
+
+@pytest.mark.usefixtures("short_prefills")
+@pytest.mark.parametrize("how", ["update", "sleep"])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_prefill_that_fails_in_an_update_or_before_a_sleep_is_repaired_there(model, whole, how, is_before):
+    """A long prompt is half prefilled when its engine is updated or put to sleep; its fault is not the caller's."""
+    engine = jkv.Engine(model, **SIZES, prefill_tokens=1)
+    others = [engine.submit(PROMPTS[i], policy=r_kv(i), **SETTINGS) for i in range(2)]
+    engine.step()
+    guilty = engine.submit([7] * 60, policy=r_kv(0), **SETTINGS | {"max_new_tokens": 1})
+    engine.step()
+    with_poison(engine, "prefill_chunk", lambda one: len(one.request.prompt) == 60, is_before)
+    if how == "update":
+        engine.update(engine.model.params)
+    else:
+        engine.sleep()
+        engine.wake()
+    engine.run()
+    assert [sample.completion.tokens for sample in engine.take(others)] == whole[:2]
+    assert engine.take([guilty])[0].completion.finish_reason == "error"
+    assert_engine_serves(engine, whole)
+
+
+def test_a_sample_that_ends_in_a_turn_that_fails_afterwards_has_its_last_event(model, whole):
+    engine = jkv.Engine(model, **SIZES)
+    events, fail = [], engine.runner.share
+
+    def share():
+        engine.runner.share = fail
+        raise DeviceError("share")
+
+    first = engine.submit(PROMPTS[0], policy=r_kv(0), **SETTINGS | {"max_new_tokens": 8})
+    other = engine.submit(PROMPTS[1], policy=r_kv(0), **SETTINGS)
+    engine.runner.share = share
+    engine.outputs.emit_collected = lambda: setattr(engine.outputs, "emit_collected", emit)
+    emit = type(engine.outputs).emit_collected.__get__(engine.outputs)
+    engine.run(events.extend)
+    assert [event.finish_reason for event in events if event.ticket == first][-1] == "length"
+    assert [token for event in events if event.ticket == first for token in event.tokens] == whole[0][:8]
+    assert engine.result(other).tokens[0].tolist() == whole[1]

@@ -145,6 +145,29 @@ def test_whatever_program_fails_the_engine_is_repaired(model, undisturbed, count
     assert engine.runner.num_held_pages == engine.scheduler.reserved == 0
 
 
+def test_with_copies_no_failed_program_loses_a_row(model, undisturbed):
+    """Turns whose rows were in the pool, in a batch with a third that waits, start again wherever the failure comes."""
+    engine = make(model, copy_kept=True)
+    failing = with_failing_programs(engine)
+    for count in range(14):
+        tickets = [engine.submit(PROMPT, policy=R_KV, max_new_tokens=13, keep=True, **FREE) for _ in range(3)]
+        engine.run()
+        conversations = engine.scheduler.conversations
+        assert len(conversations.in_pool) == 3
+        assert conversations.host_bytes > 0
+        if count % 2:  # one of them has its copy alone
+            conversations.swap_out()
+        later = [engine.extend(ticket, NEW[2], max_new_tokens=19, **FREE) for ticket in tickets]
+        failing.fail(count, count % 3 == 0)
+        engine.run()
+        assert failing.failing is None
+        for ticket in later:
+            assert_same_bits([engine.result(ticket)], undisturbed[1:])
+            engine.release(ticket)
+        assert engine.runner.num_held_pages == engine.scheduler.reserved == conversations.host_bytes == 0
+        assert not conversations.dropped["lost"]
+
+
 def test_rows_that_run_ahead_keep_the_same(model):
     """A row that ends by a stop id must not be compacted by a chunk that was planned past its end."""
     ends = {"stop_ids": (3, 9, 14, 20)}
