@@ -2,23 +2,22 @@
 starts.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.devices import environment
+
 ROOT = Path(__file__).parents[2]
 
 
 def run_on_eight_devices(name, marks="not slow"):
     """Runs a file of `tests/support` where JAX has eight devices."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     report = f"--junitxml=.cache/seconds/{Path(name).stem}.xml"  # as `.ci/run` does of the other tests
     command = [sys.executable, "-m", "pytest", f"tests/support/{name}", "-p", "no:cacheprovider", "-m", marks, report]
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment(8), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

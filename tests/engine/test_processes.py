@@ -1,7 +1,6 @@
 """One engine over two processes: `tests/support/two_processes.py`, in processes of its own."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -9,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.support.devices import environment
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 900
@@ -21,10 +22,9 @@ def free_port():
 
 
 def start(process, port, path, devices):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     command = [sys.executable, "-m", "tests.support.two_processes", str(process), port, str(path)]
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment(devices), **output)
 
 
 @pytest.mark.everyday  # nothing else covers it

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import subprocess
 import sys
 import warnings
@@ -23,6 +22,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 from jkv.integrations.tunix import JkvRollout
 from jkv.integrations.tunix.weights import leaves_of, make_params
 from tests.rollout.test_sessions import in_threads
+from tests.support.devices import environment
 from tests.support.interrupted import interrupted_at
 from tests.support.tunix_models import (
     EOS,
@@ -286,9 +286,6 @@ def test_an_update_that_is_interrupted_leaves_the_weights_that_a_call_then_says(
 
 
 def test_meshes_of_several_devices():
-    """The number of devices is settled when JAX starts."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
     command = [sys.executable, "-m", "pytest", "tests/integrations/tunix_mesh.py", "-p", "no:cacheprovider", "-o", "addopts="]
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment(4), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

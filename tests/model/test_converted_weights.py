@@ -10,6 +10,7 @@ import pytest
 
 from jkv.model import checkpoint, saved_weights
 from tests.support.checkpoints import GOLDEN, SMALL, assert_equal, random_params
+from tests.support.devices import environment
 
 
 @pytest.mark.parametrize("case", ["qwen2", "qwen3"])
@@ -55,9 +56,8 @@ assert restored.layers[1].query.addressable_shards[0].data.shape == (8, 16)
 def test_sharded_weights_are_saved_and_restored_onto_any_sharding(tmp_path):
     root = str(Path(checkpoint.__file__).parents[2])
     paths = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
     command = [sys.executable, "-c", SHARDED, str(GOLDEN / "phi3"), str(tmp_path / "saved")]
-    done = subprocess.run(command, env=os.environ | flags, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment(8) | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
