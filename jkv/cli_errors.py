@@ -48,14 +48,14 @@ def run_safely(
         print(interrupted, file=sys.stderr)
         return 130
     except Exception as error:
-        if not isinstance(error, BAD_INPUT) and not is_of_the_device(error):
+        if not any(isinstance(one, BAD_INPUT) or is_of_the_device(one) for one in (error, error.__cause__)):
             raise
         discard_output()
         print(prefix, describe(error), file=sys.stderr)
         return 2
 
 
-def is_of_the_device(error: Exception) -> bool:
+def is_of_the_device(error: BaseException | None) -> bool:
     """Whether JAX could not run a program, as where memory is not enough."""
     jax: Any = sys.modules.get("jax")
     return jax is not None and isinstance(error, jax.errors.JaxRuntimeError)

@@ -18,7 +18,7 @@ import numpy as np
 from jkv.cache.pool import EMPTY
 from jkv.engine import programs
 from jkv.engine.engine import Engine
-from jkv.engine.results import Result, make_result
+from jkv.engine.results import Result, complete, make_result
 from jkv.model.sampling import Sampling
 from jkv.policies import CacheView, Policy, full
 from jkv.reasoning.steering import SteeringVector
@@ -123,7 +123,7 @@ class Case:
             if is_staggered:
                 engine.step()
         engine.run()
-        return make_result(self.model, engine.take(tickets), engine.stats, is_traced=True)
+        return complete(make_result(self.model, engine.take(tickets), engine.stats, is_traced=True))
 
     def most_slots(self, policy: Policy) -> int:
         """The most slots of any prompt in a layer and KV head."""

@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.attention import OPEN_END
+from jkv.engine.results import complete
 from jkv.generate import generate
 from jkv.model import decoder
 from jkv.model.params import Model, Params
@@ -144,7 +145,7 @@ def loss_of(dense: Kept, run: Kept) -> Float[np.ndarray, " texts"]:
 def decode(model: Model, texts: Sequence[Text], policy: Policy, settings: dict[str, Any]) -> Kept:
     """The texts decoded under a policy."""
     prompts, forced = ([list(part) for part in parts] for parts in zip(*texts, strict=True))
-    out = generate(model, prompts, policy, forced_tokens=forced, return_trace=True, progress=False, **settings)
+    out = complete(generate(model, prompts, policy, forced_tokens=forced, return_trace=True, progress=False, **settings))
     assert out.trace is not None
     traces = [out.trace.part(slice(i, i + 1)) for i in range(len(texts))]
     log_probs = [row[:length] for row, length in zip(np.asarray(out.logprobs), out.lengths, strict=True)]

@@ -19,6 +19,7 @@ from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import GREEDY, in_turns
 from jkv.bench.step_breakdown import STEPS, seconds_of_parts
 from jkv.engine.engine import Engine
+from jkv.engine.results import complete
 from jkv.model.params import Model
 from jkv.policies import Policy, full, r_kv
 from jkv.reports import Report, digits, footnote, markdown
@@ -93,6 +94,8 @@ def engine_step(model: Model, point: Point) -> tuple[float, float]:
     stats = engine.stats
     before = stats.seconds, stats.host_seconds, stats.steps
     engine.run()
+    for ticket in list(engine.tickets):
+        complete(engine.result(ticket))
     taken = stats.steps - before[2]
     return (stats.seconds - before[0]) / taken, (stats.host_seconds - before[1]) / taken
 

@@ -40,6 +40,7 @@ from jkv.checks import check_counts, words
 from jkv.engine import programs
 from jkv.engine.device_program import LEAST_ROWS, OPTIONS, DeviceProgram
 from jkv.engine.engine import Engine
+from jkv.engine.results import complete
 from jkv.limits import parse
 from jkv.model.eight_bits import FORMATS
 from jkv.model.joined import separate_weights
@@ -399,6 +400,8 @@ def engine_rows(bench: Bench, until: float) -> Iterator[dict[str, Any]]:
             for prompt in prompts:
                 engine.submit(prompt, policy, GREEDY, max_new_tokens=new, stop_ids=())
             engine.run()
+            for ticket in list(engine.tickets):
+                complete(engine.result(ticket))
         after = engine.stats.tokens, engine.stats.seconds, engine.stats.host_seconds
         tokens, seconds, host = (now - then for now, then in zip(after, before, strict=True))
         row = {"name": "r_kv", "batch": batch, "tokens_per_second": digits(tokens / seconds)}

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 from jkv import viz
 from jkv.bench.rounds import GREEDY
+from jkv.engine.results import complete
 from jkv.generate import generate
 from jkv.limits import parse
 from jkv.model import checkpoint
@@ -41,7 +42,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     model = checkpoint.load(options.model)
     prompt = options.prompt or held_out(1)[0].prompt
-    out = generate(model, prompt, sampling=GREEDY, max_new_tokens=options.max_new_tokens, progress=False)
+    out = complete(generate(model, prompt, sampling=GREEDY, max_new_tokens=options.max_new_tokens, progress=False))
     sequence = np.concatenate([out.prompts[0], out.tokens[0, : out.lengths[0]]]).astype(np.int32)
     page_size, num_pages = options.page_size, len(sequence) // options.page_size
     pages = sequence[: num_pages * page_size].reshape(num_pages, page_size)

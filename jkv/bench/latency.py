@@ -14,6 +14,7 @@ import numpy as np
 from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import GREEDY, in_turns
 from jkv.engine.engine import Engine
+from jkv.engine.results import complete
 from jkv.engine.stats import RunStats
 from jkv.model.params import Model
 from jkv.policies import Policy
@@ -77,7 +78,8 @@ def serve(engine: Engine, policy: Policy, batch: int, prompt: int, new_tokens: i
     draws = np.random.default_rng(0).integers(1, engine.model.config.vocab_size, (batch, prompt), dtype=np.int32)
     tickets = [engine.submit(tokens, policy, GREEDY, max_new_tokens=new_tokens, stop_ids=()) for tokens in draws]
     engine.run()
-    engine.take(tickets)
+    for ticket in tickets:
+        complete(engine.result(ticket))
     stats: RunStats = engine.stats
     first, between = stats.first_token, stats.between_tokens
     return first.quantile(0.5), first.quantile(0.99), between.quantile(0.5), between.quantile(0.99)

@@ -17,6 +17,7 @@ from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
 from jkv.bench.throughput import Load
 from jkv.bench.throughput import run as run_load
 from jkv.engine.memory import num_row_pages
+from jkv.engine.results import complete
 from jkv.engine.scheduler import CHUNKS
 from jkv.generate import generate
 from jkv.model import checkpoint
@@ -239,7 +240,7 @@ def run_text(model: Model, prompts: list[str], policy: Policy, options: dict[str
     limit = model.config.max_positions // 2 - 64
     with timer() as seconds:
         out = generate(model, prompts, policy=policy, sampling=GREEDY, max_new_tokens=limit, progress=False, **options)
-    return 60 * len(prompts) / seconds.running, float(out.lengths.sum()) / seconds.running, out.stats.peak_kv_bytes
+    return 60 * len(prompts) / seconds.running, float(complete(out).lengths.sum()) / seconds.running, out.stats.peak_kv_bytes
 
 
 COLUMNS = (

@@ -58,6 +58,7 @@ def peak_rss() -> int:
 def with_jkv(name: str) -> Decode:
     """`jkv.generate`; `job["policy"]` names one, with its settings."""
     from jkv.bench.kvpress_scores import policy_of
+    from jkv.engine.results import complete
     from jkv.generate import generate
     from jkv.model.checkpoint import load
 
@@ -74,7 +75,7 @@ def with_jkv(name: str) -> Decode:
             max_running=len(job["prompts"]),
             progress=False,
         )
-        tokens = [row[:length].tolist() for row, length in zip(out.tokens, out.lengths, strict=True)]
+        tokens = [row[:length].tolist() for row, length in zip(complete(out).tokens, out.lengths, strict=True)]
         return tokens, out.stats.peak_kv_bytes
 
     return decode

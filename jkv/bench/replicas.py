@@ -20,6 +20,7 @@ import jax
 import numpy as np
 
 from jkv.engine.requests import RequestOptions, make_requests
+from jkv.engine.results import complete
 from jkv.engine.samples import Completion
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
@@ -120,7 +121,7 @@ def time_replicas(count: int, carrier: str, problems: int) -> dict[str, Any]:
         seconds, busy = [], []
         for _ in range(4):
             began, used = time.perf_counter(), time.process_time()
-            out = replicas.generate(prompts, progress=False, **call)
+            out = complete(replicas.generate(prompts, progress=False, **call))
             seconds.append(time.perf_counter() - began)
             busy.append(time.process_time() - used)
         front = Front(replicas)

@@ -231,11 +231,12 @@ def measure(
 
 def reasoner(problems: int, samples: int, policy: Policy) -> tuple[str, Params, Numbers, Load]:
     """tiny-reasoner on some of its problems; the limit is what its longest answer takes."""
+    from jkv.engine.results import complete
     from jkv.generate import generate
 
     model = checkpoint.load("tiny-reasoner", joined=False)
     ids = [[int(token) for token in model.tokenizer.encode(problem.prompt)] for problem in held_out(problems)]
-    lengths = generate(model, ids, policy=policy, sampling=GREEDY, max_new_tokens=1024, progress=False).lengths
+    lengths = complete(generate(model, ids, policy=policy, sampling=GREEDY, max_new_tokens=1024, progress=False)).lengths
     texts = [" ".join(map(str, prompt)) for prompt in ids]
     unused = max(set(range(model.config.vocab_size)) - {token for prompt in ids for token in prompt})
     tokenizer = Numbers(pad=unused, end=model.config.end_ids[0])

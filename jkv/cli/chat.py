@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import Any
 
+from jkv.checks import described
 from jkv.cli import remote_chat
 from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_model_options, load_model, read_line, read_settings, sampling_of
 
@@ -86,6 +87,10 @@ def run(options: argparse.Namespace) -> int:
             out = engine.result(ticket)
             log_programs(engine.stats)
             assert out.text is not None
+            if (error := out.samples[0].error) is not None:
+                messages.pop()
+                print(f"jkv: this answer failed: {described(error)}. It is left out of the conversation.", file=sys.stderr)
+                continue
             messages.append({"role": "assistant", "content": out.text[0]})
             print(summarise(policy, out), file=sys.stderr)
     return 0

@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> int:
         if options.out and Path(options.out).absolute() == options.html.absolute():
             raise ValueError(f"--html and --out must be two files; got {options.html} for both.")
     from jkv import viz
+    from jkv.engine.results import FAILED
     from jkv.generate import generate
     from jkv.policies import make
     from jkv.reports import json_lines, write_text
@@ -90,7 +91,9 @@ def run(options: argparse.Namespace) -> int:
                 print(f"--- {for_terminal(str(prompts[i // options.n]))}")
             print(for_terminal(out.text[i]) if out.text else out.tokens[i, : out.lengths[i]].tolist())
     print(summarise(policy, out), file=sys.stderr)
-    return 130 if "cancelled" in out.finish_reason else 0
+    if "cancelled" in out.finish_reason:
+        return 130
+    return 1 if any(reason in FAILED for reason in out.finish_reason) else 0
 
 
 def show_text(event: Any) -> None:

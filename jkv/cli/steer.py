@@ -32,6 +32,7 @@ def run(options: argparse.Namespace) -> int:
     """Generates traces, extracts their vector and saves it."""
     from jkv.analysis.steering_vectors import extract
     from jkv.checks import check_counts
+    from jkv.engine.results import complete
     from jkv.generate import generate
     from jkv.model import checkpoint
     from jkv.model.sampling import Sampling
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     prompts = read_prompts(None, options.file) if options.file else None
     model = checkpoint.load(options.model)
     prompts = prompts or [problem.prompt for problem in held_out(options.problems, tokenizer=model.tokenizer)]
-    out = generate(model, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens)
+    out = complete(generate(model, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens))
     completions = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
     vector = extract(model, out.prompts, completions)
     vector.save(options.out)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jkv import notebook
-from jkv.checks import counted
+from jkv.checks import counted, described
 from jkv.engine.conversations import Transcript
 from jkv.engine.outputs import text_of
 from jkv.engine.samples import Sample
@@ -19,6 +19,7 @@ from jkv.policies.policy import Policy
 from jkv.reasoning.marks import Marks, marks_of
 from jkv.replay.trace import Trace, join_traces
 
+FAILED = ("error", "nan")  # finish reasons
 SHOWN, WIDTH = 5, 60  # samples, and characters of each, that a result shows of itself
 MOST_MARK = 16  # last tokens of a prompt, where it may begin the thinking
 
@@ -137,6 +138,25 @@ def split_text(text: str, thinks: bool, marks: Marks) -> tuple[str, str]:
         return "", text
     before, found, inside = head.partition(marks.begin)
     return (inside if found and not before.strip() else head).strip(), tail.strip()
+
+
+def complete(out: Result) -> Result:
+    """A result whose samples have all come to their own ends, for what is measured or learned from it.
+
+    Raises:
+      RuntimeError: some have failed.
+      KeyboardInterrupt: Ctrl-C has cancelled some.
+    """
+    failed = [i for i, reason in enumerate(out.finish_reason) if reason in FAILED]
+    if failed:
+        error, reason = out.samples[failed[0]].error, out.finish_reason[failed[0]]
+        raise RuntimeError(
+            f"{counted(len(failed), 'sample')} of {len(out.finish_reason)} failed, so the others are no measurement; the first "
+            f"is {failed[0]}, with the reason {reason!r}{'' if error is None else f' ({described(error)})'}."
+        ) from error
+    if "cancelled" in out.finish_reason:
+        raise KeyboardInterrupt
+    return out
 
 
 def make_result(model: Model, samples: Sequence[Sample], run: RunStats, is_traced: bool) -> Result:

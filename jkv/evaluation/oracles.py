@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jkv.analysis.recall import Text, future_reads
+from jkv.engine.results import complete
 from jkv.generate import generate
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
@@ -49,7 +50,8 @@ def settings_of_oracle(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def greedy_texts(model: Model, prompts: Sequence[Any], max_new_tokens: int, options: dict[str, Any]) -> list[Text]:
     """Each prompt with what the model writes after it with the full cache."""
-    out = generate(model, prompts, full(), Sampling(temperature=0.0), max_new_tokens=max_new_tokens, progress=False, **options)
+    greedy: Any = {"sampling": Sampling(temperature=0.0), "max_new_tokens": max_new_tokens, "progress": False}
+    out = complete(generate(model, prompts, full(), **greedy, **options))
     return [
         (np.asarray(prompt).tolist(), row[:n].tolist()) for prompt, row, n in zip(prompts, out.tokens, out.lengths, strict=True)
     ]

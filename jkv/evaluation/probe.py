@@ -19,6 +19,7 @@ import numpy as np
 
 from jkv.checks import did_you_mean, shown, typed
 from jkv.engine.options import EngineOptions
+from jkv.engine.results import complete
 from jkv.evaluation.budgets import parse_mean_budget
 from jkv.evaluation.contrasts import p_cell
 from jkv.evaluation.generations import NEW_FOLDER
@@ -243,14 +244,8 @@ def decode(
     """The mean log-probability of each text's scored tokens, the bytes that a row held, and the share of its pages that a step
     read, under a policy, or one for each text.
     """
-    out = generate(
-        model,
-        [one.prompt for one in probes],
-        policy,
-        forced_tokens=[one.rest for one in probes],
-        progress=False,
-        **options,
-    )
+    prompts, forced = [one.prompt for one in probes], [one.rest for one in probes]
+    out = complete(generate(model, prompts, policy, forced_tokens=forced, progress=False, **options))
     rows = np.asarray(out.logprobs, np.float64)
     log_prob = [float(row[one.scored].mean()) for row, one in zip(rows, probes, strict=True)]
     return log_prob, out.stats.kv_bytes_per_sample, 1 - out.stats.amsr

@@ -19,6 +19,7 @@ import optax
 
 from jkv import rl
 from jkv.engine.interrupts import deferred_interrupts
+from jkv.engine.results import complete
 from jkv.generate import generate
 from jkv.grpo.checkpoints import Checkpoints, History, Progress
 from jkv.grpo.course import TASKS, Arm, Course
@@ -140,9 +141,7 @@ def evaluate(course: Course, model: Model, policy: Policy) -> float:
         page_size=course.page_size,
         progress=False,
     )
-    if "cancelled" in out.finish_reason:
-        raise KeyboardInterrupt
-    return float(task.reward(out, answers).mean())
+    return float(task.reward(complete(out), answers).mean())
 
 
 def make_rollout(course: Course, arm: Arm, model: Model) -> Rollout:

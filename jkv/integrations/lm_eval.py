@@ -20,6 +20,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from jkv.checks import shown
 from jkv.engine.interrupts import ending_at_interrupt
+from jkv.engine.results import complete
 from jkv.generate import generate
 from jkv.model import checkpoint
 from jkv.model.chat_template import USER, ChatRenderer, ChatText
@@ -141,19 +142,19 @@ class JKV(TemplateLM):
         for (stops, limit, sampling), members in groups.items():
             prompts = [self.shorten(self.tok_encode(requests[i].args[0]), limit) for i in members]
             with ending_at_interrupt():
-                out = generate(
-                    self.model,
-                    prompts,
-                    policy=self.policy,
-                    sampling=sampling,
-                    max_new_tokens=limit,
-                    stop_strings=() if self.think_end_token else stops,
-                    max_running=self.max_running,
-                    progress=not disable_tqdm,
-                    **self.cache,
+                out = complete(
+                    generate(
+                        self.model,
+                        prompts,
+                        policy=self.policy,
+                        sampling=sampling,
+                        max_new_tokens=limit,
+                        stop_strings=() if self.think_end_token else stops,
+                        max_running=self.max_running,
+                        progress=not disable_tqdm,
+                        **self.cache,
+                    )
                 )
-            if "cancelled" in out.finish_reason:
-                raise KeyboardInterrupt
             assert out.text is not None
             num_bytes = out.stats.kv_bytes_per_sample
             LOG.info("%s: %.0f bytes of cache per sample, %.0f tokens evicted", self.policy.name, num_bytes, out.stats.evicted)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jkv.checks import counted, described, shown
-from jkv.engine.results import Result
+from jkv.engine.results import FAILED, Result
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
 from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
@@ -18,7 +18,6 @@ from jkv.replay.score import Trace, join, sequence_log_probs
 from jkv.rl.packed import Packing, columns_for, pack_batch, pad_columns, row_count
 from jkv.rl.ratios import check_pair
 
-FAILED = ("error", "nan")  # finish reasons of completions that say nothing about the policy
 ON_FAILED = ("refuse", "mask", "train")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.engine.results import Result
+from jkv.engine.results import Result, complete
 from jkv.generate import generate
 from jkv.limits import check_numbers, parse
 from jkv.model import checkpoint
@@ -63,11 +63,10 @@ def solve(model: Model, problems: Sequence[Any], policy: Policy, **options: Any)
     """Greedy completions of problems (anything with a `prompt` and an `answer`), and which of them are right.
 
     Raises:
-      KeyboardInterrupt: Ctrl-C ended it early: half a run has no accuracy.
+      RuntimeError, KeyboardInterrupt: a sample failed, or Ctrl-C ended it early: half a run has no accuracy.
     """
-    out = generate(model, [p.prompt for p in problems], policy=policy, sampling=Sampling(temperature=0.0), **options)
-    if "cancelled" in out.finish_reason:
-        raise KeyboardInterrupt
+    prompts = [problem.prompt for problem in problems]
+    out = complete(generate(model, prompts, policy=policy, sampling=Sampling(temperature=0.0), **options))
     assert out.text is not None
     return out, [read_answer(text) == problem.answer for text, problem in zip(out.text, problems, strict=True)]
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import jkv
@@ -341,6 +342,24 @@ def chat_folder(tmp_path):
     template = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
     return folder
+
+
+def failing(*arguments):
+    """A policy of which no score can rank a slot."""
+    return jkv.evict_by(lambda view: jnp.full(view.position.shape, jnp.nan), budget=16, interval=8, name="mine")
+
+
+def test_a_sample_that_fails_is_no_success(capsys, chat_folder, monkeypatch):
+    monkeypatch.setattr("jkv.policies.make", failing)
+    with pytest.warns(UserWarning, match="mine's scores must be numbers"):
+        status, _, err = run(capsys, "generate", PROBLEM, "--max-new-tokens", 40)
+    assert status == 1
+    assert "finished by error" in err
+    lines = iter([PROBLEM, "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt="": next(lines))
+    status, _, err = run(capsys, "chat", "--model", chat_folder, "--max-new-tokens", 40)
+    assert status == 0
+    assert "this answer failed: ValueError: mine's scores must be numbers" in err
 
 
 def test_a_chat_has_several_turns(capsys, chat_folder, monkeypatch):

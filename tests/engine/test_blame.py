@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,11 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.analysis import recall
+from jkv.engine.results import complete
+from jkv.evaluation import probe
+from jkv.evaluation.probe_texts import Probe
+from jkv.tasks import evaluate
 from jkv.testing import TinyTokenizer
 from tests.support.faults import DeviceError, with_poison
 from tests.support.mixes import assert_engine_is_consistent
@@ -533,3 +539,20 @@ def test_a_sample_that_ends_in_a_turn_that_fails_afterwards_has_its_last_event(m
     assert [event.finish_reason for event in events if event.ticket == first][-1] == "length"
     assert [token for event in events if event.ticket == first for token in event.tokens] == whole[0][:8]
     assert engine.result(other).tokens[0].tolist() == whole[1]
+
+
+def test_no_failed_sample_is_measured_or_learned_from(model):
+    """Each of the library's own measurements that generates is refused, with the fault, where it would take what is left."""
+    policy, rest = scored(np.nan), [5] * 20
+    calls = {
+        "complete": lambda: complete(jkv.generate(model, PROMPTS, policy=policy, progress=False, **SETTINGS)),
+        "solve": lambda: evaluate.solve(
+            model, [SimpleNamespace(prompt=PROMPTS[1], answer="1")], policy, progress=False, **SETTINGS
+        ),
+        "probe": lambda: probe.decode(model, [Probe("", PROMPTS[1], rest, np.arange(5))], policy, {}),
+        "recall": lambda: recall.decode(model, [(PROMPTS[1], rest)], policy, {}),
+    }
+    for name, call in calls.items():
+        with pytest.warns(UserWarning, match="has ended samples"), pytest.raises(RuntimeError, match="mine's scores") as caught:
+            call()
+        assert isinstance(caught.value.__cause__, ValueError), name

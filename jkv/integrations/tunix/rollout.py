@@ -25,6 +25,7 @@ from tunix.rl.rollout import base_rollout
 from jkv.checks import counted, described, shown
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.mesh import DATA
+from jkv.engine.results import FAILED
 from jkv.integrations.tunix.weights import TENSOR, Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
 from jkv.model.copies import HEADS
 from jkv.model.params import Params
@@ -33,7 +34,6 @@ from jkv.model.sharding import check_divides, num_parts, shard
 from jkv.policies import Policy
 from jkv.replay.score import score
 from jkv.replicas.front import Front
-from jkv.rl.batch import FAILED
 from jkv.rollout import Rollout, Rollouts
 
 ON_FAILED = ("raise", "return")
