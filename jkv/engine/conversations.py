@@ -161,9 +161,10 @@ class Conversations:
             self.on_host.pop(kept, None)
 
     def return_to_host(self, kept: KeptRow) -> None:
-        """Leaves a row only its copy in host memory, after the pool was lost."""
+        """Leaves a row its copy in host memory, if it has one, after the pool was lost."""
         kept.snapshot = None
-        self.on_host[kept] = None
+        if kept.swapped is not None:
+            self.on_host[kept] = None
 
     def swap_out(self, other_than: KeptRow | None = None) -> bool:
         """Decides that the least recently used row is swapped out; False if there is none."""
@@ -194,11 +195,11 @@ class Conversations:
         for ticket, sample in [key for key, kept in self._rows.items() if kept.swapped is None]:
             self._remove(ticket, sample, "the pool was lost with it, and the engine reset")
             self.dropped["lost"] += 1
-        for kept in self.in_pool:
-            self.return_to_host(kept)
+        kept_rows = (*self.on_host, *self.in_pool)
         self.in_pool.clear()
-        for kept in [one for one in self.on_host if one.swapped is None]:
-            del self.on_host[kept]
+        self.on_host.clear()
+        for kept in kept_rows:
+            self.return_to_host(kept)
         self.leaving.clear()
         self.swapping.clear()
         self.freed.clear()

@@ -206,14 +206,14 @@ class Engine:
         let_programs_go()
         compiled = COMPILING.seconds
         with deferred_interrupts():
-            self._repaired("step", self._turn)
+            self.repaired("step", self._turn)
             self.stats.compile_seconds += COMPILING.seconds - compiled
             raised, self.outputs.raised = self.outputs.raised, None
         if raised is not None:
             raise raised
         return self.outputs.take()
 
-    def _repaired(self, name: str, work: Callable[[], None]) -> None:
+    def repaired(self, name: str, work: Callable[[], None]) -> None:
         """Runs what changes the device state, for a method of that name; if it fails, repairs the engine."""
         with deferred_interrupts():
             try:
@@ -380,7 +380,7 @@ class Engine:
         check_weights(params)
         params = weights.committed(params, self.model.params)
         with self._guard.owned("update"):
-            self._repaired("update", lambda: self.runner.fill(to_end=True))  # by the old weights, what rows are filled with
+            self.repaired("update", lambda: self.runner.fill(to_end=True))  # by the old weights, what rows are filled with
             with self._guard.turn("update"):
                 self.runner.set_params(params)
                 self.runner.version += 1
@@ -400,7 +400,7 @@ class Engine:
         """
         with self._guard.owned("sleep"):
             if not self.is_asleep:
-                self._repaired("sleep", self._clear_rows)
+                self.repaired("sleep", self._clear_rows)
             with self._guard.turn("sleep"):
                 if forget_weights:
                     self.runner.set_params(weights.shapes_of(self.model.params))

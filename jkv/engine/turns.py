@@ -199,10 +199,13 @@ def release(engine: Any, ticket: int) -> None:
 
     Its result stays. Nothing happens where nothing is kept.
     """
-    with engine._guard.turn("release"):
+
+    def let_go() -> None:
         for sample in engine.tickets.get(ticket, []):
             if not sample.is_finished:
                 sample.request = dataclasses.replace(sample.request, keep=False)
         engine.scheduler.conversations.release(ticket)
         if not engine.is_asleep:
             engine.runner.release([])
+
+    engine.repaired("release", let_go)
