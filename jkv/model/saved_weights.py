@@ -34,6 +34,7 @@ from jkv.model.json_files import (
     integer,
     list_of,
     parse_object,
+    printable,
     read_bytes,
     read_json,
     shown,
@@ -124,8 +125,9 @@ def restore(folder: Folder, shardings: Placement = None) -> Params:
     try:
         with ocp.StandardCheckpointer(restore_concurrent_gb=1 + largest // 10**9) as checkpointer:
             named = checkpointer.restore(folder / WEIGHTS, placed)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # of metadata that make no sense
-        raise ValueError(f"{folder / WEIGHTS} must be complete and fit the shardings: {error}. Save it again.") from error
+    except Exception as error:  # of metadata that make no sense, for which orbax raises many kinds
+        why = printable(error)
+        raise ValueError(f"{folder / WEIGHTS} must be complete and fit the shardings: {why}. Save it again.") from error
     return jax.tree.unflatten(structure, [named[name] for name in placed])
 
 

@@ -256,6 +256,15 @@ def test_an_array_whose_own_description_is_nonsense_is_refused(copy):
             jkv.load(copy)
 
 
+def test_metadata_that_orbax_cannot_read_are_refused(copy):
+    for name, text in (("embedding/.zarray", None), ("_METADATA", "[" * 100_000)):
+        file = copy / "weights" / name
+        file.write_text(text or json.dumps(json.loads(file.read_text()) | {"chunks": [1, 1]}))
+        with_fields(copy, "sha256", **{f"weights/{name}": hashlib.sha256(file.read_bytes()).hexdigest()})
+        with pytest.raises(ValueError, match=r"weights must be complete and fit the shardings: [^\n]{1,600}Save it again"):
+            jkv.load(copy)
+
+
 def test_what_restore_would_refuse_is_not_saved(model, tmp_path):
     params = model.params.replace(config=dataclasses.replace(model.params.config, family="gpt5"))
     with pytest.raises(ValueError, match=r"params\.config: family must be one of"):
