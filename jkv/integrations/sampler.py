@@ -389,7 +389,7 @@ def info_of(error: BaseException, retryable: bool = False) -> ErrorInfo:
 def load_of(engine: Engine) -> LoadInfo:
     """An engine's load, on its own thread."""
     scheduler = engine.scheduler
-    waiting = sum(not sample.is_finished for _, sample in scheduler.waiting)
+    waiting = sum(not sample.is_finished for sample in (*scheduler.held, *(sample for _, sample in scheduler.waiting)))
     return LoadInfo(
         num_requests_waiting=waiting,
         num_requests_running=len(scheduler.running),

@@ -132,7 +132,9 @@ class EngineCollector(Collector):
     def collect(self) -> Iterable[Any]:
         """The families."""
         engine, stats = self.engine, self.engine.stats
-        running, waiting = len(engine.scheduler.running), len(engine.scheduler.waiting) + self.num_unbegun()
+        scheduler = engine.scheduler
+        running = len(scheduler.running)
+        waiting = len(scheduler.waiting) + len(scheduler.held) + self.num_unbegun()
         rows = engine.scheduler.conversations
         held = stats.held_pages if running else rows.num_pages  # which count an idle engine's kept rows at their most
         for name, about, value in (
