@@ -9,6 +9,7 @@ from jkv.checks import size
 def text(engine: Any) -> str:
     """What `repr` shows of an engine."""
     capacity, scheduler = engine.capacity, engine.scheduler
+    waiting = len(scheduler.waiting) + len(scheduler.held)
     pool = engine.num_pages * engine.page_bytes
     state = "freed, while the engine is asleep" if engine.is_asleep else "on the device"
     return "\n".join(
@@ -16,7 +17,7 @@ def text(engine: Any) -> str:
             f"Engine of {engine.model}",
             f"  pool: {engine.num_pages:,} pages of {capacity.page_size} slots, {size(pool)}; {state}",
             f"  rows: {capacity.max_running}, of at most {engine.max_slots:,} slots in a layer and KV head",
-            f"  requests: {len(engine.tickets)}; samples: {len(scheduler.running)} running, {len(scheduler.waiting)} waiting",
+            f"  requests: {len(engine.tickets)}; samples: {len(scheduler.running)} running, {waiting} waiting",
             f"  so far: {engine.stats.tokens:,} tokens, at most {size(engine.stats.peak_kv_bytes)} of keys and values held",
         ]
     )

@@ -22,7 +22,7 @@ LAYERS = list_of(integer(0, MAX_LAYERS - 1), MAX_LAYERS)
 KINDS: Mapping[Any, Rule] = {  # the rule of a field of each type, where it has none of its own
     bool: SWITCH,
     int: WIDTH,
-    float: NUMBER,
+    float: at_least(0, 1e12),
     str: TEXT,
     float | None: nullable(NUMBER),
     tuple[int, ...]: LAYERS,

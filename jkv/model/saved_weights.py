@@ -228,12 +228,12 @@ def check_files(folder: Path, known: Mapping[str, str]) -> None:
 
 
 def check_array(file: Path, leaf: jax.ShapeDtypeStruct) -> None:
-    """Refuses an array whose own description is of another shape or dtype than jkv.json says, or has parts of no size."""
+    """Refuses an array whose own description is of another shape, dtype or order than jkv.save wrote, or has parts of no size."""
     fields, size = read_json(file), integer(1, 1 << 40)
     check_fields(fields, {"chunks": list_of(size, leaf.ndim, leaf.ndim)}, str(file), ("chunks",))
-    for name, wanted in (("shape", list(leaf.shape)), ("dtype", ZARR[leaf.dtype.name])):
+    for name, wanted in (("shape", list(leaf.shape)), ("dtype", ZARR[leaf.dtype.name]), ("order", "C")):
         if fields.get(name) != wanted:
-            raise ValueError(f"{file}: {name} must be {wanted}, as jkv.json has it, got {shown(fields.get(name))}. {AGAIN}")
+            raise ValueError(f"{file}: {name} must be {wanted}, as jkv.save wrote it, got {shown(fields.get(name))}. {AGAIN}")
     if any(part > most for part, most in zip(fields["chunks"], leaf.shape, strict=True)):
         raise ValueError(f"{file}: chunks must lie in shape {list(leaf.shape)}, got {shown(fields['chunks'])}. {AGAIN}")
 

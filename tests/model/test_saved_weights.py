@@ -184,6 +184,7 @@ HOSTILE = {
     "ends-nested": ("config", {"end_ids": nested(30)}, "end_ids must be a list"),
     "experts": ("config", {"num_experts": 4}, "num_active_experts must be at most num_experts=4, got 0"),
     "experts-huge": ("config", {"num_experts": HUGE}, "num_experts must be an integer"),
+    "softcap": ("config", {"final_softcap": -30.0}, "final_softcap must be a number"),
     "groups": ("config", {"num_expert_groups": 0}, "num_expert_groups must be an integer"),
     "dtype": ("dtypes", {"embedding": "float7"}, "dtypes: embedding must be one of float32, float16, bfloat16, got 'float7'"),
     "dtype-integer": ("dtypes", {"embedding": "int8"}, "dtypes: embedding must be one of"),
@@ -245,6 +246,7 @@ def test_an_array_whose_own_description_is_nonsense_is_refused(copy):
     for wrong, message in (
         ({"shape": [10**12, 32]}, "shape must be"),
         ({"dtype": "<i8"}, "dtype must be <f4"),
+        ({"order": "F"}, "order must be C"),
         ({"chunks": [10**12, 1]}, "chunks must lie in shape"),
         ({"chunks": [0, 1]}, "chunks must be a list"),
         ({"chunks": nested(20)}, "chunks must be a list"),
