@@ -29,7 +29,7 @@ from jkv.model.cards import card_of
 from jkv.reports import ROOT, write_json
 from jkv.resuming import check_same, digest_of_files
 from jkv.tasks.tune import STAGES
-from jkv.text_files import read_json
+from jkv.text_files import read_json, read_toml
 
 FIX = "Give another --out, or remove the folder to start anew."
 GRACE = 30.0  # seconds that an interrupted stage has to write what it knows
@@ -37,11 +37,12 @@ CONFIG = ROOT / "configs" / "experiments" / "gpu-plan.toml"
 
 
 class Stage(NamedTuple):
-    """A command, as the words after `python -m`, and the minutes that it may take."""
+    """A command, as the words after `python -m`, the minutes that it may take, and the folder that a later stage reads of it."""
 
     name: str
     minutes: float
     words: list[str]
+    made: Path | None = None
 
 
 def stages(options: argparse.Namespace) -> list[Stage]:
@@ -63,6 +64,7 @@ def stages(options: argparse.Namespace) -> list[Stage]:
             "tune",
             options.tune_minutes + 1,
             [*tune, *shlex.split(options.tune_options), "--problems", str(options.problems), "--out", str(tuned)],
+            tuned,
         ),
         Stage("accuracy", options.accuracy_minutes, [*compare, *(["--resume"] if any(accuracy.glob("*.json")) else [])]),
         Stage(
@@ -106,23 +108,29 @@ def run_plan(
     """Runs the stages that have not ended, and writes what became of each into `file`; `made_of` has digests of what they read.
 
     Raises:
-      ValueError: a stage that ended was another command, or read other files.
+      ValueError: a stage that ended was another command, read other files, or wrote other ones than there are now.
     """
     record = read_json(file, ("stages",))["stages"] if file.exists() else {}
-    now = made_of or {}
+    now = dict(made_of or {})
     for stage in plan:
         ended = record.get(stage.name, {})
         if ended.get("ended") == "done":
-            before = {"command": ended["command"]} | {name: ended[name] for name in now if name in ended}
-            check_same(
-                f"{file}: the stage {stage.name} ended with something else", before, {"command": command(stage), **now}, FIX
-            )
+            same = {"command": command(stage)} | now | made_by(stage)
+            before = {name: ended[name] for name in same if name in ended}
+            check_same(f"{file}: the stage {stage.name} ended with something else", before, same, FIX)
     for stage in plan:
         if record.get(stage.name, {}).get("ended") != "done":
             print(f"{stage.name}: {shlex.join(stage.words)}", flush=True)
-            record[stage.name] = {**run_stage(stage, environment), **now}
+            record[stage.name] = run_stage(stage, environment) | now | made_by(stage)
             write_json(file, {"stages": record})
     return record
+
+
+def made_by(stage: Stage) -> dict[str, str]:
+    """The digest of what a later stage reads of this one; empty where none does."""
+    if stage.made is None:
+        return {}
+    return {"made": digest_of_files([path for path in stage.made.rglob("*") if path.is_file()])}
 
 
 def command(stage: Stage) -> str:
@@ -139,6 +147,16 @@ def model_digest(name: str) -> str:
     if folder is None:
         folder = checkpoint.fetch(card.hub if card else name, ["*.safetensors", *checkpoint.SMALL_FILES])
     return digest_of_files([path for path in folder.iterdir() if path.is_file()])
+
+
+def config_files(path: Path) -> list[Path]:
+    """A configuration, and those that it `extends`, one after the other."""
+    files = [path.resolve()]
+    while isinstance(other := read_toml(files[-1]).get("extends"), str):
+        if (file := (files[-1].parent / other).resolve()) in files:
+            break  # which the comparison refuses
+        files.append(file)
+    return files
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,7 +180,7 @@ def main(argv: list[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     cache = {"JAX_COMPILATION_CACHE_DIR": str(options.out / "compiled")}
     try:
-        made_of = {"model": model_digest(options.model), "config": digest_of_files([options.config])}
+        made_of = {"model": model_digest(options.model), "config": digest_of_files(config_files(options.config))}
         record = run_plan(stages(options), options.out / "plan.json", os.environ | cache, made_of)
     except (ValueError, OSError) as error:
         parser.error(str(error))

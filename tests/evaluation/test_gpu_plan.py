@@ -58,6 +58,27 @@ def test_stages_that_ended_with_something_else_are_refused(tmp_path):
         run_plan([stage], file, os.environ, {"model": "0f", "config": "2b"})
 
 
+def test_what_a_stage_made_may_not_change_before_a_later_one_reads_it(tmp_path):
+    folder, file = tmp_path / "model", tmp_path / "plan.json"
+    folder.mkdir()
+    (folder / "weights").write_text("tuned")
+    stage = Stage("quick", 1, [*QUICK, "pass"], folder)
+    record = run_plan([stage], file, os.environ)
+    assert run_plan([stage], file, os.environ) == record
+    (folder / "weights").write_text("others")
+    with pytest.raises(ValueError, match="quick ended with something else, by made"):
+        run_plan([stage], file, os.environ)
+
+
+def test_the_files_of_a_configuration_are_its_own_and_those_that_it_extends(tmp_path):
+    texts = {"a": 'extends = "b.toml"', "b": f'extends = "../{tmp_path.name}/c.toml"', "c": "budgets = [1]"}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.toml").write_text(text)
+    assert [file.stem for file in gpu_plan.config_files(tmp_path / "a.toml")] == ["a", "b", "c"]
+    (tmp_path / "c.toml").write_text('extends = "a.toml"')
+    assert len(gpu_plan.config_files(tmp_path / "a.toml")) == 3
+
+
 def test_a_model_s_files_have_one_digest_wherever_they_are(tmp_path):
     shutil.copytree(checkpoint.shipped_folders()["tiny-reasoner"], tmp_path / "copy")
     before = gpu_plan.model_digest("tiny-reasoner")
