@@ -419,7 +419,7 @@ def read(path: Path, about: dict[str, Any], unsaid: dict[str, Any] | None = None
         return []
     try:
         record = json.loads(path.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         print(f"jkv: {path} is damaged; its figures are computed from the completions again", file=sys.stderr)
         return []
     try:

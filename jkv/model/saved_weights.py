@@ -228,7 +228,7 @@ def check_files(folder: Path, known: Mapping[str, str]) -> None:
 
 
 def check_array(file: Path, leaf: jax.ShapeDtypeStruct) -> None:
-    """Refuses an array whose own description is of another shape, dtype or order than jkv.save wrote, or has parts of no size."""
+    """Refuses an array whose own description has another shape, dtype or order than was saved, or parts of no size."""
     fields, size = read_json(file), integer(1, 1 << 40)
     check_fields(fields, {"chunks": list_of(size, leaf.ndim, leaf.ndim)}, str(file), ("chunks",))
     for name, wanted in (("shape", list(leaf.shape)), ("dtype", ZARR[leaf.dtype.name]), ("order", "C")):
