@@ -37,7 +37,7 @@ CONFIG = ROOT / "configs" / "experiments" / "gpu-plan.toml"
 
 
 class Stage(NamedTuple):
-    """A command, as the words after `python -m`, the minutes that it may take, and the folder that a later stage reads of it."""
+    """A command (the words after `python -m`), the minutes that it may take, and the folder that a later stage reads of it."""
 
     name: str
     minutes: float
