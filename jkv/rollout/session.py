@@ -162,12 +162,12 @@ class Session:
             with callers.alone():
                 if self.items:
                     engine.wake()
-                known = set(self.finished)  # others ended where no turn of a session saw it, such as in `engine.run`
-                self.finished += [one for one in self.items.values() if one.sample.is_finished and one not in known]
                 begun = 0 if max_steps is None else engine.stats.steps
                 wanted = min(until_done or self.pending, self.pending)
 
             def is_over() -> bool:
+                if engine.is_idle:
+                    self.find_ended()
                 is_late = max_steps is not None and engine.stats.steps - begun >= max_steps
                 return bool(presses) or is_late or len(self.finished) >= wanted
 
@@ -192,9 +192,15 @@ class Session:
         """Notes which of the tickets that have ended are of this session's samples."""
         self.finished += [self.items[ticket] for ticket in ended if ticket in self.items]
 
+    def find_ended(self) -> None:
+        """Finds the samples that have ended where no turn of a session saw it, such as in `Engine.run`."""
+        known = set(self.finished)
+        self.finished += [one for one in self.items.values() if one.sample.is_finished and one not in known]
+
     def hand_over(self, other: "Session") -> None:
         """Gives pending samples to another session, whose indices of prompts go on."""
         with self.rollout.callers.alone():
+            self.find_ended()  # also those that a conversation has taken to ask for a reply
             other.items |= self.items
             other.finished += self.finished
             other._num_prompts = max(other._num_prompts, self._num_prompts)

@@ -17,7 +17,7 @@ import jkv
 from jkv.engine import mappings
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.timing import COMPILING
-from tests.support.faults import DeviceError, ctrl_c, num_calls, with_failing_programs
+from tests.support.faults import ctrl_c, num_calls, with_failing_programs
 from tests.support.mixes import BreakingTokenizer, Expected
 from tests.support.simulator import ROW, Schedule, make_engine, simulate
 
@@ -145,8 +145,12 @@ def test_a_failed_step_is_repaired_with_the_same_tokens_and_what_is_finished_sta
     assert engine.runner.num_held_pages == 0
 
 
-def test_an_engine_that_cannot_be_repaired_says_so_in_every_call(model):
-    """The program that frees the last rows fails: no request is unfinished, but the pool is lost, and so is a sleep's."""
+def fail():
+    raise MemoryError
+
+
+def test_an_engine_that_cannot_be_repaired_says_so_in_every_call(model, monkeypatch):
+    """The program that frees the last rows fails: no request is unfinished, but the pool is lost; then there is no other."""
     engine = jkv.Engine(model, max_running=2, max_slots=64, page_size=4, chunk=2)
     ticket = engine.submit([1, 2, 3], max_new_tokens=20, stop_ids=())
     engine.step()
@@ -159,8 +163,10 @@ def test_an_engine_that_cannot_be_repaired_says_so_in_every_call(model):
     engine.submit([1, 2, 3], max_new_tokens=20, stop_ids=())
     engine.step()
     programs.fail(0, False)
-    with pytest.raises(DeviceError):
-        engine.sleep()
+    monkeypatch.setattr(engine.runner, "wake", fail)
+    with pytest.raises(MemoryError):
+        engine.step()
+    monkeypatch.undo()
     for call in (engine.step, engine.run, engine.sleep, engine.wake, lambda: list(engine.stream()), lambda: engine.submit([1])):
         with pytest.raises(RuntimeError, match=r"reset\(\)"):
             call()
