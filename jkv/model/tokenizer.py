@@ -46,6 +46,10 @@ def make_tokenizer(definition: Fields, settings: Fields, where: str, added: Mapp
     for token in definition.get("added_tokens") or ():
         check_id(backend, token["content"], token.get("id"), where)
     add_tokens(backend, sorted((added or {}).items()), where)
+    settings, pad = dict(settings), content(settings.get("pad_token"))
+    is_word = pad is not None and is_ordinary(backend, pad)
+    if is_word:
+        del settings["pad_token"]
     add_tokens(backend, ((None, token) for token in special_tokens(settings)), where)
     backend.post_processor = framed(definition.get("post_processor"), settings, backend)
     options: dict[str, Any] = {name: settings[name] for name in FLAGS if settings.get(name) is not None}
@@ -54,6 +58,8 @@ def make_tokenizer(definition: Fields, settings: Fields, where: str, added: Mapp
     options["model_specific_special_tokens"] = {name: content(token) for name, token in listed(settings) if name is not None}
     tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **options)
     tokenizer.name_or_path = where  # the constructor would ask the hub about this name
+    if is_word:  # the constructor would make it special: other ids for the texts with it, which decoding would drop
+        tokenizer.pad_token = pad
     return tokenizer
 
 
@@ -82,6 +88,12 @@ def is_framed(tokenizer: Any, text: str) -> bool:
 def is_named(name: str, value: Any) -> bool:
     """Whether a setting names a special token, such as `eos_token` or, of some models, `image_token`."""
     return name.endswith("_token") and content(value) is not None
+
+
+def is_ordinary(backend: Any, text: str) -> bool:
+    """Whether a token is a piece of text like any other: one of the vocabulary, and not an added one."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    return backend.token_to_id(text) is not None and text not in added
 
 
 def content(token: Any) -> str | None:

@@ -86,8 +86,7 @@ def completion_decoder(tokenizer: Any) -> Decoder:
     kept = format_of(tokenizer).tokens
     if not kept:
         return Decoder(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), byte_values(tokenizer))
-    added = tokenizer.added_tokens_decoder.items()  # some of which are special, but have no name
-    dropped = frozenset([*tokenizer.all_special_ids, *(index for index, token in added if token.special)]) - kept
+    dropped = frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special) - kept
 
     def decode(tokens: Any) -> str:
         return tokenizer.decode([token for token in map(int, tokens) if token not in dropped], skip_special_tokens=False)

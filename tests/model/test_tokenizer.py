@@ -10,7 +10,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from jkv.model import checkpoint
 from jkv.model.families import FAMILIES
+from jkv.model.tokenizer import make_tokenizer
 from jkv.model.tokenizer_files import read_tokenizer
+from jkv.reasoning.marks import completion_decoder
 
 CORPUS = [
     "The answer is 12345, isn't it? WE'LL SEE: x = 10**6 + 1/3; § © ® ½½ § © ® ½\n\n\treturn naïve café  …\r\n" * 3,
@@ -225,6 +227,17 @@ def test_one_token_may_be_at_both_ends(tmp_path):
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     assert read_tokenizer(write(tmp_path, tokenizer, settings)).encode("a")[-1:] == [1]
     assert read_tokenizer(write(tmp_path, tokenizer, settings)).encode("a")[0] != 1
+
+
+def test_a_word_that_pads_is_text_all_the_same():
+    """`"pad_token": "!"` is in the configurations of many a fine-tune."""
+    vocabulary = {text: i for i, text in enumerate(("!", "a", "b", "!!", "<eos>"))}
+    definition = Tokenizer(models.BPE(vocab=vocabulary, merges=[("!", "!")]))
+    found = make_tokenizer(json.loads(definition.to_str()), {"pad_token": "!", "eos_token": "<eos>"}, "here")
+    assert (found.pad_token, found.pad_token_id, found.eos_token_id) == ("!", 0, 4)
+    assert found.encode("a!!b!") == definition.encode("a!!b!").ids == [1, 3, 2, 0]
+    assert found.decode([0, 1, 4], skip_special_tokens=True).split() == ["!", "a"]
+    assert completion_decoder(found)([0, 1, 4]).split() == ["!", "a"]
 
 
 def test_a_definition_that_truncates_or_pads_does_not(tmp_path):
