@@ -19,7 +19,7 @@ from jkv.engine.starts import append_pending
 
 LOST = (
     "The conversation's row was lost with the pool, and the engine reset. Submit the whole conversation again; an engine with "
-    "copy_kept=True loses none."
+    "copy_kept=True keeps copies."
 )
 
 

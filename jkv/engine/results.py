@@ -140,6 +140,12 @@ def split_text(text: str, thinks: bool, marks: Marks) -> tuple[str, str]:
     return (inside if found and not before.strip() else head).strip(), tail.strip()
 
 
+def reason_of(out: Result, index: int) -> str:
+    """Why a sample failed, as errors say it."""
+    error = out.samples[index].error
+    return f"with the reason {out.finish_reason[index]!r}{'' if error is None else f' ({described(error)})'}"
+
+
 def complete(out: Result) -> Result:
     """A result whose samples have all come to their own ends, for what is measured or learned from it.
 
@@ -149,11 +155,10 @@ def complete(out: Result) -> Result:
     """
     failed = [i for i, reason in enumerate(out.finish_reason) if reason in FAILED]
     if failed:
-        error, reason = out.samples[failed[0]].error, out.finish_reason[failed[0]]
         raise RuntimeError(
             f"{counted(len(failed), 'sample')} of {len(out.finish_reason)} failed, so the others are no measurement; the first "
-            f"is {failed[0]}, with the reason {reason!r}{'' if error is None else f' ({described(error)})'}."
-        ) from error
+            f"is {failed[0]}, {reason_of(out, failed[0])}."
+        ) from out.samples[failed[0]].error
     if "cancelled" in out.finish_reason:
         raise KeyboardInterrupt
     return out

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jkv.checks import counted, described, shown
-from jkv.engine.results import FAILED, Result
+from jkv.checks import counted, shown
+from jkv.engine.results import FAILED, Result, reason_of
 from jkv.model.params import Model, Params
 from jkv.model.sampling import SamplingRows, rows_of
 from jkv.replay.columns import Columns, dense_columns, fit_tokens, trace_columns
@@ -204,11 +204,10 @@ def failed_rows(out: Result, failed: str = "refuse") -> np.ndarray:
     rows = np.array([reason in FAILED for reason in out.finish_reason], bool)
     if failed == "refuse" and rows.any():
         first = int(np.argmax(rows))
-        error = out.samples[first].error
         raise ValueError(
             f"A batch takes completions that ended by themselves or their limit; {counted(int(rows.sum()), 'completion')} of "
-            f"{len(rows)} failed, the first of them {first}, with the reason {out.finish_reason[first]!r}"
-            f"{'' if error is None else f' ({described(error)})'}. Pass failed='mask' to train the others alone."
+            f"{len(rows)} failed, the first of them {first}, {reason_of(out, first)}. Pass failed='mask' to train the "
+            "others alone."
         )
     return rows if failed == "mask" else np.zeros_like(rows)
 

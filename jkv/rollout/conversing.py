@@ -176,7 +176,7 @@ class Conversing:
       stop_ids: tokens that end a turn; None are the model's.
       ask: asks for the reply to a turn.
       show: shows events.
-      presses: those of Ctrl-C so far.
+      presses: counts the presses of Ctrl-C.
       parse_special: whether replies that are texts may make control tokens.
 
     Attributes:

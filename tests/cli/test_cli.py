@@ -345,7 +345,7 @@ def chat_folder(tmp_path):
 
 
 def failing(*arguments):
-    """A policy of which no score can rank a slot."""
+    """A policy whose scores are all NaN."""
     return jkv.evict_by(lambda view: jnp.full(view.position.shape, jnp.nan), budget=16, interval=8, name="mine")
 
 

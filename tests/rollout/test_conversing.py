@@ -200,7 +200,7 @@ def test_whatever_a_tool_returns_ends_its_own_conversation_alone(rollout, worker
 
 
 class UnprintableError(Exception):
-    """An exception of which not even a text can be had."""
+    """An exception whose `str` and `repr` raise."""
 
     def __str__(self):
         raise SystemExit

@@ -6,7 +6,7 @@ SECONDS = 600  # that devices wait for each other before the process is aborted;
 
 
 def environment(num_devices):
-    """The environment of a process that has so many devices."""
+    """The environment of a process with `num_devices` CPU devices."""
     flags = (
         f"--xla_force_host_platform_device_count={num_devices} --xla_cpu_collective_call_terminate_timeout_seconds={SECONDS}"
     )

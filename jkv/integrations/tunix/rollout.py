@@ -22,10 +22,10 @@ import numpy as np
 from flax import nnx
 from tunix.rl.rollout import base_rollout
 
-from jkv.checks import counted, described, shown
+from jkv.checks import counted, shown
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.mesh import DATA
-from jkv.engine.results import FAILED
+from jkv.engine.results import FAILED, reason_of
 from jkv.integrations.tunix.weights import TENSOR, Leaves, config_of, leaves_of, make_params, merged, scales_of, warn_of_dtype
 from jkv.model.copies import HEADS
 from jkv.model.params import Params
@@ -383,12 +383,11 @@ def check_none_failed(out: Rollouts) -> None:
     """
     failed = [i for i, reason in enumerate(out.finish_reason) if reason in FAILED]
     if failed:
-        error = out.samples[failed[0]].error
         raise RuntimeError(
             f"{counted(len(failed), 'sample')} of {len(out.finish_reason)} failed, and tunix would train on them; the first "
-            f"of them, {failed[0]}, with the reason {out.finish_reason[failed[0]]!r}: {described(error)}. Pass "
-            "failed='return' to JkvRollout, where the learner leaves them out of its mask."
-        ) from error
+            f"of them, {failed[0]}, {reason_of(out, failed[0])}. Pass failed='return' to JkvRollout, where the learner leaves "
+            "them out of its mask."
+        ) from out.samples[failed[0]].error
 
 
 def references(leaves: Leaves) -> dict[str, weakref.ref[jax.Array]]:
