@@ -36,13 +36,15 @@ MIXERS = (0x9E3779B1, 0x85EBCA6B), (0xC2B2AE35, 0x27D4EB2F)  # odd, so that no c
 def digests_of(params: Any) -> np.ndarray:
     """A digest of each leaf, from its bits and their places: `[leaves, 2]` uint32. One pass over the weights, where they lie.
 
-    A change of one number always changes the digest, and other changes do but for one in 2**64.
+    A change of one number always changes the digest, and other changes do but for one in 2**64. Each is awaited before the
+    next begins: several CPU devices share their threads, and sums over a mesh that are under way together can wait for each
+    other's for ever.
 
     >>> a, b = digests_of([jnp.array([1.0, 2.0]), jnp.array([2.0, 1.0])])
     >>> (a == b).any()
     np.False_
     """
-    return np.array(jax.device_get([digest(leaf) for leaf in jax.tree.leaves(params)]), np.uint32).reshape(-1, 2)
+    return np.array([jax.device_get(digest(leaf)) for leaf in jax.tree.leaves(params)], np.uint32).reshape(-1, 2)
 
 
 @jax.jit

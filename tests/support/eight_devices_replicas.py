@@ -8,12 +8,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jkv
 from jkv.engine.options import EngineOptions
 from jkv.evaluation import generations
 from jkv.evaluation.problems import Problem
+from jkv.replicas.buckets import digests_of
 from jkv.replicas.threads import at_place, places_of
 from jkv.tasks.evaluate import held_out
 from jkv.testing import tiny_model
@@ -131,3 +132,15 @@ def test_a_mesh_that_does_not_fit_a_replica_is_refused(model):
     odd = tiny_model(config=dataclasses.replace(CONFIG, vocab_size=33))
     with pytest.raises(ValueError, match=r"vocab_size=33 must be a multiple of the 2 devices"):
         jkv.generate(odd, PROMPTS, mesh=mesh_of((2, 2)))
+
+
+def test_digests_of_weights_on_a_mesh_are_those_of_one_device_and_wait_for_no_other_sum():
+    """Sums that were under way together waited for each other's threads for ever, after a few turns of this loop."""
+    random = np.random.default_rng(0)
+    leaves = [random.normal(size=(64, 64)).astype(np.float32) for _ in range(40)]
+    split = [PartitionSpec("data", "tensor"), PartitionSpec("tensor", "data"), PartitionSpec("tensor"), PartitionSpec()]
+    places = [NamedSharding(mesh_of((4, 2)), split[i % len(split)]) for i in range(len(leaves))]
+    expected = digests_of([leaf + leaf for leaf in leaves])
+    double = jax.jit(lambda leaves: [leaf + leaf for leaf in leaves], out_shardings=places)
+    for _ in range(40):
+        np.testing.assert_array_equal(digests_of(double(jax.device_put(leaves, places))), expected)
