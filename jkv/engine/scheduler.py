@@ -218,7 +218,7 @@ class Scheduler:
         self.parked.clear()
         for sample in samples:
             self._detach_prefix(sample)
-        for prefix in self.started:
+        for prefix in self.prefixes.values():  # those too whose pages the failed step was about to free
             prefix.forget()
         self.started.clear()
         self._freed.clear()

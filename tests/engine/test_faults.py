@@ -174,9 +174,28 @@ def test_an_engine_that_cannot_be_repaired_says_so_in_every_call(model, monkeypa
     engine.run()
 
 
-@pytest.mark.parametrize("seed", [10287, 13333])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_prompt_whose_pages_were_about_to_be_freed_is_prefilled_again(model, is_before):
+    """The step fails between the scheduler's word that a shared prompt has no pages and the program that frees them."""
+    engine = make_engine(model, 1, ROW)
+    ticket = engine.submit(PROMPTS[1], policy=jkv.full(), max_new_tokens=8, n=3, stop_ids=())
+    engine.step()  # the first sample is finished, and two wait
+    programs = with_failing_programs(engine)
+    programs.fail(0, is_before)
+    engine.sleep()  # its first program frees the prompt's pages
+    assert programs.failing is None
+    engine.wake()
+    engine.run()
+    out = engine.result(ticket)
+    assert out.finish_reason == ["length"] * 3
+    assert (out.tokens == out.tokens[0]).all()
+
+
+@pytest.mark.parametrize("seed", [10287, 13333, 25])
 def test_a_schedule_that_once_failed(model, expected, seed):
-    """A call on an idle engine whose pool was lost; a sample that finished in the turn whose sharing failed."""
+    """A call on an idle engine whose pool was lost; a sample that finished in the turn whose sharing failed; a shared prompt
+    that was to be freed in a turn that failed.
+    """
     simulate(model, expected, [seed])
 
 
