@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.testing import tiny_model
 from tests.engine.test_kept_policies import KEPT, REFUSED
 from tests.support.mixes import BreakingTokenizer, assert_engine_is_consistent
+from tests.support.policies import build
 from tests.support.turns import FREE, PAGE
 
 PROMPT = np.random.default_rng(8).integers(4, 30, 150).tolist()
 PIECE, NEW = 30, 20
 EVICTING = {name: one for name, one in KEPT.items() if one.evict is not None or one.evicts_in_steps}
+EVICTING["tri_attention"] = build("tri_attention", tiny_model(), protect_prompt=False)  # whose budget need not hold a piece
 EVERYDAY = ("r_kv", "h2o", "streaming_llm", "cur", "skip_kv")
 pytestmark = pytest.mark.usefixtures("short_prefills")
 

@@ -125,6 +125,7 @@ def test_tokens_do_not_depend_on_chunks_pieces_or_neighbours(monkeypatch):
     assert apart.max() <= 2e-3
 
 
+@pytest.mark.rounding
 @pytest.mark.everyday(where=lambda start: start in (16, 33, 47))
 @pytest.mark.parametrize("start", [1, 15, 16, 17, 31, 32, 33, 47, 48, 64, 80])
 def test_prefill_and_decode_read_the_same(start):

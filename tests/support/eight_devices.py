@@ -138,8 +138,9 @@ def part_of(block_table, num_shards, index):
 
 @pytest.fixture(scope="module")
 def on_one_device(model):
-    """Number of devices -> the result of the same requests on one."""
-    return functools.cache(lambda count: play(model, None, MESHES[count]))
+    """Number of devices -> the result of the same requests on one, where equal requests run once."""
+    of_names = functools.cache(lambda names: play(model, None, names))
+    return lambda count: of_names(MESHES[count])
 
 
 @pytest.fixture(scope="module")

@@ -52,6 +52,7 @@ def assert_equal(out, expected):
 def test_every_policy_keeps_on_replicas_what_it_keeps_on_one_device(model, shape):
     names = SHAPES[shape]
     given = {"policies": [POLICIES[name] for name in names], "return_trace": True, "poison": True} | SIZES
+    given["max_slots"] *= 2  # aligned thoughts may take twice the slots
     one = jkv.Engine(model, max_running=6, **given)
     with jkv.Replicas(model, mesh=mesh_of(shape), max_running=2, **given) as replicas:
         for name in names:
