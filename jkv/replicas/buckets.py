@@ -37,8 +37,8 @@ def digests_of(params: Any) -> np.ndarray:
     """A digest of each leaf, from its bits and their places: `[leaves, 2]` uint32. One pass over the weights, where they lie.
 
     A change of one number always changes the digest, and other changes do but for one in 2**64. Each is awaited before the
-    next begins: several CPU devices share their threads, and sums over a mesh that are under way together can wait for each
-    other's for ever.
+    next begins: several CPU devices share their threads, and two sums over a mesh that run at once can each hold threads
+    that the other needs.
 
     >>> a, b = digests_of([jnp.array([1.0, 2.0]), jnp.array([2.0, 1.0])])
     >>> (a == b).any()

@@ -176,7 +176,7 @@ def test_an_engine_that_cannot_be_repaired_says_so_in_every_call(model, monkeypa
 
 @pytest.mark.parametrize("is_before", [True, False])
 def test_a_prompt_whose_pages_were_about_to_be_freed_is_prefilled_again(model, is_before):
-    """The step fails between the scheduler's word that a shared prompt has no pages and the program that frees them."""
+    """The scheduler has already counted the pages of a shared prompt as freed when the program that frees them fails."""
     engine = make_engine(model, 1, ROW)
     ticket = engine.submit(PROMPTS[1], policy=jkv.full(), max_new_tokens=8, n=3, stop_ids=())
     engine.step()  # the first sample is finished, and two wait
