@@ -111,6 +111,7 @@ class Scheduler:
         self.version = 0
         self._num_added = 0
         self._freed: list[Prefix] = []  # since `next` or `release` was last called
+        self._leaving: list[Prefix] = []  # those that were returned, until the runner has freed their pages
 
     def add(self, sample: Sample) -> None:
         """Queues a sample."""
@@ -218,10 +219,11 @@ class Scheduler:
         self.parked.clear()
         for sample in samples:
             self._detach_prefix(sample)
-        for prefix in self.prefixes.values():  # those too whose pages the failed step was about to free
+        for prefix in (*self.started, *self._freed, *self._leaving):
             prefix.forget()
         self.started.clear()
         self._freed.clear()
+        self._leaving.clear()
         self.prefix_cache.forget()
         self.conversations.lose()
         unfinished = [sample for sample in samples if not sample.is_finished]
@@ -445,6 +447,7 @@ class Scheduler:
 
     def _take_freed(self) -> list[Prefix]:
         freed, self._freed = self._freed, []
+        self._leaving = [prefix for prefix in (*self._leaving, *freed) if prefix.start]
         return freed
 
 

@@ -1,7 +1,8 @@
 """Random schedules of everything that may go wrong: `python -m tests.support.simulator --schedules 10000`.
 
 A seed decides a schedule: requests submitted and cancelled, Ctrl-C at any call of a turn, several times, device programs that
-fail, callbacks that raise or use the engine, other threads, sleeps, new weights, small pools. Every request must have the
+fail, and in every second schedule repairs that fail, callbacks that raise or use the engine, other threads, sleeps, new
+weights, small pools. Every request must have the
 result that it has by itself, or the beginning of it and a reason that says so. Events must add up to the result. An engine that
 cannot go on must say so. At the end no page, prefix or request may be left.
 """
@@ -47,7 +48,7 @@ class Schedule:
         self.programs = with_failing_programs(self.engine)
         self.specs = {}  # of open requests, by ticket
         self.events = collections.defaultdict(list)  # tokens that events carried, by ticket and sample
-        self.is_updated = False
+        self.is_updated, self.fails_repairs = False, seed % 2 == 0
 
     def run(self):
         """Runs the schedule and checks everything at its end; returns how often each operation ran."""
@@ -105,8 +106,10 @@ class Schedule:
         self.counts["presses"] += len(where)
 
     def fail(self):
-        """A device program fails in a step, which is repaired, or in a call after which the engine asks for a reset."""
+        """A device program fails in a step or another call, which is repaired; if that fails, the engine asks for a reset."""
         self.programs.fail(int(self.rng.integers(0, 6)), bool(self.rng.integers(2)))
+        if self.fails_repairs and self.rng.integers(2):
+            self.engine.runner.wake = no_pool
         try:
             for _ in range(3):
                 self.collect(self.engine.step())
@@ -117,6 +120,7 @@ class Schedule:
                 self.engine.wake()
         except DeviceError:
             self.counts["told"] += 1
+            vars(self.engine.runner).pop("wake", None)
             for call in (
                 self.engine.step,
                 self.engine.sleep,
@@ -126,6 +130,7 @@ class Schedule:
                 assert raised(call, RuntimeError, "reset()")
             self.take_results()  # what is finished stays
             self.engine.reset()
+        vars(self.engine.runner).pop("wake", None)
         self.programs.fail(None, False)
 
     def sleep(self):
@@ -188,6 +193,11 @@ class Schedule:
                 assert not isinstance(error, AssertionError), error
                 ended_early = reason in ("cancelled", "error")  # a traced sample that restarted has what its trace has
                 assert told == got or (self.is_updated and told[len(told) - length :] == got) or ended_early, (told, got)
+
+
+def no_pool():
+    """A repair that fails."""
+    raise DeviceError("wake")
 
 
 def raised(call, error, text):
