@@ -27,25 +27,15 @@ from jkv.analysis.analysis import Analysis, analyze
 from jkv.analysis.calibration import calibrate
 from jkv.analysis.foresee import foresee
 from jkv.analysis.recall import Recall, recall
+from jkv.checkpoints.loading import load
+from jkv.checkpoints.saved_weights import restore, save
 from jkv.engine.conversations import Transcript
 from jkv.engine.engine import Engine
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.requests import RequestOptions
 from jkv.engine.results import Result
-from jkv.generate import generate
-from jkv.model.checkpoint import load
-from jkv.model.eight_bits import quantise_weights
-from jkv.model.joined import join_weights, separate_weights
-from jkv.model.params import Model, ModelConfig, Params
-from jkv.model.sampling import Sampling
-from jkv.model.saved_weights import restore, save
-from jkv.model.sharding import shard, shardings, split_by_width
-from jkv.model.weight_shapes import weight_shapes
-from jkv.planning.devices import DEVICES, Device
-from jkv.planning.plan import Plan, plan
-from jkv.policies import (
-    POLICIES,
+from jkv.eviction import (
     AfterPrompt,
     CacheView,
     EachStep,
@@ -58,11 +48,20 @@ from jkv.policies import (
     Threshold,
     chain,
     evict_by,
-    published,
 )
+from jkv.eviction.gate import Gate
+from jkv.eviction.query_statistics import QueryStatistics
+from jkv.generate import generate
+from jkv.model.eight_bits import quantise_weights
+from jkv.model.joined import join_weights, separate_weights
+from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.sampling import Sampling
+from jkv.model.sharding import shard, shardings, split_by_width
+from jkv.model.weight_shapes import weight_shapes
+from jkv.planning.devices import DEVICES, Device
+from jkv.planning.plan import Plan, plan
+from jkv.policies import POLICIES, published
 from jkv.policies.foresight import Foresight
-from jkv.policies.gate import Gate
-from jkv.policies.query_statistics import QueryStatistics
 from jkv.policies.table import *  # noqa: F403 -- the recipes, `jkv.r_kv` and so on
 from jkv.reasoning.steering import SteeringVector
 from jkv.replay.score import Trace, score

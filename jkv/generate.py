@@ -19,9 +19,9 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Sample
 from jkv.engine.sizing import sized
 from jkv.engine.stats import RunStats
+from jkv.eviction import Policy
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy
 from jkv.progress import progress_bar
 from jkv.replicas.front import Front
 from jkv.replicas.replicas import Replicas

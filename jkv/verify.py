@@ -19,8 +19,9 @@ from jkv.cache.pool import EMPTY
 from jkv.engine import programs
 from jkv.engine.engine import Engine
 from jkv.engine.results import Result, complete, make_result
+from jkv.eviction import CacheView, Policy
 from jkv.model.sampling import Sampling
-from jkv.policies import CacheView, Policy, full
+from jkv.policies import full
 from jkv.reasoning.steering import SteeringVector
 from jkv.replay.score import round_up, score
 from jkv.testing import TINY, TinyTokenizer, looping_view, random_calibration, random_view, tiny_model

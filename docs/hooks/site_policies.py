@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from site_links import ROOT
 
-from jkv.policies import POLICIES, Policy, needs_no_file
-from jkv.policies.recipe import entry_of
+from jkv.eviction import Policy
+from jkv.eviction.recipe import entry_of
+from jkv.policies import POLICIES, needs_no_file
 
 RESULTS = ROOT / "results"
 EXPERIMENTS = ROOT / "configs" / "experiments"

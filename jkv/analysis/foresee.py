@@ -15,13 +15,13 @@ from jaxtyping import Array, Float, Int
 
 from jkv.analysis.calibration import is_one
 from jkv.analysis.recall import padded, queries_keys_values, received_so_far, sinks_of
+from jkv.checkpoints.tokenizer import encode_whole
 from jkv.checks import check_counts, size
 from jkv.engine.memory import free_bytes
+from jkv.eviction.calibration import identity_of
 from jkv.limits import check_numbers
 from jkv.model.params import Model, ModelConfig
 from jkv.model.rope import rope_of
-from jkv.model.tokenizer import encode_whole
-from jkv.policies.calibration import identity_of
 from jkv.policies.foresight import AGES, INPUTS, Foresight, Network, expected_reads, features
 from jkv.replay.score import check_tokens
 from jkv.reports import Report

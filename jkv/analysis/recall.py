@@ -24,13 +24,14 @@ from jaxtyping import Array, Float, Int
 
 from jkv.cache.attention import OPEN_END
 from jkv.engine.results import complete
+from jkv.eviction import Policy
+from jkv.eviction.calibration import identity_of
+from jkv.eviction.scores import attention
 from jkv.generate import generate
 from jkv.model import decoder
 from jkv.model.params import Model, Params
-from jkv.policies import Policy, full
-from jkv.policies.calibration import identity_of
+from jkv.policies import full
 from jkv.policies.oracle import FutureReads, Reads
-from jkv.policies.scores import attention
 from jkv.replay.columns import Columns, dense_columns, trace_columns
 from jkv.replay.other_groups import with_other_groups
 from jkv.replay.score import ReplayAttention, hidden_states, over_blocks, round_up, score

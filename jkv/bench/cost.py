@@ -20,8 +20,9 @@ from jkv.bench.rounds import GREEDY, in_turns
 from jkv.bench.step_breakdown import STEPS, seconds_of_parts
 from jkv.engine.engine import Engine
 from jkv.engine.results import complete
+from jkv.eviction import Policy
 from jkv.model.params import Model
-from jkv.policies import Policy, full, r_kv
+from jkv.policies import full, r_kv
 from jkv.reports import Report, digits, footnote, markdown
 
 PARTS = ("attention", "weights", "pool", "sampling", "scoring", "compaction", "host", "rest")

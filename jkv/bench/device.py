@@ -36,20 +36,21 @@ from jkv.bench.device_record import earlier, part_of, table
 from jkv.bench.fixtures import fill, new_inputs, new_state, random_model, usual_page_size
 from jkv.bench.rounds import GREEDY, seconds_of, timer
 from jkv.bench.step_breakdown import compact
+from jkv.checkpoints.model_shapes import find_shape
 from jkv.checks import check_counts, words
 from jkv.engine import programs
 from jkv.engine.device_program import LEAST_ROWS, OPTIONS, DeviceProgram
 from jkv.engine.engine import Engine
 from jkv.engine.results import complete
+from jkv.eviction import Policy
 from jkv.limits import parse
 from jkv.model.eight_bits import FORMATS
 from jkv.model.joined import separate_weights
-from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model
 from jkv.planning.devices import DEVICES, Device, find_device
 from jkv.planning.plan import plan
 from jkv.planning.roofline import Lifetime, step_costs
-from jkv.policies import Policy, full, r_kv
+from jkv.policies import full, r_kv
 from jkv.reports import about, digits, write
 from jkv.resuming import digest_of
 from pallas_kernels import KERNELS

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int
 import pallas_kernels as kernels
 from jkv import viz
 from jkv.bench.rounds import GREEDY
+from jkv.checkpoints import loading as checkpoint
 from jkv.engine.results import complete
 from jkv.generate import generate
 from jkv.limits import parse
-from jkv.model import checkpoint
 from jkv.model.decoder import forward
 from jkv.model.params import Model, Params
 from jkv.model.rotary import rotary_frequency

@@ -12,16 +12,16 @@ from jaxtyping import Array, Int, PRNGKeyArray
 from jkv.cache import default_page_size
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.model_shapes import read_shape
 from jkv.engine.chunk_inputs import empty_state, step_rules
 from jkv.engine.programs import ChunkInputs, State
-from jkv.model import checkpoint
+from jkv.eviction import Needs, Policy
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.joined import joins_by_default
-from jkv.model.model_shapes import read_shape
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, rows_of
 from jkv.model.weight_shapes import init_params
-from jkv.policies import Needs, Policy
 
 MOST_NEW = 512  # slots that are filled at a time, as their random numbers are stored twice
 

@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jkv.policies import CacheView, Policy, evict_by, make
+from jkv.eviction import CacheView, Policy, evict_by
+from jkv.policies import make
 from jkv.policies.key_diff import KeyDifference
 
 

@@ -16,8 +16,8 @@ from jkv.bench.rounds import GREEDY, in_turns
 from jkv.engine.engine import Engine
 from jkv.engine.results import complete
 from jkv.engine.stats import RunStats
+from jkv.eviction import Policy
 from jkv.model.params import Model
-from jkv.policies import Policy
 from jkv.reports import Report, digits, footnote, markdown
 
 FIGURES = ("first_token_p50", "first_token_p99", "token_p50", "token_p99")

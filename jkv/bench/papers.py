@@ -16,13 +16,14 @@ from jkv.bench.fixtures import random_model
 from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
 from jkv.bench.throughput import Load
 from jkv.bench.throughput import run as run_load
+from jkv.checkpoints import loading as checkpoint
 from jkv.engine.memory import num_row_pages
 from jkv.engine.results import complete
 from jkv.engine.scheduler import CHUNKS
+from jkv.eviction import Policy
 from jkv.generate import generate
-from jkv.model import checkpoint
 from jkv.model.params import Model, ModelConfig
-from jkv.policies import Policy, full, make
+from jkv.policies import full, make
 from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.evaluate import held_out
 

@@ -58,9 +58,9 @@ def peak_rss() -> int:
 def with_jkv(name: str) -> Decode:
     """`jkv.generate`; `job["policy"]` names one, with its settings."""
     from jkv.bench.kvpress_scores import policy_of
+    from jkv.checkpoints.loading import load
     from jkv.engine.results import complete
     from jkv.generate import generate
-    from jkv.model.checkpoint import load
 
     model = load(name)
 
@@ -83,7 +83,7 @@ def with_jkv(name: str) -> Decode:
 
 def files_of(name: str) -> dict[str, str]:
     """What transformers loads a model from: a folder, or a GGUF file, whose weights it dequantises."""
-    from jkv.model.checkpoint import find_folder, find_gguf
+    from jkv.checkpoints.loading import find_folder, find_gguf
 
     if file := find_gguf(name):
         return {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}

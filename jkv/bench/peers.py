@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from jkv.bench.peer_worker import Tokens
 from jkv.bench.rounds import in_turns, median_and_spread
+from jkv.checkpoints import loading as checkpoint
 from jkv.checks import install
 from jkv.engine.prompts import encode_prompts
-from jkv.model import checkpoint
 from jkv.reports import Report, digits, footnote, markdown
 from jkv.tasks.chains import read_answer
 from jkv.tasks.evaluate import held_out

@@ -19,13 +19,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from jkv.checkpoints import loading as checkpoint
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.results import complete
 from jkv.engine.samples import Completion
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
 from jkv.limits import parse
-from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.policies import full

@@ -17,11 +17,12 @@ import numpy as np
 from jkv.bench.countdown import Numbers, countdown, prompts_for, skewed
 from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
+from jkv.checkpoints import loading as checkpoint
 from jkv.checks import install
 from jkv.engine.memory import most_pages_of, num_row_pages
-from jkv.model import checkpoint
+from jkv.eviction import Policy
 from jkv.model.params import ModelConfig, Params
-from jkv.policies import Policy, full, r_kv
+from jkv.policies import full, r_kv
 from jkv.reports import Report, digits, footnote, markdown
 from jkv.rollout import Rollout
 from jkv.tasks.evaluate import held_out

@@ -21,9 +21,9 @@ from jkv.engine import programs
 from jkv.engine.programs import ChunkInputs, State
 from jkv.engine.row_views import view_of_rows
 from jkv.engine.scheduler import CHUNKS
+from jkv.eviction import Evict, Policy
 from jkv.model import decoder, sampling
 from jkv.model.params import Params
-from jkv.policies import Evict, Policy
 
 STEPS = CHUNKS[0]
 LEAST = 1e-30  # so little of a result that adding it changes nothing, which no compiler can prove

@@ -18,8 +18,9 @@ from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
 from jkv.engine.engine import Engine
 from jkv.engine.memory import num_row_pages, page_bytes
 from jkv.engine.scheduler import CHUNKS
+from jkv.eviction import Policy
 from jkv.model.params import Model
-from jkv.policies import Policy, make
+from jkv.policies import make
 from jkv.reports import Report, digits, footnote, markdown
 
 REQUESTS, PROMPT, NEW_TOKENS, BUDGET, INTERVAL = 256, 700, 1024, 256, 128  # of the paper's test

@@ -129,7 +129,7 @@ def read_traces(files: Sequence[Path]) -> Traces:
 
 def read_tokenizer(name: str | None) -> Any:
     """A model's tokenizer; None, to count words, where no model is named."""
-    from jkv.model import checkpoint
+    from jkv.checkpoints import loading as checkpoint
 
     tokenizer = None if name is None else checkpoint.load_tokenizer(name)
     if name is not None and tokenizer is None:
@@ -141,10 +141,10 @@ def read_tokenizer(name: str | None) -> Any:
 
 def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     """A model's greedy traces of unseen chains under each policy and budget, and its tokenizer."""
+    from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts
     from jkv.evaluation.budgets import parse_budget
     from jkv.evaluation.variants import build, takes_budget
-    from jkv.model import checkpoint
     from jkv.tasks.evaluate import held_out, solve
 
     if shares := [budget for budget in chosen["budgets"] if parse_budget(budget).slots is None]:

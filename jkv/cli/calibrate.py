@@ -29,8 +29,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Reads or generates the text, measures its queries and saves their statistics."""
     from jkv.analysis.calibration import calibrate
+    from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts
-    from jkv.model import checkpoint
     from jkv.text_files import read_text
 
     check_counts(problems=options.problems, tokens=options.tokens)

@@ -42,10 +42,10 @@ def run(options: argparse.Namespace) -> int:
     """Reads messages and prints answers until the input ends."""
     if options.url is not None:
         return remote_chat.run(options)
+    from jkv.checkpoints.chat_template import has_chat_template
     from jkv.cli.generate import show_text, summarise
     from jkv.engine.engine import Engine
     from jkv.generate import log_programs
-    from jkv.model.chat_template import has_chat_template
     from jkv.policies import make
 
     policy = make(options.policy or "full", read_settings(options.budget, options.set))

@@ -367,7 +367,7 @@ def read_questions(chosen: dict[str, Any], tokenizer: Callable[[], Any]) -> list
 
 def settle_chat(chosen: dict[str, Any], tokenizer: Any) -> None:
     """Whether prompts are turns of a chat: for a model that has chats and a data set, the caller must choose."""
-    from jkv.model.chat_template import has_chat_template
+    from jkv.checkpoints.chat_template import has_chat_template
 
     if chosen["chat_template"] is None and (chosen["dataset"] or chosen["file"]) and has_chat_template(tokenizer):
         raise ValueError(

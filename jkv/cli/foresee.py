@@ -48,8 +48,8 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Trains and saves."""
     from jkv.analysis.foresee import default_length, foresee
+    from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts
-    from jkv.model import checkpoint
 
     check_counts(**{name: getattr(options, name) for name in ("passages", "hidden", "steps", "power")})
     if options.length is not None:

@@ -116,8 +116,8 @@ def add_mesh(command: argparse.ArgumentParser, replicas: bool = True) -> None:
 
 def load_model(name: str, weight_dtype: str | None, mesh: str | None, replicas: bool = True) -> Any:
     """The model of a command, on the mesh of its `--mesh`, which engines then run on; one alone without `replicas`."""
+    from jkv.checkpoints import loading as checkpoint
     from jkv.engine.mesh import read_mesh
-    from jkv.model import checkpoint
 
     return checkpoint.load(name, weight_dtype=weight_dtype, mesh=None if mesh is None else read_mesh(mesh, replicas))
 

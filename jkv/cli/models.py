@@ -17,9 +17,9 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints each name with its size, where its weights are, how its tokens are drawn, and a budget to begin with."""
-    from jkv.model.cards import card_of
-    from jkv.model.checkpoint import shipped_folders
-    from jkv.model.model_shapes import SHAPES, find_shape
+    from jkv.checkpoints.cards import card_of
+    from jkv.checkpoints.loading import shipped_folders
+    from jkv.checkpoints.model_shapes import SHAPES, find_shape
     from jkv.model.params import count_weights
     from jkv.model.weight_shapes import weight_shapes
 

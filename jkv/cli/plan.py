@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> int:
     import dataclasses
     import json
 
-    from jkv.model.model_shapes import SHAPES
+    from jkv.checkpoints.model_shapes import SHAPES
     from jkv.planning.devices import DEVICES, find_device
     from jkv.planning.plan import DRAWN, plan
     from jkv.policies import make

@@ -28,8 +28,8 @@ def run(options: argparse.Namespace) -> int:
     """Prints each policy with its settings, paper and idea; or prints or writes the table in Markdown."""
     import inspect
 
+    from jkv.eviction.recipe import entry_of, markdown, page_with_table
     from jkv.policies import POLICIES
-    from jkv.policies.recipe import entry_of, markdown, page_with_table
     from jkv.reports import write_text
     from jkv.text_files import read_text
 
@@ -61,8 +61,8 @@ def explain(name: str) -> str:
     """A policy's idea, paper, settings with their defaults, and all that its docstring says."""
     import inspect
 
+    from jkv.eviction.recipe import entry_of
     from jkv.policies import POLICIES
-    from jkv.policies.recipe import entry_of
 
     recipe = POLICIES[name]
     entry, fields = entry_of(recipe), inspect.signature(recipe).parameters.values()

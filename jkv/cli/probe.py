@@ -50,10 +50,10 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures, prints each reading, then the tables, and writes them."""
+    from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts
     from jkv.evaluation.contrasts import check_contrasts
     from jkv.evaluation.probe import Reading, contrasts_table, probe, table, text_sets
-    from jkv.model import checkpoint
     from jkv.reports import about, write
 
     chosen = read_options(options, DEFAULTS)

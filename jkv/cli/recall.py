@@ -57,10 +57,10 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measures, prints the table and writes it."""
     from jkv.analysis.recall import recall, table
+    from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts, counted, typed
     from jkv.evaluation.budgets import parse_mean_budget
     from jkv.evaluation.variants import build, takes_budget
-    from jkv.model import checkpoint
     from jkv.reports import about, write
 
     chosen = read_options(options, DEFAULTS)

@@ -31,10 +31,10 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Generates traces, extracts their vector and saves it."""
     from jkv.analysis.steering_vectors import extract
+    from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts
     from jkv.engine.results import complete
     from jkv.generate import generate
-    from jkv.model import checkpoint
     from jkv.model.sampling import Sampling
     from jkv.tasks.evaluate import held_out
 

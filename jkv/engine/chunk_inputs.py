@@ -21,11 +21,11 @@ from jkv.engine.faults import blame
 from jkv.engine.programs import AlignRules, ChunkInputs, State
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import CHUNKS
+from jkv.eviction import Needs, Policy
 from jkv.model.params import Model, ModelConfig
 from jkv.model.penalties import TokenCounts, count_tokens
 from jkv.model.sampling import Sampling, rows_of
 from jkv.model.threefry import sample_key
-from jkv.policies import Needs, Policy
 from jkv.reasoning.steering import SteerRules, marks_of
 from jkv.reasoning.token_text import facts_of
 from pallas_kernels.quantised import Format

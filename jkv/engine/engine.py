@@ -41,10 +41,10 @@ from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.service import serve
 from jkv.engine.stats import RunStats
 from jkv.engine.timing import COMPILING, running_seconds
+from jkv.eviction import Needs, Policy
 from jkv.model import sharding, weights
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
-from jkv.policies import Needs, Policy
 from jkv.replay.trace import TraceRecorder
 
 LOGGER = logging.getLogger("jkv")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jkv.engine.samples import Prefix, Sample
-from jkv.policies.evict import fault_of
+from jkv.eviction.evict import fault_of
 
 NOTE = "_jkv_samples"  # the attribute of an exception
 MOST_ALONE = 3  # steps that may fail in a row although no sample runs

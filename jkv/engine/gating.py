@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, Int
 
 from jkv.cache.attention import Cache
 from jkv.cache.gating import store_gate
+from jkv.eviction.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
 from jkv.model import decoder
 from jkv.model.params import Params
-from jkv.policies.gate_kinds import DmsGate, FastKVzipGate, KVzapLinearGate, KVzapMlpGate
 
 AnyGate = DmsGate | KVzapLinearGate | KVzapMlpGate | FastKVzipGate
 

@@ -16,8 +16,8 @@ from jkv.checks import check_counts, size, typed
 from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.processes import least_bytes
 from jkv.engine.requests import Request
+from jkv.eviction import Policy
 from jkv.model.params import ModelConfig, Params
-from jkv.policies import Policy
 from pallas_kernels import sealed
 from pallas_kernels.choice import is_old_gpu
 from pallas_kernels.dispatch import platform_of

@@ -27,6 +27,7 @@ from jkv.engine import chunk_inputs, programs
 from jkv.engine.device_program import DeviceProgram
 from jkv.engine.processes import check_processes
 from jkv.engine.programs import ChunkOutputs, State
+from jkv.eviction import Needs
 from jkv.model import weights
 from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import ModelConfig, Params
@@ -42,7 +43,6 @@ from jkv.model.sharding import (
     specs_of,
     with_copies,
 )
-from jkv.policies import Needs
 
 DATA = "data"  # the axis of a mesh that counts replicas (`jkv.replicas`)
 # Static arguments of programs.

@@ -1,4 +1,4 @@
-"""What compaction passes to scores that read more of the model than its keys and values (`jkv.policies.needs`)."""
+"""What compaction passes to scores that read more of the model than its keys and values (`jkv.eviction.needs`)."""
 
 import functools
 from typing import Annotated, Any, NamedTuple
@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.eviction import Policy
+from jkv.eviction.calibration import Calibration
+from jkv.eviction.query_statistics import QueryMoments
 from jkv.model.params import LowRank, Model, fold
 from jkv.model.rope import Rope, rope_of
-from jkv.policies import Policy
-from jkv.policies.calibration import Calibration
 from jkv.policies.foresight import Network
 from jkv.policies.oracle import Reads
-from jkv.policies.query_statistics import QueryMoments
 
 
 class ModelFacts(NamedTuple):

@@ -9,9 +9,9 @@ import jax
 
 from jkv.checks import check_counts, check_length, check_most, did_you_mean, shown, typed
 from jkv.engine.scheduler import CHUNKS, ORDERS
+from jkv.eviction import Policy
 from jkv.limits import MOST
 from jkv.model.sampling import SAMPLING_FIELDS
-from jkv.policies import Policy
 from pallas_kernels.choice import VARIABLE, parse_choices
 from pallas_kernels.quantised import FORMATS, Format
 from pallas_kernels.sealed import SEALED, SealedFormat, check_page

@@ -15,14 +15,14 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.programs import State
 from jkv.engine.requests import Request
 from jkv.engine.row_views import view_of_rows
+from jkv.eviction import Needs, Policy
+from jkv.eviction.evict import Evict
+from jkv.eviction.gate import Gate
+from jkv.eviction.policy import check_parts
+from jkv.eviction.schedules import check_answers
+from jkv.eviction.sealing import check_sealing, check_sealing_on
+from jkv.eviction.view import ScoreError, name_of
 from jkv.model.params import Model, Params
-from jkv.policies import Needs, Policy
-from jkv.policies.evict import Evict
-from jkv.policies.gate import Gate
-from jkv.policies.policy import check_parts
-from jkv.policies.schedules import check_answers
-from jkv.policies.sealing import check_sealing, check_sealing_on
-from jkv.policies.view import ScoreError, name_of
 from pallas_kernels.dispatch import platform_of
 from pallas_kernels.sealed import SealedFormat
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.policies import Policy
+from jkv.eviction import Policy
 
 
 class PrefixCache:

@@ -27,12 +27,12 @@ from jkv.engine.device_program import device_program
 from jkv.engine.gating import AnyGate, gating
 from jkv.engine.model_facts import ModelFacts
 from jkv.engine.row_views import view_of_rows
+from jkv.eviction.evict import Cutoff, Evict, Limits
 from jkv.model import decoder, penalties, routes, sampling
 from jkv.model.params import Params
 from jkv.model.penalties import TokenCounts
 from jkv.model.rotary import rotary_angle, rotation
 from jkv.model.sampling import SamplingRows
-from jkv.policies.evict import Cutoff, Evict, Limits
 from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
 from jkv.reasoning.steering import SteerRules

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from jkv.checkpoints.chat_template import ChatText, has_chat_template, render_chats
+from jkv.checkpoints.chat_tokens import encode_chat
+from jkv.checkpoints.tokenizer import encode_whole
 from jkv.checks import check_length, shown
 from jkv.limits import MOST_SAMPLES
-from jkv.model.chat_template import ChatText, has_chat_template, render_chats
-from jkv.model.chat_tokens import encode_chat
 from jkv.model.padding import check_not_padded, parts_of, without_padding
 from jkv.model.params import Model
-from jkv.model.tokenizer import encode_whole
 
 MOST_MESSAGES = 10_000  # of a conversation
 LONGEST_TOKEN = 256  # characters: a text of more for each position of the model cannot fit, and is not encoded
@@ -28,7 +28,7 @@ def encode_prompts(
 
     A prompt is a text, a list of token ids, or a conversation: a list of messages like `{"role": "user", "content": "..."}`,
     which the chat template of the tokenizer turns into a text that ends where the model's answer begins. Only the template's
-    own text becomes control tokens, unless `parse_special` lets messages make them too (`jkv.model.chat_tokens`).
+    own text becomes control tokens, unless `parse_special` lets messages make them too (`jkv.checkpoints.chat_tokens`).
 
     Rows of ids that are padded have a mask (`jkv.model.padding`), their own or in what a tokenizer returned. `pad_id` is their
     padding token, if the caller knows it.

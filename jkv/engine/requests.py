@@ -14,14 +14,15 @@ import numpy as np
 from jkv.cache.slot_size import slot_size_of
 from jkv.checks import check_counts, check_length, did_you_mean, shown, typed
 from jkv.engine.prompts import check_ids, num_elements, too_long
+from jkv.eviction import Policy
+from jkv.eviction.byte_budget import in_slots
+from jkv.eviction.policy import compacted, until_token
+from jkv.eviction.sealing import check_sealing
 from jkv.limits import MOST_SAMPLES
 from jkv.model.joined import GROUPS, joined_of
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.model.sampling import Sampling, request_id
-from jkv.policies import POLICIES, Policy, full
-from jkv.policies.byte_budget import in_slots
-from jkv.policies.policy import compacted, until_token
-from jkv.policies.sealing import check_sealing
+from jkv.policies import POLICIES, full
 from jkv.reasoning.sentences import Sentences
 from pallas_kernels.quantised import Format
 

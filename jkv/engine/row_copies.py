@@ -13,7 +13,8 @@ from typing import Any
 from jkv.engine import swap
 from jkv.engine.samples import Prefix, Sample, stop_finder
 from jkv.engine.timing import running_seconds
-from jkv.policies import Policy, full
+from jkv.eviction import Policy
+from jkv.policies import full
 
 
 def copy_rows(engine: Any) -> dict[int, bytes]:

@@ -9,10 +9,10 @@ from jkv.cache.attention import Cache
 from jkv.cache.gating import GATE
 from jkv.cache.query_ring import last_queries
 from jkv.engine.model_facts import ModelFacts, projected_norms
+from jkv.eviction.evict import Evict
+from jkv.eviction.query_statistics import QueryMoments
+from jkv.eviction.view import CacheView
 from jkv.model.copies import gather_copies, mean_over_copies
-from jkv.policies.evict import Evict
-from jkv.policies.query_statistics import QueryMoments
-from jkv.policies.view import CacheView
 
 
 def view_of_rows(

@@ -36,12 +36,12 @@ from jkv.engine.samples import Prefix, RowOutputs, Sample
 from jkv.engine.scheduler import Capacity, Turn
 from jkv.engine.sharer import Sharer
 from jkv.engine.stats import Meter
+from jkv.eviction import Needs
+from jkv.eviction.policy import cutoff_of
 from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import DRAWS
-from jkv.policies import Needs
-from jkv.policies.policy import cutoff_of
 from jkv.reasoning.sentences import map_sentences
 from jkv.replay.trace import TraceRecorder
 from pallas_kernels.choice import lowest_capability

@@ -13,9 +13,9 @@ from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
 from jkv.engine.timing import running_seconds
+from jkv.eviction import AfterPrompt, Policy
+from jkv.eviction.policy import compacted
 from jkv.model.routes import RouteRecorder
-from jkv.policies import AfterPrompt, Policy
-from jkv.policies.policy import compacted
 from jkv.reasoning.marks import completion_decoder
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import Pair, Sharing

@@ -25,8 +25,8 @@ from jkv.engine.owner import Owner, answer
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.tickets import Reply, Ticket
+from jkv.eviction import Policy
 from jkv.model.params import Model, Params
-from jkv.policies import Policy
 
 MODES = ("keep", "wait", "abort")
 T = TypeVar("T")

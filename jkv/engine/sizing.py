@@ -17,9 +17,9 @@ from jkv.engine.memory import (
 from jkv.engine.mesh import mesh_for, num_pools
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import Request
+from jkv.eviction import Policy
 from jkv.model.params import Model, Params
 from jkv.model.sharding import shard
-from jkv.policies import Policy
 from jkv.replay.score import round_up
 
 PROMPT_ROOM = 256  # slots of a shared prompt that a pool has room for, at least

@@ -10,7 +10,7 @@ from jkv.engine.filling import Pieces
 from jkv.engine.idle import is_ready
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.samples import Completion, Sample, Start, pieces_in_use, split_by_ownership
-from jkv.policies.schedules import ask
+from jkv.eviction.schedules import ask
 from jkv.reasoning.sentences import new_log
 
 

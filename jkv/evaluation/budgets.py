@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jkv.policies import Policy
-from jkv.policies.byte_budget import is_bytes
+from jkv.eviction import Policy
+from jkv.eviction.byte_budget import is_bytes
 
 EACH = "each"
 LARGE = 1 << 30  # slots that hold whatever a policy protects

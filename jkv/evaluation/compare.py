@@ -38,9 +38,10 @@ from jkv.evaluation.graders import check_gold, grader_of
 from jkv.evaluation.oracles import ORACLE, greedy_texts, oracles_of, settings_of_oracle
 from jkv.evaluation.problems import Problem, tokens_of
 from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, size_in_slots, takes_budget
+from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import POLICIES, Policy, full
+from jkv.policies import POLICIES, full
 from jkv.reports import markdown, write_figure, write_json, write_text
 from jkv.resuming import check_same
 from jkv.statistics import accuracy_figures, check_ks, paired_change, pass_figures

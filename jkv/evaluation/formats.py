@@ -22,10 +22,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.slot_size import slot_bytes
+from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation.generations import NEW_FOLDER
 from jkv.evaluation.probe_texts import stream
 from jkv.limits import parse
-from jkv.model import checkpoint, decoder
+from jkv.model import decoder
 from jkv.model.eight_bits import FORMATS as WEIGHTS
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.params import Codes, Model, Params, count_weights

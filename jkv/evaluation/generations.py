@@ -29,10 +29,10 @@ from jkv.engine.stats import RunStats
 from jkv.evaluation.budgets import Budget
 from jkv.evaluation.graders import Grader, grader_of
 from jkv.evaluation.problems import Problem, tokens_of
+from jkv.eviction import Policy
 from jkv.generate import engine_for
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy
 from jkv.progress import progress_bar
 from jkv.reasoning.sharing import SharingStats
 from jkv.replicas.front import Front

@@ -23,9 +23,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.cards import card_of
 from jkv.limits import parse
-from jkv.model import checkpoint
-from jkv.model.cards import card_of
 from jkv.reports import ROOT, write_json
 from jkv.resuming import check_same, digest_of_files
 from jkv.tasks.tune import STAGES

@@ -21,19 +21,19 @@ from jaxtyping import Array, Float
 
 from jkv.analysis.foresee import foresee
 from jkv.analysis.recall import Recall, Text, recall
+from jkv.checkpoints import loading as checkpoint
+from jkv.eviction.evict import Evict
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.schedules import Every
+from jkv.eviction.scores import Uniform, layer_of, uniform
+from jkv.eviction.view import CacheView
 from jkv.limits import parse
-from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.policies import full
 from jkv.policies.cur import NormProduct
-from jkv.policies.evict import Evict
 from jkv.policies.foresight import ExpectedReads, Foresight, shipped_networks
 from jkv.policies.g_kv import largest_attention
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
-from jkv.policies.schedules import Every
-from jkv.policies.scores import Uniform, layer_of, uniform
-from jkv.policies.view import CacheView
 from jkv.reports import about, digits, footnote, markdown, write
 from jkv.statistics import bootstrap
 from jkv.tasks.evaluate import held_out, solve

@@ -7,10 +7,11 @@ import numpy as np
 
 from jkv.analysis.recall import Text, future_reads
 from jkv.engine.results import complete
+from jkv.eviction import Policy
 from jkv.generate import generate
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy, full
+from jkv.policies import full
 from jkv.policies.oracle import FutureReads, oracle
 from jkv.replay.score import round_up
 

@@ -26,10 +26,10 @@ from jkv.evaluation.generations import NEW_FOLDER
 from jkv.evaluation.oracles import ORACLE, oracles_of, settings_of_oracle
 from jkv.evaluation.probe_texts import KINDS, Probe
 from jkv.evaluation.variants import build, kv_dtype_of, seeds_of, takes_budget
+from jkv.eviction import Policy
 from jkv.generate import generate
 from jkv.limits import check_numbers
 from jkv.model.params import Model
-from jkv.policies import Policy
 from jkv.reports import append_text, json_lines, markdown, read_json_lines, write_text
 from jkv.resuming import check_same, digest_of, plain
 from jkv.statistics import holm, sign_flip_p, with_interval

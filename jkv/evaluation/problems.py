@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from jkv.checkpoints.chat_template import ChatText, has_chat_template, render_chats
+from jkv.checkpoints.chat_tokens import encode_chat
 from jkv.evaluation.datasets import Row, check_fields, read_rows
 from jkv.evaluation.graders import read_box
-from jkv.model.chat_template import ChatText, has_chat_template, render_chats
-from jkv.model.chat_tokens import encode_chat
 from jkv.model.params import Model
 
 QUESTION, CHOICES = "{question}", "ABCDEFGHIJ"

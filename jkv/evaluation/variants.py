@@ -6,8 +6,9 @@ from typing import Any
 from jkv.cache.slot_size import SlotSize
 from jkv.evaluation.budgets import Budget
 from jkv.evaluation.oracles import ORACLE
-from jkv.policies import Policy, has_budget, has_setting, make
-from jkv.policies.byte_budget import in_slots, parse_bytes
+from jkv.eviction import Policy
+from jkv.eviction.byte_budget import in_slots, parse_bytes
+from jkv.policies import has_budget, has_setting, make
 
 
 def build(name: str, slots: int | None, settings: dict[str, dict[str, Any]], seed: int | None = None) -> Policy:

@@ -20,15 +20,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.analysis.recall import Recall, Text, decode, loss_of, padded, queries_keys_values
+from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation.leads import INTERVAL, OPEN, RECENT, SINKS, WIDE, WINDOW, Lead, line_of, rows_of, slots_of, traces
+from jkv.eviction.scores import AttentionMass, Uniform
 from jkv.limits import parse
-from jkv.model import checkpoint, decoder
+from jkv.model import decoder
 from jkv.model.params import Model, Params
 from jkv.policies import full
 from jkv.policies.cur import NormProduct
 from jkv.policies.foresight import ExpectedReads, Foresight, shipped_networks
 from jkv.policies.r_kv import ImportanceMinusRedundancy
-from jkv.policies.scores import AttentionMass, Uniform
 from jkv.replay.other_groups import with_other_groups
 from jkv.reports import about, footnote, write
 

@@ -19,17 +19,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.analysis.recall import LOCAL, Text, attention_received, decode, recall, share_read
+from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation.leads import INTERVAL, RECENT, SINKS, WINDOW, line_of, rows_of, slots_of, traces
+from jkv.eviction.evict import Evict
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.schedules import Every
+from jkv.eviction.scores import AttentionMass, layer_of
+from jkv.eviction.view import CacheView
 from jkv.limits import parse
-from jkv.model import checkpoint
 from jkv.model.params import Model
-from jkv.policies.evict import Evict
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
 from jkv.policies.r_kv import redundancy_of
-from jkv.policies.schedules import Every
-from jkv.policies.scores import AttentionMass, layer_of
-from jkv.policies.view import CacheView
 from jkv.reports import about, footnote, write
 
 WINDOWS = (1, 2, 4, 8, 16, 32, 64)

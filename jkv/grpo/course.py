@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jkv.checkpoints.loading import load
 from jkv.checks import check_counts, shown, typed
 from jkv.engine.results import Result
+from jkv.eviction import Policy
 from jkv.limits import check_numbers
-from jkv.model.checkpoint import load
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy, make
+from jkv.policies import make
 from jkv.rl.correction import parse_mode
 from jkv.tasks import chains, counting, stepping
 from jkv.text_files import read_toml

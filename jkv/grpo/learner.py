@@ -20,12 +20,13 @@ import optax
 from jkv import rl
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.results import complete
+from jkv.eviction import Policy
 from jkv.generate import generate
 from jkv.grpo.checkpoints import Checkpoints, History, Progress
 from jkv.grpo.course import TASKS, Arm, Course
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy, full
+from jkv.policies import full
 from jkv.rollout import Rollout
 
 EVALUATION_SEED = 1_000_003

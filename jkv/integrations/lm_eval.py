@@ -18,15 +18,15 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.chat_template import USER, ChatRenderer, ChatText
+from jkv.checkpoints.chat_tokens import encode_chat
+from jkv.checkpoints.tokenizer import is_framed
 from jkv.checks import shown
 from jkv.engine.interrupts import ending_at_interrupt
 from jkv.engine.results import complete
 from jkv.generate import generate
-from jkv.model import checkpoint
-from jkv.model.chat_template import USER, ChatRenderer, ChatText
-from jkv.model.chat_tokens import encode_chat
 from jkv.model.sampling import Sampling
-from jkv.model.tokenizer import is_framed
 from jkv.policies import make
 from jkv.replay.score import score
 from jkv.rollout import DEFAULT_NEW_TOKENS
@@ -121,7 +121,7 @@ class JKV(TemplateLM):
         """The text of a chat.
 
         Raises:
-          ValueError: the model's tokenizer has no chat template, or it fails (`jkv.model.chat_template`).
+          ValueError: the model's tokenizer has no chat template, or it fails (`jkv.checkpoints.chat_template`).
         """
         if not self.tokenizer.chat_template:
             raise ValueError(

@@ -28,10 +28,10 @@ from jkv.engine.requests import RequestOptions, check_model
 from jkv.engine.results import Result
 from jkv.engine.service import Service
 from jkv.engine.tickets import Ticket
+from jkv.eviction import Policy
 from jkv.model.padding import check_not_padded
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy
 
 REASONS = {"stop": "stop", "length": "length", "cancelled": "cancelled"}  # every other reason is an error
 UNKNOWN, WAITING, DONE, FAILED = "UNKNOWN", "PENDING", "SUCCESS", "FAILED"  # of a transfer of weights

@@ -1,1 +1,1 @@
-"""The decoder and its weights, from a checkpoint to logits."""
+"""The decoder, its weights in memory, and sampling."""

@@ -1,4 +1,4 @@
-"""The decoder: one functional forward pass for all families of `jkv.model.families`, switched by `ModelConfig`.
+"""The decoder: one functional forward pass for all families of `jkv.checkpoints.families`, switched by `ModelConfig`.
 
 The caller decides where keys and values are stored and which of them each query reads: `forward` passes each layer's query,
 key and value to an `attend` function. Decoding from the pool, chunked prefill, training and replay are four such functions.

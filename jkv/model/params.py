@@ -40,7 +40,7 @@ def as_tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
 class ModelConfig:
     """The static shape of a decoder of any supported family, with the letters of `jkv/__init__.py`."""
 
-    family: str  # a key of `jkv.model.families.FAMILIES`
+    family: str  # a key of `jkv.checkpoints.families.FAMILIES`
     vocab_size: int  # V
     width: int  # D
     num_layers: int  # L

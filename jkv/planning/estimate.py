@@ -16,6 +16,7 @@ from jkv.cache.pool import num_pages_of
 from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import most_pages_of, num_row_pages, state_bytes
+from jkv.eviction import Needs, Policy
 from jkv.limits import MOST_ROWS
 from jkv.model.copies import num_copies
 from jkv.model.eight_bits import quantise_weights
@@ -27,7 +28,6 @@ from jkv.model.weight_shapes import weight_shapes
 from jkv.planning.devices import Device
 from jkv.planning.roofline import Lifetime, compaction_cost, host_seconds, lifetime, step_costs
 from jkv.planning.scratch import Scratch, scratch_of
-from jkv.policies import Needs, Policy
 from pallas_kernels.quantised import Format
 from pallas_kernels.sealed import page_bytes
 

@@ -14,20 +14,21 @@ import jax.numpy as jnp
 from jkv import notebook
 from jkv.cache import default_page_size
 from jkv.cache.slot_size import slot_size
+from jkv.checkpoints.model_shapes import find_shape
 from jkv.checks import check_counts, size, typed
 from jkv.engine.memory import state_bytes
 from jkv.engine.options import EngineOptions
 from jkv.engine.requests import check_prompt_fits, spread_policies
+from jkv.eviction import Policy
+from jkv.eviction.byte_budget import in_slots
+from jkv.eviction.sealing import check_sealing_on
 from jkv.model.eight_bits import check_format
-from jkv.model.model_shapes import find_shape
 from jkv.model.params import Model, ModelConfig, Params, count_weights
 from jkv.model.sampling import Sampling
 from jkv.model.sharding import check_divides
 from jkv.planning.devices import Device, find_device
 from jkv.planning.estimate import Estimate, Setting
-from jkv.policies import Policy, full
-from jkv.policies.byte_budget import in_slots
-from jkv.policies.sealing import check_sealing_on
+from jkv.policies import full
 from pallas_kernels import KERNELS, choice
 from pallas_kernels.dispatch import best
 from pallas_kernels.models import ModelShape, Workload

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jkv.cache.page_selection import pages_read
+from jkv.eviction import Policy
+from jkv.eviction.policy import compacted
 from jkv.model.params import ModelConfig
 from jkv.model.penalties import COUNTED
 from jkv.planning.devices import Device
-from jkv.policies import Policy
-from jkv.policies.policy import compacted
 
 # Seconds of the host for a step, in chunks of 16, and for each of its rows: `jkv bench cost` on a CPU, 1, 8 and 32 rows.
 HOST_STEP, HOST_ROW = 22e-6, 1.9e-6

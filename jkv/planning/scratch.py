@@ -7,10 +7,10 @@ for TPU v5e, v6e, the H200 and the T4; `tests/aot/test_plan.py` compares them wi
 import dataclasses
 
 from jkv.engine import prefill as chunks
+from jkv.eviction import Policy
 from jkv.model.experts import takes_few
 from jkv.model.params import ModelConfig
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy
 from pallas_kernels.paged_attention.pieces import PIECE
 
 CUT = 2  # copies of the logits in float32 that draws with a cut read again and again; others are fused

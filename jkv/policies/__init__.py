@@ -1,42 +1,19 @@
-"""Policies: what a method is made of, and the table of those that are published here (`jkv.policies.table`)."""
+"""The policies that are published here (`jkv.policies.table`), by name. `jkv.eviction` has what they are made of."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jkv.checks import did_you_mean
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import entry_of, recipes_in
 from jkv.policies import table
-from jkv.policies.chain import chain
-from jkv.policies.evict import Evict
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy, evict_by
-from jkv.policies.read import Read
-from jkv.policies.recipe import entry_of, recipes_in
-from jkv.policies.schedules import AfterPrompt, EachStep, Every, Growing, Threshold
 from jkv.policies.table import *  # noqa: F403 -- the recipes
-from jkv.policies.view import CacheView
 
 # The full cache comes first: every other policy is compared with it.
 POLICIES: dict[str, Callable[..., Policy]] = {"full": table.full} | recipes_in(vars(table))
 
-__all__ = [
-    "POLICIES",
-    "AfterPrompt",
-    "CacheView",
-    "EachStep",
-    "Every",
-    "Evict",
-    "Growing",
-    "Needs",
-    "Policy",
-    "Read",
-    "Threshold",
-    "chain",
-    "evict_by",
-    "make",
-    "published",
-    *POLICIES,
-]
+__all__ = ["POLICIES", "make", "published", *POLICIES]
 
 
 def has_setting(name: str, setting: str) -> bool:

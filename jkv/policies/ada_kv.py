@@ -1,8 +1,8 @@
 """Ada-KV (arXiv 2407.11550): SnapKV whose heads compete for the slots of their layer."""
 
-from jkv.policies.evict import Evict, protection
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
+from jkv.eviction.evict import Evict, protection
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 

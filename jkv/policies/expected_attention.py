@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.eviction.evict import Evict
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.scores import attention, sinks_by_group
+from jkv.eviction.view import CacheView
 from jkv.model.decoder import rotate
 from jkv.model.rope import mean_turn, unrotate
-from jkv.policies.evict import Evict
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
-from jkv.policies.scores import attention, sinks_by_group
-from jkv.policies.view import CacheView
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jkv.checkpoints.loading import shipped_folders
 from jkv.checks import shown
-from jkv.model.checkpoint import shipped_folders
+from jkv.eviction.calibration import Calibration
+from jkv.eviction.evict import Evict
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.view import CacheView
 from jkv.model.params import ModelConfig
 from jkv.model.rope import Rope, unrotate
-from jkv.policies.calibration import Calibration
-from jkv.policies.evict import Evict
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
-from jkv.policies.view import CacheView
 
 INPUTS = ("key", "value", "age")  # what a network reads of a slot
 AGES = tuple(2 ** (i / 4) for i in range(8, 57))  # tokens, from 4 to 16,384: the nodes between which a slot's age lies

@@ -1,7 +1,7 @@
 """The full cache: nothing is dropped."""
 
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
 
 
 @recipe("full cache", idea="keeps every token")

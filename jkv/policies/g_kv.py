@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jkv.policies.evict import Evict, protection
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
+from jkv.eviction.evict import Evict, protection
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.scores import attention, is_query, less, sinks_by_group
+from jkv.eviction.view import CacheView
 from jkv.policies.r_kv import redundancy_of
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
-from jkv.policies.scores import attention, is_query, less, sinks_by_group
-from jkv.policies.view import CacheView
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """H2O, Heavy-Hitter Oracle (arXiv 2306.14048): keeps the tokens with the most attention so far, and the recent ones."""
 
-from jkv.policies.evict import Evict
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import EachStep, Every
-from jkv.policies.scores import AccumulatedMass
+from jkv.eviction.evict import Evict
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import EachStep, Every
+from jkv.eviction.scores import AccumulatedMass
 
 
 @recipe(

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from jaxtyping import Array, Float
 
-from jkv.policies.evict import Evict, protection
-from jkv.policies.gate import Gate
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every, Schedule, Threshold
-from jkv.policies.scores import default_recent
-from jkv.policies.view import CacheView
+from jkv.eviction.evict import Evict, protection
+from jkv.eviction.gate import Gate
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every, Schedule, Threshold
+from jkv.eviction.scores import default_recent
+from jkv.eviction.view import CacheView
 
 SCOPES = ("head", "compete")
 

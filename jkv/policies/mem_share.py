@@ -1,7 +1,7 @@
 """MemShare (ReasonCache's first form, by the same authors): fixed thresholds, and formulas are not compared."""
 
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
 from jkv.reasoning.sharing import Share
 from jkv.reasoning.thoughts import Filter
 

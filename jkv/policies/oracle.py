@@ -9,14 +9,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.eviction.calibration import Calibration
+from jkv.eviction.evict import Evict
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.view import CacheView
 from jkv.model.params import ModelConfig
-from jkv.policies.calibration import Calibration
-from jkv.policies.evict import Evict
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
-from jkv.policies.view import CacheView
 
 
 class Reads(NamedTuple):

@@ -1,8 +1,8 @@
 """PyramidKV (arXiv 2406.02069): SnapKV with more slots in the first layers and fewer in the last."""
 
-from jkv.policies.evict import Evict, protection
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
+from jkv.eviction.evict import Evict, protection
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
 from jkv.policies.snap_kv import snap_schedule, snap_score
 
 

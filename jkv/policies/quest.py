@@ -1,8 +1,8 @@
 """Quest (arXiv 2406.10774): each decode step reads only the pages that may matter; it evicts nothing."""
 
-from jkv.policies.policy import Policy
-from jkv.policies.read import Read
-from jkv.policies.recipe import recipe
+from jkv.eviction.policy import Policy
+from jkv.eviction.read import Read
+from jkv.eviction.recipe import recipe
 
 
 @recipe(

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from jkv.policies.evict import Evict, protection
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
-from jkv.policies.scores import AttentionMass, less
-from jkv.policies.view import CacheView
+from jkv.eviction.evict import Evict, protection
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.scores import AttentionMass, less
+from jkv.eviction.view import CacheView
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """Random eviction: the baseline that every score has to beat."""
 
-from jkv.policies.evict import Evict
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every, WholeBlocks
-from jkv.policies.scores import Uniform, UniformBlocks
+from jkv.eviction.evict import Evict
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every, WholeBlocks
+from jkv.eviction.scores import Uniform, UniformBlocks
 
 
 @recipe("baseline", idea="keeps a new random set at every compaction")

@@ -3,9 +3,9 @@
 import dataclasses
 from typing import Any
 
-from jkv.policies.policy import Policy
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
 from jkv.policies.reason_cache import reason_cache
-from jkv.policies.recipe import recipe
 
 
 @recipe("baseline", idea="shares as many pages as `reason_cache`, in random pairs")

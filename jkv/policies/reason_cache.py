@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
 from jkv.reasoning.sharing import Share
 from jkv.reasoning.thoughts import Filter
 

@@ -1,10 +1,10 @@
 """RPC, Reasoning Path Compression (arXiv 2505.13866): keeps all of the prompt and a fixed share of the thoughts."""
 
-from jkv.policies.evict import Evict
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Growing
-from jkv.policies.scores import AttentionMass
+from jkv.eviction.evict import Evict
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Growing
+from jkv.eviction.scores import AttentionMass
 
 SCOPES = ("layer", "head")
 

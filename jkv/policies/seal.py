@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
 from jkv.reasoning.steering import CHECK_WORDS, Steer, SteeringVector, load_vector
 
 

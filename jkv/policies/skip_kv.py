@@ -7,14 +7,14 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jkv.policies.evict import Evict, protection
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
+from jkv.eviction.evict import Evict, protection
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.view import CacheView, Score
 from jkv.policies.r_kv import r_kv
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
 from jkv.policies.seal import steer_by
-from jkv.policies.view import CacheView, Score
 from jkv.reasoning.sentences import ENDS, Sentences
 from jkv.reasoning.steering import CHECK_WORDS, Steer, SteeringVector
 

@@ -1,10 +1,10 @@
 """SnapKV (arXiv 2404.14469): keeps what the last queries attend to, after the prompt or throughout decoding."""
 
-from jkv.policies.evict import Evict, protection
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import AfterPrompt, Every, Schedule
-from jkv.policies.scores import AttentionMass
+from jkv.eviction.evict import Evict, protection
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import AfterPrompt, Every, Schedule
+from jkv.eviction.scores import AttentionMass
 
 WHEN = ("decode", "prefill")
 

@@ -1,10 +1,10 @@
 """StreamingLLM (arXiv 2309.17453): the first tokens and the last ones."""
 
-from jkv.policies.evict import Evict
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
-from jkv.policies.scores import Recency
+from jkv.eviction.evict import Evict
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.scores import Recency
 
 
 @recipe(

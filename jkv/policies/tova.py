@@ -1,10 +1,10 @@
 """TOVA (arXiv 2401.06104): evicts what the newest token attends to least."""
 
-from jkv.policies.evict import Evict
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import EachStep, Every
-from jkv.policies.scores import AttentionMass
+from jkv.eviction.evict import Evict
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import EachStep, Every
+from jkv.eviction.scores import AttentionMass
 
 
 @recipe("TOVA", idea="after each token, evicts the token with the lowest attention from the newest query", arxiv="2401.06104")

@@ -5,13 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jkv.policies.evict import Evict, largest
-from jkv.policies.needs import Needs
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
-from jkv.policies.scores import AttentionMass, default_recent, uniform
-from jkv.policies.view import CacheView
+from jkv.eviction.evict import Evict, largest
+from jkv.eviction.needs import Needs
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.scores import AttentionMass, default_recent, uniform
+from jkv.eviction.view import CacheView
 
 SURE = 1e6  # above every sum of a logarithm and a Gumbel number
 

@@ -21,10 +21,10 @@ from jax.sharding import Mesh
 
 from jkv.engine import mesh as meshes
 from jkv.engine.options import EngineOptions
+from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.params import Model
 from jkv.model.sharding import HEADS, shardings
-from jkv.policies import Policy
 from jkv.replicas.buckets import Bucket, digests_of, pack, unpack
 from jkv.replicas.options import RayOptions
 from jkv.replicas.replica import Change, Facts, Failed, Item, Lost, Message, Post, Replica, Rows, Updated

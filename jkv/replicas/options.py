@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from jkv.checks import check_counts, shown
+from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy
 
 
 class RequestSettings(TypedDict, total=False):

@@ -13,9 +13,10 @@ import numpy as np
 from jkv.engine.engine import Engine
 from jkv.engine.requests import Request
 from jkv.engine.samples import Completion, Sample
+from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.routes import RouteRecorder
-from jkv.policies import Policy, full
+from jkv.policies import full
 
 
 class Item(NamedTuple):

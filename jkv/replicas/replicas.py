@@ -24,11 +24,12 @@ from jkv.engine.requests import Request, RequestOptions, check_model, check_weig
 from jkv.engine.results import Result, make_result
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
+from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.joined import separate_weights
 from jkv.model.params import Model, Params
 from jkv.model.sharding import num_parts
-from jkv.policies import Policy, full
+from jkv.policies import full
 from jkv.progress import progress_bar
 from jkv.replicas.buckets import digests_of
 from jkv.replicas.dispatch import Load

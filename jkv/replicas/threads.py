@@ -14,11 +14,11 @@ from jkv.checks import counted
 from jkv.engine import mesh as meshes
 from jkv.engine.mesh import DATA
 from jkv.engine.options import EngineOptions
+from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import Model, Params
 from jkv.model.sharding import shard
-from jkv.policies import Policy
 from jkv.replicas.buckets import digests_of
 from jkv.replicas.replica import Change, Facts, Item, Lost, Post, Replica, Rows, Updated
 from jkv.replicas.worker import Worker

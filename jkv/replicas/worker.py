@@ -17,8 +17,8 @@ from jkv.engine.samples import Sample
 from jkv.engine.service import Service
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Ticket
+from jkv.eviction import Policy
 from jkv.model.params import Model
-from jkv.policies import Policy
 from jkv.replicas.buckets import check_digests, with_leaves
 from jkv.replicas.replica import Facts, Failed, Finished, Item, Lost, Message, Post, Rows
 

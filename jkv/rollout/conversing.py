@@ -10,12 +10,12 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from jkv.checkpoints.chat_tokens import encode_reply
 from jkv.checks import check_counts, counted, described, shown, typed
 from jkv.engine.conversations import ENDS
 from jkv.engine.interrupts import Presses, call, deferred_interrupts
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import LONGEST_TOKEN, check_ids, is_endless, num_elements
-from jkv.model.chat_tokens import encode_reply
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.progress import progress_bar

@@ -30,9 +30,9 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.requests import Request, RequestOptions, check_model, make_requests, spread_policies
 from jkv.engine.sizing import DEFAULT_RUNNING
+from jkv.eviction import Policy
 from jkv.generate import make_engine
 from jkv.model.params import Model, Params
-from jkv.policies import Policy
 from jkv.replicas.front import Front
 from jkv.replicas.replicas import Replicas
 from jkv.rollout.conversing import Limits, Reply, converse

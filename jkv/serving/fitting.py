@@ -9,8 +9,8 @@ import numpy as np
 
 from jkv.engine.memory import most_slots
 from jkv.engine.requests import Request
+from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy
 
 
 def fitted(engine: Any, requests: Sequence[Request]) -> list[Request]:

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from jkv.cache.slot_size import slot_size_of
+from jkv.checkpoints.chat_template import ChatRenderer, ChatText, has_chat_template
 from jkv.checks import shown
 from jkv.engine import turns
 from jkv.engine.conversations import KeptRow
 from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts, encode_text
 from jkv.engine.requests import Request, RequestOptions, make_requests
-from jkv.model.chat_template import ChatRenderer, ChatText, has_chat_template
+from jkv.eviction.byte_budget import in_slots
 from jkv.model.params import Model
-from jkv.policies.byte_budget import in_slots
 from jkv.reasoning.marks import marks_of
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import ChatFields, CompletionFields, TokenizeFields, policy_of

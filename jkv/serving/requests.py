@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from jkv.checks import MOST_SHOWN, check_length, did_you_mean, shown, typed
+from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.sampling import SAMPLING_FIELDS, Sampling
-from jkv.policies import POLICIES, Policy, make
+from jkv.policies import POLICIES, make
 from jkv.serving.errors import RefusalError
 from jkv.serving.options import ServerOptions
 from jkv.serving.wording import for_client, param_of

@@ -10,8 +10,8 @@ import uvicorn
 
 from jkv.engine.scheduler import CHUNKS
 from jkv.engine.service import Service
+from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy
 from jkv.policies import make as make_policy
 from jkv.policies.table import streaming_llm
 from jkv.serving.app import make_app

@@ -17,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.weight_reading import Kept
+from jkv.checkpoints.weight_reading import read_weights as read_checkpoint
 from jkv.checks import shown, typed
 from jkv.engine.results import Result
-from jkv.model import checkpoint
 from jkv.model.eight_bits import format_of
 from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import Model, Params
-from jkv.model.weight_reading import Kept
-from jkv.model.weight_reading import read_weights as read_checkpoint
 from jkv.model.weights import check_config, shapes_of
 from jkv.serving.app import Endpoint, Server, gathered, id_of, until_gone
 from jkv.serving.errors import RefusalError

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from jkv.checkpoints import loading as checkpoint
 from jkv.engine.results import Result, complete
+from jkv.eviction import Policy
 from jkv.generate import generate
 from jkv.limits import check_numbers, parse
-from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
-from jkv.policies import Policy, full
+from jkv.policies import full
 from jkv.reports import write_text
 from jkv.statistics import wilson
 from jkv.tasks import trail_vocabulary

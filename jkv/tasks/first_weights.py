@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from jkv.model import checkpoint
+from jkv.checkpoints import loading as checkpoint
 from jkv.model.params import LayerParams, ModelConfig, Params
 from jkv.model.rotary import rotary_frequency
 from jkv.model.weight_shapes import init_params

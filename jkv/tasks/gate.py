@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from jkv.analysis.recall import POWERS, Text, attention_received, follows, keep_what_is_read, recall, trace_of
+from jkv.checkpoints import loading as checkpoint
 from jkv.limits import parse
-from jkv.model import checkpoint
 from jkv.model.params import Model
 from jkv.policies import full, snap_kv, streaming_llm
 from jkv.reports import about, markdown, write

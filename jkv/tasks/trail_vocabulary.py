@@ -6,7 +6,7 @@ A text begins with a token of its own, to which heads that have nothing to read 
 import re
 from typing import Any
 
-from jkv.model.huggingface import transformers
+from jkv.checkpoints.huggingface import transformers
 from jkv.tasks import trails, vocabulary
 
 BEGIN = "<|begin|>"

@@ -25,9 +25,9 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Bool, Float, Int
 
+from jkv.checkpoints.model_shapes import read_shape
 from jkv.limits import parse
 from jkv.model import decoder
-from jkv.model.model_shapes import read_shape
 from jkv.model.params import Model, ModelConfig, Params
 from jkv.reports import write_json, write_text
 from jkv.resuming import check_same, plain
@@ -273,7 +273,7 @@ def main() -> None:
         f"{config.num_steps} steps in {time.monotonic() - began:.0f} s; the same again: --steps {config.num_steps}", flush=True
     )
     if arguments.out:
-        from jkv.model.checkpoint import export
+        from jkv.checkpoints.loading import export
 
         export(params, tokenizer, arguments.out)
         record = {

@@ -17,9 +17,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jkv.checkpoints import loading as checkpoint
 from jkv.checks import check_counts
 from jkv.limits import parse
-from jkv.model import checkpoint
 from jkv.model.params import Model, Params
 from jkv.reports import append_text, json_lines, read_json_lines, write_text
 from jkv.resuming import check_same

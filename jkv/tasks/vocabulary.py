@@ -7,7 +7,7 @@ attention), and not a pair of tokens (two hops, which a small model learns many 
 import string
 from typing import Any
 
-from jkv.model.huggingface import transformers
+from jkv.checkpoints.huggingface import transformers
 
 END = "<|end|>"
 UNKNOWN = "<|unknown|>"

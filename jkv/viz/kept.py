@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jkv.engine.results import Result
-from jkv.policies.policy import Policy
+from jkv.eviction.policy import Policy
 from jkv.reports import cut_text, visible
 from jkv.viz.held import Held, check_sample, held_by
 from jkv.viz.look import LONGEST

@@ -6,8 +6,8 @@ import re
 import jax.numpy as jnp
 import pytest
 
+from jkv.checkpoints.model_shapes import find_shape
 from jkv.model.joined import join_weights, separate_weights
-from jkv.model.model_shapes import find_shape
 from tests.aot import gpu_kernels, targets
 from tests.aot.test_programs import shapes_on
 from tests.support import programs

@@ -16,14 +16,14 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from jkv.cache import pool
+from jkv.checkpoints.model_shapes import find_shape
 from jkv.engine import mesh, scheduler
 from jkv.engine.programs import ChunkInputs
-from jkv.model.model_shapes import find_shape
+from jkv.eviction import Needs
 from jkv.model.params import ModelConfig
 from jkv.model.sampling import SamplingRows
 from jkv.model.sharding import placed, shardings
 from jkv.model.weight_shapes import weight_shapes
-from jkv.policies import Needs
 from jkv.testing import assert_no_pool_copy, find_copies
 from tests.aot import targets
 from tests.support import programs

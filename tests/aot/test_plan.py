@@ -10,9 +10,9 @@ import pytest
 import jkv
 from jkv.cache.pool import num_pages_of
 from jkv.engine import chunk_inputs, prefill
+from jkv.eviction import Needs
 from jkv.model.joined import join_weights
 from jkv.model.weight_shapes import weight_shapes
-from jkv.policies import Needs
 from tests.aot import targets
 from tests.support import programs
 

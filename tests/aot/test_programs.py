@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jkv.checkpoints.model_shapes import find_shape
 from jkv.engine.prefill import LARGE as LARGE_CHUNK
 from jkv.engine.prefill import SIZES
-from jkv.model.model_shapes import find_shape
 from jkv.model.params import ModelConfig
 from jkv.testing import assert_no_pool_copy, find_copies, unfolded
 from tests.aot import targets

@@ -12,7 +12,7 @@ from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention, PrefillAttention
 from jkv.cache.in_step_eviction import UNLIMITED, StepRules, choose_victim
 from jkv.cache.pool import EMPTY
-from jkv.policies.scores import Recency
+from jkv.eviction.scores import Recency
 from jkv.testing import TINY, tiny_model
 from tests.cache.test_pool import assert_allocator_is_consistent, snapshot
 

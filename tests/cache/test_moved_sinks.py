@@ -10,8 +10,8 @@ from jkv.cache import compaction
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache, DecodeAttention
 from jkv.cache.moved_sinks import SinkRules, merge
+from jkv.eviction.scores import Uniform
 from jkv.model.rotary import rotary_angle
-from jkv.policies.scores import Uniform
 from jkv.testing import TINY
 
 K, H, SINKS, DROPPED, SEEN = 2, TINY.head_size, 3, 14, 30

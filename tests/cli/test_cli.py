@@ -15,9 +15,9 @@ import pytest
 
 import jkv
 from jkv import cli
+from jkv.checkpoints import loading as checkpoint
 from jkv.cli.generate import show_text
 from jkv.cli.inputs import expand_flags, read_prompts
-from jkv.model import checkpoint
 
 ROOT = Path(__file__).parents[2]
 PROBLEM = "b=3;c=7;d=b*c;e=d+b;f=e*c;g=f-d;?g"

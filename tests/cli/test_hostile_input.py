@@ -11,12 +11,12 @@ import pytest
 
 from jkv import cli
 from jkv.bench import device
+from jkv.checkpoints import loading as checkpoint
 from jkv.cli.bench import BENCHES, whole
 from jkv.cli.evaluate import counts
 from jkv.cli.generate import for_terminal
 from jkv.evaluation import formats, gpu_plan
 from jkv.grpo import __main__ as grpo
-from jkv.model import checkpoint
 from jkv.tasks import tune
 
 ROOT = Path(__file__).parents[2]

@@ -165,7 +165,7 @@ def test_a_score_is_tried_once_for_each_engine(model):
 
 
 @dataclasses.dataclass(frozen=True)
-class Odd(jkv.policies.schedules.Every):
+class Odd(jkv.eviction.schedules.Every):
     """A schedule with one answer that is none."""
 
     method: str = ""
@@ -197,7 +197,7 @@ def test_a_bad_schedule_is_refused_when_it_is_submitted(model, method):
 
 
 @dataclasses.dataclass(frozen=True)
-class Late(jkv.policies.schedules.Every):
+class Late(jkv.eviction.schedules.Every):
     """A schedule whose answer is none after some tokens."""
 
     def target(self, prompt, generated):
@@ -213,7 +213,7 @@ def test_a_schedule_is_asked_again_for_a_longer_row(model):
 
 
 def test_a_schedule_whose_answer_is_none_later_than_it_is_asked_ends_its_request_alone(model, whole, monkeypatch):
-    monkeypatch.setattr("jkv.policies.schedules.MOST_ASKED", 1)
+    monkeypatch.setattr("jkv.eviction.schedules.MOST_ASKED", 1)
     engine = jkv.Engine(model, **SIZES)
     late = dataclasses.replace(r_kv(0), schedule=Late(**BUDGET))
     assert_neighbours_are_whole(engine, submit(engine, late), whole, ValueError, "Late.target must return")

@@ -9,10 +9,10 @@ import pytest
 import jkv
 from jkv.cache.attention import OPEN_END
 from jkv.engine.engine import Engine
-from jkv.policies.scores import Recency
+from jkv.eviction.scores import Recency
 from jkv.testing import TINY, TinyTokenizer, random_gate, tiny_model
 from tests.cache.test_pool import assert_allocator_is_consistent
-from tests.policies.test_gate_kinds import reference
+from tests.eviction.test_gate_kinds import reference
 
 PROMPT, LONG = list(range(1, 30)), [7 * i % 31 + 1 for i in range(300)]  # the second is prefilled in two chunks
 KINDS = {"dms": 0.0, "linear": 0.0, "mlp": 0.0, "fast": 0.5}  # the threshold that drops about half

@@ -12,9 +12,9 @@ import pytest
 
 import jkv
 from jkv.analysis.recall import attention_received
+from jkv.eviction.scores import AttentionMass
 from jkv.model import decoder
 from jkv.policies.g_kv import largest_attention
-from jkv.policies.scores import AttentionMass
 from jkv.tasks.train import packed_attention
 from jkv.testing import TINY, TinyTokenizer, random_view, tiny_model
 from tests.support.learned_sinks import CONFIG, with_random_vectors

@@ -11,12 +11,12 @@ import transformers
 from tokenizers import processors
 
 import jkv
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS
 from jkv.engine import memory
 from jkv.engine.prompts import encode_prompts, warn_of_bare_text
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.results import split_text
-from jkv.model import checkpoint
-from jkv.model.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS
 from jkv.reasoning.marks import TAGS
 from jkv.tasks import vocabulary
 

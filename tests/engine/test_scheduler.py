@@ -7,7 +7,7 @@ import jkv
 from jkv.engine.requests import Request
 from jkv.engine.samples import Completion, RowOutputs, Sample, Start
 from jkv.engine.scheduler import CHUNKS, Capacity, Scheduler
-from jkv.policies.scores import Recency
+from jkv.eviction.scores import Recency
 
 LAYERS, HEADS, PAGE = 2, 2, 4
 MOST_PAGES = LAYERS * HEADS * 16  # of a request

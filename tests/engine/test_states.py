@@ -14,8 +14,8 @@ import pytest
 import jkv
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import state_bytes
+from jkv.eviction import Needs
 from jkv.model import decoder
-from jkv.policies import Needs
 from jkv.replay.columns import dense_columns
 from jkv.replay.score import sequence_log_probs
 from jkv.tasks.train import packed_attention

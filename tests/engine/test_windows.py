@@ -14,8 +14,8 @@ import jkv
 from jkv.cache import windows
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import window_bytes
+from jkv.eviction import Needs
 from jkv.model import decoder
-from jkv.policies import Needs
 from jkv.replay.other_groups import with_other_groups
 from jkv.tasks.train import packed_attention
 from jkv.testing import TINY, TinyTokenizer, find_copies, tiny_model

@@ -2,8 +2,8 @@
 
 import pytest
 
+from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation import compare as bench
-from jkv.model import checkpoint
 from jkv.tasks.evaluate import held_out
 
 

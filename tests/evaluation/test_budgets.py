@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from jkv import r_kv
+from jkv.checkpoints import loading as checkpoint
 from jkv.engine.timing import COMPILING
 from jkv.evaluation import compare as bench
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
 from jkv.evaluation.generations import read_records, run
 from jkv.evaluation.problems import Problem
-from jkv.model import checkpoint
 from jkv.tasks.evaluate import held_out
 
 KNOBS = {"max_new_tokens": 96, "max_running": 4, "page_size": 4, "progress": False}

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from jkv import cli
+from jkv.checkpoints import loading as checkpoint
 from jkv.cli import evaluate as command
 from jkv.cli import probe as probe_command
 from jkv.evaluation import compare as bench
 from jkv.evaluation.contrasts import check_contrasts
 from jkv.evaluation.oracles import ORACLE
 from jkv.evaluation.probe import runs_of, text_sets
-from jkv.model import checkpoint
 from jkv.policies import has_budget
 from jkv.reasoning.steering import SteeringVector
 from jkv.tasks.evaluate import held_out

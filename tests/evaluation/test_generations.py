@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jkv import cli, full, generate, mem_share, quest, r_kv, reason_cache
+from jkv.checkpoints import loading as checkpoint
 from jkv.engine.runner import Runner
 from jkv.evaluation import generations
 from jkv.evaluation.generations import read_records, run
 from jkv.evaluation.problems import Problem
-from jkv.model import checkpoint
 from jkv.model.sampling import Sampling
 from jkv.tasks.evaluate import held_out
 

@@ -7,9 +7,9 @@ import tomllib
 
 import pytest
 
+from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation import gpu_plan
 from jkv.evaluation.gpu_plan import CONFIG, Stage, run_plan
-from jkv.model import checkpoint
 from tests.bench.conftest import MODEL
 
 QUICK = ["timeit", "-n", "1", "-r", "1"]

@@ -6,7 +6,7 @@ import pytest
 
 from jkv.cache.pool import EMPTY
 from jkv.evaluation import leads
-from jkv.policies.view import CacheView
+from jkv.eviction.view import CacheView
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from jkv import cli, full, reports
+from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation import compare
 from jkv.evaluation.generations import read_records, run
 from jkv.evaluation.problems import Problem
-from jkv.model import checkpoint
 from jkv.model.sampling import Sampling
 from jkv.tasks.evaluate import held_out
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from jkv.analysis.recall import decode
+from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation import weight_leads
 from jkv.evaluation.leads import traces
 from jkv.evaluation.weight_leads import BASES, CONTRASTS, InverseProbability, Moment, ToNearest, Weights, weighted, weights_read
-from jkv.model import checkpoint
 
 
 def test_a_replay_without_weights_has_the_log_probabilities_of_the_engine():

@@ -6,9 +6,9 @@ import pytest
 
 from jkv.evaluation import window_leads
 from jkv.evaluation.window_leads import ByHead, counted_heads
+from jkv.eviction.scores import AttentionMass
+from jkv.eviction.view import CacheView
 from jkv.policies.r_kv import redundancy_of
-from jkv.policies.scores import AttentionMass
-from jkv.policies.view import CacheView
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ pytest.importorskip("lm_eval")
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from jkv.checkpoints.chat_template import ChatText
 from jkv.integrations.lm_eval import JKV
-from jkv.model.chat_template import ChatText
 
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = ["b=3;c=7;d=b*c;?d", "x=4;y=9;z=x-y;?z"]

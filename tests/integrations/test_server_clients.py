@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.model import checkpoint
+from jkv.checkpoints import loading as checkpoint
 from tests.serving.conftest import TEMPLATE
 
 pytest.importorskip("uvicorn")

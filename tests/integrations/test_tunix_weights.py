@@ -77,7 +77,7 @@ def test_models_that_jkv_cannot_run_are_refused():
 
 def test_a_saved_model_is_what_was_trained(tmp_path):
     model = make_model("qwen2", lora=True)
-    jkv.model.checkpoint.export(params_of(model), None, tmp_path / "exported", dtype=jnp.float32)
+    jkv.checkpoints.loading.export(params_of(model), None, tmp_path / "exported", dtype=jnp.float32)
     again = jkv.load(str(tmp_path / "exported"))
     rng = np.random.default_rng(0)
     prompts, tokens = rng.integers(2, 32, (2, 6)), rng.integers(2, 32, (2, 10))

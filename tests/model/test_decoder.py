@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.checkpoints.families import FAMILIES
 from jkv.engine import programs
 from jkv.model import decoder
-from jkv.model.families import FAMILIES
 
 GOLDEN = Path(__file__).parents[1] / "support" / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.model import checkpoint
+from jkv.checkpoints import loading as checkpoint
 from jkv.testing import tiny_model
 
 

@@ -134,7 +134,7 @@ def test_a_gradient_reaches_an_adapter_through_codes():
 @pytest.mark.parametrize("config", [UNTIED, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_loads_tensor_by_tensor_as_its_floats_would_be_quantised(kind, config, tmp_path):
-    from jkv.model.checkpoint import export
+    from jkv.checkpoints.loading import export
 
     export(params_of(config=config), None, tmp_path / "model", dtype=jnp.float32)
     expected = jkv.quantise_weights(jkv.load(tmp_path / "model").params, kind)

@@ -170,7 +170,7 @@ def test_a_family_without_experts_ignores_what_is_said_of_them(tmp_path):
 def test_a_checkpoint_is_written_as_it_was_read(tmp_path):
     from safetensors.numpy import load_file
 
-    from jkv.model import checkpoint
+    from jkv.checkpoints import loading as checkpoint
 
     model = jkv.load(str(GOLDEN / "qwen3_moe"))
     checkpoint.export(model.params, None, tmp_path, dtype=jnp.float32)

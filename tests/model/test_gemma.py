@@ -15,10 +15,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jkv
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.model_shapes import find_shape
 from jkv.engine.memory import window_bytes
-from jkv.model import checkpoint, decoder
+from jkv.model import decoder
 from jkv.model.experts import route
-from jkv.model.model_shapes import find_shape
 from jkv.model.norms import norm
 from jkv.model.rotary import rotary_frequency
 from jkv.tasks.train import packed_attention
@@ -501,7 +502,7 @@ def test_a_multimodal_checkpoint_that_is_not_understood_is_refused(tmp_path, cha
 
 def test_the_tokenizer_of_a_text_model_may_have_the_token_of_images(tmp_path):
     """The tokenizer of Gemma 3 1B has one token more than the model, for images."""
-    from jkv.model.tokenizer_files import check_size
+    from jkv.checkpoints.tokenizer_files import check_size
 
     check_size(GEMMA3.vocab_size + 1, "here", GEMMA3)
     for size, config in ((GEMMA3.vocab_size + 2, GEMMA3), (GEMMA4.vocab_size + 1, GEMMA4)):

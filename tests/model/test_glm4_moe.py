@@ -14,9 +14,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jkv
-from jkv.model import checkpoint, experts
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.model_shapes import find_shape
+from jkv.model import experts
 from jkv.model.eight_bits import quantise_weights
-from jkv.model.model_shapes import find_shape
 from jkv.testing import adapted, tiny_model
 from tests.model.test_decoder import GOLDEN
 from tests.support.glm import CONFIG, with_random_biases

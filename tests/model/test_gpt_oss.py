@@ -13,8 +13,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jkv
-from jkv.model import checkpoint, mxfp4
-from jkv.model.model_shapes import find_shape
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints import mxfp4
+from jkv.checkpoints.model_shapes import find_shape
 from tests.model.test_decoder import GOLDEN
 
 CASE = GOLDEN / "gpt_oss"

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh
 
 import jkv
-from jkv.model import saved_weights
-from jkv.model.checkpoint import export
+from jkv.checkpoints import saved_weights
+from jkv.checkpoints.loading import export
 from jkv.model.joined import GROUPS, filled, is_joined, split
 from jkv.model.params import LowRank
 from jkv.model.sharding import shardings

@@ -14,8 +14,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import jkv
-from jkv.model import checkpoint, decoder
-from jkv.model.model_shapes import find_shape
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.model_shapes import find_shape
+from jkv.model import decoder
 from jkv.testing import TinyTokenizer, tiny_model
 from tests.model.test_decoder import GOLDEN
 from tests.support.olmo3 import CONFIG, with_random_norms

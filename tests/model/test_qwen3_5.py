@@ -14,10 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jkv
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.checkpoint_tensors import tensor_parts
+from jkv.checkpoints.model_shapes import find_shape
 from jkv.engine.memory import state_bytes
-from jkv.model import checkpoint, decoder
-from jkv.model.checkpoint_tensors import tensor_parts
-from jkv.model.model_shapes import find_shape
+from jkv.model import decoder
 from tests.model.test_decoder import GOLDEN
 from tests.support.recurrent import CONFIG, recurrent_model
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.checkpoints import weight_reading
 from jkv.engine.kernels import ProgramsFor, programs_for
-from jkv.model import weight_reading
 from pallas_kernels import KERNELS, choice, dispatch
 from pallas_kernels.dispatch import Implementation, best, call
 from pallas_kernels.models import MODELS, Workload

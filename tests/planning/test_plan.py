@@ -13,7 +13,7 @@ import pytest
 
 import jkv
 from jkv import cli
-from jkv.model.model_shapes import SHAPES, find_shape, read_shape
+from jkv.checkpoints.model_shapes import SHAPES, find_shape, read_shape
 from jkv.model.params import count_weights
 from jkv.model.weight_shapes import init_params, weight_shapes
 from jkv.planning.roofline import lifetime

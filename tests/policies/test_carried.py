@@ -9,7 +9,7 @@ import pytest
 import jkv
 from jkv.cache.attention import OPEN_END
 from jkv.engine.engine import Engine
-from jkv.policies import Needs
+from jkv.eviction import Needs
 from jkv.policies.g_kv import RememberedImportance
 from jkv.testing import TINY, TinyTokenizer, random_view, tiny_model
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.policies.scores import uniform
+from jkv.eviction.scores import uniform
 from jkv.policies.vase import drawn_score
 from jkv.testing import random_view
 

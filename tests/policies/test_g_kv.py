@@ -11,7 +11,7 @@ import jkv
 from jkv.cache import pool as pages
 from jkv.engine import programs
 from jkv.engine.chunk_inputs import empty_state
-from jkv.policies.evict import Limits
+from jkv.eviction.evict import Limits
 from jkv.testing import TINY, random_view
 
 WINDOW, BUDGET, ROWS = 4, 20, 2

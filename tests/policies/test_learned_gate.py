@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.policies import Needs
+from jkv.eviction import Needs
 from jkv.policies.learned_gate import GateValue
 from jkv.testing import random_gate, random_view, tiny_model
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.policies.policy import compacted
-from jkv.policies.schedules import AfterPrompt, Every, Growing
-from jkv.policies.scores import Recency
+from jkv.eviction.policy import compacted
+from jkv.eviction.schedules import AfterPrompt, Every, Growing
+from jkv.eviction.scores import Recency
 from jkv.testing import random_view
 
 GROUPS = pytest.mark.parametrize("group", [1, *(pytest.param(group, marks=pytest.mark.slow) for group in (2, 4, 6)), 7])

@@ -13,10 +13,10 @@ from jkv.engine import programs
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.model_facts import facts_for, projected_norms
 from jkv.engine.row_views import view_of_rows
+from jkv.eviction.query_statistics import QueryMoments, QueryStatistics
+from jkv.eviction.scores import AttentionMass
 from jkv.model.params import fold
 from jkv.model.weight_shapes import weight_shapes
-from jkv.policies.query_statistics import QueryMoments, QueryStatistics
-from jkv.policies.scores import AttentionMass
 from jkv.testing import TINY, adapted, assert_no_pool_copy, random_statistics, random_view, tiny_model, unfolded
 from tests.support.programs import shapes_of
 

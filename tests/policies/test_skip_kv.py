@@ -11,9 +11,9 @@ import jkv
 from jkv.cache import pool as pages
 from jkv.engine.engine import Engine
 from jkv.engine.results import make_result
+from jkv.eviction.evict import Evict
+from jkv.eviction.scores import Recency
 from jkv.model import decoder
-from jkv.policies.evict import Evict
-from jkv.policies.scores import Recency
 from jkv.policies.skip_kv import LessRepeated
 from jkv.reasoning.sentences import SentenceLog, SentenceMap, Sentences, ends_of, similarity_of_slots
 from jkv.reasoning.steering import Steer, SteeringVector

@@ -12,17 +12,17 @@ import pytest
 
 import jkv
 from jkv import cli, policies
+from jkv.eviction.recipe import entry_of, markdown, page_with_table, recipes_in
 from jkv.policies import make
-from jkv.policies.recipe import entry_of, markdown, page_with_table, recipes_in
 
 ROOT = Path(__file__).parents[2]
 FILE = '''"""Newest (arXiv 0000.00000): keeps the newest tokens."""
 
-from jkv.policies.evict import Evict
-from jkv.policies.policy import Policy
-from jkv.policies.recipe import recipe
-from jkv.policies.schedules import Every
-from jkv.policies.scores import Recency
+from jkv.eviction.evict import Evict
+from jkv.eviction.policy import Policy
+from jkv.eviction.recipe import recipe
+from jkv.eviction.schedules import Every
+from jkv.eviction.scores import Recency
 
 
 @recipe("Newest", idea="keeps the newest tokens", arxiv="0000.00000")

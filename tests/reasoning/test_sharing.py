@@ -299,7 +299,7 @@ def test_scores_count_the_multiplicity_of_a_slot():
     rng = np.random.default_rng(0)
     key, query = rng.standard_normal((1, 1, 7, 8)).astype(np.float32), rng.standard_normal((1, 2, 2, 8)).astype(np.float32)
     twice = np.concatenate([key[:, :, :1], key], axis=2)  # the first key, once more in front
-    mass = jkv.policies.scores.AttentionMass(window=2, candidates="all")
+    mass = jkv.eviction.scores.AttentionMass(window=2, candidates="all")
     weight = jnp.zeros((1, 1, 7)).at[..., 0].set(math.log(2))
     position = jnp.arange(8, dtype=jnp.int32)[None, None]
     double = mass(jkv.CacheView(jnp.asarray(twice), jnp.asarray(twice), position, jnp.asarray(query)))

@@ -6,14 +6,14 @@ import shutil
 
 import pytest
 
-from jkv.model import checkpoint
-from jkv.model.cards import Card
-from jkv.model.model_shapes import find_shape
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.cards import Card
+from jkv.checkpoints.model_shapes import find_shape
+from jkv.eviction.recipe import page_with_table
 from jkv.model.params import count_weights
 from jkv.model.weight_shapes import weight_shapes
 from jkv.planning.devices import DEVICES
 from jkv.policies import POLICIES
-from jkv.policies.recipe import page_with_table
 from pallas_kernels import KERNELS
 from tests.repository.pages import PAGES, ROOT, SUFFIXES, anchors, blocks, links, name_of, spans
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jkv.model.families import FAMILIES
+from jkv.checkpoints.families import FAMILIES
 from tests.support.model_table import COLUMNS, GOLDEN, PAGE, Claim, cell, claim_of, collect, page_with, table_of
 
 

@@ -8,9 +8,9 @@ import shutil
 import pytest
 
 from jkv import cli
-from jkv.model import checkpoint
+from jkv.checkpoints import loading as checkpoint
 from jkv.testing import random_gate
-from tests.model.test_gguf_tokenizer import TINY
+from tests.checkpoints.test_gguf_tokenizer import TINY
 from tests.repository.pages import PAGES, ROOT, name_of
 from tests.support.gguf_models import write_gguf
 

@@ -12,8 +12,8 @@ import yaml
 
 import jkv
 import pallas_kernels
+from jkv.eviction.recipe import entry_of
 from jkv.policies import POLICIES
-from jkv.policies.recipe import entry_of
 from tests.repository.pages import ROOT, links, run
 
 sys.path.insert(0, str(ROOT / "docs" / "hooks"))  # as mkdocs finds them

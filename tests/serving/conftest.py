@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import jkv
-from jkv.model import checkpoint
+from jkv.checkpoints import loading as checkpoint
 
 TEMPLATE = (
     "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import jkv
+from jkv.checkpoints import loading as checkpoint
 from jkv.engine.requests import spread_policies
-from jkv.model import checkpoint
 from tests.serving.conftest import SETTINGS, Running, make_engine
 
 TEMPLATE = (

@@ -9,8 +9,8 @@ import pytest
 
 import jkv
 from jkv import cli
-from jkv.model import checkpoint
-from jkv.model.cards import Card, card_of
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints.cards import Card, card_of
 from jkv.policies import make
 from tests.repository.pages import ROOT
 from tests.serving.conftest import TEMPLATE, Running

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from jkv.checkpoints.families import FAMILIES
 from jkv.model.decoder import forward, unembed
-from jkv.model.families import FAMILIES
 from jkv.model.params import ModelConfig
 from jkv.model.rope_scaling import RopeScaling
 from jkv.model.weight_shapes import weight_shapes

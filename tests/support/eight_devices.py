@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 import jkv
 from jkv.engine import chunk_inputs, mesh, programs
 from jkv.engine.timing import COMPILING
+from jkv.eviction import Needs
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.sampling import rows_of
 from jkv.model.weight_shapes import init_params
-from jkv.policies import Needs
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteeringVector
 from jkv.testing import TINY, adapted, random_gate, random_statistics, tiny_model, unfolded

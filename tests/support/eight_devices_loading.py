@@ -1,6 +1,6 @@
 """Models that are loaded onto meshes of simulated devices: the same weights in the same places, and what they take meanwhile.
 
-`tests/model/test_loading_on_mesh.py` runs this file.
+`tests/checkpoints/test_loading_on_mesh.py` runs this file.
 """
 
 import dataclasses
@@ -15,10 +15,11 @@ import pytest
 from jax.sharding import Mesh
 
 import jkv
+from jkv.checkpoints import gguf_files, weight_reading
+from jkv.checkpoints import loading as checkpoint
 from jkv.cli import main
 from jkv.engine import memory
 from jkv.engine.mesh import read_mesh
-from jkv.model import checkpoint, gguf_files, weight_reading
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.weight_shapes import init_params
 from jkv.testing import TINY

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from jkv.model import checkpoint
+from jkv.checkpoints import loading as checkpoint
 from jkv.tasks import vocabulary
 from tests.support.checkpoints import golden_copy
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jkv.model.families import FAMILIES
-from jkv.model.model_shapes import find_shape
+from jkv.checkpoints.families import FAMILIES
+from jkv.checkpoints.model_shapes import find_shape
 from jkv.reports import markdown
 
 ROOT = Path(__file__).parents[2]

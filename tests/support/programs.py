@@ -19,13 +19,13 @@ from jkv.engine import scheduler, sharer, swap
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.prefill import LARGE
 from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
+from jkv.eviction import Evict, Needs
+from jkv.eviction.gate_kinds import KVzapLinearGate
 from jkv.model.joined import join_weights, separate_weights
 from jkv.model.params import ModelConfig, Params
 from jkv.model.penalties import PenaltyRows
 from jkv.model.sampling import SamplingRows
 from jkv.model.weight_shapes import weight_shapes
-from jkv.policies import Evict, Needs
-from jkv.policies.gate_kinds import KVzapLinearGate
 from jkv.policies.learned_gate import GateValue
 from jkv.reasoning.sentences import SentenceMap
 from jkv.reasoning.steering import SteerRules

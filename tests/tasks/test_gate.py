@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jkv.model.checkpoint import export
+from jkv.checkpoints.loading import export
 from jkv.model.params import ModelConfig
 from jkv.model.weight_shapes import init_params
 from jkv.tasks import gate, trail_vocabulary

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv.model import checkpoint
+from jkv.checkpoints import loading as checkpoint
 from jkv.model.params import ModelConfig
 from jkv.model.weight_shapes import init_params
 from jkv.tasks import trail_vocabulary, vocabulary

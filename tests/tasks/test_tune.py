@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation.graders import grader_of
-from jkv.model import checkpoint
 from jkv.tasks import tune as tuning
 from jkv.tasks.batches import DRAWS, make_batch
 from jkv.tasks.train import loss

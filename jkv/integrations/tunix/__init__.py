@@ -7,7 +7,7 @@
     learner = JkvGRPOLearner(cluster, GRPOConfig(num_generations=8), reward_fns, correction="tis+veto")
 
 `params_of` converts the weights of a tunix model to `jkv.Params`, for `jkv.generate`, `jkv.score`, `jkv.save` and
-`jkv.model.checkpoint.export`.
+`jkv.checkpoints.loading.export`.
 """
 
 from jkv.integrations.tunix.learner import JkvGRPOLearner

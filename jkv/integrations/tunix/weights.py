@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import qwix
 from flax import nnx
 
-from jkv.model.families import FAMILIES
+from jkv.checkpoints.families import FAMILIES
 from jkv.model.params import LayerParams, LowRank, ModelConfig, Params
 from jkv.model.weight_shapes import weight_shapes
 

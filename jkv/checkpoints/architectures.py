@@ -1,0 +1,404 @@
+"""Converts config.json to a `ModelConfig` and back, and refuses by name every feature that the decoder does not support.
+
+The differences between families are in `jkv.checkpoints.families`. `jkv.checkpoints.loading` reads and writes the files.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jkv.checkpoints.config_rules import MEANINGLESS, NAMES, QK_NORM_RULES, REQUIRED, ROPE, ROPELESS_RULES, RULES, UNREAD
+from jkv.checkpoints.expert_fields import check_experts, expert_rules, read_experts, required_fields, write_experts
+from jkv.checkpoints.families import FAMILIES, find_family
+from jkv.checkpoints.family import Family
+from jkv.checkpoints.huggingface import transformers
+from jkv.checkpoints.json_files import CORRECT, Rule, check_fields, printable, shown
+from jkv.checkpoints.multimodal import text_fields
+from jkv.model.params import ModelConfig
+from jkv.model.rope_scaling import RopeScaling
+
+ROPE_FIELDS = {  # kind of RoPE -> (field of RopeScaling, name in the checkpoint)
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position": "original_max_position_embeddings",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position": "original_max_position_embeddings",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "truncates": "truncate",
+    },
+    "proportional": {"factor": "factor", "share": "partial_rotary_factor"},
+    "longrope": {
+        "original_max_position": "original_max_position_embeddings",
+        "attention_factor": "attention_factor",
+        "short_factor": "short_factor",
+        "long_factor": "long_factor",
+    },
+}
+ORIGINAL = "original_max_position"  # a whole number; the others are not
+DEFAULTED = "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"  # if not given
+MSCALES = "mscale", "mscale_all_dim"
+GROWTH = {"yarn": MSCALES, "longrope": ("factor",)}  # the attention factor follows from them if it is not given
+SCALES = (
+    *("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor"),
+    *("attention_factor", "beta_fast", "beta_slow", *MSCALES),
+)
+FULL, WINDOWED = "full_attention", "sliding_attention"  # kinds of layers
+PROPORTIONAL = "proportional"  # RoPE of some families, whose fields have defaults
+UNSET = ("partial_rotary_factor", "original_max_position_embeddings")  # null is as good as absent
+
+
+def advice() -> str:
+    """The supported checkpoints, for error messages."""
+    known = ", ".join(family.architecture for family in FAMILIES.values())
+    return f"jkv runs {known}, unquantised or in a GGUF file, with full attention. Choose such a checkpoint."
+
+
+def parse_config(fields: Mapping[str, Any], where: str) -> ModelConfig:
+    """The `ModelConfig` of the fields of a config.json; error messages begin with `where`."""
+    fields = text_fields(fields, where)
+    family = check_family(fields, where)
+    fields = {**family.defaults, **fields}
+    rules, required = rules_of(family), [name for name in REQUIRED if name not in family.absent_fields]
+    check_known(fields, family, rules, where)
+    required += required_fields(family)
+    if family.has_experts and "num_local_experts" in fields:  # as transformers 5 writes it
+        fields = {"num_experts": fields["num_local_experts"]} | {**fields}
+    check_fields(fields, rules, where, required)
+    kinds = ROPE_FIELDS.keys() - ({PROPORTIONAL} if not family.has_proportional_rope else set())
+    check_rope(fields, where, family.has_rope_by_kind, sorted(kinds))
+    layers = fields["num_hidden_layers"]
+    for name in ("layer_types", *(["no_rope_layers"] if family.has_layers_without_rope else [])):
+        if (count := len(fields.get(name) or [])) not in (0, layers):
+            raise ValueError(f"{where}: {name} must have an entry for each of the {layers} layers, got {count}. {CORRECT}")
+    from huggingface_hub.errors import StrictDataclassError
+
+    # Only known fields are passed on: transformers builds lists and objects of others, of any size.
+    fields = original_of_rope(fields) | {**fields}
+    known = {name: fields[name] for name in rules.keys() & fields.keys() if not (name in UNSET and fields[name] is None)}
+    try:
+        config: Any = transformers().AutoConfig.for_model(family.config_type or family.name, **known)
+    except (StrictDataclassError, ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: must be a valid {family.name} configuration: {printable(error)}. Correct it or download it again."
+        ) from error
+    config.allow_global_per_layer_attribute_access = True  # to the heads that `Family.reads` completes
+    if "num_key_value_heads" not in fields and config.num_key_value_heads != config.num_attention_heads:
+        raise ValueError(f"{where}: num_key_value_heads must be {RULES['num_key_value_heads'].wanted}, got none. {CORRECT}")
+    of_windows = config.rope_parameters[WINDOWED] if family.has_rope_by_kind else None
+    rope = config.rope_parameters[FULL] if family.has_rope_by_kind else config.rope_parameters
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    share = (rope.get("partial_rotary_factor") or 1.0) if family.has_partial_rotary else 1.0
+    rotary_size = int(head_size * share)
+    if rotary_size % 2 or not rotary_size:
+        raise ValueError(f"{where}: the rotary size must be positive and even, got {rotary_size} of {head_size=}. {advice()}")
+    scaling = parse_rope(rope, rotary_size, config.max_position_embeddings, where)
+    positions = most_positions(config, scaling)
+    windows = window_layers(config, family, positions)
+    check_features(config, family, positions, windows, where)
+    found = ModelConfig(
+        family=family.name,
+        vocab_size=config.vocab_size,
+        width=config.hidden_size,
+        num_layers=config.num_hidden_layers,
+        num_query_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_size=head_size,
+        mlp_width=getattr(config, family.expert_width) if family.has_experts else config.intermediate_size,
+        max_positions=positions,
+        rope_theta=float(rope["rope_theta"]),
+        rope_scaling=scaling,
+        rotary_size=0 if rotary_size == head_size else rotary_size,
+        layers_without_rope=layers_without_rope(config) if family.has_layers_without_rope else (),
+        window=config.sliding_window if windows else 0,
+        window_layers=windows,
+        **({} if of_windows is None or not windows else rope_of_windows(of_windows, rope, rotary_size, config, where)),
+        norm_epsilon=config.rms_norm_eps,
+        qkv_bias=config.attention_bias if family.says_qkv_bias else family.qkv_bias,
+        out_bias=family.out_bias,
+        qk_norm=config.use_qk_norm if family.says_qk_norm else family.qk_norm,
+        all_heads_norm=family.all_heads_norm,
+        norms_after=family.norms_after,
+        has_sinks=family.has_sinks,
+        tie_embeddings=config.tie_word_embeddings,
+        **read_experts(config, family),
+    )
+    try:
+        found = dataclasses.replace(found, **{**family.switches, **family.reads(config)})
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}. {advice()}") from None
+    if found.num_query_heads % found.num_kv_heads:
+        raise ValueError(
+            f"{where}: query heads must be a multiple of KV heads in layers with full attention too, got "
+            f"{found.num_query_heads} and {found.num_kv_heads}. {advice()}"
+        )
+    return found
+
+
+def rope_of_windows(
+    own: Mapping[str, Any], rope: Mapping[str, Any], num_rotated: int, config: Any, where: str
+) -> dict[str, Any]:
+    """The fields of a `ModelConfig` for the RoPE of layers with a window, where it is not that of the other layers."""
+    scaling, other = (parse_rope(x, num_rotated, config.max_position_embeddings, where) for x in (own, rope))
+    theta = {"window_theta": float(own["rope_theta"])} if own["rope_theta"] != rope["rope_theta"] else {}
+    return theta | ({"window_scaling": scaling} if scaling != other else {})
+
+
+def rules_of(family: Family) -> dict[str, Rule]:
+    """The rules of the fields that are read for a family."""
+    rules = dict(RULES)
+    if not family.ignores_fields:
+        unread = UNREAD - {"partial_rotary_factor"} if family.has_partial_rotary else UNREAD
+        rules = {name: rule for name, rule in rules.items() if name not in unread}
+    rules |= ROPELESS_RULES if family.has_layers_without_rope else {}
+    rules |= QK_NORM_RULES if family.says_qk_norm else {}
+    return rules | expert_rules(family) | dict(family.rules)
+
+
+def check_known(fields: Mapping[str, Any], family: Family, rules: Mapping[str, Rule], where: str) -> None:
+    """Refuses fields that are not read and may have a meaning, in a family that does not ignore them."""
+    if family.ignored_fields is None:
+        return
+    unknown = sorted(fields.keys() - rules.keys() - NAMES.keys() - MEANINGLESS - family.ignored_fields)
+    if unknown:
+        raise ValueError(
+            f"{where}: every field must be known for {family.architecture}, got also {shown(unknown)}. Remove what has no "
+            "effect, or choose a checkpoint without it."
+        )
+
+
+def layers_without_rope(config: Any) -> tuple[int, ...]:
+    """The layers whose entry of `no_rope_layers` is 0; 1 marks a layer with RoPE."""
+    return tuple(layer for layer, rotates in enumerate(config.no_rope_layers) if not rotates)
+
+
+def window_layers(config: Any, family: Family, limit: int) -> tuple[int, ...]:
+    """The layers with a sliding window; one of all the `limit` positions is full attention, unless its RoPE is another."""
+    window = getattr(config, "sliding_window", None)
+    if not family.has_windows or window is None or (window >= limit and not family.has_rope_by_kind):
+        return ()
+    return tuple(layer for layer, kind in enumerate(config.layer_types) if kind == "sliding_attention")
+
+
+def check_family(fields: Mapping[str, Any], where: str) -> Family:
+    """The family of a configuration. Refuses unsupported architectures and quantised weights."""
+    check_fields(fields, NAMES, where)
+    name, architectures = fields.get("model_type"), fields.get("architectures") or []
+    family = FAMILIES.get(name or "")
+    if family is None or any(architecture != family.architecture for architecture in architectures):
+        raise ValueError(f"{where}: the architecture must be supported, got {architectures} of model_type {name!r}. {advice()}")
+    quantised = fields.get("quantization_config") or fields.get("compression_config")
+    method = quantised.get("quant_method", "unknown") if quantised else None
+    if quantised and not (family.reads_mxfp4 and method == "mxfp4"):
+        raise ValueError(f"{where}: weights must not be quantised, got quantization_config with method {method!r}. {advice()}")
+    return family
+
+
+def check_features(config: Any, family: Family, limit: int, windows: tuple[int, ...], where: str) -> None:
+    """Refuses by name the features of a supported family, of `limit` positions, that the decoder lacks."""
+    queries, keys = config.num_attention_heads, config.num_key_value_heads
+    window = getattr(config, "sliding_window", None)
+    others = set(family.attention_kinds(config))
+    others -= {"full_attention"}
+    if windows or window is None or window >= limit:  # a window of the maximum length is full attention
+        others -= {"sliding_attention"}
+    biases = [name for name in family.bias_switches if getattr(config, name, False)]
+    activation = getattr(config, family.activation_field)
+    has_head_size = getattr(config, "head_dim", None) is not None
+    rules: tuple[tuple[bool, str], ...] = (
+        (
+            has_head_size or config.hidden_size % queries == 0,
+            f"hidden_size must be a multiple of num_attention_heads={queries}, got {config.hidden_size}",
+        ),
+        (not others, f"attention must be full, got {sorted(others)} with sliding_window={window} below {limit} positions"),
+        (
+            len(windows) < config.num_hidden_layers,
+            f"a layer must have full attention, for policies to act on, got a sliding_window={window} in all of them",
+        ),
+        (
+            not family.out_bias or config.attention_bias,
+            f"attention_bias must be true in {family.architecture}, got false",
+        ),
+        (not biases, f"{' and '.join(biases)} must be false in {family.architecture}, got true"),
+        (
+            activation in family.activations,
+            f"{family.activation_field} must be {family.activations[0]!r}, got {activation!r}",
+        ),
+        (queries % keys == 0, f"query heads must be a multiple of KV heads, got {queries} and {keys}"),
+    )
+    for holds, rule in (*rules, *check_experts(config, family)):
+        if not holds:
+            raise ValueError(f"{where}: {rule}. {advice()}")
+
+
+def ropes_in(fields: Mapping[str, Any], where: str, is_by_kind: bool) -> dict[str, Mapping[str, Any]]:
+    """The objects with RoPE settings, by name; with `is_by_kind`, rope_parameters may have one for each kind of layer."""
+    given = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if fields.get(name)}
+    nested = given.get("rope_parameters", {})
+    if not (is_by_kind and nested.keys() & {FULL, WINDOWED}):
+        if len(given) > 1 and given["rope_parameters"] != given["rope_scaling"]:
+            raise ValueError(f"{where}: rope_parameters and rope_scaling must be the same, got two that differ. {CORRECT}")
+        return given
+    odd = [kind for kind, rope in nested.items() if kind not in (FULL, WINDOWED) or not isinstance(rope, dict)]
+    if odd or len(given) > 1:
+        raise ValueError(
+            f"{where}: rope_parameters must have an object for {FULL} and one for {WINDOWED}, and no rope_scaling beside them, "
+            f"got {shown([*odd, *given])}. {CORRECT}"
+        )
+    return {f"rope_parameters: {kind}": rope for kind, rope in nested.items()}
+
+
+def check_rope(
+    fields: Mapping[str, Any], where: str, is_by_kind: bool = False, kinds: Sequence[str] = tuple(ROPE_FIELDS)
+) -> None:
+    """Refuses RoPE settings out of their range, of other kinds, and those that contradict each other."""
+    given = ropes_in(fields, where, is_by_kind)
+    for name, rope in given.items():
+        inside = f"{where}: {name}"
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in tuple(kinds):  # which may be no string
+            raise ValueError(f"{inside}: the RoPE type must be one of {', '.join(kinds)}, got {shown(kind)}. {advice()}")
+        used = {*ROPE_FIELDS[kind].values(), *GROWTH.get(kind, ())}
+        needed = [field for field in ROPE_FIELDS[kind].values() if field not in DEFAULTED and kind != PROPORTIONAL]
+        check_fields(
+            {field: value for field, value in rope.items() if field in used or field not in SCALES}, ROPE, inside, needed
+        )
+        nested = [field for field, value in rope.items() if isinstance(value, dict)]
+        unused = [field for field in SCALES if field not in used and rope.get(field) not in (None, 1)]
+        both = "rope_theta", "partial_rotary_factor", *((ROPE_FIELDS[kind][ORIGINAL],) if kind == "longrope" else ())
+        twice = [field for field in both if None not in (rope.get(field), fields.get(field))]
+        unequal = [field for field in twice if rope[field] != fields[field]]
+        low, high = (rope.get(field, bound) for field, bound in (("low_freq_factor", 0), ("high_freq_factor", math.inf)))
+        fast, slow = (rope.get(field) or default for field, default in (("beta_fast", 32), ("beta_slow", 1)))
+        rules = (
+            (
+                rope.get("type", kind) == kind,
+                f"type and rope_type must be the same, got {shown(rope.get('type'))} and {kind!r}",
+            ),
+            (not nested, f"must be the same for all layers, got objects of {shown(nested)}"),
+            (not unused, f"{', '.join(unused)} must not be set, because RoPE of type {kind!r} has no such factor"),
+            (not unequal, f"{', '.join(unequal)} must be what config.json has outside of {name}, got another value"),
+            (slow < fast, f"beta_slow must be below beta_fast={fast}, got {slow}"),
+            (kind != "llama3" or low < high, f"low_freq_factor must be below high_freq_factor={high}, got {low}"),
+        )
+        for holds, rule in rules:
+            if not holds:
+                raise ValueError(f"{inside}: {rule}. {CORRECT}")
+
+
+def original_of_rope(fields: Mapping[str, Any]) -> dict[str, int]:
+    """The original context of LongRoPE as a field of config.json, where alone some of transformers' configurations read it."""
+    name = ROPE_FIELDS["longrope"][ORIGINAL]
+    rope = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    is_there = "longrope" in (rope.get("rope_type"), rope.get("type")) and name in rope
+    return {name: rope[name]} if is_there else {}
+
+
+def parse_rope(rope: Mapping[str, Any], num_rotated: int, positions: int, where: str) -> RopeScaling:
+    """The RoPE scaling of a checkpoint's `rope_parameters`, for so many rotated channels and `max_position_embeddings`."""
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_FIELDS:
+        raise ValueError(f"{where}: the RoPE type must be one of {', '.join(ROPE_FIELDS)}, got {kind!r}. {advice()}")
+    given = {field: rope[name] for field, name in ROPE_FIELDS[kind].items() if rope.get(name) is not None}
+    given = {field: float(value) if type(value) is int and field != ORIGINAL else value for field, value in given.items()}
+    if kind == "yarn":
+        given.setdefault("attention_factor", attention_factor(rope))
+    if kind == "longrope":
+        for field in ("short_factor", "long_factor"):
+            given[field] = tuple(map(float, given[field]))
+            if len(given[field]) != num_rotated // 2:
+                raise ValueError(
+                    f"{where}: {field} must have a number for each of the {num_rotated // 2} rotated pairs of channels, got "
+                    f"{len(given[field])}. {CORRECT}"
+                )
+        given.setdefault("attention_factor", longrope_attention_factor(rope, positions))
+    return RopeScaling(kind, **given)
+
+
+def most_positions(config: Any, scaling: RopeScaling) -> int:
+    """The positions of a model. With YaRN, max_position_embeddings may be those before it was extended."""
+    extended = int(scaling.factor * scaling.original_max_position) if scaling.kind == "yarn" else 0
+    return max(config.max_position_embeddings, extended)
+
+
+def attention_factor(rope: Mapping[str, Any]) -> float:
+    """What YaRN (arXiv 2309.00071, section 3.4) multiplies queries and keys by, where a checkpoint does not say it."""
+    of_queries, of_all = (rope.get(name) or 0.0 for name in MSCALES)
+    growth = 0.1 * math.log(rope["factor"])
+    return (of_queries * growth + 1) / (of_all * growth + 1) if of_queries and of_all else growth + 1
+
+
+def longrope_attention_factor(rope: Mapping[str, Any], positions: int) -> float:
+    """What LongRoPE (arXiv 2402.13753) multiplies queries and keys by, where a checkpoint does not say it."""
+    original = rope[ROPE_FIELDS["longrope"][ORIGINAL]]
+    growth = rope.get("factor") or positions / original
+    return math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
+
+
+def rope_fields(config: ModelConfig) -> dict[str, Any]:
+    """The `rope_parameters` of layers of one kind."""
+    scaling = config.rope_scaling
+    numbers = {name: getattr(scaling, field) for field, name in ROPE_FIELDS[scaling.kind].items()}
+    numbers = {name: list(value) if isinstance(value, tuple) else value for name, value in numbers.items()}
+    return {"rope_type": scaling.kind, "rope_theta": config.rope_theta, **numbers}
+
+
+def config_fields(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """The fields of config.json, with RoPE in the form that both transformers 4 and 5 read."""
+    scaling, numbers = config.rope_scaling, rope_fields(config)
+    del numbers["rope_theta"]
+    family = find_family(config.family)
+    fields = {
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_query_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size,
+        "intermediate_size": config.mlp_width,
+        "max_position_embeddings": config.max_positions,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": numbers if len(numbers) > 1 or not family.ignores_fields else None,
+        "rms_norm_eps": config.norm_epsilon,
+        "tie_word_embeddings": config.tie_embeddings,
+        family.activation_field: family.activations[0],
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "eos_token_id": list(config.end_ids) or None,
+        "torch_dtype": dtype,
+    }
+    fields = {name: value for name, value in fields.items() if name not in family.absent_fields}
+    if config.out_bias:
+        fields["attention_bias"] = True
+    if family.says_qkv_bias:
+        fields["attention_bias"] = config.qkv_bias
+    if family.says_qk_norm:
+        fields["use_qk_norm"] = config.qk_norm
+    fields |= write_experts(config, family)
+    if scaling.kind == "longrope":
+        fields |= original_of_rope(fields)
+    if config.layers_without_rope:
+        fields["no_rope_layers"] = [int(layer not in config.layers_without_rope) for layer in range(config.num_layers)]
+    if config.window_layers or (family.has_windows and not family.ignores_fields):
+        kinds = [
+            "sliding_attention" if layer in config.window_layers else "full_attention" for layer in range(config.num_layers)
+        ]
+        fields |= {"sliding_window": config.window or config.max_positions, "layer_types": kinds}
+    if config.window_layers and family.ignores_fields:
+        fields["use_sliding_window"] = True
+    if family.has_rope_by_kind:
+        del fields["rope_theta"], fields["rope_scaling"]
+        fields["rope_parameters"] = {FULL: rope_fields(config), WINDOWED: rope_fields(config.in_windows)}
+    if family.has_partial_rotary:
+        fields["partial_rotary_factor"] = (config.rotary_size or config.head_size) / config.head_size
+    return fields | dict(family.writes(config))

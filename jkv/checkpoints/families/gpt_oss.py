@@ -1,0 +1,43 @@
+"""gpt-oss (arXiv 2508.10925): a learned sink for each query head, windows in alternate layers, biases, and experts in MXFP4.
+
+The experts of a layer are in one tensor, their gates and ups interleaved by columns. Checkpoints of the makers have them in
+MXFP4 (`jkv.checkpoints.mxfp4`), which transformers also writes in floats.
+"""
+
+from jkv.checkpoints.family import TENSORS, Family
+
+ATTENTION = {
+    "out_bias": "self_attn.o_proj.bias",
+    "sink": "self_attn.sinks",
+}
+EXPERTS = {
+    "experts.router": "mlp.router.weight",
+    "experts.router_bias": "mlp.router.bias",
+    **dict.fromkeys(("experts.gate", "experts.up"), "mlp.experts.gate_up_proj"),
+    **dict.fromkeys(("experts.gate_bias", "experts.up_bias"), "mlp.experts.gate_up_proj_bias"),
+    "experts.down": "mlp.experts.down_proj",
+    "experts.down_bias": "mlp.experts.down_proj_bias",
+}
+
+FAMILY = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    qkv_bias=True,
+    out_bias=True,
+    has_sinks=True,
+    has_windows=True,
+    has_experts=True,
+    expert_width="intermediate_size",
+    expert_bias=True,
+    swiglu_limit=7.0,
+    swiglu_alpha=1.702,
+    bias_switches=(),
+    ignored_fields=frozenset(
+        {"attention_dropout", "experts_per_token", "initial_context_length", "output_router_logits", "router_aux_loss_coef"}
+    ),
+    tensors=TENSORS | ATTENTION | EXPERTS,
+    interleaved=frozenset({"experts.gate", "experts.up", "experts.gate_bias", "experts.up_bias"}),
+    untransposed=frozenset({"experts.down", "experts.gate_bias", "experts.up_bias", "experts.down_bias"}),
+    reads_mxfp4=True,
+    is_read_from_gguf=False,
+)

@@ -1,0 +1,20 @@
+"""Qwen3 with a mixture of experts in every layer (arXiv 2505.09388), such as Qwen3-30B-A3B."""
+
+from jkv.checkpoints.family import TENSORS, Family
+
+EXPERTS = {
+    "experts.router": "mlp.gate.weight",
+    "experts.gate": "mlp.experts.{}.gate_proj.weight",
+    "experts.up": "mlp.experts.{}.up_proj.weight",
+    "experts.down": "mlp.experts.{}.down_proj.weight",
+}
+
+FAMILY = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    qk_norm=True,
+    has_experts=True,
+    attention_kinds=lambda _: {"sliding_attention"},  # in every layer, if config.json has a sliding_window and uses it
+    tensors=TENSORS | EXPERTS,
+    is_read_from_gguf=False,
+)

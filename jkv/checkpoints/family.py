@@ -1,0 +1,200 @@
+"""The record that describes a model family; `jkv.checkpoints.families` has one file per family.
+
+All families run on one decoder, which reads the switches of `ModelConfig`. A `Family` defines which switches its config.json
+sets, and how its checkpoints name and stack the weights. How a weight is split over a mesh follows from the axes of
+`jkv.model.params.LayerParams`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from jkv.checkpoints.json_files import Rule
+
+TENSORS = {  # field of Params or LayerParams -> tensor of a Llama checkpoint, in which matrices are transposed
+    "embedding": "model.embed_tokens.weight",
+    "final_norm": "model.norm.weight",
+    "unembedding": "lm_head.weight",
+    "attention_norm": "input_layernorm.weight",  # this and the following have the prefix of the layer
+    "query": "self_attn.q_proj.weight",
+    "key": "self_attn.k_proj.weight",
+    "value": "self_attn.v_proj.weight",
+    "out": "self_attn.o_proj.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "query_bias": "self_attn.q_proj.bias",
+    "key_bias": "self_attn.k_proj.bias",
+    "value_bias": "self_attn.v_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
+}
+
+
+def layer_types(config: Any) -> set[str]:
+    """The kinds of attention in the `layer_types` of a transformers configuration; none without that field."""
+    return set(getattr(config, "layer_types", None) or [])
+
+
+@dataclasses.dataclass(frozen=True)
+class Multimodal:
+    """How the text model of a family is stored in the checkpoints of a model that also reads images or sound.
+
+    Attributes:
+      name, architecture: `model_type` and `architectures` of their config.json, whose `text_config` is that of the text model.
+      ignored_fields: of this config.json, without a meaning for text.
+      prefixes: prefixes of the text model's tensors -> those of its own checkpoints.
+      others: prefixes of the tensors of images and sound, which are not read.
+    """
+
+    name: str
+    architecture: str
+    ignored_fields: frozenset[str]
+    prefixes: Mapping[str, str]
+    others: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A model family.
+
+    Attributes:
+      name: `model_type` in config.json.
+      architecture: the class in `architectures` of config.json.
+      config_type: the `model_type` of the transformers configuration that reads config.json; None means `name`.
+      qkv_bias: whether query, key and value projections add a bias.
+      out_bias: whether the attention's output projection does.
+      qk_norm: whether queries and keys are normalised per head.
+      all_heads_norm: whether queries and keys are normalised over all heads together.
+      norms_after: whether attention and MLP have their norms after them instead of before.
+      has_sinks: whether each query head has a learned logit in the denominator of its softmax.
+      has_partial_rotary: whether `partial_rotary_factor` is used; in other families transformers ignores it.
+      says_qkv_bias, says_qk_norm: whether `attention_bias` and `use_qk_norm` of config.json decide about these.
+      has_experts: whether its feed-forward blocks are mixtures of experts.
+      expert_count, expert_width: the fields of config.json with the number of experts, and the width of one.
+      routes_by_sigmoid: of `ModelConfig`; its layers are then those of DeepSeek-V3: the first ones without experts, the others
+        with a shared block beside them.
+      expert_bias: whether the router and the matrices of experts add biases.
+      swiglu_limit, swiglu_alpha: of `ModelConfig`, where config.json does not give them.
+      has_layers_without_rope: whether config.json lists layers whose queries and keys are not rotated (`no_rope_layers`).
+      has_windows: whether its layers may have a sliding window, each by its entry of `layer_types`.
+      has_rope_by_kind: whether layers with a window and layers with full attention have RoPE parameters of their own.
+      switches: further fields of `ModelConfig`, the same in all its models.
+      reads: further fields of `ModelConfig` that follow from a transformers configuration.
+      writes: the fields of config.json that `reads` and `rules` need, of a `ModelConfig`.
+      rules: further fields of config.json that are read, and what they must be.
+      defaults: fields of config.json that its makers leave out.
+      absent_fields: fields that other families need and that have no meaning here.
+      activation_field: the field of config.json with the activation of feed-forward blocks.
+      activations: the names that it may have there, all of `ModelConfig.activation`.
+      multimodal: the checkpoints that its text models are also in.
+      num_foreign_tokens: tokens at the end of its tokenizers that a text model has no embedding for.
+      has_proportional_rope: whether RoPE may be of type "proportional".
+      bias_switches: fields of config.json that add biases which the decoder lacks.
+      attention_kinds: the kinds of attention that a transformers configuration uses.
+      ignored_fields: fields of config.json without a meaning here; any other that is not read is refused. None ignores all.
+      tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Fields of one tensor are stacked in it by rows,
+        in the order of the fields. A field of `Experts` has a tensor of each expert where the name has `{}`.
+      tensors_beside_experts: those of `tensors` that have another name in layers with experts.
+      prediction_tensor: what the layers of multi-token prediction, which follow the last one and are not read, have; empty
+        where a checkpoint has none.
+      other_tensors: the same of some fields, in checkpoints that have them so; other makers' are as in `tensors`.
+      interleaved: fields that take turns along the last axis of their tensor, in place of being stacked.
+      untransposed: fields with two axes or more whose tensor has the axes of the field; of others the last two are swapped.
+      reads_mxfp4: whether its weights may be in MXFP4 (`jkv.checkpoints.mxfp4`).
+      layer_prefix: the prefix of the tensors of layer `{}`.
+      is_read_from_gguf: whether GGUF files of it are read; their `general.architecture` is then its name.
+      is_interleaved_in_gguf: whether GGUF files have the halves of each query and key head interleaved by rows.
+      strips_in_gguf: whether the SentencePiece tokenizer of a GGUF file ignores spaces after special tokens.
+    """
+
+    name: str
+    architecture: str
+    config_type: str | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    says_qkv_bias: bool = False
+    says_qk_norm: bool = False
+    all_heads_norm: bool = False
+    norms_after: bool = False
+    has_sinks: bool = False
+    has_partial_rotary: bool = False
+    has_experts: bool = False
+    expert_count: str = "num_experts"
+    expert_width: str = "moe_intermediate_size"
+    routes_by_sigmoid: bool = False
+    expert_bias: bool = False
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.0
+    has_layers_without_rope: bool = False
+    has_windows: bool = False
+    has_rope_by_kind: bool = False
+    has_proportional_rope: bool = False
+    switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    reads: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+    writes: Callable[[Any], Mapping[str, Any]] = lambda _: {}
+    rules: Mapping[str, Rule] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    absent_fields: frozenset[str] = frozenset()
+    activation_field: str = "hidden_act"
+    activations: tuple[str, ...] = ("silu", "swish")
+    multimodal: Multimodal | None = None
+    num_foreign_tokens: int = 0
+    bias_switches: tuple[str, ...] = ("attention_bias", "mlp_bias")
+    attention_kinds: Callable[[Any], set[str]] = layer_types
+    ignored_fields: frozenset[str] | None = None
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSORS)
+    other_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tensors_beside_experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    prediction_tensor: str = ""
+    interleaved: frozenset[str] = frozenset()
+    untransposed: frozenset[str] = frozenset({"experts.gate", "experts.up"})
+    reads_mxfp4: bool = False
+    layer_prefix: str = "model.layers.{}."
+    is_read_from_gguf: bool = True
+    is_interleaved_in_gguf: bool = False
+    strips_in_gguf: bool = False
+
+    @property
+    def ignores_fields(self) -> bool:
+        """Whether any field of config.json that is not read is ignored, so that fields it lacks must be off by default."""
+        return self.ignored_fields is None
+
+    @property
+    def has_expert_width(self) -> bool:
+        """Whether the width of an expert has a field of its own."""
+        return self.expert_width == "moe_intermediate_size"
+
+    def as_stored(self, names: Collection[str]) -> "Family":
+        """The family whose tensors are called as in a checkpoint with these names."""
+        first = self.layer_prefix.format(0)
+        if not any(first + name in names for name in self.other_tensors.values()):
+            return self
+        return dataclasses.replace(self, tensors={**self.tensors, **self.other_tensors})
+
+    def tensor_of(self, leaf: str, expert_layers: Collection[int] = ()) -> str:
+        """The tensor of a leaf of `Params` with a name such as `layers.0.query`."""
+        if not leaf.startswith("layers."):
+            return self.tensors[leaf]
+        layer = leaf.split(".")[1]
+        tensors = {**self.tensors, **self.tensors_beside_experts} if int(layer) in expert_layers else self.tensors
+        return self.layer_prefix.format(layer) + tensors[field_of(leaf)]
+
+    def is_prediction(self, tensor: str, num_layers: int, tensors: Collection[str]) -> bool:
+        """Whether a tensor of the checkpoint is of a layer of multi-token prediction, beyond the last of `num_layers`."""
+        start, end = self.layer_prefix.split("{}")
+        layer = tensor.removeprefix(start).split(end)[0]
+        if not self.prediction_tensor or not tensor.startswith(start) or not layer.isdecimal():
+            return False
+        return int(layer) >= num_layers and self.layer_prefix.format(layer) + self.prediction_tensor in tensors
+
+
+def field_of(leaf: str) -> str:
+    """The field of `Params` or `LayerParams` of a leaf.
+
+    >>> field_of("layers.0.experts.gate"), field_of("embedding")
+    ('experts.gate', 'embedding')
+    """
+    return leaf.split(".", 2)[2] if leaf.startswith("layers.") else leaf

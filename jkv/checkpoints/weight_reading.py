@@ -1,0 +1,240 @@
+"""Reads the weights of a checkpoint to their devices, one leaf of `Params` after the other.
+
+On a mesh, each device's part of a leaf is read by itself, so a host never holds more than its devices' weights and one tensor.
+Tensors in MXFP4 and in GGUF files are read whole, one at a time, because they are dequantised.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from jkv.checkpoints.checkpoint_tensors import DTYPES, Bounds, Origin, Part, check_tensors, origins_of, tensor_parts
+from jkv.model.eight_bits import coded, quantise_weights
+from jkv.checkpoints.families import find_family
+from jkv.checkpoints.gguf_files import gguf_family, read_gguf_weight, stored_dtype
+from jkv.checkpoints.gguf_header import GgufHeader
+from jkv.model.joined import filled, joins_by_default
+from jkv.checkpoints.json_files import AGAIN, printable
+from jkv.checkpoints.multimodal import text_tensors
+from jkv.checkpoints.mxfp4 import MXFP4, read_mxfp4, with_mxfp4
+from jkv.model.params import Codes, ModelConfig, Params
+from jkv.model.sharding import check_divides, num_parts, shardings, without_whole_experts
+from jkv.checkpoints.weight_files import list_files, list_tensors
+from jkv.model.weight_shapes import weight_shapes
+from pallas_kernels.choice import is_old_gpu
+
+ROWS = 1 << 12  # of two tensors that are compared at once
+Index: TypeAlias = tuple[slice, ...]  # of a tensor; an empty one is the whole tensor
+Read: TypeAlias = Callable[[str, Index], np.ndarray]
+
+
+class Kept(NamedTuple):
+    """How weights are kept."""
+
+    dtype: Any  # None is the default
+    weight_dtype: str | None  # of matrices in 8 bits
+    mesh: Mesh | None = None  # None is the default device
+    splits_width: bool = False  # whether a mesh splits each expert by its width
+    joined: bool | None = None  # whether matrices that multiply the same input are one array; None: on a GPU without a mesh
+
+    def chosen(self, stored: Any) -> "Kept":
+        """With the default dtype for weights that are stored in this dtype, if none is given."""
+        default = jnp.float32 if computes_in_float32() else stored
+        return self._replace(dtype=float_dtype(default if self.dtype is None else self.dtype))
+
+    @property
+    def joins(self) -> bool:
+        """Whether matrices that multiply the same input are one array."""
+        return joins_by_default() and self.mesh is None if self.joined is None else self.joined
+
+    def arranged(self, config: ModelConfig) -> ModelConfig:
+        """The configuration with experts that are split as they shall be.
+
+        Raises:
+          ValueError: a width to split, and no experts.
+        """
+        return without_whole_experts(config) if self.splits_width else config
+
+    def places(self, config: ModelConfig) -> Params | None:
+        """The shardings of the weights on the mesh.
+
+        Raises:
+          ValueError: a mesh without an axis "tensor", or one that does not divide the model.
+        """
+        if self.mesh is None:
+            return None
+        shapes = weight_shapes(config)
+        found = shardings(shapes if self.weight_dtype is None else quantise_weights(shapes, self.weight_dtype), self.mesh)
+        check_divides(config, num_parts(self.mesh))
+        return found
+
+
+def computes_in_float32() -> bool:
+    """Whether the default device computes in float32 whatever the dtype: a CPU, or a GPU from before Ampere."""
+    return jax.default_backend() == "cpu" or is_old_gpu()
+
+
+def float_dtype(dtype: Any) -> np.dtype:
+    """The dtype of weights, checked."""
+    if jnp.dtype(dtype) not in DTYPES.values():
+        raise ValueError(f"dtype must be one of float32, float16, bfloat16; got {jnp.dtype(dtype)}.")
+    return jnp.dtype(dtype)
+
+
+# From files
+
+
+def read_weights(folder: Path, config: ModelConfig, kept: Kept, places: Params | None = None) -> Params:
+    """The weights of a checkpoint folder, in the layout of `Params`.
+
+    `places` are the shardings of the weights, of `Codes` where these are kept in 8 bits; None is the default device.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files, family = list_files(folder), find_family(config.family)
+    names, listed = family.tensors, list_tensors(files)
+    on_disk = text_tensors(listed, family, str(folder))
+    stored = {name: listed[full] for name, full in on_disk.items()}
+    stored = with_mxfp4(stored) if family.reads_mxfp4 else stored
+    wanted = tensor_parts(config, family.as_stored(stored))
+    check_tensors(wanted, stored, config)
+    with contextlib.ExitStack() as stack:
+        opened: dict[Path, Any] = {}
+
+        def read_stored(name: str, index: Index = ()) -> np.ndarray:
+            file = listed[on_disk[name]].file
+            try:
+                if file not in opened:
+                    opened[file] = stack.enter_context(safe_open(file, "numpy"))
+                if not index:
+                    return opened[file].get_tensor(on_disk[name])
+                near = opened[file].get_slice(on_disk[name])[tuple(slice(one.start, one.stop) for one in index)]
+                return near[tuple(slice(None, None, one.step) for one in index)]
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{file} must be a safetensors file: {printable(error)}. {AGAIN}") from error
+
+        read_whole = one_at_a_time(lambda name: read_mxfp4(read_stored, name))
+
+        def read(name: str, index: Index) -> np.ndarray:
+            return read_whole(name, index) if stored[name].dtype == MXFP4 else read_stored(name, index)
+
+        kept = kept.chosen(DTYPES[stored[names["embedding"]].dtype])
+        params = read_leaves(config, wanted, read, kept, lambda name: f"{stored[name].file}: {name}", places)
+        if config.tie_embeddings and names["unembedding"] in stored:
+            check_tied(read_stored, names["embedding"], names["unembedding"], config, stored[names["unembedding"]].file)
+    return params
+
+
+def read_gguf_weights(header: GgufHeader, config: ModelConfig, kept: Kept, places: Params | None = None) -> Params:
+    """The weights of a GGUF file, dequantised one by one, in the layout of `Params`; `places`: see `read_weights`."""
+    wanted = tensor_parts(config, gguf_family(config))
+    read = one_at_a_time(lambda name: read_gguf_weight(header, name, config))
+    kept = kept.chosen(DTYPES[stored_dtype(header)])
+    return read_leaves(config, wanted, read, kept, lambda name: f"{header.file}: {name}", places)
+
+
+def one_at_a_time(read_whole: Callable[[str], np.ndarray]) -> Read:
+    """Reads whole tensors, and holds the last one for the parts of it that are asked for next."""
+    held: dict[str, np.ndarray] = {}
+
+    def read(name: str, index: Index) -> np.ndarray:
+        if name not in held:
+            held.clear()  # before the next one is read
+            held[name] = read_whole(name)
+        return held[name][index]
+
+    return read
+
+
+def check_tied(read: Read, embedding: str, unembedding: str, config: ModelConfig, file: Path) -> None:
+    """Refuses a tied unembedding that differs from the embedding; `file` has it."""
+    for first in range(0, config.vocab_size, ROWS):
+        rows = slice(first, min(first + ROWS, config.vocab_size)), slice(0, config.width)
+        if not np.array_equal(read(embedding, rows), read(unembedding, rows)):
+            raise ValueError(
+                f"{file}: {unembedding} must equal {embedding}, because config.json sets tie_word_embeddings; "
+                "it differs. Set that to false, or remove the tensor."
+            )
+
+
+# To devices
+
+
+def read_leaves(
+    config: ModelConfig,
+    wanted: Mapping[str, list[Part]],
+    read: Read,
+    kept: Kept,
+    where: Callable[[str], str],
+    places: Params | None,
+) -> Params:
+    """All weights. `wanted` are the tensors, `read` gives a part of one, and `where` has its name in errors."""
+    origins, (shapes, structure) = origins_of(wanted), jax.tree.flatten(weight_shapes(config))
+    targets = [None] * len(shapes) if places is None else jax.tree.leaves(places, is_leaf=lambda x: isinstance(x, Codes))
+
+    def leaf(index: int) -> Any:
+        shape, place = shapes[index].shape, targets[index]
+        part, names = origins[index][0].part, [where(origin.tensor) for origin in origins[index]]
+        own = kept._replace(dtype=jnp.float32) if part.is_exact else kept
+        between = functools.partial(read_between, origins[index], read, own.dtype)
+        floats = put(shape, between, place.code if isinstance(place, Codes) else place)
+        return finished(floats, own, part.code_axis, place, names)
+
+    return filled(structure, leaf, kept.joins)
+
+
+def read_between(origins: Sequence[Origin], read: Read, dtype: Any, bounds: Bounds) -> np.ndarray:
+    """What lies between these bounds of a leaf, in host memory."""
+    out = np.empty([end - first for first, end in bounds], dtype)
+    targets: Any = [(out, origins[0])]
+    if origins[0].part.expert is not None:
+        (first, end), *bounds = bounds
+        targets = zip(out, origins[first:end], strict=True)
+    for target, origin in targets:
+        rows = read(origin.tensor, origin.slices(bounds))
+        with np.errstate(over="ignore"):  # `finished` reports it
+            target[...] = np.swapaxes(rows, -1, -2) if origin.part.is_transposed else rows
+    return out
+
+
+def put(shape: tuple[int, ...], between: Callable[[Bounds], np.ndarray], place: Sharding | None) -> jax.Array:
+    """An array whose parts `between` reads, each once, on the default device or where `place` says."""
+    if place is None:
+        return jnp.array(between([(0, size) for size in shape]))
+    indices = place.addressable_devices_indices_map(shape)
+    holders: dict[Any, list[Any]] = {}
+    for device, index in indices.items():
+        bounds = tuple(one.indices(size)[:2] for one, size in zip(index or (), shape, strict=True))
+        holders.setdefault(bounds, []).append(device)
+    arrays: dict[Any, Any] = {}
+    for bounds, devices in holders.items():
+        part = between(bounds)  # a CPU may keep it as the array itself
+        arrays |= {device: jax.device_put(part, device) for device in devices}
+        jax.block_until_ready(arrays[devices[-1]])  # so that the host does not hold the next ones too
+    return jax.make_array_from_single_device_arrays(shape, place, [arrays[device] for device in indices])
+
+
+def finished(leaf: jax.Array, kept: Kept, code_axis: int | None, place: Any, names: Sequence[str]) -> Any:
+    """A leaf as it is kept: in its dtype, checked, and in 8 bits where `kept` says so; `names` are those of its tensors.
+
+    Raises:
+      ValueError: numbers that are not finite.
+    """
+    dtype = jnp.dtype(kept.dtype)
+    leaf = leaf.astype(dtype)
+    is_finite = jnp.isfinite(leaf)
+    if not is_finite.all():
+        name = names[int(jnp.argmin(is_finite.reshape(len(names), -1).all(axis=1)))] if len(names) > 1 else names[0]
+        wider = "" if dtype == jnp.float32 else ' Or load with dtype="float32".'
+        raise ValueError(f"{name} must be finite, got NaN or infinity as {dtype}. {AGAIN}{wider}")
+    if kept.weight_dtype is None or code_axis is None:
+        return leaf
+    codes = coded(leaf, kept.weight_dtype, code_axis)
+    return codes if place is None else jax.device_put(codes, place)

@@ -1,0 +1,118 @@
+"""Budgets in bytes: `jkv.r_kv(budget="64MB")` is a budget in slots once the model and the format of its pool are known."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jkv.cache.slot_size import SlotSize
+from jkv.checks import shown, size
+from jkv.eviction.policy import Policy, noted
+
+UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+TEXT = re.compile(r"(\d{1,12}(?:\.\d{1,12})?) {0,4}(B|kB|KB|MB|GB|KiB|MiB|GiB)")
+PROBE = 1 << 24  # slots that every recipe takes, to check its other settings at once
+MOST_SLOTS = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ByteBudget:
+    """A policy whose budget is in bytes: the most bytes of keys, values and positions that a row keeps.
+
+    Over all layers and KV heads, after a compaction, as a budget in slots has it: until the next one a row grows.
+
+    Attributes:
+      name: the recipe's name.
+      build: the recipe without its checks.
+      settings: what it was called with, by name.
+    """
+
+    name: str
+    build: Callable[..., Policy]
+    settings: tuple[tuple[str, Any], ...]
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.settings)})"
+
+    @property
+    def budget(self) -> str:
+        """As it was typed."""
+        return dict(self.settings)["budget"]
+
+    def with_slots(self, slots: int) -> Policy:
+        """The policy with a budget in slots, which shows what was typed."""
+        settings = dict(self.settings)
+        return noted(self.build(**settings | {"budget": slots}), self.name, (), settings)
+
+    def in_slots(self, slot: SlotSize) -> Policy:
+        """The policy of a model and format, with as many slots as the bytes hold.
+
+        Raises:
+          ValueError: fewer slots than the policy takes, with the arithmetic.
+        """
+        num_bytes = parse_bytes(self.budget)
+        slots = num_bytes // slot.whole
+        try:
+            if slots > 0:
+                return self.with_slots(min(slots, MOST_SLOTS))
+        except ValueError:
+            pass
+        least = self.least()
+        raise ValueError(
+            f"{self!r}: {size(num_bytes)} / ({slot}) is {slots} slots, and {self.name} takes at least {least} with these "
+            f"settings = {size(least * slot.whole)}. Raise the budget, or quantise pages (kv_dtype)."
+        )
+
+    def least(self) -> int:
+        """The fewest slots that the recipe takes with its settings."""
+        refused, accepted = 0, PROBE
+        while accepted - refused > 1:
+            middle = (refused + accepted) // 2
+            try:
+                self.with_slots(middle)
+                accepted = middle
+            except ValueError:
+                refused = middle
+        return accepted
+
+
+def in_bytes(name: str, build: Callable[..., Policy], settings: dict[str, Any]) -> ByteBudget:
+    """A recipe's policy with a budget in bytes, its other settings checked.
+
+    Raises:
+      ValueError: a text that is no number of bytes, a setting out of its range, or a policy whose budget holds no memory.
+    """
+    parse_bytes(settings["budget"], f"{name}'s budget")
+    policy = ByteBudget(name, build, tuple(settings.items()))
+    if policy.with_slots(PROBE).budget is None:
+        raise ValueError(
+            f"{name} keeps every token, so its budget is a number of slots that a step reads; got {settings['budget']!r}. "
+            "Give slots, such as budget=1024."
+        )
+    return policy
+
+
+def parse_bytes(text: str, name: str = "a budget") -> int:
+    """The bytes of a text.
+
+    Raises:
+      ValueError: the text is no number with a unit, or no bytes at all.
+
+    >>> parse_bytes("64MB"), parse_bytes("1.5 KiB")
+    (64000000, 1536)
+    """
+    found = TEXT.fullmatch(text.strip())
+    num_bytes = int(float(found[1]) * UNITS[found[2]]) if found else 0
+    if num_bytes < 1:
+        raise ValueError(f'{name} must be a whole number of slots, or bytes such as "64MB" or "1.5 GiB"; got {shown(text)}.')
+    return num_bytes
+
+
+def is_bytes(text: str) -> bool:
+    """Whether a text is a number of bytes with its unit."""
+    return TEXT.fullmatch(text.strip()) is not None
+
+
+def in_slots(policy: Any, slot: SlotSize) -> Any:
+    """A policy whose budget in bytes is one in slots; anything else as it is."""
+    return policy.in_slots(slot) if isinstance(policy, ByteBudget) else policy
