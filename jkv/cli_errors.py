@@ -1,6 +1,6 @@
 """How a command ends, whatever happens: one line for bad input, and no traceback of what a file or a number caused.
 
-For `jkv` and `python -m jkv.grpo`.
+For `jkv` and `python -m research.grpo`.
 """
 
 import contextlib

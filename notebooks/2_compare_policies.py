@@ -47,7 +47,7 @@ print(jax.devices())
 # %%
 import jkv
 from jkv.evaluation.compare import Problem, compare, table
-from jkv.tasks.evaluate import held_out
+from jkv.evaluation.held_out import held_out
 
 model = jkv.load("tiny-reasoner")
 problems = [Problem(one.prompt, one.answer) for one in held_out(60) if one.prompt.count(";") in (8, 9)][:12]

@@ -57,7 +57,7 @@ import optax
 from tqdm.auto import tqdm
 
 import jkv
-from jkv.tasks import counting
+from jkv.model.weight_shapes import init_params
 from jkv.viz.look import style, subplots
 
 reasoner = jkv.load("tiny-reasoner")
@@ -103,7 +103,20 @@ for mode in ("tis", "tis+veto"):
 # replayed loss, and replaces the weights. Nothing compiles after the first update, because weights, prompts and evictions are data.
 
 # %%
-start, n = counting.start(seed=0), 8
+shape = {"width": 64, "mlp_width": 128, "num_layers": 2, "num_query_heads": 4, "num_kv_heads": 2, "head_size": 16}
+config = jkv.ModelConfig(
+    family="qwen3", vocab_size=16, max_positions=1024, qk_norm=True, tie_embeddings=True, **shape
+)  # ten digits, and six tokens that are never right
+
+
+def reward(out):
+    """The share of adjacent tokens that are digits of which the second is one more than the first."""
+    first, second = out.tokens[:, :-1], out.tokens[:, 1:]
+    is_pair = np.arange(first.shape[1]) < out.lengths[:, None] - 1
+    return (is_pair & (second == first + 1) & (second < 10)).sum(axis=1) / np.maximum(out.lengths - 1, 1)
+
+
+start, n = jkv.Model(init_params(config, jax.random.key(0)), name="counting"), 8
 params, optimizer = start.params, optax.chain(optax.clip_by_global_norm(1.0), optax.adam(2e-3))
 state = optimizer.init(params)
 rollout = jkv.Rollout(
@@ -122,9 +135,9 @@ def learn(params, state, batch):
 history, rng = [], np.random.default_rng(0)
 bar = tqdm(range(80), unit="step")
 for step in bar:
-    prompts, _ = counting.draw(rng, 4)
+    prompts = list(rng.integers(10, size=(4, 5), dtype=np.int32))
     out = rollout(prompts, seed=step, stop_ids=(), return_trace=True, progress=False)
-    rewards = counting.reward(out)
+    rewards = reward(out)
     batch = jkv.rl.make_batch(out, jkv.rl.group_advantages(rewards, n), replay=True)
     params, state, off, dense = learn(params, state, batch)
     rollout.update(params)
@@ -168,5 +181,5 @@ print(
 )
 
 # %% [markdown]
-# `python -m jkv.grpo configs/experiments/grpo-counting.toml` is a complete run with several arms, checkpoints and a report.
+# `python -m research.grpo configs/experiments/grpo-counting.toml` is a complete run with several arms, checkpoints and a report.
 # `jkv.integrations.tunix` makes jkv the rollout engine of tunix.

@@ -33,7 +33,7 @@ from jaxtyping import install_import_hook
 from tests.support import selection
 
 ROOT = Path(__file__).parent.parent
-FILES = [*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")]
+FILES = [*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py"), *ROOT.glob("research/**/*.py")]
 SHAPED = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in FILES if "jaxtyping" in file.read_text()]
 # Files that write no shapes are left to mypy: the check takes most of the time of the host's loop.
 HOOK = install_import_hook([name.removesuffix(".__init__") for name in SHAPED], "beartype.beartype")

@@ -20,6 +20,7 @@ from jkv import viz
 from jkv.bench.rounds import GREEDY
 from jkv.checkpoints import loading as checkpoint
 from jkv.engine.results import complete
+from jkv.evaluation.held_out import held_out
 from jkv.generate import generate
 from jkv.limits import parse
 from jkv.model.decoder import forward
@@ -27,7 +28,6 @@ from jkv.model.params import Model, Params
 from jkv.model.rotary import rotary_frequency
 from jkv.reasoning.sharing import COMPARED, Share, distances
 from jkv.reports import write_figure, write_json
-from jkv.tasks.evaluate import held_out
 
 
 def main() -> None:

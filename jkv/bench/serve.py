@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from jkv.bench.load import Answer, poisson_arrivals, send_all
+from jkv.evaluation.held_out import held_out
 from jkv.policies import has_budget, make
 from jkv.reports import Report, digits, footnote, markdown
-from jkv.tasks.evaluate import held_out
 
 SHARES = (0.5, 0.9, 0.99)
 SHARES_OF_ENGINE = ("occupancy", "host_share", "idle_share")

@@ -40,6 +40,8 @@ from pallas_kernels.models import FILES
 
 MAX_SMALL = 1 << 20  # bytes of config.json and generation_config.json
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")  # as peft names them
+REPOSITORY = "https://github.com/jkv-project/jkv"
+ELSEWHERE = {"tiny-reasoner-2": "research/assets/tiny-reasoner-2"}  # in the repository
 SMALL_FILES = ["*.json", "*.txt", "*.jinja", "tokenizer.model"]
 
 
@@ -168,6 +170,11 @@ def find_folder(name_or_folder: Folder) -> Path | None:
         return Path(name_or_folder)
     if isinstance(name_or_folder, str) and re.fullmatch(r"\w[\w.-]*/[\w.-]+", name_or_folder):
         return None
+    if str(name_or_folder) in ELSEWHERE:
+        raise FileNotFoundError(
+            f"A model must be a name that `jkv models` lists, a folder or a file; {name_or_folder} is not in the package. Clone "
+            f"{REPOSITORY} and give the folder {ELSEWHERE[str(name_or_folder)]}."
+        )
     raise FileNotFoundError(
         f"A model must be a name that `jkv models` lists ({', '.join([*shipped, *FILES])}), a folder with config.json or of "
         f"jkv.save, a GGUF file, or a hub name 'org/name'; got {shown(str(name_or_folder))}, which is none of these."

@@ -104,8 +104,8 @@ def files_of(path: Path) -> list[Path]:
 
 def read_traces(files: Sequence[Path]) -> Traces:
     """The traces of files, by their policy, or by the file where they name none."""
+    from jkv.evaluation.chains import read_answer
     from jkv.reports import read_json_lines
-    from jkv.tasks.chains import read_answer
 
     traces: Traces = {}
     for file in files:
@@ -144,8 +144,8 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
     from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts
     from jkv.evaluation.budgets import parse_budget
+    from jkv.evaluation.held_out import held_out, solve
     from jkv.evaluation.variants import build, takes_budget
-    from jkv.tasks.evaluate import held_out, solve
 
     if shares := [budget for budget in chosen["budgets"] if parse_budget(budget).slots is None]:
         raise ValueError(f"analyze takes budgets in slots, such as 192; got {', '.join(map(str, shares))}.")
@@ -159,7 +159,7 @@ def make_traces(chosen: dict[str, Any]) -> tuple[Traces, Any]:
             policies[label] = build(name, None if budget is None else int(budget), chosen["settings"])
     check_counts(problems=chosen["problems"])
     model = checkpoint.load(str(chosen["model"]))
-    problems = held_out(chosen["problems"], tokenizer=model.tokenizer)
+    problems = held_out(chosen["problems"])
     if model.tokenizer is None:
         raise ValueError(f"Traces are analyzed as text, and {chosen['model']} has no tokenizer. Take a model that has one.")
     options = {name: chosen[name] for name in ("max_new_tokens", "max_running", "page_size")}

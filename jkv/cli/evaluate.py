@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +210,7 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     check_policies(chosen)
     check_contrasts(chosen["contrasts"], chosen["policies"])
     load = functools.cache(lambda: load_model(str(chosen["model"]), chosen["weight_dtype"], chosen["mesh"]))
-    questions = read_questions(chosen, lambda: load().tokenizer)
+    questions = read_questions(chosen)
     sampling = Sampling(**{field: chosen[field] for field in SAMPLING_FIELDS})
     ks = check_ks(chosen["pass_at"], chosen["samples"])
     model_name = Path(str(chosen["model"])).name
@@ -332,14 +331,14 @@ def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], give
     return settings | {name: settings.get(name, {}) | set_ for name, set_ in own.items() if set_}
 
 
-def read_questions(chosen: dict[str, Any], tokenizer: Callable[[], Any]) -> list[tuple[str, str]]:
+def read_questions(chosen: dict[str, Any]) -> list[tuple[str, str]]:
     """The questions with their gold answers; fills in what `chosen` leaves to the preset and the data set.
 
-    `tokenizer` loads that of the model, whose own task is asked where no data set is given.
+    Without a data set, they are problems of tiny-reasoner's task.
     """
     from jkv.evaluation.graders import failing_gold, grader_of
+    from jkv.evaluation.held_out import held_out
     from jkv.evaluation.problems import preset_of, read_questions
-    from jkv.tasks.evaluate import held_out
 
     count, source = chosen["problems"], chosen["dataset"] or chosen["file"]
     if chosen["dataset"] and chosen["file"]:
@@ -351,7 +350,7 @@ def read_questions(chosen: dict[str, Any], tokenizer: Callable[[], Any]) -> list
         raise ValueError(f"{named[0]} selects from a data set; got none. Give --dataset.")
     preset = preset_of(chosen["preset"], chosen["question"], chosen["answer"])
     if source is None:
-        questions = [(problem.prompt, problem.answer) for problem in held_out(count or CHAINS, tokenizer=tokenizer())]
+        questions = [(problem.prompt, problem.answer) for problem in held_out(count or CHAINS)]
     else:
         questions = read_questions(Path(source), preset, chosen["split"], chosen["subset"], chosen["shuffle_seed"])[:count]
     chosen["problems"] = len(questions)

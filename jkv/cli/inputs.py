@@ -275,11 +275,11 @@ def passages(model: Any, text: Path | None, count: int, length: int, prompt: int
 def own_traces(model: Any, count: int) -> list[tuple[list[int], list[int]]]:
     """Prompts and greedy completions of unseen problems of the model's task, which are not those of `jkv eval`."""
     from jkv.engine.results import complete
+    from jkv.evaluation.held_out import CALIBRATION_SEED, held_out
     from jkv.generate import generate
     from jkv.model.sampling import Sampling
-    from jkv.tasks.evaluate import CALIBRATION_SEED, held_out
 
-    prompts = [problem.prompt for problem in held_out(count, CALIBRATION_SEED, model.tokenizer)]
+    prompts = [problem.prompt for problem in held_out(count, CALIBRATION_SEED)]
     out = complete(generate(model, prompts, sampling=Sampling(temperature=0.0)))
     rows = zip(out.prompts, out.tokens, out.lengths, strict=True)
     return [(prompt.tolist(), tokens[:length].tolist()) for prompt, tokens, length in rows]

@@ -34,16 +34,16 @@ def run(options: argparse.Namespace) -> int:
     from jkv.checkpoints import loading as checkpoint
     from jkv.checks import check_counts
     from jkv.engine.results import complete
+    from jkv.evaluation.held_out import held_out
     from jkv.generate import generate
     from jkv.model.sampling import Sampling
-    from jkv.tasks.evaluate import held_out
 
     check_counts(problems=options.problems)
     check_target(options.out)
     sampling = Sampling(options.temperature, seed=options.seed)
     prompts = read_prompts(None, options.file) if options.file else None
     model = checkpoint.load(options.model)
-    prompts = prompts or [problem.prompt for problem in held_out(options.problems, tokenizer=model.tokenizer)]
+    prompts = prompts or [problem.prompt for problem in held_out(options.problems)]
     out = complete(generate(model, prompts, sampling=sampling, max_new_tokens=options.max_new_tokens))
     completions = [tokens[:length] for tokens, length in zip(out.tokens, out.lengths, strict=True)]
     vector = extract(model, out.prompts, completions)

@@ -12,9 +12,9 @@ from decimal import Decimal
 from pathlib import Path
 
 from jkv.checks import install
+from jkv.evaluation.chains import read_answer
 from jkv.evaluation.time_limit import TimeLimited
 from jkv.reasoning.marks import after_thinking
-from jkv.tasks.chains import read_answer
 
 LONGEST = 400  # characters of an answer that is parsed; a longer one, gold or found, is compared as text
 DEEPEST = 8  # `\text` inside `\text`

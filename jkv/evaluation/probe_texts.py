@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.tasks.word_problems import NAMES, draw_word_problem, write_solution
+from jkv.evaluation.word_problems import NAMES, draw_word_problem, write_solution
 
 CITIES = ("Oslo", "Lima", "Cairo", "Delhi", "Paris", "Tokyo", "Quito", "Rome", "Dublin", "Kiev", "Accra", "Sofia")
 NUM_FACTS = 3  # of a document of `doses`, each asked for

@@ -20,7 +20,7 @@ from jkv.model.params import ModelConfig
 from jkv.model.penalties import COUNTED
 from jkv.planning.devices import Device
 
-# Seconds of the host for a step, in chunks of 16, and for each of its rows: `jkv bench cost` on a CPU, 1, 8 and 32 rows.
+# Seconds of the host for a step, in chunks of 16, and for each of its rows: measured on a CPU with 1, 8 and 32 rows.
 HOST_STEP, HOST_ROW = 22e-6, 1.9e-6
 
 

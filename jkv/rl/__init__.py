@@ -4,7 +4,7 @@
     batch = jkv.rl.make_batch(out, jkv.rl.group_advantages(rewards, n=8), replay=True)
     (loss, metrics), gradient = jax.value_and_grad(jkv.rl.policy_loss, has_aux=True)(params, batch)
 
-Optimisers are the caller's; `python -m jkv.grpo` is a whole run.
+Optimisers are the caller's; `python -m research.grpo` is a whole run.
 """
 
 from jkv.rl.advantages import group_advantages

@@ -6,7 +6,7 @@ import types
 import pytest
 
 from jkv.checkpoints.chat_template import ChatRenderer, render_chats
-from jkv.tasks import vocabulary
+from research.tasks import vocabulary
 
 TURNS = [
     {"role": "system", "content": "Be brief."},

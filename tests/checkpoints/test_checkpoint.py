@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jkv.checkpoints import loading as checkpoint, saved_weights
-from jkv.tasks import vocabulary
+from research.tasks import vocabulary
 from tests.support.checkpoints import (
     CASES,
     CONFIGS,

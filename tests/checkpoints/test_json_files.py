@@ -8,7 +8,7 @@ import pytest
 
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.json_files import MAX_VALUES, find_file, read_json
-from jkv.tasks import vocabulary
+from research.tasks import vocabulary
 from tests.support import checkpoint_fuzz
 from tests.support.checkpoints import GOLDEN, assert_equal, golden_copy
 from tests.support.hostile_folders import refused

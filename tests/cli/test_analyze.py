@@ -8,7 +8,7 @@ import pytest
 import jkv
 from jkv import cli
 from jkv.cli.analyze import make_traces, read_traces
-from jkv.tasks.evaluate import held_out
+from jkv.evaluation.held_out import held_out
 
 RIGHT = {"text": "<think>\n\na=1\n\na=1\n\n</think>\n\n\\boxed{a=1}", "answer": "a=1", "policy": "full"}
 WRONG = {"text": "b=2\n\nc=3\n\n", "right": False, "policy": "r_kv 64"}
@@ -73,7 +73,7 @@ def test_traces_are_made_for_each_policy_and_budget(capsys, monkeypatch):
         asked.append((policy, len(problems), options))
         return types.SimpleNamespace(text=[policy.name] * 2), [True, False]
 
-    monkeypatch.setattr("jkv.tasks.evaluate.solve", solve)
+    monkeypatch.setattr("jkv.evaluation.held_out.solve", solve)
     options = ("--problems", 2, "--policies", "full,streaming_llm", "--budgets", "64,96", "--page-size", 4)
     status, out, _ = run(capsys, *options, "--max-new-tokens", 160)
     assert status == 0
@@ -138,7 +138,7 @@ def test_bad_files_are_refused_in_one_line(capsys, tmp_path, content, words):
 )
 def test_bad_options_are_refused_in_one_line_before_anything_is_made(capsys, tmp_path, monkeypatch, arguments, words):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jkv.tasks.evaluate.solve", None)
+    monkeypatch.setattr("jkv.evaluation.held_out.solve", None)
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "empty").mkdir()
     status, _, err = run(capsys, *arguments)

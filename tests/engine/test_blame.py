@@ -12,9 +12,9 @@ import pytest
 import jkv
 from jkv.analysis import recall
 from jkv.engine.results import complete
+from jkv.evaluation import held_out as evaluate
 from jkv.evaluation import probe
 from jkv.evaluation.probe_texts import Probe
-from jkv.tasks import evaluate
 from jkv.testing import TinyTokenizer
 from tests.support.faults import DeviceError, with_poison
 from tests.support.mixes import assert_engine_is_consistent

@@ -15,8 +15,8 @@ from jkv.analysis.recall import attention_received
 from jkv.eviction.scores import AttentionMass
 from jkv.model import decoder
 from jkv.policies.g_kv import largest_attention
-from jkv.tasks.train import packed_attention
 from jkv.testing import TINY, TinyTokenizer, random_view, tiny_model
+from research.tasks.train import packed_attention
 from tests.support.learned_sinks import CONFIG, with_random_vectors
 
 MODEL = with_random_vectors(tiny_model(1, CONFIG, TinyTokenizer()))

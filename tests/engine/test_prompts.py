@@ -18,7 +18,7 @@ from jkv.engine.prompts import encode_prompts, warn_of_bare_text
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.results import split_text
 from jkv.reasoning.marks import TAGS
-from jkv.tasks import vocabulary
+from research.tasks import vocabulary
 
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}={{ m.content }};{% endfor %}{% if add_generation_prompt %}?a{% endif %}"
 TURNS = [{"role": "user", "content": "b=3"}, {"role": "assistant", "content": "7"}, {"role": "user", "content": "c=5"}]

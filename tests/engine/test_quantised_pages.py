@@ -13,8 +13,8 @@ from jkv.cache.attention import Cache
 from jkv.engine import programs
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.model_facts import facts_for
+from jkv.evaluation.held_out import held_out
 from jkv.eviction import Needs
-from jkv.tasks.evaluate import held_out
 from jkv.testing import random_statistics
 from pallas_kernels.quantised import FORMATS, dequantise, vector_bytes
 from tests.support.sweeps import in_turn

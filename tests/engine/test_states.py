@@ -18,8 +18,8 @@ from jkv.eviction import Needs
 from jkv.model import decoder
 from jkv.replay.columns import dense_columns
 from jkv.replay.score import sequence_log_probs
-from jkv.tasks.train import packed_attention
 from jkv.testing import find_copies
+from research.tasks.train import packed_attention
 from tests.support import programs
 from tests.support.recurrent import CONFIG, SIZES, recurrent_model
 

@@ -17,8 +17,8 @@ from jkv.engine.memory import window_bytes
 from jkv.eviction import Needs
 from jkv.model import decoder
 from jkv.replay.other_groups import with_other_groups
-from jkv.tasks.train import packed_attention
 from jkv.testing import TINY, TinyTokenizer, find_copies, tiny_model
+from research.tasks.train import packed_attention
 from tests.support import programs
 
 WINDOW = 6  # not a multiple of the page

@@ -4,7 +4,7 @@ import pytest
 
 from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation import compare as bench
-from jkv.tasks.evaluate import held_out
+from jkv.evaluation.held_out import held_out
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from jkv.engine.timing import COMPILING
 from jkv.evaluation import compare as bench
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
 from jkv.evaluation.generations import read_records, run
+from jkv.evaluation.held_out import held_out
 from jkv.evaluation.problems import Problem
-from jkv.tasks.evaluate import held_out
 
 KNOBS = {"max_new_tokens": 96, "max_running": 4, "page_size": 4, "progress": False}
 

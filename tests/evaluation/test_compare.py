@@ -14,13 +14,13 @@ from jkv import cli
 from jkv.cli import evaluate as command
 from jkv.evaluation import compare as bench
 from jkv.evaluation import generations
+from jkv.evaluation.held_out import held_out
 from jkv.model.sampling import Sampling
 from jkv.policies import full, r_kv, streaming_llm
 from jkv.policies import h2o as h2o_policy
 from jkv.policies import random as random_policy
 from jkv.policies import rpc as rpc_policy
 from jkv.statistics import paired_change, pass_figures
-from jkv.tasks.evaluate import held_out
 from jkv.testing import random_gate
 
 

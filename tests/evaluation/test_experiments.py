@@ -18,11 +18,11 @@ from jkv.cli import evaluate as command
 from jkv.cli import probe as probe_command
 from jkv.evaluation import compare as bench
 from jkv.evaluation.contrasts import check_contrasts
+from jkv.evaluation.held_out import held_out
 from jkv.evaluation.oracles import ORACLE
 from jkv.evaluation.probe import runs_of, text_sets
 from jkv.policies import has_budget
 from jkv.reasoning.steering import SteeringVector
-from jkv.tasks.evaluate import held_out
 from jkv.testing import random_networks, random_statistics, tiny_model
 
 FOLDER = Path("configs/experiments").absolute()
@@ -40,6 +40,7 @@ def in_folder(monkeypatch, tmp_path):
     """A folder with the files that policies are made of."""
     monkeypatch.chdir(tmp_path)
     for seed, name in enumerate(NETWORKS):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
         random_networks(tiny_model(), seed=seed).save(name)
     SteeringVector(np.ones((4, 8), np.float32)).save("steer.safetensors")
     random_statistics(tiny_model()).save("queries.safetensors")

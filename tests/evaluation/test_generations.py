@@ -17,9 +17,9 @@ from jkv.checkpoints import loading as checkpoint
 from jkv.engine.runner import Runner
 from jkv.evaluation import generations
 from jkv.evaluation.generations import read_records, run
+from jkv.evaluation.held_out import held_out
 from jkv.evaluation.problems import Problem
 from jkv.model.sampling import Sampling
-from jkv.tasks.evaluate import held_out
 
 ROOT = Path(__file__).parents[2]
 KNOBS = {

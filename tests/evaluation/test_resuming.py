@@ -19,9 +19,9 @@ from jkv import cli, full, reports
 from jkv.checkpoints import loading as checkpoint
 from jkv.evaluation import compare
 from jkv.evaluation.generations import read_records, run
+from jkv.evaluation.held_out import held_out
 from jkv.evaluation.problems import Problem
 from jkv.model.sampling import Sampling
-from jkv.tasks.evaluate import held_out
 
 ROOT = Path(__file__).parents[2]
 KNOBS = {"samples": 2, "sampling": Sampling(temperature=1.0, seed=5), "max_new_tokens": 24, "max_running": 2, "page_size": 4}

@@ -15,9 +15,9 @@ pytest.importorskip("tunix")
 import qwix
 from flax import nnx
 
-from jkv.bench.rollouts import tunix_model
 from jkv.engine.timing import COMPILING
 from jkv.integrations.tunix import params_of
+from research.bench.rollouts import tunix_model
 from tests.support.tunix_models import (
     KINDS,
     dense_of,

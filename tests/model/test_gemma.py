@@ -22,8 +22,8 @@ from jkv.model import decoder
 from jkv.model.experts import route
 from jkv.model.norms import norm
 from jkv.model.rotary import rotary_frequency
-from jkv.tasks.train import packed_attention
 from jkv.testing import TinyTokenizer, adapted, tiny_model, unfolded
+from research.tasks.train import packed_attention
 from tests.model.test_decoder import GOLDEN
 from tests.support.gemma import EXPERTS, GEMMA3, GEMMA4, SHARING, random_model
 

@@ -6,6 +6,7 @@ import tracemalloc
 import pytest
 
 import jkv
+from jkv.evaluation.chains import read_answer
 from jkv.evaluation.graders import GRADERS, normalise, read_box, read_choice
 from jkv.evaluation.time_limit import TimeLimited
 from jkv.reasoning.formulas import form_of
@@ -13,7 +14,6 @@ from jkv.reasoning.steering import label, num_checks
 from jkv.reasoning.token_text import StopFinder, TextStream, cut, num_certain
 from jkv.reasoning.word_tokenizer import Words
 from jkv.reports import markdown, visible
-from jkv.tasks.chains import read_answer
 from tests.support.hostile import TEXTS
 
 SECONDS = 10.0  # on a busy machine; what is quadratic takes hours

@@ -17,10 +17,16 @@ from pathlib import Path
 from jkv.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-OWN = ("jkv", "pallas_kernels", "tests")
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "research" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+OWN = ("jkv", "pallas_kernels", "research", "tests")
 SUFFIXES = "cc|css|csv|html|ipynb|js|json|jsonl|md|png|py|safetensors|toml|txt"
-DOTTED = re.compile(rf"(?<![\w./@-])(?:jkv|pallas_kernels)(?!\.(?:{SUFFIXES})\b)(?:\.[A-Za-z_]\w*)+")
+DOTTED = re.compile(rf"(?<![\w./@-])(?:jkv|pallas_kernels|research)(?!\.(?:{SUFFIXES})\b)(?:\.[A-Za-z_]\w*)+")
 MODULE = re.compile(r"python3? -m ([A-Za-z_][\w.]*\w)")
 PLACEHOLDER = re.compile(r"[{}<>|]|\.\.\.|^[A-Z]+$")
 
@@ -198,6 +204,8 @@ def unknown_options(module: str, words: list[str]) -> list[str]:
         return []
     folders = spec.submodule_search_locations
     files = [file for folder in folders for file in Path(folder).glob("*.py")] if folders else [Path(spec.origin)]
+    if module == "research.bench":  # whose options are in part those of `jkv bench`
+        files += [ROOT / "jkv" / "cli" / "bench.py"]
     source = "\n".join(file.read_text() for file in files)
     if "add_argument(" not in source:  # another library's parser
         return []

@@ -21,15 +21,16 @@ RANKS = [  # from the ground up: a module may import those of lower ranks, and i
     {"jkv.replicas"},
     {"jkv.generate"},
     {"jkv.rollout", "jkv.planning", "jkv.analysis", "jkv.rl"},
-    {"jkv.viz", "jkv.tasks", "jkv.testing"},
+    {"jkv.viz", "jkv.testing"},
     {"jkv.evaluation", "jkv.verify"},
-    {"jkv.grpo", "jkv.integrations", "jkv.serving"},
+    {"jkv.integrations", "jkv.serving"},
     {"jkv.bench"},
     {"jkv.cli"},
     {"jkv", "jkv.__main__"},
+    {"research"},
 ]
 RANK_OF = {name: rank for rank, names in enumerate(RANKS) for name in names}
-FILES = sorted([*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
+FILES = sorted([*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py"), *ROOT.glob("research/**/*.py")])
 
 
 def room_of(module):
@@ -56,7 +57,7 @@ def imports_of(path):
             names = [name if name in MODULES else node.module for name in inner]
         else:
             continue
-        yield from (name for name in names if name.split(".")[0] in ("jkv", "pallas_kernels"))
+        yield from (name for name in names if name.split(".")[0] in ("jkv", "pallas_kernels", "research"))
 
 
 MODULES = {name_of(path): path for path in FILES}

@@ -25,10 +25,17 @@ from tests.repository.pages import (
 FILES = {
     "pages": PAGES,
     "notebooks": sorted(ROOT.glob("notebooks/*.ipynb")),
-    "source": sorted([*ROOT.glob("jkv/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py"), *ROOT.glob("docs/hooks/*.py")]),
+    "source": sorted(
+        [
+            *ROOT.glob("jkv/**/*.py"),
+            *ROOT.glob("pallas_kernels/**/*.py"),
+            *ROOT.glob("research/**/*.py"),
+            *ROOT.glob("docs/hooks/*.py"),
+        ]
+    ),
     "configs": sorted([*ROOT.glob("configs/**/*.toml"), ROOT / "pyproject.toml", ROOT / "mkdocs.yml", ROOT / ".ci" / "run"]),
 }
-PATH = re.compile(r"(?<![\w./-])(?:jkv|tests|pallas_kernels|configs|docs|notebooks|results)/[\w*./-]*[\w*]")
+PATH = re.compile(r"(?<![\w./-])(?:jkv|tests|pallas_kernels|research|configs|docs|notebooks|results)/[\w*./-]*[\w*]")
 each_kind = pytest.mark.parametrize("kind", FILES)
 
 
@@ -127,7 +134,7 @@ def test_a_dotted_name_resolves_as_python_would(dotted, exists):
     ("text", "wrong"),
     [
         ("`jkv generate x --policy r_kv --budgets 4`", ["--budgets"]),
-        ("`jkv bench tables --readme README.md`", ["--readme"]),
+        ("`python -m research.bench tables --readme README.md`", ["--readme"]),
         ("`jkv bench nothing`", ["nothing"]),
         ("```sh\n.venv/bin/jkv plan a \\\n  --devices b  # --not-an-option\n```\n", ["--devices"]),
         ("`jkv bench NAME --anything`", []),

@@ -15,8 +15,8 @@ from jkv.bench.load import Answer, events_of
 from jkv.engine.requests import Request
 from jkv.engine.results import Result
 from jkv.engine.tickets import Ticket
+from jkv.evaluation.held_out import held_out
 from jkv.serving.jobs import Job
-from jkv.tasks.evaluate import held_out
 from tests.serving.conftest import SETTINGS, Running, make_engine
 
 POLICIES = {"full": {}, "r_kv": SETTINGS, "streaming_llm": {"budget": 40}, "r_kv of another budget": {**SETTINGS, "budget": 64}}

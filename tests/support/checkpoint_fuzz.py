@@ -119,7 +119,7 @@ class Mutant(NamedTuple):
 
 def write_case(folder: Path, case: str) -> None:
     """A genuine checkpoint with a tokenizer."""
-    from jkv.tasks import vocabulary
+    from research.tasks import vocabulary
 
     shutil.copytree(GOLDEN / case, folder, dirs_exist_ok=True)
     vocabulary.make_tokenizer().save_pretrained(folder)

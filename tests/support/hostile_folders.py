@@ -6,7 +6,7 @@ import time
 import pytest
 
 from jkv.checkpoints import loading as checkpoint
-from jkv.tasks import vocabulary
+from research.tasks import vocabulary
 from tests.support.checkpoints import golden_copy
 
 AT_ONCE = 5.0  # seconds of this process, whatever else runs; what is refused here took gigabytes or had no end

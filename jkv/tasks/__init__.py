@@ -1,1 +1,0 @@
-"""Tasks that small reasoners learn: problems, the tokenizer, the trainer."""

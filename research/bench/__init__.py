@@ -1,0 +1,1 @@
+"""The papers and other libraries, measured beside this one; kernels and steps on a device."""

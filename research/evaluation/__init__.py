@@ -1,0 +1,1 @@
+"""What formats of pages cost in nats, and the plan of a day on a GPU."""

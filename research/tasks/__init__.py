@@ -1,0 +1,1 @@
+"""The tasks of the tiny models, and their training."""
