@@ -35,6 +35,7 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
 from jkv.engine.requests import RequestOptions
 from jkv.engine.results import Result
+from jkv.engine.service import Service
 from jkv.eviction import (
     AfterPrompt,
     CacheView,
@@ -102,6 +103,7 @@ __all__ = [
     "Rollout",
     "Rollouts",
     "Sampling",
+    "Service",
     "SteeringVector",
     "Threshold",
     "Trace",

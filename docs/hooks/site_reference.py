@@ -39,11 +39,11 @@ GROUPS: Mapping[str, Group] = {
         "The loop behind `jkv.generate`, for requests that come and go. [Engine](../engine.md) is the guide.",
         (
             "jkv.Engine",
+            "jkv.Service",
             "jkv.EngineOptions",
             "jkv.RequestOptions",
             "jkv.Event",
             "jkv.engine.stats.RunStats",
-            "jkv.engine.service.Service",
             "jkv.engine.tickets.Ticket",
             "jkv.Replicas",
             "jkv.replicas.dispatch.Load",

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jkv.checks import shown
 from jkv.checkpoints.chat_template import OWN, USER, ChatText
+from jkv.checks import shown
 
 SIGN = re.compile(r"[<>\[\]{}|\uff5c]")  # without which an added token is a word
 HTML = re.compile(

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.model.eight_bits import code_axis
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.family import Family, field_of
 from jkv.checkpoints.mxfp4 import MXFP4
-from jkv.model.params import ModelConfig
 from jkv.checkpoints.weight_files import Stored
+from jkv.model.eight_bits import code_axis
+from jkv.model.params import ModelConfig
 from jkv.model.weight_shapes import leaf_name, weight_shapes
 
 DTYPES = {"F32": jnp.float32, "F16": jnp.float16, "BF16": jnp.bfloat16}  # by their names in safetensors headers

@@ -1,7 +1,7 @@
 """The rules of the fields of config.json and generation_config.json, checked before anything is built from them.
 
-Bounds are far above real models and low enough that nothing sized by a field is large. `jkv.checkpoints.architectures` has the rules
-that depend on the family.
+Bounds are far above real models and low enough that nothing sized by a field is large. `jkv.checkpoints.architectures` has the
+rules that depend on the family.
 """
 
 from jkv.checkpoints.json_files import OBJECT, SWITCH, TEXT, Rule, at_least, either, integer, list_of, nullable, number

@@ -1,7 +1,7 @@
 """The fields of config.json about mixtures of experts: their rules, how they become a `ModelConfig`, and back.
 
-Families differ in the names, and in whether their layers may also have other feed-forward blocks. `jkv.checkpoints.architectures`
-reads all other fields.
+Families differ in the names, and in whether their layers may also have other feed-forward blocks.
+`jkv.checkpoints.architectures` reads all other fields.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Reads a GGUF file, llama.cpp's format, as a checkpoint: its configuration, the names of its tensors, and their numbers.
 
-The metadata become the fields of a config.json, so the rules of `jkv.checkpoints.config_rules` and `jkv.checkpoints.architectures` hold.
-Tensors are read and dequantised one by one, by the package gguf. `jkv.checkpoints.gguf_header` parses the file, and
-`jkv.checkpoints.gguf_tokenizer` has its tokenizer.
+The metadata become the fields of a config.json, so the rules of `jkv.checkpoints.config_rules` and
+`jkv.checkpoints.architectures` hold. Tensors are read and dequantised one by one, by the package gguf.
+`jkv.checkpoints.gguf_header` parses the file, and `jkv.checkpoints.gguf_tokenizer` has its tokenizer.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from jkv.checks import install
 from jkv.checkpoints.architectures import advice, parse_config
 from jkv.checkpoints.config_rules import REQUIRED, RULES
 from jkv.checkpoints.families import FAMILIES, find_family
 from jkv.checkpoints.family import Family
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import AGAIN, CORRECT, check_fields, shown
+from jkv.checks import install
 from jkv.model.params import ModelConfig
 
 ARCHITECTURES = [name for name, family in FAMILIES.items() if family.is_read_from_gguf]  # llama.cpp has the same names

@@ -1,7 +1,7 @@
 """Builds the tokenizer that a GGUF file describes: the same pieces of text as in the model's own tokenizer.json.
 
-The metadata are written as a tokenizer.json, which is checked as one of a folder is (`jkv.checkpoints.tokenizer_files`). The file
-names its pre-tokenizer and leaves the rules to the reader, so they are written down here; unknown names are refused. The
+The metadata are written as a tokenizer.json, which is checked as one of a folder is (`jkv.checkpoints.tokenizer_files`). The
+file names its pre-tokenizer and leaves the rules to the reader, so they are written down here; unknown names are refused. The
 conversion of transformers is not used: it knows no rules for some of them (such as digits in SmolLM), and skips them silently.
 """
 
@@ -13,9 +13,9 @@ from jkv.checkpoints.config_rules import MAX_VOCAB
 from jkv.checkpoints.families import FAMILIES
 from jkv.checkpoints.gguf_header import GgufHeader
 from jkv.checkpoints.json_files import CORRECT, SWITCH, TEXT, Rule, check_fields, integer, shown
-from jkv.model.params import ModelConfig
 from jkv.checkpoints.tokenizer import make_tokenizer
 from jkv.checkpoints.tokenizer_files import check_definition, check_settings, check_size, loading, measured
+from jkv.model.params import ModelConfig
 
 PREFIX = "tokenizer.ggml."
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that are matched whole

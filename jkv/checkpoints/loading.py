@@ -1,8 +1,8 @@
 """Loads a `Model` from a Hugging Face checkpoint folder, a GGUF file or a folder of `jkv.save`, and writes the first of these.
 
-`jkv.checkpoints.families` has the names of the tensors, and `jkv.checkpoints.weight_reading` reads them. Unsupported features are refused
-by name from config.json alone, before any weight is read or downloaded. Errors name the file and the tensor. `load` is
-`jkv.load`; `jkv.checkpoints.saved_weights` has jkv's own format.
+`jkv.checkpoints.families` has the names of the tensors, and `jkv.checkpoints.weight_reading` reads them. Unsupported features
+are refused by name from config.json alone, before any weight is read or downloaded. Errors name the file and the tensor. `load`
+is `jkv.load`; `jkv.checkpoints.saved_weights` has jkv's own format.
 """
 
 import dataclasses
@@ -18,23 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jkv.checks import did_you_mean, install, typed
 from jkv.checkpoints.architectures import config_fields, parse_config
 from jkv.checkpoints.cards import card_of, read_card
 from jkv.checkpoints.chat_template import has_chat_template
 from jkv.checkpoints.checkpoint_tensors import joined, stacked_shape, tensor_parts
 from jkv.checkpoints.config_rules import GENERATION, PENALTIES, SAMPLING, UNUSED, UNUSED_CUTS, UNUSED_DRAWS
-from jkv.model.eight_bits import check_format
 from jkv.checkpoints.gguf_files import check_gguf_tensors, gguf_family, is_gguf, read_gguf_config
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.gguf_tokenizer import read_gguf_end_ids, read_gguf_tokenizer
-from jkv.model.joined import on_host, separate_weights
 from jkv.checkpoints.json_files import CORRECT, Folder, check_fields, find_file, read_json, shown
-from jkv.model.params import Model, ModelConfig, Params
-from jkv.model.sampling import Sampling
 from jkv.checkpoints.saved_weights import is_saved, read_saved, restore_as
 from jkv.checkpoints.tokenizer_files import read_tokenizer
 from jkv.checkpoints.weight_reading import Kept, float_dtype, read_gguf_weights, read_weights
+from jkv.checks import did_you_mean, install, typed
+from jkv.model.eight_bits import check_format
+from jkv.model.joined import on_host, separate_weights
+from jkv.model.params import Model, ModelConfig, Params
+from jkv.model.sampling import Sampling
 from jkv.model.weight_shapes import named_leaves
 from pallas_kernels.models import FILES
 
@@ -172,7 +172,7 @@ def find_folder(name_or_folder: Folder) -> Path | None:
         return None
     if str(name_or_folder) in ELSEWHERE:
         raise FileNotFoundError(
-            f"A model must be a name that `jkv models` lists, a folder or a file; {name_or_folder} is not in the package. Clone "
+            f"A model must be a name that `jkv models` lists, a folder or a file; {name_or_folder} is none. Clone "
             f"{REPOSITORY} and give the folder {ELSEWHERE[str(name_or_folder)]}."
         )
     raise FileNotFoundError(

@@ -3,7 +3,8 @@
 A chat template mixes text of its own with what users send. Both come out as one string, in which a user's `<|im_end|>` looks
 like the template's. Here every string inside of a template is a `Marked` one: literals are the template's, messages and
 variables are the user's, and slices, concatenations and the usual methods and filters keep the marks. What an operation made
-that keeps none is of unknown origin. `jkv/checkpoints/chat_worker.py` renders with it; `jkv.checkpoints.chat_tokens` reads the marks.
+that keeps none is of unknown origin. `jkv/checkpoints/chat_worker.py` renders with it; `jkv.checkpoints.chat_tokens` reads the
+marks.
 """
 
 import functools

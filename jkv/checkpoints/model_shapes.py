@@ -6,11 +6,11 @@ The models of the papers are `pallas_kernels/real_models/*.toml`, installed with
 from pathlib import Path
 from typing import Any
 
-from jkv.checkpoints.loading import fetch, find_folder, read_config
 from jkv.checkpoints.gguf_files import is_gguf, read_gguf_config
 from jkv.checkpoints.gguf_header import read_header
-from jkv.model.params import Model, ModelConfig, Params
+from jkv.checkpoints.loading import fetch, find_folder, read_config
 from jkv.checkpoints.saved_config import read_fields
+from jkv.model.params import Model, ModelConfig, Params
 from jkv.text_files import read_toml
 from pallas_kernels import models
 

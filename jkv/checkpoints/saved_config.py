@@ -1,7 +1,7 @@
 """Checks the fields of a `ModelConfig` in jkv.json or in a TOML file of a model's shape, before anything is built from them.
 
-The bounds are those of config.json (`jkv.checkpoints.config_rules`): far above real models, and low enough that nothing sized by a
-field is large.
+The bounds are those of config.json (`jkv.checkpoints.config_rules`): far above real models, and low enough that nothing sized
+by a field is large.
 """
 
 import dataclasses
@@ -10,9 +10,21 @@ from typing import Any
 
 from jkv.checkpoints.architectures import ROPE_FIELDS
 from jkv.checkpoints.config_rules import EVEN, MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, RULES, SHARE, THETA, TOKEN
-from jkv.model.delta_weights import DeltaNet
 from jkv.checkpoints.families import FAMILIES
-from jkv.checkpoints.json_files import CORRECT, OBJECT, SWITCH, TEXT, Rule, at_least, check_fields, integer, list_of, nullable, shown
+from jkv.checkpoints.json_files import (
+    CORRECT,
+    OBJECT,
+    SWITCH,
+    TEXT,
+    Rule,
+    at_least,
+    check_fields,
+    integer,
+    list_of,
+    nullable,
+    shown,
+)
+from jkv.model.delta_weights import DeltaNet
 from jkv.model.params import ModelConfig
 from jkv.model.rope_scaling import RopeScaling
 

@@ -22,13 +22,26 @@ import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jkv.checkpoints.checkpoint_tensors import EXACT
-from jkv.model.eight_bits import code_axis
 from jkv.checkpoints.family import field_of
-from jkv.model.joined import filled, on_host, separate_weights
-from jkv.checkpoints.json_files import OBJECT, Folder, Rule, check_fields, find_file, integer, list_of, parse_object, printable, read_bytes, read_json, shown
-from jkv.model.params import Codes, ModelConfig, Params
+from jkv.checkpoints.json_files import (
+    OBJECT,
+    Folder,
+    Rule,
+    check_fields,
+    find_file,
+    integer,
+    list_of,
+    parse_object,
+    printable,
+    read_bytes,
+    read_json,
+    shown,
+)
 from jkv.checkpoints.saved_config import read_fields
 from jkv.checkpoints.weight_reading import Kept, finished
+from jkv.model.eight_bits import code_axis
+from jkv.model.joined import filled, on_host, separate_weights
+from jkv.model.params import Codes, ModelConfig, Params
 from jkv.model.weight_shapes import leaf_name, named_leaves, weight_shapes
 from jkv.reports import write_text
 

@@ -1,7 +1,7 @@
 """Loads the tokenizer of a checkpoint folder, after its files are checked.
 
-A folder's tokenizer is its tokenizer.json (`jkv.checkpoints.tokenizer`), whatever class its configuration names. transformers chooses
-a class only for a folder without that file.
+A folder's tokenizer is its tokenizer.json (`jkv.checkpoints.tokenizer`), whatever class its configuration names. transformers
+chooses a class only for a folder without that file.
 
 The libraries build lists as long as the largest id, open the paths in tokenizer_config.json, abort the process for a damaged
 table, and multiply a text by every replacement of a normalizer. So ids, paths, tables and replacements are bounded before they
@@ -19,9 +19,27 @@ from typing import Any
 from jkv.checkpoints.config_rules import MAX_POSITIONS, MAX_VOCAB, NAMES
 from jkv.checkpoints.families import find_family
 from jkv.checkpoints.huggingface import transformers
-from jkv.checkpoints.json_files import CORRECT, MAX_BYTES, OBJECT, SWITCH, TEXT, Rule, at_least, check_fields, either, find_file, integer, list_of, nullable, printable, read_bytes, read_json, shown
-from jkv.model.params import ModelConfig
+from jkv.checkpoints.json_files import (
+    CORRECT,
+    MAX_BYTES,
+    OBJECT,
+    SWITCH,
+    TEXT,
+    Rule,
+    at_least,
+    check_fields,
+    either,
+    find_file,
+    integer,
+    list_of,
+    nullable,
+    printable,
+    read_bytes,
+    read_json,
+    shown,
+)
 from jkv.checkpoints.tokenizer import listed, make_tokenizer, steps
+from jkv.model.params import ModelConfig
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 READ = (".json", ".txt", ".jinja", ".model", ".spm", ".vocab", ".codes", ".tiktoken")  # suffixes of what tokenizers read

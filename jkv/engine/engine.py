@@ -15,9 +15,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jkv.checks import described
-from jkv.engine import description, kept_rows, turns
+from jkv import notebook
+from jkv.checks import described, size
+from jkv.engine import kept_rows, row_copies, turns
 from jkv.engine import mesh as meshes
+from jkv.engine.conversations import KeptRow
 from jkv.engine.faults import blame
 from jkv.engine.filling import decoding
 from jkv.engine.flight import Flight
@@ -35,10 +37,10 @@ from jkv.engine.processes import agreed, spans
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
+from jkv.engine.row_copies import can_move
 from jkv.engine.runner import Runner
 from jkv.engine.samples import Completion, Sample, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
-from jkv.engine.service import serve
 from jkv.engine.stats import RunStats
 from jkv.engine.timing import COMPILING, running_seconds
 from jkv.eviction import Needs, Policy
@@ -72,6 +74,7 @@ class Engine:
       outputs: collects tokens and emits events.
       tickets: the samples of each request.
       gate: the gate that its policies read, if one does.
+      guard: lets one thread at a time use it.
 
     Raises:
       ValueError: a setting out of its range, or a mesh that the model cannot be split over.
@@ -102,7 +105,7 @@ class Engine:
         heads = config.num_paged_layers, config.num_kv_heads
         self.capacity = Capacity(*heads, page_size, self.num_pages, max_running, options.chunk, options.order, num_shards)
         self.tickets: dict[int, list[Sample]] = {}
-        self._ticket, self._guard = itertools.count(), Guard()
+        self._ticket, self.guard = itertools.count(), Guard()
         self._flight: Flight | None = None  # a chunk that is dispatched and not read yet
         self.scheduler = Scheduler(self.capacity)
         self.scheduler.conversations.copies = options.copy_kept
@@ -116,8 +119,50 @@ class Engine:
             self.scheduler.prefix_cache = self.runner.prefix_cache = cache_for(*piece, self.needs.window)
         self.reset_stats()
 
-    __repr__, _repr_html_, serve, extend, release = description.text, description.html, serve, turns.extend, turns.release
-    version, is_traced = property(description.version), property(description.is_traced, description.trace)
+    def __repr__(self) -> str:
+        pool, waiting = self.num_pages * self.page_bytes, len(self.scheduler.waiting) + len(self.scheduler.held)
+        state = "freed, while the engine is asleep" if self.is_asleep else "on the device"
+        return "\n".join(
+            [
+                f"Engine of {self.model}",
+                f"  pool: {self.num_pages:,} pages of {self.capacity.page_size} slots, {size(pool)}; {state}",
+                f"  rows: {self.capacity.max_running}, of at most {self.max_slots:,} slots in a layer and KV head",
+                f"  requests: {len(self.tickets)}; samples: {len(self.scheduler.running)} running, {waiting} waiting",
+                f"  so far: {self.stats.tokens:,} tokens, at most {size(self.stats.peak_kv_bytes)} of keys and values held",
+            ]
+        )
+
+    def _repr_html_(self) -> str:
+        return notebook.text(repr(self))
+
+    @property
+    def model(self) -> Model:
+        """The model with the weights in use."""
+        return self.runner.model
+
+    @property
+    def version(self) -> int:
+        """The version of the weights in use: how often they were replaced."""
+        return self.runner.version
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether samples are traced; may be set while none is unfinished."""
+        return self.runner.is_traced
+
+    @is_traced.setter
+    def is_traced(self, is_traced: bool) -> None:
+        self.runner.is_traced = is_traced
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pool is freed."""
+        return self.runner.state is None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is unfinished and no event pending."""
+        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.held or self.outputs.events)
 
     # Requests.
 
@@ -166,13 +211,86 @@ class Engine:
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues checked requests under one ticket; tickets count from 0."""
         requests = [self.check(request) for request in (agreed(requests) if spans(self.mesh) else requests)]
-        with self._guard.changing("submit"):
+        with self.guard.changing("submit"):
             ticket = next(self._ticket)
             samples = [self._sample(ticket, i, request, on_tokens) for i, request in enumerate(requests)]
             self.tickets[ticket] = samples
             for sample in samples:
                 self.scheduler.add(sample)
         return ticket
+
+    def extend(
+        self,
+        ticket: int,
+        tokens: Sequence[int],
+        *,
+        sample: int = 0,
+        keep: bool = True,
+        on_tokens: Callable[[Event], None] | None = None,
+        **settings: Any,
+    ) -> int:
+        """Queues the next turn of a request that was kept and is finished; returns the turn's own ticket.
+
+        Only the new tokens are prefilled, into the row that the request left. The result's prompt is everything before the
+        completion; `Result.transcripts` has the whole conversation with a loss mask.
+
+        Args:
+          ticket: of the last turn; it is extended once.
+          tokens: the new token ids, such as a user's message or what a tool returned.
+          sample: index of the sample that goes on, where the request had several.
+          keep: whether the row is kept again at the end of this turn.
+          on_tokens: see `Engine.submit`.
+          settings: `max_new_tokens`, `sampling`, `stop_ids` and `forced_tokens` of `jkv.RequestOptions`. Sampling and seed are
+            those of the last turn if they are left out.
+
+        Raises:
+          ValueError: a ticket without a kept row (unfinished, failed, cancelled, not kept, closed, extended already), tokens
+            that are none, or a turn that this engine can never serve; nothing is changed.
+        """
+        kept = turns.find(self.tickets, self.scheduler.conversations, ticket, sample)
+        request = turns.next_request(self.model, kept, tokens, RequestOptions(**settings), keep)
+        return self.submit_turn(ticket, sample, kept, request, on_tokens)
+
+    def submit_turn(
+        self,
+        ticket: int,
+        index: int,
+        kept: KeptRow,
+        request: Request,
+        on_tokens: Callable[[Event], None] | None = None,
+    ) -> int:
+        """Queues a checked request (`jkv.engine.turns.next_request`) of a kept row's next turn.
+
+        Raises:
+          ValueError: a request that this engine can never serve, or a row that is gone.
+        """
+        request, conversations = self.check(request), self.scheduler.conversations
+        conversations.find(ticket, index)
+        with self.guard.changing("extend"):
+            conversations.use(ticket, index, kept)
+            number = next(self._ticket)
+            sample = self._sample(number, 0, request, on_tokens)
+            kept_rows.begin(sample, kept)
+            self.tickets[number] = [sample]
+            self.stats.turns += 1
+            self.scheduler.add(sample)
+        return number
+
+    def release(self, ticket: int) -> None:
+        """Frees the rows that a kept request left, in the pool or in host memory. An unfinished one leaves none at its end.
+
+        Its result stays. Nothing happens where nothing is kept.
+        """
+
+        def let_go() -> None:
+            for sample in self.tickets.get(ticket, []):
+                if not sample.is_finished:
+                    sample.request = dataclasses.replace(sample.request, keep=False)
+            self.scheduler.conversations.release(ticket)
+            if not self.is_asleep:
+                self.runner.release([])
+
+        self._repaired("release", let_go)
 
     def cancel(self, ticket: int) -> None:
         """Ends a request's unfinished samples; they keep the tokens they have. Rows and pages are free at the next step.
@@ -181,7 +299,7 @@ class Engine:
           ValueError: an unknown ticket.
         """
         samples = samples_of(self.tickets, ticket)
-        with self._guard.changing("cancel"):
+        with self.guard.changing("cancel"):
             for sample in samples:
                 if not sample.is_finished:
                     self._finish(sample, "cancelled")
@@ -190,7 +308,7 @@ class Engine:
     def step(self) -> list[Event]:
         """One turn: schedule, run, collect. Returns the events since the last turn, by sample.
 
-        Whatever fails for one sample ends it alone, with the reason "error". A turn that fails is repaired (`repair`).
+        Whatever fails for one sample ends it alone, with the reason "error". A turn that fails is repaired.
 
         Raises:
           ValueError: the engine sleeps or its weights are gone, and a request is unfinished.
@@ -199,32 +317,32 @@ class Engine:
           RuntimeError: an earlier call ended in the middle, because a device program failed; `reset` repairs it. Or another
             thread, or a callback of the turn in progress, uses the engine.
         """
-        self._guard.check()
+        self.guard.check()
         raise_lost_interrupt()
         if self.scheduler.has_unfinished:
             self.runner.check_ready()
         let_programs_go()
         compiled = COMPILING.seconds
         with deferred_interrupts():
-            self.repaired("step", self._turn)
+            self._repaired("step", self._turn)
             self.stats.compile_seconds += COMPILING.seconds - compiled
             raised, self.outputs.raised = self.outputs.raised, None
         if raised is not None:
             raise raised
         return self.outputs.take()
 
-    def repaired(self, name: str, work: Callable[[], None]) -> None:
+    def _repaired(self, name: str, work: Callable[[], None]) -> None:
         """Runs what changes the device state, for a method of that name; if it fails, repairs the engine."""
         with deferred_interrupts():
             try:
-                with self._guard.turn(name), self.runner.meter.clock("seconds"):
+                with self.guard.turn(name), self.runner.meter.clock("seconds"):
                     work()
             except BaseException as error:
-                if self._guard.failure is not error:  # the call was refused, and nothing has changed
+                if self.guard.failure is not error:  # the call was refused, and nothing has changed
                     raise
-                self.repair(error)
+                self._repair(error)
 
-    def repair(self, error: BaseException) -> None:
+    def _repair(self, error: BaseException) -> None:
         """After a step that failed: resets the engine, without the sample that made it fail, once that is known.
 
         Unfinished samples start again, with the same tokens. If steps fail again, `jkv.engine.faults.Search` finds the sample
@@ -241,7 +359,7 @@ class Engine:
             sample.completion.error = error
         LOGGER.warning("A step failed, and its requests start again: %s", described(error))
         self.reset()
-        with self._guard.changing("repair"):
+        with self.guard.changing("repair"):
             for sample in guilty:
                 if not sample.is_finished:  # it had no row yet
                     self._finish(sample, "error")
@@ -303,17 +421,12 @@ class Engine:
             if not sample.is_finished:
                 sample.plan_again(*plan)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no request is unfinished and no event pending."""
-        return not (self.scheduler.running or self.scheduler.waiting or self.scheduler.held or self.outputs.events)
-
     def stream(self) -> Iterator[Event]:
         """Yields events until all requests are finished; the caller may submit and cancel requests meanwhile.
 
         If the caller stops early, the remaining events come from the next stream or step.
         """
-        self._guard.check()
+        self.guard.check()
         self.outputs.is_streaming = True
         while not self.is_idle:
             events = collections.deque(self.step())
@@ -325,8 +438,8 @@ class Engine:
 
     def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
         """Runs until all requests are finished. Ctrl-C cancels them, after the turn in progress; they keep their tokens."""
-        self._guard.check()
-        with self._guard.owned("run"):
+        self.guard.check()
+        with self.guard.owned("run"):
             run_to_end(self, on_events)
 
     def result(self, ticket: int) -> Result:
@@ -343,7 +456,7 @@ class Engine:
         Raises:
           ValueError: an unknown ticket, or one that is not finished.
         """
-        with self._guard.owned("take"):
+        with self.guard.owned("take"):
             return take_finished(self.tickets, tickets)
 
     def reset_stats(self) -> None:
@@ -355,11 +468,6 @@ class Engine:
     def stats(self) -> RunStats:
         """Statistics since the last reset."""
         return self.runner.meter.stats
-
-    @property
-    def model(self) -> Model:
-        """The model with the weights in use."""
-        return self.runner.model
 
     # Weights and memory.
 
@@ -379,17 +487,11 @@ class Engine:
         weights.check_same(self.model.params, params)
         check_weights(params)
         params = weights.committed(params, self.model.params)
-        with self._guard.owned("update"):
-            self.repaired("update", lambda: self.runner.fill(to_end=True))  # by the old weights, what rows are filled with
-            with self._guard.turn("update"):
+        with self.guard.owned("update"):
+            self._repaired("update", lambda: self.runner.fill(to_end=True))  # by the old weights, what rows are filled with
+            with self.guard.turn("update"):
                 self.runner.set_params(params)
-                self.runner.version += 1
-                self.runner.free(self.scheduler.renew(self.runner.version))
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether the pool is freed."""
-        return self.runner.state is None
+                self._use_version(self.version + 1)
 
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pool and the rest of the device state; running and kept rows are swapped out to host memory.
@@ -398,10 +500,10 @@ class Engine:
         belong to the caller and stay on the device; with `forget_weights` the engine drops its references, and `update` must
         be called before it runs again.
         """
-        with self._guard.owned("sleep"):
+        with self.guard.owned("sleep"):
             if not self.is_asleep:
-                self.repaired("sleep", self._clear_rows)
-            with self._guard.turn("sleep"):
+                self._repaired("sleep", self._clear_rows)
+            with self.guard.turn("sleep"):
                 if forget_weights:
                     self.runner.set_params(weights.shapes_of(self.model.params))
                 if not self.is_asleep:
@@ -416,9 +518,61 @@ class Engine:
 
     def wake(self) -> None:
         """Allocates an empty pool of the same size; waiting samples are admitted to it."""
-        with self._guard.turn("wake"):
+        with self.guard.turn("wake"):
             if self.is_asleep:
                 self.runner.wake()
+
+    def copy_rows(self) -> dict[int, bytes]:
+        """A copy of each running row, by the ticket of its request; the engine goes on as if nothing had happened.
+
+        Left out are rows that another engine could not go on with: those whose pages are shared by similarity (the record of
+        thoughts belongs to one engine), later turns of conversations, and requests of several samples. What is left out, or
+        waits, starts again elsewhere, with the same draws.
+
+        Raises:
+          ValueError: the engine sleeps.
+        """
+        if self.is_asleep:
+            raise ValueError("Rows are copied from the pool, and a sleeping engine has none. Call wake() first.")
+        with self.guard.turn("copy_rows"):
+            self._collect()  # a chunk that was dispatched ahead
+            self.runner.fill(to_end=True)
+            alone = {row: one for row, one in self.scheduler.running.items() if len(self.tickets[one.ticket]) == 1}
+            return {one.ticket: row_copies.pack(one, self.runner.copy_row(row)) for row, one in alone.items() if can_move(one)}
+
+    def resume_row(self, content: bytes, policy: Policy, on_tokens: Callable[[Event], None] | None = None) -> int:
+        """Queues a copied row, to be swapped in as soon as it fits, and returns its request's new ticket.
+
+        Args:
+          content: of `copy_rows`, from an engine of the same settings. It is unpickled: take none from strangers.
+          policy: that of the sample.
+          on_tokens: receives an `Event` for each chunk; the first has all tokens so far.
+        """
+        sample = row_copies.unpack(content, policy, self.model.tokenizer, on_tokens)
+        self.check(sample.request)
+        with self.guard.changing("resume_row"):
+            sample.ticket = next(self._ticket)
+            self.tickets[sample.ticket] = [sample]
+            self.scheduler.add(sample)
+        return sample.ticket
+
+    def renumber(self, version: int) -> None:
+        """Lets the weights that a new engine was built with count as a later version than 0; before its first request.
+
+        Raises:
+          ValueError: it has had requests.
+        """
+        if self.tickets or self.scheduler.prefixes:
+            raise ValueError(
+                "An engine's weights are numbered before its first request; this one has had some. Make a new one."
+            )
+        with self.guard.turn("renumber"):
+            self._use_version(version)
+
+    def _use_version(self, version: int) -> None:
+        """Numbers the weights in use; nothing starts from what older ones prefilled."""
+        self.runner.version = version
+        self.runner.free(self.scheduler.renew(version))
 
     def reset(self) -> None:
         """Makes an empty pool and starts every unfinished sample again, also after a turn that ended in the middle.
@@ -431,9 +585,9 @@ class Engine:
         Raises:
           RuntimeError: another thread, or a callback of the turn in progress, uses the engine.
         """
-        with self._guard.turn("reset", is_reset=True):
-            self._flight = None
-            lost = self.scheduler.restart(lambda sample: sample.completion.error is None and kept_rows.restart(self, sample))
+        with self.guard.turn("reset", is_reset=True):
+            self._flight, given = None, (self.model.tokenizer, self.version)
+            lost = self.scheduler.restart(lambda sample: kept_rows.restart(sample, self.scheduler.conversations, *given))
             self.outputs.forget()
             self.runner.reset()
             for sample in lost:

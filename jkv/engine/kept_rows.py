@@ -36,17 +36,22 @@ def begin(sample: Sample, kept: KeptRow) -> None:
     completion.cached_tokens = sample.request.num_kept
 
 
-def restart(engine: Any, sample: Sample) -> bool:
-    """Makes an unfinished sample ready for an empty pool: fresh, or swapped out. False if it continues a row that is lost."""
+def restart(sample: Sample, conversations: Conversations, tokenizer: Any, version: int) -> bool:
+    """Makes an unfinished sample ready for an empty pool: fresh, or swapped out.
+
+    False if it has failed itself, or continues a row that is lost.
+    """
+    if sample.completion.error is not None:
+        return False
     kept, sample.is_running, sample.is_swapped = sample.resumes or sample.resumed, False, sample.swapped is not None
     if sample.is_swapped and sample.request.num_kept:
         return True
     if sample.request.num_kept and (kept is None or kept.swapped is None):
         sample.resumes, sample.completion.error = None, RuntimeError(LOST)
         return False
-    sample.restart(stop_finder(engine.model.tokenizer, sample.request), engine.runner.version)
+    sample.restart(stop_finder(tokenizer, sample.request), version)
     if kept is not None:
-        engine.scheduler.conversations.return_to_host(kept)
+        conversations.return_to_host(kept)
         begin(sample, kept)
     return True
 

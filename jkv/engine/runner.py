@@ -269,6 +269,11 @@ class Runner:
             prefix.start = None
         self.state = prefix_reuse.drop(self.programs, self.state, self.prefix_cache)
 
+    def copy_row(self, row: int) -> swap.SwappedRow:
+        """A copy of a running row in host memory, with its own copies of pages that it shares."""
+        with self.meter.clock("swap_seconds"):
+            return swap.swap_out(self.programs, self.state, row, None)
+
     def _swap_in(self, row: int, sample: Sample) -> None:
         """Moves a sample back into a row, bit for bit."""
         assert sample.swapped is not None

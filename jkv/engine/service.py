@@ -1,39 +1,46 @@
 """A handle to an engine that a thread of its own owns, for any number of threads and asyncio tasks.
 
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         tickets = [service.submit(prompt, policy=jkv.r_kv(budget=128)) for prompt in prompts]
         texts = [ticket.result().text[0] for ticket in tickets]      # or: await ticket
         for event in service.submit(prompts[0], streams=True):       # or: async for
             print(event.text, end="")
 
-One thread makes all calls of the engine; the handle puts commands into its queue. The thread runs turns as long as a request is
-unfinished, and otherwise waits for a command.
+One thread makes all calls of the engine (`Owner`); the handle puts commands into its queue. The thread runs steps as long as a
+request is unfinished, and otherwise waits for a command.
 """
 
 import asyncio
 import contextlib
 import functools
+import logging
+import queue
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from jkv.engine import row_copies, turns
+from jkv.checks import described
+from jkv.engine import turns
 from jkv.engine.conversations import ENDS, KeptRow
+from jkv.engine.engine import Engine
+from jkv.engine.interrupts import call
 from jkv.engine.outputs import Event
-from jkv.engine.owner import Owner, answer
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.tickets import Reply, Ticket
 from jkv.eviction import Policy
 from jkv.model.params import Model, Params
 
+LOGGER = logging.getLogger("jkv")
 MODES = ("keep", "wait", "abort")
 T = TypeVar("T")
+Submit = Callable[[Callable[[Event], None] | None], int]  # submits to the engine, with a streaming callback; returns its ticket
 
 
 class Service:
-    """A handle to a served engine (`Engine.serve`); any number of threads and asyncio tasks may use it.
+    """A handle to an engine that a thread of its own owns; any number of threads and asyncio tasks may use it.
 
     Every method but `submit` returns a `Reply`, for threads (`service.update(params).result()`) and tasks
     (`await service.update(params)`). A context manager, also with `async with`: at its end unfinished requests are cancelled,
@@ -48,7 +55,7 @@ class Service:
       engine: the `jkv.Engine`. Its attributes may be read; calls of other threads than the owner's are refused.
     """
 
-    def __init__(self, engine: Any, collect: Callable[[int], Any] | None = None) -> None:
+    def __init__(self, engine: Engine, collect: Callable[[int], Any] | None = None) -> None:
         self.engine = engine
         self._owner, started = Owner(engine, collect), Reply[None]()
         self._encoding = threading.Lock()
@@ -107,7 +114,7 @@ class Service:
           RuntimeError: the service is closed.
         """
         ticket, owner = Ticket(self, streams=False), self._owner
-        submit = functools.partial(row_copies.resume_row, self.engine, content, policy)
+        submit = functools.partial(self.engine.resume_row, content, policy)
         owner.put(ticket, functools.partial(owner.submit, ticket, submit))
         return ticket
 
@@ -118,7 +125,7 @@ class Service:
           ValueError: it left nothing; the message has the reason.
         """
         rule = "extend continues a finished request of this service that was kept"
-        if ticket._service is not self:
+        if ticket.service is not self:
             raise ValueError(f"{rule}; got a ticket of another one. Call its own extend.")
         if not ticket.done():
             raise ValueError(f"{rule}; this one still runs. Wait for its result.")
@@ -147,30 +154,33 @@ class Service:
         later = Ticket(self, streams, request.keep)
 
         def submit(on_tokens: Callable[[Event], None] | None) -> int:  # which holds the last ticket, and so its row, until then
-            return turns.submit_turn(self.engine, ticket.number, sample, row, request, on_tokens)
+            return self.engine.submit_turn(ticket.number, sample, row, request, on_tokens)
 
         owner.put(later, functools.partial(owner.submit, later, submit))
         return later
 
-    def _extend(self, ticket: Ticket, tokens: Any, sample: int, streams: bool, keep: bool, settings: Any) -> Ticket:
+    def extend(self, ticket: Ticket, tokens: Any, sample: int, streams: bool, keep: bool, settings: Any) -> Ticket:
+        """The next turn of a kept request; see `Ticket.extend`."""
         row = self.kept_row(ticket, sample)
         request = turns.next_request(self.engine.model, row, tokens, RequestOptions(**settings), keep)
         return self.extend_request(ticket, request, row, sample, streams)
 
-    def _close(self, ticket: Ticket) -> Reply[None]:
+    def close_ticket(self, ticket: Ticket) -> Reply[None]:
+        """Frees the rows that a request has left; see `Ticket.close`."""
         reply: Reply[None] = Reply()
         return self._owner.put(reply, functools.partial(answer, reply, functools.partial(self._owner.release, ticket)))
 
-    def _cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request; see `Ticket.cancel`."""
         reply: Reply[None] = Reply()
         with contextlib.suppress(RuntimeError):  # closed: the request has ended
             self._owner.put(reply, functools.partial(self._owner.cancel, ticket))
 
-    def call(self, function: Callable[[Any], T]) -> Reply[T]:
+    def call(self, function: Callable[[Engine], T]) -> Reply[T]:
         """What a function of the engine returns; the owner thread calls it between two turns.
 
         >>> import jkv
-        >>> with jkv.Engine(jkv.testing.tiny_model(), max_running=1, max_slots=32).serve() as service:
+        >>> with jkv.Service(jkv.Engine(jkv.testing.tiny_model(), max_running=1, max_slots=32)) as service:
         ...     service.call(lambda engine: len(engine.tickets)).result()
         0
         """
@@ -247,13 +257,236 @@ class Service:
         await asyncio.to_thread(self._end)
 
 
-def serve(engine: Any) -> Service:
-    """Starts a thread that owns the engine, and returns the handle that other threads and asyncio tasks use.
+class Owner:
+    """What the owner thread does: all commands in the queue, then a turn, as long as a request is unfinished.
 
-    Raises:
-      RuntimeError: another thread uses the engine.
+    Args:
+      engine: the engine.
+      collect: what a finished request's ticket is given, of the engine's number; None is its result.
+
+    Attributes:
+      paused: the mode of a pause, or empty.
     """
-    return Service(engine)
+
+    def __init__(self, engine: Engine, collect: Callable[[int], Any] | None = None) -> None:
+        self.engine, self.paused, self.collect = engine, "", collect or engine.result
+        self.tickets: dict[int, Ticket] = {}  # unfinished, by the engine's number
+        self.later: OrderedDict[Ticket, Submit] = OrderedDict()  # submitted during a pause
+        self.quiet: list[Reply[None]] = []  # replies to be given when the engine is idle
+        self.closing: list[Reply[None]] = []  # replies to be given when the thread has let go of the engine
+        self.queue: queue.SimpleQueue[tuple[Reply[Any], Callable[[], None]]] = queue.SimpleQueue()
+        self.lock = threading.Lock()
+        self.refusal = ""  # why no command is taken any more
+        self.is_ending = False
+
+    def put(self, reply: Reply[T], command: Callable[[], None]) -> Reply[T]:
+        """Queues a command, whose reply is `reply`.
+
+        Raises:
+          RuntimeError: the service is closed, or its engine cannot be repaired.
+        """
+        with self.lock:
+            if self.refusal:
+                raise RuntimeError(self.refusal)
+            self.queue.put((reply, command))
+        return reply
+
+    def run(self, started: Reply[None]) -> None:
+        """The thread's whole life."""
+        try:
+            with self.engine.guard.owned("serve"):
+                started.set_result(None)
+                while not (self.is_ending and self.engine.is_idle):
+                    self.obey()
+                    if self.has_turn:
+                        self.turn()
+                    elif self.engine.is_idle:
+                        self.settle(None)
+            self.end("The service is closed. Make another jkv.Service.", is_failure=False)
+        except BaseException as error:
+            if started.done():
+                LOGGER.exception("The service ended")
+                self.end(
+                    f"The service ended, because its engine could not be repaired: {described(error)}. Make another engine.",
+                    is_failure=True,
+                )
+            else:
+                started.set_exception(error)
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether there is a turn to run."""
+        return self.paused != "keep" and not self.engine.is_asleep and not self.engine.is_idle
+
+    def obey(self) -> None:
+        """Runs all commands in the queue; waits for one if there is nothing else to do."""
+        if not self.has_turn and not (self.quiet and self.engine.is_idle):
+            self.do(*self.queue.get())
+        while not self.queue.empty():
+            self.do(*self.queue.get())
+
+    def do(self, reply: Reply[Any], command: Callable[[], None]) -> None:
+        """Runs a command. If it leaves the engine broken, requests start again before the next one."""
+        try:
+            command()
+        except BaseException as error:
+            conclude(reply, error)
+        if self.engine.guard.failure is not None:
+            self.engine.reset()
+
+    def turn(self) -> None:
+        """One turn of the engine, which repairs what fails in it. If the engine cannot run (it has no pool or no weights), all
+        requests end with that error.
+        """
+        try:
+            events = self.engine.step()
+        except ValueError as error:
+            for number, ticket in list(self.tickets.items()):
+                self.engine.cancel(number)
+                self.engine.take([number])
+                del self.tickets[number]
+                give(ticket.set_exception, error)
+            return
+        for number in dict.fromkeys(event.ticket for event in events if event.finish_reason):
+            if number in self.tickets and all(sample.is_finished for sample in self.engine.tickets[number]):
+                self.deliver(number)
+
+    def deliver(self, number: int) -> None:
+        """Gives a finished request's ticket its result."""
+        fulfil(self.tickets.pop(number), functools.partial(self.collect, number))
+
+    def abort(self, number: int) -> None:
+        """Cancels a request; its tokens so far are its result."""
+        self.engine.cancel(number)
+        self.deliver(number)
+
+    # Commands.
+
+    def submit(self, ticket: Ticket, submit: Submit) -> None:
+        """Submits a request, or keeps it until a pause ends."""
+        if self.paused:
+            self.later[ticket] = submit
+        else:
+            self.start(ticket, submit)
+
+    def start(self, ticket: Ticket, submit: Submit) -> None:
+        """Submits a request to the engine."""
+        try:
+            ticket.number = submit(ticket.receive if ticket.streams else None)
+        except BaseException as error:
+            give(ticket.set_exception, error)
+            return
+        self.tickets[ticket.number] = ticket
+        if ticket.is_closed:
+            self.engine.release(ticket.number)
+        elif ticket.keep:
+            weakref.finalize(ticket, self.drop, ticket.number).atexit = False
+
+    def release(self, ticket: Ticket) -> None:
+        """Frees the rows that a request has left, or lets it leave none."""
+        ticket.is_closed = True
+        if ticket.number >= 0:  # else it waits for the end of a pause
+            self.engine.release(ticket.number)
+
+    def drop(self, number: int) -> None:
+        """Frees what a ticket that nobody holds has left. Any thread may collect it, also inside of `put`: no lock is taken."""
+        reply: Reply[None] = Reply()
+        self.queue.put((reply, functools.partial(answer, reply, functools.partial(self.engine.release, number))))
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a request; one that waits for the end of a pause never starts."""
+        if ticket in self.later:
+            self.start(ticket, self.later.pop(ticket))
+        if ticket.number in self.tickets:
+            self.abort(ticket.number)
+
+    def pause(self, mode: str, reply: Reply[None]) -> None:
+        """Starts a pause; the reply is given when it is in effect. A service that closes keeps on until it is idle."""
+        if not self.is_ending:
+            self.paused = mode
+        if mode == "abort":
+            for number in list(self.tickets):
+                self.abort(number)
+        self.quiet.append(reply)
+        if self.paused == "keep":
+            self.engine.stats.idle.end(is_unfinished=False)  # what follows is no time in which a device waits for its host
+            self.settle(None)
+
+    def resume(self) -> None:
+        """Ends a pause and submits what came in the meantime, in order. What came after a close stays refused."""
+        if self.is_ending:
+            return
+        self.paused = ""
+        self.settle(None)
+        while self.later:
+            self.start(*self.later.popitem(last=False))
+
+    def close(self, mode: str, reply: Reply[None]) -> None:
+        """Ends the thread once the engine is idle, with what a pause has kept waiting; the reply is given at the end."""
+        self.closing.append(reply)
+        self.resume()
+        self.is_ending, self.paused = True, "wait"
+        self.engine.wake()
+        if mode == "abort":
+            for number in list(self.tickets):
+                self.abort(number)
+
+    def leave(self, reply: Reply[None]) -> None:
+        """Closes for a handle that is given up: cancels unfinished requests, unless a close has promised to finish them."""
+        self.close("wait" if self.is_ending else "abort", reply)
+
+    def settle(self, error: Exception | None) -> None:
+        """Answers those who wait for an idle engine."""
+        quiet, self.quiet = self.quiet, []
+        for reply in quiet:
+            conclude(reply, error)
+
+    def end(self, refusal: str, is_failure: bool) -> None:
+        """Refuses all that is queued or comes later."""
+        with self.lock:
+            self.refusal = refusal
+        error = RuntimeError(refusal)
+        while not self.queue.empty():
+            conclude(self.queue.get()[0], error)
+        for ticket in (*self.tickets.values(), *self.later):
+            conclude(ticket, error)
+        self.tickets.clear()
+        self.later.clear()
+        self.settle(None if self.is_ending else error)
+        for reply in self.closing:
+            conclude(reply, error if is_failure else None)
+
+
+def answer(reply: Reply[T], function: Callable[[], T]) -> None:
+    """Calls a function for a reply, unless the caller has cancelled it."""
+    if reply.set_running_or_notify_cancel():
+        fulfil(reply, function)
+
+
+def fulfil(reply: Reply[T], function: Callable[[], T]) -> None:
+    """Gives a reply what a function returns or raises."""
+    try:
+        result = function()
+    except BaseException as error:
+        give(reply.set_exception, error)
+    else:
+        give(reply.set_result, result)
+
+
+def conclude(reply: Reply[Any], error: BaseException | None) -> None:
+    """Ends a reply, if nobody has cancelled it."""
+    if reply.done() or not (reply.running() or reply.set_running_or_notify_cancel()):
+        return
+    if error is None:
+        give(reply.set_result, None)
+    else:
+        give(reply.set_exception, error)
+
+
+def give(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+    """Ends a reply; `concurrent.futures` logs what a callback raises, but exits."""
+    if error := call(set_outcome, outcome):
+        LOGGER.warning("A callback of a request raised, which changes nothing: %s", described(error))
 
 
 def end_thread(owner: Owner, thread: threading.Thread) -> None:

@@ -1,14 +1,18 @@
-"""What a service gives its callers: replies, to be waited for by threads and by asyncio, and the tickets of requests."""
+"""What a service gives its callers: replies, to be waited for by threads and by asyncio, and the tickets of requests.
+
+Tasks of an event loop that wait for events are woken together (`Wakeup`): each call from another thread writes to a socket and
+lets two threads compete for the interpreter, which the engine's thread would do for each event of each request.
+"""
 
 import asyncio
 import contextlib
 import functools
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, TypeVar
 
-from jkv.engine.bells import bell_of_this_loop
 from jkv.engine.outputs import Event
 from jkv.engine.results import Result
 
@@ -25,12 +29,12 @@ class Reply(Future[T], Generic[T]):
         return asyncio.wrap_future(self).__await__()
 
 
-class Turns(Protocol):
+class Submits(Protocol):
     """What a ticket asks of its service."""
 
-    def _cancel(self, ticket: "Ticket") -> None: ...
-    def _extend(self, ticket: "Ticket", tokens: Any, sample: int, streams: bool, keep: bool, settings: Any) -> "Ticket": ...
-    def _close(self, ticket: "Ticket") -> Reply[None]: ...
+    def cancel(self, ticket: "Ticket") -> None: ...
+    def extend(self, ticket: "Ticket", tokens: Any, sample: int, streams: bool, keep: bool, settings: Any) -> "Ticket": ...
+    def close_ticket(self, ticket: "Ticket") -> Reply[None]: ...
 
 
 class Ticket(Reply[Result]):
@@ -41,20 +45,18 @@ class Ticket(Reply[Result]):
 
     Of a request that was kept, the rows are freed when the conversation goes on, by `close`, or when nobody holds the ticket.
 
-    Args:
-      service: whose request it is.
-
     Attributes:
+      service: whose request it is.
       streams: whether events are kept for iteration; without it their text is not made.
       number: the engine's own ticket; -1 until the owner thread has submitted the request.
       keep: whether its rows are kept for a next turn.
       is_closed: whether its caller wants none of them.
     """
 
-    def __init__(self, service: Turns, streams: bool, keep: bool = False) -> None:
+    def __init__(self, service: Submits, streams: bool, keep: bool = False) -> None:
         super().__init__()
         self.number = -1
-        self._service, self.streams, self.keep, self.is_closed = service, streams, keep, False
+        self.service, self.streams, self.keep, self.is_closed = service, streams, keep, False
         self._events: list[Event] = []
         self._wakers: list[Callable[[], None]] = []
 
@@ -65,7 +67,7 @@ class Ticket(Reply[Result]):
         """
         if self.done():
             return False
-        self._service._cancel(self)
+        self.service.cancel(self)
         return True
 
     def extend(
@@ -82,11 +84,11 @@ class Ticket(Reply[Result]):
             that are none, or a turn that the engine can never serve; nothing is changed.
           RuntimeError: the service is closed.
         """
-        return self._service._extend(self, tokens, sample, streams, keep, settings)
+        return self.service.extend(self, tokens, sample, streams, keep, settings)
 
     def close(self) -> Reply[None]:
         """Frees the rows that the request has left; one that is unfinished leaves none. Its result stays."""
-        return self._service._close(self)
+        return self.service.close_ticket(self)
 
     def receive(self, event: Event) -> None:
         """Adds an event, for all who iterate; the engine's streaming callback."""
@@ -109,8 +111,8 @@ class Ticket(Reply[Result]):
         self.result()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        ready, bell, count = asyncio.Event(), bell_of_this_loop(), 0
-        with self._waking(functools.partial(bell.ring, ready)):
+        ready, wakeup, count = asyncio.Event(), wakeup_of_this_loop(), 0
+        with self._waking(functools.partial(wakeup.wake, ready)):
             while True:
                 ready.clear()
                 is_over, events = self._unread(count)
@@ -143,3 +145,35 @@ class Ticket(Reply[Result]):
             yield
         finally:
             self._wakers.remove(wake)
+
+
+class Wakeup:
+    """Wakes tasks of one event loop from any thread: sets their `asyncio.Event`s, all that wait by one call of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._lock, self._waiting = threading.Lock(), dict[asyncio.Event, None]()
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Sets an event soon; nothing where the loop is closed, and nobody reads any more."""
+        with self._lock:
+            is_first = not self._waiting
+            self._waiting[event] = None
+        if is_first and (loop := self._loop()) is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._set_all)
+
+    def _set_all(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for event in waiting:
+            event.set()
+
+
+WAKEUPS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Wakeup] = weakref.WeakKeyDictionary()
+
+
+def wakeup_of_this_loop() -> Wakeup:
+    """That of the running event loop."""
+    loop = asyncio.get_running_loop()
+    return WAKEUPS.setdefault(loop, Wakeup(loop))

@@ -1,29 +1,22 @@
 """The turns of a conversation: a finished request that was kept is extended by new tokens.
 
-What is checked before a turn is queued, and the engine's methods. What happens to its row is in `jkv.engine.kept_rows`.
+What is checked before a turn is queued. What happens to its row is in `jkv.engine.kept_rows`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jkv.checks import shown, typed
-from jkv.engine import kept_rows
-from jkv.engine.conversations import ENDS, KeptRow
-from jkv.engine.memory import most_pages
-from jkv.engine.outputs import Event
+from jkv.engine.conversations import ENDS, Conversations, KeptRow
 from jkv.engine.prompts import check_ids, is_endless, num_elements
 from jkv.engine.requests import Request, RequestOptions, make_requests
-from jkv.engine.samples import Completion, Sample, stop_finder
-from jkv.engine.timing import running_seconds
+from jkv.engine.samples import Sample
 from jkv.model.params import Model
 
 RULE = "extend takes a flat list of token ids"
-
-
-# Requests.
 
 
 def check_keep(request: Request) -> None:
@@ -106,48 +99,12 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
     )
 
 
-# The engine's methods.
-
-
-def extend(
-    engine: Any,
-    ticket: int,
-    tokens: Sequence[int],
-    *,
-    sample: int = 0,
-    keep: bool = True,
-    on_tokens: Callable[[Event], None] | None = None,
-    **settings: Any,
-) -> int:
-    """Queues the next turn of a request that was kept and is finished; returns the turn's own ticket.
-
-    Only the new tokens are prefilled, into the row that the request left. The result's prompt is everything before the
-    completion; `Result.transcripts` has the whole conversation with a loss mask.
-
-    Args:
-      ticket: of the last turn; it is extended once.
-      tokens: the new token ids, such as a user's message or what a tool returned.
-      sample: index of the sample that goes on, where the request had several.
-      keep: whether the row is kept again at the end of this turn.
-      on_tokens: see `Engine.submit`.
-      settings: `max_new_tokens`, `sampling`, `stop_ids` and `forced_tokens` of `jkv.RequestOptions`. Sampling and seed are
-        those of the last turn if they are left out.
-
-    Raises:
-      ValueError: a ticket without a kept row (unfinished, failed, cancelled, not kept, closed, extended already), tokens that
-        are none, or a turn that this engine can never serve; nothing is changed.
-    """
-    kept = find(engine, ticket, sample)
-    request = next_request(engine.model, kept, tokens, RequestOptions(**settings), keep)
-    return submit_turn(engine, ticket, sample, kept, request, on_tokens)
-
-
-def find(engine: Any, ticket: int, sample: int) -> KeptRow:
+def find(tickets: Mapping[int, list[Sample]], conversations: Conversations, ticket: int, sample: int) -> KeptRow:
     """The row that a turn continues, or a ValueError that says why there is none."""
     for name, number in (("ticket", ticket), ("sample", sample)):
         if isinstance(number, bool) or not isinstance(number, int | np.integer):
             raise ValueError(f"{name} must be a number; got {shown(number)}. Pass what submit returned.")
-    group = engine.tickets.get(ticket, [])
+    group = tickets.get(ticket, [])
     if group and not 0 <= sample < len(group):
         raise ValueError(f"sample must be one of the request's {len(group)}; got {sample}.")
     if group:
@@ -161,51 +118,4 @@ def find(engine: Any, ticket: int, sample: int) -> KeptRow:
                 f"extend continues a request that finished by {' or '.join(ENDS)}; that of ticket {ticket} ended by "
                 f"{one.completion.finish_reason!r}. Submit the conversation again."
             )
-    return engine.scheduler.conversations.find(ticket, sample)
-
-
-def submit_turn(
-    engine: Any,
-    ticket: int,
-    index: int,
-    kept: KeptRow,
-    request: Request,
-    on_tokens: Callable[[Event], None] | None = None,
-) -> int:
-    """Queues the request of a kept row's next turn.
-
-    Raises:
-      ValueError: a request that this engine can never serve, or a row that is gone.
-    """
-    request = engine.check(request)
-    engine.scheduler.conversations.find(ticket, index)
-    with engine._guard.changing("extend"):
-        engine.scheduler.conversations.use(ticket, index, kept)
-        number = next(engine._ticket)
-        _, page_size, num_shards = engine.capacity.sizes
-        pages = most_pages(engine.model.params, request, page_size, num_shards)
-        sample = Sample(number, 0, request, Completion(), pages)
-        sample.on_tokens, sample.stops = on_tokens, stop_finder(engine.model.tokenizer, request)
-        sample.submitted = running_seconds()
-        kept_rows.begin(sample, kept)
-        engine.tickets[number] = [sample]
-        engine.stats.turns += 1
-        engine.scheduler.add(sample)
-    return number
-
-
-def release(engine: Any, ticket: int) -> None:
-    """Frees the rows that a kept request left, in the pool or in host memory. An unfinished one leaves none at its end.
-
-    Its result stays. Nothing happens where nothing is kept.
-    """
-
-    def let_go() -> None:
-        for sample in engine.tickets.get(ticket, []):
-            if not sample.is_finished:
-                sample.request = dataclasses.replace(sample.request, keep=False)
-        engine.scheduler.conversations.release(ticket)
-        if not engine.is_asleep:
-            engine.runner.release([])
-
-    engine.repaired("release", let_go)
+    return conversations.find(ticket, sample)

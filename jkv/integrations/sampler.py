@@ -146,7 +146,7 @@ class JkvSampler:
         if self._service is None:
             self.initialize()
             assert self._engine is not None
-            self._service = self._engine.serve()
+            self._service = Service(self._engine)
         return True
 
     async def stop(self, *, mode: str = "abort", **_: Any) -> bool:

@@ -12,7 +12,6 @@ import numpy as np
 from jkv.engine.engine import Engine
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import text_of
-from jkv.engine.row_copies import copy_rows, renumber
 from jkv.engine.samples import Sample
 from jkv.engine.service import Service
 from jkv.engine.stats import RunStats
@@ -49,7 +48,7 @@ class Worker:
         self.policies, self._post = list(policies), post
         check_digests(model.params, digests, version)
         self.engine = Engine(model, options, policies=self.policies)
-        renumber(self.engine, version)
+        self.engine.renumber(version)
         self.facts, self.version = Facts.of(self.engine), version
         self.tickets: dict[int, Ticket] = {}  # of items that are neither finished nor given up
         self._lock, self._earlier_chunks = threading.Lock(), 0  # those before statistics began again
@@ -147,7 +146,7 @@ class Worker:
 
     def snapshot(self) -> dict[int, bytes]:
         """The rows that run now, by item; they go on."""
-        rows = self.service.call(copy_rows).result()
+        rows = self.service.call(Engine.copy_rows).result()
         with self._lock:
             return {number: rows[ticket.number] for number, ticket in self.tickets.items() if ticket.number in rows}
 

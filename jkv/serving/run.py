@@ -113,7 +113,7 @@ def run(
     Then nothing new is accepted, and requests in flight have `drain` seconds.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # which uvicorn calls once it has ended
-    with engine.serve() as service, contextlib.suppress(KeyboardInterrupt):
+    with Service(engine) as service, contextlib.suppress(KeyboardInterrupt):
         warm_up(service, make_policy(options.policy, options.settings), is_whole)
         app = make_app(service, options)
         if trainer is not None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jkv.checkpoints import loading as checkpoint, saved_weights
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints import saved_weights
 from research.tasks import vocabulary
 from tests.support.checkpoints import (
     CASES,

@@ -8,7 +8,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jkv.checkpoints import loading as checkpoint, saved_weights
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints import saved_weights
 from tests.support.checkpoints import GOLDEN, SMALL, assert_equal, random_params
 from tests.support.devices import environment
 

@@ -133,4 +133,6 @@ def test_no_other_file_asks_for_a_family_by_name():
     assert len(files) > 100
     for file in files:
         found = asks.search(file.read_text())
-        assert not found, f"{file.relative_to(ROOT)} asks for a family: {found[0]}. Add a field to jkv.checkpoints.family.Family."
+        assert not found, (
+            f"{file.relative_to(ROOT)} asks for a family: {found[0]}. Add a field to jkv.checkpoints.family.Family."
+        )

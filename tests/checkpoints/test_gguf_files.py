@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.checkpoints import loading as checkpoint, gguf_files
+from jkv.checkpoints import gguf_files
+from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.gguf_header import read_header
 from jkv.checkpoints.model_shapes import find_shape
 from jkv.model.rope_scaling import RopeScaling

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.checkpoints import loading as checkpoint, saved_weights
+from jkv.checkpoints import loading as checkpoint
+from jkv.checkpoints import saved_weights
 from jkv.checkpoints.saved_config import read_fields
 from tests.support.checkpoints import CONFIGS, GOLDEN
 from tests.support.hostile_folders import AT_ONCE

@@ -144,7 +144,7 @@ def test_a_bad_score_is_refused_before_anything_of_its_request_is_admitted(model
     assert set(engine.tickets) == {running}
     engine.run()
     assert engine.result(running).tokens[0].tolist() == whole[1]
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         ticket = service.submit(PROMPTS[1], policy=r_kv(0), **SETTINGS)
         refuse(service)
         assert ticket.result(60).tokens[0].tolist() == whole[1]
@@ -469,7 +469,7 @@ def test_generate_and_a_rollout_return_the_others(model, whole, monkeypatch):
 def test_a_served_request_that_always_fails_ends_alone_and_the_service_goes_on(model, whole, name):
     engine = jkv.Engine(model, **SIZES)
     with_poison(engine, name, is_poison)
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         service.pause().result(60)
         tickets = [service.submit(prompt, policy=r_kv(0), streams=True, **SETTINGS) for prompt in PROMPTS]
         service.resume().result(60)
@@ -489,7 +489,7 @@ def test_a_served_request_that_always_fails_ends_alone_and_the_service_goes_on(m
 
 def test_a_callback_of_a_reply_that_exits_ends_no_service(model, whole):
     engine = jkv.Engine(model, **SIZES)
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         service.pause().result(60)
         ticket = service.submit(PROMPTS[0], policy=r_kv(0), **SETTINGS)
         ticket.add_done_callback(lambda _: sys.exit(1))

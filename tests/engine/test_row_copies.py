@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine.row_copies import copy_rows, renumber, resume_row
 from tests.support.mixes import POLICIES
 from tests.support.simulator import ROW, make_engine
 
@@ -31,8 +30,8 @@ def test_a_copied_row_goes_on_elsewhere_for_every_policy(engines, is_forked):
         tickets = [here.submit(prompts[i], one or policy, **SETTINGS) for i, policy in enumerate(policies)]
         for _ in range(2):
             here.step()
-        rows = copy_rows(here)
-        moved = [resume_row(there, rows[ticket], one or policy) for ticket, policy in zip(tickets, policies, strict=True)]
+        rows = here.copy_rows()
+        moved = [there.resume_row(rows[ticket], one or policy) for ticket, policy in zip(tickets, policies, strict=True)]
         there.reset_stats()
         for stayed, went in zip(finish(here, tickets), finish(there, moved), strict=True):
             assert stayed.tokens.tolist() == went.tokens.tolist()
@@ -52,7 +51,7 @@ def test_what_has_no_row_of_its_own_is_not_copied(engines):
         here.submit([7, 7], n=2, **SETTINGS),
     )
     here.step()
-    assert copy_rows(here) == {}
+    assert here.copy_rows() == {}
     here.run()
     assert [here.result(ticket).finish_reason[0] for ticket in (shared, finished, many)] == ["length"] * 3
 
@@ -67,21 +66,21 @@ def test_a_stop_string_that_began_before_the_copy_is_found_after_it(engines):
     expected = finish(here, [here.submit([5, 1, 9], **settings)])[0]
     ticket = here.submit([5, 1, 9], **settings)
     here.step()
-    rows = copy_rows(here)
+    rows = here.copy_rows()
     here.cancel(ticket)
-    went = finish(there, [resume_row(there, rows[ticket], jkv.full())])[0]
+    went = finish(there, [there.resume_row(rows[ticket], jkv.full())])[0]
     assert went.text == expected.text == [text[: half - 1]]
     assert went.finish_reason == expected.finish_reason == ["stop"]
 
 
 def test_versions_are_counted_on(model):
     engine = make_engine(model, 3, 3 * ROW)
-    renumber(engine, 4)
+    engine.renumber(4)
     ticket = engine.submit([5, 1, 9], **SETTINGS)
     assert finish(engine, [ticket])[0].policy_version.tolist() == [[4] * 23]
     engine.submit([5, 1, 9], **SETTINGS)
     with pytest.raises(ValueError, match="before its first request"):
-        renumber(engine, 5)
+        engine.renumber(5)
     engine.sleep()
     with pytest.raises(ValueError, match="wake"):
-        copy_rows(engine)
+        engine.copy_rows()

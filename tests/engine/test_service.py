@@ -35,7 +35,7 @@ def engine(model):
 
 @pytest.fixture
 def service(engine):
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         yield service
     assert engine.is_idle
     assert engine.runner.num_held_pages == 0
@@ -189,7 +189,7 @@ def test_requests_start_again_after_a_device_program_failed_with_the_same_tokens
 
 def test_a_call_that_breaks_the_engine_is_repaired(service, whole):
     def break_off(engine):
-        with engine._guard.changing("test"):
+        with engine.guard.changing("test"):
             raise DeviceError("broken")
 
     with pytest.raises(DeviceError, match="broken"):
@@ -203,7 +203,7 @@ def test_what_is_queued_behind_such_a_call_finds_a_repaired_engine(service, whol
 
     def break_off(engine):
         waits.wait(60)
-        with engine._guard.changing("test"):
+        with engine.guard.changing("test"):
             raise DeviceError("broken")
 
     broken = service.call(break_off)
@@ -252,7 +252,7 @@ def test_an_engine_that_cannot_be_repaired_ends_the_service_with_the_reason(mode
     engine = make_engine(model, 3, 3 * ROW)
     with_failing_programs(engine).fail(2, False)
     monkeypatch.setattr(engine, "reset", lambda: 1 / 0)
-    service = engine.serve()
+    service = jkv.Service(engine)
     tickets = [submit(service, 0, i) for i in range(4)]
     for ticket in tickets:
         with pytest.raises(RuntimeError, match="could not be repaired: ZeroDivisionError"):
@@ -280,13 +280,13 @@ def test_other_threads_are_refused_while_it_is_served(service, engine):
         with pytest.raises(RuntimeError, match="was called by MainThread while the owner of the engine runs it"):
             call()
     with pytest.raises(RuntimeError, match="serve\\(\\) was called"):
-        engine.serve()
+        jkv.Service(engine)
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait"])
 def test_a_closed_service_gives_the_engine_back(model, mode):
     engine = make_engine(model, 3, 3 * ROW)
-    service = engine.serve()
+    service = jkv.Service(engine)
     ticket = submit(service, 0)
     service.close(mode).result()
     assert ticket.result().finish_reason == ["length" if mode == "wait" else "cancelled"]
@@ -300,7 +300,7 @@ def test_a_closed_service_gives_the_engine_back(model, mode):
 
 @pytest.mark.parametrize("paused", ["", "keep", "wait"])
 def test_a_close_that_waits_finishes_what_was_submitted_also_during_a_pause(engine, whole, paused):
-    service = engine.serve()
+    service = jkv.Service(engine)
     running = submit(service, 0, 1)
     if paused:
         service.pause(paused)
@@ -313,7 +313,7 @@ def test_a_close_that_waits_finishes_what_was_submitted_also_during_a_pause(engi
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "resume"])
 def test_neither_a_pause_nor_a_resume_breaks_off_a_close_that_waits(engine, whole, mode):
-    service = engine.serve()
+    service = jkv.Service(engine)
     ticket = submit(service, 0, 1)
     closing = service.close("wait")
     with contextlib.suppress(RuntimeError):  # it may be closed already
@@ -323,14 +323,14 @@ def test_neither_a_pause_nor_a_resume_breaks_off_a_close_that_waits(engine, whol
 
 
 def test_the_end_of_a_block_keeps_the_promise_of_a_close_that_waits(engine, whole):
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         ticket = submit(service, 0, 1)
         service.close("wait")
     assert ticket.result(0).tokens[0].tolist() == whole[0][1]
 
 
 def test_a_close_that_aborts_breaks_off_one_that_waits(engine):
-    service = engine.serve()
+    service = jkv.Service(engine)
     ticket = service.submit(PROMPTS[0], sampling=jkv.Sampling(seed=5), streams=True, **LONG)
     next(iter(ticket))
     waiting, _ = service.close("wait"), service.close("abort").result(60)
@@ -339,7 +339,7 @@ def test_a_close_that_aborts_breaks_off_one_that_waits(engine):
 
 
 def test_a_forgotten_service_ends_its_thread(model):
-    service, before = make_engine(model, 3, 3 * ROW).serve(), threading.active_count()
+    service, before = jkv.Service(make_engine(model, 3, 3 * ROW)), threading.active_count()
     del service
     gc.collect()
     assert threading.active_count() == before - 1

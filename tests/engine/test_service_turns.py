@@ -39,7 +39,7 @@ def whole(model):
 @pytest.fixture
 def service(model):
     engine = make_engine(model, 3, 2 * ROW)
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         yield service
         gc.collect()
         service.call(lambda engine: None).result()
@@ -146,7 +146,7 @@ def test_a_ticket_without_a_row_is_refused_by_the_reason(service, model):
     later.close().result()
     with pytest.raises(ValueError, match="this one is closed"):
         later.extend([5])
-    with make_engine(model, 1, ROW).serve() as other, pytest.raises(ValueError, match="got a ticket of another one"):
+    with jkv.Service(make_engine(model, 1, ROW)) as other, pytest.raises(ValueError, match="got a ticket of another one"):
         other.kept_row(kept)
 
 
@@ -193,7 +193,7 @@ def test_a_request_that_is_closed_before_it_starts_leaves_no_row(service):
 def test_a_failed_program_ends_a_turn_with_an_error_and_not_the_service(model):
     engine = make_engine(model, 2, 2 * ROW)
     failing = with_failing_programs(engine)
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         ticket = service.submit(prompt_of(1), keep=True, **SETTINGS)
         ticket.result()
         service.pause("keep").result()

@@ -37,7 +37,7 @@ class Running:
         from jkv.serving.options import ServerOptions
         from jkv.serving.run import listen, make_server
 
-        self.engine, self.service = engine, engine.serve()
+        self.engine, self.service = engine, jkv.Service(engine)
         options = {"name": "tiny", "policy": "r_kv", "settings": SETTINGS} | options
         self.app = make_app(self.service, ServerOptions(**options))
         place = listen("127.0.0.1", 0)

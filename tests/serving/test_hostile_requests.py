@@ -270,9 +270,8 @@ def test_a_client_that_takes_nothing_is_dropped_and_its_place_is_free():
 
 def test_a_warm_server_compiles_nothing_and_has_counted_nothing(chat_model):
     policies = [jkv.r_kv(**SETTINGS)]
-    with jkv.Engine(
-        chat_model, max_running=3, max_slots=96, chunk=8, policies=policies
-    ).serve() as service:  # nobody else has these programs
+    engine = jkv.Engine(chat_model, max_running=3, max_slots=96, chunk=8, policies=policies)  # nobody else has these programs
+    with jkv.Service(engine) as service:
         warm_up(service, jkv.r_kv(**SETTINGS), is_whole=False)
         assert service.call(lambda engine: engine.stats.tokens).result() == 0
         before = COMPILING.seconds

@@ -18,7 +18,7 @@ SAMPLINGS = [
 
 def test_usual_requests_compile_nothing_after_the_warm_up(chat_model):
     policy = jkv.r_kv(**SETTINGS)
-    with make_engine(chat_model).serve() as service:
+    with jkv.Service(make_engine(chat_model)) as service:
         warm_up(service, policy, is_whole=True)
         assert service.engine.stats.steps == 0  # it is not counted
         compiled = COMPILING.count
@@ -37,7 +37,7 @@ def test_usual_requests_compile_nothing_after_the_warm_up(chat_model):
 @pytest.mark.parametrize("policy", [jkv.reason_cache(), jkv.streaming_llm(budget=48, interval=8, positions="cache")], ids=str)
 def test_what_a_policy_refuses_is_left_out(chat_model, policy):
     engine = jkv.Engine(chat_model, max_running=2, max_slots=64, page_size=16, policies=[policy], max_stop_ids=8, chunk=8)
-    with engine.serve() as service:
+    with jkv.Service(engine) as service:
         warm_up(service, policy, is_whole=True)
         assert not service.engine.tickets
         assert service.submit([5, 6], policy=policy, max_new_tokens=4, stop_ids=()).result().lengths.tolist() == [4]

@@ -3,7 +3,22 @@
 To add a family whose layers `jkv.model.decoder` can compute, write its `Family` in a file here and add it to `FAMILIES`.
 """
 
-from jkv.checkpoints.families import gemma3, gemma4, glm4_moe, gpt_oss, llama, mistral, olmo3, phi3, qwen2, qwen3, qwen3_5, qwen3_5_moe, qwen3_moe, smollm3
+from jkv.checkpoints.families import (
+    gemma3,
+    gemma4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    qwen3_5_moe,
+    qwen3_moe,
+    smollm3,
+)
 from jkv.checkpoints.family import Family
 
 FAMILIES: dict[str, Family] = {  # by `model_type` of config.json

@@ -1,9 +1,9 @@
-"""One call of an event loop wakes all tasks that another thread rings for."""
+"""One call of an event loop wakes all tasks that another thread wants awake."""
 
 import asyncio
 import threading
 
-from jkv.engine.bells import bell_of_this_loop
+from jkv.engine.tickets import wakeup_of_this_loop
 
 
 def rung(thread_count, event_count):
@@ -12,8 +12,8 @@ def rung(thread_count, event_count):
 
     async def play():
         nonlocal calls
-        loop, bell = asyncio.get_running_loop(), bell_of_this_loop()
-        assert bell_of_this_loop() is bell
+        loop, wakeup = asyncio.get_running_loop(), wakeup_of_this_loop()
+        assert wakeup_of_this_loop() is wakeup
         events, call = [asyncio.Event() for _ in range(event_count)], loop.call_soon_threadsafe
 
         def counted(*args):
@@ -25,7 +25,7 @@ def rung(thread_count, event_count):
 
         def ring():
             for event in events * 3:
-                bell.ring(event)
+                wakeup.wake(event)
 
         threads = [threading.Thread(target=ring) for _ in range(thread_count)]
         for thread in threads:
@@ -34,7 +34,7 @@ def rung(thread_count, event_count):
             thread.join()  # the loop runs nothing meanwhile
         await asyncio.wait_for(asyncio.gather(*(event.wait() for event in events)), 60)
         events[0].clear()
-        bell.ring(events[0])
+        wakeup.wake(events[0])
         await asyncio.wait_for(events[0].wait(), 60)
 
     asyncio.run(play())
@@ -46,12 +46,12 @@ def test_many_events_of_a_turn_call_the_loop_once():
 
 
 def test_a_closed_loop_is_left_alone():
-    bells = []
+    wakeups = []
 
     async def play():
-        bells.append((bell_of_this_loop(), asyncio.Event()))
+        wakeups.append((wakeup_of_this_loop(), asyncio.Event()))
 
     asyncio.run(play())
-    (bell, event), *_ = bells
-    bell.ring(event)
+    (wakeup, event), *_ = wakeups
+    wakeup.wake(event)
     assert not event.is_set()
