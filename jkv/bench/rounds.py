@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from jkv.model.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)  # whatever a model's makers say: the lengths are forced

@@ -19,12 +19,12 @@ from jkv import notebook
 from jkv.checks import described, size
 from jkv.engine import kept_rows, row_copies, turns
 from jkv.engine import mesh as meshes
+from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.conversations import KeptRow
 from jkv.engine.faults import blame
 from jkv.engine.filling import decoding
 from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
-from jkv.engine.idle import is_ready
 from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt, run_to_end
 from jkv.engine.mappings import let_programs_go
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
@@ -42,7 +42,6 @@ from jkv.engine.runner import Runner
 from jkv.engine.samples import Completion, Sample, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
-from jkv.engine.timing import COMPILING, running_seconds
 from jkv.eviction import Needs, Policy
 from jkv.model import sharding, weights
 from jkv.model.params import Model, Params

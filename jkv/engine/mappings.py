@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 
 CHECK_EVERY = 16  # programs compiled between two looks
 MOST = 0.25  # of the mappings that the process may have

@@ -11,10 +11,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+from jkv.engine.clocks import running_seconds
 from jkv.engine.outputs import Event
 from jkv.engine.samples import Prefix, Sample, stop_finder
 from jkv.engine.swap import SwappedRow
-from jkv.engine.timing import running_seconds
 from jkv.eviction import Policy
 from jkv.policies import full
 

@@ -19,12 +19,12 @@ from jkv.checks import counted, size
 from jkv.engine import kept_rows, prefill, prefix_reuse, programs, starts, swap
 from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
+from jkv.engine.clocks import is_ready
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling
 from jkv.engine.flight import Flight, alive_after
-from jkv.engine.idle import is_ready
 from jkv.engine.kernels import programs_for
 from jkv.engine.memory import state_bytes
 from jkv.engine.model_facts import facts_for

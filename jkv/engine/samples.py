@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.cache.pool import num_pages_of
+from jkv.engine.clocks import running_seconds
 from jkv.engine.conversations import KeptRow, Transcript
 from jkv.engine.processes import host
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
-from jkv.engine.timing import running_seconds
 from jkv.eviction import AfterPrompt, Policy
 from jkv.eviction.policy import compacted
 from jkv.model.routes import RouteRecorder

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jkv.engine import prefill, prefix_reuse
+from jkv.engine.clocks import is_ready
 from jkv.engine.filling import Pieces
-from jkv.engine.idle import is_ready
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.samples import Completion, Sample, Start, pieces_in_use, split_by_ownership
 from jkv.eviction.schedules import ask

@@ -13,12 +13,10 @@ from jkv import notebook
 from jkv.cache.page_selection import pages_read
 from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
-from jkv.engine.counts import Counts
-from jkv.engine.idle import IdleClock
-from jkv.engine.latency import Latency
+from jkv.engine.clocks import COMPILING, IdleClock, clock
+from jkv.engine.histograms import Counts, Latency
 from jkv.engine.samples import Sample
 from jkv.engine.scheduler import Turn
-from jkv.engine.timing import COMPILING, clock
 from jkv.model.params import ModelConfig
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import SharingStats

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jkv.engine.clocks import running_seconds
 from jkv.engine.interrupts import run_to_end
 from jkv.engine.memory import most_pages
 from jkv.engine.outputs import Event, Outputs
@@ -20,7 +21,6 @@ from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Completion, Sample, samples_of, take_finished
 from jkv.engine.stats import RunStats
 from jkv.engine.tickets import Reply
-from jkv.engine.timing import running_seconds
 from jkv.model.params import Model, Params
 from jkv.replay.trace import TraceRecorder
 from jkv.replicas.dispatcher import Open

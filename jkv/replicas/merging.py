@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jkv.engine.latency import Latency
+from jkv.engine.histograms import Latency
 from jkv.engine.stats import RunStats
 
 SIDE_BY_SIDE = ("seconds", "decode_seconds", "prefill_seconds", "swap_seconds", "compile_seconds")  # the longest counts

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-from jkv.engine.latency import LEAST, PER_DECADE, Latency
+from jkv.engine.histograms import LEAST, PER_DECADE, Latency
 from jkv.engine.results import Result
 from jkv.engine.stats import TIMED
 from jkv.serving.responses import reason_of

@@ -15,8 +15,8 @@ import pytest
 
 import jkv
 from jkv.engine import mappings
+from jkv.engine.clocks import COMPILING
 from jkv.engine.interrupts import deferred_interrupts
-from jkv.engine.timing import COMPILING
 from tests.support.faults import ctrl_c, num_calls, with_failing_programs
 from tests.support.mixes import BreakingTokenizer, Expected
 from tests.support.simulator import ROW, Schedule, make_engine, simulate

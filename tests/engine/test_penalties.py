@@ -8,7 +8,7 @@ import pytest
 
 import jkv
 from jkv.engine import programs
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from jkv.rl import full_overlap, log_probs, make_batch
 from jkv.testing import TINY, tiny_model
 from tests.model.test_numbers import reference_logits

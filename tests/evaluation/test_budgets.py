@@ -5,7 +5,7 @@ import pytest
 
 from jkv import r_kv
 from jkv.checkpoints import loading as checkpoint
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from jkv.evaluation import compare as bench
 from jkv.evaluation.budgets import Budget, least_policy, parse_budget
 from jkv.evaluation.generations import read_records, run

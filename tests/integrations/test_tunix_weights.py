@@ -15,7 +15,7 @@ pytest.importorskip("tunix")
 import qwix
 from flax import nnx
 
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from jkv.integrations.tunix import params_of
 from research.bench.rollouts import tunix_model
 from tests.support.tunix_models import (

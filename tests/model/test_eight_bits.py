@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from jkv.model import decoder, experts
 from jkv.model.eight_bits import coded, format_of
 from jkv.model.params import Codes, LowRank, fold

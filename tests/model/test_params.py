@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from jkv.model import decoder
 from jkv.model.params import LowRank, fold
 from jkv.model.weight_shapes import init_params, named_leaves, weight_shapes

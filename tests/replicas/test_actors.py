@@ -94,7 +94,7 @@ def in_actors(replicas, function):
 
 
 def num_compiled(_):
-    from jkv.engine.timing import COMPILING
+    from jkv.engine.clocks import COMPILING
 
     return COMPILING.count
 

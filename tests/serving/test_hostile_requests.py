@@ -14,8 +14,8 @@ from tests.serving.conftest import SETTINGS, Running, make_engine
 
 pytest.importorskip("uvicorn")
 
+from jkv.engine.clocks import COMPILING
 from jkv.engine.stats import TIMED
-from jkv.engine.timing import COMPILING
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import CompletionFields, policy_of
 from jkv.serving.run import warm_up

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from tests.serving.conftest import post_completion
 
 IDS = [*range(5, 20)]

@@ -3,7 +3,7 @@
 import pytest
 
 import jkv
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from jkv.serving.run import warm_up
 from tests.serving.conftest import SETTINGS, make_engine
 

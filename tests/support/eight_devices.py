@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 import jkv
 from jkv.engine import chunk_inputs, mesh, programs
-from jkv.engine.timing import COMPILING
+from jkv.engine.clocks import COMPILING
 from jkv.eviction import Needs
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.sampling import rows_of

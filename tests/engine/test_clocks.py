@@ -3,19 +3,19 @@
 import pytest
 
 import jkv
-from jkv.engine import idle
+from jkv.engine import clocks
 
 
 @pytest.fixture
 def now(monkeypatch):
     """The time, a list of one number."""
     seconds = [0.0]
-    monkeypatch.setattr(idle, "running_seconds", lambda: seconds[0])
+    monkeypatch.setattr(clocks, "running_seconds", lambda: seconds[0])
     return seconds
 
 
 def test_time_counts_from_when_the_device_was_last_seen_busy(now):
-    clock = idle.IdleClock()
+    clock = clocks.IdleClock()
     clock.begin(True)
     now[0] = 1.0
     with clock.dispatching(True):  # nothing ran for a second, nor while this was dispatched
@@ -44,7 +44,7 @@ def test_time_counts_from_when_the_device_was_last_seen_busy(now):
 
 
 def test_time_without_requests_does_not_count(now):
-    clock = idle.IdleClock()
+    clock = clocks.IdleClock()
     clock.begin(True)
     clock.end(is_unfinished=False)
     now[0] = 100.0
@@ -56,7 +56,7 @@ def test_time_without_requests_does_not_count(now):
 
 
 def test_waiting_for_what_is_done_is_no_sign_of_a_busy_device(now):
-    clock = idle.IdleClock()
+    clock = clocks.IdleClock()
     clock.begin(True)
     with clock.waiting(lambda: True):
         now[0] = 1.0

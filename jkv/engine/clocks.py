@@ -1,10 +1,61 @@
-"""How long the device had nothing to do because the host was busy."""
+"""Clocks that stop while programs compile: seconds of blocks, and of a device that waits for its host."""
 
+import contextlib
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from jkv.engine.timing import running_seconds
+import jax
+
+
+class CompileClock:
+    """Seconds spent tracing and compiling in this process since the package was imported, nested spans counted once.
+
+    Attributes:
+      seconds: the sum.
+      count: programs compiled, or read from JAX's persistent cache.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.count = 0.0, 0
+        self._spans: list[tuple[float, float]] = []  # disjoint and ascending; the newest may still be enclosed by another
+
+    def listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Adds a duration reported by JAX; reports come as spans end, inner spans first."""
+        if not event.startswith("/jax/core/compile/"):
+            return
+        self.count += event.endswith("backend_compile_duration")
+        end = time.perf_counter()
+        begin = end - duration_secs
+        while self._spans and self._spans[-1][0] >= begin:
+            inner = self._spans.pop()
+            self.seconds -= inner[1] - inner[0]
+        if self._spans:
+            begin = max(begin, self._spans[-1][1])
+        self._spans.append((begin, end))
+        self.seconds += end - begin
+        if len(self._spans) > 256:
+            del self._spans[:128]
+
+
+COMPILING = CompileClock()
+jax.monitoring.register_event_duration_secs_listener(COMPILING.listen)
+
+
+def running_seconds() -> float:
+    """Seconds on a clock that stops while this process compiles."""
+    return time.perf_counter() - COMPILING.seconds
+
+
+@contextlib.contextmanager
+def clock(stats: Any, field: str) -> Iterator[None]:
+    """Adds the seconds of a block to `stats.field`, compilation excluded."""
+    began, compiled = time.perf_counter(), COMPILING.seconds
+    try:
+        yield
+    finally:
+        spent = time.perf_counter() - began - (COMPILING.seconds - compiled)
+        setattr(stats, field, getattr(stats, field) + spent)
 
 
 class IdleClock:
@@ -44,7 +95,7 @@ class IdleClock:
         if not is_ready and self._busy is not None:
             self._busy = running_seconds()
 
-    @contextmanager
+    @contextlib.contextmanager
     def dispatching(self, is_ready: bool) -> Iterator[None]:
         """A block that dispatches a program; the idle time before it ends here."""
         yield
@@ -53,7 +104,7 @@ class IdleClock:
             self.seconds += now - self._busy if is_ready else 0.0
             self._busy = now
 
-    @contextmanager
+    @contextlib.contextmanager
     def waiting(self, is_ready: Callable[[], bool]) -> Iterator[None]:
         """A block that waits for programs."""
         was_ready = is_ready()
