@@ -1,11 +1,18 @@
-"""How a device program is compiled: jitted at its first call, with the options that XLA needs on this platform."""
+"""How a device program is compiled, and how long it is kept.
+
+It is jitted at its first call, with the options that XLA needs on this platform. On a CPU every compiled program maps tens of
+memory regions for as long as it is cached. Linux allows a process 65,530 of them (`vm.max_map_count`) and aborts it beyond
+that, without a Python exception: after some 150 engines of different shapes, or some 600 programs. So `let_programs_go`.
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from jkv.engine.clocks import COMPILING
 from pallas_kernels import choice
 from pallas_kernels.dispatch import own_platform
 
@@ -25,6 +32,12 @@ OF_OLD_GPUS: dict[str, Any] = {"xla_gpu_dot_merger_threshold_mb": 0}
 
 # Rows of the pool: XLA for GPUs turns some products of a single row into multiplications whose results it writes to memory.
 LEAST_ROWS = {"cuda": 2}
+
+CHECK_EVERY = 16  # programs compiled between two looks
+MOST_SHARE = 0.25  # of the mappings that the process may have
+LIMIT, MAPPINGS = Path("/proc/sys/vm/max_map_count"), Path("/proc/self/maps")
+
+_checked = 0  # programs compiled before the last look
 
 
 def options_of(platform: str) -> dict[str, Any]:
@@ -59,3 +72,53 @@ class DeviceProgram:
 def device_program(**settings: Any) -> Callable[[Callable[..., Any]], DeviceProgram]:
     """A decorator; settings are those of `jax.jit`."""
     return lambda function: DeviceProgram(function, settings)
+
+
+class ProgramsFor:
+    """Programs that are traced for a compute capability, and with kernels chosen by hand."""
+
+    def __init__(self, programs: Any, capability: tuple[int, int] | None, kernels: str | None) -> None:
+        self.programs, self.capability, self.kernels = programs, capability, kernels
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        program = getattr(self.programs, name)
+
+        def run(*args: Any, **settings: Any) -> Any:
+            with choice.tracing_for(self.capability), choice.choose(self.kernels):
+                return program(*args, **settings)
+
+        return run
+
+
+def programs_for(programs: Any, devices: Iterable[jax.Device], kernels: str | None) -> Any:
+    """Programs for these devices; those given, where there is nothing to choose."""
+    capability = choice.lowest_capability(devices)
+    return programs if capability is None and kernels is None else ProgramsFor(programs, capability, kernels)
+
+
+def num_mappings() -> int:
+    """The memory regions of this process; 0 where the system does not tell."""
+    if not MAPPINGS.exists():
+        return 0
+    with MAPPINGS.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def most_mappings() -> int:
+    """The most memory regions of a process; 0 where there is no such limit."""
+    return int(LIMIT.read_text()) if LIMIT.exists() else 0
+
+
+def let_programs_go() -> bool:
+    """Clears JAX's caches of programs if they hold too many mappings; returns whether it did.
+
+    Programs that are still used compile again, or come from JAX's persistent cache. Call it between programs.
+    """
+    global _checked
+    if COMPILING.count - _checked < CHECK_EVERY:
+        return False
+    _checked = COMPILING.count
+    if num_mappings() <= MOST_SHARE * most_mappings():
+        return False
+    jax.clear_caches()
+    return True

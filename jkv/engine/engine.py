@@ -21,12 +21,11 @@ from jkv.engine import kept_rows, row_copies, turns
 from jkv.engine import mesh as meshes
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.conversations import KeptRow
+from jkv.engine.device_program import let_programs_go
 from jkv.engine.faults import blame
 from jkv.engine.filling import decoding
-from jkv.engine.flight import Flight
 from jkv.engine.guard import Guard
 from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt, run_to_end
-from jkv.engine.mappings import let_programs_go
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
@@ -38,7 +37,7 @@ from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
 from jkv.engine.row_copies import can_move
-from jkv.engine.runner import Runner
+from jkv.engine.runner import Flight, Runner
 from jkv.engine.samples import Completion, Sample, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats

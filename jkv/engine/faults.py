@@ -29,7 +29,7 @@ def blame(sample: Sample) -> Iterator[None]:
 def accuse(owner: Sample | Prefix, kinds: Any) -> None:
     """If no slot can be ranked by an owner's scores, that is the error of the sample, or of all that start from the prompt.
 
-    Samples that start from the prompt later get it in `jkv.engine.starts.fork`.
+    Samples that start from the prompt later get it as their rows start.
 
     Args:
       owner: whose row was compacted.

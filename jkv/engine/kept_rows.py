@@ -11,11 +11,9 @@ import numpy as np
 
 from jkv.engine import swap
 from jkv.engine.conversations import ENDS, Conversations, KeptRow, Transcript
-from jkv.engine.filling import Pieces
 from jkv.engine.processes import host
 from jkv.engine.programs import State
 from jkv.engine.samples import Sample, stop_finder
-from jkv.engine.starts import append_pending
 
 LOST = (
     "The conversation's row was lost with the pool, and the engine reset. Submit the whole conversation again; an engine with "
@@ -129,14 +127,3 @@ def attach(programs: Any, state: State, row: int, kept: KeptRow) -> State:
     is_own = np.zeros(snapshot.block_table.page_table.shape, bool)
     state = programs.attach(state, snapshot, np.int32(row), is_own)
     return programs.free(state, snapshot.block_table)
-
-
-def resume(runner: Any, row: int, sample: Sample) -> Pieces:
-    """Attaches the row of a sample's last turn, and prefills the new tokens, with compactions where they are due."""
-    kept = sample.resumes
-    assert kept is not None
-    with runner.meter.clock("prefill_seconds" if kept.snapshot is not None else "swap_seconds"):
-        runner.state = attach(runner.programs, runner.state, row, kept)
-    kept.snapshot = None
-    sample.resumes, sample.resumed, sample.version = None, kept, runner.version
-    yield from append_pending(runner, row, sample)

@@ -4,6 +4,7 @@ Every program has a fixed shape (`jkv.engine.programs`), the state is donated fr
 device once a chunk.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -16,23 +17,21 @@ import numpy as np
 
 from jkv.cache.pool import NULL_PAGE, num_pages_of
 from jkv.checks import counted, size
-from jkv.engine import kept_rows, prefill, prefix_reuse, programs, starts, swap
+from jkv.engine import kept_rows, prefill, prefix_reuse, programs, swap
 from jkv.engine import mesh as meshes
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.clocks import is_ready
 from jkv.engine.conversations import Conversations
-from jkv.engine.device_program import LEAST_ROWS
+from jkv.engine.device_program import LEAST_ROWS, programs_for
 from jkv.engine.faults import accuse, blame, working_for
-from jkv.engine.filling import PIECES, Filling
-from jkv.engine.flight import Flight, alive_after
-from jkv.engine.kernels import programs_for
+from jkv.engine.filling import PIECES, Filling, Pieces
 from jkv.engine.memory import state_bytes
 from jkv.engine.model_facts import facts_for
 from jkv.engine.policy_checks import Trials
 from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.processes import copy_to_host, host
 from jkv.engine.programs import ChunkInputs
-from jkv.engine.samples import Prefix, RowOutputs, Sample
+from jkv.engine.samples import Completion, Prefix, RowOutputs, Sample, Start, pieces_in_use, split_by_ownership
 from jkv.engine.scheduler import Capacity, Turn
 from jkv.engine.sharer import Sharer
 from jkv.engine.stats import Meter
@@ -42,7 +41,7 @@ from jkv.model import weights
 from jkv.model.params import Model, Params
 from jkv.model.routes import RouteRecorder
 from jkv.model.sampling import DRAWS
-from jkv.reasoning.sentences import map_sentences
+from jkv.reasoning.sentences import map_sentences, new_log
 from jkv.replay.trace import TraceRecorder
 from pallas_kernels.choice import lowest_capability
 from pallas_kernels.dispatch import platform_of
@@ -50,6 +49,49 @@ from pallas_kernels.quantised import Format
 
 LOGGER = logging.getLogger("jkv")
 MAP_WIDTH = 32_768  # positions of the sentence map that compaction takes, at first
+
+
+@dataclasses.dataclass
+class Flight:
+    """A chunk that is dispatched and not read yet.
+
+    Attributes:
+      rows: the samples that it decodes, by row.
+      outputs: a `ChunkOutputs` on the device.
+      num_steps: its decode steps.
+      version: of the weights that run it.
+      scores: the kinds of scores (`Evict.kinds`) of compactions before it: whose they are, and the counts on the device.
+      compactions: those dispatched after it before it was read: the sample and what `Runner._compact_row` returned.
+    """
+
+    rows: dict[int, Sample]
+    outputs: Any
+    num_steps: int
+    version: int
+    scores: list[tuple[Sample | Prefix, Any]]
+    compactions: list[tuple[Sample, Any, Any, Any]] = dataclasses.field(default_factory=list)
+
+    def by_row(self, outputs: Any) -> dict[int, RowOutputs]:
+        """The outputs, on the host, of each row that is not finished."""
+        log_prob_full = outputs.log_prob if outputs.log_prob_full is None else outputs.log_prob_full
+        log_prob_own = outputs.log_prob if outputs.log_prob_own is None else outputs.log_prob_own  # where it was asked for
+        counts = outputs.is_real.sum(axis=0)
+
+        def row(i: int) -> RowOutputs:
+            tokens, log_probs, full = (x[: counts[i], i].tolist() for x in (outputs.token, outputs.log_prob, log_prob_full))
+            dropped, is_read = (None if x is None else x[: counts[i], :, i] for x in (outputs.dropped, outputs.is_read))
+            by_step = outputs.steered, outputs.hidden, outputs.experts
+            steered, hidden, experts = (None if x is None else x[: counts[i], i] for x in by_step)
+            goes_on = bool(outputs.is_running[i])
+            own = log_prob_own[: counts[i], i].tolist()
+            return RowOutputs(tokens, log_probs, full, goes_on, dropped, is_read, steered, hidden, experts, own)
+
+        return {i: row(i) for i, sample in self.rows.items() if not sample.is_finished}
+
+
+def alive_after(last: Flight | None, at_first: Any) -> Any:
+    """Which rows go on after a chunk that may not be read yet, on the device: [B]; `at_first` where none is in flight."""
+    return at_first if last is None else last.outputs.is_running
 
 
 class Runner:
@@ -234,17 +276,116 @@ class Runner:
         for source, group in itertools.groupby(turn.admit.items(), key=lambda item: item[1].source):
             admitted = dict(group)
             if source is not None:
-                self.filling.add(admitted, starts.fork(self, admitted))
+                self.filling.add(admitted, self._fork(admitted))
                 continue
             for row, sample in admitted.items():
                 if sample.resumes is not None:
-                    self.filling.add({row: sample}, kept_rows.resume(self, row, sample))
+                    self.filling.add({row: sample}, self._resume(row, sample))
                 elif sample.is_swapped:
                     with self.meter.clock("swap_seconds"), working_for([sample]):
                         self._swap_in(row, sample)
                 else:
-                    self.filling.add({row: sample}, starts.start(self, row, sample))
+                    self.filling.add({row: sample}, self._start(row, sample))
         self.fill()
+
+    # How rows start.
+
+    def _start(self, row: int, sample: Sample) -> Pieces:
+        """Prefills a prompt into its row, from where the prefix cache ends, and compacts it if it is longer than the budget.
+
+        Where it enters in pieces, that is its first one, and the others follow.
+        """
+        prompt, config, done = sample.request.prompt[: sample.request.first_prompt], self.model.config, 0
+        sample.filled, sample.heads, sample.version = np.full(config.num_paged_layers, len(prompt)), None, self.version
+        sample.sentences = new_log(self.model, sample.request.policy.sentences)
+        sample.trace, sample.routes = self.new_trace(sample), self.new_routes()
+        with self.meter.clock("prefill_seconds"):
+            if self.prefix_cache.piece:
+                self.state, done = prefix_reuse.adopt(self.programs, self.state, self.prefix_cache, row, sample)
+                self.meter.found(sample, done)
+        yield from self._append(row, sample, prompt[done:], done)
+        if sample.pieces:
+            with self.meter.clock("prefill_seconds"):
+                in_use = pieces_in_use(self.meter.running)
+                self.state = prefix_reuse.keep(self.programs, self.state, self.prefix_cache, row, sample, done, in_use)
+        self.sharer.start(sample)
+        self.meter.row(sample)
+        self.meter.stats.prefills += 1
+        yield from self._append_pending(row, sample)
+
+    def _fork(self, admitted: dict[int, Sample]) -> Pieces:
+        """Starts rows from the same prompt, which is prefilled once, in the first row, and forked to all."""
+        first, sample = next(iter(admitted.items()))
+        prefix = sample.prefix
+        if prefix.start is None:
+            one = copy.copy(sample)  # which nobody can cancel while it is prefilled
+            one.completion = Completion()
+            yield from self._start(first, one)
+            self.state, snapshot = self.programs.detach(self.state, np.int32(first))
+            prefix.start = Start(snapshot, one.completion, one.sentences, one.trace, one.routes)
+            prefix.error = prefix.error or one.completion.error
+            prefix.filled, prefix.heads = one.filled, one.heads  # fewer than were reserved, if scores decided how many
+            prefix.num_pages = min(prefix.num_pages, one.num_pages(0, *self.capacity.sizes))
+            sample.completion.peak_kv_bytes = max(sample.completion.peak_kv_bytes, one.completion.peak_kv_bytes)
+        begin = prefix.start
+        with self.meter.clock("prefill_seconds"):
+            for owns_all, group in split_by_ownership(admitted):
+                self.state = self.programs.fork(self.state, begin.snapshot, self.pad_rows(group), owns_all)
+        for sample in admitted.values():
+            completion, known = sample.completion, begin.completion
+            sample.filled, sample.heads, sample.version = prefix.filled, prefix.heads, self.version
+            completion.is_forked, completion.error = True, completion.error or prefix.error
+            for name in ("compactions", "evicted", "cached_tokens"):
+                setattr(completion, name, getattr(known, name))
+            sample.sentences = None if begin.sentences is None else begin.sentences.copy()
+            self.sharer.start(sample)
+            sample.routes = None if begin.routes is None else begin.routes.copy()
+            sample.trace = None if begin.trace is None else self.new_trace(sample)
+            if sample.trace is not None and begin.trace is not None:
+                sample.trace.fork_from(begin.trace, len(sample.request.prompt))
+        self.meter.stats.forks += len(admitted)
+
+    def _resume(self, row: int, sample: Sample) -> Pieces:
+        """Attaches the row of a sample's last turn, and prefills the new tokens, with compactions where they are due."""
+        kept = sample.resumes
+        assert kept is not None
+        with self.meter.clock("prefill_seconds" if kept.snapshot is not None else "swap_seconds"):
+            self.state = kept_rows.attach(self.programs, self.state, row, kept)
+        kept.snapshot = None
+        sample.resumes, sample.resumed, sample.version = None, kept, self.version
+        yield from self._append_pending(row, sample)
+
+    def _append_pending(self, row: int, sample: Sample) -> Pieces:
+        """Prefills what is left of a sample's prompt, with a compaction before and after wherever one is due."""
+        while sample.pending:
+            if sample.is_due:
+                self.compact({row: sample})
+            first = len(sample.request.prompt) - sample.pending
+            count = sample.next_piece
+            yield from self._append(row, sample, sample.request.prompt[first : first + count])
+            sample.count_new(count)
+            self.meter.row(sample)
+        if sample.is_due:
+            self.compact({row: sample})
+
+    def _append(self, row: int, sample: Sample, tokens: np.ndarray, done: int | None = None) -> Pieces:
+        """Prefills tokens into a row, after those that it has: the first `done` of its prompt, or None if it has evicted."""
+        for token, count in prefill.chunks(tokens, self.prefill_sizes):
+            yield int(count[0])
+            num_pages = None
+            if done is not None:
+                done += int(count[0])
+                num_pages = prefill.pages_to_read(done, self.capacity.page_size, self.state.cache.pool.page_table.shape[-1])
+            self.meter.stats.prefilled += int(count[0])
+            with self.meter.clock("prefill_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
+                args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
+                options = {"num_pages": num_pages, "returns_experts": self.routed_experts}
+                self.state, hidden, held, experts = self.programs.prefill_chunk(*args, **options)
+                self.held.append(held)
+                if sample.routes is not None:
+                    sample.routes.add(experts, int(count[0]))
+                if sample.sentences is not None:
+                    sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
 
     def fill(self, *, to_end: bool = False) -> None:
         """Prefills as much as may come before the next chunk, or all that waits."""

@@ -9,12 +9,14 @@ import numpy as np
 from jkv.cache.pool import num_pages_of
 from jkv.engine.clocks import running_seconds
 from jkv.engine.conversations import KeptRow, Transcript
+from jkv.engine.memory import STEP_PIECE
 from jkv.engine.processes import host
 from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
 from jkv.engine.swap import SwappedPages, SwappedRow
 from jkv.eviction import AfterPrompt, Policy
 from jkv.eviction.policy import compacted
+from jkv.eviction.schedules import ask
 from jkv.model.routes import RouteRecorder
 from jkv.reasoning.marks import completion_decoder
 from jkv.reasoning.sentences import SentenceLog
@@ -358,6 +360,21 @@ class Sample:
         if not policy.evicts_in_steps:
             return np.zeros_like(self.filled)
         return np.maximum(0, self.filled - (not goes_on) - policy.layer_budgets(len(self.filled)))
+
+    def count_new(self, count: int) -> None:
+        """Counts new tokens of its prompt that were appended to its row."""
+        if self.trace is not None:
+            self.trace.extended(count)
+        self.filled = self.filled + count
+        self.heads = None if self.heads is None else self.heads + count
+        self.pending -= count
+
+    @property
+    def next_piece(self) -> int:
+        """How many of the pending tokens are appended before the row may have to be compacted."""
+        policy = self.request.policy
+        steps = None if policy.schedule is None else ask(policy.name, policy.schedule, "steps_until_due", self.clock)
+        return min(self.pending, STEP_PIECE if policy.evicts_in_steps else steps or self.pending)
 
     def advance(self, row: RowOutputs) -> None:
         """Counts a chunk's tokens and slots, and records them in the trace."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine import mappings
+from jkv.engine import device_program
 from jkv.engine.clocks import COMPILING
 from jkv.engine.interrupts import deferred_interrupts
 from tests.support.faults import ctrl_c, num_calls, with_failing_programs
@@ -305,35 +305,35 @@ def test_an_event_loop_serves_requests_through_one_lock(model):
 
 LONG_LIFE = """
 import jkv
-from jkv.engine import mappings
-mappings.MOST = 0.03
+from jkv.engine import device_program
+device_program.MOST_SHARE = 0.03
 model = jkv.testing.tiny_model()
 most, cleared = 0, 0
 for i in range(24):
     out = jkv.generate(model, [1, 2, 3], max_new_tokens=6, page_size=4, num_pages=64 + 2 * i, stop_ids=(), progress=False)
     first = out.tokens.tolist() if i == 0 else first
     assert out.tokens.tolist() == first
-    most = max(most, mappings.num_mappings())
+    most = max(most, device_program.num_mappings())
 print(most)
 """
 
 
-@pytest.mark.skipif(not mappings.limit(), reason="no limit of mappings here")
+@pytest.mark.skipif(not device_program.most_mappings(), reason="no limit of mappings here")
 def test_programs_of_many_engines_do_not_pile_up():
     """Without letting go, 24 engines of different pools hold thousands of mappings more than one."""
     out = subprocess.run([sys.executable, "-c", LONG_LIFE], capture_output=True, text=True, check=True, env=os.environ)
-    assert int(out.stdout) < 0.03 * mappings.limit() + 16 * 130 + 500
+    assert int(out.stdout) < 0.03 * device_program.most_mappings() + 16 * 130 + 500
 
 
 @pytest.mark.parametrize(("share", "are_cleared"), [(0.24, False), (0.26, True)])
 def test_programs_stay_as_long_as_there_is_room(monkeypatch, share, are_cleared):
     cleared = []
-    monkeypatch.setattr(mappings, "_checked", COMPILING.count - mappings.CHECK_EVERY)
-    monkeypatch.setattr(mappings, "limit", lambda: 65_530)
-    monkeypatch.setattr(mappings, "num_mappings", lambda: int(share * 65_530))
+    monkeypatch.setattr(device_program, "_checked", COMPILING.count - device_program.CHECK_EVERY)
+    monkeypatch.setattr(device_program, "most_mappings", lambda: 65_530)
+    monkeypatch.setattr(device_program, "num_mappings", lambda: int(share * 65_530))
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(True))
-    assert mappings.let_programs_go() == are_cleared == bool(cleared)
-    assert not mappings.let_programs_go()  # has looked a moment ago
+    assert device_program.let_programs_go() == are_cleared == bool(cleared)
+    assert not device_program.let_programs_go()  # has looked a moment ago
 
 
 PLANTED = {

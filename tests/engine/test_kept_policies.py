@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine import starts
+from jkv.engine.runner import Runner
 from jkv.policies import POLICIES
 from tests.policies.test_conformance import build
 from tests.support.mixes import BreakingTokenizer
@@ -125,13 +125,13 @@ def test_a_long_turn_holds_no_more_pages_than_its_policy_allows(breaking, engine
     ticket = engine.submit(PROMPT, policy=policy, max_new_tokens=9, keep=True, **FREE)
     engine.run()
     with pytest.MonkeyPatch.context() as patch:
-        append = starts.append
+        append = Runner._append
 
         def noting(*arguments):
             yield from append(*arguments)
             held.append(runner.num_held_pages)
 
-        patch.setattr(starts, "append", noting)
+        patch.setattr(Runner, "_append", noting)
         ticket = engine.extend(ticket, RNG.integers(4, 30, 100).tolist(), max_new_tokens=9, **FREE)
         engine.run()
     engine.release(ticket)

@@ -12,7 +12,7 @@ import pytest
 
 import jkv
 from jkv.checkpoints import weight_reading
-from jkv.engine.kernels import ProgramsFor, programs_for
+from jkv.engine.device_program import ProgramsFor, programs_for
 from pallas_kernels import KERNELS, choice, dispatch
 from pallas_kernels.dispatch import Implementation, best, call
 from pallas_kernels.models import MODELS, Workload

@@ -11,7 +11,7 @@ import pytest
 
 import jkv
 from jkv.cache.pool import EMPTY
-from jkv.engine.mappings import limit, num_mappings
+from jkv.engine.device_program import limit, num_mappings
 from jkv.engine.runner import Runner
 from jkv.policies import POLICIES
 from jkv.testing import random_view, tiny_model

@@ -11,7 +11,7 @@ import threading
 import time
 
 import jkv
-from jkv.engine import mappings
+from jkv.engine import device_program as mappings
 from jkv.evaluation import generations
 from jkv.evaluation.problems import Problem
 from jkv.testing import TinyTokenizer, tiny_model
