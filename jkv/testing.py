@@ -205,7 +205,7 @@ def looping_view(
 
 
 def random_statistics(model: Model, seed: int = 0) -> QueryStatistics:
-    """Random statistics of queries that a policy takes for those of this model."""
+    """Random statistics of queries that a policy takes for this model's own."""
     config, rng = model.config, np.random.default_rng(seed)
     mean: Any = rng.standard_normal((config.num_paged_layers, config.num_query_heads, config.head_size)).astype(np.float32)
     length = np.asarray(pair_norms(jnp.asarray(mean), (config.rotary_size or config.head_size) // 2))
@@ -214,7 +214,7 @@ def random_statistics(model: Model, seed: int = 0) -> QueryStatistics:
 
 
 def random_networks(model: Model, hidden: int = 4, seed: int = 0) -> Foresight:
-    """Random networks that `jkv.foresight` takes for those of this model."""
+    """Random networks that `jkv.foresight` takes for this model's own."""
     heads = model.config.num_paged_layers, model.config.num_kv_heads
     into, bias, out = (jnp.zeros((*heads, *rest)) for rest in ((1, hidden), (hidden,), (hidden,)))
     like = random_calibration(Foresight(Network(into, bias, out, jnp.full(heads[0], 4096.0))), model, seed)

@@ -99,7 +99,7 @@ def longest_age(sequences: Sequence[np.ndarray]) -> float:
 
 
 def seen_inputs(config: ModelConfig, without: Sequence[str]) -> Float[np.ndarray, " F"]:
-    """1 for each number that the networks see of a slot, 0 for those of the inputs that are left out."""
+    """1 for each number that the networks see of a slot, 0 for the numbers of inputs that are left out."""
     if unknown := sorted(set(without) - set(INPUTS)):
         raise ValueError(f"Foresight reads {', '.join(INPUTS)}; it cannot do without {', '.join(map(repr, unknown))}.")
     sizes = dict(zip(INPUTS, (config.head_size, config.head_size, len(AGES)), strict=True))

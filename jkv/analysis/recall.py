@@ -289,7 +289,7 @@ def share_read(received: Float[np.ndarray, "K T1 T"], columns: Sequence[np.ndarr
 def distinct(
     source: np.ndarray, begin: np.ndarray, end: np.ndarray, *, total: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Columns in which no query reads a token twice, for tokens of which sharing left several columns; cut to the text."""
+    """Columns cut to the text, in which no query reads a token twice: sharing may leave several columns of a token."""
     order = np.lexsort((begin, source))
     source, begin, end = (x[order].astype(np.int64) for x in (source, begin, np.minimum(end, total)))
     is_column = (begin < end) & (source < total)

@@ -87,7 +87,7 @@ def page_contents(params: Params, token: Int[Array, " T"], page_size: int) -> Fl
 
 
 def describe(distance: np.ndarray, is_same: np.ndarray) -> dict[str, float]:
-    """Medians of pairs with the same tokens and of the others, and how often one of those is nearer than one of these."""
+    """The median distance of pairs with the same tokens and of other pairs, and how often the first are nearer."""
     upper = np.triu(np.ones_like(is_same), 1)
     same, other = distance[upper & is_same], distance[upper & ~is_same]
     if not len(same):

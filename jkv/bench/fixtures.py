@@ -50,7 +50,7 @@ def usual_page_size() -> int:
 
 
 def new_state(params: Params, policy: Policy, batch: int, slots: int | np.ndarray, page_size: int) -> State:
-    """An empty pool of exactly these rows, of so many slots or of a number each, with what the policy needs."""
+    """An empty pool for `batch` rows of `slots` slots (one number, or one for each row), with what the policy needs."""
     each = pages.num_pages_of(np.broadcast_to(slots, batch), page_size)
     num_pages = params.config.num_layers * params.config.num_kv_heads * int(each.sum())
     sizes: Any = {"num_rows": batch, "num_pages": num_pages, "max_pages": int(each.max()), "page_size": page_size}

@@ -39,7 +39,7 @@ def timer() -> Iterator[Seconds]:
 
 
 def seconds_of(call: Callable[[], Any], after: Any = None) -> float:
-    """Seconds until the arrays that a call returns are there; the timer starts once those of `after` are."""
+    """Seconds until the arrays that a call returns are there; the timer starts once the arrays of `after` are."""
     jax.block_until_ready(after)
     with timer() as seconds:
         jax.block_until_ready(call())

@@ -45,7 +45,7 @@ class Pool(flax.struct.PyTreeNode):
     page_table: Annotated[Any, "L B K MP"]  # pages of each layer, row and KV head; NULL_PAGE beyond the last
     length: Annotated[Any, "L B K"]  # filled slots
     logical_length: Annotated[Any, "B"]  # tokens seen: the position of the next one
-    refcount: Annotated[Any, "P"]  # table entries with each page, those of detached block tables and `prefix_pages` included
+    refcount: Annotated[Any, "P"]  # table entries with each page, also of detached block tables and `prefix_pages`
     free_stack: Annotated[Any, "P"]  # the first `free_top` entries are the free pages
     free_top: Annotated[Any, ""]  # negative after an allocation beyond the free pages; callers check before they allocate
     slot_data: dict[str, Annotated[Any, "L B K MP*page"]]  # by name; per slot of a row, so pages can be shared (LOG_WEIGHT)

@@ -1,4 +1,4 @@
-"""The learned sink of a query head: a logit beside those of the cached keys, whose value is 0 (gpt-oss, arXiv 2508.10925).
+"""The learned sink of a query head: a logit beside the logits of cached keys, with the value 0 (gpt-oss, arXiv 2508.10925).
 
 It is a weight of the layer, so it is nowhere in the cache. Attention over the pages gives the log of its softmax's denominator,
 from which the output and the probabilities with the sink follow exactly. It is unrelated to the sinks of policies, which are

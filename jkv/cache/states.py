@@ -17,7 +17,7 @@ from jkv.model.delta_weights import DeltaNet
 
 
 class LayerStates(flax.struct.PyTreeNode):
-    """The states of all rows in a layer. Channels of the convolution are those of one shard after the other."""
+    """The states of all rows in a layer. The channels of the convolution lie shard by shard."""
 
     memory: Annotated[Any, "B N I H"]  # float32; I channels of a key, H of a value
     recent: Annotated[Any, "B R K*I"]  # the last inputs of the convolution
@@ -49,7 +49,7 @@ def read_row(states: States, row: Int[Array, ""]) -> RowStates:
 
 
 def write_rows(states: States, target: Int[Array, " B"], content: RowStates) -> States:
-    """States of rows `target` with those of one row; targets equal to the number of rows, at the end, are ignored."""
+    """The states with one row copied to rows `target`; targets equal to the number of rows, at the end, are ignored."""
 
     def write(i: Int[Array, ""], states: States) -> States:
         return tuple(

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-MEMORY = 1 << 29  # bytes beyond those of the imports
+MEMORY = 1 << 29  # bytes beyond what the imports take
 MAX_TEXT = 1 << 23  # characters
 GRACE = 0.5  # seconds from the interrupt to the end of the process
 TEMPLATES: dict[str, Any] = {}  # compiled

@@ -33,7 +33,7 @@ class Part(NamedTuple):
     is_transposed: bool  # by its last two axes
     is_interleaved: bool = False  # with the other parts of the tensor, by its last axis
     code_axis: int | None = None  # over which a scale of its codes is found, of a matrix that may be kept in 8 bits
-    expert: int | None = None  # whose matrix it is, of a leaf that holds those of all experts
+    expert: int | None = None  # whose matrix it is, in a leaf with the matrices of all experts
     is_exact: bool = False  # whether it is float32 whatever the dtype of the others
     stacking_axis: int = 0  # by which the parts of a tensor are stacked: the rows
 

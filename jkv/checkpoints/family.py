@@ -44,7 +44,7 @@ class Multimodal:
     Attributes:
       name, architecture: `model_type` and `architectures` of their config.json, whose `text_config` is that of the text model.
       ignored_fields: of this config.json, without a meaning for text.
-      prefixes: prefixes of the text model's tensors -> those of its own checkpoints.
+      prefixes: prefixes of the text model's tensors -> prefixes in its own checkpoints.
       others: prefixes of the tensors of images and sound, which are not read.
     """
 
@@ -96,7 +96,7 @@ class Family:
       ignored_fields: fields of config.json without a meaning here; any other that is not read is refused. None ignores all.
       tensors: field of `Params` or `LayerParams` -> its tensor in a checkpoint. Fields of one tensor are stacked in it by rows,
         in the order of the fields. A field of `Experts` has a tensor of each expert where the name has `{}`.
-      tensors_beside_experts: those of `tensors` that have another name in layers with experts.
+      tensors_beside_experts: the `tensors` that have another name in layers with experts.
       prediction_tensor: what the layers of multi-token prediction, which follow the last one and are not read, have; empty
         where a checkpoint has none.
       other_tensors: the same of some fields, in checkpoints that have them so; other makers' are as in `tensors`.

@@ -45,7 +45,7 @@ def text_fields(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
 
 
 def text_tensors(names: Iterable[str], family: Family, where: str) -> dict[str, str]:
-    """The tensors of a checkpoint by the names that they have in the family's own, without those of images and sound.
+    """The tensors of a checkpoint by their names in the family's own checkpoints, without tensors of images and sound.
 
     Raises:
       ValueError: two tensors of one name.

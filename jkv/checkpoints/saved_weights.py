@@ -2,7 +2,7 @@
 
 Every weight has files of its own, whose SHA-256 is written down in `jkv.json` and compared before they are read, so damaged
 weights are an error with their name. `jkv.json` is written last: a folder that has it is complete.
-`jkv.checkpoints.loading` loads these folders too, and reads and writes those of Hugging Face.
+`jkv.checkpoints.loading` loads these folders too, and reads and writes Hugging Face folders.
 """
 
 import contextlib

@@ -222,7 +222,7 @@ def put(shape: tuple[int, ...], between: Callable[[Bounds], np.ndarray], place: 
 
 
 def finished(leaf: jax.Array, kept: Kept, code_axis: int | None, place: Any, names: Sequence[str]) -> Any:
-    """A leaf as it is kept: in its dtype, checked, and in 8 bits where `kept` says so; `names` are those of its tensors.
+    """A leaf as it is kept: in its dtype, checked, and in 8 bits where `kept` says so; its tensors have these `names`.
 
     Raises:
       ValueError: numbers that are not finite.

@@ -398,7 +398,7 @@ def start_or_resume(options: argparse.Namespace, name: str, about: dict[str, Any
 
 
 def read_options(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Options of the command line before those of the file before the defaults."""
+    """The options: from the command line, else from the file, else the defaults."""
     written = {} if options.config is None else read_config(options.config)
     if unknown := sorted(set(written) - set(defaults)):
         known, near = ", ".join(sorted(defaults)), did_you_mean(unknown[0], defaults)

@@ -110,7 +110,7 @@ class Conversations:
         return sum(kept.swapped.nbytes for kept in (*self.on_host, *self.in_pool) if kept.swapped is not None)
 
     def pages_of(self, kept: KeptRow | None) -> int:
-        """Those of one of them."""
+        """Pages of the pool that are reserved for a kept row; 0 for a row that is not in the pool."""
         return kept.num_pages if kept is not None and kept in self.in_pool else 0
 
     def add(self, ticket: int, sample: int, kept: KeptRow) -> None:

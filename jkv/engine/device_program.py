@@ -70,7 +70,7 @@ class DeviceProgram:
 
 
 def device_program(**settings: Any) -> Callable[[Callable[..., Any]], DeviceProgram]:
-    """A decorator; settings are those of `jax.jit`."""
+    """A decorator with the settings of `jax.jit`."""
     return lambda function: DeviceProgram(function, settings)
 
 

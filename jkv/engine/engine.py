@@ -64,7 +64,7 @@ class Engine:
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
       options: a `jkv.EngineOptions`.
-      settings: fields of `jkv.EngineOptions` by name, which replace those of `options`.
+      settings: fields of `jkv.EngineOptions` by name, which replace the same fields of `options`.
 
     Attributes:
       scheduler: decides which samples run.

@@ -210,7 +210,7 @@ def decode_chunk(**arguments: Any) -> tuple[State, ChunkOutputs]:
 
 
 def prefill_chunk(**arguments: Any) -> tuple[State, Any, Any, Any]:
-    """`programs.prefill_chunk` on a shard; pages in use are those of all shards."""
+    """`programs.prefill_chunk` on a shard; pages in use are counted over all shards."""
     state, hidden, held, experts = programs.prefill_chunk.function(**arguments)
     return state, hidden, jax.lax.psum(held, HEADS), experts
 

@@ -41,7 +41,7 @@ def keep(
 ) -> State:
     """Holds the pages of a prompt that is prefilled, from its token `start` on, and not compacted yet.
 
-    Pages that the row itself keeps are reserved already. Others need room: spare pages, or those of pieces not in use.
+    Pages that the row itself keeps are reserved already. Others need room: spare pages, or pages of pieces not in use.
     """
     keys, page_size = sample.pieces, state.cache.pool.page_size
     size, shared = cache.piece // page_size, start // cache.piece

@@ -257,7 +257,7 @@ class Scheduler:
 
     @property
     def reserved(self) -> int:
-        """Pages that running samples, kept rows and prefixes have reserved, and those of the prefix cache."""
+        """Pages that running samples, kept rows and prefixes have reserved, and pages of the prefix cache."""
         prefixes = sum(prefix.num_pages for prefix in self.started if prefix.is_held)
         total = prefixes + self.prefix_cache.num_pages + self.conversations.num_pages
         most = 0

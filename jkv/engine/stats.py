@@ -91,7 +91,7 @@ class RunStats:
     prefills: int = 0
     forks: int = 0  # samples that started from a prompt prefilled for several
     prefix_queries: int = 0  # prompt tokens that were looked for in the prefix cache
-    prefix_hits: int = 0  # those of them that it held, and that were not prefilled
+    prefix_hits: int = 0  # tokens of such prompts that it held, so that they were not prefilled
     preemptions: int = 0
     started: int = 0  # samples that got a row
     amsr: float = 0.0  # mean over decode steps of the share of pages that rows do not hold or do not read

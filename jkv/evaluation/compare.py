@@ -71,7 +71,7 @@ class Outcome:
     kv_share: float  # of the full cache's mean
     peak_kv_bytes: int  # of the whole run
     peak_sentence_bytes: int  # of the whole run, in host memory (SkipKV)
-    right: str  # a 1 or 0 for each sample, those of a problem one after the other, seed by seed
+    right: str  # a 1 or 0 for each sample, problem by problem, and for each problem seed by seed
     evicted: float  # tokens a sample, averaged over layers and KV heads
     compactions: float  # a sample
     occupancy: float
@@ -244,7 +244,7 @@ def with_own_budgets(outcome: Outcome, policies: Sequence[Policy], slots: Sequen
 
 
 def summarise(this: Run, base: Outcome | None, share: float | None, ks: Sequence[int] = (1,)) -> Outcome:
-    """A run's figures, compared with those of the full cache (`base`; None for the full cache itself)."""
+    """A run's figures, compared with the figures of the full cache (`base`; None for the full cache itself)."""
     count, stats, mean_tokens = len(this.is_right), this.stats, float(this.lengths.mean())
     before = this.right if base is None else base.rights
     is_touched = this.touched.any(axis=1)

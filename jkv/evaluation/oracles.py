@@ -38,7 +38,7 @@ def oracles_of(model: Model, texts: Sequence[Text], settings: dict[str, dict[str
 
 
 def settings_of_oracle(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The oracle's own settings among those of policies.
+    """The oracle's own settings among the settings of policies.
 
     Raises:
       ValueError: one that it has not.

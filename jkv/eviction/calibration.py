@@ -1,6 +1,6 @@
 """What is measured of a model once, for scores that read it: arrays of each layer in a safetensors file.
 
-The engine passes the arrays to the score (`CacheView.calibration`), and refuses those of another model.
+The engine passes the arrays to the score (`CacheView.calibration`), and refuses arrays of another model.
 """
 
 import dataclasses

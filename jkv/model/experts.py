@@ -129,7 +129,7 @@ def num_own(weights: Experts) -> int:
 def of_shard(
     share: Float[Array, "n A"], expert: Int[Array, "n A"], own: int, axis: MeshAxis
 ) -> tuple[Float[Array, "n A"], Int[Array, "n A"]]:
-    """The weights and the indices of a shard's own experts; those of others have the weight 0 and the index `own`."""
+    """The weights and the indices of a shard's own experts; other experts have the weight 0 and the index `own`."""
     assert axis is not None
     local = expert - own * jax.lax.axis_index(axis)
     is_own = (local >= 0) & (local < own)

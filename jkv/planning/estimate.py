@@ -166,7 +166,7 @@ class Setting:
         return page_bytes(self.config.head_size, self.dtype, self.kv_format, self.page_size) / (2 * self.page_size)
 
     def layout(self, policy: Policy, length: int) -> Layout:
-        """The slots and pages that the engine reserves for each row, and those of a prompt that is not compacted yet."""
+        """The slots and pages that the engine reserves for each row, and for a prompt that is not compacted yet."""
         config, new = self.config, length - self.prompt
         slots = policy.widest(self.prompt, new, config.num_paged_layers, config.num_kv_heads)
         pages = most_pages_of(config, policy, self.prompt, new, self.page_size, self.num_pools)

@@ -1,4 +1,4 @@
-"""LagKV (arXiv 2504.04704): keeps tokens whose keys and values vary most against those of the chunk after theirs."""
+"""LagKV (arXiv 2504.04704): keeps tokens whose keys and values vary most against the keys and values of the next chunk."""
 
 import dataclasses
 

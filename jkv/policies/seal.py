@@ -22,7 +22,7 @@ def seal(
     """Steering only: `strength` times the vector is added to the input of `layer`, at each token after which a thought begins.
 
     `vector` is a `SteeringVector` or the file of one, which `jkv steer` writes. `layer` defaults to two thirds of the way up
-    (the authors use 20 of 28 and of 32). Generated tokens are steered, those of the prompt are not. The cache is the full one.
+    (the authors use 20 of 28 and of 32). Generated tokens are steered, prompt tokens are not. The cache is the full one.
 
     Rule:
       hidden = hidden + (strength - growth * checking thoughts so far) * vector, at the last token of each thought

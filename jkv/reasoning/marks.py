@@ -82,7 +82,7 @@ def marks_of(tokenizer: Any) -> Marks:
 
 @functools.lru_cache(maxsize=8)
 def completion_decoder(tokenizer: Any) -> Decoder:
-    """The text of a completion's tokens, without special tokens but those of the marks."""
+    """The text of a completion's tokens, without special tokens other than the marks."""
     kept = format_of(tokenizer).tokens
     if not kept:
         return Decoder(lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True), byte_values(tokenizer))

@@ -170,7 +170,7 @@ class ThoughtFinder:
         self._was_line = False  # whether the last token ended a line
 
     def take(self, token: int, generated: int) -> tuple[int, list[int]] | None:
-        """Adds the next token. If it ends a thought, returns the index of the thought and those of similar earlier ones."""
+        """Adds the next token. If it ends a thought, returns the indices of this thought and of similar earlier ones."""
         self._position += 1
         if token not in self._marks:
             self._tokens.append(token)

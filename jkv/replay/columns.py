@@ -87,7 +87,7 @@ def trace_columns(trace: Trace, total: int) -> Columns:
 
 
 def share_visible(trace: Trace, total: int) -> float:
-    """The pairs of a query and a column that it reads, over those of causal attention; of the layer in the middle."""
+    """Pairs of a query and a column that it reads, as a share of the pairs of causal attention, in the layer in the middle."""
     pairs, (num_samples, num_layers, num_heads, _) = 0, trace.ended.shape
     for sample in range(num_samples):
         _, begin, end = trace.columns(sample, num_layers // 2)
@@ -96,7 +96,7 @@ def share_visible(trace: Trace, total: int) -> float:
 
 
 def padded_moments(moment: np.ndarray) -> np.ndarray:
-    """Moments in one of a few numbers, of which at least the last is position 0: at most 255 fit in bytes, with it."""
+    """Moments padded with position 0 to one of a few widths, so that few programs compile; at least one is padding."""
     num, width = moment.shape[1], MOMENTS
     while width <= num:
         width *= 4

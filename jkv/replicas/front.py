@@ -34,7 +34,7 @@ class Caller:
     """One caller's samples on `jkv.Replicas`; for one thread at a time.
 
     Args:
-      replicas: run the samples, and those of other callers.
+      replicas: run the samples of this caller and of others.
 
     Attributes:
       tickets: the samples of each request.
@@ -93,7 +93,7 @@ class Caller:
         return self._outputs.take()
 
     def _send(self) -> None:
-        """Gives waiting samples to the dispatcher; those of a prompt as a group, which shares its prefill."""
+        """Gives waiting samples to the dispatcher; the samples of one prompt go as a group, which shares its prefill."""
         groups: dict[Any, list[Open]] = {}
         for sample in self._new:
             number, reply = next(self.replicas.numbers), Reply[Finished]()
@@ -161,7 +161,7 @@ class Caller:
             self._receive(TICK)
 
     def _cancel(self, samples: Sequence[Sample]) -> None:
-        """Ends those of the samples that replicas have."""
+        """Ends the samples that replicas have."""
         self.replicas.cancel([self._numbers[sample] for sample in samples if sample in self._numbers])
 
     def abandon(self) -> None:
@@ -194,7 +194,7 @@ class Front(Caller):
     """One caller's samples on `jkv.Replicas`, with the methods of a `jkv.Engine`; for one thread at a time.
 
     Args:
-      replicas: run the samples, and those of other callers.
+      replicas: run the samples of this caller and of others.
       is_owner: whether the replicas end with this object.
     """
 
@@ -216,7 +216,7 @@ class Front(Caller):
 
     @property
     def stats(self) -> RunStats:
-        """Those of all replicas since they had nothing to do; while they decode, up to a second old."""
+        """Statistics of all replicas since they had nothing to do; while they decode, up to a second old."""
         is_late = time.monotonic() - self._stats_time >= STATS_SECONDS
         if is_late or not (self._new or self._open):
             self._stats, self._stats_time = self.replicas.stats, time.monotonic()

@@ -38,7 +38,7 @@ def merged_stats(runs: Sequence[RunStats]) -> RunStats:
 
 
 def add_counts(total: Any, other: Any) -> None:
-    """Adds the numbers of a record to those of another of its kind, records inside included; thresholds stay the first's."""
+    """Adds the numbers of a record to another record of its kind, also in records inside; thresholds stay the first's."""
     for field in dataclasses.fields(total):
         mine, theirs = getattr(total, field.name), getattr(other, field.name)
         if dataclasses.is_dataclass(mine):

@@ -55,7 +55,7 @@ class Facts(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> "Facts":
-        """Those of an engine."""
+        """The facts of an engine."""
         capacity = engine.capacity
         return cls(capacity.max_running, engine.max_slots, engine.num_pages, capacity.page_size, engine.page_bytes)
 

@@ -51,7 +51,7 @@ def group_advantages(rewards: Any, n: int, scale: bool = True, prompt_index: Any
 
 
 def check_groups(prompt_index: np.ndarray, n: int, count: int) -> None:
-    """Refuses completions of which not every n in turn are all of one prompt."""
+    """Refuses completions that are not in groups: n completions of one prompt, then n of the next."""
     if prompt_index.shape != (count,):
         raise ValueError(f"prompt_index must be one number a reward, ({count},); got {prompt_index.shape}.")
     names, sizes = np.unique(prompt_index, return_counts=True)

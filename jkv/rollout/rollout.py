@@ -68,7 +68,7 @@ class Rollout(Session):
     Attributes:
       engine: the `jkv.Engine` that runs the samples, or the replicas. Not to be called while another thread uses the rollout.
       callers: the threads that use it.
-      sessions: this one, and those of `session`.
+      sessions: this one, and the ones that `session` made.
 
     Raises:
       ValueError: a setting out of its range, or lengths that the model's positions do not hold.

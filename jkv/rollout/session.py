@@ -53,7 +53,7 @@ class Session:
 
     Attributes:
       items: the samples that were not returned yet, by the engine's ticket.
-      finished: those of them that have finished, in that order. A turn looks at these and at its events, never at all items.
+      finished: the items that have finished, in that order. A turn looks at these and at its events, never at all items.
     """
 
     def __init__(self, rollout: Any) -> None:
@@ -185,7 +185,7 @@ class Session:
             return self._take(self.items.values())
 
     def own(self, events: Sequence[Event]) -> list[Event]:
-        """Those of the events that are of this session's samples."""
+        """The events of this session's samples."""
         return [event for event in events if event.ticket in self.items]
 
     def note(self, ended: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ class Stored:
 
     Attributes:
       ticket: of its request; None once another response continues it.
-      messages: of the conversation, those of its request included.
+      messages: of the conversation, with the messages of its request.
       thinks: whether its prompt ends in thinking.
       later: the id of the response that continues it, if one does.
     """

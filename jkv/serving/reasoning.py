@@ -22,7 +22,7 @@ class ReasoningSplitter:
 
     Args:
       thinks: whether the prompt ends in thinking.
-      marks: those of the model (`jkv.reasoning.marks`).
+      marks: of the model (`jkv.reasoning.marks`).
 
     >>> splitter = ReasoningSplitter(thinks=False)
     >>> splitter.push("<think>3*7=1</th"), splitter.push("ink> d=1"), splitter.finish()

@@ -83,7 +83,7 @@ def changes(held: Held, group_size: int) -> tuple[np.ndarray, np.ndarray, np.nda
 def merge(
     place: np.ndarray, position: np.ndarray, change: np.ndarray, ticks: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Place, tick and change, those of one place and tick as one, in order; what ends up as it was is left out."""
+    """Changes as place, tick and amount, in order: one for each place and tick. Changes that cancel out are left out."""
     count = max(len(ticks), 1)
     key, index = np.unique(place * count + np.searchsorted(ticks, position), return_inverse=True)
     total = np.bincount(index, change, len(key)).astype(np.int64)

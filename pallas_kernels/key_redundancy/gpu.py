@@ -115,7 +115,7 @@ def look(
         return load(ref.at[row, where], mask=where < num_slots, other=other)
 
     def load_keys(where: Any) -> Any:
-        """Those of empty slots too, NaN or not: they find slot -1, and a mask would have to be loaded before them."""
+        """Keys of empty slots too, NaN or not: they find slot -1, and a mask would have to be loaded before them."""
         return load(key_ref.at[row, where[:, None], offset_H[None]], mask=(where < num_slots)[:, None], other=0)
 
     slot_S, key_SH = load_slots(slot_ref, where_S, -1), load_keys(where_S)

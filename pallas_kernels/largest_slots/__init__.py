@@ -1,4 +1,4 @@
-"""The slots that a compaction keeps: those of the highest scores."""
+"""The slots that a compaction keeps: the slots with the highest scores."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int

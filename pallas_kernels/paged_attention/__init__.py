@@ -19,7 +19,7 @@ def of_layer(
     reads_codes: bool = False,
     reads_groups: bool = False,
 ) -> Any:
-    """An implementation that takes the tables of one layer, which XLA cuts out of those of all."""
+    """An implementation that takes the tables of one layer, which XLA cuts out of the tables of all layers."""
 
     def cut_and_run(query: Any, kv: Any, *tables: Any, with_logits: bool = False) -> Any:
         return run(query, kv, *cut(*tables), with_logits=with_logits)

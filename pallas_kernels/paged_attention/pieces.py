@@ -23,7 +23,7 @@ BlocksOf = Callable[[Any], Any]  # indices of rows, some beyond the last -> thei
 
 
 class Span(NamedTuple):
-    """The blocks of one row among those of all rows in a line."""
+    """The blocks of one row among the blocks of all rows in a line."""
 
     row: Any
     begin: Any

@@ -90,7 +90,7 @@ def final(runs: Sequence[Mapping[str, Any]], cache: str = "dense", index: int = 
 
 
 def row_of(name: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line of the table: means over an arm's runs, the worst of them where it is about exactness."""
+    """A line of the table: means over an arm's runs; for figures of exactness, the worst run."""
 
     def mean(field: str, *parts: int) -> float:
         chosen = parts or range(len(runs[0]["moments"]))

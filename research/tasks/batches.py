@@ -88,7 +88,7 @@ def make_batch(tokenizer: Any, stage: Stage, seed: tuple[int, int], task: str = 
 
 
 def ends(tokenizer: Any, tokens: list[int], start: int, rng: np.random.Generator) -> np.ndarray:
-    """From which token of a trail on each token is not seen, where only what the live set's oracle keeps is."""
+    """The token of a trail from which on each token is no longer seen, if the oracle of the live set decides what is kept."""
     live = live_slots(tokenizer.convert_ids_to_tokens(tokens), is_latest=bool(rng.random() < 0.5))
     budget = round(rng.uniform(*LIVE_SHARES) * len(tokens))
     return keep_live(live, start + int(rng.integers(LIVE_INTERVAL)), budget, LIVE_INTERVAL)

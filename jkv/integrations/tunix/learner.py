@@ -104,7 +104,7 @@ class JkvGRPOLearner(grpo_learner.GRPOLearner):
         cluster.actor_trainer.with_rl_metrics_to_log(logged)
 
     def _keep(self, samples: Rollouts) -> None:
-        """Keeps what calls of this thread drew, of which tunix takes what it knows."""
+        """Keeps the samples that this thread drew, with the fields that tunix does not carry."""
         self._rolled_out.samples = [*getattr(self._rolled_out, "samples", ()), samples]
 
     def _generate_and_keep(self, *args: Any, **kwargs: Any) -> Any:
