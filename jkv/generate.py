@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jkv.checks import described
+from jkv.engine.backend import Backend
 from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
@@ -94,7 +95,7 @@ def generate(
         return result_of(engine, tickets, options.return_trace)
 
 
-def result_of(engine: Engine | Front, tickets: Sequence[int], is_traced: bool) -> Result:
+def result_of(engine: Backend, tickets: Sequence[int], is_traced: bool) -> Result:
     """The result of finished requests; warns of what has failed."""
     samples = engine.take(tickets)
     result = make_result(engine.model, samples, engine.stats, is_traced)
@@ -133,17 +134,16 @@ def warn_of_length(samples: Sequence[Sample]) -> None:
 
 
 @contextlib.contextmanager
-def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> Iterator[Engine | Front]:
+def engine_for(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> Iterator[Backend]:
     """An engine for these requests, grouped by prompt, or replicas on a mesh with an axis "data", which end with the block."""
     engine = make_engine(model, requests, options)
     try:
         yield engine
     finally:
-        if isinstance(engine, Front):
-            engine.close()
+        engine.close()
 
 
-def make_engine(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> Engine | Front:
+def make_engine(model: Model, requests: Sequence[Sequence[Request]], options: EngineOptions) -> Backend:
     """An engine sized for these requests, grouped by prompt; on a mesh with an axis "data", one for each of its rows."""
     mesh = replica_mesh(options.mesh, model.params)
     if mesh is None:

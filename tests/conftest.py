@@ -145,11 +145,11 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
     """Programs go between two files once they are many: Linux allows a process 65,530 mappings, and each takes a few."""
-    from jkv.engine import device_program as mappings
+    from jkv.engine import device_program
 
     yield
     # An engine lets them go at a quarter of the limit, in the midst of a file, which may count compilations.
-    if mappings.num_mappings() > mappings.limit() // 8:
+    if device_program.num_mappings() > device_program.most_mappings() // 8:
         jax.clear_caches()
 
 

@@ -7,8 +7,8 @@ such as a precision or a device, then also holds for the samples that it waits f
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
+from jkv.engine.backend import Backend
 from jkv.engine.outputs import Event
 
 LOOK_SECONDS = 0.2  # between two looks of a thread that waits, which may have been interrupted
@@ -18,13 +18,12 @@ class Callers:
     """The threads that use an engine.
 
     Args:
-      engine: a `jkv.Engine`, or replicas that look like one.
+      engine: runs their requests.
       receive: receives the events of each turn, whoever runs it, before another thread has the engine.
-      rest: stops what runs without turns, when the last thread that waits leaves; None where nothing does.
     """
 
-    def __init__(self, engine: Any, receive: Callable[[list[Event]], None], rest: Callable[[], None] | None = None) -> None:
-        self._engine, self._receive, self._rest, self._num_running = engine, receive, rest, 0
+    def __init__(self, engine: Backend, receive: Callable[[list[Event]], None]) -> None:
+        self._engine, self._receive, self._num_running = engine, receive, 0
         self._changed = threading.Condition()
         self._is_busy = False  # a thread has the engine
         self._num_asking = 0  # threads that want it between two turns
@@ -76,9 +75,9 @@ class Callers:
             with self._changed:
                 self._num_running -= 1
                 is_last = not self._num_running
-            if is_last and self._rest is not None:
+            if is_last:  # nothing runs between steps while nobody waits
                 with self.alone():
-                    self._rest()
+                    self._engine.rest()
 
     def _take_turn(self, is_over: Callable[[], object]) -> bool:
         """Waits until this thread may run a turn; False once it is over."""

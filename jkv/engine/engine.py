@@ -520,6 +520,15 @@ class Engine:
             if self.is_asleep:
                 self.runner.wake()
 
+    def rest(self) -> None:
+        """Stops what runs between two steps: nothing, in an engine."""
+
+    def close(self) -> None:
+        """Frees the pool and drops what is in it; unfinished requests stay so. The weights belong to the caller."""
+        with self.guard.owned("close"):
+            if not self.is_asleep:
+                self.runner.sleep()
+
     def copy_rows(self) -> dict[int, bytes]:
         """A copy of each running row, by the ticket of its request; the engine goes on as if nothing had happened.
 

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 
 class Presses:
@@ -115,7 +115,18 @@ def is_interrupt(error: BaseException) -> bool:
     return isinstance(error, KeyboardInterrupt) and is_main_thread()
 
 
-def run_to_end(engine: Any, on_events: Callable[[list[Any]], None] | None = None) -> None:
+class Steps(Protocol):
+    """What `run_to_end` asks of a `jkv.engine.backend.Backend`."""
+
+    tickets: dict[int, Any]
+
+    @property
+    def is_idle(self) -> bool: ...
+    def step(self) -> list[Any]: ...
+    def cancel(self, ticket: int) -> None: ...
+
+
+def run_to_end(engine: Steps, on_events: Callable[[list[Any]], None] | None = None) -> None:
     """Runs an engine until all requests are finished. Ctrl-C cancels them after the turn; they keep their tokens."""
     with deferred_interrupts(ends_here=True) as presses:
         while not engine.is_idle:

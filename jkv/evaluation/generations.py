@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import check_counts, counted, shown
-from jkv.engine.engine import Engine
+from jkv.engine.backend import Backend
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.prompts import encode_prompts
@@ -35,7 +35,6 @@ from jkv.model.params import Model
 from jkv.model.sampling import Sampling
 from jkv.progress import progress_bar
 from jkv.reasoning.sharing import SharingStats
-from jkv.replicas.front import Front
 from jkv.reports import append_text, is_json, json_lines, read_json_lines, write_text
 from jkv.resuming import check_same, digest_of, plain
 from jkv.statistics import ROUNDING
@@ -189,7 +188,7 @@ def warn_if_none_is_right(records: Sequence[Record]) -> None:
 
 
 def finish(
-    engine: Engine | Front,
+    engine: Backend,
     left: Sequence[tuple[int, int, Request]],
     keep: Callable[[int, int, Result], None],
     progress: bool | None,
@@ -314,7 +313,7 @@ def read_records(path: Path) -> list[Record]:
     return read_json_lines(path, FIELDS, what=what, fix="Remove the file.", drops_cut_line=True)
 
 
-def figures_of_part(engine: Engine | Front, part: int, policy: Policy) -> dict[str, Any]:
+def figures_of_part(engine: Backend, part: int, policy: Policy) -> dict[str, Any]:
     """What the engine of this part of a run did so far."""
     names = "kv_bytes_per_sample", "sample_chunks", "peak_kv_bytes", "peak_sentence_bytes", "tokens", "row_steps", "seconds"
     known = dataclasses.asdict(dataclasses.replace(engine.stats, sharing=SharingStats()))

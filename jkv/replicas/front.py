@@ -26,6 +26,10 @@ from jkv.replay.trace import TraceRecorder
 from jkv.replicas.dispatcher import Open
 from jkv.replicas.replica import Finished, Item
 
+NO_ROWS = (
+    "A conversation of several turns goes on in the row that its last turn has left, and replicas keep no rows. "
+    'Use a mesh without the axis "data", or max_turns=1.'
+)
 TICK = 0.1  # seconds that `step` waits for a sample to finish, and so between two looks for Ctrl-C
 STATS_SECONDS = 1.0  # for which statistics of replicas that decode count as new
 
@@ -56,10 +60,7 @@ class Caller:
           ValueError: the reason, with the arithmetic.
         """
         if request.keep:
-            raise ValueError(
-                "A conversation of several turns goes on in the row that its last turn has left, and replicas keep no rows. "
-                'Use a mesh without the axis "data", or max_turns=1.'
-            )
+            raise ValueError(NO_ROWS)
         return self.replicas.check(request)
 
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
@@ -210,6 +211,10 @@ class Front(Caller):
     def result(self, ticket: int) -> Result:
         """Returns a finished request's result and drops it: see `Engine.result`."""
         return make_result(self.model, self.take([ticket]), self.stats, self.is_traced)
+
+    def extend(self, ticket: int, tokens: Sequence[int], **settings: Any) -> int:
+        """Refuses a next turn, which needs a kept row."""
+        raise ValueError(NO_ROWS)
 
     def release(self, ticket: int) -> None:
         """Nothing: replicas keep no rows for a next turn."""

@@ -23,8 +23,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from jkv.checks import check_counts, typed
+from jkv.engine.backend import Backend
 from jkv.engine.callers import Callers
-from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
@@ -104,11 +104,10 @@ class Rollout(Session):
         later = [[dataclasses.replace(one, num_kept=1) for one in group] for group in longest]  # a turn of `converse` is wider
         if replicas is not None and settings:
             raise ValueError(f"Engines of replicas are built; got {', '.join(settings)}. Give that to jkv.Replicas.")
-        self.engine: Engine | Front = make_engine(model, later, options) if replicas is None else Front(replicas)
+        self.engine: Backend = make_engine(model, later, options) if replicas is None else Front(replicas)
         if replicas is not None:
             self.engine.check(longest[0][0])
-        rest = self.engine.rest if isinstance(self.engine, Front) else None
-        self.callers, self.sessions = Callers(self.engine, self._receive, rest), weakref.WeakSet[Session]()
+        self.callers, self.sessions = Callers(self.engine, self._receive), weakref.WeakSet[Session]()
         self._has_warned: set[str] = set()
         super().__init__(None)
 

@@ -3,17 +3,17 @@
 import bisect
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from jkv.engine.engine import Engine
 from jkv.engine.memory import most_slots
 from jkv.engine.requests import Request
 from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
 
 
-def fitted(engine: Any, requests: Sequence[Request]) -> list[Request]:
+def fitted(engine: Engine, requests: Sequence[Request]) -> list[Request]:
     """The samples of a prompt as they are, or with the prompt in pieces where it fits in pieces alone.
 
     A piece is as large as the row grows between two compactions of a short prompt: a prompt of any length then needs no more
@@ -36,7 +36,7 @@ def fitted(engine: Any, requests: Sequence[Request]) -> list[Request]:
     return list(requests)
 
 
-def in_pieces(engine: Any, request: Request) -> Request:
+def in_pieces(engine: Engine, request: Request) -> Request:
     """A request whose prompt is compacted for the first time after its first piece, if its policy evicts at all."""
     policy, most = request.policy, engine.model.config.max_positions
     if policy.evict is None and not policy.evicts_in_steps:
@@ -46,7 +46,7 @@ def in_pieces(engine: Any, request: Request) -> Request:
     return dataclasses.replace(request, first=piece) if piece < len(request.prompt) else request
 
 
-def longest_text(engine: Any, policy: Policy) -> int:
+def longest_text(engine: Engine, policy: Policy) -> int:
     """The most tokens that prompt and completion may have together, whatever part of them is the prompt."""
 
     def is_too_long(length: int) -> bool:

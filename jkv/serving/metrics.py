@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from jkv.engine.engine import Engine
 from jkv.engine.histograms import LEAST, PER_DECADE, Latency
 from jkv.engine.results import Result
 from jkv.engine.stats import TIMED
@@ -55,7 +56,7 @@ class Metrics:
       num_unbegun: how many samples were submitted and wait for the engine to take them.
     """
 
-    def __init__(self, engine: Any, name: str, num_unbegun: Callable[[], int] = lambda: 0) -> None:
+    def __init__(self, engine: Engine, name: str, num_unbegun: Callable[[], int] = lambda: 0) -> None:
         engine.runner.meter.times_compactions = True
         self.registry, self.labels = CollectorRegistry(), (name, "0")
         self.registry.register(EngineCollector(engine, self.labels, num_unbegun))
@@ -125,7 +126,7 @@ class Metrics:
 class EngineCollector(Collector):
     """What the engine itself knows, read when it is asked for. Only numbers are read, so the engine may run meanwhile."""
 
-    engine: Any
+    engine: Engine
     labels: tuple[str, str]
     num_unbegun: Callable[[], int] = lambda: 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import uvicorn
 
+from jkv.engine.engine import Engine
 from jkv.engine.scheduler import CHUNKS
 from jkv.engine.service import Service
 from jkv.eviction import Policy
@@ -101,7 +102,7 @@ def warm_up(service: Service, policy: Policy, is_whole: bool) -> None:
 
 
 def run(
-    engine: Any,
+    engine: Engine,
     options: ServerOptions,
     place: socket.socket,
     drain: float,

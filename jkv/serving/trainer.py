@@ -21,6 +21,7 @@ from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.weight_reading import Kept
 from jkv.checkpoints.weight_reading import read_weights as read_checkpoint
 from jkv.checks import shown, typed
+from jkv.engine.engine import Engine
 from jkv.engine.results import Result
 from jkv.model.eight_bits import format_of
 from jkv.model.joined import is_joined, separate_weights
@@ -275,7 +276,7 @@ def states_of(folder: Path) -> dict[str, tuple[int, int, int]]:
     return {name: (stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
-def replace_weights(engine: Any, params: Params) -> int:
+def replace_weights(engine: Engine, params: Params) -> int:
     """Uses new weights from the next turn on; returns their version."""
     engine.update(params)
     return engine.runner.version

@@ -33,7 +33,6 @@ from jkv.model.params import Params
 from jkv.model.sampling import Sampling
 from jkv.model.sharding import check_divides, num_parts, shard
 from jkv.replay.score import score
-from jkv.replicas.front import Front
 from jkv.rollout import Rollout, Rollouts
 
 ON_FAILED = ("raise", "return")
@@ -334,8 +333,7 @@ class JkvRollout(base_rollout.BaseRollout):
         params, old = self._params(), self._rollout
         if old is not None:
             old.sleep(forget_weights=True)
-            if isinstance(old.engine, Front):
-                old.engine.close()
+            old.engine.close()
         on = self._devices if self._devices.size > 1 else None
         limits: dict[str, Any] = dict(zip(LIMITS, sizes, strict=True))
         stops = self._stop_ids(self._config)
