@@ -1,97 +1,153 @@
-"""The recorder of random mixes: equal runs have equal digests, and whatever differs is named."""
+"""The record of random mixes: equal where nothing has changed; whatever changes is seen."""
 
+import copy
+import dataclasses
+import functools
 import json
+import re
 
 import numpy as np
 import pytest
 
-from jkv.engine.samples import Sample
+import jkv
+from jkv.policies import POLICIES
 from tests.support import recorded_mixes
-from tests.support.played_mixes import play
-from tests.support.recorded_mixes import compare, plan, record
+from tests.support.recorded_mixes import KINDS, PROMISED, compare, covered, differences, main, plan, record
 
-KIND, SEED, TICKET = "common", 3, 4
-
-
-@pytest.fixture(scope="module")
-def played():
-    return play(KIND, SEED)
-
-
-def test_equal_runs_have_equal_digests(played):
-    assert play(KIND, SEED).digests == played.digests
-    assert played.counts["tokens"] > 100
-
-
-def test_a_log_probability_that_differs_in_its_last_bit_is_seen(played, monkeypatch):
-    advance = Sample.advance
-
-    def changed(sample, row):
-        advance(sample, row)
-        if sample.ticket == TICKET:
-            row.log_probs[:] = np.nextafter(np.array(row.log_probs, np.float32), np.float32(-9)).tolist()
-
-    monkeypatch.setattr(Sample, "advance", changed)
-    digests = play(KIND, SEED).digests
-    differing = {
-        (name, part) for name in digests for part in digests[name] if digests[name][part] != played.digests[name][part]
-    }
-    assert differing == {(str(TICKET), "log-probabilities"), ("events", "all")}
+MIXES = [("common", 0), ("service", 0)]
 
 
 @pytest.fixture
-def written(tmp_path, monkeypatch):
-    """A record of two mixes, which `play` does not have to play."""
-    monkeypatch.setattr(recorded_mixes, "play", lambda name, seed: Played(name, seed))
-    monkeypatch.setattr(recorded_mixes.jax, "clear_caches", lambda: None)
-    path = tmp_path / "before.json"
+def two_mixes(monkeypatch):
+    """A record has a mix of two kinds."""
+    monkeypatch.setattr(recorded_mixes, "plan", lambda num_mixes: MIXES[:num_mixes])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Such a record, made in two pieces."""
+    path = tmp_path_factory.mktemp("records") / "before.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded_mixes, "plan", lambda num_mixes: MIXES[:num_mixes])
+        assert len(record(path, 1)["mixes"]) == 1
+        return record(path, 2)
+
+
+@pytest.fixture
+def changed(tmp_path, written):
+    """Compares the record with a changed copy."""
+
+    def compare_with(change):
+        paths, other = [tmp_path / "before.json", tmp_path / "after.json"], copy.deepcopy(written)
+        change(other)
+        for path, content in zip(paths, (written, other), strict=True):
+            path.write_text(json.dumps(content))
+        return compare(*paths)
+
+    return compare_with
+
+
+def differing_parts(written, name):
+    """What differs when the first mix of a kind is played again."""
+    before = next(mix["digests"] for mix in written["mixes"] if mix["kind"] == name)
+    lines = differences(before, recorded_mixes.play(name, 0).digests)
+    return {part for line in lines for part in line.partition(": ")[2].split(", ")}
+
+
+def test_the_same_mixes_have_the_same_record(tmp_path, written, two_mixes, capsys):
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    paths[0].write_text(json.dumps(written))
+    main(["record", str(paths[1]), "--mixes", "2"])
+    assert "2 mixes of 2 kinds:" in capsys.readouterr().out
+    assert compare(*paths) == 0
+    assert "0 of 2 mixes differ." in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["compare", *map(str, paths)])
+    assert ended.value.code == 0
+
+
+def test_a_record_that_was_broken_off_goes_on(tmp_path, written, two_mixes, monkeypatch):
+    path, played = tmp_path / "record.json", []
+    path.write_text(json.dumps(written | {"mixes": written["mixes"][1:]}))
+    play = recorded_mixes.play
+    monkeypatch.setattr(recorded_mixes, "play", lambda *names: played.append(names) or play(*names))
     record(path, 2)
-    return path
+    assert played == MIXES[:1]
+    assert json.loads(path.read_text()) == written
 
 
-class Played:
-    """What a mix leaves."""
-
-    def __init__(self, name, seed):
-        self.digests = {"0": {"tokens": f"{name} {seed}", "texts": "1f"}, "events": {"all": "2e"}}
-        self.counts = {"tokens": 7}
-
-
-def changed(path, change):
-    """A copy of a record after a change."""
-    content = json.loads(path.read_text())
-    change(content)
-    other = path.with_name("after.json")
-    other.write_text(json.dumps(content))
-    return other
+def test_no_record_goes_on_with_another_tree(tmp_path, written, two_mixes):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(written | {"source": written["source"] | {"library": "another"}}))
+    with pytest.raises(SystemExit, match="its own source"):
+        record(path, 2)
 
 
-def test_what_differs_is_named(written, capsys):
-    assert compare(written, written) == 0
-    names = [name for name, _ in plan(2)]
-    assert compare(written, changed(written, lambda content: content["mixes"][1]["digests"]["0"].update(texts="0"))) == 1
-    assert f"{names[1]}, seed 0:\n  0: texts\n1 of 2 mixes differ." in capsys.readouterr().out
-    assert compare(written, changed(written, lambda content: content["mixes"].pop(0))) == 1
-    assert f"{names[0]}, seed 0:\n  only in the first record\n" in capsys.readouterr().out
-
-
-def test_records_of_other_versions_and_machines_are_not_compared(written):
-    for name in ("jax", "cpu"):
-        with pytest.raises(SystemExit, match=f"on one machine with the same versions; got {name} "):
-            compare(written, changed(written, lambda content, name=name: content["machine"].update({name: "another"})))
-
-
-def test_a_record_that_was_broken_off_goes_on(written, monkeypatch):
-    other = changed(written, lambda content: content["mixes"].pop())
-    record(other, 2)
-    assert other.read_text() == written.read_text()
-    monkeypatch.setattr(recorded_mixes, "source", lambda: {"library": "another", "player": "another"})
-    with pytest.raises(SystemExit, match="A record goes on with its own source"):
-        record(other, 2)
-
-
-def test_a_record_that_lacks_what_is_promised_fails(tmp_path, written, monkeypatch, capsys):
+def test_a_record_fails_where_it_lacks_what_it_promises(tmp_path, written, two_mixes, monkeypatch, capsys):
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(written))
     monkeypatch.setattr(recorded_mixes, "NUM_MIXES", 2)
     with pytest.raises(SystemExit, match="lack what a record promises"):
-        record(tmp_path / "all.json", 2)
-    assert "Not covered: compactions, evicted" in capsys.readouterr().out
+        record(path, 2)
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith("Not covered: ")
+    assert "steered tokens" in told
+    assert "compactions" not in told
+
+
+def test_all_kinds_and_policies_are_promised():
+    names = [name for name, _ in plan(recorded_mixes.NUM_MIXES)]
+    assert len(set(plan(recorded_mixes.NUM_MIXES))) == recorded_mixes.NUM_MIXES
+    assert set(names) == set(KINDS)
+    assert {f"tokens of {name}" for name in POLICIES} < set(PROMISED)
+
+
+def test_a_planted_difference_is_reported(changed, capsys):
+    def change(other):
+        parts = other["mixes"][1]["digests"]
+        name = next(name for name, digests in parts.items() if "log-probabilities" in digests)
+        parts[name]["log-probabilities"] = "0"
+
+    assert changed(change) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"\nservice, seed 0:\n  [\d, ]+: log-probabilities\n1 of 2 mixes differ.\n$", told)
+
+
+def test_a_mix_or_result_that_is_missing_is_reported(changed, capsys):
+    assert changed(lambda other: other["mixes"].pop(0)) == 1
+    assert "common, seed 0:\n  only in the first record" in capsys.readouterr().out
+    assert changed(lambda other: other["mixes"][0]["digests"].pop("events")) == 1
+    assert "common, seed 0:\n  events: all" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["cpu", "jax"])
+def test_records_of_two_machines_are_not_compared(changed, name):
+    with pytest.raises(SystemExit, match=f"on one machine with the same versions; got {name} '.+' and 'another'"):
+        changed(lambda other: other["machine"].update({name: "another"}))
+
+
+def test_a_log_probability_of_the_next_number_is_seen(written, monkeypatch):
+    result, is_first = jkv.Engine.result, [True]
+
+    def another(engine, ticket):
+        out = result(engine, ticket)
+        if is_first and out.lengths[0]:
+            is_first.clear()
+            out.logprobs[0, 0] = np.nextafter(out.logprobs[0, 0], np.float32(1))
+        return out
+
+    monkeypatch.setattr(jkv.Engine, "result", another)
+    assert differing_parts(written, "common") == {"log-probabilities"}
+
+
+def test_the_eviction_of_another_slot_is_seen(written, monkeypatch):
+    make = POLICIES["streaming_llm"]
+
+    @functools.wraps(make)
+    def with_one_more_sink(*arguments, **settings):
+        policy = make(*arguments, **settings)
+        return dataclasses.replace(policy, evict=dataclasses.replace(policy.evict, sinks=policy.evict.sinks + 1))
+
+    monkeypatch.setitem(POLICIES, "streaming_llm", with_one_more_sink)
+    assert covered(written["mixes"])["changed by streaming_llm"]
+    assert {"trace", "log-probabilities"} <= differing_parts(written, "common")

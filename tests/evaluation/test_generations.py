@@ -14,6 +14,7 @@ import pytest
 
 from jkv import cli, full, generate, mem_share, quest, r_kv, reason_cache
 from jkv.checkpoints import loading as checkpoint
+from jkv.engine.engine import Engine
 from jkv.engine.runner import Runner
 from jkv.evaluation import generations
 from jkv.evaluation.generations import read_records, run
@@ -200,13 +201,13 @@ def test_ctrl_c_keeps_what_is_finished(place, reasoner, problems, whole, tmp_pat
 
 
 def test_an_encoder_that_raises_ends_the_run_and_is_not_graded(reasoner, problems, monkeypatch):
-    real = generations.Engine.result
+    real = Engine.result
 
     def result(self, ticket):
         out = real(self, ticket)
         return dataclasses.replace(out, samples=[dataclasses.replace(out.samples[0], error=OSError("encoder"))])
 
-    monkeypatch.setattr(generations.Engine, "result", result)
+    monkeypatch.setattr(Engine, "result", result)
     with pytest.raises(OSError, match="encoder"):
         run(reasoner, problems, POLICY, **KNOBS)
 

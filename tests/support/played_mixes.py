@@ -48,6 +48,7 @@ MIXED = dataclasses.replace(
 )
 SMALL = {"budget": 16, "interval": 8, "window": 4}
 LOOSE = {"strict": 0.0, "soft": 0.0, "structure": False, "threshold": 1e9, "match": 0.0, "pairing": "all", "interval": 4}
+THINK = TinyTokenizer.pieces.index("<think>")
 COMMON = ("full", "r_kv", "h2o", "streaming_llm")
 FEW = ("full", "r_kv")
 
@@ -71,7 +72,8 @@ class Kind:
       tensor: devices that KV heads are split over.
       replicas: engines behind one front.
       keeps: whether rows are kept for later turns.
-      shared: the fewest and the most tokens that many prompts of a mix begin with.
+      begins: the tokens that many prompts of a mix begin with, before others that the mix draws.
+      shared: the fewest and the most of these.
       lengths: the fewest and the most tokens of a completion.
     """
 
@@ -83,6 +85,7 @@ class Kind:
     tensor: int = 1
     replicas: int = 1
     keeps: bool = False
+    begins: tuple[int, ...] = ()
     shared: tuple[int, int] = (8, 30)
     lengths: tuple[int, int] = (1, 32)
 
@@ -91,7 +94,16 @@ SHARING = (
     jkv.reason_cache(include_prompt=True, **LOOSE),
     jkv.random_share(jkv.reason_cache(**LOOSE)),
     jkv.chain(jkv.reason_cache(include_prompt=True, **LOOSE), jkv.r_kv(budget=36, interval=8, window=4)),
-    jkv.mem_share(),
+    jkv.mem_share(similarity=0.0, threshold=1e9, interval=4),
+    jkv.mem_share(similarity=0.0, percentile=90.0, warm_up=4, interval=4),
+)
+STEERING = jkv.skip_kv(
+    **SMALL,
+    tau=0.2,
+    ends=(5, 9, 17),
+    steer=jkv.SteeringVector(np.ones((TINY.num_layers, TINY.width), np.float32)),
+    growth=0.1,
+    keywords=("H",),
 )
 MOVED = jkv.streaming_llm(budget=12, interval=8, positions="cache")
 SCORES = ("caote", "critical_kv", "cur", "expected_attention", "g_kv", "key_diff", "lag_kv", "random")
@@ -104,7 +116,7 @@ KINDS = {
     "learned": Kind(LEARNED),
     "heads that compete": Kind(("ada_kv", "pyramid_kv", "full")),
     "shared pages": Kind((*SHARING, "full"), lengths=(20, 64)),
-    "sentences and steering": Kind(("skip_kv", "seal", "full")),
+    "sentences and steering": Kind((STEERING, "skip_kv", "seal", "full"), begins=(THINK,), lengths=(16, 50)),
     "chosen pages": Kind((jkv.quest(budget=12, dense_layers=1), MOVED, "full")),
     "swapped rows": Kind(("full", "full", "r_kv"), options={"max_running": 8, "num_pages": ROW + ROW // 4}, lengths=(20, 60)),
     "prefix cache": Kind(**REUSING),
@@ -114,12 +126,14 @@ KINDS = {
     "8 bits": Kind(options={"kv_dtype": "int8"}),
     "fp8": Kind(options={"kv_dtype": "fp8"}),
     "4 bits": Kind(config=WIDE, options={"kv_dtype": "int4"}),
-    "sealed pages": Kind(("full",), config=WIDE, options={"kv_dtype": "kvarn", "page_size": 16}, keeps=True, lengths=(16, 50)),
+    "sealed pages": Kind(
+        ("full",), config=WIDE, options={"kv_dtype": "kvarn", "page_size": 16, "max_slots": 192}, keeps=True, lengths=(16, 50)
+    ),
     "experts": Kind(config=MIXED, options={"routed_experts": True}),
     "windows and learned sinks": Kind(config=learned_sinks.CONFIG, fill=learned_sinks.with_random_vectors),
     "Gemma": Kind(config=gemma.GEMMA3),
     "mesh": Kind((*COMMON, "quest", "skip_kv"), tensor=2),
-    "service": Kind(FEW, plays="service", keeps=True),
+    "service": Kind(plays="service", keeps=True),
     "rollout": Kind(FEW, plays="rollout"),
     "replicas": Kind(COMMON, plays="replicas", replicas=2),
 }
@@ -144,9 +158,10 @@ def digests_of(out: jkv.Result, counts: Sequence[str]) -> dict[str, str]:
     """A digest of each part of a result, by name; `counts` are those of its samples."""
     parts: dict[str, tuple[Any, ...]] = {
         "tokens": (out.tokens, out.lengths, out.finish_reason, *out.prompts),
-        "texts": (out.text,),
+        "texts": (out.text, out.split()),
         "log-probabilities": (out.logprobs, out.logprobs_full, out.model_logprobs),
         "versions": (out.policy_version,),
+        "errors": tuple(repr(sample.error) for sample in out.samples),
         "counts": tuple([getattr(sample, name) for name in counts] for sample in out.samples),
     }
     if out.trace is not None:
@@ -223,13 +238,15 @@ class Mix:
         self.kind, self.rng = KINDS[name], np.random.default_rng([seed, *name.encode()])
         self.model = model_of(name)
         self.policies = [build(one, self.model, **SMALL) if isinstance(one, str) else one for one in self.kind.policies]
-        devices = np.array(jax.devices()[: self.kind.tensor * self.kind.replicas]).reshape(self.kind.replicas, -1)
+        num_devices = self.kind.tensor * self.kind.replicas
+        assert len(jax.devices()) >= num_devices, "XLA_FLAGS must ask for more devices, as `tests.support.recorded_mixes` does"
+        devices = np.array(jax.devices()[:num_devices]).reshape(self.kind.replicas, -1)
         self.mesh = None if devices.size == 1 else Mesh(devices[0], ("tensor",))
         if self.kind.replicas > 1:
             self.mesh = Mesh(devices, ("data", "tensor"))
         self.settings = {"max_running": NUM_ROWS, "max_slots": MAX_SLOTS, "page_size": PAGE_SIZE, "chunk": 8}
         self.settings |= {"poison": True} | self.kind.options
-        self.shared = self.ids(*self.kind.shared)  # what many of its prompts begin with
+        self.shared = [*self.kind.begins, *self.ids(*self.kind.shared)]  # what many of its prompts begin with
         self.events: list[Any] = []
         self.digests: dict[str, dict[str, str]] = {}
         self.counts: collections.Counter[str] = collections.Counter()
@@ -266,7 +283,7 @@ class Mix:
     def sampling(self, cuts: bool = True) -> jkv.Sampling:
         """Random settings of the draws; forced tokens need a distribution that cuts none of them."""
         if self.is_so(0.3):
-            return jkv.Sampling(temperature=0.0, frequency_penalty=0.5 * self.is_so(0.3))
+            return jkv.Sampling(temperature=0.0, seed=0, frequency_penalty=0.5 * self.is_so(0.3))
         cut = self.one_of([{}, {}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.05}])
         penalty = self.one_of([{}, {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.4, "frequency_penalty": -0.3}])
         return jkv.Sampling(seed=self.number(0, 98), **(cut if cuts else {}), **penalty)
@@ -277,6 +294,11 @@ class Mix:
         """Does something, and counts it."""
         self.counts[name] += 1
         return act()
+
+    def refused(self, error: ValueError) -> None:
+        """Writes down why a request was refused."""
+        self.counts["refusals"] += 1
+        self.events.append(str(error))
 
     def take(self, name: str, out: jkv.Result, counts: Sequence[str] = (*COUNTS, *OF_SCHEDULE)) -> jkv.Result:
         """Writes down a result."""
@@ -372,8 +394,7 @@ class EngineMix(Mix):
         try:
             ticket = self.engine.submit(self.prompt(), self.one_of(self.policies), sampling, **settings)
         except ValueError as error:  # such as a protected prompt that is longer than the budget
-            self.events.append(str(error))
-            self.counts["refusals"] += 1
+            self.refused(error)
             return
         self.running[ticket], self.asked[ticket] = settings["n"], settings
 
@@ -384,8 +405,13 @@ class EngineMix(Mix):
             self.happens("releases", lambda: self.engine.release(ticket))
             return
         settings = {"max_new_tokens": self.number(1, 15), "stop_ids": (), "keep": self.is_so(0.6)}
-        later = self.engine.extend(ticket, self.ids(1, 13), **settings)
         self.left -= 1
+        try:
+            later = self.engine.extend(ticket, self.ids(1, 13), **settings)
+        except ValueError as error:  # the conversation is too long
+            self.refused(error)
+            self.engine.release(ticket)
+            return
         self.running[later], self.asked[later] = 1, settings
 
     def called(self, event: jkv.Event) -> None:
@@ -441,7 +467,10 @@ class ServiceMix(Mix):
         for ticket in earlier:
             if ticket.keep and ticket.result().finish_reason[0] in ("stop", "length"):
                 settings = {"max_new_tokens": self.number(1, 15), "stop_ids": (), "keep": self.is_so(0.6)}
-                tickets.append(ticket.extend(self.ids(1, 13), streams=self.is_so(0.5), **settings))
+                try:
+                    tickets.append(ticket.extend(self.ids(1, 13), streams=self.is_so(0.5), **settings))
+                except ValueError as error:  # the conversation is too long
+                    self.refused(error)
         for _ in range(self.number(1, 3)):
             settings = {"policy": self.one_of(self.policies), "sampling": self.sampling(), "n": self.one_of([1, 2])}
             settings |= {"max_new_tokens": self.number(*self.kind.lengths), "stop_ids": (3,), "model_logprobs": self.is_so(0.5)}
@@ -484,6 +513,8 @@ class RolloutMix(Mix):
         rollout.submit([self.prompt() for _ in range(2)], sampling=self.sampling(), **settings)
         if self.is_so(0.5):
             self.take(f"{name}, first", rollout.run(until_done=2))
+        if not rollout.pending:
+            return
         out = self.take(f"{name}, rest", rollout.run())
         scores = jkv.score(rollout.model, out)
         batch = jkv.rl.make_batch(out, np.arange(len(out.lengths), dtype=np.float32), replay=True)
