@@ -5,21 +5,16 @@ and its row of the batch is free. When pages are needed, kept rows are swapped o
 first, before a running row is preempted. The next turn (`jkv.engine.turns`) attaches the row again, and prefills its new tokens
 alone.
 
-Host arithmetic, no device: `jkv.engine.kept_rows` moves the pages.
+Host arithmetic, no device: `jkv.engine.row_moves` moves the pages.
 """
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
 from jkv.checks import shown
-from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
-from jkv.engine.swap import SwappedRow
-from jkv.model.routes import RouteRecorder
-from jkv.reasoning.sentences import SentenceLog
-from jkv.replay.trace import TraceRecorder
+from jkv.engine.row import Place, Row
 
 ENDS = ("stop", "length")  # finish reasons after which a row is kept
 MOST_ENDED = 10_000  # tickets of which it is remembered why they have no row any more
@@ -49,34 +44,19 @@ class KeptRow:
     Attributes:
       request: of the turn that ended.
       transcript: everything up to its end.
-      filled, heads, keeps_all, sentences, trace, routes: see `jkv.engine.samples.Sample`.
-      evicted, compactions: see `jkv.engine.samples.Completion`.
-      num_pages: the most pages that it holds.
-      snapshot: its block table, logits and queries, where its pages are in the pool.
-      swapped: its copy in host memory, where it was swapped out, or where the engine copies kept rows.
+      row: detached; it has a copy in host memory where it was swapped out, or where the engine copies kept rows.
     """
 
     request: Request
     transcript: Transcript
-    filled: Any
-    heads: Any
-    keeps_all: bool
-    sentences: SentenceLog | None
-    trace: TraceRecorder | None
-    evicted: float
-    compactions: int
-    num_pages: int
-    routes: RouteRecorder | None = None
-    snapshot: Snapshot | None = None
-    swapped: SwappedRow | None = None
+    row: Row
 
 
 class Conversations:
     """All kept rows of an engine.
 
     Attributes:
-      in_pool: those whose pages the pool holds, the least recently used first.
-      on_host: those that were swapped out, or are about to be.
+      held: those with pages in the pool or in host memory, the least recently used first.
       dropped: how many were freed or lost without a next turn, by the reason: "closed" or "lost".
       leaving: rows of the batch that are to be detached, by row.
       swapping: those that are to be swapped out.
@@ -89,8 +69,7 @@ class Conversations:
     def __init__(self) -> None:
         self._rows: dict[tuple[int, int], KeptRow] = {}  # by ticket and sample
         self._ended: dict[int, str] = {}
-        self.in_pool: dict[KeptRow, None] = {}
-        self.on_host: dict[KeptRow, None] = {}
+        self.held: dict[KeptRow, None] = {}
         self.dropped = {"closed": 0, "lost": 0}
         self.leaving: dict[int, KeptRow] = {}
         self.swapping: list[KeptRow] = []
@@ -99,19 +78,23 @@ class Conversations:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def at(self, place: Place) -> list[KeptRow]:
+        """Those whose pages are in the pool, or in host memory (or about to be); any thread may call it."""
+        return [kept for kept in tuple(self.held) if kept.row.place is place]
+
     @property
     def num_pages(self) -> int:
         """Pages of the pool that are reserved for kept rows; any thread may read it."""
-        return sum(kept.num_pages for kept in tuple(self.in_pool))
+        return sum(kept.row.num_pages for kept in self.at(Place.POOL))
 
     @property
     def host_bytes(self) -> int:
         """Bytes of the rows in host memory; any thread may read it."""
-        return sum(kept.swapped.nbytes for kept in (*self.on_host, *self.in_pool) if kept.swapped is not None)
+        return sum(kept.row.swapped.nbytes for kept in tuple(self.held) if kept.row.swapped is not None)
 
     def pages_of(self, kept: KeptRow | None) -> int:
         """Pages of the pool that are reserved for a kept row; 0 for a row that is not in the pool."""
-        return kept.num_pages if kept is not None and kept in self.in_pool else 0
+        return kept.row.num_pages if kept is not None and kept.row.place is Place.POOL else 0
 
     def add(self, ticket: int, sample: int, kept: KeptRow) -> None:
         """Keeps the row of a sample that finished."""
@@ -123,7 +106,8 @@ class Conversations:
         if kept is None:
             return False
         self.leaving[row] = kept
-        self.in_pool[kept] = None
+        kept.row.place = Place.POOL
+        self.held[kept] = None
         return True
 
     def find(self, ticket: int, sample: int) -> KeptRow:
@@ -150,36 +134,35 @@ class Conversations:
         if self.find(ticket, sample) is not kept:
             raise ValueError(f"extend continues a request once; that of ticket {ticket} was replaced. Take the last ticket.")
         self._remove(ticket, sample, "it was extended, and the conversation goes on in the later ticket")
-        if kept in self.in_pool:
-            del self.in_pool[kept]
-            self.in_pool[kept] = None
+        if kept in self.held:
+            del self.held[kept]
+            self.held[kept] = None
 
     def attach(self, kept: KeptRow | None) -> None:
         """A row gets a place in the batch again: its pages are the running sample's."""
         if kept is not None:
-            self.in_pool.pop(kept, None)
-            self.on_host.pop(kept, None)
+            self.held.pop(kept, None)
+            kept.row.place = Place.BATCH
 
     def return_to_host(self, kept: KeptRow) -> None:
         """Leaves a row its copy in host memory, if it has one, after the pool was lost."""
-        kept.snapshot = None
-        if kept.swapped is not None:
-            self.on_host[kept] = None
+        kept.row.snapshot = None
+        if kept.row.swapped is not None:
+            kept.row.place = Place.HOST
+            self.held[kept] = None
 
     def swap_out(self, other_than: KeptRow | None = None) -> bool:
         """Decides that the least recently used row is swapped out; False if there is none."""
-        kept = next((one for one in self.in_pool if one is not other_than), None)
+        kept = next((one for one in self.at(Place.POOL) if one is not other_than), None)
         if kept is not None:
-            del self.in_pool[kept]
-            self.on_host[kept] = None
+            kept.row.place = Place.HOST
             self.swapping.append(kept)
         return kept is not None
 
     def free(self, kept: KeptRow | None) -> None:
         """Frees a row that no turn continues."""
         if kept is not None:
-            self.in_pool.pop(kept, None)
-            self.on_host.pop(kept, None)
+            self.held.pop(kept, None)
             self.swapping = [one for one in self.swapping if one is not kept]
             self.freed.append(kept)
 
@@ -192,13 +175,12 @@ class Conversations:
 
     def lose(self) -> None:
         """Forgets the rows that were in the pool alone, which is lost; those with a copy in host memory stay."""
-        for ticket, sample in [key for key, kept in self._rows.items() if kept.swapped is None]:
+        for ticket, sample in [key for key, kept in self._rows.items() if kept.row.swapped is None]:
             self._remove(ticket, sample, "the pool was lost with it, and the engine reset")
             self.dropped["lost"] += 1
-        kept_rows = (*self.on_host, *self.in_pool)
-        self.in_pool.clear()
-        self.on_host.clear()
-        for kept in kept_rows:
+        held = tuple(self.held)
+        self.held.clear()
+        for kept in held:
             self.return_to_host(kept)
         self.leaving.clear()
         self.swapping.clear()

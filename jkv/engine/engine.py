@@ -17,8 +17,8 @@ from typing import Any
 
 from jkv import notebook
 from jkv.checks import described, size
-from jkv.engine import kept_rows, row_copies, turns
 from jkv.engine import mesh as meshes
+from jkv.engine import row_moves, turns
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.conversations import KeptRow
 from jkv.engine.device_program import let_programs_go
@@ -36,7 +36,7 @@ from jkv.engine.processes import agreed, spans
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
-from jkv.engine.row_copies import can_move
+from jkv.engine.row import Place
 from jkv.engine.runner import Flight, Runner
 from jkv.engine.samples import Completion, Sample, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
@@ -268,7 +268,7 @@ class Engine:
             conversations.use(ticket, index, kept)
             number = next(self._ticket)
             sample = self._sample(number, 0, request, on_tokens)
-            kept_rows.begin(sample, kept)
+            turns.begin(sample, kept)
             self.tickets[number] = [sample]
             self.stats.turns += 1
             self.scheduler.add(sample)
@@ -545,7 +545,11 @@ class Engine:
             self._collect()  # a chunk that was dispatched ahead
             self.runner.fill(to_end=True)
             alone = {row: one for row, one in self.scheduler.running.items() if len(self.tickets[one.ticket]) == 1}
-            return {one.ticket: row_copies.pack(one, self.runner.copy_row(row)) for row, one in alone.items() if can_move(one)}
+            return {
+                one.ticket: row_moves.pack(one, self.runner.copy_row(row))
+                for row, one in alone.items()
+                if row_moves.can_move(one)
+            }
 
     def resume_row(self, content: bytes, policy: Policy, on_tokens: Callable[[Event], None] | None = None) -> int:
         """Queues a copied row, to be swapped in as soon as it fits, and returns its request's new ticket.
@@ -555,7 +559,7 @@ class Engine:
           policy: that of the sample.
           on_tokens: receives an `Event` for each chunk; the first has all tokens so far.
         """
-        sample = row_copies.unpack(content, policy, self.model.tokenizer, on_tokens)
+        sample = row_moves.unpack(content, policy, self.model.tokenizer, on_tokens)
         self.check(sample.request)
         with self.guard.changing("resume_row"):
             sample.ticket = next(self._ticket)
@@ -594,11 +598,11 @@ class Engine:
         """
         with self.guard.turn("reset", is_reset=True):
             self._flight, given = None, (self.model.tokenizer, self.version)
-            lost = self.scheduler.restart(lambda sample: kept_rows.restart(sample, self.scheduler.conversations, *given))
+            lost = self.scheduler.restart(lambda sample: turns.restart(sample, self.scheduler.conversations, *given))
             self.outputs.forget()
             self.runner.reset()
             for sample in lost:
-                sample.is_running = False
+                sample.row.place = Place.NOWHERE
                 self._finish(sample, "error")
                 self.outputs.emit(sample)
 
@@ -630,17 +634,20 @@ class Engine:
             sample.recall()
         completion, config = sample.completion, self.model.config
         completion.finish_reason, completion.seconds = reason, sample.seconds
+        for name in ("evicted", "compactions", "cached_tokens"):
+            setattr(completion, name, getattr(sample.row, name))
         with blame(sample):
             if sample.generated:
                 completion.saved = self.runner.meter.saved(sample)
             if self.runner.is_traced:
-                trace, num_seen = sample.trace, len(sample.request.prompt) + sample.generated
+                trace, num_seen = sample.row.trace, len(sample.request.prompt) + sample.generated
                 trace = trace or TraceRecorder(config.num_paged_layers, config.num_kv_heads, num_seen)
                 given = sample.request.first_prompt, self.capacity.page_size, self.options.kv_format
                 completion.trace = trace.finish(num_seen, *given)
         if completion.error is not None:
             completion.finish_reason = "error"
         pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0
-        kept_rows.end(sample, self.scheduler.conversations, pages)
-        sample.swapped = sample.sentences = sample.sharing = sample.trace = None
+        turns.end(sample, self.scheduler.conversations, pages)
+        sample.row.drop_records()
+        sample.sharing = None
         self.scheduler.finish(sample)

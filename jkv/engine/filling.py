@@ -95,8 +95,8 @@ class Filling:
             if samples[0].shares and (prefix.fresh or prefix.absent):
                 continue
             self._end(work)
-            if samples[0].shares and prefix.start is None:
-                prefix.is_held = False  # what is filled of it goes with the rows
+            if samples[0].shares and prefix.row.snapshot is None:
+                prefix.leave_pool()  # what is filled of it goes with the rows
 
     def _end(self, work: Work) -> None:
         self._queue.remove(work)

@@ -65,7 +65,7 @@ class Outputs:
     def collect(self, sample: Sample, row: RowOutputs, version: int) -> None:
         """Adds a chunk's tokens to the completion, for the sample's next event, and ends the sample if it is finished.
 
-        `version` is of the weights that ran the chunk; the logits of the first token came from `sample.version`.
+        `version` is of the weights that ran the chunk; the logits of the first token came from `sample.row.version`.
         """
         completion, tokens, log_probs = sample.completion, row.tokens, row.log_probs
         reason = self._reason(sample, row)
@@ -79,8 +79,8 @@ class Outputs:
         completion.log_probs_full += row.log_probs_full[: len(tokens)]
         if sample.request.model_logprobs:
             completion.log_probs_own += row.log_probs_own[: len(tokens)]
-        completion.versions += [sample.version, *[version] * len(tokens)][: len(tokens)]
-        sample.version = version
+        completion.versions += [sample.row.version, *[version] * len(tokens)][: len(tokens)]
+        sample.row.version = version
         self._collected[sample] = None
         if sample.completion.error is not None:
             reason = "error"
@@ -120,7 +120,7 @@ class Outputs:
             elif text is None:
                 completion.finish_reason = "error"
         sample.num_emitted_tokens = max(start, completion.num_tokens)
-        left = completion.evicted + completion.shared
+        left = sample.row.evicted + completion.shared
         place = sample.ticket, sample.index
         event = Event(*place, tokens, log_probs, text, completion.finish_reason, left, completion.log_probs_own[start:])
         self.events.append(event)

@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jkv.cache.pool import NULL_PAGE, num_pages_of
+from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
-from jkv.engine import kept_rows, prefill, prefix_reuse, programs, swap
 from jkv.engine import mesh as meshes
+from jkv.engine import prefill, prefix_reuse, programs, row_moves
 from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
 from jkv.engine.clocks import is_ready
 from jkv.engine.conversations import Conversations
@@ -31,7 +31,8 @@ from jkv.engine.policy_checks import Trials
 from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.processes import copy_to_host, host
 from jkv.engine.programs import ChunkInputs
-from jkv.engine.samples import Completion, Prefix, RowOutputs, Sample, Start, pieces_in_use, split_by_ownership
+from jkv.engine.row import Place, Row, SwappedRow
+from jkv.engine.samples import Completion, Prefix, RowOutputs, Sample, pieces_in_use, split_by_ownership
 from jkv.engine.scheduler import Capacity, Turn
 from jkv.engine.sharer import Sharer
 from jkv.engine.stats import Meter
@@ -268,7 +269,8 @@ class Runner:
             with self.meter.clock("swap_seconds"):
                 for row, sample in turn.swap_out.items():
                     with working_for([sample]):
-                        sample.swapped = swap.swap_out(self.programs, self.state, row, sample.prefix.page_table)
+                        table = sample.prefix.row.page_table
+                        sample.row.swapped = row_moves.swap_out(self.programs, self.state, row, table)
                         self.state = self.programs.release(self.state, self.pad_rows([row]))
         self.free(turn.free)
         if turn.admit:
@@ -296,9 +298,9 @@ class Runner:
         Where it enters in pieces, that is its first one, and the others follow.
         """
         prompt, config, done = sample.request.prompt[: sample.request.first_prompt], self.model.config, 0
-        sample.filled, sample.heads, sample.version = np.full(config.num_paged_layers, len(prompt)), None, self.version
-        sample.sentences = new_log(self.model, sample.request.policy.sentences)
-        sample.trace, sample.routes = self.new_trace(sample), self.new_routes()
+        filled, sentences = np.full(config.num_paged_layers, len(prompt)), new_log(self.model, sample.request.policy.sentences)
+        recorders: Any = {"sentences": sentences, "trace": self.new_trace(sample), "routes": self.new_routes()}
+        sample.row = Row(Place.BATCH, filled, version=self.version, **recorders)
         with self.meter.clock("prefill_seconds"):
             if self.prefix_cache.piece:
                 self.state, done = prefix_reuse.adopt(self.programs, self.state, self.prefix_cache, row, sample)
@@ -317,42 +319,39 @@ class Runner:
         """Starts rows from the same prompt, which is prefilled once, in the first row, and forked to all."""
         first, sample = next(iter(admitted.items()))
         prefix = sample.prefix
-        if prefix.start is None:
+        if prefix.row.snapshot is None:
             one = copy.copy(sample)  # which nobody can cancel while it is prefilled
             one.completion = Completion()
             yield from self._start(first, one)
             self.state, snapshot = self.programs.detach(self.state, np.int32(first))
-            prefix.start = Start(snapshot, one.completion, one.sentences, one.trace, one.routes)
             prefix.error = prefix.error or one.completion.error
-            prefix.filled, prefix.heads = one.filled, one.heads  # fewer than were reserved, if scores decided how many
-            prefix.num_pages = min(prefix.num_pages, one.num_pages(0, *self.capacity.sizes))
+            # Fewer pages than were reserved, if scores decided how many.
+            num_pages = min(prefix.row.num_pages, one.num_pages(0, *self.capacity.sizes))
+            of_prefix: Any = {"place": prefix.row.place, "swapped": prefix.row.swapped, "num_pages": num_pages}
+            prefix.row = dataclasses.replace(one.row, snapshot=snapshot, **of_prefix)
             sample.completion.peak_kv_bytes = max(sample.completion.peak_kv_bytes, one.completion.peak_kv_bytes)
-        begin = prefix.start
+        begin = prefix.row
         with self.meter.clock("prefill_seconds"):
             for owns_all, group in split_by_ownership(admitted):
                 self.state = self.programs.fork(self.state, begin.snapshot, self.pad_rows(group), owns_all)
         for sample in admitted.values():
-            completion, known = sample.completion, begin.completion
-            sample.filled, sample.heads, sample.version = prefix.filled, prefix.heads, self.version
+            completion = sample.completion
             completion.is_forked, completion.error = True, completion.error or prefix.error
-            for name in ("compactions", "evicted", "cached_tokens"):
-                setattr(completion, name, getattr(known, name))
-            sample.sentences = None if begin.sentences is None else begin.sentences.copy()
+            trace = None if begin.trace is None else self.new_trace(sample)
+            if trace is not None and begin.trace is not None:
+                trace.fork_from(begin.trace, len(sample.request.prompt))
+            sample.row = begin.fork(trace)
+            sample.row.place, sample.row.version = Place.BATCH, self.version
             self.sharer.start(sample)
-            sample.routes = None if begin.routes is None else begin.routes.copy()
-            sample.trace = None if begin.trace is None else self.new_trace(sample)
-            if sample.trace is not None and begin.trace is not None:
-                sample.trace.fork_from(begin.trace, len(sample.request.prompt))
         self.meter.stats.forks += len(admitted)
 
     def _resume(self, row: int, sample: Sample) -> Pieces:
         """Attaches the row of a sample's last turn, and prefills the new tokens, with compactions where they are due."""
         kept = sample.resumes
         assert kept is not None
-        with self.meter.clock("prefill_seconds" if kept.snapshot is not None else "swap_seconds"):
-            self.state = kept_rows.attach(self.programs, self.state, row, kept)
-        kept.snapshot = None
-        sample.resumes, sample.resumed, sample.version = None, kept, self.version
+        with self.meter.clock("prefill_seconds" if kept.row.snapshot is not None else "swap_seconds"):
+            self.state = row_moves.attach(self.programs, self.state, row, kept.row)
+        sample.resumes, sample.resumed, sample.row.version = None, kept, self.version
         yield from self._append_pending(row, sample)
 
     def _append_pending(self, row: int, sample: Sample) -> Pieces:
@@ -382,10 +381,10 @@ class Runner:
                 options = {"num_pages": num_pages, "returns_experts": self.routed_experts}
                 self.state, hidden, held, experts = self.programs.prefill_chunk(*args, **options)
                 self.held.append(held)
-                if sample.routes is not None:
-                    sample.routes.add(experts, int(count[0]))
-                if sample.sentences is not None:
-                    sample.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
+                if sample.row.routes is not None:
+                    sample.row.routes.add(experts, int(count[0]))
+                if sample.row.sentences is not None:
+                    sample.row.sentences.take(token[0, : count[0]], np.asarray(hidden)[0, : count[0]])
 
     def fill(self, *, to_end: bool = False) -> None:
         """Prefills as much as may come before the next chunk, or all that waits."""
@@ -394,7 +393,7 @@ class Runner:
 
     def release(self, rows: Sequence[int]) -> None:
         """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
-        self.state = kept_rows.settle(self.programs, self.state, self.conversations)
+        self.state = row_moves.settle(self.programs, self.state, self.conversations)
         if rows:
             with self.meter.stats.idle.dispatching(is_ready(self.state)):
                 self.state = self.programs.release(self.state, self.pad_rows(rows))
@@ -402,25 +401,25 @@ class Runner:
     def free(self, prefixes: Sequence[Prefix]) -> None:
         """Frees prefixes (after a copy to host memory, if a swapped-out sample needs it) and what the prefix cache evicted."""
         for prefix in prefixes:
-            assert prefix.start is not None
-            table = prefix.start.page_table
-            if prefix.swapped is None and prefix.absent:
-                prefix.swapped = swap.read_pages(self.programs, self.state, table, table != NULL_PAGE)
-            self.state = self.programs.free(self.state, prefix.start.snapshot.block_table)
-            prefix.start = None
+            assert prefix.row.snapshot is not None
+            if prefix.row.swapped is None and prefix.absent:
+                prefix.row.swapped = row_moves.copy_out(self.programs, self.state, prefix.row.snapshot, None)
+            self.state = row_moves.free(self.programs, self.state, prefix.row)
         self.state = prefix_reuse.drop(self.programs, self.state, self.prefix_cache)
 
-    def copy_row(self, row: int) -> swap.SwappedRow:
+    def copy_row(self, row: int) -> SwappedRow:
         """A copy of a running row in host memory, with its own copies of pages that it shares."""
         with self.meter.clock("swap_seconds"):
-            return swap.swap_out(self.programs, self.state, row, None)
+            return row_moves.swap_out(self.programs, self.state, row, None)
 
     def _swap_in(self, row: int, sample: Sample) -> None:
         """Moves a sample back into a row, bit for bit."""
-        assert sample.swapped is not None
-        table = sample.prefix.page_table if sample.shares else None
-        self.state = swap.swap_in(self.programs, self.state, row, sample.swapped, table, sample.prefix.swapped)
-        sample.swapped, sample.is_swapped = None, False
+        assert sample.row.swapped is not None
+        prefix = sample.prefix.row
+        pages = None if prefix.swapped is None else prefix.swapped.own
+        table = prefix.page_table if sample.shares else None
+        self.state = row_moves.swap_in(self.programs, self.state, row, sample.row.swapped, table, pages)
+        sample.row.swapped = None
         sample.prefix.sort(sample)
 
     def dispatch(self, running: dict[int, Sample], num_steps: int, last: Flight | None = None) -> Flight:
@@ -446,7 +445,7 @@ class Runner:
             if sample.remaining > 0 and sample.is_due:
                 with self.meter.clock("decode_seconds"):
                     flight.compactions.append((sample, *self._compact_row(row, sample, flight)))
-                sample.filled = sample.compacted
+                sample.row.filled = sample.compacted
 
     def read(self, flight: Flight) -> tuple[dict[int, RowOutputs], int]:
         """Waits for a chunk; returns the outputs of each row that is not finished, and how many pages were then in use.
@@ -480,8 +479,8 @@ class Runner:
                 continue
             numbers = None if dropped is None else host(dropped)[:, 0], None if left is None else host(left)
             with blame(sample):
-                if sample.sentences is not None and is_left is not None:
-                    sample.sentences.forget(np.asarray(is_left)[0])
+                if sample.row.sentences is not None and is_left is not None:
+                    sample.row.sentences.forget(np.asarray(is_left)[0])
                 sample.compact(*numbers)
 
     def _compact_row(self, row: int, sample: Sample, last: Flight | None = None) -> tuple[Any, Any, Any]:
@@ -498,9 +497,9 @@ class Runner:
         evict = request.policy.evict
         assert evict is not None
         if evict.needs.similarity:
-            assert sample.sentences is not None
+            assert sample.row.sentences is not None
             self._map_width = max(self._map_width, 1 << (request.most_tokens - 1).bit_length())
-            sentences = map_sentences(sample.sentences, self._map_width)
+            sentences = map_sentences(sample.row.sentences, self._map_width)
         with self.meter.stats.idle.dispatching(is_ready(self.state)), self.meter.compaction(lambda: self.state):
             self.state, dropped, is_left, kinds = self.programs.compact(
                 self.state,

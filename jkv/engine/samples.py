@@ -1,34 +1,30 @@
-"""The engine's host records of each sample, and of prompts that samples share."""
+"""The engine's host records of each sample, and of prompts that samples share; each has a `jkv.engine.row.Row`."""
 
 import dataclasses
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jkv.cache.pool import num_pages_of
 from jkv.engine.clocks import running_seconds
 from jkv.engine.conversations import KeptRow, Transcript
 from jkv.engine.memory import STEP_PIECE
-from jkv.engine.processes import host
-from jkv.engine.programs import Snapshot
 from jkv.engine.requests import Request
-from jkv.engine.swap import SwappedPages, SwappedRow
+from jkv.engine.row import Place, Row
 from jkv.eviction import AfterPrompt, Policy
 from jkv.eviction.policy import compacted
 from jkv.eviction.schedules import ask
-from jkv.model.routes import RouteRecorder
 from jkv.reasoning.marks import completion_decoder
-from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import Pair, Sharing
 from jkv.reasoning.steering import Thinking
 from jkv.reasoning.token_text import StopFinder, TextStream, decoder_of
-from jkv.replay.trace import Trace, TraceRecorder
+from jkv.replay.trace import Trace
 
 
 @dataclasses.dataclass
 class Completion:
-    """The tokens and counts of a sample so far."""
+    """The tokens and counts of a sample so far; what its row counts is added at its end."""
 
     tokens: list[int] = dataclasses.field(default_factory=list)
     log_probs: list[float] = dataclasses.field(default_factory=list)
@@ -74,6 +70,15 @@ class RowOutputs(NamedTuple):
     log_probs_own: Sequence[float] = ()  # of the model's own distribution, for requests that ask for it
 
 
+class Status(enum.Enum):
+    """What a sample does."""
+
+    WAITING = "waiting"
+    FILLING = "filling"  # its prompt enters its row
+    RUNNING = "running"
+    FINISHED = "finished"  # it may still have its row, until the end of the step
+
+
 class Progress(NamedTuple):
     """The counters of a sample that grow with each chunk."""
 
@@ -94,24 +99,19 @@ class Prefix:
     fresh: "set[Sample]" = dataclasses.field(default_factory=set)  # those that have not started; any number
     readers: "set[Sample]" = dataclasses.field(default_factory=set)  # those whose rows read its pages
     absent: "set[Sample]" = dataclasses.field(default_factory=set)  # those that are swapped out
-    is_held: bool = False  # whether its pages are in the pool, or are about to be
-    filled: Any = None  # [L] mean slots of a KV head in each layer
-    heads: Any = None  # [L, K] slots of each KV head, where scores decided how many stay; None where all have `filled`
-    num_pages: int = 0  # the most that it holds
+    row: Row = dataclasses.field(default_factory=Row)  # detached; it has a snapshot once it is prefilled
     num_full_pages: int = 0  # the fewest full pages, which rows can share
-    start: "Start | None" = None  # None until it is prefilled
-    swapped: SwappedPages | None = None  # its pages in host memory
     error: BaseException | None = None  # of its compaction, which whoever starts from its pages has too
+
+    @property
+    def is_held(self) -> bool:
+        """Whether its pages are in the pool, or are about to be."""
+        return self.row.place is Place.POOL
 
     @property
     def is_idle(self) -> bool:
         """Whether it is in the pool and no row reads it."""
         return self.is_held and not self.readers
-
-    @property
-    def page_table(self) -> np.ndarray | None:
-        """Its pages in the pool, once it is prefilled: [L, K, MP]."""
-        return None if self.start is None else self.start.page_table
 
     @property
     def is_needed(self) -> bool:
@@ -144,30 +144,18 @@ class Prefix:
         self.forget()
         return started
 
+    def leave_pool(self) -> None:
+        """Its pages are to be freed; swapped-out samples need a copy of them."""
+        self.row.place = Place.HOST if self.absent else Place.NOWHERE
+
     def forget(self) -> None:
         """It has no pages, in the pool or on the host."""
-        self.is_held, self.start, self.swapped, self.error = False, None, None, None
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """A prefilled prompt on the device."""
-
-    snapshot: Snapshot
-    completion: Completion  # the counts of the prompt's compaction
-    sentences: SentenceLog | None  # of the prompt, for policies that compare sentences
-    trace: TraceRecorder | None
-    routes: RouteRecorder | None = None
-
-    @property
-    def page_table(self) -> np.ndarray:
-        """The snapshot's, on the host; waits for the device."""
-        return host(self.snapshot.block_table.page_table)
+        self.row, self.error = Row(), None
 
 
 @dataclasses.dataclass(eq=False)
 class Sample:
-    """One sample through its life: waiting, running, swapped out, finished."""
+    """One sample through its life: see `Status` for what it does, and `jkv.engine.row.Place` for where its row is."""
 
     ticket: int
     index: int  # among the samples of its ticket
@@ -179,29 +167,20 @@ class Sample:
     on_tokens: Callable[[Any], None] | None = None
     stops: StopFinder | None = None
     submitted: float = 0.0  # time of submission, on a clock that stops during compilation
-    is_running: bool = False
+    row: Row = dataclasses.field(default_factory=Row)
     is_filling: bool = False  # whether it runs, and its prompt is not in its row yet
     num_passing: int = 0  # pages that it needs besides its reservation while its row is filled
-    is_swapped: bool = False  # whether its row was swapped out, when preempted or put to sleep
     resumes: KeptRow | None = None  # the kept row of its last turn, until it has a row itself
     resumed: KeptRow | None = None  # that row, once it has: perhaps with a copy to start again from
     earlier: Transcript | None = None  # the conversation up to its last turn
     pending: int = 0  # last tokens of its prompt that are not prefilled yet, after its first piece or of a later turn
     shares: bool = False  # whether its row reads the prefix's pages
-    swapped: SwappedRow | None = None  # its row in host memory
-    version: int = 0  # of the weights that made its logits
     pieces: tuple[bytes, ...] = ()  # keys of its prompt in the prefix cache; empty if its policy cannot use the cache
     pieces_version: int | None = None  # of the weights that `pieces` are of; None until admission is tried
     num_shared_pieces: int = 0  # leading ones whose pages its row shares with the cache, and never rewrites
     generated: int = 0
-    keeps_all: bool = False  # whether the token has come after which its policy evicts no more
-    filled: Any = None  # [L] mean slots of a KV head in each layer; None until admission is tried
-    heads: Any = None  # [L, K] slots of each KV head, where scores decided how many stay; None where the schedule did
     thinking: Thinking = dataclasses.field(default_factory=Thinking)  # progress that sets the strength of steering
-    sentences: SentenceLog | None = None  # of a row whose policy compares sentences
     sharing: Sharing | None = None  # of a row whose policy shares pages
-    trace: TraceRecorder | None = None  # of a row that is traced
-    routes: RouteRecorder | None = None  # of a row whose experts are returned
     text: TextStream | None = None
     num_emitted: int = 0  # characters of the text that events have had
     num_emitted_tokens: int = 0
@@ -214,7 +193,7 @@ class Sample:
     @property
     def progress(self) -> Progress:
         """Its counters, which run ahead of its tokens while chunks are planned."""
-        return Progress(self.generated, self.filled)
+        return Progress(self.generated, self.row.filled)
 
     @property
     def text_tokens(self) -> list[int]:
@@ -234,9 +213,28 @@ class Sample:
         return bool(self.completion.finish_reason)
 
     @property
+    def status(self) -> Status:
+        """What it does."""
+        if self.is_finished:
+            return Status.FINISHED
+        if not self.is_running:
+            return Status.WAITING
+        return Status.FILLING if self.is_filling else Status.RUNNING
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a row of the batch, or is about to get it."""
+        return self.row.place is Place.BATCH
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether its row is in host memory: until it is swapped in, also when it has a place in the batch again."""
+        return self.row.place is Place.HOST or self.row.swapped is not None
+
+    @property
     def is_fresh(self) -> bool:
         """Whether it has not started yet."""
-        return not self.is_running and not self.is_swapped and not self.is_finished
+        return self.status is Status.WAITING and not self.is_swapped
 
     @property
     def keeps_pieces(self) -> bool:
@@ -271,35 +269,32 @@ class Sample:
 
     def num_pages(self, growth: int, num_kv_heads: int, page_size: int, num_shards: int = 1) -> int:
         """The most pages of its row with `growth` more slots; each of the shards of a mesh takes as many as the fullest."""
-        if self.heads is None:
-            return self.request.policy.num_pages(self.filled + growth, num_kv_heads, page_size, num_shards)
-        of_heads = num_pages_of(self.heads + growth, page_size).sum(axis=0)
-        return num_shards * int(of_heads.reshape(num_shards, -1).sum(axis=1).max())
+        return self.row.pages_with(self.request.policy, growth, num_kv_heads, page_size, num_shards)
 
     @property
     def budgets(self) -> Any:
         """The most slots that the next compaction leaves in each layer: [L]."""
         target: Any = self.request.policy.target(self.request.first_prompt, self.clock)
         if not self.request.policy.is_planned:
-            return np.full(len(self.filled), self.num_seen)
-        return self.request.policy.budgets(target, len(self.filled), self.num_seen)
+            return np.full(len(self.row.filled), self.num_seen)
+        return self.request.policy.budgets(target, len(self.row.filled), self.num_seen)
 
     @property
     def compacted(self) -> Any:
         """`filled` after the compaction that is due now, if any; the most that it may be, where scores decide how many stay."""
-        if self.keeps_all:
-            return self.filled
-        return compacted(self.request.policy, self.filled, self.request.first_prompt, self.clock)
+        if self.row.keeps_all:
+            return self.row.filled
+        return compacted(self.request.policy, self.row.filled, self.request.first_prompt, self.clock)
 
     @property
     def is_due(self) -> bool:
         """Whether its row is to be compacted now."""
-        if self.is_finished or self.keeps_all:
+        if self.is_finished or self.row.keeps_all:
             return False
         if not self.request.policy.is_planned:
             target = self.request.policy.target(self.request.first_prompt, self.clock)
-            return target is not None and bool((self.filled > target).any())
-        return bool((self.compacted < self.filled).any())
+            return target is not None and bool((self.row.filled > target).any())
+        return bool((self.compacted < self.row.filled).any())
 
     def restart(self, stops: StopFinder | None, version: int) -> None:
         """Makes it fresh, at its place in the queue; `version` is of the weights that it will start with. Events go on where
@@ -339,34 +334,33 @@ class Sample:
         """Counts a chunk that is dispatched, as if no token ended the sample before its limit."""
         self.planned.append(self.progress)
         count = min(num_steps, self.remaining)
-        self.filled = self.filled + count
-        self.filled = self.filled - self._evicted_in_steps(goes_on=self.remaining > count)
+        self.row.filled = self.row.filled + count
+        self.row.filled = self.row.filled - self._evicted_in_steps(goes_on=self.remaining > count)
         self.generated += count
 
     def land(self) -> tuple[Progress, list[Progress]]:
         """Goes back to before the first planned chunk, which is to be counted now; returns what `plan_again` takes."""
         now, (first, *others) = self.progress, self.planned
-        (self.generated, self.filled), self.planned = first, []
+        (self.generated, self.row.filled), self.planned = first, []
         return now, others
 
     def plan_again(self, progress: Progress, planned: list[Progress]) -> None:
         """Runs ahead again by the chunks that are not read yet, once the first one is counted."""
-        assert not planned or (self.generated, list(self.filled)) == (planned[0].generated, list(planned[0].filled))
-        (self.generated, self.filled), self.planned = progress, planned
+        assert not planned or (self.generated, list(self.row.filled)) == (planned[0].generated, list(planned[0].filled))
+        (self.generated, self.row.filled), self.planned = progress, planned
 
     def _evicted_in_steps(self, goes_on: bool) -> Any:
         """[L] slots that steps have evicted, given those filled if they had not. The last step of a sample evicts nothing."""
         policy = self.request.policy
         if not policy.evicts_in_steps:
-            return np.zeros_like(self.filled)
-        return np.maximum(0, self.filled - (not goes_on) - policy.layer_budgets(len(self.filled)))
+            return np.zeros_like(self.row.filled)
+        return np.maximum(0, self.row.filled - (not goes_on) - policy.layer_budgets(len(self.row.filled)))
 
     def count_new(self, count: int) -> None:
         """Counts new tokens of its prompt that were appended to its row."""
-        if self.trace is not None:
-            self.trace.extended(count)
-        self.filled = self.filled + count
-        self.heads = None if self.heads is None else self.heads + count
+        if self.row.trace is not None:
+            self.row.trace.extended(count)
+        self.row.append(count)
         self.pending -= count
 
     @property
@@ -379,61 +373,60 @@ class Sample:
     def advance(self, row: RowOutputs) -> None:
         """Counts a chunk's tokens and slots, and records them in the trace."""
         count = len(row.tokens)
-        if self.trace is not None:
+        if self.row.trace is not None:
             self._record(row)
-        if self.routes is not None:
-            self.routes.land()  # the prompt's are there by now
-            self.routes.add(row.experts)
-        self.filled = self.filled + count
-        self.heads = None if self.heads is None else self.heads + count
+        if self.row.routes is not None:
+            self.row.routes.land()  # the prompt's are there by now
+            self.row.routes.add(row.experts)
+        self.row.append(count)
         evicted = self._evicted_in_steps(row.goes_on)
-        self.filled = self.filled - evicted
-        self.completion.compactions += int(evicted.max())
-        self.completion.evicted += float(evicted.mean())
+        self.row.filled = self.row.filled - evicted
+        self.row.compactions += int(evicted.max())
+        self.row.evicted += float(evicted.mean())
         if self.sharing is not None:
             self.sharing.append(row.tokens)
             if not self.sharing.is_over:
-                self.filled = np.full_like(self.filled, self.sharing.layout.num_slots)
-        if self.sentences is not None and row.hidden is not None:
-            self.sentences.take(row.tokens, row.hidden)
+                self.row.filled = np.full_like(self.row.filled, self.sharing.layout.num_slots)
+        if self.row.sentences is not None and row.hidden is not None:
+            self.row.sentences.take(row.tokens, row.hidden)
         self.generated += count
-        self.keeps_all |= self.request.until in row.tokens
+        self.row.keeps_all |= self.request.until in row.tokens
 
     def _record(self, row: RowOutputs) -> None:
         """Writes a chunk into the trace, before it is counted."""
-        assert self.trace is not None
+        assert self.row.trace is not None
         policy, now, count = self.request.policy, self.num_seen, len(row.tokens)
         if policy.moves_sinks:
-            self.trace.shifted(now, count, int(self.filled[0]) - now)
+            self.row.trace.shifted(now, count, int(self.row.filled[0]) - now)
         if row.dropped is not None and policy.evicts_in_steps:
-            self.trace.dropped_in_steps(row.dropped, now)
+            self.row.trace.dropped_in_steps(row.dropped, now)
         if row.is_read is not None and policy.read:
-            self.trace.read(row.is_read)
+            self.row.trace.read(row.is_read)
         if row.steered is not None and policy.steer:
-            self.trace.steered(now, row.steered)
+            self.row.trace.steered(now, row.steered)
 
     def compact(self, dropped: np.ndarray | None, left: np.ndarray | None = None) -> None:
         """Counts the compaction that was due; `dropped` are its positions ([L, K, S], EMPTY for kept), when traced.
 
         `left` are the slots that are left ([L, K]), where scores decided how many.
         """
-        self.heads = left
+        self.row.heads = left
         compacted = self.compacted if left is None else left.mean(axis=1)
-        self.completion.compactions += 1
-        self.completion.evicted += float((self.filled - compacted).mean())
-        self.filled = compacted
+        self.row.compactions += 1
+        self.row.evicted += float((self.row.filled - compacted).mean())
+        self.row.filled = compacted
         if self.sharing is not None:
             self.sharing.is_over = True
-        if self.trace is not None and dropped is not None:
-            self.trace.dropped(dropped, self.num_seen)
+        if self.row.trace is not None and dropped is not None:
+            self.row.trace.dropped(dropped, self.num_seen)
 
     def share(self, pairs: Sequence[Pair]) -> None:
         """Counts replaced pages. Later queries read the kept page once more for each of them."""
         assert self.sharing is not None
         layout = self.sharing.layout
         self.completion.shared += sum(layout.count[page] for page, _ in pairs)
-        self.filled = np.full_like(self.filled, layout.num_slots)
-        if self.trace is None:
+        self.row.filled = np.full_like(self.row.filled, layout.num_slots)
+        if self.row.trace is None:
             return
         removed, repeated = [page for page, _ in pairs], [np.zeros(0, np.int32)]
         if self.sharing.share.bias:
@@ -441,7 +434,7 @@ class Sample:
                 np.tile(layout.positions(kept), layout.multiplicity[page]) for page, kept in pairs if kept not in removed
             ]
         dropped = np.concatenate([layout.positions(page) for page in removed])
-        self.trace.shared(dropped, np.concatenate(repeated), self.num_seen)
+        self.row.trace.shared(dropped, np.concatenate(repeated), self.num_seen)
 
 
 def keeps_prefix(policy: Policy) -> bool:

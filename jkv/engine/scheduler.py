@@ -32,6 +32,7 @@ from jkv.engine.faults import Search, working_for
 from jkv.engine.memory import STEP_PIECE
 from jkv.engine.prefix_cache import PrefixCache, can_reuse
 from jkv.engine.prefix_reuse import reserve
+from jkv.engine.row import Place
 from jkv.engine.samples import Prefix, Sample, keeps_prefix, pieces_in_use
 from jkv.reasoning.sentences import SentenceLog
 
@@ -168,8 +169,8 @@ class Scheduler:
     @property
     def sentence_logs(self) -> list[SentenceLog]:
         """The sentences of every sample and prefix, in host memory; none that waits to start has any."""
-        logs = [sample.sentences for sample in (*self.running.values(), *self.parked)]
-        logs += [prefix.start.sentences for prefix in self.started if prefix.start]
+        logs = [sample.row.sentences for sample in (*self.running.values(), *self.parked)]
+        logs += [prefix.row.sentences for prefix in self.started]
         return [log for log in logs if log is not None]
 
     def release(self) -> tuple[list[int], list[Prefix]]:
@@ -180,7 +181,7 @@ class Scheduler:
         rows, released = [row for row, sample in self.running.items() if sample.is_finished and not sample.is_filling], []
         for row in rows:
             sample = self.running.pop(row)
-            sample.is_running = False
+            sample.row.place = Place.NOWHERE
             self._detach_prefix(sample)
             if not self.conversations.detach(row, sample.ticket, sample.index):
                 released.append(row)
@@ -188,7 +189,8 @@ class Scheduler:
 
     def finish(self, sample: Sample) -> None:
         """Records that a sample has finished. If it runs, the next `release` frees its row."""
-        sample.is_swapped = False
+        if sample.row.place is Place.HOST:
+            sample.row.place = Place.NOWHERE
         self.parked.pop(sample, None)
         if not sample.is_running:
             self._detach_prefix(sample)
@@ -258,7 +260,7 @@ class Scheduler:
     @property
     def reserved(self) -> int:
         """Pages that running samples, kept rows and prefixes have reserved, and pages of the prefix cache."""
-        prefixes = sum(prefix.num_pages for prefix in self.started if prefix.is_held)
+        prefixes = sum(prefix.row.num_pages for prefix in self.started if prefix.is_held)
         total = prefixes + self.prefix_cache.num_pages + self.conversations.num_pages
         most = 0
         for sample in sorted(
@@ -286,7 +288,7 @@ class Scheduler:
                     fits = self._can_admit(sample)
                 if not fits:
                     break
-                sample.is_running = True
+                sample.row.place = Place.BATCH
                 self.conversations.attach(sample.resumes)
                 row = free_rows.pop(0)
                 admitted[row] = self.running[row] = sample
@@ -299,16 +301,16 @@ class Scheduler:
     def _can_admit(self, sample: Sample) -> bool:
         """Whether a waiting sample fits, once idle pages are freed; decides whether it shares its own prefix."""
         prefix = sample.prefix
-        if sample.filled is None:
-            sample.filled = sample.request.first_slots(self.capacity.num_layers)
-        if sample.swapped is None:
+        if sample.row.filled is None:
+            sample.row.filled = sample.request.first_slots(self.capacity.num_layers)
+        if sample.row.swapped is None:
             may_share = not sample.pending and (prefix.is_held or len(prefix.fresh) > 1)
             self._find_pieces(sample)
         else:
-            may_share = prefix.is_held and bool(sample.swapped.is_shared.any())
+            may_share = prefix.is_held and bool(sample.row.swapped.is_shared.any())
         for shares in (True, False) if may_share else (False,):
             sample.num_shared_pieces = 0
-            if sample.swapped is None:
+            if sample.row.swapped is None:
                 reserve(self.prefix_cache, sample, counts_once=not shares)
             own = self.conversations.pages_of(sample.resumes)
             lasting, passing = self._needed(sample, shares)
@@ -316,14 +318,14 @@ class Scheduler:
             in_use = pieces_in_use(self.running).union(sample.pieces[: sample.num_shared_pieces])
             idle = self.prefix_cache.num_free(in_use) * self.prefix_cache.pages_of_piece
             idle += self.conversations.num_pages - own
-            idle += sum(one.num_pages for one in self.started if one.is_idle and one is not kept)
+            idle += sum(one.row.num_pages for one in self.started if one.is_idle and one is not kept)
             if self.reserved + needed - idle <= self.capacity.num_pages:
                 while self.reserved + needed > self.capacity.num_pages:
                     is_freed = self._free_idle(sample, kept)
                     assert is_freed, "pages counted as idle cannot be freed"
                 sample.shares, sample.num_passing = shares, passing
                 if shares:
-                    prefix.is_held = True
+                    prefix.row.place = Place.POOL
                     self.started[prefix] = None
                 return True
         sample.num_shared_pieces = 0
@@ -335,11 +337,11 @@ class Scheduler:
         needed = self._reservation(sample, shares)
         if shares and not prefix.is_held:
             heads, page_size, num_shards = self.capacity.sizes
-            prefix.filled = request.first_slots(self.capacity.num_layers)
-            prefix.num_pages = request.policy.num_pages(prefix.filled, heads, page_size, num_shards)
-            prefix.num_full_pages = request.policy.num_full_pages(prefix.filled, heads, page_size)
-            needed += prefix.num_pages
-        if sample.swapped is not None or (shares and prefix.is_held):
+            prefix.row.filled = request.first_slots(self.capacity.num_layers)
+            prefix.row.num_pages = request.policy.num_pages(prefix.row.filled, heads, page_size, num_shards)
+            prefix.num_full_pages = request.policy.num_full_pages(prefix.row.filled, heads, page_size)
+            needed += prefix.row.num_pages
+        if sample.row.swapped is not None or (shares and prefix.is_held):
             return needed, 0
         shared = sample.num_shared_pieces * self.prefix_cache.pages_of_piece
         return needed, max(0, prefill_pages(sample, self.capacity) - shared - needed)
@@ -363,7 +365,7 @@ class Scheduler:
         heapq.heappush(self.waiting, (sample.priority, sample))
         self.parked[sample] = None
         del self.running[row]
-        sample.is_running, sample.is_swapped, sample.shares, sample.num_shared_pieces = False, True, False, 0
+        sample.row.place, sample.shares, sample.num_shared_pieces = Place.HOST, False, 0
         sample.prefix.sort(sample)
         return sample
 
@@ -388,7 +390,7 @@ class Scheduler:
 
     def _spare_pages(self, admitted: Iterable[Sample]) -> int:
         """Pages that nobody has reserved, nor takes while a prompt is prefilled and compacted; for the prefix cache."""
-        fresh = [sample for sample in admitted if sample.swapped is None]
+        fresh = [sample for sample in admitted if sample.row.swapped is None]
         more = (prefill_pages(sample, self.capacity) - self._reservation(sample, sample.shares) for sample in fresh)
         return self.capacity.num_pages - self.reserved - max(0, max(more, default=0))
 
@@ -440,14 +442,14 @@ class Scheduler:
         return self.conversations.swap_out(None if sample is None else sample.resumes)
 
     def _free(self, prefix: Prefix) -> None:
-        prefix.is_held = False
-        if not prefix.absent:  # else it has pages in host memory
+        prefix.leave_pool()
+        if not prefix.absent:
             self.started.pop(prefix, None)
         self._freed.append(prefix)
 
     def _take_freed(self) -> list[Prefix]:
         freed, self._freed = self._freed, []
-        self._leaving = [prefix for prefix in (*self._leaving, *freed) if prefix.start]
+        self._leaving = [prefix for prefix in (*self._leaving, *freed) if prefix.row.snapshot]
         return freed
 
 
@@ -459,5 +461,5 @@ def prefill_pages(sample: Sample, capacity: Capacity) -> int:
         first = capacity.num_layers * capacity.num_kv_heads * num_pages_of(request.first_prompt, capacity.page_size)
     if not (request.num_before and policy.evicts_in_steps):
         return first
-    slots = np.minimum(sample.filled + sample.pending, policy.layer_budgets(capacity.num_layers) + 1 + STEP_PIECE)
+    slots = np.minimum(sample.row.filled + sample.pending, policy.layer_budgets(capacity.num_layers) + 1 + STEP_PIECE)
     return max(first, policy.num_pages(slots, *capacity.sizes))

@@ -108,7 +108,7 @@ class Service:
         return ticket
 
     def resume_row(self, content: bytes, policy: Policy) -> Ticket:
-        """Goes on with a row that was copied from another engine of the same settings (`jkv.engine.row_copies`).
+        """Goes on with a row that was copied from another engine of the same settings (`jkv.engine.row_moves`).
 
         Raises:
           RuntimeError: the service is closed.

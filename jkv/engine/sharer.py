@@ -59,7 +59,7 @@ class Sharer:
             return
         identity = request.identity, request.sample
         sample.sharing = Sharing(share, self.model, request.prompt, self.page_size, self.stats, self._embedding, identity)
-        sample.sharing.is_over = bool((sample.filled < len(request.prompt)).any())
+        sample.sharing.is_over = bool((sample.row.filled < len(request.prompt)).any())
 
     def find_pairs(self, running: Mapping[int, Sample], state: State, num_steps: int, outputs: Any) -> None:
         """While a chunk of `num_steps` runs, finds candidates in the tokens before it, and queues their measurement.

@@ -310,7 +310,7 @@ class Meter:
 
     def found(self, sample: Sample, count: int) -> None:
         """Counts the tokens of a prompt that the prefix cache held."""
-        sample.completion.cached_tokens = count
+        sample.row.cached_tokens = count
         self.stats.prefix_queries += len(sample.request.prompt)
         self.stats.prefix_hits += count
 
@@ -394,9 +394,9 @@ class Meter:
         """
         policy, config = sample.request.policy, self.config
         whole = num_pages_of(sample.num_seen, self.page_size)
-        held = float(config.num_kv_heads * num_pages_of(sample.filled, self.page_size).sum())
-        if sample.heads is not None:
-            held = float(num_pages_of(sample.heads, self.page_size).sum())
+        held = float(config.num_kv_heads * num_pages_of(sample.row.filled, self.page_size).sum())
+        if sample.row.heads is not None:
+            held = float(num_pages_of(sample.row.heads, self.page_size).sum())
         if policy.read is not None:
             dense = policy.read.num_dense(config.num_paged_layers) / config.num_paged_layers
             read = min(whole, pages_read(policy.read.budget, self.page_size))

@@ -1,6 +1,10 @@
 """The turns of a conversation: a finished request that was kept is extended by new tokens.
 
-What is checked before a turn is queued. What happens to its row is in `jkv.engine.kept_rows`.
+What is checked before a turn is queued, and what the sample of a turn takes from the row that the last one left.
+
+New tokens enter a compressed row in pieces that end where its schedule may be due, with the compaction between them. Schedules
+count every token after the first turn's prompt, drawn or not, so the row holds no more than one that had drawn all of them. A
+policy that evicts in each step compacts after every `STEP_PIECE` new tokens instead.
 """
 
 import dataclasses
@@ -10,13 +14,18 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import shown, typed
-from jkv.engine.conversations import ENDS, Conversations, KeptRow
+from jkv.engine.conversations import ENDS, Conversations, KeptRow, Transcript
 from jkv.engine.prompts import check_ids, is_endless, num_elements
 from jkv.engine.requests import Request, RequestOptions, make_requests
-from jkv.engine.samples import Sample
+from jkv.engine.row import Place
+from jkv.engine.samples import Sample, stop_finder
 from jkv.model.params import Model
 
 RULE = "extend takes a flat list of token ids"
+LOST = (
+    "The conversation's row was lost with the pool, and the engine reset. Submit the whole conversation again; an engine with "
+    "copy_kept=True keeps copies."
+)
 
 
 def check_keep(request: Request) -> None:
@@ -119,3 +128,64 @@ def find(tickets: Mapping[int, list[Sample]], conversations: Conversations, tick
                 f"{one.completion.finish_reason!r}. Submit the conversation again."
             )
     return conversations.find(ticket, sample)
+
+
+def begin(sample: Sample, kept: KeptRow) -> None:
+    """Lets a fresh sample continue a kept row."""
+    sample.resumes, sample.earlier = kept, kept.transcript
+    sample.pending = len(sample.request.prompt) - sample.request.num_kept
+    sample.row = kept.row.fork(None if kept.row.trace is None else kept.row.trace.grown(sample.request.most_tokens))
+    sample.row.cached_tokens = sample.request.num_kept
+
+
+def restart(sample: Sample, conversations: Conversations, tokenizer: Any, version: int) -> bool:
+    """Makes an unfinished sample ready for an empty pool: fresh, or swapped out.
+
+    False if it has failed itself, or continues a row that is lost.
+    """
+    if sample.completion.error is not None:
+        return False
+    kept = sample.resumes or sample.resumed
+    sample.row.place = Place.NOWHERE if sample.row.swapped is None else Place.HOST
+    if sample.is_swapped and sample.request.num_kept:
+        return True
+    if sample.request.num_kept and (kept is None or kept.row.swapped is None):
+        sample.resumes, sample.completion.error = None, RuntimeError(LOST)
+        return False
+    sample.restart(stop_finder(tokenizer, sample.request), version)
+    if kept is not None:
+        conversations.return_to_host(kept)
+        begin(sample, kept)
+    return True
+
+
+def end(sample: Sample, conversations: Conversations, num_pages: int) -> None:
+    """At the end of a turn: writes its transcript, and keeps its row if it is to be kept; its pages are `num_pages` at most."""
+    request, completion = sample.request, sample.completion
+    if not (request.keep or request.num_kept):
+        return
+    conversations.free(sample.resumes)  # of a turn that ended before it began
+    sample.resumes = sample.resumed = None
+    completion.transcript = transcript_of(sample)
+    if request.keep and completion.finish_reason in ENDS:
+        kept = KeptRow(request, completion.transcript, dataclasses.replace(sample.row, num_pages=num_pages))
+        conversations.add(sample.ticket, sample.index, kept)
+
+
+def transcript_of(sample: Sample) -> Transcript:
+    """The conversation up to a sample's last token."""
+    completion, prompt, earlier = sample.completion, sample.request.prompt, sample.earlier
+    num_old, num_drawn = 0 if earlier is None else len(earlier.tokens), completion.num_tokens
+    between = len(prompt) - num_old
+    version = completion.versions[0] if completion.versions else sample.row.version
+
+    def joined(field: str, given: Any, drawn: Any, dtype: Any) -> np.ndarray:
+        old = [] if earlier is None else [getattr(earlier, field)]
+        return np.concatenate([*old, np.asarray(given, dtype), np.asarray(drawn, dtype)])
+
+    return Transcript(
+        joined("tokens", prompt[num_old:], completion.tokens, np.int32),
+        joined("loss_mask", [False] * between, [True] * num_drawn, bool),
+        joined("logprobs", [0.0] * between, completion.log_probs, np.float32),
+        joined("versions", [version] * between, completion.versions, np.int32),
+    )

@@ -85,17 +85,18 @@ class Finished(NamedTuple):
     def of(cls, number: int, sample: Sample) -> "Finished":
         """What is sent of a finished sample."""
         completion, error = sample.completion, sample.completion.error
-        if sample.routes is not None:
-            sample.routes.land()
+        routes = sample.row.routes
+        if routes is not None:
+            routes.land()
         packed: Any = {name: np.array(getattr(completion, name), dtype) for name, dtype in LISTS.items()}
         packed["error"] = None if error is None else RuntimeError(repr(error))  # others may not pickle
-        return cls(number, dataclasses.replace(completion, **packed), sample.generated, sample.routes)
+        return cls(number, dataclasses.replace(completion, **packed), sample.generated, routes)
 
     def land(self, sample: Sample) -> None:
         """Completes the front's record of the sample."""
         lists: Any = {name: getattr(self.completion, name).tolist() for name in LISTS}
         sample.completion = dataclasses.replace(self.completion, **lists)
-        sample.generated, sample.routes = self.generated, self.routes
+        sample.generated, sample.row.routes = self.generated, self.routes
 
 
 class Failed(NamedTuple):
@@ -126,7 +127,7 @@ class Change(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A snapshot of rows (`jkv.engine.row_copies`).
+    """A snapshot of rows (`jkv.engine.row_moves`).
 
     Attributes:
       numbers: of the items whose rows it has.

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from jkv.engine.engine import Engine
 from jkv.engine.histograms import LEAST, PER_DECADE, Latency
 from jkv.engine.results import Result
+from jkv.engine.row import Place
 from jkv.engine.stats import TIMED
 from jkv.serving.responses import reason_of
 
@@ -159,7 +160,7 @@ class EngineCollector(Collector):
             "jkv:kept_rows",
             "Rows that are kept for a next turn, or wait to begin it.",
             "place",
-            {"device": len(rows.in_pool), "host": len(rows.on_host)},
+            {"device": len(rows.at(Place.POOL)), "host": len(rows.at(Place.HOST))},
         )
         yield self.labelled(
             CounterMetricFamily, "jkv:kept_rows_dropped", "Kept rows that no turn continued.", "reason", dict(rows.dropped)

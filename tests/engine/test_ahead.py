@@ -321,7 +321,7 @@ def test_a_reset_ends_turns_that_ran_ahead_and_keeps_those_on_the_host(model, na
     kept = engine.tickets[waiting][0].resumes
     engine.scheduler.conversations.swap_out()
     engine.step()
-    assert kept.swapped is not None
+    assert kept.row.swapped is not None
     engine.reset()
     engine.run()
     assert engine.result(begun).finish_reason == ["error"]

@@ -210,7 +210,7 @@ def test_a_prompt_on_its_way_ends_under_the_weights_that_began_it(model):
     engine.update(init_params(model.config, jax.random.key(3)))
     (sample,) = engine.tickets[ticket]
     assert not sample.is_filling
-    assert sample.version == 0
+    assert sample.row.version == 0
     engine.run()
     assert engine.result(ticket).lengths[0] == 4
 

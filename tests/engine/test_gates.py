@@ -100,7 +100,7 @@ def assert_stored(engine, name):
     pool, count = jax.device_get(engine.runner.state.cache.pool), 0
     for row, sample in engine.scheduler.running.items():
         tokens = np.concatenate([sample.request.prompt, sample.completion.tokens]).astype(int)
-        expected = gates_of(engine.model, name, tokens, sample.trace.end)
+        expected = gates_of(engine.model, name, tokens, sample.row.trace.end)
         for layer, head in np.ndindex(expected.shape[:2]):
             position, numbers = held_in(pool, row, layer, head)
             filled = position >= 0
@@ -125,14 +125,14 @@ def run(engine, requests, name="linear"):
         engine.step()
         turns += 1
         assert engine.runner.num_held_pages <= min(engine.scheduler.reserved, engine.num_pages)
-        tables = [prefix.start.snapshot.block_table for prefix in engine.scheduler.prefixes.values() if prefix.start]
+        tables = [prefix.row.snapshot.block_table for prefix in engine.scheduler.prefixes.values() if prefix.row.snapshot]
         assert_allocator_is_consistent(jax.device_get(engine.runner.state.cache.pool), jax.device_get(tables))
         if turns % 3 == 0:
             compared += assert_stored(engine, name)
         for row, sample in engine.scheduler.running.items():
             length = jax.device_get(engine.runner.state.cache.pool.length)[:, row]
             if not sample.request.policy.evicts_in_steps:
-                np.testing.assert_allclose(sample.filled, length.mean(axis=1))
+                np.testing.assert_allclose(sample.row.filled, length.mean(axis=1))
                 of_heads, counted = np.ceil(length / 4).sum(), sample.num_pages(0, TINY.num_kv_heads, 4)
                 assert counted >= of_heads if "compete" in sample.request.policy.definition else counted == of_heads
     assert compared > 40

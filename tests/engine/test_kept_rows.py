@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import jkv
+from jkv.engine.row import Place
 from tests.support.faults import with_failing_programs
 from tests.support.mixes import assert_engine_is_consistent
 from tests.support.turns import FREE, LIMITS, NEW, PROMPT, R_KV, ROW, assert_same_bits, converse, make
@@ -38,11 +39,11 @@ def test_the_least_recently_used_row_goes_first(model):
     kept = [engine.scheduler.conversations.find(ticket, 0) for ticket in tickets]
     assert engine.scheduler.conversations.swap_out()
     engine.release(99)  # settles what is decided
-    assert [one.swapped is not None for one in kept] == [True, False, False]
+    assert [one.row.swapped is not None for one in kept] == [True, False, False]
     later = engine.extend(tickets[1], NEW[0], max_new_tokens=3, **FREE)  # used: the third goes next
     assert engine.scheduler.conversations.swap_out()
     engine.run()
-    assert [one.swapped is not None for one in kept] == [True, False, True]
+    assert [one.row.swapped is not None for one in kept] == [True, False, True]
     for ticket in (tickets[0], later, tickets[2]):
         engine.release(ticket)
     assert engine.runner.num_held_pages == 0
@@ -153,7 +154,7 @@ def test_with_copies_no_failed_program_loses_a_row(model, undisturbed):
         tickets = [engine.submit(PROMPT, policy=R_KV, max_new_tokens=13, keep=True, **FREE) for _ in range(3)]
         engine.run()
         conversations = engine.scheduler.conversations
-        assert len(conversations.in_pool) == 3
+        assert len(conversations.at(Place.POOL)) == 3
         assert conversations.host_bytes > 0
         if count % 2:  # one of them has its copy alone
             conversations.swap_out()

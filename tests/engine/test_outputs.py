@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 import jkv
 from jkv.engine.outputs import Outputs, text_of
 from jkv.engine.requests import Request
+from jkv.engine.row import Row
 from jkv.engine.samples import Completion, RowOutputs, Sample, stop_finder
 from jkv.testing import tiny_model
 from tests.support.small_tokenizers import byte_level, sentence_piece
@@ -30,7 +31,7 @@ class FakeDevice:
         self.model, self.end = dataclasses.replace(MODEL, tokenizer=tokenizer), len(tokenizer) - 1
         request = Request(np.zeros(1, np.int32), jkv.full(), jkv.Sampling(0.0), 0, 0, 0, limit, (self.end,), tuple(stops))
         finder = stop_finder(tokenizer, request)
-        self.sample = Sample(0, 0, request, Completion(), 1, filled=np.zeros(1), stops=finder, on_tokens=on_tokens)
+        self.sample = Sample(0, 0, request, Completion(), 1, row=Row(filled=np.zeros(1)), stops=finder, on_tokens=on_tokens)
         self.outputs = Outputs(self.model, {0: [self.sample]}, self.finish)
         self.outputs.is_streaming = on_tokens is None
 
@@ -54,7 +55,7 @@ class FakeDevice:
     def restart(self):
         """The sample starts again, as after a device error."""
         self.sample.restart(stop_finder(self.model.tokenizer, self.sample.request), 0)
-        self.sample.filled = np.zeros(1)
+        self.sample.row.filled = np.zeros(1)
 
     @property
     def whole(self):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jkv.engine import programs as device
-from jkv.engine.swap import BLOCK
+from jkv.engine.row_moves import BLOCK
 from jkv.testing import TINY, assert_no_pool_copy, find_copies
 from pallas_kernels.quantised import FORMATS
 from tests.support import programs

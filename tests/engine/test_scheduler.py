@@ -5,7 +5,7 @@ import pytest
 
 import jkv
 from jkv.engine.requests import Request
-from jkv.engine.samples import Completion, RowOutputs, Sample, Start
+from jkv.engine.samples import Completion, RowOutputs, Sample
 from jkv.engine.scheduler import CHUNKS, Capacity, Scheduler
 from jkv.eviction.scores import Recency
 
@@ -40,27 +40,27 @@ class FakeRunner:
 
     def pages(self, sample):
         """Pages of a row without those of its prefix; the compactions of bounded and of some other policies rewrite these."""
-        policy, heads = sample.request.policy, sample.heads
-        whole = policy.num_pages(sample.filled, HEADS, PAGE) if heads is None else int(np.ceil(heads / PAGE).sum())
-        is_rewritten = (policy.is_bounded or policy.name in REWRITING) and sample.completion.compactions > 0
+        policy, heads = sample.request.policy, sample.row.heads
+        whole = policy.num_pages(sample.row.filled, HEADS, PAGE) if heads is None else int(np.ceil(heads / PAGE).sum())
+        is_rewritten = (policy.is_bounded or policy.name in REWRITING) and sample.row.compactions > 0
         return whole - (sample.prefix.num_full_pages if sample.shares and not is_rewritten else 0)
 
     def execute(self, turn):
         self.release(turn.release)
         for row, sample in turn.swap_out.items():
-            sample.swapped = FakeSwapped(row in self.readers)
+            sample.row.swapped = FakeSwapped(row in self.readers)
             self.release([row])
         self.free(turn.free)
         for row, sample in turn.admit.items():
             assert row not in self.rows
             assert row < self.capacity.max_running
             prefix = sample.prefix
-            if sample.shares and prefix.start is None:
-                prefix.start = Start(None, None, None, None)
-                self.prefixes[id(prefix.start)] = prefix.num_pages
+            if sample.shares and prefix.row.snapshot is None:
+                prefix.row.snapshot = object()
+                self.prefixes[id(prefix.row.snapshot)] = prefix.row.num_pages
             if sample.shares:
-                self.readers[row] = prefix.start
-            sample.swapped, sample.is_swapped = None, False
+                self.readers[row] = prefix.row.snapshot
+            sample.row.swapped = None
             prefix.sort(sample)
             self.rows[row] = self.pages(sample)
         self.check()
@@ -72,7 +72,7 @@ class FakeRunner:
 
     def free(self, prefixes):
         for prefix in prefixes:
-            start, prefix.start = prefix.start, None
+            start, prefix.row.snapshot = prefix.row.snapshot, None
             assert start is not None, "a prefix was freed twice, or before it was prefilled"
             assert not any(start is other for other in self.readers.values()), "a row reads a freed prefix"
             del self.prefixes[id(start)]
@@ -101,7 +101,7 @@ class FakeRunner:
             if sample.is_due:
                 left = None
                 if not sample.request.policy.is_planned:  # any number of slots, from those of the window to all
-                    held = np.tile(sample.filled[:, None], HEADS) if sample.heads is None else sample.heads
+                    held = np.tile(sample.row.filled[:, None], HEADS) if sample.row.heads is None else sample.row.heads
                     left = rng.integers(np.minimum(held, 6), held + 1)
                 sample.compact(None, left)
             self.rows[row] = self.pages(sample)
@@ -148,7 +148,7 @@ def play(seed, num_turns, order="arrival"):
             sample = scheduler.waiting[int(rng.integers(len(scheduler.waiting)))][1]
             if not sample.is_finished:
                 sample.completion.finish_reason = "cancelled"
-                sample.swapped = None
+                sample.row.swapped = None
                 scheduler.finish(sample)
         elif event < 0.065:  # a device program has failed
             assert scheduler.restart(lambda sample: sample.restart(None, scheduler.version) is None) == []
@@ -201,7 +201,7 @@ def check_totals(scheduler, samples):
         assert prefix.absent == {sample for sample in prefix.samples if sample.is_swapped}
         assert not prefix.is_held or prefix in scheduler.started
         assert prefix.key[0] in (None, *range(scheduler.version))
-        assert prefix.start is None or all(sample.prefix is prefix for sample in prefix.samples)
+        assert prefix.row.snapshot is None or all(sample.prefix is prefix for sample in prefix.samples)
     assert {sample for prefix in prefixes for sample in prefix.fresh} == {sample for sample in waiting if sample.is_fresh}
     assert set(scheduler.started) <= prefixes
 

@@ -94,7 +94,7 @@ def test_host_layout_pool_and_trace_agree(model, policy):
         seen += assert_layouts_are_the_pools(engine)
         pool = jax.device_get(engine.runner.state.cache.pool)
         assert_allocator_is_consistent(
-            pool, [p.start.snapshot.block_table for p in engine.scheduler.prefixes.values() if p.start]
+            pool, [p.row.snapshot.block_table for p in engine.scheduler.prefixes.values() if p.row.snapshot]
         )
     assert seen > 20
     assert engine.stats.sharing.shared > 5

@@ -123,7 +123,9 @@ def play(model, on, names, requests=REQUESTS | UNEVEN, row=ROW):
     while not engine.is_idle:
         engine.step()
         block_tables = [
-            jax.device_get(prefix.start.snapshot.block_table) for prefix in engine.scheduler.prefixes.values() if prefix.start
+            jax.device_get(prefix.row.snapshot.block_table)
+            for prefix in engine.scheduler.prefixes.values()
+            if prefix.row.snapshot
         ]
         for index, pool in enumerate(shards_of(engine.runner.state.cache.pool, num_shards)):
             assert_allocator_is_consistent(pool, [part_of(block_table, num_shards, index) for block_table in block_tables])

@@ -9,6 +9,7 @@ import numpy as np
 import jkv
 from jkv.cache.pool import BlockTable
 from jkv.engine.engine import Engine
+from jkv.engine.row import Place
 from jkv.testing import TinyTokenizer, random_gate, tiny_model
 from tests.cache.test_pool import assert_allocator_is_consistent
 
@@ -127,15 +128,17 @@ def assert_engine_is_consistent(engine: Engine) -> None:
     """
     pool = jax.device_get(engine.runner.state.cache.pool)
     freed = engine.scheduler._freed  # by the next step: a prefix whose last sample was cancelled
-    prefixes = [prefix for prefix in (*engine.scheduler.prefixes.values(), *freed) if prefix.start]
-    block_tables = [prefix.start.snapshot.block_table for prefix in prefixes]
+    prefixes = [prefix for prefix in (*engine.scheduler.prefixes.values(), *freed) if prefix.row.snapshot]
+    block_tables = [prefix.row.snapshot.block_table for prefix in prefixes]
     conversations = engine.scheduler.conversations
     assert not [*conversations.leaving, *conversations.swapping]
-    block_tables += [kept.snapshot.block_table for kept in (*conversations.in_pool, *conversations.freed) if kept.snapshot]
+    block_tables += [
+        kept.row.snapshot.block_table for kept in (*conversations.at(Place.POOL), *conversations.freed) if kept.row.snapshot
+    ]
     waiting = [sample.resumes for sample in engine.scheduler.running.values() if sample.resumes]  # behind another prompt
-    block_tables += [kept.snapshot.block_table for kept in waiting if kept.snapshot]
+    block_tables += [kept.row.snapshot.block_table for kept in waiting if kept.row.snapshot]
     block_tables += [table_of(piece, pool) for piece in engine.scheduler.prefix_cache._pages.values()]
     assert not engine.scheduler.prefix_cache._evicted
     assert_allocator_is_consistent(pool, [jax.device_get(block_table) for block_table in block_tables])
-    reserved = engine.scheduler.reserved + sum(one.num_pages for one in (*freed, *conversations.freed))
+    reserved = engine.scheduler.reserved + sum(one.row.num_pages for one in (*freed, *conversations.freed))
     assert len(pool.refcount) - 1 - pool.free_top <= min(reserved, engine.num_pages)

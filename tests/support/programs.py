@@ -15,7 +15,7 @@ from jkv.cache.in_step_eviction import StepRules
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import LOG_WEIGHT
 from jkv.engine import programs as device
-from jkv.engine import scheduler, sharer, swap
+from jkv.engine import row_moves, scheduler, sharer
 from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.prefill import LARGE
 from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
@@ -264,7 +264,7 @@ def write_pages(shapes: Shapes) -> Any:
     """A block of pages written from host memory."""
     kv, leaf = shapes.state.cache.pool.kv, shapes.leaf
     num_heads = shapes.params.config.num_kv_heads
-    page = num_heads, swap.BLOCK // num_heads
+    page = num_heads, row_moves.BLOCK // num_heads
     block = jax.tree.map(lambda x: leaf(*page, *x.shape[1:], dtype=x.dtype), kv)
     bounds = shapes.state.cache.pool.bounds
     bounds = None if bounds is None else leaf(*page, *bounds.shape[1:], dtype=bounds.dtype)

@@ -1,0 +1,117 @@
+"""A row: the pages of one text, and what the host knows of them.
+
+A row is in the batch, where each step appends to it; in the pool alone, where a snapshot holds its pages (a prefix that samples
+start from, a row that is kept between two turns of a conversation); or in host memory, swapped out. The scheduler decides which
+rows move, and `jkv.engine.row_moves` moves them.
+"""
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+import numpy as np
+
+from jkv.cache.pool import num_pages_of
+from jkv.engine.processes import host
+from jkv.engine.programs import Snapshot
+from jkv.eviction import Policy
+from jkv.model.routes import RouteRecorder
+from jkv.reasoning.sentences import SentenceLog
+from jkv.replay.trace import TraceRecorder
+
+
+class Place(enum.Enum):
+    """Where the pages of a row are, or are about to be: the scheduler decides, and the runner follows before the next chunk."""
+
+    NOWHERE = "nowhere"
+    BATCH = "batch"
+    POOL = "pool"
+    HOST = "host"
+
+
+@dataclasses.dataclass(frozen=True)
+class SwappedPages:
+    """Pages in host memory."""
+
+    place: np.ndarray  # [L, K, MP] int32: index among its head's stored pages of each entry of a row's table, -1 for none
+    content: Any  # a `jkv.cache.page_content.PageContent`, on the host
+
+
+@dataclasses.dataclass(frozen=True)
+class SwappedRow:
+    """The copy of a row in host memory, without the pages of its prefix."""
+
+    snapshot: Any  # a `jkv.engine.programs.Snapshot`, on the host
+    own: SwappedPages
+    is_shared: np.ndarray  # [L, K, MP] entries that hold the prefix's pages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return sum(leaf.nbytes for leaf in jax.tree.leaves((self.snapshot, self.own.place, self.own.content, self.is_shared)))
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """The host's record of a row.
+
+    Attributes:
+      place: where its pages are.
+      filled: `[L]` mean slots of a KV head in each layer; None until its pages are reserved.
+      heads: `[L, K]` slots of each KV head, where scores decided how many stay; None where all have `filled`.
+      keeps_all: whether the token has come after which its policy evicts no more.
+      version: of the weights that made its logits.
+      evicted: tokens dropped, averaged over layers and KV heads.
+      compactions: how often it was compacted.
+      cached_tokens: tokens of its prompt that were not prefilled, because the prefix cache or a kept row held them.
+      sentences: of a row whose policy compares sentences.
+      trace: of a row that is traced.
+      routes: of a row whose experts are returned.
+      num_pages: the most pages that it holds, where it is outside of the batch.
+      snapshot: its block table, logits and queries on the device, where its pages are in the pool alone.
+      swapped: its copy in host memory.
+    """
+
+    place: Place = Place.NOWHERE
+    filled: Any = None
+    heads: Any = None
+    keeps_all: bool = False
+    version: int = 0
+    evicted: float = 0.0
+    compactions: int = 0
+    cached_tokens: int = 0
+    sentences: SentenceLog | None = None
+    trace: TraceRecorder | None = None
+    routes: RouteRecorder | None = None
+    num_pages: int = 0
+    snapshot: Snapshot | None = None
+    swapped: SwappedRow | None = None
+
+    @property
+    def page_table(self) -> np.ndarray | None:
+        """Its pages in the pool, `[L, K, MP]`, where a snapshot holds them; waits for the device."""
+        return None if self.snapshot is None else host(self.snapshot.block_table.page_table)
+
+    def fork(self, trace: TraceRecorder | None) -> "Row":
+        """The record of another row that begins with the same content; `trace` is its recorder."""
+        sentences = None if self.sentences is None else self.sentences.copy()
+        routes = None if self.routes is None else self.routes.copy()
+        of_pages: Any = {"place": Place.NOWHERE, "num_pages": 0, "snapshot": None, "swapped": None}
+        return dataclasses.replace(self, sentences=sentences, trace=trace, routes=routes, **of_pages)
+
+    def append(self, count: int) -> None:
+        """Counts new slots in every layer and KV head."""
+        self.filled = self.filled + count
+        self.heads = None if self.heads is None else self.heads + count
+
+    def pages_with(self, policy: Policy, growth: int, num_kv_heads: int, page_size: int, num_shards: int = 1) -> int:
+        """The most pages with `growth` more slots; each of the shards of a mesh takes as many as the fullest."""
+        if self.heads is None:
+            return policy.num_pages(self.filled + growth, num_kv_heads, page_size, num_shards)
+        of_heads = num_pages_of(self.heads + growth, page_size).sum(axis=0)
+        return num_shards * int(of_heads.reshape(num_shards, -1).sum(axis=1).max())
+
+    def drop_records(self) -> None:
+        """Forgets what only an unfinished row needs."""
+        self.swapped = self.sentences = self.trace = None
