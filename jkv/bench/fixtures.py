@@ -14,8 +14,9 @@ from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
 from jkv.checkpoints import loading as checkpoint
 from jkv.checkpoints.model_shapes import read_shape
-from jkv.engine.chunk_inputs import empty_state, step_rules
-from jkv.engine.programs import ChunkInputs, State
+from jkv.engine.chunk_inputs import step_rules
+from jkv.engine.programs import ChunkInputs
+from jkv.engine.state import State, empty_state
 from jkv.eviction import Needs, Policy
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.joined import joins_by_default
@@ -95,4 +96,4 @@ def new_inputs(params: Params, policy: Policy, batch: int, running: int | None =
         "key": np.zeros((batch, 2), np.uint32),
     }
     rules = step_rules(dict.fromkeys(range(batch), policy), batch, params.config.num_layers, {}) if policy.needs.mass else None
-    return jax.device_put(ChunkInputs(**arrays, rules=rules, reads=None, sinks=None, steer=None))
+    return jax.device_put(ChunkInputs(**arrays, rules=rules))

@@ -648,6 +648,6 @@ class Engine:
             completion.finish_reason = "error"
         pages = sample.num_pages(0, *self.capacity.sizes) if sample.is_running else 0
         turns.end(sample, self.scheduler.conversations, pages)
-        sample.row.drop_records()
-        sample.sharing = None
+        sample.row.drop_recorders()
+        sample.row.swapped = sample.sharing = None
         self.scheduler.finish(sample)

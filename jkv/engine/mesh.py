@@ -23,10 +23,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jkv.checks import counted, shown, words
-from jkv.engine import chunk_inputs, programs
+from jkv.engine import programs
+from jkv.engine import state as device_state
 from jkv.engine.device_program import DeviceProgram
+from jkv.engine.parts.base import Carried
 from jkv.engine.processes import check_processes
-from jkv.engine.programs import ChunkOutputs, State
+from jkv.engine.programs import ChunkOutputs
+from jkv.engine.state import Snapshot, State
 from jkv.eviction import Needs
 from jkv.model import weights
 from jkv.model.copies import COPIES, HEADS
@@ -46,10 +49,7 @@ from jkv.model.sharding import (
 
 DATA = "data"  # the axis of a mesh that counts replicas (`jkv.replicas`)
 # Static arguments of programs.
-SETTINGS = (
-    *("num_steps", "draws", "is_traced", "returns_hidden", "returns_experts", "returns_own"),
-    *("evict", "owns_all", "unrotated", "num_pages"),
-)
+SETTINGS = "num_steps", "draws", "is_traced", "evict", "owns_all", "unrotated", "num_pages"
 
 
 def arrange(mesh: Mesh, config: ModelConfig | None = None) -> Mesh:
@@ -203,10 +203,10 @@ def with_free_top(state: Any, free_top: Any) -> Any:
     return state._replace(cache=state.cache._replace(pool=state.cache.pool.replace(free_top=free_top)))
 
 
-def decode_chunk(**arguments: Any) -> tuple[State, ChunkOutputs]:
+def decode_chunk(**arguments: Any) -> tuple[State, ChunkOutputs, Carried]:
     """`programs.decode_chunk` on a shard; `held_pages` counts all shards."""
-    state, outputs = programs.decode_chunk.function(**arguments)
-    return state, outputs._replace(held_pages=jax.lax.psum(outputs.held_pages, HEADS))
+    state, outputs, carried = programs.decode_chunk.function(**arguments)
+    return state, outputs._replace(held_pages=jax.lax.psum(outputs.held_pages, HEADS)), carried
 
 
 def prefill_chunk(**arguments: Any) -> tuple[State, Any, Any, Any]:
@@ -287,7 +287,7 @@ def result_specs(hint: Any, state: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         return tuple(result_specs(member, state) for member in typing.get_args(hint))
     specs = specs_of(hint)
-    if hint is programs.Snapshot and state.cache.states is None:
+    if hint is Snapshot and state.cache.states is None:
         specs = specs._replace(beside=specs.beside._replace(states=None))
     return specs
 
@@ -302,7 +302,7 @@ def programs_on(mesh: Mesh) -> Any:
 
 
 def empty_state(mesh: Mesh, config: ModelConfig, needs: Needs, **settings: Any) -> State:
-    """`chunk_inputs.empty_state` on a mesh; `num_pages` counts all shards."""
+    """`jkv.engine.state.empty_state` on a mesh; `num_pages` counts all shards."""
     return state_maker(mesh, config, needs, **settings)()
 
 
@@ -310,7 +310,7 @@ def state_maker(mesh: Mesh, config: ModelConfig, needs: Needs, *, num_pages: int
     """A function that makes `empty_state`; it compiles only once."""
     mesh = arrange(mesh, config)
     make_shard = functools.partial(
-        chunk_inputs.empty_state, local_config(config, mesh.size), needs, num_pages=num_pages // num_pools(mesh), **settings
+        device_state.empty_state, local_config(config, mesh.size), needs, num_pages=num_pages // num_pools(mesh), **settings
     )
     specs = fitted_all(state_specs(jax.eval_shape(make_shard)), mesh)
     return jax.jit(jax.shard_map(lambda: from_shard(make_shard()), mesh=mesh, in_specs=(), out_specs=specs, check_vma=False))

@@ -12,9 +12,9 @@ from jkv.checks import described
 from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.model_facts import facts_for
 from jkv.engine.options import EngineOptions
-from jkv.engine.programs import State
 from jkv.engine.requests import Request
 from jkv.engine.row_views import view_of_rows
+from jkv.engine.state import State
 from jkv.eviction import Needs, Policy
 from jkv.eviction.evict import Evict
 from jkv.eviction.gate import Gate

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jkv.engine.prefix_cache import PrefixCache
-from jkv.engine.programs import State
 from jkv.engine.samples import Sample
+from jkv.engine.state import State
 
 
 def usable(sample: Sample, cache: PrefixCache) -> tuple[bytes, ...]:

@@ -5,6 +5,7 @@ copies it (`tests/engine/test_pool_copies.py`, `tests/aot`).
 """
 
 import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -21,47 +22,22 @@ from jkv.cache.page_content import PageContent
 from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import EMPTY, BlockTable
 from jkv.cache.query_ring import oldest_queries, put_back
-from jkv.cache.row_storage import RowContent, decode_groups, prefill_groups, read_row, write_rows
-from jkv.engine.alignment import AlignRules, start_page
+from jkv.cache.row_storage import decode_groups, prefill_groups, read_row, write_rows
 from jkv.engine.device_program import device_program
-from jkv.engine.gating import AnyGate, gating
 from jkv.engine.model_facts import ModelFacts
+from jkv.engine.parts.base import Carried, Draw, Step
+from jkv.engine.parts.table import Parts
 from jkv.engine.row_views import view_of_rows
+from jkv.engine.state import Snapshot, State
 from jkv.eviction.evict import Cutoff, Evict, Limits
-from jkv.model import decoder, penalties, routes, sampling
+from jkv.model import decoder, sampling
 from jkv.model.params import Params
-from jkv.model.penalties import TokenCounts
 from jkv.model.rotary import rotary_angle, rotation
 from jkv.model.sampling import SamplingRows
-from jkv.reasoning import steering
 from jkv.reasoning.sentences import SentenceMap, similarity_of_slots
-from jkv.reasoning.steering import SteerRules
 
-OF_DECODE = (
-    "num_steps",
-    "draws",
-    "is_traced",
-    "returns_hidden",
-    "returns_experts",
-    "returns_own",
-)  # static arguments of `decode_chunk`
-DONATED = ("state", "generated")  # arguments of which each program returns the next value in the same memory
-
-
-class State(NamedTuple):
-    """All that stays on the device between programs, except weights and settings; donated to each program."""
-
-    cache: Cache
-    logits: Float[Array, "B V"]  # of each row's next token
-
-
-class Snapshot(NamedTuple):
-    """One row outside the batch: its block table, and the rest that its next step needs."""
-
-    block_table: BlockTable
-    logits: Float[Array, " V"]
-    query_ring: Float[Array, "L W N H"] | None
-    beside: RowContent = RowContent()  # what it has outside of the pool
+DONATED = ("state", "carried")  # arguments of which each program returns the next value in the same memory
+TRACED = "dropped", "is_read", "steered"  # outputs of a chunk that are returned if samples are traced
 
 
 class ChunkInputs(NamedTuple):
@@ -71,14 +47,11 @@ class ChunkInputs(NamedTuple):
     stop_ids: Int[Array, "B E"]  # padded with -1
     sampling: SamplingRows
     key: UInt32[Array, "B 2"]  # of each sample, before the position is folded in
-    rules: StepRules | None  # None when the pool keeps no mass
-    reads: ReadRules | None  # None when the pool keeps no bounds
-    sinks: Int[Array, " B"] | None  # number of each row that moves them, 0 for others; None when no policy does
-    steer: SteerRules | None  # None when no policy steers
-    align: AlignRules | None = None  # None when no policy aligns thoughts
+    rules: StepRules | None = None  # None when the pool keeps no mass
+    reads: ReadRules | None = None  # None when the pool keeps no bounds
+    sinks: Int[Array, " B"] | None = None  # number of each row that moves them, 0 for others; None when no policy does
     is_alive: Bool[Array, " B"] | None = None  # rows that the last chunk left running; None where the host knows by `remaining`
-    forced: Int[Array, "steps B"] | None = None  # tokens in place of draws, -1 for none; None when no request forces any
-    is_prompted: Bool[Array, "B V"] | None = None  # tokens of each row's prompt; None when no request has penalties
+    parts: Parts = Parts()
 
 
 class ChunkOutputs(NamedTuple):
@@ -89,97 +62,62 @@ class ChunkOutputs(NamedTuple):
     is_real: Bool[Array, "steps B"]
     held_pages: Int[Array, ""]
     is_running: Bool[Array, " B"]  # rows that are not finished
-    dropped: Int[Array, "steps L B K"] | None  # positions that steps evicted, EMPTY for none; None unless traced
-    is_read: Bool[Array, "steps L B K MP"] | None  # pages that steps read, by entry of their table; None unless traced
-    steered: Float[Array, "steps B"] | None  # multiple of the steering vector added to each token; None unless traced
-    hidden: Float[Array, "steps B D"] | None  # of each token, after the final norm; None unless sentences are compared
-    log_prob_full: Float[Array, "steps B"] | None  # before penalties, top-k, top-p and min-p; None where it equals `log_prob`
-    generated: Int[Array, "B V"] | None = None  # the argument of the next chunk, which stays on the device
+    dropped: Int[Array, "steps L B K"] | None = None  # positions that steps evicted, EMPTY for none; None unless traced
+    is_read: Bool[Array, "steps L B K MP"] | None = None  # pages that steps read, by entry of their table; None unless traced
+    steered: Float[Array, "steps B"] | None = None  # multiple of the steering vector added to each token; None unless traced
+    hidden: Float[Array, "steps B D"] | None = None  # of each token, after the final norm; None unless sentences are compared
+    log_prob_full: Float[Array, "steps B"] | None = None  # before penalties and cuts; None where equal to `log_prob`
     experts: UInt[Array, "steps B L A"] | None = None  # that each token went through, by layer with experts; None unless asked
-    log_prob_own: Float[Array, "steps B"] | None = (
-        None  # under the model's own distribution; None unless asked, or as `log_prob`
-    )
+    log_prob_own: Float[Array, "steps B"] | None = None  # of the model's own distribution; None unless asked, or where equal
 
 
-@device_program(static_argnames=OF_DECODE, donate_argnames=DONATED)
+@device_program(static_argnames=("num_steps", "draws", "is_traced"), donate_argnames=DONATED)
 def decode_chunk(
     params: Params,
     state: State,
     inputs: ChunkInputs,
+    carried: Carried,
     num_steps: int,
     draws: str,
     is_traced: bool = False,
-    returns_hidden: bool = False,
-    gate: AnyGate | None = None,
-    generated: Int[Array, "B V"] | None = None,
-    returns_experts: bool = False,
-    returns_own: bool = False,
-) -> tuple[State, ChunkOutputs]:
+) -> tuple[State, ChunkOutputs, Carried]:
     """`num_steps` decode steps of all rows; a static trip count, so that no device waits for the host.
 
-    `generated` is how often each row's completion holds each token, where the inputs have penalties.
+    `carried` is what optional parts (`jkv.engine.parts`) keep on the device from chunk to chunk.
     """
     row = jnp.arange(inputs.remaining.shape[0], dtype=jnp.int32)
+    parts, is_own = inputs.parts.on, draws == "greedy" and inputs.sampling.penalties is None
 
-    def step(carry: tuple[Any, ...], forced: Array | None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        (cache, logits), is_active, remaining, is_thinking, align, generated = carry
-        position = cache.pool.logical_length
-        counts = None
-        if generated is not None and inputs.is_prompted is not None:
-            counts = TokenCounts(inputs.is_prompted, generated)
-        token, log_prob, log_prob_full = sampling.draw(logits, inputs.sampling, inputs.key, position, draws, forced, counts)
+    def step(loop: tuple[Any, ...], _: None) -> tuple[tuple[Any, ...], dict[str, Array]]:
+        (cache, logits), is_active, remaining, carries = loop
+        position, carries = cache.pool.logical_length, dict(carries)
+        draw = Draw(logits, is_own=is_own)
+        for name, part in parts.items():
+            draw = part.draw(draw, carries[name])
+        of_rows = inputs.sampling, inputs.key, position, draws, draw.forced, draw.counts
+        token, log_prob, log_prob_full = sampling.draw(draw.logits, *of_rows)
         token = jnp.where(is_active, token, 0)
-        is_own = draws == "greedy" and inputs.sampling.penalties is None  # then `log_prob` is the same
-        log_prob_own = sampling.own_log_prob(logits, token) if returns_own and not is_own else None
-        generated = None if generated is None else penalties.count_next(generated, token, is_active)
         is_stop = (token[:, None] == inputs.stop_ids).any(axis=-1)
-        is_stop = is_stop if forced is None else is_stop & (forced < 0)
+        is_stop = is_stop if draw.forced is None else is_stop & (draw.forced < 0)
         is_last = is_stop | (remaining <= 1) | ~jnp.isfinite(log_prob)
         goes_on, num_new = is_active & ~is_last, is_active.astype(jnp.int32)
-        pool = cache.pool
-        if align is not None:
-            align, pool = start_page(align, pool, token, is_active)
-        pool, address = pages.reserve(pool, row, num_new, 1)
-        length = pool.length + pages.num_growing(pool, row, num_new)
-        sinks = None
-        if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
-            angle = rotary_angle(params.config, (length[0, :, 0] - 1 - position)[:, None])
-            sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
-        turn, unrotated = rotation(params.config, position), params.config.unrotated
-        attend: decoder.Attend = DecodeAttention(
-            address, length, position, *turn, inputs.rules, inputs.reads, sinks, goes_on, unrotated, params.axis
-        )
-        if cache.tail is not None:
-            attend = sealed_pages.SealedDecode(address, length, position, is_active, *turn, inputs.reads, unrotated)
-        attend = decode_groups(params.config, attend, cache, position, is_active)
-        cache = cache._replace(
-            pool=pool,
-            victim=None if inputs.rules is None else jnp.full_like(length, EMPTY),
-            is_read=None if inputs.reads is None else jnp.zeros(pool.page_table.shape, bool),
-            experts=routes.empty(params.config, token[:, None]) if returns_experts else None,
-        )
-        enter = steered = None
-        if inputs.steer is not None:
-            steered, is_thinking = steering.amounts(inputs.steer, token, is_thinking)
-            enter = functools.partial(steering.push, inputs.steer.vector, inputs.steer.layer, steered[:, None])
-        observe = None if gate is None else gating(params, gate, row, num_new)
-        given = params, token[:, None], position[:, None], attend, cache, enter, observe
-        hidden, cache = decoder.forward(*given, routes.recorder(params.config, returns_experts), rotates=False)
+        new = Step(params, cache, row, token[:, None], num_new, is_active)
+        for name, part in parts.items():
+            new, carries[name] = part.take(new, carries[name])
+        cache, attend = attention_of(inputs, new, position, goes_on)
+        given = params, new.token, position[:, None], attend, cache, new.enter, new.observe, new.choose
+        hidden, cache = decoder.forward(*given, rotates=False)
         pool, dropped = pages.advance(cache.pool, row, num_new), None
         if cache.victim is not None:
             pool, dropped = pages.vacate(pool, cache.victim)
-        logits = decoder.unembed(params, hidden[:, 0])
-        state = State(cache.after_pass(pool), logits)
-        events = (
-            *((dropped, cache.is_read, steered) if is_traced else (None, None, None)),
-            hidden[:, 0] if returns_hidden else None,
-            log_prob_full,
-            None if cache.experts is None else cache.experts[:, 0],
-            log_prob_own,
-        )
-        return (state, goes_on, remaining - 1, is_thinking, align, generated), (token, log_prob, is_active, *events)
+        out = {"token": token, "log_prob": log_prob, "is_real": is_active, "log_prob_full": log_prob_full}
+        out |= {"dropped": dropped, "is_read": cache.is_read}
+        for name, part in parts.items():
+            out |= part.report(new, draw, hidden, cache, carries[name])
+        state = State(cache.after_pass(pool), decoder.unembed(params, hidden[:, 0]))
+        out = {name: x for name, x in out.items() if x is not None and (is_traced or name not in TRACED)}
+        return (state, goes_on, remaining - 1, carries), out
 
-    is_thinking = None if inputs.steer is None else inputs.steer.is_thinking
     is_active = inputs.remaining > 0 if inputs.is_alive is None else (inputs.remaining > 0) & inputs.is_alive
     ring, num_seen, oldest = state.cache.query_ring, state.cache.pool.logical_length, None
     if ring is not None and inputs.is_alive is not None:
@@ -187,48 +125,71 @@ def decode_chunk(
         # queries are read before the steps begin, or XLA would copy the ring to read them later.
         oldest, ring = jax.lax.optimization_barrier((oldest_queries(ring, num_seen), ring))
         state = state._replace(cache=state.cache._replace(query_ring=ring))
-    start = (state, is_active, inputs.remaining, is_thinking, inputs.align, generated)
-    forced = None if inputs.forced is None else inputs.forced[:num_steps]
-    end, (token, log_prob, is_real, *events, experts, own) = jax.lax.scan(step, start, forced, length=num_steps)
-    state, is_running, *_, generated = end
+    start = state, is_active, inputs.remaining, {name: part.begin(carried) for name, part in parts.items()}
+    (state, is_running, _, carries), out = jax.lax.scan(step, start, length=num_steps)
     if state.cache.tail is not None:
         state = state._replace(cache=state.cache._replace(pool=sealed_pages.seal_filled(state.cache, num_seen)))
     ring = state.cache.query_ring
     if ring is not None and oldest is not None:
         ring = put_back(ring, oldest, num_seen, ~is_active)
         state = state._replace(cache=state.cache._replace(query_ring=ring))
-    held = pages.held_pages(state.cache.pool)
-    more = {"generated": generated, "experts": experts, "log_prob_own": own}
-    return state, ChunkOutputs(token, log_prob, is_real, held, is_running, *events, **more)
+    outputs = ChunkOutputs(held_pages=pages.held_pages(state.cache.pool), is_running=is_running, **out)
+    ends = (part.end(carries[name]) for name, part in parts.items())
+    return state, outputs, Carried(**functools.reduce(operator.or_, ends, {}))
 
 
-@device_program(static_argnames=("num_pages", "returns_experts"), donate_argnames="state")
+def attention_of(
+    inputs: ChunkInputs, new: Step, position: Int[Array, " B"], goes_on: Bool[Array, " B"]
+) -> tuple[Cache, decoder.Attend]:
+    """Reserves a slot for each new token; returns the cache, and the attention of the decoder's layers."""
+    cache, config = new.cache, new.params.config
+    pool, address = pages.reserve(cache.pool, new.row, new.num_new, 1)
+    length = pool.length + pages.num_growing(pool, new.row, new.num_new)
+    sinks = None
+    if inputs.sinks is not None:  # lengths of rows that move their sinks are the same in every layer and head
+        angle = rotary_angle(config, (length[0, :, 0] - 1 - position)[:, None])
+        sinks = SinkRules(inputs.sinks, jnp.cos(angle), jnp.sin(angle))
+    turn, unrotated = rotation(config, position), config.unrotated
+    attend: decoder.Attend = DecodeAttention(
+        address, length, position, *turn, inputs.rules, inputs.reads, sinks, goes_on, unrotated, new.params.axis
+    )
+    if cache.tail is not None:
+        attend = sealed_pages.SealedDecode(address, length, position, new.is_active, *turn, inputs.reads, unrotated)
+    cache = cache._replace(
+        pool=pool,
+        victim=None if inputs.rules is None else jnp.full_like(length, EMPTY),
+        is_read=None if inputs.reads is None else jnp.zeros(pool.page_table.shape, bool),
+    )
+    return cache, decode_groups(config, attend, cache, position, new.is_active)
+
+
+@device_program(static_argnames="num_pages", donate_argnames="state")
 def prefill_chunk(
     params: Params,
     state: State,
     row: Int[Array, " 1"],
     token: Int[Array, "1 T"],
     num_new: Int[Array, " 1"],
-    gate: AnyGate | None = None,
+    parts: Parts = Parts(),  # noqa: B008
     num_pages: int | None = None,
-    returns_experts: bool = False,
 ) -> tuple[State, Float[Array, "1 T D"], Int[Array, ""], UInt[Array, "T L A"] | None]:
     """Appends the first `num_new` of T prompt tokens to a row, and sets its logits.
 
     Reads the row's first `num_pages` pages, which must hold the new tokens too; None are all that it can have.
     Also returns the hidden states and the number of pages in use, which the host need not wait for, and if asked the experts
-    that each token went through, by layer with experts.
+    that each token went through, by layer with experts. `parts` are those of prompts (`Parts.of_prompts`).
     """
-    cache = state.cache
+    new = Step(params, state.cache, row, token, num_new, num_new > 0)
+    for part in parts.on.values():
+        new, _ = part.take(new, part.begin(Carried()))
+    cache = new.cache
     position = cache.pool.logical_length[row][:, None] + jnp.arange(token.shape[1], dtype=jnp.int32)
     pool, address = pages.reserve(cache.pool, row, num_new, token.shape[1])
     of_piece = address, row, position, num_new, num_pages
     attend: decoder.Attend = PrefillAttention(*of_piece) if cache.tail is None else sealed_pages.SealedPrefill(*of_piece)
     attend = prefill_groups(params.config, attend, cache, row, position, num_new)
-    observe = None if gate is None else gating(params, gate, row, num_new)
-    cache = cache._replace(pool=pool, experts=routes.empty(params.config, token) if returns_experts else None)
-    choose = routes.recorder(params.config, returns_experts)
-    hidden, cache = decoder.forward(params, token, position, attend, cache, observe=observe, choose=choose)
+    cache = cache._replace(pool=pool)
+    hidden, cache = decoder.forward(params, token, position, attend, cache, new.enter, new.observe, new.choose)
     experts = None if cache.experts is None else cache.experts[0]
     cache = cache.after_pass(pages.advance(cache.pool, row, num_new))
     logits = decoder.unembed(params, hidden[:, num_new[0] - 1])

@@ -14,7 +14,7 @@ import numpy as np
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine.processes import host
-from jkv.engine.programs import Snapshot
+from jkv.engine.state import Snapshot
 from jkv.eviction import Policy
 from jkv.model.routes import RouteRecorder
 from jkv.reasoning.sentences import SentenceLog
@@ -42,7 +42,7 @@ class SwappedPages:
 class SwappedRow:
     """The copy of a row in host memory, without the pages of its prefix."""
 
-    snapshot: Any  # a `jkv.engine.programs.Snapshot`, on the host
+    snapshot: Any  # a `jkv.engine.state.Snapshot`, on the host
     own: SwappedPages
     is_shared: np.ndarray  # [L, K, MP] entries that hold the prefix's pages
 
@@ -112,6 +112,6 @@ class Row:
         of_heads = num_pages_of(self.heads + growth, page_size).sum(axis=0)
         return num_shards * int(of_heads.reshape(num_shards, -1).sum(axis=1).max())
 
-    def drop_records(self) -> None:
-        """Forgets what only an unfinished row needs."""
-        self.swapped = self.sentences = self.trace = None
+    def drop_recorders(self) -> None:
+        """Forgets what was recorded for what comes next in this row."""
+        self.sentences = self.trace = None

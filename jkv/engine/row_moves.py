@@ -22,9 +22,9 @@ from jkv.engine.clocks import running_seconds
 from jkv.engine.conversations import Conversations
 from jkv.engine.outputs import Event
 from jkv.engine.processes import host
-from jkv.engine.programs import Snapshot, State
 from jkv.engine.row import Place, Row, SwappedPages, SwappedRow
 from jkv.engine.samples import Prefix, Sample, stop_finder
+from jkv.engine.state import Snapshot, State
 from jkv.eviction import Policy
 from jkv.policies import full
 

@@ -19,7 +19,7 @@ from jkv.cache.pool import num_pages_of
 from jkv.checks import counted, size
 from jkv.engine import mesh as meshes
 from jkv.engine import prefill, prefix_reuse, programs, row_moves
-from jkv.engine.chunk_inputs import count_rows, empty_state, for_chunk, row_settings
+from jkv.engine.chunk_inputs import for_chunk, row_settings
 from jkv.engine.clocks import is_ready
 from jkv.engine.conversations import Conversations
 from jkv.engine.device_program import LEAST_ROWS, programs_for
@@ -27,6 +27,8 @@ from jkv.engine.faults import accuse, blame, working_for
 from jkv.engine.filling import PIECES, Filling, Pieces
 from jkv.engine.memory import state_bytes
 from jkv.engine.model_facts import facts_for
+from jkv.engine.parts.base import Carried, Rows
+from jkv.engine.parts.table import KINDS, Parts, names_on
 from jkv.engine.policy_checks import Trials
 from jkv.engine.prefix_cache import PrefixCache
 from jkv.engine.processes import copy_to_host, host
@@ -35,6 +37,7 @@ from jkv.engine.row import Place, Row, SwappedRow
 from jkv.engine.samples import Completion, Prefix, RowOutputs, Sample, pieces_in_use, split_by_ownership
 from jkv.engine.scheduler import Capacity, Turn
 from jkv.engine.sharer import Sharer
+from jkv.engine.state import empty_state
 from jkv.engine.stats import Meter
 from jkv.eviction import Needs
 from jkv.eviction.policy import cutoff_of
@@ -116,7 +119,7 @@ class Runner:
       routed_experts: whether programs return the experts that tokens go through.
 
     Attributes:
-      state: a `jkv.engine.programs.State`; None while the engine sleeps.
+      state: a `jkv.engine.state.State`; None while the engine sleeps.
       programs: `jkv.engine.programs`, or those of the mesh, with their kernels chosen.
       version: the version of the weights: how often they were replaced.
       is_traced: whether new samples record a trace.
@@ -161,9 +164,7 @@ class Runner:
         self.num_rows = max(capacity.max_running, LEAST_ROWS.get(self.platform, 1))
         self.ahead = self.platform != "cpu" if ahead is None else ahead
         self.draws = DRAWS[0]  # the most general kind so far; never lowered, because another kind compiles again
-        self.is_forcing = False  # whether a request has had forced tokens; stays so for the same reason
-        self.is_penalising = False  # whether a request has had penalties; likewise
-        self.returns_own = False  # whether a request has asked for the model's own log-probabilities; likewise
+        self.parts_on: set[str] = set()  # the names of parts that a request has needed; stay for the same reason
         config, max_pages = model.config, num_pages_of(max_slots, capacity.page_size)
         sizes: dict[str, Any] = {
             "num_rows": self.num_rows,
@@ -184,7 +185,7 @@ class Runner:
         self._all_alive: Any = jax.device_put(np.ones(self.num_rows, bool), everywhere) if self.ahead else None
         self.wake()
         self._settings: ChunkInputs | None = None  # settings of the rows, on the device; None when the rows have changed
-        self._generated: Any = None  # how often each row has drawn each token, on the device; None without penalties
+        self._carried = Carried()  # what parts keep on the device
         # A longer request widens it to a power of two; then compaction compiles again.
         self._map_width = 1 << (min(config.max_positions, MAP_WIDTH) - 1).bit_length()
         cache = self.state.cache
@@ -238,10 +239,13 @@ class Runner:
 
     def sleep(self) -> None:
         """Frees the pool and the rest of the device state, whatever of it is left."""
-        for leaf in jax.tree.leaves((self.state, self._settings, self._generated)):
+        settings = self._settings
+        if settings is not None:  # the gate stays, for the engine has no other copy
+            settings = settings._replace(parts=settings.parts._replace(gate=None))
+        for leaf in jax.tree.leaves((self.state, settings, self._carried)):
             if isinstance(leaf, jax.Array):
                 leaf.delete()
-        self.state, self._settings, self._generated = None, None, None
+        self.state, self._settings, self._carried = None, None, Carried()
 
     def reset(self) -> None:
         """Replaces the device state, which may be lost, by that of an empty pool."""
@@ -377,9 +381,8 @@ class Runner:
                 num_pages = prefill.pages_to_read(done, self.capacity.page_size, self.state.cache.pool.page_table.shape[-1])
             self.meter.stats.prefilled += int(count[0])
             with self.meter.clock("prefill_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
-                args = self.params, self.state, np.asarray([row], np.int32), token, count, self.gate
-                options = {"num_pages": num_pages, "returns_experts": self.routed_experts}
-                self.state, hidden, held, experts = self.programs.prefill_chunk(*args, **options)
+                args = self.params, self.state, np.asarray([row], np.int32), token, count, self._parts_of_prompts
+                self.state, hidden, held, experts = self.programs.prefill_chunk(*args, num_pages=num_pages)
                 self.held.append(held)
                 if sample.row.routes is not None:
                     sample.row.routes.add(experts, int(count[0]))
@@ -405,6 +408,7 @@ class Runner:
             if prefix.row.swapped is None and prefix.absent:
                 prefix.row.swapped = row_moves.copy_out(self.programs, self.state, prefix.row.snapshot, None)
             self.state = row_moves.free(self.programs, self.state, prefix.row)
+            prefix.row.drop_recorders()
         self.state = prefix_reuse.drop(self.programs, self.state, self.prefix_cache)
 
     def copy_row(self, row: int) -> SwappedRow:
@@ -427,11 +431,9 @@ class Runner:
         is_traced = self.is_traced and self.needs.has_events
         inputs = self._chunk_inputs(running)._replace(is_alive=alive_after(last, self._all_alive))
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.dispatching(is_ready(self.state)):
-            given = self.draws, is_traced, self.needs.similarity, self.gate, self._generated, self.routed_experts
-            self.state, outputs = self.programs.decode_chunk(
-                self.params, self.state, inputs, num_steps, *given, self.returns_own
+            self.state, outputs, self._carried = self.programs.decode_chunk(
+                self.params, self.state, inputs, self._carried, num_steps, self.draws, is_traced
             )
-            self._generated, outputs = outputs.generated, outputs._replace(generated=None)
             if self.needs.sharing:
                 self.sharer.find_pairs(running, self.state, num_steps, outputs)
         scores, self.scores = self.scores, []
@@ -520,33 +522,31 @@ class Runner:
 
     def lower(self) -> None:
         """Chunks serve no more kinds of requests than those that come from now on: see `draws`. For an idle engine."""
-        self.draws, self.is_forcing, self.is_penalising, self.returns_own = DRAWS[0], False, False, False
-        self._settings = self._generated = None
+        self.draws, self.parts_on = DRAWS[0], set()
+        self._settings, self._carried = None, Carried()
 
-    def _chunk_inputs(self, running: dict[int, Sample]) -> ChunkInputs:
+    def _rows(self, running: Mapping[int, Sample]) -> Rows:
+        return Rows(running, self.num_rows, self.model, self.needs, self.gate, self.routed_experts)
+
+    @functools.cached_property
+    def _parts_of_prompts(self) -> Parts:
+        """The parts that see the tokens of prompts."""
+        rows = self._rows({})
+        return Parts.from_names({name: KINDS[name].of(rows) for name in names_on(rows)}).of_prompts()
+
+    def _chunk_inputs(self, running: Mapping[int, Sample]) -> ChunkInputs:
         """The inputs of the next chunk; settings stay on the device until the rows change."""
+        rows = self._rows(running)
         if self._settings is None:
-            requests = [sample.request for sample in running.values()]
-            self.draws = max([self.draws, *(request.sampling.draws for request in requests)], key=DRAWS.index)
-            self.is_forcing |= any(len(request.forced) for request in requests)
-            self.is_penalising |= any(request.sampling.penalises for request in requests)
-            self.returns_own |= any(request.model_logprobs for request in requests)
+            self.draws = max([self.draws, *(request.sampling.draws for request in rows.requests)], key=DRAWS.index)
+            self.parts_on |= names_on(rows)
             sharding = None if self.mesh is None else meshes.replicated(self.mesh)
-            is_prompted = None
-            if self.is_penalising:
-                is_prompted, generated = count_rows(running, self.num_rows, self.model.config.vocab_size)
-                self._generated = jax.device_put(generated, sharding or self._place)  # as a chunk returns it
-            self._settings = row_settings(
-                running,
-                self.needs,
-                self.model,
-                num_rows=self.num_rows,
-                max_stop_ids=self.max_stop_ids,
-                page_size=self.capacity.page_size,
-                is_prompted=is_prompted,
-                sharding=sharding,
-            )
-        return for_chunk(self._settings, running, self.model, self.is_forcing)
+            kept = [KINDS[name].carried(rows) for name in self.parts_on]
+            carried = {name: jax.device_put(x, sharding or self._place) for fields in kept for name, x in fields.items()}
+            self._carried = Carried(**carried)  # placed as a chunk returns it
+            sizes = {"max_stop_ids": self.max_stop_ids, "page_size": self.capacity.page_size}
+            self._settings = row_settings(rows, self.parts_on, **sizes, sharding=sharding)
+        return for_chunk(self._settings, rows)
 
     def new_trace(self, sample: Sample) -> TraceRecorder | None:
         """A trace recorder for a sample, if samples are traced."""

@@ -13,8 +13,8 @@ import numpy as np
 
 from jkv.engine.clocks import clock
 from jkv.engine.faults import blame
-from jkv.engine.programs import State
 from jkv.engine.samples import Sample
+from jkv.engine.state import State
 from jkv.model.params import Model
 from jkv.model.rotary import rotary_frequency
 from jkv.reasoning.sharing import Pair, Sharing, SharingStats, Threshold, distances

@@ -135,7 +135,7 @@ def begin(sample: Sample, kept: KeptRow) -> None:
     sample.resumes, sample.earlier = kept, kept.transcript
     sample.pending = len(sample.request.prompt) - sample.request.num_kept
     sample.row = kept.row.fork(None if kept.row.trace is None else kept.row.trace.grown(sample.request.most_tokens))
-    sample.row.cached_tokens = sample.request.num_kept
+    sample.row.cached_tokens, sample.row.version = sample.request.num_kept, 0  # the version is known once its row is attached
 
 
 def restart(sample: Sample, conversations: Conversations, tokenizer: Any, version: int) -> bool:

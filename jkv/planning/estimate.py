@@ -14,8 +14,8 @@ import numpy as np
 
 from jkv.cache.pool import num_pages_of
 from jkv.engine import mesh as meshes
-from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import most_pages_of, num_row_pages, state_bytes
+from jkv.engine.state import empty_state
 from jkv.eviction import Needs, Policy
 from jkv.limits import MOST_ROWS
 from jkv.model.copies import num_copies

@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -137,21 +137,19 @@ class Steer:
         return None if self.growth == 0 else self.interval - generated % self.interval
 
 
-class SteerRules(NamedTuple):
-    """Steering of each batch row in a chunk. `is_break` and `think` are the same for all rows."""
+def amounts(
+    strength: Float[Array, " B"],
+    is_break: Bool[Array, " V"],
+    think: Int[Array, " 2"],
+    token: Int[Array, " B"],
+    is_thinking: Bool[Array, " B"],
+) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
+    """The strength for each row's token, and whether the row is thinking after it.
 
-    strength: Float[Array, " B"]  # 0 for a row that is not steered
-    layer: Int[Array, " B"]
-    vector: Float[Array, "B D"]
-    is_thinking: Bool[Array, " B"]  # at the start of the chunk
-    is_break: Bool[Array, " V"]  # tokens that end a thought
-    think: Int[Array, " 2"]  # the tokens <think> and </think>, -1 for none
-
-
-def amounts(rules: SteerRules, token: Int[Array, " B"], is_thinking: Bool[Array, " B"]) -> tuple[Array, Array]:
-    """The strength for each row's token, and whether the row is thinking after it."""
-    is_thinking = jnp.where(token == rules.think[0], True, jnp.where(token == rules.think[1], False, is_thinking))
-    return jnp.where(is_thinking & rules.is_break[token], rules.strength, 0.0), is_thinking
+    `is_break` are the tokens that end a thought, `think` those that begin and end thinking.
+    """
+    is_thinking = jnp.where(token == think[0], True, jnp.where(token == think[1], False, is_thinking))
+    return jnp.where(is_thinking & is_break[token], strength, 0.0), is_thinking
 
 
 def push(

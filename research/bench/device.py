@@ -39,6 +39,7 @@ from jkv.checks import check_counts, words
 from jkv.engine import programs
 from jkv.engine.device_program import LEAST_ROWS, OPTIONS, DeviceProgram
 from jkv.engine.engine import Engine
+from jkv.engine.parts.base import Carried
 from jkv.engine.results import complete
 from jkv.eviction import Policy
 from jkv.limits import parse
@@ -259,7 +260,7 @@ def chunk_of(
     held = [jax.block_until_ready(state)]  # else what XLA times while it compiles would wait for it
 
     def call() -> Any:
-        state, outputs = program(params, held.pop(), inputs, num_steps=STEPS, draws="greedy")
+        state, outputs, _ = program(params, held.pop(), inputs, Carried(), num_steps=STEPS, draws="greedy")
         held.append(state)
         return outputs.token
 

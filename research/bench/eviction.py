@@ -17,8 +17,9 @@ from jaxtyping import Array
 from jkv.bench.fixtures import fill, new_inputs, new_state, usual_page_size
 from jkv.bench.rounds import medians_in_turns, seconds_of
 from jkv.engine import programs
-from jkv.engine.programs import State
+from jkv.engine.parts.base import Carried
 from jkv.engine.scheduler import CHUNKS
+from jkv.engine.state import State
 from jkv.model.params import Model, Params
 from jkv.policies import full, h2o, r_kv, tova
 from jkv.reports import Report, digits, footnote, markdown
@@ -73,7 +74,7 @@ def cost_of_compaction(params: Params, batch: int, budget: int, interval: int, p
 
     def decode() -> State:
         for _ in range(interval // CHUNKS[0]):
-            holder["state"], _ = programs.decode_chunk(params, holder["state"], inputs, CHUNKS[0], "greedy")
+            holder["state"], *_ = programs.decode_chunk(params, holder["state"], inputs, Carried(), CHUNKS[0], "greedy")
         return holder["state"]
 
     def time_compact() -> float:
@@ -104,7 +105,7 @@ def cost_of_steps(params: Params, batch: int, budget: int, interval: int, page_s
         inputs_of[name] = new_inputs(params, policy, batch)
 
     def decode(name: str) -> State:
-        state, _ = programs.decode_chunk(params, states[name], inputs_of[name], CHUNKS[0], "greedy")
+        state, *_ = programs.decode_chunk(params, states[name], inputs_of[name], Carried(), CHUNKS[0], "greedy")
         states[name] = state
         return state
 

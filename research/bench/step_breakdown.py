@@ -18,9 +18,10 @@ from jkv.bench.fixtures import fill, new_inputs, new_state, usual_page_size
 from jkv.bench.rounds import medians_in_turns, seconds_of
 from jkv.cache import pool as pages
 from jkv.engine import programs
-from jkv.engine.programs import ChunkInputs, State
+from jkv.engine.programs import ChunkInputs
 from jkv.engine.row_views import view_of_rows
 from jkv.engine.scheduler import CHUNKS
+from jkv.engine.state import State
 from jkv.eviction import Evict, Policy
 from jkv.model import decoder, sampling
 from jkv.model.params import Params

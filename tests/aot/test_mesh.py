@@ -102,7 +102,7 @@ def compiled(setup: Setup, num_layers: int) -> Compiled:
     state = on_devices(state, placed(on, mesh.state_specs(state), state))
     wide = leaf(rows, dtype=jnp.float32)
     settings, key = SamplingRows(wide, wide, leaf(rows), wide), leaf(rows, 2, dtype=jnp.uint32)
-    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules=None, reads=None, sinks=None, steer=None)
+    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key)
     trace = mesh.program_on(on, "decode_chunk").trace
     program = targets.compile_for("tpu-v5e", trace, params, state, inputs, scheduler.CHUNKS[0], "sampled")
     kv = state.cache.pool.kv

@@ -9,7 +9,8 @@ import pytest
 
 import jkv
 from jkv.cache.pool import num_pages_of
-from jkv.engine import chunk_inputs, prefill
+from jkv.engine import prefill
+from jkv.engine.state import empty_state
 from jkv.eviction import Needs
 from jkv.model.joined import join_weights
 from jkv.model.weight_shapes import weight_shapes
@@ -49,7 +50,7 @@ def shapes_of(plan, config, policy, target):
     """The weights and the state of the engine that was planned."""
     sharding, engine = targets.sharding_of(target), plan.engine
     make = functools.partial(
-        chunk_inputs.empty_state,
+        empty_state,
         config,
         Needs.of([policy]),
         num_rows=engine["max_running"],

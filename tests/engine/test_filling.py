@@ -68,9 +68,9 @@ def test_between_two_chunks_at_most_so_many_tokens_are_prefilled_while_rows_deco
             log.append(int(args[4][0]))
             return chunk(*args, **options)
 
-        def decode_chunk(self, params, state, inputs, num_steps, *options):
+        def decode_chunk(self, params, state, inputs, carried, num_steps, *options):
             log.append((num_steps, int(np.sum(np.asarray(inputs.remaining) > 0))))
-            return decode(params, state, inputs, num_steps, *options)
+            return decode(params, state, inputs, carried, num_steps, *options)
 
     engine.runner.programs = Logged()
     second = engine.submit(LONG, max_new_tokens=4, **FREE)

@@ -11,8 +11,8 @@ import jkv
 from jkv.cache import pool as pages
 from jkv.cache.attention import Cache
 from jkv.engine import programs
-from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.model_facts import facts_for
+from jkv.engine.state import empty_state
 from jkv.evaluation.held_out import held_out
 from jkv.eviction import Needs
 from jkv.testing import random_statistics

@@ -210,9 +210,9 @@ def test_a_filter_slower_than_the_device_is_counted_as_a_wait(model, monkeypatch
     decode_chunk, chunks, seconds = programs.decode_chunk, [], []
 
     def watched(*args, **options):
-        state, outputs = decode_chunk(*args, **options)
+        state, outputs, carried = decode_chunk(*args, **options)
         chunks.append(outputs.token)
-        return state, outputs
+        return state, outputs, carried
 
     def encode(text):
         """Takes until the device is done with its chunk."""

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import jkv
-from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import state_bytes
+from jkv.engine.state import empty_state
 from jkv.eviction import Needs
 from jkv.model import decoder
 from jkv.replay.columns import dense_columns

@@ -12,8 +12,8 @@ import pytest
 
 import jkv
 from jkv.cache import windows
-from jkv.engine.chunk_inputs import empty_state
 from jkv.engine.memory import window_bytes
+from jkv.engine.state import empty_state
 from jkv.eviction import Needs
 from jkv.model import decoder
 from jkv.replay.other_groups import with_other_groups

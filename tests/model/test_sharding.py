@@ -15,8 +15,10 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from jkv.engine import mesh, programs
-from jkv.engine.chunk_inputs import Needs, empty_state
-from jkv.engine.programs import ChunkInputs, State
+from jkv.engine.parts.steering import Steering
+from jkv.engine.programs import ChunkInputs
+from jkv.engine.state import Snapshot, State, empty_state
+from jkv.eviction import Needs
 from jkv.model.params import ModelConfig
 from jkv.model.sharding import BOTH, EXPERTS, SPLIT, SPLIT_WEIGHTS, leaf_hints, letters_of, spec_of, specs_of
 from jkv.model.sharding import P as Spec
@@ -125,7 +127,7 @@ def test_what_names_no_axes_is_an_error_when_the_program_is_built(program, messa
     [
         (programs.ChunkInputs, "decode_chunk: inputs.planted"),
         (programs.SamplingRows, "decode_chunk: inputs.sampling.planted"),
-        (programs.SteerRules, "decode_chunk: inputs.steer.planted"),
+        (Steering, "decode_chunk: inputs.parts.steer.planted"),
         (programs.ChunkOutputs, r"decode_chunk: its result\[1\].planted"),
         (programs.Cache, "decode_chunk: state.cache.planted"),
         (programs.pages.Pool, "decode_chunk: state.cache.pool.planted"),
@@ -182,7 +184,7 @@ def test_every_array_of_the_state_has_the_axes_of_its_annotation():
     state, seen = make_state(), []
     assert_fits(State, state, "state", seen)
     assert len(seen) == len(jax.tree.leaves(state)) == 16
-    assert_fits(programs.Snapshot, programs.snapshot_row(state, jnp.int32(0)), "snapshot", seen := [])
+    assert_fits(Snapshot, programs.snapshot_row(state, jnp.int32(0)), "snapshot", seen := [])
     assert len(seen) == 10
 
 
@@ -207,10 +209,10 @@ def test_weights_in_any_form_have_a_spec_for_each_array(form):
 
 
 def test_what_is_absent_has_no_spec():
-    specs = specs_of(ChunkInputs, ChunkInputs(jnp.zeros(2), jnp.zeros((2, 1)), None, None, None, None, None, None), "control")
+    specs = specs_of(ChunkInputs, ChunkInputs(jnp.zeros(2), jnp.zeros((2, 1)), None, None), "control")
     assert specs.remaining == Spec()
-    assert specs.rules is specs.steer is specs.align is None
-    assert specs_of(ChunkInputs).steer.vector == Spec()
+    assert specs.rules is specs.parts.steer is specs.parts.align is None
+    assert specs_of(ChunkInputs).parts.steer["vector"] == Spec()
     state = empty_state(TINY, Needs(), num_rows=2, num_pages=4, max_pages=2, page_size=4)
     split = mesh.state_specs(state)
     assert split.cache.query_ring is split.cache.pool.bounds is None

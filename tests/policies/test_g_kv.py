@@ -10,7 +10,7 @@ import pytest
 import jkv
 from jkv.cache import pool as pages
 from jkv.engine import programs
-from jkv.engine.chunk_inputs import empty_state
+from jkv.engine.state import empty_state
 from jkv.eviction.evict import Limits
 from jkv.testing import TINY, random_view
 

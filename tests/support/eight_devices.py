@@ -15,6 +15,8 @@ from jax.sharding import Mesh
 import jkv
 from jkv.engine import chunk_inputs, mesh, programs
 from jkv.engine.clocks import COMPILING
+from jkv.engine.parts.base import Carried
+from jkv.engine.state import empty_state
 from jkv.eviction import Needs
 from jkv.model.eight_bits import quantise_weights
 from jkv.model.sampling import rows_of
@@ -322,7 +324,7 @@ def prefilled(params, on, rows):
         "poison": True,
     }
     if on is None:
-        state, prefill = chunk_inputs.empty_state(UNTIED, needs, **sizes), programs
+        state, prefill = empty_state(UNTIED, needs, **sizes), programs
     else:
         state, prefill = mesh.empty_state(on, UNTIED, needs, **sizes), mesh.programs_on(on)
         params = jkv.shard(params, on)
@@ -363,7 +365,7 @@ def test_rows_on_two_replicas_equal_rows_on_one_device(params):
     policies = dict(enumerate([jkv.full(), jkv.h2o(10), jkv.full(), jkv.h2o(8)]))
     rules = chunk_inputs.step_rules(policies, NUM_ROWS, UNTIED.num_layers, {})
     remaining = np.asarray([16, 16, 5, 16], np.int32)
-    inputs = programs.ChunkInputs(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, key, rules, None, None, None)
+    inputs = programs.ChunkInputs(remaining, np.full((NUM_ROWS, 1), -1, np.int32), settings, key, rules)
 
     def decoded(rows, on):
         mine = jax.tree.map(lambda x: x[rows], inputs._replace(rules=None))
@@ -371,7 +373,8 @@ def test_rows_on_two_replicas_equal_rows_on_one_device(params):
         mine = jax.device_put(mine, None if on is None else mesh.replicated(on))
         decode = programs.decode_chunk if on is None else mesh.program_on(on, "decode_chunk")
         state = prefilled(params, on, rows)
-        _, outputs = decode(params if on is None else jkv.shard(params, on), state, mine, 16, "greedy", True)
+        given = params if on is None else jkv.shard(params, on), state, mine, Carried()
+        _, outputs, _ = decode(*given, 16, "greedy", True)
         assert state.cache.pool.kv.is_deleted()
         return jax.device_get(outputs)
 

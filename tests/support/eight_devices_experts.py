@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import jkv
 from jkv.engine import mesh
+from jkv.engine.parts.base import Carried
 from jkv.model import experts
 from jkv.model.copies import COPIES
 from jkv.model.eight_bits import quantise_weights
@@ -137,7 +138,7 @@ def collectives(model, on):
     engine.runner.execute(engine.scheduler.next())
     runner = engine.runner
     inputs = runner._chunk_inputs(engine.scheduler.running)
-    traced = runner.programs.decode_chunk.trace(runner.params, runner.state, inputs, 8, runner.draws)
+    traced = runner.programs.decode_chunk.trace(runner.params, runner.state, inputs, Carried(), 8, runner.draws)
     text = traced.lower().compile().as_text()
     kinds = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
     return {kind: len(re.findall(rf"= \S+ {kind}(?:-start)?\(", text)) for kind in kinds}

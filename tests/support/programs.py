@@ -16,9 +16,16 @@ from jkv.cache.page_selection import ReadRules
 from jkv.cache.pool import LOG_WEIGHT
 from jkv.engine import programs as device
 from jkv.engine import row_moves, scheduler, sharer
-from jkv.engine.chunk_inputs import empty_state
+from jkv.engine.parts.alignment import Alignment
+from jkv.engine.parts.base import Carried
+from jkv.engine.parts.gating import Gating
+from jkv.engine.parts.penalties import Penalties
+from jkv.engine.parts.returned import Experts, HiddenStates
+from jkv.engine.parts.steering import Steering
+from jkv.engine.parts.table import Parts
 from jkv.engine.prefill import LARGE
-from jkv.engine.programs import AlignRules, ChunkInputs, Snapshot, State
+from jkv.engine.programs import ChunkInputs
+from jkv.engine.state import Snapshot, State, empty_state
 from jkv.eviction import Evict, Needs
 from jkv.eviction.gate_kinds import KVzapLinearGate
 from jkv.model.joined import join_weights, separate_weights
@@ -28,7 +35,6 @@ from jkv.model.sampling import SamplingRows
 from jkv.model.weight_shapes import weight_shapes
 from jkv.policies.learned_gate import GateValue
 from jkv.reasoning.sentences import SentenceMap
-from jkv.reasoning.steering import SteerRules
 from pallas_kernels.quantised import FORMATS, vector_bytes
 from pallas_kernels.sealed import SEALED
 
@@ -136,11 +142,10 @@ def decode(
     leaf, rows = shapes.leaf, shapes.state.logits.shape[0]
     wide = leaf(rows, dtype=jnp.float32)
     settings, key = SamplingRows(wide, wide, leaf(rows), wide), leaf(rows, 2, dtype=jnp.uint32)
-    is_prompted = generated = None
+    parts, carried, counts = Parts(gate=gate_of(shapes)), Carried(), (rows, shapes.params.config.vocab_size)
     if penalises:
         settings = settings._replace(penalties=PenaltyRows(wide, wide, wide))
-        generated = leaf(rows, shapes.params.config.vocab_size)
-        is_prompted = leaf(*generated.shape, dtype=bool)
+        parts, carried = parts._replace(penalties=Penalties(leaf(*counts, dtype=bool))), Carried(leaf(*counts))
     rules = None
     if shapes.state.cache.pool.vacant_slot is not None:
         flags = leaf(rows, dtype=bool)
@@ -149,36 +154,37 @@ def decode(
     if shapes.state.cache.pool.bounds is not None:
         reads = ReadRules(leaf(rows), leaf(rows), leaf(rows, dtype=bool))
     sinks = leaf(rows) if moves_sinks else None
-    steer = None
     if steers:
         config, flags = shapes.params.config, leaf(rows, dtype=bool)
         vector, is_break = leaf(rows, config.width, dtype=jnp.float32), leaf(config.vocab_size, dtype=bool)
-        steer = SteerRules(wide, leaf(rows), vector, flags, is_break, leaf(2))
-    align = None
+        parts = parts._replace(steer=Steering(wide, leaf(rows), vector, flags, is_break, leaf(2)))
     if LOG_WEIGHT in shapes.state.cache.pool.slot_data:
         flags = leaf(rows, dtype=bool)
-        align = AlignRules(flags, flags, leaf(rows), leaf(shapes.params.config.vocab_size, dtype=bool))
+        ends = leaf(shapes.params.config.vocab_size, dtype=bool)
+        parts = parts._replace(align=Alignment(flags, flags, leaf(rows), ends))
+    if returns_hidden:
+        parts = parts._replace(hidden=HiddenStates())
+    if returns_experts:
+        parts = parts._replace(experts=Experts())
     alive = leaf(rows, dtype=bool)  # as an engine that runs a chunk ahead passes it
-    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, steer, align, alive, None, is_prompted)
-    options = {"num_steps": scheduler.CHUNKS[0], "draws": draws, "returns_hidden": returns_hidden, "gate": gate_of(shapes)}
-    options["returns_experts"] = returns_experts
-    return device.decode_chunk.trace(shapes.params, shapes.state, inputs, **options, generated=generated)
+    inputs = ChunkInputs(leaf(rows), leaf(rows, 1), settings, key, rules, reads, sinks, alive, parts)
+    return device.decode_chunk.trace(shapes.params, shapes.state, inputs, carried, num_steps=scheduler.CHUNKS[0], draws=draws)
 
 
 def prefill(shapes: Shapes, num_tokens: int = LARGE, returns_experts: bool = False) -> Any:
     """The largest chunk of a prompt."""
     token = shapes.leaf(1, num_tokens)
-    arguments = shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1), gate_of(shapes)
-    return device.prefill_chunk.trace(*arguments, returns_experts=returns_experts)
+    parts = Parts(gate=gate_of(shapes), experts=Experts() if returns_experts else None)
+    return device.prefill_chunk.trace(shapes.params, shapes.state, shapes.leaf(1), token, shapes.leaf(1), parts)
 
 
-def gate_of(shapes: Shapes) -> KVzapLinearGate | None:
+def gate_of(shapes: Shapes) -> Gating | None:
     """The gate of an engine that keeps its numbers."""
     if GATE not in shapes.state.cache.pool.slot_data:
         return None
     heads = shapes.params.config.num_layers, shapes.params.config.num_kv_heads
     sizes = (*heads, shapes.params.config.width), heads
-    return KVzapLinearGate(*(shapes.leaf(*size, dtype=jnp.float32) for size in sizes))
+    return Gating(KVzapLinearGate(*(shapes.leaf(*size, dtype=jnp.float32) for size in sizes)))
 
 
 def compact(policy: str, shapes: Shapes) -> Any:

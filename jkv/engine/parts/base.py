@@ -1,0 +1,127 @@
+"""What a part of a decode step is: some inputs by row, and what it does at each moment of a step.
+
+A part's fields are its inputs, which are data: other values compile nothing. Their axes are not checked as types, because JAX
+also builds pytrees whose leaves are not arrays. What it carries from one step to the next is a
+pytree of its own. `jkv.engine.programs.decode_chunk` calls the parts that an engine has in the order of the table, and a plain
+step has none. To add a part, write a `StepPart` in a file of its own and add its field to the table.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import flax.struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jkv.cache.attention import Cache
+from jkv.engine.requests import Request
+from jkv.engine.samples import Sample
+from jkv.eviction import Needs
+from jkv.model.params import Model, Params
+from jkv.model.penalties import TokenCounts
+from jkv.model.routes import Choose
+
+Observe = Callable[[int, Array, Any], Any]  # see `jkv.model.decoder.forward`
+Enter = Callable[[int, Array], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of the batch, from which a part makes its inputs on the host.
+
+    Attributes:
+      running: the samples that decode, by row.
+      num_rows: rows of the batch, B.
+      model: the model.
+      needs: what the device keeps for the engine's policies.
+      gate: the arrays of the gate that all steps compute, on the device; None without one.
+      routed_experts: whether programs return the experts that tokens go through.
+    """
+
+    running: Mapping[int, Sample]
+    num_rows: int
+    model: Model
+    needs: Needs
+    gate: Any = None
+    routed_experts: bool = False
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The requests of the samples."""
+        return [sample.request for sample in self.running.values()]
+
+
+class Carried(NamedTuple):
+    """What parts keep on the device from chunk to chunk, each in the memory of the last one; None for parts that are not on."""
+
+    generated: Int[Array, "B V"] | None = None  # how often each row's completion holds each token: see `penalties`
+
+
+class Draw(NamedTuple):
+    """What the next token of each row is drawn from."""
+
+    logits: Float[Array, "B V"]
+    counts: TokenCounts | None = None
+    forced: Int[Array, " B"] | None = None  # tokens in place of draws, -1 for none
+    is_own: bool = False  # whether tokens are drawn from the model's own distribution
+
+
+class Step(NamedTuple):
+    """New tokens, of a decode step or of a prompt, before they go through the model."""
+
+    params: Params
+    cache: Cache
+    row: Int[Array, " B"]
+    token: Int[Array, "B T"]
+    num_new: Int[Array, " B"]
+    is_active: Bool[Array, " B"]
+    enter: Enter | None = None  # the functions that the decoder calls in each layer
+    observe: Observe | None = None
+    choose: Choose | None = None
+
+
+class StepPart(flax.struct.PyTreeNode):
+    """A part of a decode step; a moment that a part leaves out does nothing."""
+
+    # On the host.
+
+    @classmethod
+    def is_on(cls, rows: Rows) -> bool:
+        """Whether these rows need it. Once on, it stays on until the engine is idle, or programs would compile again."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, rows: Rows) -> "StepPart":
+        """The inputs that stay the same while the rows do; they stay on the device."""
+        raise NotImplementedError
+
+    def at(self, rows: Rows) -> "StepPart":
+        """The inputs of the next chunk: with what changes from chunk to chunk."""
+        return self
+
+    @classmethod
+    def carried(cls, rows: Rows) -> dict[str, Any]:
+        """Its fields of `Carried` where the rows have changed, NumPy arrays."""
+        return {}
+
+    # On the device.
+
+    def begin(self, carried: Carried) -> Any:
+        """What it carries into the first step of a chunk."""
+        return ()
+
+    def draw(self, draw: Draw, carry: Any) -> Draw:
+        """Before tokens are drawn."""
+        return draw
+
+    def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
+        """Once the tokens are known; also returns what it carries on."""
+        return step, carry
+
+    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+        """After the tokens went through the model: its fields of `ChunkOutputs`, for this step."""
+        return {}
+
+    def end(self, carry: Any) -> dict[str, Array]:
+        """Its fields of `Carried` after the last step."""
+        return {}

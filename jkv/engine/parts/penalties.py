@@ -1,0 +1,48 @@
+"""Penalties on tokens that a row already holds: the counts that they read, which stay on the device (`jkv.model.penalties`)."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from jaxtyping import Array
+
+from jkv.engine.parts.base import Carried, Draw, Rows, Step, StepPart
+from jkv.model.penalties import TokenCounts, count_next, count_tokens
+
+
+class Penalties(StepPart):
+    """Which tokens each row's prompt holds; it carries how often its completion holds each."""
+
+    is_prompted: Annotated[Any, "B V"]
+
+    @classmethod
+    def is_on(cls, rows: Rows) -> bool:
+        return any(request.sampling.penalises for request in rows.requests)
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Penalties":
+        return cls(count_rows(rows).is_prompted)
+
+    @classmethod
+    def carried(cls, rows: Rows) -> dict[str, Any]:
+        return {"generated": count_rows(rows).generated}
+
+    def begin(self, carried: Carried) -> Any:
+        return carried.generated
+
+    def draw(self, draw: Draw, carry: Any) -> Draw:
+        return draw._replace(counts=TokenCounts(self.is_prompted, carry))
+
+    def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
+        return step, count_next(carry, step.token[:, 0], step.is_active)
+
+    def end(self, carry: Any) -> dict[str, Array]:
+        return {"generated": carry}
+
+
+def count_rows(rows: Rows) -> TokenCounts:
+    """The counts so far, NumPy arrays; zero in rows without penalties."""
+    texts: list[tuple[Sequence[int], Sequence[int]]] = [((), ())] * rows.num_rows
+    for i, sample in rows.running.items():
+        if sample.request.sampling.penalises:
+            texts[i] = sample.request.prompt.tolist(), sample.completion.tokens
+    return count_tokens(texts, rows.model.config.vocab_size)

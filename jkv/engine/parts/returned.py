@@ -1,0 +1,62 @@
+"""What a chunk returns of its tokens besides their log-probabilities, where somebody asks for it."""
+
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jkv.cache.attention import Cache
+from jkv.engine.parts.base import Draw, Rows, Step, StepPart
+from jkv.model import routes, sampling
+
+
+class Experts(StepPart):
+    """The experts that each token goes through, by layer that has any (`jkv.EngineOptions.routed_experts`)."""
+
+    @classmethod
+    def is_on(cls, rows: Rows) -> bool:
+        return rows.routed_experts
+
+    @classmethod
+    def of(cls, rows: Rows) -> "Experts":
+        return cls()
+
+    def take(self, step: Step, carry: Any) -> tuple[Step, Any]:
+        config = step.params.config
+        cache = step.cache._replace(experts=routes.empty(config, step.token))
+        return step._replace(cache=cache, choose=routes.recorder(config)), carry
+
+    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+        assert cache.experts is not None
+        return {"experts": cache.experts[:, 0]}
+
+
+class HiddenStates(StepPart):
+    """The hidden state of each token after the final norm, from which sentences are compared (SkipKV)."""
+
+    @classmethod
+    def is_on(cls, rows: Rows) -> bool:
+        return rows.needs.similarity
+
+    @classmethod
+    def of(cls, rows: Rows) -> "HiddenStates":
+        return cls()
+
+    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+        return {"hidden": hidden[:, 0]}
+
+
+class OwnLogProbs(StepPart):
+    """Each token's log-probability under the model's own distribution (`jkv.RequestOptions.model_logprobs`)."""
+
+    @classmethod
+    def is_on(cls, rows: Rows) -> bool:
+        return any(request.model_logprobs for request in rows.requests)
+
+    @classmethod
+    def of(cls, rows: Rows) -> "OwnLogProbs":
+        return cls()
+
+    def report(self, step: Step, draw: Draw, hidden: Float[Array, "B T D"], cache: Cache, carry: Any) -> dict[str, Array]:
+        if draw.is_own:  # then it is the log-probability of the draw
+            return {}
+        return {"log_prob_own": sampling.own_log_prob(draw.logits, step.token[:, 0])}

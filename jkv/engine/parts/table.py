@@ -1,0 +1,52 @@
+"""The table of parts, in the order in which a step calls them."""
+
+import typing
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jkv.engine.parts.alignment import Alignment
+from jkv.engine.parts.base import Rows, StepPart
+from jkv.engine.parts.forced_tokens import ForcedTokens
+from jkv.engine.parts.gating import Gating
+from jkv.engine.parts.penalties import Penalties
+from jkv.engine.parts.returned import Experts, HiddenStates, OwnLogProbs
+from jkv.engine.parts.steering import Steering
+
+
+class Parts(NamedTuple):
+    """The parts of an engine's steps; None for those that are not on."""
+
+    forced: ForcedTokens | None = None
+    penalties: Penalties | None = None
+    align: Alignment | None = None
+    steer: Steering | None = None
+    gate: Gating | None = None
+    experts: Experts | None = None
+    hidden: HiddenStates | None = None
+    own: OwnLogProbs | None = None
+
+    @property
+    def on(self) -> dict[str, StepPart]:
+        """Those that are on, by name, in order."""
+        return {name: part for name, part in self._asdict().items() if part is not None}
+
+    @classmethod
+    def from_names(cls, parts: Mapping[str, StepPart]) -> "Parts":
+        """The parts with these names."""
+        fields: Any = parts
+        return cls(**fields)
+
+    def of_prompts(self) -> "Parts":
+        """Those that see the tokens of prompts too."""
+        return Parts(gate=self.gate, experts=self.experts)
+
+
+KINDS: dict[str, type[StepPart]] = {
+    name: next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    for name, hint in typing.get_type_hints(Parts).items()
+}
+
+
+def names_on(rows: Rows) -> set[str]:
+    """The names of the parts that rows need."""
+    return {name for name, kind in KINDS.items() if kind.is_on(rows)}
