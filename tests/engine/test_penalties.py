@@ -184,15 +184,11 @@ def test_an_engine_keeps_counts_only_once_a_request_needs_them(model):
     engine = jkv.Engine(model, max_running=2, max_slots=128)
     engine.submit(PROMPTS[0], max_new_tokens=4, stop_ids=())
     engine.run()
-    assert (
-        engine.runner._carried.generated
-        is engine.runner._settings.is_prompted
-        is engine.runner._settings.sampling.penalties
-        is None
-    )
+    runner = engine.runner
+    assert runner._carried.generated is runner._settings.parts.penalties is runner._settings.sampling.penalties is None
     engine.submit(PROMPTS[0], sampling=DRAWN, max_new_tokens=4, stop_ids=())
     engine.run()
-    assert engine.runner._carried.generated.shape == engine.runner._settings.is_prompted.shape == (2, TINY.vocab_size)
+    assert runner._carried.generated.shape == runner._settings.parts.penalties.is_prompted.shape == (2, TINY.vocab_size)
 
 
 def test_a_mesh_of_one_device_counts_too(model, undisturbed):

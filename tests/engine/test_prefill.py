@@ -8,7 +8,7 @@ import pytest
 
 import jkv
 from jkv.engine import prefill
-from jkv.engine.samples import Start
+from jkv.engine.row import Row
 from jkv.testing import tiny_model
 from tests.support.mixes import BreakingTokenizer
 
@@ -96,7 +96,7 @@ def test_nothing_is_read_from_the_device_before_a_chunk_of_decode_steps(monkeypa
     monkeypatch.setattr(engine.runner, "read", watched)
     for name in ("device_get", "block_until_ready"):
         monkeypatch.setattr(jax, name, lambda *_: pytest.fail("waits for the device"))
-    monkeypatch.setattr(Start, "page_table", property(lambda _: pytest.fail("waits for the device")))
+    monkeypatch.setattr(Row, "page_table", property(lambda _: pytest.fail("waits for the device")))
     engine.run()
     assert unread == [2]
     assert engine.runner.held == []

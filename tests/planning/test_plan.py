@@ -113,7 +113,7 @@ def test_the_counts_of_penalties_are_those_of_the_engine():
     engine = jkv.Engine(model, **own.engine)
     engine.submit(range(20), max_new_tokens=8, sampling=sampling)
     engine.step()
-    counts = engine.runner._generated.nbytes + engine.runner._settings.is_prompted.nbytes
+    counts = engine.runner._carried.generated.nbytes + engine.runner._settings.parts.penalties.is_prompted.nbytes
     assert own.own.state_bytes - plain.own.state_bytes == counts
     assert own.own.scratch.decode > plain.own.scratch.decode
 
