@@ -105,6 +105,6 @@ assert widest.high - widest.low > 0.3
 
 # %% [markdown]
 # An interval shrinks with the square root of the number of problems: half the width takes four times as many. The tables in
-# `docs/results.md` use hundreds of problems. This command repeats them with the same settings:
+# `docs/findings.md` use hundreds of problems. This command repeats them with the same settings:
 #
 #     jkv eval --config configs/experiments/tiny.toml --out results

@@ -5,6 +5,7 @@ One JSON a run, and the table made from it. `jkv bench` has the benchmarks that 
 
 import argparse
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,13 @@ def run_tables(options: argparse.Namespace) -> int:
             if "about" in record:  # what older commands wrote has no table
                 tables[path.stem] = table_of(name, record, path)
                 pages[path.with_suffix(".md")] = tables[path.stem] + "\n"
+    from research.bench.excerpts import EXCERPTS
+
+    for name, (record_name, excerpt) in EXCERPTS.items():
+        path = options.results / f"{record_name}.json"
+        if path.exists():
+            check_file(path, MOST_RECORD)
+            tables[name] = table_of(record_name, read_json(path), path, excerpt)
     if not tables:
         raise ValueError(f"--results must hold the JSON of {', '.join(TABLES)}; {options.results} holds none.")
     if not options.page.is_file():
@@ -184,14 +192,14 @@ def run_tables(options: argparse.Namespace) -> int:
     return 1 if stale and options.check else 0
 
 
-def table_of(name: str, record: dict[str, Any], path: Path) -> str:
-    """The table of a benchmark's record.
+def table_of(name: str, record: Any, path: Path, make: Callable[[Any], str] | None = None) -> str:
+    """The table of a benchmark's record, by `make` or by the benchmark's own module.
 
     Raises:
       ValueError: a record of something else, whose fields the table does not find.
     """
     try:
-        return str(importlib.import_module(TABLES[name]).table(record))
+        return str((make or importlib.import_module(TABLES[name]).table)(record))
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{path} must be a record of the benchmark {name}; its table cannot be made: {shown(error)}. Remove the "

@@ -1,7 +1,7 @@
 """How long a decode step would take on an H200: what is counted, over named assumptions of how near each part comes to a limit.
 
 `python -m tests.aot.forecast` compiles a compaction and a step of two layers, takes the other counts from
-`results/decode-steps.json`, and writes `results/forecast.json` and the table of `docs/kernels.md`. Some figures come from
+`results/decode-steps.json`, and writes `results/forecast.json` and the table of `docs/kernel-notes.md`. Some figures come from
 an H200 (`results/device-nvidia-h200.json`). The whole step was timed later; the assumptions stay, to be compared with it.
 """
 
@@ -25,7 +25,7 @@ from tests.support import programs
 SETTING = Setting("h200", "r1-llama-8b", 110, 128, 1152)
 CONFIG, POLICY = MODELS[SETTING.model], r_kv(programs.BUDGET, programs.INTERVAL)
 PROMPT, NEW = 512, 16_384  # tokens of a row, as in `decode_steps.bytes_of`
-STEPS, COUNTS, PAGE = (ROOT / name for name in ("results/decode-steps.json", "results/forecast.json", "docs/kernels.md"))
+STEPS, COUNTS, PAGE = (ROOT / name for name in ("results/decode-steps.json", "results/forecast.json", "docs/kernel-notes.md"))
 STREAMING = 5  # kernels of a layer that stream weights or slots: four products and attention
 CUT_PASSES = 2 * 32 // BITS_A_PASS  # over the logits, to find the last token of top-k and of top-p
 

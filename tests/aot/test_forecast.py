@@ -1,4 +1,4 @@
-"""The forecast of `docs/kernels.md` is what its command computes, from counts that the compilers still give."""
+"""The forecast of `docs/kernel-notes.md` is what its command computes, from counts that the compilers still give."""
 
 import dataclasses
 import json

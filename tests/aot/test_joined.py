@@ -72,7 +72,7 @@ def test_copies_of_a_single_and_of_a_transposed_matrix_are_found(line):
 
 
 def test_separate_matrices_cost_kernels_and_joined_ones_none():
-    """The kernels of a layer in both forms, as docs/kernels.md has them."""
+    """The kernels of a layer in both forms, as docs/kernel-notes.md has them."""
     counts = {}
     for name, layout in LAYOUTS.items():
         program, kernels = programs.PROGRAMS["decode-r_kv"], []

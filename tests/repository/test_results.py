@@ -1,4 +1,4 @@
-"""The figures in the text of `docs/results.md` are those that were recorded."""
+"""The figures in the text of `docs/findings.md` and `docs/results.md` are those that were recorded."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from jkv.statistics import paired_change, with_interval
 from pallas_kernels.quantised import FORMATS
 from tests.repository.pages import ROOT
 
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "docs" / "findings.md"
 IN_BFLOAT16 = slot_bytes(64, np.dtype("float16"), None) / slot_bytes(64, np.dtype("float32"), None)  # of tiny-reasoner's slots
 
 
@@ -468,6 +468,43 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
     said += said_of_serving()
     missing = [words for words in said if words not in " ".join(page.split())]
     assert not missing
+
+
+def test_the_short_page_has_the_figures_of_the_records():
+    page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    rows = json.loads((ROOT / "results" / "device-nvidia-h200.json").read_text())["rows"]
+    full, _, many = (row for row in rows if row["part"] == "stress")
+    roofline = full["roofline_milliseconds"] / many["roofline_milliseconds"] * many["batch"] / full["batch"]
+    every = json.loads((ROOT / "results" / "all-tiny-reasoner.json").read_text())["outcomes"]
+    right = {(outcome["policy"], outcome["share"]): f"{100 * outcome['accuracy']:.1f} %" for outcome in every}
+    second, protected, recent = (
+        json.loads((ROOT / "results" / f"tiny-2-{name}tiny-reasoner-2.json").read_text())["outcomes"]
+        for name in ("", "prompt-", "recent-")
+    )
+    best = max(one["accuracy"] for one in second if one["share"] and one["policy"] != "foresight")
+    eight, more = (next(one["accuracy"] for one in outcomes if one["policy"] == "r_kv") for outcomes in (protected, recent))
+    formats = {one["format"]: one for one in json.loads((ROOT / "results" / "formats-smollm2-135m.json").read_text())["lines"]}
+    mixed = json.loads((ROOT / "results" / "formats-tiny-reasoner.json").read_text())["outcomes"]
+    coded = {(one["policy"], one["share"]): f"{100 * one['accuracy']:.1f} %" for one in mixed}
+    shared = outcomes_of("share-savings")
+    for said in (
+        f"{many['tokens_per_second'] / full['tokens_per_second']:.1f} times the tokens per second of the full cache**",
+        f"{many['batch']} rows fit into the memory in place of {full['batch']}",
+        f"it would be {roofline:.1f} times",
+        f"The full cache answers {right['full', None]}",
+        f"An oracle answers {right['oracle', 0.25]} with a quarter of the slots and {right['oracle', 0.15]} with 15 %",
+        f"R-KV answers {right['r_kv', 0.25]} at a quarter, H2O {right['h2o', 0.25]}, random slots {right['random', 0.25]}",
+        f"CUR {right['cur', 0.25]}, LagKV {right['lag_kv', 0.25]}",
+        f"`foresight` answers {right['foresight', 0.25]}, and {right['foresight', 0.5]} with half of the slots",
+        f"no published score answers more than {100 * best:.1f} %",
+        f"R-KV answers {100 * eight:.1f} % with 8 recent tokens and {100 * more:.1f} % with 48",
+        f"int8 moves the next-token distributions by {formats['int8']['kl']:.3g} nats, int4 by "
+        f"{formats['int4']['kl']:.3g}, sealed pages of 128 slots by {formats['kvarn, pages of 128']['kl']:.3g}",
+        f"R-KV answers {coded['r_kv-int8', 0.46]} in place of {coded['r_kv', 0.25]}",
+        f"{100 * shared['reason_cache']['accuracy']:.1f} % of the answers are right where "
+        f"{100 * shared['reason_cache']['amsr']:.1f} % of the pages are saved, {100 * shared['full']['accuracy']:.1f} %",
+    ):
+        assert said in page, said
 
 
 def said_of_later_leads():

@@ -1,10 +1,10 @@
-"""What docs/results.md says of the second task is what was recorded."""
+"""What docs/findings.md says of the second task is what was recorded."""
 
 import json
 
 from tests.repository.pages import ROOT
 
-PAGE = ROOT / "docs" / "results.md"
+PAGE = ROOT / "docs" / "findings.md"
 SHARES = 0.05, 0.1, 0.2, 0.34
 
 

@@ -379,7 +379,7 @@ def test_the_committed_figures_show_that_only_the_replay_learns_where_evictions_
     for run in arms["replayed"]:
         assert run["ratio_p99"] <= 1e-5
         assert run["evaluations"][-1]["dense"] > run["evaluations"][0]["dense"] - 0.02
-    page = (ROOT / "docs" / "results.md").read_text()
+    page = (ROOT / "docs" / "findings.md").read_text()
     for runs in arms.values():
         cells = (f"{final(runs, cache, 0).mean:.3f}, {final(runs, cache)}" for cache in ("own", "dense"))
         assert f"| {' | '.join(cells)} |" in page
