@@ -44,7 +44,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.RequestOptions",
             "jkv.Event",
             "jkv.engine.stats.RunStats",
-            "jkv.engine.tickets.Ticket",
+            "jkv.engine.service.Ticket",
             "jkv.Replicas",
             "jkv.replicas.dispatch.Load",
             "jkv.replicas.options.RayOptions",

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import described
-from jkv.engine.tickets import Reply
+from jkv.engine.service import Reply
 from jkv.replicas.dispatch import Load, Waiting, assign
 from jkv.replicas.replica import Carrier, Change, Failed, Finished, Item, Lost, Message, Replica, Rows, Updated
 

@@ -19,8 +19,8 @@ from jkv.engine.outputs import Event, Outputs
 from jkv.engine.requests import Request
 from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Completion, Sample, samples_of, take_finished
+from jkv.engine.service import Reply
 from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Reply
 from jkv.model.params import Model, Params
 from jkv.replay.trace import TraceRecorder
 from jkv.replicas.dispatcher import Open

@@ -22,8 +22,8 @@ from jkv.engine.policy_checks import check_request
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
+from jkv.engine.service import Reply
 from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Reply
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.joined import separate_weights

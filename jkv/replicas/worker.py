@@ -13,9 +13,8 @@ from jkv.engine.engine import Engine
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import text_of
 from jkv.engine.samples import Sample
-from jkv.engine.service import Service
+from jkv.engine.service import Service, Ticket
 from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Ticket
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.replicas.buckets import check_digests, with_leaves

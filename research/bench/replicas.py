@@ -23,8 +23,8 @@ from jkv.checkpoints import loading as checkpoint
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.results import complete
 from jkv.engine.samples import Completion
+from jkv.engine.service import Reply
 from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Reply
 from jkv.limits import parse
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling

@@ -8,8 +8,8 @@ import pytest
 import jkv
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.samples import Completion
+from jkv.engine.service import Reply
 from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Reply
 from jkv.replicas.dispatcher import MOST_MOVES, Dispatcher, Open
 from jkv.replicas.replica import Facts, Failed, Finished, Item, Lost, Rows, Updated
 
