@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.outputs import Event
 from jkv.engine.requests import Request
 from jkv.engine.results import Result
@@ -55,3 +56,19 @@ class Backend(Protocol):
     def wake(self) -> None: ...
     def reset(self) -> None: ...
     def close(self) -> None: ...
+
+
+def run_to_end(backend: Backend, on_events: Callable[[list[Event]], None] | None = None) -> None:
+    """Runs a backend until all requests are finished. Ctrl-C cancels them after the turn; they keep their tokens."""
+    with deferred_interrupts(ends_here=True) as presses:
+        while not backend.is_idle:
+            is_over = False
+            try:
+                events = backend.step()
+                if on_events and (raised := call(on_events, events)):
+                    raise raised
+            except KeyboardInterrupt:
+                is_over = True
+            if presses or is_over:
+                for ticket in list(backend.tickets):  # a copy: a callback may take results
+                    backend.cancel(ticket)

@@ -19,13 +19,14 @@ from jkv import notebook
 from jkv.checks import described, size
 from jkv.engine import kept_rows, row_copies, turns
 from jkv.engine import mesh as meshes
+from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.conversations import KeptRow
 from jkv.engine.device_program import let_programs_go
 from jkv.engine.faults import blame
 from jkv.engine.filling import decoding
 from jkv.engine.guard import Guard
-from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt, run_to_end
+from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions

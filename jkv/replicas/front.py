@@ -12,8 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import running_seconds
-from jkv.engine.interrupts import run_to_end
 from jkv.engine.memory import most_pages
 from jkv.engine.outputs import Event, Outputs
 from jkv.engine.requests import Request

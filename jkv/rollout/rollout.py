@@ -24,7 +24,6 @@ import numpy as np
 
 from jkv.checks import check_counts, typed
 from jkv.engine.backend import Backend
-from jkv.engine.callers import Callers
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import Event
@@ -35,6 +34,7 @@ from jkv.generate import make_engine
 from jkv.model.params import Model, Params
 from jkv.replicas.front import Front
 from jkv.replicas.replicas import Replicas
+from jkv.rollout.callers import Callers
 from jkv.rollout.conversing import Limits, Reply, converse
 from jkv.rollout.results import Rollouts
 from jkv.rollout.session import SampleOptions, Session
