@@ -1,6 +1,6 @@
 """What `generate`, `Rollout`, `jkv eval` and the threads of a trainer ask of whatever runs their requests.
 
-`jkv.Engine` is one, and so are several of them behind one front (`jkv.replicas.front`).
+`jkv.Engine` is one, and `jkv.Replicas` are.
 """
 
 from collections.abc import Callable, Sequence

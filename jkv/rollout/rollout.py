@@ -32,7 +32,6 @@ from jkv.engine.sizing import DEFAULT_RUNNING
 from jkv.eviction import Policy
 from jkv.generate import make_engine
 from jkv.model.params import Model, Params
-from jkv.replicas.front import Front
 from jkv.replicas.replicas import Replicas
 from jkv.rollout.callers import Callers
 from jkv.rollout.conversing import Limits, Reply, converse
@@ -104,7 +103,7 @@ class Rollout(Session):
         later = [[dataclasses.replace(one, num_kept=1) for one in group] for group in longest]  # a turn of `converse` is wider
         if replicas is not None and settings:
             raise ValueError(f"Engines of replicas are built; got {', '.join(settings)}. Give that to jkv.Replicas.")
-        self.engine: Backend = make_engine(model, later, options) if replicas is None else Front(replicas)
+        self.engine: Backend = make_engine(model, later, options) if replicas is None else replicas.session()
         if replicas is not None:
             self.engine.check(longest[0][0])
         self.callers, self.sessions = Callers(self.engine, self._receive), weakref.WeakSet[Session]()
