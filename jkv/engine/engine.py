@@ -15,6 +15,8 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from jkv import notebook
 from jkv.checks import described, size
 from jkv.engine import kept_rows, row_copies, turns
@@ -221,7 +223,7 @@ class Engine:
     def extend(
         self,
         ticket: int,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
         *,
         sample: int = 0,
         keep: bool = True,

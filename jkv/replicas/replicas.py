@@ -398,7 +398,7 @@ class Replicas:
         """
         return take_finished(self.tickets, tickets)
 
-    def extend(self, ticket: int, tokens: Sequence[int], **settings: Any) -> int:
+    def extend(self, ticket: int, tokens: Sequence[int] | np.ndarray, **settings: Any) -> int:
         """Refuses a next turn, which needs a kept row."""
         raise ValueError(NO_ROWS)
 
