@@ -46,7 +46,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.engine.stats.RunStats",
             "jkv.engine.service.Ticket",
             "jkv.Replicas",
-            "jkv.replicas.dispatch.Load",
+            "jkv.replicas.waiting.Load",
             "jkv.replicas.options.RayOptions",
         ),
     ),

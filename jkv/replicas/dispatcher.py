@@ -22,8 +22,8 @@ import numpy as np
 
 from jkv.checks import described
 from jkv.engine.service import Reply
-from jkv.replicas.dispatch import Load, Waiting, assign
 from jkv.replicas.replica import Carrier, Change, Failed, Finished, Item, Lost, Message, Replica, Rows, Updated
+from jkv.replicas.waiting import Load, Waiting, assign
 
 LOGGER = logging.getLogger("jkv")
 MOST_MOVES = 3  # of an item: a replica that ends again and again may end because of it

@@ -37,7 +37,7 @@ from jkv.engine.requests import Request, RequestOptions, check_model, check_weig
 from jkv.engine.results import Result, make_result
 from jkv.engine.samples import Completion, Sample, samples_of, take_finished
 from jkv.engine.service import Reply, Service
-from jkv.engine.stats import RunStats
+from jkv.engine.stats import RunStats, merged_stats
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.joined import separate_weights
@@ -47,12 +47,11 @@ from jkv.policies import full
 from jkv.progress import progress_bar
 from jkv.replay.trace import TraceRecorder
 from jkv.replicas.buckets import digests_of
-from jkv.replicas.dispatch import Load
 from jkv.replicas.dispatcher import Dispatcher, Open
-from jkv.replicas.merging import merged_stats
 from jkv.replicas.options import RayOptions, RequestSettings
 from jkv.replicas.replica import Carrier, Finished, Item
 from jkv.replicas.threads import ThreadCarrier, places_of
+from jkv.replicas.waiting import Load
 
 CARRIERS = ("threads", "ray")
 NO_ROWS = (
