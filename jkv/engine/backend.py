@@ -61,7 +61,7 @@ class Backend(Protocol):
 
 
 def run_to_end(backend: Backend, on_events: Callable[[list[Event]], None] | None = None) -> None:
-    """Runs a backend until all requests are finished. Ctrl-C cancels them after the turn; they keep their tokens."""
+    """Runs a backend until all requests are finished. Ctrl-C cancels them after the step; they keep their tokens."""
     with deferred_interrupts(ends_here=True) as presses:
         while not backend.is_idle:
             is_over = False

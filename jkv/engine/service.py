@@ -286,7 +286,7 @@ class Service:
         return ticket
 
     def call(self, function: Callable[[Engine], T]) -> Reply[T]:
-        """What a function of the engine returns; the owner thread calls it between two turns.
+        """What a function of the engine returns; the owner thread calls it between two steps.
 
         >>> import jkv
         >>> with jkv.Service(jkv.Engine(jkv.testing.tiny_model(), max_running=1, max_slots=32)) as service:
@@ -296,7 +296,7 @@ class Service:
         return self._command(lambda owner: function(owner.engine))
 
     def _command(self, function: "Callable[[Owner], T]") -> Reply[T]:
-        """What a function of the owner returns; its thread calls it between two turns.
+        """What a function of the owner returns; its thread calls it between two steps.
 
         Raises:
           RuntimeError: the service is closed.
@@ -305,7 +305,7 @@ class Service:
         return owner.put(reply, lambda: answer(reply, lambda: function(owner)))
 
     def update(self, params: Params) -> Reply[None]:
-        """Uses new weights from the next turn on, as `Engine.update` does; unfinished requests go on with them.
+        """Uses new weights from the next step on, as `Engine.update` does; unfinished requests go on with them.
 
         For weights that change between requests only, pause with "wait" or "abort" before, and resume afterwards.
         """
@@ -374,7 +374,7 @@ class Service:
 
 
 class Owner:
-    """What the owner thread does: all commands in the queue, then a turn, as long as a request is unfinished.
+    """What the owner thread does: all commands in the queue, then a step, as long as a request is unfinished.
 
     Args:
       engine: the engine.
@@ -414,8 +414,8 @@ class Owner:
                 started.set_result(None)
                 while not (self.is_ending and self.engine.is_idle):
                     self.obey()
-                    if self.has_turn:
-                        self.turn()
+                    if self.has_step:
+                        self.step()
                     elif self.engine.is_idle:
                         self.settle(None)
             self.end("The service is closed. Make another jkv.Service.", is_failure=False)
@@ -430,13 +430,13 @@ class Owner:
                 started.set_exception(error)
 
     @property
-    def has_turn(self) -> bool:
-        """Whether there is a turn to run."""
+    def has_step(self) -> bool:
+        """Whether there is a step to run."""
         return self.paused != "keep" and not self.engine.is_asleep and not self.engine.is_idle
 
     def obey(self) -> None:
         """Runs all commands in the queue; waits for one if there is nothing else to do."""
-        if not self.has_turn and not (self.quiet and self.engine.is_idle):
+        if not self.has_step and not (self.quiet and self.engine.is_idle):
             self.do(*self.queue.get())
         while not self.queue.empty():
             self.do(*self.queue.get())
@@ -450,8 +450,8 @@ class Owner:
         if self.engine.guard.failure is not None:
             self.engine.reset()
 
-    def turn(self) -> None:
-        """One turn of the engine, which repairs what fails in it. If the engine cannot run (it has no pool or no weights), all
+    def step(self) -> None:
+        """One step of the engine, which repairs what fails in it. If the engine cannot run (it has no pool or no weights), all
         requests end with that error.
         """
         try:

@@ -174,7 +174,7 @@ class Replica(Protocol):
         """Ends items, which come back with the tokens that they have."""
 
     def update(self, change: Change) -> None:
-        """Uses new weights from the engine's next turn on; then `Updated` comes. If they arrive as others, it is `Lost`."""
+        """Uses new weights from the engine's next step on; then `Updated` comes. If they arrive as others, it is `Lost`."""
 
     def drain(self) -> None:
         """Gives up all items: `Rows` come, the last message about any of them."""

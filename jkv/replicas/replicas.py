@@ -414,7 +414,7 @@ class Replicas:
                 self._ask(Service.resume)
 
     def rest(self) -> None:
-        """Until the next `step`, samples stay where they are; replicas for which no session waits stop after their turns."""
+        """Until the next `step`, samples stay where they are; replicas for which no session waits stop after their steps."""
         shared = self._shared
         with shared.waiting, contextlib.suppress(RuntimeError):  # closed
             shared.sessions.discard(self)

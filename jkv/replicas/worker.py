@@ -175,7 +175,7 @@ class Worker:
         return Rows(frozenset(content), content)
 
     def _give_up(self, engine: Engine) -> Rows:
-        """Takes all items out of the engine: they are cancelled before its next turn."""
+        """Takes all items out of the engine: they are cancelled before its next step."""
         rows = self._copy_rows(engine)
         with self._lock:
             given_up, self.tickets = list(self.tickets.values()), {}

@@ -41,7 +41,7 @@ class Rollout(Session):
     """Samples groups of completions with the current weights; programs compile once and the pool is kept.
 
     Any number of threads may use it. Calls and conversations of several threads run in one batch, on one pool; `submit` and
-    `run` of several threads need a `session` each. The threads that wait run the engine's turns, one at a time.
+    `run` of several threads need a `session` each. The threads that wait run the engine's steps, one at a time.
 
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then); or `jkv.Replicas`, for engines

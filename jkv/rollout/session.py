@@ -101,7 +101,7 @@ class Callers:
         self.engine, self.sessions, self.warned, self._num_running = engine, weakref.WeakSet[Session](), set[str](), 0
         self._changed = threading.Condition()
         self._is_busy = False  # a thread has the engine
-        self._num_asking = 0  # threads that want it between two turns
+        self._num_asking = 0  # threads that want it between two steps
 
     @property
     def num_pending(self) -> int:
@@ -110,7 +110,7 @@ class Callers:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """The caller's thread has the engine inside the block, after the turn in progress. Blocks do not nest."""
+        """The caller's thread has the engine inside the block, after the step in progress. Blocks do not nest."""
         with self._changed:
             self._num_asking += 1
             try:
@@ -124,19 +124,19 @@ class Callers:
             self._let_go()
 
     def run(self, is_over: Callable[[], object], on_events: Callable[[list[Event]], None]) -> None:
-        """Runs turns, or waits while another thread runs them, until `is_over`.
+        """Runs steps, or waits while another thread runs them, until `is_over`.
 
-        Calls of other threads go before the next turn. While another thread has put the engine to sleep, this one waits.
+        Calls of other threads go before the next step. While another thread has put the engine to sleep, this one waits.
 
         Args:
-          is_over: whether the caller has what it waits for; it is asked between turns.
-          on_events: receives the events of the turns that this thread runs.
+          is_over: whether the caller has what it waits for; it is asked between steps.
+          on_events: receives the events of the steps that this thread runs.
 
         Raises:
-          RuntimeError: an earlier turn ended in the middle, in this thread or another one.
+          RuntimeError: an earlier step ended in the middle, in this thread or another one.
         """
         with self._running():
-            while self._take_turn(is_over):
+            while self._take_step(is_over):
                 try:
                     events = self.engine.step()
                     self._note(events)
@@ -152,7 +152,7 @@ class Callers:
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
-        """Counts the threads that run turns or wait for them."""
+        """Counts the threads that run steps or wait for them."""
         with self._changed:
             self._num_running += 1
         try:
@@ -165,8 +165,8 @@ class Callers:
                 with self.alone():
                     self.engine.rest()
 
-    def _take_turn(self, is_over: Callable[[], object]) -> bool:
-        """Waits until this thread may run a turn; False once it is over."""
+    def _take_step(self, is_over: Callable[[], object]) -> bool:
+        """Waits until this thread may run a step; False once it is over."""
         with self._changed:
             while self._is_busy or not is_over():
                 if not (self._is_busy or self._num_asking or self.engine.is_asleep):
@@ -195,7 +195,7 @@ class Session:
     Attributes:
       engine: the `jkv.Engine` that runs the samples, or the replicas. Not to be called while another thread uses the rollout.
       items: the samples that were not returned yet, by the engine's ticket.
-      finished: the items that have finished, in that order. A turn looks at these and at its events, never at all items.
+      finished: the items that have finished, in that order. A step looks at these and at its events, never at all items.
     """
 
     def __init__(self, callers: Callers, defaults: Defaults) -> None:
@@ -297,7 +297,7 @@ class Session:
 
         Raises:
           ValueError: a count below 1.
-          RuntimeError: an earlier turn ended in the middle, because a device program failed; `reset` repairs it.
+          RuntimeError: an earlier step ended in the middle, because a device program failed; `reset` repairs it.
         """
         check_counts(max_steps=max_steps, until_done=until_done)
         engine, callers = self.engine, self.callers
@@ -336,7 +336,7 @@ class Session:
         self.finished += [self.items[ticket] for ticket in ended if ticket in self.items]
 
     def find_ended(self) -> None:
-        """Finds the samples that have ended where no turn of a session saw it, such as in `Engine.run`."""
+        """Finds the samples that have ended where no step of a session saw it, such as in `Engine.run`."""
         known = set(self.finished)
         self.finished += [one for one in self.items.values() if one.sample.is_finished and one not in known]
 
