@@ -24,7 +24,6 @@ from jkv.eviction import Policy
 from jkv.model.params import Model, Params
 from jkv.model.sampling import Sampling
 from jkv.progress import progress_bar
-from jkv.replicas.front import Front
 from jkv.replicas.replicas import Replicas
 from jkv.replicas.threads import at_place, places_of, replica_mesh
 
@@ -150,4 +149,4 @@ def make_engine(model: Model, requests: Sequence[Sequence[Request]], options: En
         return Engine(*sized(model, options, requests))
     places = places_of(mesh, None)
     _, options = sized(*at_place(model, options, places[0]), requests, len(places))
-    return Front(Replicas(model, dataclasses.replace(options, mesh=None), mesh=mesh), is_owner=True)
+    return Replicas(model, dataclasses.replace(options, mesh=None), mesh=mesh)

@@ -1,11 +1,14 @@
 """What `generate`, `Rollout`, `jkv eval` and the threads of a trainer ask of whatever runs their requests.
 
-`jkv.Engine` is one, and so are several of them behind one front (`jkv.replicas.front`).
+`jkv.Engine` is one, and `jkv.Replicas` are.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
+from jkv.engine.interrupts import call, deferred_interrupts
 from jkv.engine.outputs import Event
 from jkv.engine.requests import Request
 from jkv.engine.results import Result
@@ -41,7 +44,7 @@ class Backend(Protocol):
 
     def check(self, request: Request) -> Request: ...
     def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int: ...
-    def extend(self, ticket: int, tokens: Sequence[int], **settings: Any) -> int: ...
+    def extend(self, ticket: int, tokens: Sequence[int] | np.ndarray, **settings: Any) -> int: ...
     def step(self) -> list[Event]: ...
     def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None: ...
     def rest(self) -> None: ...
@@ -55,3 +58,19 @@ class Backend(Protocol):
     def wake(self) -> None: ...
     def reset(self) -> None: ...
     def close(self) -> None: ...
+
+
+def run_to_end(backend: Backend, on_events: Callable[[list[Event]], None] | None = None) -> None:
+    """Runs a backend until all requests are finished. Ctrl-C cancels them after the step; they keep their tokens."""
+    with deferred_interrupts(ends_here=True) as presses:
+        while not backend.is_idle:
+            is_over = False
+            try:
+                events = backend.step()
+                if on_events and (raised := call(on_events, events)):
+                    raise raised
+            except KeyboardInterrupt:
+                is_over = True
+            if presses or is_over:
+                for ticket in list(backend.tickets):  # a copy: a callback may take results
+                    backend.cancel(ticket)

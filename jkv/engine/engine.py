@@ -15,17 +15,20 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from jkv import notebook
 from jkv.checks import described, size
 from jkv.engine import mesh as meshes
 from jkv.engine import row_moves, turns
+from jkv.engine.backend import run_to_end
 from jkv.engine.clocks import COMPILING, is_ready, running_seconds
 from jkv.engine.conversations import KeptRow
 from jkv.engine.device_program import let_programs_go
 from jkv.engine.faults import blame
 from jkv.engine.filling import decoding
 from jkv.engine.guard import Guard
-from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt, run_to_end
+from jkv.engine.interrupts import deferred_interrupts, raise_lost_interrupt
 from jkv.engine.memory import check_fits, lowered, most_pages, num_pool_pages, page_bytes, page_size_for
 from jkv.engine.mesh import place_gate
 from jkv.engine.options import EngineOptions
@@ -220,7 +223,7 @@ class Engine:
     def extend(
         self,
         ticket: int,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | np.ndarray,
         *,
         sample: int = 0,
         keep: bool = True,

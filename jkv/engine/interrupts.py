@@ -4,7 +4,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 
 class Presses:
@@ -113,33 +113,6 @@ def call(function: Callable[..., Any], *arguments: Any) -> BaseException | None:
 def is_interrupt(error: BaseException) -> bool:
     """Whether a caller's function was interrupted by its user, in the thread that receives signals."""
     return isinstance(error, KeyboardInterrupt) and is_main_thread()
-
-
-class Steps(Protocol):
-    """What `run_to_end` asks of a `jkv.engine.backend.Backend`."""
-
-    tickets: dict[int, Any]
-
-    @property
-    def is_idle(self) -> bool: ...
-    def step(self) -> list[Any]: ...
-    def cancel(self, ticket: int) -> None: ...
-
-
-def run_to_end(engine: Steps, on_events: Callable[[list[Any]], None] | None = None) -> None:
-    """Runs an engine until all requests are finished. Ctrl-C cancels them after the turn; they keep their tokens."""
-    with deferred_interrupts(ends_here=True) as presses:
-        while not engine.is_idle:
-            is_over = False
-            try:
-                events = engine.step()
-                if on_events and (raised := call(on_events, events)):
-                    raise raised
-            except KeyboardInterrupt:
-                is_over = True
-            if presses or is_over:
-                for ticket in list(engine.tickets):  # a copy: a callback may take results
-                    engine.cancel(ticket)
 
 
 def is_main_thread() -> bool:

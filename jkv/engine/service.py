@@ -6,8 +6,11 @@
         for event in service.submit(prompts[0], streams=True):       # or: async for
             print(event.text, end="")
 
-One thread makes all calls of the engine (`Owner`); the handle puts commands into its queue. The thread runs steps as long as a
-request is unfinished, and otherwise waits for a command.
+One thread makes all calls of the engine (`Owner`). The handle (`Service`) and the futures that it returns (`Ticket`, `Reply`)
+put commands into its queue. The thread runs steps as long as a request is unfinished, and otherwise waits for a command.
+
+Tasks of an event loop that wait for events are woken together (`Wakeup`): each call from another thread writes to a socket and
+lets two threads compete for the interpreter, which the engine's thread would do for each event of each request.
 """
 
 import asyncio
@@ -18,8 +21,9 @@ import queue
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
 
 from jkv.checks import described
 from jkv.engine import turns
@@ -29,7 +33,7 @@ from jkv.engine.interrupts import call
 from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
-from jkv.engine.tickets import Reply, Ticket
+from jkv.engine.results import Result
 from jkv.eviction import Policy
 from jkv.model.params import Model, Params
 
@@ -37,6 +41,129 @@ LOGGER = logging.getLogger("jkv")
 MODES = ("keep", "wait", "abort")
 T = TypeVar("T")
 Submit = Callable[[Callable[[Event], None] | None], int]  # submits to the engine, with a streaming callback; returns its ticket
+
+
+class Reply(Future[T], Generic[T]):
+    """A `concurrent.futures.Future` that an event loop can await: `reply.result()` in a thread, `await reply` in a task.
+
+    `cancel` drops a call that the owner thread has not begun.
+    """
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+
+class Ticket(Reply[Result]):
+    """A submitted request. Its result is a `jkv.Result`; iteration, with `for` or `async for`, yields its events as they come.
+
+    Any number of threads and tasks may iterate: each receives all events from the first on, and then the error, if the request
+    failed.
+
+    Of a request that was kept, the rows are freed when the conversation goes on, by `close`, or when nobody holds the ticket.
+
+    Attributes:
+      service: whose request it is.
+      streams: whether events are kept for iteration; without it their text is not made.
+      number: the engine's own ticket; -1 until the owner thread has submitted the request.
+      keep: whether its rows are kept for a next turn.
+      is_closed: whether its caller wants none of them.
+    """
+
+    def __init__(self, service: "Service", streams: bool, keep: bool = False) -> None:
+        super().__init__()
+        self.number = -1
+        self.service, self.streams, self.keep, self.is_closed = service, streams, keep, False
+        self._events: list[Event] = []
+        self._wakers: list[Callable[[], None]] = []
+
+    def cancel(self) -> bool:
+        """Asks for the end of the request, which keeps its tokens: the result then has the reason "cancelled".
+
+        Returns whether it was still unfinished. A task that is cancelled while it awaits the ticket does the same.
+        """
+        if self.done():
+            return False
+        with contextlib.suppress(RuntimeError):  # closed: the request has ended
+            self.service._command(lambda owner: owner.cancel(self))
+        return True
+
+    def extend(
+        self, tokens: Sequence[int], *, sample: int = 0, streams: bool = False, keep: bool = True, **settings: Any
+    ) -> "Ticket":
+        """The next turn of a request that was submitted with `keep=True` and is finished; see `Engine.extend`.
+
+        Args:
+          tokens, sample, keep, settings: see `Engine.extend`.
+          streams: whether the turn's ticket yields events.
+
+        Raises:
+          ValueError: a request without a kept row (unfinished, failed, cancelled, not kept, closed, extended already), tokens
+            that are none, or a turn that the engine can never serve; nothing is changed.
+          RuntimeError: the service is closed.
+        """
+        row = self.service.kept_row(self, sample)
+        request = turns.next_request(self.service.engine.model, row, tokens, RequestOptions(**settings), keep)
+        return self.service.extend_request(self, request, row, sample, streams)
+
+    def close(self) -> Reply[None]:
+        """Frees the rows that the request has left; one that is unfinished leaves none. Its result stays."""
+        return self.service._command(lambda owner: owner.release(self))
+
+    def receive(self, event: Event) -> None:
+        """Adds an event, for all who iterate; the engine's streaming callback."""
+        self._events.append(event)
+        for wake in tuple(self._wakers):
+            wake()
+
+    def __iter__(self) -> Iterator[Event]:
+        ready, count = threading.Event(), 0
+        with self._waking(ready.set):
+            while True:
+                ready.clear()
+                is_over, events = self._unread(count)
+                yield from events
+                count += len(events)
+                if is_over:
+                    break
+                if not events:
+                    ready.wait()
+        self.result()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        ready, wakeup, count = asyncio.Event(), wakeup_of_this_loop(), 0
+        with self._waking(functools.partial(wakeup.wake, ready)):
+            while True:
+                ready.clear()
+                is_over, events = self._unread(count)
+                for event in events:
+                    yield event
+                count += len(events)
+                if is_over:
+                    break
+                if not events:
+                    await ready.wait()
+        self.result()
+
+    def _unread(self, count: int) -> tuple[bool, list[Event]]:
+        """Whether no event can come any more, and the events after the first `count`."""
+        is_over = self.done()  # first: the last event comes before the end
+        return is_over, self._events[count:]
+
+    @contextlib.contextmanager
+    def _waking(self, wake: Callable[[], None]) -> Iterator[None]:
+        """Calls `wake` at each event and at the end, inside the block.
+
+        Raises:
+          ValueError: a request that was submitted without `streams`.
+        """
+        if not self.streams:
+            raise ValueError("Only a request that was submitted with streams=True has events; call result(), or stream it.")
+        self._wakers.append(wake)
+        self.add_done_callback(lambda _: wake())
+        try:
+            yield
+        finally:
+            self._wakers.remove(wake)
 
 
 class Service:
@@ -102,10 +229,9 @@ class Service:
           ValueError: a request that the engine can never serve.
           RuntimeError: the service is closed.
         """
-        requests, owner = [self.engine.check(request) for request in requests], self._owner
+        requests = [self.engine.check(request) for request in requests]
         ticket = Ticket(self, streams, any(request.keep for request in requests))
-        owner.put(ticket, functools.partial(owner.submit, ticket, functools.partial(self.engine.submit_requests, requests)))
-        return ticket
+        return self._start(ticket, functools.partial(self.engine.submit_requests, requests))
 
     def resume_row(self, content: bytes, policy: Policy) -> Ticket:
         """Goes on with a row that was copied from another engine of the same settings (`jkv.engine.row_moves`).
@@ -113,10 +239,7 @@ class Service:
         Raises:
           RuntimeError: the service is closed.
         """
-        ticket, owner = Ticket(self, streams=False), self._owner
-        submit = functools.partial(self.engine.resume_row, content, policy)
-        owner.put(ticket, functools.partial(owner.submit, ticket, submit))
-        return ticket
+        return self._start(Ticket(self, streams=False), functools.partial(self.engine.resume_row, content, policy))
 
     def kept_row(self, ticket: Ticket, sample: int = 0) -> KeptRow:
         """What a finished request left for a next turn.
@@ -150,45 +273,39 @@ class Service:
           ValueError: a request that the engine can never serve.
           RuntimeError: the service is closed.
         """
-        request, owner = self.engine.check(request), self._owner
-        later = Ticket(self, streams, request.keep)
+        request = self.engine.check(request)
 
         def submit(on_tokens: Callable[[Event], None] | None) -> int:  # which holds the last ticket, and so its row, until then
             return self.engine.submit_turn(ticket.number, sample, row, request, on_tokens)
 
-        owner.put(later, functools.partial(owner.submit, later, submit))
-        return later
+        return self._start(Ticket(self, streams, request.keep), submit)
 
-    def extend(self, ticket: Ticket, tokens: Any, sample: int, streams: bool, keep: bool, settings: Any) -> Ticket:
-        """The next turn of a kept request; see `Ticket.extend`."""
-        row = self.kept_row(ticket, sample)
-        request = turns.next_request(self.engine.model, row, tokens, RequestOptions(**settings), keep)
-        return self.extend_request(ticket, request, row, sample, streams)
-
-    def close_ticket(self, ticket: Ticket) -> Reply[None]:
-        """Frees the rows that a request has left; see `Ticket.close`."""
-        reply: Reply[None] = Reply()
-        return self._owner.put(reply, functools.partial(answer, reply, functools.partial(self._owner.release, ticket)))
-
-    def cancel(self, ticket: Ticket) -> None:
-        """Ends a request; see `Ticket.cancel`."""
-        reply: Reply[None] = Reply()
-        with contextlib.suppress(RuntimeError):  # closed: the request has ended
-            self._owner.put(reply, functools.partial(self._owner.cancel, ticket))
+    def _start(self, ticket: Ticket, submit: Submit) -> Ticket:
+        """Queues a request; the owner thread submits it."""
+        self._owner.put(ticket, lambda: self._owner.submit(ticket, submit))
+        return ticket
 
     def call(self, function: Callable[[Engine], T]) -> Reply[T]:
-        """What a function of the engine returns; the owner thread calls it between two turns.
+        """What a function of the engine returns; the owner thread calls it between two steps.
 
         >>> import jkv
         >>> with jkv.Service(jkv.Engine(jkv.testing.tiny_model(), max_running=1, max_slots=32)) as service:
         ...     service.call(lambda engine: len(engine.tickets)).result()
         0
         """
-        reply: Reply[T] = Reply()
-        return self._owner.put(reply, functools.partial(answer, reply, functools.partial(function, self.engine)))
+        return self._command(lambda owner: function(owner.engine))
+
+    def _command(self, function: "Callable[[Owner], T]") -> Reply[T]:
+        """What a function of the owner returns; its thread calls it between two steps.
+
+        Raises:
+          RuntimeError: the service is closed.
+        """
+        owner, reply = self._owner, Reply[T]()
+        return owner.put(reply, lambda: answer(reply, lambda: function(owner)))
 
     def update(self, params: Params) -> Reply[None]:
-        """Uses new weights from the next turn on, as `Engine.update` does; unfinished requests go on with them.
+        """Uses new weights from the next step on, as `Engine.update` does; unfinished requests go on with them.
 
         For weights that change between requests only, pause with "wait" or "abort" before, and resume afterwards.
         """
@@ -211,8 +328,7 @@ class Service:
 
     def resume(self) -> Reply[None]:
         """Ends a pause."""
-        reply: Reply[None] = Reply()
-        return self._owner.put(reply, functools.partial(answer, reply, self._owner.resume))
+        return self._command(Owner.resume)
 
     @property
     def is_paused(self) -> bool:
@@ -258,7 +374,7 @@ class Service:
 
 
 class Owner:
-    """What the owner thread does: all commands in the queue, then a turn, as long as a request is unfinished.
+    """What the owner thread does: all commands in the queue, then a step, as long as a request is unfinished.
 
     Args:
       engine: the engine.
@@ -298,8 +414,8 @@ class Owner:
                 started.set_result(None)
                 while not (self.is_ending and self.engine.is_idle):
                     self.obey()
-                    if self.has_turn:
-                        self.turn()
+                    if self.has_step:
+                        self.step()
                     elif self.engine.is_idle:
                         self.settle(None)
             self.end("The service is closed. Make another jkv.Service.", is_failure=False)
@@ -314,13 +430,13 @@ class Owner:
                 started.set_exception(error)
 
     @property
-    def has_turn(self) -> bool:
-        """Whether there is a turn to run."""
+    def has_step(self) -> bool:
+        """Whether there is a step to run."""
         return self.paused != "keep" and not self.engine.is_asleep and not self.engine.is_idle
 
     def obey(self) -> None:
         """Runs all commands in the queue; waits for one if there is nothing else to do."""
-        if not self.has_turn and not (self.quiet and self.engine.is_idle):
+        if not self.has_step and not (self.quiet and self.engine.is_idle):
             self.do(*self.queue.get())
         while not self.queue.empty():
             self.do(*self.queue.get())
@@ -334,8 +450,8 @@ class Owner:
         if self.engine.guard.failure is not None:
             self.engine.reset()
 
-    def turn(self) -> None:
-        """One turn of the engine, which repairs what fails in it. If the engine cannot run (it has no pool or no weights), all
+    def step(self) -> None:
+        """One step of the engine, which repairs what fails in it. If the engine cannot run (it has no pool or no weights), all
         requests end with that error.
         """
         try:
@@ -496,3 +612,35 @@ def end_thread(owner: Owner, thread: threading.Thread) -> None:
         owner.put(reply, functools.partial(owner.leave, reply))
     if thread is not threading.current_thread():
         thread.join()
+
+
+class Wakeup:
+    """Wakes tasks of one event loop from any thread: sets their `asyncio.Event`s, all that wait by one call of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = weakref.ref(loop)
+        self._lock, self._waiting = threading.Lock(), dict[asyncio.Event, None]()
+
+    def wake(self, event: asyncio.Event) -> None:
+        """Sets an event soon; nothing where the loop is closed, and nobody reads any more."""
+        with self._lock:
+            is_first = not self._waiting
+            self._waiting[event] = None
+        if is_first and (loop := self._loop()) is not None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._set_all)
+
+    def _set_all(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for event in waiting:
+            event.set()
+
+
+WAKEUPS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Wakeup] = weakref.WeakKeyDictionary()
+
+
+def wakeup_of_this_loop() -> Wakeup:
+    """That of the running event loop."""
+    loop = asyncio.get_running_loop()
+    return WAKEUPS.setdefault(loop, Wakeup(loop))

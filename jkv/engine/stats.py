@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jkv import notebook
 from jkv.cache.page_selection import pages_read
@@ -23,6 +24,10 @@ from jkv.reasoning.sharing import SharingStats
 from pallas_kernels.dispatch import taken
 
 TIMED = 64  # of this many compactions, one is timed
+# How the statistics of several engines become one (`merged_stats`); all other numbers are summed.
+SIDE_BY_SIDE = ("seconds", "decode_seconds", "prefill_seconds", "swap_seconds", "compile_seconds")  # the longest counts
+MEANS = {"amsr": "steps", "kv_bytes_per_sample": "sample_chunks"}  # and what weighs them
+ALIKE = ("platform", "page_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,6 +259,38 @@ class Stats:
             page_size=run.page_size,
             seed=next((sample.request.seed for sample in samples if sample.request.sampling.temperature), None),
         )
+
+
+def merged_stats(runs: Sequence[RunStats]) -> RunStats:
+    """The statistics of engines that run side by side: bytes and counts are summed, of seconds the most is taken."""
+    if not runs:
+        return RunStats()
+    out = copy.deepcopy(runs[0])
+    for name in (field.name for field in dataclasses.fields(RunStats) if field.name not in ALIKE):
+        values = [getattr(run, name) for run in runs]
+        if name in SIDE_BY_SIDE:
+            setattr(out, name, max(values))
+        elif name in MEANS:
+            weights = [getattr(run, MEANS[name]) for run in runs]
+            setattr(out, name, float(np.dot(values, weights)) / max(sum(weights), 1))
+        elif isinstance(values[0], int | float):
+            setattr(out, name, sum(values))
+        elif isinstance(values[0], Latency):
+            getattr(out, name).counts = np.sum([latency.counts for latency in values], axis=0)
+    out.idle.seconds, out.idle.between = (max(getattr(run.idle, name) for run in runs) for name in ("seconds", "between"))
+    for run in runs[1:]:
+        add_counts(out.sharing, run.sharing)
+    return out
+
+
+def add_counts(total: Any, other: Any) -> None:
+    """Adds the numbers of a record to another record of its kind, also in records inside; thresholds stay the first's."""
+    for field in dataclasses.fields(total):
+        mine, theirs = getattr(total, field.name), getattr(other, field.name)
+        if dataclasses.is_dataclass(mine):
+            add_counts(mine, theirs)
+        elif isinstance(mine, int | float):
+            setattr(total, field.name, mine + theirs)
 
 
 class Meter:

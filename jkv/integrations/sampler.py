@@ -26,8 +26,7 @@ import numpy as np
 from jkv.engine.engine import Engine
 from jkv.engine.requests import RequestOptions, check_model
 from jkv.engine.results import Result
-from jkv.engine.service import Service
-from jkv.engine.tickets import Ticket
+from jkv.engine.service import Service, Ticket
 from jkv.eviction import Policy
 from jkv.model.padding import check_not_padded
 from jkv.model.params import Model, Params

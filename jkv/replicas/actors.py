@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -21,18 +21,19 @@ from jax.sharding import Mesh
 
 from jkv.engine import mesh as meshes
 from jkv.engine.options import EngineOptions
+from jkv.engine.service import Reply, Service
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.params import Model
 from jkv.model.sharding import HEADS, shardings
 from jkv.replicas.buckets import Bucket, digests_of, pack, unpack
 from jkv.replicas.options import RayOptions
-from jkv.replicas.replica import Change, Facts, Failed, Item, Lost, Message, Post, Replica, Rows, Updated
+from jkv.replicas.replica import Change, Facts, Failed, Item, Lost, Message, Post, Replica, Rows
 from jkv.replicas.worker import Worker
 
+T = TypeVar("T")
 POLL_SECONDS = 1.0  # after which an actor answers that nothing has happened
 TICK = 0.05  # seconds between two looks for calls that other threads have made
-STATS_SECONDS = 10.0
 CALLS_AT_ONCE = 16  # of an actor: one asks what has happened, and others may wait for the engine
 
 
@@ -126,16 +127,16 @@ class EngineActor:
         leaves: dict[int, Any] = {}
         for bucket in ray.get(list(buckets)):
             leaves |= unpack(bucket, self._shapes)
-        self.worker.update(leaves, version, digests)
+        self.worker.update(Change(version, digests, leaves))
 
     def snapshot(self) -> tuple[frozenset[int], Any]:
         """The items whose rows are in a snapshot, and the rows."""
-        content = self.worker.snapshot()
-        return frozenset(content), content
+        rows = self.worker.snapshot()
+        return rows.numbers, rows.content
 
     def drain(self) -> tuple[frozenset[int], Any]:
         """The same, after the engine has given up everything."""
-        rows = self.worker.drain()
+        rows = self.worker.drained()
         return rows.numbers, rows.content
 
 
@@ -269,9 +270,9 @@ class RayReplica:
         """Sends items."""
         self._call("submit", list(items))
 
-    def restore(self, items: Sequence[Item], rows: Rows) -> None:
+    def restore(self, items: Sequence[Item], content: Any) -> None:
         """Sends items; the actor takes their rows from the object store. Without them, items start again."""
-        reference = self.actor.call.remote("restore", list(items), rows.content)
+        reference = self.actor.call.remote("restore", list(items), content)
         self._watch.add(self, reference, lambda _: None, lambda: self.submit(items))
 
     def cancel(self, numbers: Sequence[int]) -> None:
@@ -281,8 +282,7 @@ class RayReplica:
     def update(self, change: Change) -> None:
         """Lets the actor take new weights from the object store."""
         version, digests, content = change
-        reference = self.actor.update.remote([bucket for _, bucket in content], version, digests)
-        self._watch.add(self, reference, lambda _: self._post(Updated(version)))
+        self._watch.add(self, self.actor.update.remote([bucket for _, bucket in content], version, digests), lambda _: None)
 
     def drain(self) -> None:
         """Gives up all items."""
@@ -292,11 +292,10 @@ class RayReplica:
         """Statistics start from zero."""
         self._call("reset_stats")
 
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """What a method of the worker returns; None if the actor is gone, or busy for too long with what may wait."""
-        seconds = min(STATS_SECONDS, self._watch.timeout) if name == "stats" else self._watch.timeout
+    def ask(self, call: Callable[[Service], Reply[T]], seconds: float = math.inf) -> T | None:
+        """What a method of the actor's service returns; None if the actor is gone, or busy for too long."""
         try:
-            return ray.get(self.actor.call.remote(name, *arguments), timeout=seconds)
+            return ray.get(self.actor.call.remote("ask", call), timeout=min(seconds, self._watch.timeout))
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return None
         except ray.exceptions.RayTaskError as error:

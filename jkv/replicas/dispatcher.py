@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from jkv.checks import described
-from jkv.engine.tickets import Reply
-from jkv.replicas.dispatch import Load, Waiting, assign
+from jkv.engine.service import Reply
 from jkv.replicas.replica import Carrier, Change, Failed, Finished, Item, Lost, Message, Replica, Rows, Updated
+from jkv.replicas.waiting import Load, Waiting, assign
 
 LOGGER = logging.getLogger("jkv")
 MOST_MOVES = 3  # of an item: a replica that ends again and again may end because of it
@@ -323,7 +323,7 @@ class Dispatcher:
             replica = ready[index].replica
             assert replica is not None
             for rows in {id(one.rows): one.rows for one in items if one.rows is not None}.values():
-                replica.restore([one.item for one in items if one.rows is rows], rows)
+                replica.restore([one.item for one in items if one.rows is rows], rows.content)
             if fresh := [one.item for one in items if one.rows is None]:
                 replica.submit(fresh)
 
@@ -350,7 +350,8 @@ class Dispatcher:
     def close(self) -> None:
         """Ends the thread and the replicas; what is unfinished gets an error."""
         self._queue.put(None)
-        self._thread.join()
+        if self._thread is not threading.current_thread():  # which may be the last to hold the replicas
+            self._thread.join()
         self._close_all()
 
     def _close_all(self) -> None:

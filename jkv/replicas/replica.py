@@ -5,25 +5,29 @@ thread, through the function `Post` that a carrier was given.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from jkv.engine.engine import Engine
 from jkv.engine.requests import Request
 from jkv.engine.samples import Completion, Sample
+from jkv.engine.service import Reply, Service
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.routes import RouteRecorder
 from jkv.policies import full
+
+T = TypeVar("T")
 
 
 class Item(NamedTuple):
     """One sample to generate, as it is sent.
 
     Attributes:
-      number: which identifies it among all items of the front.
+      number: which identifies it among all items.
       policy: index of its policy among those that each replica has had since it was built.
       request: its request, with the full cache in the place of that policy.
       is_traced: whether its trace is asked for.
@@ -93,7 +97,7 @@ class Finished(NamedTuple):
         return cls(number, dataclasses.replace(completion, **packed), sample.generated, routes)
 
     def land(self, sample: Sample) -> None:
-        """Completes the front's record of the sample."""
+        """Completes the waiting record of the sample."""
         lists: Any = {name: getattr(self.completion, name).tolist() for name in LISTS}
         sample.completion = dataclasses.replace(self.completion, **lists)
         sample.generated, sample.row.routes = self.generated, self.routes
@@ -164,14 +168,14 @@ class Replica(Protocol):
     def submit(self, items: Sequence[Item]) -> None:
         """Queues items; each comes back as `Finished` or `Failed`, unless the replica is `Lost` or drained."""
 
-    def restore(self, items: Sequence[Item], rows: Rows) -> None:
-        """Queues items whose rows are in a snapshot, to go on where it was taken."""
+    def restore(self, items: Sequence[Item], content: Any) -> None:
+        """Queues items whose rows are in the content of a snapshot, to go on where it was taken."""
 
     def cancel(self, numbers: Sequence[int]) -> None:
         """Ends items, which come back with the tokens that they have."""
 
     def update(self, change: Change) -> None:
-        """Uses new weights from the engine's next turn on; then `Updated` comes. If they arrive as others, it is `Lost`."""
+        """Uses new weights from the engine's next step on; then `Updated` comes. If they arrive as others, it is `Lost`."""
 
     def drain(self) -> None:
         """Gives up all items: `Rows` come, the last message about any of them."""
@@ -179,8 +183,11 @@ class Replica(Protocol):
     def reset_stats(self) -> None:
         """Statistics start from zero."""
 
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """What a method of its `Worker` returns; None if it cannot be asked any more."""
+    def ask(self, call: Callable[[Service], Reply[T]], seconds: float = math.inf) -> T | None:
+        """What a method of its engine's service returns; None if it cannot be asked any more.
+
+        Where it is in another process, None also if it does not answer within so many seconds.
+        """
 
     def close(self) -> None:
         """Ends it, with all that it has."""

@@ -1,29 +1,43 @@
-"""`jkv.Replicas`: engines of one model behind one front, for more rows than one engine holds."""
+"""`jkv.Replicas`: engines of one model behind one front, for more rows than one engine holds.
+
+They are a `jkv.engine.backend.Backend`, as one engine is: so `generate`, `Rollout` and `jkv eval` run on either. Samples go to
+whichever replica has room (`jkv.replicas.dispatcher`). They come back whole, so an event comes once for each sample, at its
+end. Between two calls of `step` replicas decode on; `rest` stops them.
+"""
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import inspect
 import itertools
+import math
+import queue
 import threading
+import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, Unpack
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jkv.checks import check_counts, counted, shown, typed
+from jkv.engine.backend import run_to_end
+from jkv.engine.clocks import running_seconds
+from jkv.engine.engine import Engine
 from jkv.engine.interrupts import deferred_interrupts
-from jkv.engine.memory import check_fits, lowered
+from jkv.engine.memory import check_fits, lowered, most_pages
 from jkv.engine.options import EngineOptions
+from jkv.engine.outputs import Event, Outputs
 from jkv.engine.policy_checks import check_request
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, check_model, check_weights, make_requests, spread_policies
 from jkv.engine.results import Result, make_result
-from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Reply
+from jkv.engine.samples import Completion, Sample, samples_of, take_finished
+from jkv.engine.service import Reply, Service
+from jkv.engine.stats import RunStats, merged_stats
 from jkv.eviction import Policy
 from jkv.model import weights
 from jkv.model.joined import separate_weights
@@ -31,16 +45,46 @@ from jkv.model.params import Model, Params
 from jkv.model.sharding import num_parts
 from jkv.policies import full
 from jkv.progress import progress_bar
+from jkv.replay.trace import TraceRecorder
 from jkv.replicas.buckets import digests_of
-from jkv.replicas.dispatch import Load
 from jkv.replicas.dispatcher import Dispatcher, Open
-from jkv.replicas.front import Caller
-from jkv.replicas.merging import merged_stats
 from jkv.replicas.options import RayOptions, RequestSettings
-from jkv.replicas.replica import Carrier
+from jkv.replicas.replica import Carrier, Finished, Item
 from jkv.replicas.threads import ThreadCarrier, places_of
+from jkv.replicas.waiting import Load
 
 CARRIERS = ("threads", "ray")
+NO_ROWS = (
+    "A conversation of several turns goes on in the row that its last turn has left, and replicas keep no rows. "
+    'Use a mesh without the axis "data", or max_turns=1.'
+)
+TICK = 0.1  # seconds that `step` waits for a sample to finish, and so between two looks for Ctrl-C
+STATS_SECONDS = 1.0  # for which statistics of replicas that decode count as new
+BUSY_SECONDS = 10.0  # after which an actor's statistics are left out
+T = TypeVar("T")
+
+
+class Shared:
+    """What all sessions of the same replicas have in common, beside the dispatcher.
+
+    Args:
+      sent: digests of the weights that all replicas use; None where that is not known.
+
+    Attributes:
+      update: the reply of the newest update.
+      updating: held while weights are sent.
+      waiting: held while replicas begin to rest, or to decode again.
+      sessions: those that wait for samples.
+      is_resting: whether the replicas decode nothing, because no session waits.
+      is_asleep: whether the pools are freed.
+    """
+
+    def __init__(self, sent: np.ndarray) -> None:
+        self.sent: np.ndarray | None = sent
+        self.update: Reply[None] | None = None
+        self.updating, self.waiting = threading.Lock(), threading.Lock()
+        self.sessions = weakref.WeakSet[Replicas]()
+        self.is_resting = self.is_asleep = False
 
 
 class Replicas:
@@ -52,7 +96,8 @@ class Replicas:
 
     Items (one sample each) go to the replica with the fewest claimed pages that has a free row. The samples of a prompt stay
     together, since they share its prefill, unless rows would be idle. If a replica is lost, its items go on at others, with
-    equal tokens. Any number of threads may call.
+    equal tokens. Any number of threads may call `generate`, `stream`, `update` and `retire`. Requests that are submitted one by
+    one, as to a `jkv.Engine`, are for one thread at a time; others take a `session` each.
 
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then).
@@ -68,12 +113,11 @@ class Replicas:
         `max_running=32` are 32 rows on each.
 
     Attributes:
-      model: the model, with the shapes of its weights alone.
       policies: of the calls.
       options: of each engine.
       facts: sizes of each engine.
-      numbers: those that items get.
-      is_asleep: whether the pools are freed.
+      tickets: the samples of each request that was submitted here.
+      is_traced: whether samples that are submitted from now on carry traces.
 
     Raises:
       ValueError: settings that an engine refuses, a mesh that the model cannot be split over, devices that replicas cannot
@@ -112,23 +156,33 @@ class Replicas:
             made = ray_carrier(model, self.policies, options, mesh, num_replicas, ray or RayOptions())
         else:
             made = ThreadCarrier(model, self.policies, options, places_of(mesh, num_replicas))
-        self.model = dataclasses.replace(model, params=weights.shapes_of(model.params))
-        self._updating, self.numbers = threading.Lock(), itertools.count()
-        self._sent: np.ndarray | None = digests_of(model.params)  # of what all replicas use; None where that is not known
-        self._update: Reply[None] | None = None  # the newest
-        self._waiting, self._callers, self._is_resting, self.is_asleep = (
-            threading.Lock(),
-            weakref.WeakSet[Caller](),
-            False,
-            False,
-        )
+        self._model = dataclasses.replace(model, params=weights.shapes_of(model.params))  # which keeps no weights alive
+        self._numbers, self._shared = itertools.count(), Shared(digests_of(model.params))
         self._carrier, self._dispatcher = made, Dispatcher(made, typed("restarts", restarts, int))
+        self._end = weakref.finalize(self, self._dispatcher.close)
         self.facts = next(iter(self._dispatcher.members.values())).replica.facts  # type: ignore[union-attr]
+        self._begin()
+
+    def _begin(self, other: "Replicas | None" = None) -> None:
+        """Starts without samples; `other` is the session whose replicas these are, which end when nobody holds either."""
+        self._other, self.is_traced, self.tickets = other, self.options.return_trace, dict[int, list[Sample]]()
+        self._ticket, self._outputs = itertools.count(), Outputs(self._model, self.tickets, self._end_early)
+        self._new: list[Sample] = []  # that no replica has yet
+        self._open: dict[int, Sample] = {}  # the others that have not come back, by number
+        self._sent: dict[Sample, int] = {}  # the number of each of these
+        self._done: queue.SimpleQueue[tuple[int, Reply[Finished]]] = queue.SimpleQueue()
+        self._stats, self._stats_time = RunStats(), -STATS_SECONDS
+
+    def session(self) -> "Replicas":
+        """The same replicas, with samples of its own: for a thread that submits beside others. `close` ends them for all."""
+        session = copy.copy(self)
+        session._begin(self)
+        return session
 
     def __repr__(self) -> str:
         return f"Replicas({counted(self._carrier.count, 'replica')}, carrier={self._carrier.name!r}, version={self.version})"
 
-    # Items.
+    # Calls of many prompts.
 
     def generate(
         self, prompts: Any, *, prompt_mask: Any = None, progress: bool | None = None, **settings: Unpack[RequestSettings]
@@ -151,12 +205,12 @@ class Replicas:
           RuntimeError: all replicas are lost, or those that had an item.
         """
         groups = self.requests(prompts, settings, prompt_mask)
-        with self._caller() as caller:
-            tickets = [caller.submit_requests(group) for group in groups]
+        with self._call() as session:
+            tickets = [session.submit_requests(group) for group in groups]
             with progress_bar(sum(map(len, groups)), progress, "replicas") as show:
-                while not caller.is_idle:
-                    show(caller.step())
-            return make_result(self.model, caller.take(tickets), self.stats, self.options.return_trace)
+                while not session.is_idle:
+                    show(session.step())
+            return make_result(self._model, session.take(tickets), session.stats, session.is_traced)
 
     def stream(
         self, prompts: Any, *, prompt_mask: Any = None, **settings: Unpack[RequestSettings]
@@ -168,30 +222,35 @@ class Replicas:
         """
         groups = self.requests(prompts, settings, prompt_mask)
         run = dataclasses.replace(merged_stats([]), page_size=self.facts.page_size)
-        with self._caller() as caller:
+        with self._call() as session:
             for group in groups:
                 for request in group:
-                    caller.submit_requests([request])
-            while not caller.is_idle:
-                for event in caller.step():
-                    yield event.ticket, make_result(self.model, caller.take([event.ticket]), run, self.options.return_trace)
+                    session.submit_requests([request])
+            while not session.is_idle:
+                for event in session.step():
+                    yield event.ticket, make_result(self._model, session.take([event.ticket]), run, session.is_traced)
 
     def requests(self, prompts: Any, settings: Mapping[str, Any], prompt_mask: Any = None) -> list[list[Request]]:
         """The checked requests of each prompt."""
         policy = settings.get("policy")
         options = RequestOptions(**{**settings, "policy": self.policies[0] if policy is None else policy})  # type: ignore[arg-type]
-        ids = encode_prompts(self.model, prompts, options.parse_special, prompt_mask)
-        groups = make_requests(self.model, ids, options, kv_format=self.options.kv_format)
+        ids = encode_prompts(self._model, prompts, options.parse_special, prompt_mask)
+        groups = make_requests(self._model, ids, options, kv_format=self.options.kv_format)
         return [[self.check(request) for request in group] for group in groups]
 
     @contextlib.contextmanager
-    def _caller(self) -> Iterator[Caller]:
-        """The samples of one call; what is unfinished at the end of the block is cancelled."""
-        caller = Caller(self)
+    def _call(self) -> "Iterator[Replicas]":
+        """A session for one call; what is unfinished at the end of the block is cancelled."""
+        session = self.session()
         try:
-            yield caller
+            yield session
         finally:
-            caller.abandon()
+            session._new = []
+            with contextlib.suppress(RuntimeError):  # closed
+                session._cancel(list(session._open))
+            session.rest()
+
+    # Requests one by one, as of an engine.
 
     def check(self, request: Request) -> Request:
         """Refuses what no replica could serve; all have the same sizes. Returns the request with a limit that fits.
@@ -199,43 +258,220 @@ class Replicas:
         Raises:
           ValueError: the reason, with the arithmetic.
         """
+        if request.keep:
+            raise ValueError(NO_ROWS)
         if request.policy not in self.policies:
             raise ValueError(
                 f"Replicas receive their policies once; got {request.policy.name} with other settings than those of policies="
                 f"[{', '.join(policy.name for policy in self.policies)}]. Give it to jkv.Replicas(policies=[...])."
             )
-        facts, params = self.facts, self.model.params
+        facts, params = self.facts, self._model.params
         sizes = {"max_slots": facts.max_slots, "num_pages": facts.num_pages, "page_size": facts.page_size}
         request = lowered(params, request, **sizes)
         check_fits(params, request, **sizes, bytes_per_page=facts.page_bytes)
         check_request(request, self.options)
         return request
 
-    def submit(self, groups: Sequence[Sequence[Open]]) -> None:
-        """Queues items, grouped by prompt.
+    def submit_requests(self, requests: Sequence[Request], on_tokens: Callable[[Event], None] | None = None) -> int:
+        """Queues requests under one ticket; tickets count from 0."""
+        requests = [self.check(request) for request in requests]
+        ticket, params, page_size = next(self._ticket), self._model.params, self.facts.page_size
+        given: Any = {"on_tokens": on_tokens, "submitted": running_seconds()}
+        self.tickets[ticket] = [
+            Sample(ticket, i, request, Completion(), most_pages(params, request, page_size), **given)
+            for i, request in enumerate(requests)
+        ]
+        self._new += self.tickets[ticket]
+        return ticket
+
+    def step(self) -> list[Event]:
+        """Lets the replicas decode until a sample is finished, or a moment longer; returns the events since the last step.
 
         Raises:
-          RuntimeError: all replicas are lost, or closed.
+          ValueError: the replicas sleep, and a sample is unfinished.
+          KeyboardInterrupt: a callback raised it (or `SystemExit` and the like).
+          RuntimeError: a replica could not finish a sample, which ends with the reason "error"; or all replicas are lost.
         """
-        self._dispatcher.call(self._dispatcher.submit, groups).result()
+        if self.is_asleep and (self._new or self._open):
+            raise ValueError("The replicas are asleep. Call wake() first.")
+        self._resume()
+        self._send()
+        error = self._receive(TICK)
+        raised, self._outputs.raised = self._outputs.raised or error, None
+        if raised is not None:
+            raise raised
+        return self._outputs.take()
 
-    def cancel(self, numbers: Sequence[int]) -> None:
-        """Ends items, which come back with the tokens that they have."""
-        self._dispatcher.call(self._dispatcher.cancel, numbers)
+    def _send(self) -> None:
+        """Gives waiting samples to the dispatcher; the samples of one prompt go as a group, which shares its prefill."""
+        groups: dict[Any, list[Open]] = {}
+        done = self._done  # which the dispatcher may hold; this session ends when nobody else does
+        for sample in self._new:
+            number, reply = next(self._numbers), Reply[Finished]()
+            item = Item.of(number, sample.request, self.policies, self.is_traced)
+            self._open[number], self._sent[sample] = sample, number
+            reply.add_done_callback(lambda reply, number=number: done.put((number, reply)))
+            groups.setdefault(sample.request.prefix, []).append(Open(item, sample.most_pages, reply))
+        self._new = []
+        try:
+            if groups:
+                self._dispatcher.call(self._dispatcher.submit, list(groups.values())).result()
+        except RuntimeError as error:
+            for one in (one for group in groups.values() for one in group):
+                one.reply.set_exception(error)
 
-    def ask(self, name: str, *arguments: Any) -> list[Any]:
-        """What a method of each replica's `Worker` returns; those that cannot be asked any more are left out."""
+    def _receive(self, seconds: float) -> BaseException | None:
+        """Takes what has finished, and waits so long for the first; returns the error of a sample that could not finish."""
+        failed = None
+        with contextlib.suppress(queue.Empty):
+            while self._open:
+                number, reply = self._done.get(timeout=seconds)
+                seconds = 0
+                sample = self._open.pop(number)
+                del self._sent[sample]
+                error = None if reply.cancelled() else reply.exception()
+                if sample.is_finished:  # a callback has ended it
+                    continue
+                if reply.cancelled():
+                    self._finish(sample, "cancelled")
+                elif error is not None:
+                    sample.completion.error, failed = error, error
+                    self._finish(sample, "error")
+                else:
+                    reply.result().land(sample)
+                self._outputs.emit(sample)
+        return failed
+
+    def _finish(self, sample: Sample, reason: str) -> None:
+        """Ends a sample that no replica has finished."""
+        completion, config = sample.completion, self._model.config
+        completion.finish_reason, completion.seconds = reason, sample.seconds
+        if self.is_traced:
+            recorder = TraceRecorder(config.num_paged_layers, config.num_kv_heads, len(sample.request.prompt))
+            given = sample.request.first_prompt, self.facts.page_size, self.options.kv_format
+            completion.trace = recorder.finish(len(sample.request.prompt), *given)
+
+    def _end_early(self, sample: Sample, reason: str) -> None:
+        """Ends a sample whose callback has raised, wherever it is."""
+        self._finish(sample, reason)
+        self._new = [other for other in self._new if other is not sample]
+        self._cancel([self._sent[sample]] if sample in self._sent else [])
+
+    def cancel(self, ticket: int) -> None:
+        """Ends a request's unfinished samples; they keep the tokens they have. Replicas rest until the next step.
+
+        Raises:
+          ValueError: an unknown ticket.
+        """
+        samples = samples_of(self.tickets, ticket)
+        self._send()
+        self.rest()
+        with contextlib.suppress(RuntimeError):  # closed: they have come back
+            self._cancel([self._sent[sample] for sample in samples if sample in self._sent])
+        while not all(sample.is_finished for sample in samples):
+            self._receive(TICK)
+
+    def _cancel(self, numbers: Sequence[int]) -> None:
+        """Ends the items of these numbers, which come back with the tokens that they have."""
+        if numbers:
+            self._dispatcher.call(self._dispatcher.cancel, numbers)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of this session is unfinished and no event pending."""
+        return not self._new and not self._open and not self._outputs.events
+
+    def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
+        """Runs until all requests are finished. Ctrl-C cancels them; they keep their tokens."""
+        run_to_end(self, on_events)
+
+    def result(self, ticket: int) -> Result:
+        """Returns a finished request's result and drops it: see `jkv.Engine.result`."""
+        return make_result(self._model, self.take([ticket]), self.stats, self.is_traced)
+
+    def take(self, tickets: Sequence[int]) -> list[Sample]:
+        """Returns the samples of finished requests, in order, and drops the requests.
+
+        Raises:
+          ValueError: an unknown ticket, or one that is not finished.
+        """
+        return take_finished(self.tickets, tickets)
+
+    def extend(self, ticket: int, tokens: Sequence[int] | np.ndarray, **settings: Any) -> int:
+        """Refuses a next turn, which needs a kept row."""
+        raise ValueError(NO_ROWS)
+
+    def release(self, ticket: int) -> None:
+        """Nothing: replicas keep no rows for a next turn."""
+
+    def _resume(self) -> None:
+        """Lets the replicas decode, because this session waits for samples."""
+        shared = self._shared
+        with shared.waiting:
+            shared.sessions.add(self)
+            if shared.is_resting:
+                shared.is_resting = False
+                self._ask(Service.resume)
+
+    def rest(self) -> None:
+        """Until the next `step`, samples stay where they are; replicas for which no session waits stop after their steps."""
+        shared = self._shared
+        with shared.waiting, contextlib.suppress(RuntimeError):  # closed
+            shared.sessions.discard(self)
+            if not shared.sessions and not shared.is_resting and self._dispatcher.open:
+                self._ask(Service.pause)
+                shared.is_resting = True
+
+    # Replicas.
+
+    def _ask(self, call: Callable[[Service], Reply[T]], seconds: float = math.inf) -> list[T]:
+        """What a method of each replica's service returns; those that cannot be asked any more are left out."""
         replicas = self._dispatcher.call(self._dispatcher.replicas).result()
         with concurrent.futures.ThreadPoolExecutor(max(1, len(replicas))) as pool:
-            answers = list(pool.map(lambda replica: replica.ask(name, *arguments), replicas))
+            answers = list(pool.map(lambda replica: replica.ask(call, seconds), replicas))
         return [answer for answer in answers if answer is not None]
 
     @property
     def stats(self) -> RunStats:
-        """Bytes and counts of all replicas since they had nothing to do, and the most seconds of any."""
-        return merged_stats(self.ask("stats"))
+        """Bytes and counts of all replicas since they had nothing to do, and the most seconds of any.
 
-    # Weights and replicas.
+        While samples of this session are decoded, up to a second old.
+        """
+        is_late = time.monotonic() - self._stats_time >= STATS_SECONDS
+        if is_late or not (self._new or self._open):
+            runs = self._ask(lambda service: service.call(lambda engine: engine.stats), BUSY_SECONDS)
+            self._stats, self._stats_time = merged_stats(runs), time.monotonic()
+        return self._stats
+
+    def reset_stats(self) -> None:
+        """Nothing: replicas start from zero when they had nothing to do."""
+
+    @property
+    def loads(self) -> list[Load]:
+        """What each replica has to do."""
+        return self._dispatcher.call(self._dispatcher.loads).result()
+
+    def retire(self, replica: int) -> None:
+        """Ends one replica, such as one whose machine is to be given back; its unfinished samples go on at the others.
+
+        Raises:
+          ValueError: no such replica, or the last.
+        """
+        reply: Reply[None] = Reply()
+        self._dispatcher.call(self._dispatcher.drain, replica, reply).result()
+        reply.result()
+
+    # Weights and memory.
+
+    @property
+    def model(self) -> Model:
+        """The model with the newest weights; of replicas in other processes, with their shapes."""
+        return self._carrier.model
+
+    @property
+    def newest_model(self) -> Model:
+        """The same as `model`."""
+        return self.model
 
     @property
     def version(self) -> int:
@@ -256,77 +492,50 @@ class Replicas:
           ValueError: weights of another structure, shape, type or sharding than the first, or not finite; nothing is changed.
           RuntimeError: all replicas are lost.
         """
-        params = weights.joined_as(self.model.params, params)
-        weights.check_same(self.model.params, params)
+        params = weights.joined_as(self._model.params, params)
+        weights.check_same(self._model.params, params)
         check_weights(params)
-        digests = digests_of(params)
-        with self._updating:
-            sent, self._sent = self._sent, None  # until all have replied
+        digests, shared = digests_of(params), self._shared
+        with shared.updating:
+            sent, shared.sent = shared.sent, None  # until all have replied
             is_new = np.ones(len(digests), bool) if sent is None else (digests != sent).any(axis=1)
             content = self._carrier.put({i: leaf for i, leaf in enumerate(jax.tree.leaves(params)) if is_new[i]})
             reply: Reply[None] = Reply()
             with deferred_interrupts():  # `version` counts these weights as soon as they are on their way
-                self._update = reply
+                shared.update = reply
                 self._dispatcher.call(self._dispatcher.update, content, digests, reply).result()
             reply.result()
-            self._sent = digests
-
-    @property
-    def newest_model(self) -> Model:
-        """The model with the newest weights; of replicas in other processes, with their shapes."""
-        return self._carrier.model
+            shared.sent = digests
 
     def sleep(self, forget_weights: bool = False) -> None:
         """Frees the pools of all replicas; running rows are swapped out to host memory. See `jkv.Engine.sleep`."""
         if forget_weights:
-            with self._updating:
-                if self._update is not None:  # which may have been interrupted, and be on its way
-                    concurrent.futures.wait([self._update])
-                self._sent = None  # the next update brings all
+            with self._shared.updating:
+                if self._shared.update is not None:  # which may have been interrupted, and be on its way
+                    concurrent.futures.wait([self._shared.update])
+                self._shared.sent = None  # the next update brings all
                 self._carrier.forget()
-        self.ask("sleep", forget_weights)
-        self.is_asleep = True
+        self._ask(lambda service: service.call(lambda engine: engine.sleep(forget_weights)))
+        self._shared.is_asleep = True
 
     def wake(self) -> None:
         """Allocates the pools again."""
         if self.is_asleep:
-            self.ask("wake")
-            self.is_asleep = False
-
-    def enter(self, caller: Caller) -> None:
-        """Lets the replicas decode, because a caller waits for samples."""
-        with self._waiting:
-            self._callers.add(caller)
-            if self._is_resting:
-                self._is_resting = False
-                self.ask("resume")
-
-    def leave(self, caller: Caller) -> None:
-        """The caller waits no more; where none does, replicas stop after their turns, with what is unfinished."""
-        with self._waiting, contextlib.suppress(RuntimeError):  # closed
-            self._callers.discard(caller)
-            if not self._callers and not self._is_resting and self._dispatcher.open:
-                self.ask("pause")
-                self._is_resting = True
-
-    def retire(self, replica: int) -> None:
-        """Ends one replica, such as one whose machine is to be given back; its unfinished samples go on at the others.
-
-        Raises:
-          ValueError: no such replica, or the last.
-        """
-        reply: Reply[None] = Reply()
-        self._dispatcher.call(self._dispatcher.drain, replica, reply).result()
-        reply.result()
+            self._ask(lambda service: service.call(Engine.wake))
+            self._shared.is_asleep = False
 
     @property
-    def loads(self) -> list[Load]:
-        """What each replica has to do."""
-        return self._dispatcher.call(self._dispatcher.loads).result()
+    def is_asleep(self) -> bool:
+        """Whether the pools are freed."""
+        return self._shared.is_asleep
+
+    def reset(self) -> None:
+        """Makes empty pools, and starts every unfinished sample again: see `jkv.Engine.reset`."""
+        self._ask(lambda service: service.call(Engine.reset))
 
     def close(self) -> None:
         """Ends all replicas, and what is unfinished."""
-        self._dispatcher.close()
+        self._end()
 
     def __enter__(self) -> "Replicas":
         return self

@@ -1,9 +1,7 @@
 """Replicas in threads of this process: an engine on each device, or on each row of a mesh."""
 
 import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -20,7 +18,7 @@ from jkv.model.copies import COPIES, HEADS
 from jkv.model.params import Model, Params
 from jkv.model.sharding import shard
 from jkv.replicas.buckets import digests_of
-from jkv.replicas.replica import Change, Facts, Item, Lost, Post, Replica, Rows, Updated
+from jkv.replicas.replica import Change, Post, Replica
 from jkv.replicas.worker import Worker
 
 
@@ -92,7 +90,7 @@ class ThreadCarrier:
         """An engine with the newest weights, at its place."""
         model, version, digests = self._weights
         model, options = at_place(model, self._options, self._places[index])
-        return ThreadReplica(Worker(model, self._policies, options, version, digests, post), post)
+        return Worker(model, self._policies, options, version, digests, post)
 
     @property
     def model(self) -> Model:
@@ -120,57 +118,3 @@ class ThreadCarrier:
 
     def __repr__(self) -> str:
         return f"{counted(self.count, 'replica')} in threads"
-
-
-class ThreadReplica:
-    """A replica in a thread of this process."""
-
-    def __init__(self, worker: Worker, post: Post) -> None:
-        self._worker, self._post = worker, post
-        self.facts: Facts = worker.facts
-        self.version = worker.version
-        self.submit, self.cancel, self.reset_stats = worker.submit, worker.cancel, worker.reset_stats
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """What a method of the worker returns; None if the engine cannot go on."""
-        return None if self._worker.service.failure else getattr(self._worker, name)(*arguments)
-
-    def restore(self, items: Sequence[Item], rows: Rows) -> None:
-        """Goes on with rows of another replica of this process."""
-        self._worker.restore(items, rows.content)
-
-    def update(self, change: Change) -> None:
-        """Queues new weights."""
-        version, digests, leaves = change
-        self._later(lambda: self._worker.update(leaves, version, digests), lambda _: Updated(version))
-
-    def drain(self) -> None:
-        """Gives up all items."""
-        self._later(self._worker.drain, lambda rows: rows)
-
-    def _later(self, call: Any, message: Any) -> None:
-        """Calls what waits for the engine in a thread of its own, and posts a message; an error is the end of the replica."""
-
-        def done(reply: "Future[Any]") -> None:
-            error = reply.exception()
-            self._post(message(reply.result()) if error is None else Lost(error))
-
-        in_thread(call).add_done_callback(done)
-
-    def close(self) -> None:
-        """Ends the thread."""
-        self._worker.close()
-
-
-def in_thread(call: Any) -> "Future[Any]":
-    """The reply of a call that a daemon thread makes."""
-    reply: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            reply.set_result(call())
-        except BaseException as error:
-            reply.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return reply

@@ -1,11 +1,12 @@
-"""An engine and its service, as a replica uses them: items in, messages out. The same in a thread's process and in an actor."""
+"""A replica in this process: an engine and its service, items in, messages out. Actors of Ray have one each."""
 
 import contextlib
 import functools
+import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,17 +14,17 @@ from jkv.engine.engine import Engine
 from jkv.engine.options import EngineOptions
 from jkv.engine.outputs import text_of
 from jkv.engine.samples import Sample
-from jkv.engine.service import Service
-from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Ticket
+from jkv.engine.service import Reply, Service, Ticket
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.replicas.buckets import check_digests, with_leaves
-from jkv.replicas.replica import Facts, Failed, Finished, Item, Lost, Message, Post, Rows
+from jkv.replicas.replica import Change, Facts, Failed, Finished, Item, Lost, Message, Post, Rows, Updated
+
+T = TypeVar("T")
 
 
 class Worker:
-    """Runs items on an engine of its own, whose owner thread posts what has finished.
+    """A `Replica` that runs items on an engine of its own, whose owner thread posts what has happened.
 
     Args:
       model: its weights lie where the engine is to run.
@@ -126,40 +127,61 @@ class Worker:
         for ticket in tickets:
             ticket.cancel()
 
-    def update(self, leaves: Mapping[int, Any], version: int, digests: np.ndarray) -> None:
-        """Uses new weights, and returns once the engine does; unfinished items go on with them.
+    def update(self, change: Change) -> None:
+        """Uses new weights, and posts `Updated` once the engine does; unfinished items go on with them.
 
-        Raises:
-          RuntimeError: the version does not follow the one before: an update was lost on the way. Or these leaves and those
-            that stay have other digests than the weights that were sent.
-          ValueError: weights that the engine refuses.
+        It posts `Lost` if the version does not follow the one before (an update was lost on the way), if these leaves and those
+        that stay have other digests than the weights that were sent, or if the engine refuses them.
         """
+        version, digests, leaves = change
 
         def apply(engine: Engine) -> None:
-            if version != engine.runner.version + 1:
-                raise RuntimeError(f"Weights of version {version} came to a replica of version {engine.runner.version}.")
+            if version != engine.version + 1:
+                raise RuntimeError(f"Weights of version {version} came to a replica of version {engine.version}.")
             params = with_leaves(engine.model.params, leaves)
             check_digests(params, digests, version)
             engine.update(params)
 
-        self.service.call(apply).result()
+        self._post_after(apply, lambda _: Updated(version))
 
-    def snapshot(self) -> dict[int, bytes]:
-        """The rows that run now, by item; they go on."""
-        rows = self.service.call(Engine.copy_rows).result()
+    def drain(self) -> None:
+        """Gives up all items, and posts the rows of those that run."""
+        self._post_after(self._give_up, lambda rows: rows)
+
+    def _post_after(self, function: Callable[[Engine], T], message: Callable[[T], Message]) -> None:
+        """Posts a message of what the owner thread has done; an error is the end of the replica."""
+
+        def done(reply: "Future[T]") -> None:
+            error = reply.exception()
+            self._post(message(reply.result()) if error is None else Lost(error))
+
+        try:
+            self.service.call(function).add_done_callback(done)
+        except RuntimeError as error:  # the service has ended
+            self._post(Lost(error))
+
+    def snapshot(self) -> Rows:
+        """The rows that run now; they go on."""
+        return self.service.call(self._copy_rows).result()
+
+    def drained(self) -> Rows:
+        """What `drain` posts."""
+        return self.service.call(self._give_up).result()
+
+    def _copy_rows(self, engine: Engine) -> Rows:
+        rows = engine.copy_rows()
         with self._lock:
-            return {number: rows[ticket.number] for number, ticket in self.tickets.items() if ticket.number in rows}
+            content = {number: rows[ticket.number] for number, ticket in self.tickets.items() if ticket.number in rows}
+        return Rows(frozenset(content), content)
 
-    def drain(self) -> Rows:
-        """Takes all items out of the engine; those that run leave their rows."""
-        self.service.pause("keep").result()
-        content = self.snapshot()
+    def _give_up(self, engine: Engine) -> Rows:
+        """Takes all items out of the engine: they are cancelled before its next step."""
+        rows = self._copy_rows(engine)
         with self._lock:
             given_up, self.tickets = list(self.tickets.values()), {}
         for ticket in given_up:
             ticket.cancel()
-        self.service.resume().result()
-        return Rows(frozenset(content), content, is_last=True)
+        return rows._replace(is_last=True)
 
     def reset_stats(self) -> None:
         """Statistics start from zero."""
@@ -170,37 +192,18 @@ class Worker:
 
         self.service.call(reset)
 
-    def stats(self) -> RunStats:
-        """The engine's statistics."""
-        return self.service.call(lambda engine: engine.stats).result()
-
     @property
     def is_resting(self) -> bool:
-        """Whether it decodes nothing because it was told so."""
+        """Whether it decodes nothing because it was asked to rest or to sleep."""
         return self.service.is_paused or self.engine.is_asleep
 
-    def pause(self) -> None:
-        """Decodes nothing until `resume`; items wait."""
-        self.service.pause("keep").result()
-
-    def resume(self) -> None:
-        """Ends a pause."""
-        self.service.resume().result()
-
-    def sleep(self, forget_weights: bool) -> None:
-        """Frees the pool: see `Engine.sleep`."""
-        self.service.call(lambda engine: engine.sleep(forget_weights)).result()
-
-    def wake(self) -> None:
-        """Allocates the pool again."""
-        self.service.call(lambda engine: engine.wake()).result()
-
-    def reset(self) -> None:
-        """Makes an empty pool and starts all items again: see `Engine.reset`."""
-        self.service.call(lambda engine: engine.reset()).result()
+    def ask(self, call: Callable[[Service], Reply[T]], seconds: float = math.inf) -> T | None:
+        """What a method of its service returns; None if the engine cannot go on."""
+        return None if self.service.failure else call(self.service).result()
 
     def close(self) -> None:
         """Ends the service, and cancels what is unfinished."""
         with self._lock:
             self.tickets = {}
-        self.service.close("abort").result()
+        with self.service:  # whose end waits for its thread, unless it is this one
+            pass

@@ -126,15 +126,14 @@ def converse(
             "A conversation is drawn without penalties, which count the tokens of one turn alone; got "
             f"{sampling}. Leave them out."
         )
-    rollout = session.rollout
     with deferred_interrupts(ends_here=True) as presses, asking(reply, workers) as ask:
         options["max_new_tokens"] = limits.of_turn(limits.max_new_tokens)
         session.queue(prompts, keep=limits.max_turns > 1, **options)
         with progress_bar(session.pending, progress, "conversations") as show:
             parse_special = options.get("parse_special", False)
             conversations = Conversing(session, limits, options.get("stop_ids"), ask, show, presses, parse_special)
-            with rollout.callers.alone():
-                rollout.engine.wake()
+            with session.callers.alone():
+                session.engine.wake()
             while conversations.is_unfinished and not presses:
                 conversations.go_on()
             for item in conversations.asked:
@@ -196,7 +195,7 @@ class Conversing:
     ) -> None:
         self.presses, self.parse_special = presses, parse_special
         self.session, self.limits, self.stop_ids, self.ask, self.show = session, limits, stop_ids, ask, show
-        self.engine, self.callers = session.rollout.engine, session.rollout.callers
+        self.engine, self.callers = session.engine, session.callers
         self.running, self.asked = set(session.items.values()), dict[Item, Answer]()
         self.answered: queue.SimpleQueue[Item] = queue.SimpleQueue()  # of those asked; a worker's thread puts them there
         self.raised, self.refused = dict[Item, BaseException](), dict[Item, BaseException]()
@@ -248,7 +247,7 @@ class Conversing:
     def turn_of(self, item: Item) -> Turn:
         """What a conversation's last turn said."""
         request, completion = item.sample.request, item.sample.completion
-        tokens, tokenizer = np.array(completion.tokens, np.int32), self.session.rollout.model.tokenizer
+        tokens, tokenizer = np.array(completion.tokens, np.int32), self.session.model.tokenizer
         text = None if tokenizer is None else completion_decoder(tokenizer)(item.sample.text_tokens)
         place, before = (item.prompt, item.index, len(item.earlier)), request.prompt.view()
         before.flags.writeable = False  # it is the engine's own
@@ -263,7 +262,7 @@ class Conversing:
         if reply is None:
             self.end(item)
             return
-        model, room = self.session.rollout.model, self.limits.left(item) - 1
+        model, room = self.session.model, self.limits.left(item) - 1
         error = call(
             lambda: tokens.append(reply_tokens(model, reply, room, self.parse_special))
         )  # an object may raise anything when it is read

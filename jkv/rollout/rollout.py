@@ -16,28 +16,23 @@ from those of a trainer's dense forward pass; `jkv.rl` measures and corrects the
 import dataclasses
 import inspect
 import warnings
-import weakref
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import numpy as np
 
 from jkv.checks import check_counts, typed
 from jkv.engine.backend import Backend
-from jkv.engine.callers import Callers
 from jkv.engine.interrupts import deferred_interrupts
 from jkv.engine.options import EngineOptions
-from jkv.engine.outputs import Event
-from jkv.engine.requests import Request, RequestOptions, check_model, make_requests, spread_policies
+from jkv.engine.requests import RequestOptions, check_model, make_requests, spread_policies
 from jkv.engine.sizing import DEFAULT_RUNNING
 from jkv.eviction import Policy
 from jkv.generate import make_engine
 from jkv.model.params import Model, Params
-from jkv.replicas.front import Front
 from jkv.replicas.replicas import Replicas
 from jkv.rollout.conversing import Limits, Reply, converse
 from jkv.rollout.results import Rollouts
-from jkv.rollout.session import SampleOptions, Session
+from jkv.rollout.session import Callers, Defaults, SampleOptions, Session, pad_warning
 
 DEFAULT_PROMPT_TOKENS, DEFAULT_NEW_TOKENS = 512, 1024
 
@@ -46,7 +41,7 @@ class Rollout(Session):
     """Samples groups of completions with the current weights; programs compile once and the pool is kept.
 
     Any number of threads may use it. Calls and conversations of several threads run in one batch, on one pool; `submit` and
-    `run` of several threads need a `session` each. The threads that wait run the engine's turns, one at a time.
+    `run` of several threads need a `session` each. The threads that wait run the engine's steps, one at a time.
 
     Args:
       model_or_params: what `jkv.load` returns, or bare `Params` (prompts are token ids then); or `jkv.Replicas`, for engines
@@ -67,8 +62,8 @@ class Rollout(Session):
 
     Attributes:
       engine: the `jkv.Engine` that runs the samples, or the replicas. Not to be called while another thread uses the rollout.
-      callers: the threads that use it.
-      sessions: this one, and the ones that `session` made.
+      callers: the threads that use it, and their sessions: this one, and the ones that `session` made.
+      defaults: what samples have where a call names nothing else.
 
     Raises:
       ValueError: a setting out of its range, or lengths that the model's positions do not hold.
@@ -93,28 +88,21 @@ class Rollout(Session):
         model: Model = check_model(model_or_params) if replicas is None else replicas.model
         policy = replicas.policies[0] if replicas is not None and policy is None else policy
         positions = model.config.max_positions
-        self.n, self.max_prompt_tokens = n, max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)
-        self.max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - self.max_prompt_tokens)
-        self.policy = spread_policies(policy, 1, model.params, options.kv_format)[0]
-        self.pad_id, self.prompt_pad = check_pad(model, pad_id), pad_id
-        self.prompt_piece = prompt_piece
-        widest: Any = {"n": max(n, 2), "max_new_tokens": self.max_new_tokens, "prompt_piece": prompt_piece}
-        request_options = RequestOptions(policy=self.policy, stop_ids=(), **widest)
-        longest = make_requests(model, [np.zeros(self.max_prompt_tokens, np.int32)], request_options)
+        max_prompt_tokens = max_prompt_tokens or min(DEFAULT_PROMPT_TOKENS, positions // 2)
+        max_new_tokens = max_new_tokens or min(DEFAULT_NEW_TOKENS, positions - max_prompt_tokens)
+        policy = spread_policies(policy, 1, model.params, options.kv_format)[0]
+        limits = max_prompt_tokens, max_new_tokens, prompt_piece
+        defaults = Defaults(policy, n, *limits, check_pad(model, pad_id), prompt_pad=pad_id)
+        widest: Any = {"n": max(n, 2), "max_new_tokens": max_new_tokens, "prompt_piece": prompt_piece}
+        request_options = RequestOptions(policy=policy, stop_ids=(), **widest)
+        longest = make_requests(model, [np.zeros(max_prompt_tokens, np.int32)], request_options)
         later = [[dataclasses.replace(one, num_kept=1) for one in group] for group in longest]  # a turn of `converse` is wider
         if replicas is not None and settings:
             raise ValueError(f"Engines of replicas are built; got {', '.join(settings)}. Give that to jkv.Replicas.")
-        self.engine: Backend = make_engine(model, later, options) if replicas is None else Front(replicas)
+        engine: Backend = make_engine(model, later, options) if replicas is None else replicas.session()
         if replicas is not None:
-            self.engine.check(longest[0][0])
-        self.callers, self.sessions = Callers(self.engine, self._receive), weakref.WeakSet[Session]()
-        self._has_warned: set[str] = set()
-        super().__init__(None)
-
-    @property
-    def model(self) -> Model:
-        """The model with the weights in use."""
-        return self.engine.model
+            engine.check(longest[0][0])
+        super().__init__(Callers(engine), defaults)
 
     @property
     def version(self) -> int:
@@ -124,7 +112,7 @@ class Rollout(Session):
     @property
     def num_pending(self) -> int:
         """Samples of all sessions that were submitted and not returned yet."""
-        return sum(session.pending for session in list(self.sessions))
+        return self.callers.num_pending
 
     @property
     def is_asleep(self) -> bool:
@@ -195,7 +183,7 @@ class Rollout(Session):
         """
         self._check_none_pending()
         session = self.session()
-        limits = Limits(max_turns, max_turn_tokens, self.max_new_tokens)
+        limits = Limits(max_turns, max_turn_tokens, self.defaults.max_new_tokens)
         try:
             return converse(session, prompts, reply, limits, workers, progress, on_error, **options)
         finally:
@@ -203,13 +191,7 @@ class Rollout(Session):
 
     def session(self) -> Session:
         """Another session: samples of its own, in the same batch. For a thread that submits and runs beside others."""
-        return Session(self)
-
-    def _receive(self, events: Sequence[Event]) -> None:
-        """Notes which samples have finished, for the sessions that they are of."""
-        ended = [event.ticket for event in events if event.finish_reason]
-        for session in list(self.sessions) if ended else ():
-            session.note(ended)
+        return Session(self.callers, self.defaults)
 
     def _check_none_pending(self) -> None:
         if self.pending:
@@ -248,47 +230,6 @@ class Rollout(Session):
         with self.callers.alone():
             self.engine.wake()
 
-    def check_lengths(self, prompts: Sequence[np.ndarray], max_new_tokens: int | None) -> None:
-        """Refuses lengths above the limits of this rollout."""
-        for i, prompt in enumerate(prompts):
-            if len(prompt) > self.max_prompt_tokens:
-                raise ValueError(
-                    f"A prompt may have {self.max_prompt_tokens} tokens, the rollout's max_prompt_tokens; prompt {i} has "
-                    f"{len(prompt)}. Shorten it, or build the rollout with a higher limit."
-                )
-        if max_new_tokens is not None and max_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"A completion may have {self.max_new_tokens} tokens, the rollout's max_new_tokens; got {max_new_tokens}. "
-                "Lower it, or build the rollout with a higher limit."
-            )
-
-    def warn_of(self, request: Request) -> None:
-        """Warns once that a distribution that is cut or penalised biases a trainer's ratios, and of padding by a stop token."""
-        sampling = request.sampling
-        if self.pad_id in request.stop_ids and self.pad_id not in self.model.config.end_ids:
-            self._warn("pad", pad_warning(self.pad_id))
-        if sampling.draws == "truncated":
-            self._warn(
-                "cut",
-                f"top_k={sampling.top_k}, top_p={sampling.top_p}, min_p={sampling.min_p} cut the distribution: `logprobs` are "
-                "those after the cut, `logprobs_full` those before it; a ratio of either with a trainer's log-probabilities is "
-                "biased. Sample with top_p=1, top_k=0 and min_p=0 to train on it.",
-            )
-        if sampling.penalises:
-            self._warn(
-                "penalty",
-                f"repetition_penalty={sampling.repetition_penalty}, presence_penalty={sampling.presence_penalty}, "
-                f"frequency_penalty={sampling.frequency_penalty} change the distribution: `logprobs` are those after the "
-                "penalties, `logprobs_full` those before; a ratio of either with a trainer's log-probabilities is biased. "
-                "Sample without penalties to train on it.",
-            )
-
-    def _warn(self, kind: str, text: str) -> None:
-        """Warns once of each kind."""
-        if kind not in self._has_warned:
-            self._has_warned.add(kind)
-            warnings.warn(text, stacklevel=5)
-
 
 def check_pad(model: Model, pad_id: int | None) -> int:
     """The padding token, checked; warns if it is an end token."""
@@ -301,11 +242,3 @@ def check_pad(model: Model, pad_id: int | None) -> int:
     if pad_id in config.end_ids:
         warnings.warn(pad_warning(pad_id), stacklevel=3)
     return pad_id
-
-
-def pad_warning(pad_id: int) -> str:
-    """The warning about padding with an end token."""
-    return (
-        f"pad_id={pad_id} is also an end token: a trainer that masks with `tokens != pad_id` drops every end token from its "
-        "loss, so the policy never learns to stop. Use `out.mask`, or pass another pad_id."
-    )

@@ -21,8 +21,7 @@ from starlette.routing import Route
 
 from jkv.checks import DISTRIBUTION, shown
 from jkv.engine.results import Result
-from jkv.engine.service import Service
-from jkv.engine.tickets import Ticket
+from jkv.engine.service import Service, Ticket
 from jkv.model.params import Model
 from jkv.serving.about import About
 from jkv.serving.conversations import Conversations, Stored

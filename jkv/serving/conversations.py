@@ -12,7 +12,7 @@ from typing import Any
 
 from jkv.checks import shown
 from jkv.engine.conversations import ENDS
-from jkv.engine.tickets import Ticket
+from jkv.engine.service import Ticket
 from jkv.reasoning.marks import marks_of
 from jkv.serving.errors import RefusalError
 from jkv.serving.options import ServerOptions

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 
 from jkv.engine.outputs import Event
-from jkv.engine.tickets import Ticket
+from jkv.engine.service import Ticket
 from jkv.model.params import Model
 from jkv.reasoning.marks import completion_decoder, marks_of
 from jkv.reasoning.token_bytes import PartReader

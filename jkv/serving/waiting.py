@@ -8,7 +8,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from jkv.engine.results import Result
-from jkv.engine.tickets import Ticket
+from jkv.engine.service import Ticket
 
 
 async def gathered(tickets: Sequence[Ticket]) -> list[Result]:

@@ -23,8 +23,8 @@ from jkv.checkpoints import loading as checkpoint
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.results import complete
 from jkv.engine.samples import Completion
+from jkv.engine.service import Reply
 from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Reply
 from jkv.limits import parse
 from jkv.model.params import Model
 from jkv.model.sampling import Sampling
@@ -33,7 +33,6 @@ from jkv.policies.table import r_kv
 from jkv.replicas import Replicas
 from jkv.replicas.buckets import pack, unpack
 from jkv.replicas.dispatcher import Dispatcher, Open
-from jkv.replicas.front import Front
 from jkv.replicas.replica import Change, Facts, Finished, Item, Post
 
 ROWS, TOKENS = 16, 512
@@ -124,10 +123,9 @@ def time_replicas(count: int, carrier: str, problems: int) -> dict[str, Any]:
             out = complete(replicas.generate(prompts, progress=False, **call))
             seconds.append(time.perf_counter() - began)
             busy.append(time.process_time() - used)
-        front = Front(replicas)
-        ticket = front.submit_requests(replicas.requests(prompts[0], call)[0])
-        front.run()
-        sent = [Finished.of(number, sample) for number, sample in enumerate(front.take([ticket]))]
+        ticket = replicas.submit_requests(replicas.requests(prompts[0], call)[0])
+        replicas.run()
+        sent = [Finished.of(number, sample) for number, sample in enumerate(replicas.take([ticket]))]
     tokens = int(out.lengths.sum())
     best = int(np.argmin(seconds[1:])) + 1
     return {

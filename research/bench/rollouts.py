@@ -18,6 +18,7 @@ from jkv.bench.fixtures import usual_page_size
 from jkv.bench.rounds import GREEDY, in_turns, median_and_spread, timer
 from jkv.checkpoints import loading as checkpoint
 from jkv.checks import install
+from jkv.engine.engine import Engine
 from jkv.engine.memory import most_pages_of, num_row_pages
 from jkv.evaluation.held_out import held_out
 from jkv.eviction import Policy
@@ -170,7 +171,8 @@ def largest_group(params: Params, load: Load, policy: Policy, num_bytes: int) ->
 
     def pool_bytes(n: int) -> int:
         rollout = Rollout(params, policy, **limits, n=n, max_running=n, page_size=page_size, num_pages=prompt + n * row)
-        engine: Any = rollout.engine
+        engine = rollout.engine
+        assert isinstance(engine, Engine)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(engine.runner.state.cache))
         rollout.sleep()
         return size

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from jkv.engine.tickets import wakeup_of_this_loop
+from jkv.engine.service import wakeup_of_this_loop
 
 
 def rung(thread_count, event_count):

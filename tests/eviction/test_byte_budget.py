@@ -75,7 +75,7 @@ def test_a_budget_in_bytes_is_the_run_with_the_slots_that_they_hold(model, name,
     engine.run()
     assert engine.result(ticket).policies[0].budget == 24
     rollout = jkv.Rollout(model, in_bytes, kv_dtype=kv_dtype, max_prompt_tokens=40, max_new_tokens=32)
-    assert rollout.policy.budget == 24
+    assert rollout.defaults.policy.budget == 24
 
 
 def test_a_budget_in_bytes_is_never_more_bytes_than_that(model):

@@ -101,7 +101,7 @@ def test_an_axis_that_splits_no_heads_makes_replicas(shape, live):
 
     _, expected = draws(make_model(), None, live)
     rollout, found = draws(placed(make_model(), mesh), mesh, live)
-    assert len(rollout._rollout.engine.replicas.loads) == shape[0]
+    assert len(rollout._rollout.engine.loads) == shape[0]
     for (one, one_last), (other, last) in zip(expected, found, strict=True):
         assert [row.tolist() for row in one.tokens] == [row.tolist() for row in other.tokens]
         for x, y in zip(one.logprobs, other.logprobs, strict=True):

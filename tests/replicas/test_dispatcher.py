@@ -8,8 +8,8 @@ import pytest
 import jkv
 from jkv.engine.requests import RequestOptions, make_requests
 from jkv.engine.samples import Completion
+from jkv.engine.service import Reply
 from jkv.engine.stats import RunStats
-from jkv.engine.tickets import Reply
 from jkv.replicas.dispatcher import MOST_MOVES, Dispatcher, Open
 from jkv.replicas.replica import Facts, Failed, Finished, Item, Lost, Rows, Updated
 
@@ -30,8 +30,8 @@ class Paper:
         self.items += [item.number for item in items]
         self.came.set()
 
-    def restore(self, items, rows):
-        self.restored += [(item.number, rows) for item in items]
+    def restore(self, items, content):
+        self.restored += [(item.number, content) for item in items]
         self.submit(items)
 
     def cancel(self, numbers):
@@ -50,7 +50,7 @@ class Paper:
     def reset_stats(self):
         pass
 
-    def ask(self, name):
+    def ask(self, call, seconds):
         return RunStats()
 
     def close(self):
@@ -130,7 +130,7 @@ def test_a_lost_replica_leaves_its_rows_and_items_to_others_and_is_not_heard_any
     two.finish(3)
     settle(dispatcher)
     assert two.items == [1, 3, 0, 2]
-    assert two.restored == [(0, rows)]
+    assert two.restored == [(0, "rows")]
     assert not replies[2].done()
     two.finish(0)
     two.finish(2)

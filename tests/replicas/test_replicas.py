@@ -56,7 +56,7 @@ def test_tokens_and_traces_are_those_of_one_engine_in_the_order_of_the_prompts(r
 
 def replicas_model(replicas):
     """The model with the weights in use, of the first replica."""
-    return replicas._dispatcher.members[0].replica._worker.engine.model
+    return replicas._dispatcher.members[0].replica.engine.model
 
 
 def test_samples_are_streamed_as_they_finish(replicas, one):
@@ -91,7 +91,7 @@ def in_the_middle(replicas, call):
     out = {}
     thread = threading.Thread(target=lambda: out.update(it=replicas.generate(PROMPTS, **LONG)))
     thread.start()
-    engines = [member.replica._worker.engine for member in replicas._dispatcher.members.values()]
+    engines = [member.replica.engine for member in replicas._dispatcher.members.values()]
     while min(engine.stats.chunks for engine in engines) < 4:
         threading.Event().wait(0.001)
     call()
@@ -120,7 +120,7 @@ def test_weights_that_come_in_the_middle_are_used_by_all_and_versions_ascend(mod
 
 def test_rows_of_a_retired_replica_go_on_and_are_not_drawn_again(model, one):
     with jkv.Replicas(model, num_replicas=2, policies=[R_KV], **SIZES) as replicas:
-        engines = [member.replica._worker.engine for member in replicas._dispatcher.members.values()]
+        engines = [member.replica.engine for member in replicas._dispatcher.members.values()]
         out = in_the_middle(replicas, lambda: replicas.retire(0))
         assert_equal(out, one(**LONG))
         drawn = sum(engine.stats.tokens for engine in engines)
@@ -130,7 +130,7 @@ def test_rows_of_a_retired_replica_go_on_and_are_not_drawn_again(model, one):
 
 def test_items_of_an_engine_that_cannot_be_repaired_go_elsewhere(model, one):
     with jkv.Replicas(model, num_replicas=2, policies=[R_KV], restarts=0, **SIZES) as replicas:
-        engine = replicas._dispatcher.members[0].replica._worker.engine
+        engine = replicas._dispatcher.members[0].replica.engine
 
         def ruin():
             engine.runner.reset = None  # after a failed program there is no pool any more

@@ -25,7 +25,7 @@ def scaled(model, factor):
 
 
 def engines(replicas):
-    return [member.replica._worker.engine for member in replicas._dispatcher.members.values() if member.replica]
+    return [member.replica.engine for member in replicas._dispatcher.members.values() if member.replica]
 
 
 def assert_all_use(replicas, params):
@@ -90,9 +90,10 @@ def test_an_update_that_failed_once_sends_everything(replicas, model, monkeypatc
 
 
 def test_a_replica_that_receives_other_weights_than_were_sent_is_started_again(replicas, model, monkeypatch):
-    worker = replicas._dispatcher.members[0].replica._worker
+    worker = replicas._dispatcher.members[0].replica
     update = worker.update
-    monkeypatch.setattr(worker, "update", lambda leaves, *others: update({i: leaves[i] for i in leaves if i}, *others))
+    without_first = lambda change: change._replace(content={i: leaf for i, leaf in change.content.items() if i})  # noqa: E731
+    monkeypatch.setattr(worker, "update", lambda change: update(without_first(change)))
     params = scaled(model, 1.25)
     replicas.update(params)
     out = replicas.generate([PROMPT] * 4, **SETTINGS)

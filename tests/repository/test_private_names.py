@@ -7,7 +7,7 @@ import pytest
 from tests.repository.test_imports import FILES, name_of
 
 OF_TUPLES = {"_asdict", "_fields", "_make", "_replace"}
-PARTS = {"engine", "runner", "scheduler", "service"}  # arguments of these names have a type
+PARTS = {"engine", "runner", "scheduler", "service", "replicas", "session", "worker"}  # arguments of these names have a type
 
 
 def private_names(tree):

@@ -14,7 +14,7 @@ import jkv
 from jkv.bench.load import Answer, events_of
 from jkv.engine.requests import Request
 from jkv.engine.results import Result
-from jkv.engine.tickets import Ticket
+from jkv.engine.service import Ticket
 from jkv.evaluation.held_out import held_out
 from jkv.serving.jobs import Job
 from tests.serving.conftest import SETTINGS, Running, make_engine

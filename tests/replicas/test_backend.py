@@ -1,4 +1,4 @@
-"""Replicas that look like one engine: to `Rollout`, and to whoever calls `submit_requests`, `step` and `take`."""
+"""Replicas as a backend: for `Rollout`, and for whoever calls `submit_requests`, `step` and `take`."""
 
 import concurrent.futures
 import threading
@@ -9,7 +9,6 @@ import pytest
 
 import jkv
 from jkv.engine.requests import RequestOptions, make_requests
-from jkv.replicas.front import Front
 
 PROMPTS = [[5, 1, 9], [3, 7] * 13 + [1], [4] * 8]
 R_KV = jkv.r_kv(budget=16, interval=8, window=4)
@@ -41,7 +40,7 @@ def rollout(replicas, model):
 def slow_down(replicas, monkeypatch):
     """Each turn takes a while, so that a busy machine does what a test does in the middle before the last ones are finished."""
     for member in replicas._dispatcher.members.values():
-        engine = member.replica._worker.engine
+        engine = member.replica.engine
         step = engine.step
         monkeypatch.setattr(engine, "step", lambda step=step: (threading.Event().wait(0.05), step())[1])
 
@@ -61,7 +60,7 @@ def requests_of(model, prompts=PROMPTS, **settings):
 
 def chunks(replicas):
     """Chunks that each replica has decoded so far."""
-    return [member.replica._worker.num_chunks for member in replicas._dispatcher.members.values()]
+    return [member.replica.num_chunks for member in replicas._dispatcher.members.values()]
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -99,9 +98,9 @@ def test_samples_come_as_they_finish_and_replicas_rest_between_two_runs(rollout,
 
 
 def test_samples_of_a_prompt_that_are_submitted_one_by_one_stay_together(replicas):
-    front, model = Front(replicas), replicas.newest_model
+    session, model = replicas.session(), replicas.newest_model
     for request in (one for group in requests_of(model, PROMPTS[:2], n=3) for one in group):
-        front.submit_requests([request])
+        session.submit_requests([request])
     seen = []
     plain = replicas._dispatcher._dispatch
 
@@ -111,7 +110,7 @@ def test_samples_of_a_prompt_that_are_submitted_one_by_one_stay_together(replica
 
     replicas._dispatcher._dispatch = look
     try:
-        front.run()
+        session.run()
     finally:
         replicas._dispatcher._dispatch = plain
     (a, b) = (next(numbers for numbers in (state[i] for state in seen) if numbers) for i in (0, 1))
@@ -136,7 +135,7 @@ def test_a_sleeping_rollout_frees_every_pool_and_goes_on_with_equal_tokens(rollo
     rollout.submit(PROMPTS, **CALL)
     rollout.run(until_done=1)
     rollout.sleep(forget_weights=True)
-    engines = [member.replica._worker.engine for member in replicas._dispatcher.members.values()]
+    engines = [member.replica.engine for member in replicas._dispatcher.members.values()]
     assert rollout.is_asleep
     assert all(engine.is_asleep for engine in engines)
     assert not any(isinstance(leaf, jax.Array) for engine in engines for leaf in jax.tree.leaves(engine.model.params))
@@ -163,32 +162,32 @@ def test_cancelled_samples_keep_their_tokens(rollout, one, slowly):
 
 
 def test_an_event_comes_for_each_sample_and_a_callback_that_raises_ends_its_request(replicas):
-    front, events = Front(replicas), []
+    session, events = replicas.session(), []
 
     def fail(event):
         events.append(event)
         raise OSError("disk full")
 
     failing, other = requests_of(replicas.newest_model, PROMPTS[:2], n=4)
-    tickets = front.submit_requests(failing, fail), front.submit_requests(other, events.append)
-    front.run()
+    tickets = session.submit_requests(failing, fail), session.submit_requests(other, events.append)
+    session.run()
     assert [len(event.tokens) for event in events if event.ticket == tickets[1]] == [24] * 4
     assert len([event for event in events if event.ticket == tickets[0]]) == 1
-    assert [type(sample.completion.error) for sample in front.take([tickets[0]])] == [OSError] * 4
-    assert [sample.completion.finish_reason for sample in front.take([tickets[1]])] == ["length"] * 4
+    assert [type(sample.completion.error) for sample in session.take([tickets[0]])] == [OSError] * 4
+    assert [sample.completion.finish_reason for sample in session.take([tickets[1]])] == ["length"] * 4
 
 
 def test_an_interrupt_cancels_what_is_unfinished(replicas, slowly):
-    front = Front(replicas)
+    session = replicas.session()
     (group,) = requests_of(replicas.newest_model, PROMPTS[:1], n=8, max_new_tokens=120)
-    ticket = front.submit_requests(group)
+    ticket = session.submit_requests(group)
 
     def interrupt(events):
         if events:
             raise KeyboardInterrupt
 
-    front.run(interrupt)
-    reasons = [sample.completion.finish_reason for sample in front.take([ticket])]
+    session.run(interrupt)
+    reasons = [sample.completion.finish_reason for sample in session.take([ticket])]
     assert {"length", "cancelled"} == set(reasons)
     assert [load.items for load in replicas.loads] == [0, 0]
 
@@ -198,7 +197,7 @@ def test_when_all_replicas_are_lost_samples_end_and_the_error_is_raised(model):
         rollout = jkv.Rollout(replicas, **LIMITS)
         rollout.submit(PROMPTS, **CALL)
         for member in list(replicas._dispatcher.members.values()):
-            member.replica._worker._post(jkv.replicas.replica.Lost(OSError("unplugged")))
+            member.replica._post(jkv.replicas.replica.Lost(OSError("unplugged")))
         with pytest.raises(RuntimeError, match="All replicas are lost"):
             rollout.run()
         assert set(rollout.cancel().finish_reason) == {"error"}
@@ -227,7 +226,7 @@ def test_what_replicas_cannot_do_is_refused(replicas, call, message):
 
 def test_a_call_is_traced_as_it_asks_whatever_was_asked_before(rollout, replicas):
     def traced():
-        return [member.replica._worker.engine.is_traced for member in replicas._dispatcher.members.values()]
+        return [member.replica.engine.is_traced for member in replicas._dispatcher.members.values()]
 
     assert rollout(PROMPTS, n=2, seed=1, max_new_tokens=4, return_trace=True).trace is not None
     assert all(traced())
@@ -241,7 +240,7 @@ def test_a_replica_that_was_started_again_traces_what_a_call_asked_for(model, on
         rollout([PROMPTS[0]], n=1, max_new_tokens=4, return_trace=True)
         first = replicas._dispatcher.members[0].replica
         rollout.submit(PROMPTS, return_trace=True, **CALL)
-        first._worker._post(jkv.replicas.replica.Lost(OSError("unplugged")))
+        first._post(jkv.replicas.replica.Lost(OSError("unplugged")))
         out, expected = rollout.run(), one(PROMPTS, return_trace=True, **CALL)
         assert replicas._dispatcher.members[0].replica is not first
     np.testing.assert_array_equal(out.tokens, expected.tokens)

@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from jkv.engine.stats import RunStats
-from jkv.replicas.merging import ALIKE, MEANS, SIDE_BY_SIDE, merged_stats
+from jkv.engine.stats import ALIKE, MEANS, SIDE_BY_SIDE, RunStats, merged_stats
 
 
 def test_counts_are_summed_seconds_are_the_longest_and_means_are_weighted():

@@ -5,7 +5,7 @@ import collections
 import numpy as np
 import pytest
 
-from jkv.replicas.dispatch import Load, Waiting, assign
+from jkv.replicas.waiting import Load, Waiting, assign
 
 
 def waiting_of(*groups):
