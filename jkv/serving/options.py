@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.checks import check_counts, did_you_mean, shown, typed
+from jkv.checks import check_counts, check_known, check_least, out_of_range, typed
 from jkv.policies import POLICIES
 
 
@@ -48,16 +48,14 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         for name in typed("allowed", self.allowed, tuple):
-            if name not in POLICIES:
-                raise ValueError(f"allowed must be of {', '.join(POLICIES)}; got {shown(name)}.{did_you_mean(name, POLICIES)}")
+            check_known(POLICIES, allowed=name)
         typed("parse_special", self.parse_special, bool)
         check_counts(max_body=self.max_body)
         for name in ("max_waiting", "max_conversations"):
-            if typed(name, getattr(self, name), int) < 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}.")
+            check_least(0, **{name: typed(name, getattr(self, name), int)})
         for name in ("time_limit", "body_seconds", "send_seconds", "conversation_seconds"):
             if not typed(name, getattr(self, name), float) > 0:
-                raise ValueError(f"{name} must be above 0 seconds; got {getattr(self, name)}.")
+                raise out_of_range(name, "be above 0 seconds", getattr(self, name))
         key = typed("api_key", self.api_key, str | None)
         if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
-            raise ValueError(f"api_key must be printable ASCII, as headers are, and not empty; got {shown(key)}.")
+            raise out_of_range("api_key", "be printable ASCII, as headers are, and not empty", key)
