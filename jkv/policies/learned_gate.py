@@ -87,7 +87,7 @@ def learned_gate(
         window = gate.window if window is None else window
         schedule = Threshold(threshold, window, interval)
     else:
-        rule = "learned_gate takes exactly one of {field} (slots) and threshold (of what its gate computes); got {got}."
-        raise InputError(rule, field="budget", code="conflict", got="neither" if budget is None else "both")
+        rule = "learned_gate takes exactly one of a {field} (slots) and a threshold (of what its gate computes); got {got}."
+        raise InputError(rule, field="budget", code="conflict", got=f"budget={budget}, threshold={threshold}")
     evict = Evict(GateValue(), scope=scope, **protection(window, sinks, recent, protect_prompt))
     return Policy("learned_gate", evict, schedule, calibration=gate)
