@@ -60,7 +60,7 @@ class ByteBudget:
             pass
         least = self.least()
         found = f"{self!r}: {size(num_bytes)} / ({slot}) is {slots} slots"
-        rule = "{found}, and {name} takes at least {least} with these settings = {needed}. Raise it, or quantise pages."
+        rule = "{found}, and {name} takes at least {least} with its settings = {needed}. Raise the {field}, or quantise pages."
         needed = size(least * slot.whole)
         raise InputError(rule, field="budget", code="out_of_range", found=found, name=self.name, least=least, needed=needed)
 

@@ -69,7 +69,7 @@ BAD = [
     ("format", TEXT | {"kv_dtype": "int8"}, 400, "in the weights' own dtype"),
     ("seed", TEXT | {"seed": -1}, 400, "seed must lie in"),
     ("stop", TEXT | {"stop": [""]}, 400, "not empty"),
-    ("stop ids", TEXT | {"stop_token_ids": list(range(20))}, 400, "stop ids"),
+    ("stop ids", TEXT | {"stop_token_ids": list(range(20))}, 400, "stop_token_ids must be at most"),
     ("max_tokens", TEXT | {"max_tokens": 0}, 400, "max_tokens must be at least 1"),
     ("logprobs", TEXT | {"logprobs": 5}, 400, "drawn token alone"),
     ("min_tokens", TEXT | {"min_tokens": 5}, 400, "no least length"),
