@@ -36,6 +36,7 @@ from jkv.engine.outputs import Event
 from jkv.engine.requests import RequestOptions
 from jkv.engine.results import Result
 from jkv.engine.service import Service
+from jkv.errors import InputError
 from jkv.eviction import (
     AfterPrompt,
     CacheView,
@@ -86,6 +87,7 @@ __all__ = [
     "Every",
     "Evict",
     "Growing",
+    "InputError",
     "Model",
     "ModelConfig",
     "Needs",

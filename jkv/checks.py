@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from jkv.errors import InputError
+
 WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -105,11 +107,13 @@ def described(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {text.strip().partition(chr(10))[0].rstrip('. ')}".rstrip(": ")
 
 
-def typed(name: str, value: Any, wanted: Any) -> Any:
+def typed(field: str, value: Any, wanted: Any, whose: str = "") -> Any:
     """The value as one of the types wanted (an annotation); NumPy's numbers and truth values become Python's.
 
+    `whose` stands before the name in an error, such as "r_kv's ".
+
     Raises:
-      ValueError: the value has none of these types, or is too large for a number.
+      InputError: the value has none of these types, or is too large for a number.
 
     >>> typed("budget", 64, int | None)
     64
@@ -118,6 +122,7 @@ def typed(name: str, value: Any, wanted: Any) -> Any:
     kinds = [kind.__origin__ if isinstance(kind, types.GenericAlias) else kind for kind in union]
     if bool in kinds and isinstance(value, np.bool_):
         return bool(value)
+    rule = "{whose}{field} must be {kinds}; got {got}."
     if not isinstance(value, bool):
         if int in kinds and isinstance(value, numbers.Integral):
             return int(value)
@@ -125,40 +130,94 @@ def typed(name: str, value: Any, wanted: Any) -> Any:
             try:
                 return float(value)
             except OverflowError:
-                raise ValueError(f"{name} must be a number below 1.8e308; got {shown(value)}.") from None
+                most = "a number below 1.8e308"
+                raise InputError(rule, field=field, code="out_of_range", whose=whose, kinds=most, got=shown(value)) from None
     plain: Any = tuple(kind for kind in kinds if kind not in (int, float))
     if Any not in plain and not isinstance(value, plain):
-        words = (WORDS.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)
-        raise ValueError(f"{name} must be {' or '.join(words)}; got {shown(value)}.")
+        known = " or ".join(WORDS.get(kind, getattr(kind, "__name__", str(kind))) for kind in kinds)
+        raise InputError(rule, field=field, code="wrong_type", whose=whose, kinds=known, got=shown(value))
     return value
+
+
+def out_of_range(field: str, limits: str, value: Any) -> InputError:
+    """The error about a value that must `limits`, such as "lie in (0, 1]"."""
+    rule = "{field} must {limits}; got {got}."
+    return InputError(rule, field=field, code="out_of_range", limits=limits, got=shown(value))
 
 
 def check_counts(**values: Any) -> None:
     """Refuses counts below one and values that are no whole numbers; None means a default and passes."""
-    for name, value in values.items():
-        if value is not None and typed(name, value, int) < 1:
-            raise ValueError(f"{name} must be at least 1; got {shown(value)}.")
+    for field, value in values.items():
+        if value is not None and typed(field, value, int) < 1:
+            raise out_of_range(field, "be at least 1", value)
 
 
 def check_most(most: int, **values: Any) -> None:
     """Refuses counts above a limit; None passes."""
-    for name, value in values.items():
+    for field, value in values.items():
         if value is not None and value > most:
-            raise ValueError(f"{name} must be at most {most:,}; got {shown(value)}. Lower it.")
+            rule = "{field} must be at most {most:,}; got {got}. Lower it."
+            raise InputError(rule, field=field, code="out_of_range", most=most, got=shown(value))
 
 
-def check_length(name: str, values: Any, most: int, unit: str) -> int:
+def check_memory(kv_memory: Any) -> int:
+    """Bytes of a pool that are given as a number."""
+    if isinstance(kv_memory, str):
+        rule = '{field} must be a number of bytes, or "auto" for the free memory; got {got}.'
+        raise InputError(rule, field="kv_memory", code="wrong_type", got=shown(kv_memory))
+    num_bytes: int = typed("kv_memory", kv_memory, int)
+    check_counts(kv_memory=num_bytes)
+    return num_bytes
+
+
+def check_between(least: float, most: float, why: str = "", **values: float | None) -> None:
+    """Refuses numbers outside of [least, most], and NaN; None passes. `why` follows the interval, such as ", 1 keeps all".
+
+    >>> check_between(0, 1, share=2.0)
+    Traceback (most recent call last):
+    jkv.errors.InputError: share must lie in [0, 1]; got 2.0.
+    """
+    for field, value in values.items():
+        if value is not None and not least <= value <= most:
+            raise out_of_range(field, f"lie in [{least:g}, {most:g}]{why}", value)
+
+
+def check_least(least: int, unit: str = "", **values: float | None) -> None:
+    """Refuses numbers below a limit, and NaN; None passes. `unit` follows the limit, such as " generated token"."""
+    for field, value in values.items():
+        if value is not None and not value >= least:
+            raise out_of_range(field, f"be at least {least}{unit}", value)
+
+
+def check_known(known: Iterable[Any], **names: Any) -> None:
+    """Refuses names that are none of the known ones, which the error lists.
+
+    >>> check_known(("head", "layer"), scope="heads")
+    Traceback (most recent call last):
+    jkv.errors.InputError: scope must be one of head, layer; got 'heads'. Did you mean head?
+    """
+    known = list(map(str, known))
+    for field, name in names.items():
+        if name not in known:
+            rule, near = "{field} must be one of {known}; got {got}.{near}", did_you_mean(name, known)
+            raise InputError(rule, field=field, code="unknown_name", known=", ".join(known), got=shown(name), near=near)
+
+
+def check_length(field: str, values: Any, most: int, unit: str, whose: str = "") -> int:
     """The length of a sequence, without a look at its elements.
 
     Raises:
-      ValueError: something that has no length or no order, or more than `most` elements.
+      InputError: something that has no length or no order, or more than `most` elements.
     """
+    rule, about = "{whose}{field} must be a list of {unit}; got {got}. Write [...].", {"whose": whose, "unit": unit}
     if isinstance(values, str | bytes | bytearray | dict | set | frozenset) or not hasattr(values, "__len__"):
-        raise ValueError(f"{name} must be a list of {unit}; got {shown(values)}. Write [...].")
+        raise InputError(rule, field=field, code="wrong_type", **about, got=shown(values))
     try:
         length = len(values)
     except (TypeError, OverflowError):  # an array of no dimension; a range of more than 2**63
-        raise ValueError(f"{name} must be a list of at most {most:,} {unit}; got {shown(values)}.") from None
+        rule = "{whose}{field} must be a list of at most {most:,} {unit}; got {got}."
+        raise InputError(rule, field=field, code="wrong_type", **about, most=most, got=shown(values)) from None
     if length > most:
-        raise ValueError(f"{name} must be at most {most:,} {unit}; got {length:,}. Pass fewer.")
+        rule = "{whose}{field} must be at most {most:,} {unit}; got {got:,}. Pass fewer."
+        raise InputError(rule, field=field, code="too_long", **about, most=most, got=length)
     return length

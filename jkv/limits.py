@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jkv.checks import check_most, shown
+from jkv.errors import InputError
 
 MOST_SIZE = 1 << 31  # every size of a setting lies below; slots and pages are numbered in 32 bits
 MOST_SAMPLES = 1 << 17  # of a call: prompts times samples of each
@@ -41,16 +42,16 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     Values of other types pass; of a list, each element is looked at.
 
     Raises:
-      ValueError: the first one.
+      InputError: the first one.
 
     >>> check_numbers({"problems": 10**30})
     Traceback (most recent call last):
-    ValueError: problems must be at most 131,072; got 1000000000000000000000000000000. Lower it.
+    jkv.errors.InputError: problems must be at most 131,072; got 1000000000000000000000000000000. Lower it.
     """
     for name, value in values.items():
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, float) and number != number:
-                raise ValueError(f"{name} must be a number; got {shown(number)}.")
+                raise InputError("{field} must be a number; got {got}.", field=name, code="wrong_type", got=shown(number))
             if isinstance(number, int) and name not in FREE:
                 check_most(MOST.get(name, MOST_SIZE - 1), **{name: number})
 

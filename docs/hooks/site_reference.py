@@ -41,6 +41,7 @@ GROUPS: Mapping[str, Group] = {
             "jkv.Engine",
             "jkv.Service",
             "jkv.EngineOptions",
+            "jkv.InputError",
             "jkv.RequestOptions",
             "jkv.Event",
             "jkv.engine.stats.RunStats",

@@ -1,27 +1,29 @@
 """`jkv analyze` counts how much of a set of traces repeats itself, right and wrong ones separately."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import words
-from jkv.cli.evaluate import read_options
 from jkv.cli.inputs import LOOKS, can_draw, make_folder
+from jkv.cli.options import MAX_RUNNING, MODEL, PAGE_SIZE, SETTINGS, Option, defaults_of, read_options
 
-DEFAULTS: dict[str, Any] = {
-    "model": "tiny-reasoner",
-    "problems": 100,
-    "policies": ["full"],
-    "budgets": [],
-    "settings": {},
-    "max_new_tokens": None,
-    "max_running": 32,
-    "page_size": DEFAULT_PAGE_SIZE,
-}
+OPTIONS = (
+    dataclasses.replace(
+        MODEL, help="with files: whose tokens to count (default: words); else: who makes traces (default: tiny-reasoner)"
+    ),
+    Option("problems", int, 100, "how many unseen chains"),
+    Option("policies", list, ["full"], "comma-separated", words),
+    Option("budgets", list, [], "comma-separated, in slots, for policies that have one", words),
+    SETTINGS,
+    Option("max_new_tokens", int, None, "default: what the model's positions leave, up to 32768"),
+    MAX_RUNNING,
+    PAGE_SIZE,
+)
 Traces: TypeAlias = dict[str, tuple[list[str], list[bool | None]]]  # completions and marks, by the name of a group
 
 
@@ -43,18 +45,11 @@ def add(commands: Any) -> None:
         "or folders of such files, as `jkv eval` writes them; default: traces of a model, made now",
     )
     command.add_argument(
-        "--model", help="with files: whose tokens to count (default: words); else: who makes traces (default: tiny-reasoner)"
-    )
-    command.add_argument(
         "--encoder", default="tokens", help="what is compared: tokens (default), or sentence:<model> of sentence-transformers"
     )
     command.add_argument("--config", type=Path, help="a TOML file with any of the options below and [settings.<policy>]")
-    command.add_argument("--problems", type=int, help="how many unseen chains; default: 100")
-    command.add_argument("--policies", type=words, help="comma-separated; default: full")
-    command.add_argument("--budgets", type=words, help="comma-separated, in slots, for policies that have one")
-    command.add_argument("--max-new-tokens", type=int, help="default: what the model's positions leave, up to 32768")
-    command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
-    command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
+    for option in OPTIONS:
+        option.add(command)
     command.add_argument("--out", type=Path, help="a folder for the tables, the JSON and, with matplotlib, the picture")
 
 
@@ -62,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     """Reads or makes traces and prints a table for each group."""
     if options.out:
         make_folder(options.out)
-    given = [name for name in ("config", *DEFAULTS) if name != "model" and getattr(options, name, None) is not None]
+    given = [name for name in ("config", *defaults_of(OPTIONS)) if name != "model" and getattr(options, name, None) is not None]
     if options.files and given:
         option = f"--{given[0].replace('_', '-')}"
         raise ValueError(f"{option} is for traces that are made now; got files of traces too. Leave one out.")
@@ -76,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
         traces, tokenizer = read_traces(files), read_tokenizer(options.model)
         about = {"files": list(map(str, options.files)), "model": options.model}
     else:
-        about = read_options(options, DEFAULTS)
+        about = read_options(options, OPTIONS)
         traces, tokenizer = make_traces(about)
     tables = [headline(about["model"], options.encoder)]
     print(tables[0])

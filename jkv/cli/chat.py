@@ -6,7 +6,8 @@ from typing import Any
 
 from jkv.checks import described
 from jkv.cli import remote_chat
-from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_model_options, load_model, read_line, read_settings, sampling_of
+from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_model_options, load_model, read_line, sampling_of
+from jkv.cli.options import read_settings
 
 BOUNDED_CONTEXT, OPEN_CONTEXT = 8_192, 32_768  # slots
 

@@ -7,99 +7,88 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.cache import DEFAULT_PAGE_SIZE
-from jkv.checks import did_you_mean, words
-from jkv.cli.inputs import (
-    LOOKS,
-    add_kv_dtype,
-    add_mesh,
-    add_penalties,
-    add_settings,
-    add_weight_dtype,
-    can_draw,
-    load_model,
-    make_folder,
+from jkv.checks import words
+from jkv.cli.inputs import LOOKS, PENALTIES, add_mesh, add_settings, can_draw, load_model, make_folder
+from jkv.cli.options import (
+    CONTRASTS,
+    KV_DTYPE,
+    MAX_RUNNING,
+    MODEL,
+    PAGE_SIZE,
+    PROTECTION,
+    SEEDS,
+    SETTINGS,
+    WEIGHT_DTYPE,
+    Option,
+    counts,
+    defaults_of,
+    read_options,
     read_settings,
 )
-from jkv.limits import check_numbers
+from jkv.policies import POLICIES, needs_no_file
 
-DEFAULTS: dict[str, Any] = {
-    "model": "tiny-reasoner",
-    "problems": None,
-    "budgets": ["10%", "25%", "50%"],
-    "max_running": 32,
-    "page_size": DEFAULT_PAGE_SIZE,
-    "settings": {},
-    "protection": {},
-    "contrasts": [],
-    "seeds": 1,
-    "file": None,
-    "dataset": None,
-    "preset": None,
-    "split": None,
-    "subset": None,
-    "question": None,
-    "answer": None,
-    "template": None,
-    "chat_template": None,
-    "shuffle_seed": 0,
-    "grader": None,
-    "skip_ungradable": False,
-    "samples": 1,
-    "pass_at": None,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "seed": 0,
-    "max_new_tokens": None,
-    "kv_memory": None,
-    "kv_dtype": None,
-    "weight_dtype": None,
-    "mesh": None,
-}
-TYPES: dict[str, Any] = (
-    dict.fromkeys(("problems", "kv_memory", "max_running", "page_size", "max_new_tokens", "samples", "top_k"), int)
-    | dict.fromkeys(("seed", "seeds", "shuffle_seed"), int)
-    | dict.fromkeys(("model", "text", "file", "dataset", "preset", "split", "subset", "question", "answer"), str)
-    | dict.fromkeys(("template", "grader", "kv_dtype", "weight_dtype", "mesh"), str)
-    | dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), float)
-    | dict.fromkeys(("budgets", "policies", "pass_at", "contrasts"), list)
-    | {"settings": dict, "protection": dict, "texts": dict, "chat_template": bool, "skip_ungradable": bool}
+SAMPLINGS = (
+    Option("temperature", float, 0.0, "0 is greedy, the default"),
+    Option("top_p", float, 1.0, "default: 1, all tokens"),
+    Option("top_k", int, 0, "default: 0, all tokens"),
+    Option("min_p", float, 0.0, "default: 0, all tokens"),
+    *(Option(f"{name}_penalty", float, neutral, f"{effect}; default: {neutral:g}") for name, effect, neutral in PENALTIES),
+    Option("seed", int, 0, "of the draws, the same for every policy; default: 0"),
 )
-UNSAID = {  # what records of older versions leave out, and stood for then
-    "protection": {},
-    "contrasts": [],
-    "seeds": 1,
-    "kv_dtype": None,
-    "weight_dtype": None,
-    "mesh": None,
-    "dataset": None,
-    "preset": None,
-    "split": None,
-    "subset": None,
-    "question": None,
-    "answer": None,
-    "template": "{question}",
-    "chat_template": False,
-    "shuffle_seed": 0,
-    "grader": "boxed",
-    "skip_ungradable": False,
-    "samples": 1,
-    "pass_at": None,
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "seed": 0,
-}
-PROTECTION = ("sinks", "recent")
+PROBLEMS = (
+    Option("file", str, None, "the same as --dataset", Path),
+    Option(
+        "dataset",
+        str,
+        None,
+        'a JSONL, parquet or CSV file, or a Hugging Face data set folder on this machine, with "prompt" and "answer" unless a '
+        "preset or --question and --answer name other fields; default: unseen chains",
+        Path,
+    ),
+    Option("preset", str, None, "aime, math-500, gsm8k or gpqa: the fields, prompt and grader of that set"),
+    Option("split", str, None, "of the data set; default: the only one, or test"),
+    Option("subset", str, None, "of the data set, such as gpqa_diamond; may be a pattern"),
+    Option("question", str, None, "the field of the question"),
+    Option("answer", str, None, "the field of the gold answer"),
+    Option("template", str, None, "the prompt, with {question}; default: the preset's, or the question alone"),
+    Option("chat_template", bool, None, "whether the prompt is a turn of the model's chat"),
+    Option("shuffle_seed", int, 0, "of the order of a question's choices; default: 0"),
+    Option("grader", str, None, "boxed (equal text), math (math-verify) or choice (a letter); default: the preset's"),
+    Option("skip_ungradable", bool, False, "leave out gold answers that the grader does not mark right"),
+    Option("problems", int, None, "how many; default: all of a data set, 200 chains"),
+)
+OPTIONS = (
+    MODEL,
+    *PROBLEMS,
+    Option(
+        "policies", list, [*filter(needs_no_file, POLICIES)], "comma-separated; default: all but seal; full always runs", words
+    ),
+    SETTINGS,
+    Option(
+        "budgets",
+        list,
+        ["10%", "25%", "50%"],
+        'slots, shares of the mean length ("25%") or of each problem\'s own ("25% each")',
+        words,
+    ),
+    PROTECTION,
+    CONTRASTS,
+    SEEDS,
+    Option("samples", int, 1, "of each problem"),
+    Option("pass_at", list, None, "comma-separated k of pass@k; default: 1 and the number of samples", counts),
+    *SAMPLINGS,
+    Option("max_new_tokens", int, None, "default: 1024, or what the model's positions leave"),
+    MAX_RUNNING,
+    PAGE_SIZE,
+    Option("kv_memory", int, None, "bytes of the pool; default: what the rows need"),
+    KV_DTYPE,
+    WEIGHT_DTYPE,
+    Option("mesh", str),
+)
+DEFAULTS = defaults_of(OPTIONS)
+# What records of older versions leave out, and stood for then.
+UNSAID = DEFAULTS | {"template": "{question}", "chat_template": False, "grader": "boxed"}
+PROTECTED = ("sinks", "recent")
 CHAINS = 200  # problems drawn where no data set is given
 
 
@@ -116,74 +105,12 @@ def add(commands: Any) -> None:
     )
     command.set_defaults(run=run)
     command.add_argument("--config", type=Path, help="a TOML file with any of the options below and [settings.<policy>]")
-    command.add_argument(
-        "--model", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name; default: tiny-reasoner"
-    )
-    add_problems(command)
-    command.add_argument("--policies", type=words, help="comma-separated; default: all but seal; full always runs")
+    for option in OPTIONS:
+        option.add(command)
     add_settings(command)
-    command.add_argument(
-        "--budgets",
-        type=words,
-        help='slots, shares of the mean length ("25%%") or of each problem\'s own ("25%% each"); default: "10%%,25%%,50%%"',
-    )
-    command.add_argument(
-        "--protection",
-        type=lambda text: read_settings(None, words(text)),
-        help="what every policy that evicts keeps, as sinks=4,recent=16; a policy's own settings go before",
-    )
-    command.add_argument("--seeds", type=int, help="of policies that draw at random, whose rows are means; default: 1")
-    command.add_argument("--samples", type=int, help="of each problem; default: 1")
-    command.add_argument("--pass-at", type=counts, help="comma-separated k of pass@k; default: 1 and the number of samples")
-    command.add_argument("--temperature", type=float, help="default: 0, greedy")
-    command.add_argument("--top-p", type=float, help="default: 1, all tokens")
-    command.add_argument("--top-k", type=int, help="default: 0, all tokens")
-    command.add_argument("--min-p", type=float, help="default: 0, all tokens")
-    add_penalties(command)
-    command.add_argument("--seed", type=int, help="of the draws, the same for every policy; default: 0")
-    command.add_argument("--max-new-tokens", type=int, help="default: 1024, or what the model's positions leave")
-    command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
-    command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
-    add_weight_dtype(command)
     add_mesh(command)
-    add_kv_dtype(command)
-    command.add_argument("--kv-memory", type=int, help="bytes of the pool; default: what the rows need")
     command.add_argument("--out", type=Path, help="a folder for the table, JSON, completions and, with matplotlib, the picture")
     command.add_argument("--resume", action="store_true", help="resume an interrupted run into --out")
-
-
-def add_problems(command: Any) -> None:
-    """The options of problems, prompts and grading."""
-    command.add_argument("--file", type=Path, help="the same as --dataset")
-    command.add_argument(
-        "--dataset",
-        type=Path,
-        help='a JSONL, parquet or CSV file, or a Hugging Face data set folder on this machine, with "prompt" and "answer" '
-        "unless a preset or --question and --answer name other fields; default: unseen chains",
-    )
-    command.add_argument("--preset", help="aime, math-500, gsm8k or gpqa: the fields, prompt and grader of that set")
-    command.add_argument("--split", help="of the data set; default: the only one, or test")
-    command.add_argument("--subset", help="of the data set, such as gpqa_diamond; may be a pattern")
-    command.add_argument("--question", help="the field of the question")
-    command.add_argument("--answer", help="the field of the gold answer")
-    command.add_argument("--template", help="the prompt, with {question}; default: the preset's, or the question alone")
-    command.add_argument(
-        "--chat-template", action=argparse.BooleanOptionalAction, help="whether the prompt is a turn of the model's chat"
-    )
-    command.add_argument("--shuffle-seed", type=int, help="of the order of a question's choices; default: 0")
-    command.add_argument("--grader", help="boxed (equal text), math (math-verify) or choice (a letter); default: the preset's")
-    command.add_argument(
-        "--skip-ungradable",
-        action="store_true",
-        default=None,
-        help="leave out gold answers that the grader does not mark right",
-    )
-    command.add_argument("--problems", type=int, help="how many; default: all of a data set, 200 chains")
-
-
-def counts(text: str) -> list[int]:
-    """The numbers of a comma-separated list."""
-    return [int(word) for word in words(text)]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -200,11 +127,10 @@ def run_locked(options: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from jkv.evaluation.generations import data_digest
     from jkv.evaluation.problems import put, tokens_of
     from jkv.model.sampling import SAMPLING_FIELDS, Sampling
-    from jkv.policies import POLICIES, needs_no_file
     from jkv.reports import markdown_line, only_writer
     from jkv.statistics import check_ks
 
-    chosen = read_options(options, DEFAULTS | {"policies": list(filter(needs_no_file, POLICIES))})
+    chosen = read_options(options, OPTIONS)
     chosen["settings"] = with_protection(chosen["settings"], chosen["policies"], chosen["protection"])
     chosen["settings"] = with_settings(chosen["settings"], chosen["policies"], read_settings(None, options.set))
     check_policies(chosen)
@@ -276,8 +202,8 @@ def with_protection(
     Raises:
       ValueError: a protection of something else, or one that no policy of the comparison has.
     """
-    if wrong := [field for field, value in protection.items() if field not in PROTECTION or type(value) is not int]:
-        raise ValueError(f"protection has {' and '.join(PROTECTION)}, in slots; got {wrong[0]} = {protection[wrong[0]]!r}.")
+    if wrong := [field for field, value in protection.items() if field not in PROTECTED or type(value) is not int]:
+        raise ValueError(f"protection has {' and '.join(PROTECTED)}, in slots; got {wrong[0]} = {protection[wrong[0]]!r}.")
     recipes = [settings.get(name, {}).get("policy", name) for name in policies]
     return settings | {name: own | settings.get(name, {}) for name, own in with_settings({}, recipes, protection).items()}
 
@@ -317,7 +243,6 @@ def with_settings(settings: dict[str, dict[str, Any]], policies: list[str], give
     import inspect
 
     from jkv.evaluation.oracles import ORACLE
-    from jkv.policies import POLICIES
     from jkv.policies.oracle import oracle
 
     fields, recipes = {}, POLICIES | {ORACLE: oracle}
@@ -395,38 +320,3 @@ def start_or_resume(options: argparse.Namespace, name: str, about: dict[str, Any
         raise ValueError(f"{generations} holds completions. Go on with --resume, give another --out, or remove the folder.")
     bench.write_figures([], options.out, name, about)
     return []
-
-
-def read_options(options: argparse.Namespace, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The options: from the command line, else from the file, else the defaults."""
-    written = {} if options.config is None else read_config(options.config)
-    if unknown := sorted(set(written) - set(defaults)):
-        known, near = ", ".join(sorted(defaults)), did_you_mean(unknown[0], defaults)
-        raise ValueError(f"{options.config} may set {known}; got {', '.join(unknown)}.{near}")
-    for name, kind in TYPES.items():
-        kind = (int, float) if kind is float else kind
-        if name in written and (not isinstance(written[name], kind) or isinstance(written[name], bool) > (kind is bool)):
-            raise ValueError(f"{options.config}: {name} must be of type {TYPES[name].__name__}; got {written[name]!r}.")
-    check_numbers(written)
-    given = {name: getattr(options, name, None) for name in defaults}
-    return defaults | written | {name: value for name, value in given.items() if value is not None}
-
-
-def read_config(path: Path, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A TOML file on top of the one that it `extends`, if any; tables of settings are joined name by name."""
-    from jkv.text_files import read_toml
-
-    own, chain = read_toml(path), (*chain, path.resolve())
-    settings = own.setdefault("settings", {})
-    if not isinstance(settings, dict) or not all(isinstance(table, dict) for table in settings.values()):
-        raise ValueError(f"{path}: settings are tables, one a policy, as [settings.r_kv]; got {settings!r}.")
-    for name, table in settings.items():
-        if not isinstance(table.get("policy", ""), str):
-            raise ValueError(f"{path}: the policy of [settings.{name}] is a name; got {table['policy']!r}.")
-    if "extends" not in own:
-        return own
-    other = own.pop("extends")
-    if not isinstance(other, str) or (path.parent / other).resolve() in chain:
-        raise ValueError(f"{path}: extends names another file, not this one or one that extends it; got {other!r}.")
-    base = read_config(path.parent / other, chain)
-    return base | own | {"settings": base["settings"] | settings}

@@ -7,16 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import counted
-from jkv.cli.inputs import (
-    LOOKS,
-    PARSE_SPECIAL,
-    add_model_options,
-    check_target,
-    load_model,
-    read_prompts,
-    read_settings,
-    sampling_of,
-)
+from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_model_options, check_target, load_model, read_prompts, sampling_of
+from jkv.cli.options import read_settings
 from jkv.cli_errors import discard_output
 
 

@@ -1,16 +1,16 @@
 """What commands read: prompts, problems, settings, and checks of where they will write."""
 
 import argparse
-import ast
 import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jkv.checks import did_you_mean, install, shown
+from jkv.cli.options import KV_DTYPE, WEIGHT_DTYPE
 
 EXAMPLES = """\
 examples:
@@ -50,10 +50,12 @@ def examples_of(command: str) -> str:
 
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*(=.*)?", flags=re.DOTALL)
-BOOLEANS = {"true": "True", "false": "False", "none": "None"}
 LOOKS: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-
-
+PENALTIES = (  # each with what it does, and the number that changes nothing
+    ("repetition", "above 1 makes tokens of prompt and completion less likely", 1.0),
+    ("presence", "above 0 makes tokens of the completion less likely", 0.0),
+    ("frequency", "above 0 makes tokens of the completion less likely each time", 0.0),
+)
 PARSE_SPECIAL = "let messages make control tokens by writing their text, such as <|im_end|> (default: only the template does)"
 
 
@@ -73,9 +75,9 @@ def add_model_options(command: argparse.ArgumentParser) -> None:
         "--max-new-tokens", type=int, help="default: what the model's positions and the memory leave, up to 32768"
     )
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
-    add_weight_dtype(command)
+    WEIGHT_DTYPE.add(command)
     add_mesh(command)
-    add_kv_dtype(command)
+    KV_DTYPE.add(command)
     command.add_argument(
         "--kernels", help='"reference" computes everything by plain XLA; see docs/devices.md (default: the best for the device)'
     )
@@ -92,18 +94,6 @@ def add_budget(command: argparse.ArgumentParser) -> None:
 def slots_or_bytes(text: str) -> int | str:
     """A budget as a user types it; a recipe checks the text of one in bytes."""
     return int(text) if text.strip().lstrip("+-").isdigit() else text
-
-
-def add_kv_dtype(command: argparse.ArgumentParser) -> None:
-    """`--kv-dtype`."""
-    command.add_argument(
-        "--kv-dtype", help="int8 or fp8 keeps keys and values in 8 bits, int4 in 4, kvarn in 4 and 2; default: as the weights"
-    )
-
-
-def add_weight_dtype(command: argparse.ArgumentParser) -> None:
-    """`--weight-dtype`."""
-    command.add_argument("--weight-dtype", help="int8 or fp8 keeps the model's matrices in 8 bits; default: as they are")
 
 
 def add_mesh(command: argparse.ArgumentParser, replicas: bool = True) -> None:
@@ -128,17 +118,9 @@ def add_sampling(command: argparse.ArgumentParser, default: str = "", temperatur
     command.add_argument("--top-p", type=float, help=f"1 keeps all tokens; default: {default}{top_p:g}")
     command.add_argument("--top-k", type=int, help=f"0 keeps all tokens; default: {default}0")
     command.add_argument("--min-p", type=float, help=f"0 keeps all tokens; default: {default}0")
-    add_penalties(command, default)
-
-
-def add_penalties(command: argparse.ArgumentParser, default: str = "") -> None:
-    """The options of penalties on tokens that a text already holds."""
-    for name, effect, neutral in (
-        ("repetition", "above 1 makes tokens of prompt and completion less likely", 1),
-        ("presence", "above 0 makes tokens of the completion less likely", 0),
-        ("frequency", "above 0 makes tokens of the completion less likely each time", 0),
-    ):
-        command.add_argument(f"--{name}-penalty", type=float, help=f"{effect}; default: {default if neutral else ''}{neutral}")
+    for name, effect, neutral in PENALTIES:
+        line = f"{effect}; default: {default if neutral else ''}{neutral:g}"
+        command.add_argument(f"--{name}-penalty", type=float, help=line)
 
 
 def add_settings(command: argparse.ArgumentParser) -> None:
@@ -205,20 +187,6 @@ def expand_flags(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> l
         expanded += ["--set", f"{flag[2:].replace('-', '_')}={value}"]
     expanded += arguments[end:]
     return expanded
-
-
-def read_settings(budget: int | str | None, pairs: Iterable[str]) -> dict[str, Any]:
-    """Policy settings from `--budget` and `--set name=value`."""
-    settings: dict[str, Any] = {} if budget is None else {"budget": budget}
-    for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise ValueError(f"--set takes NAME=VALUE, such as interval=16; got {shown(pair)}.")
-        try:
-            settings[name.strip()] = ast.literal_eval(BOOLEANS.get(text.strip().lower(), text.strip()))
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two where it is nested too deep
-            settings[name.strip()] = text.strip()
-    return settings
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[Any]:

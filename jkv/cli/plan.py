@@ -5,17 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from jkv.cli.inputs import (
-    LOOKS,
-    add_budget,
-    add_kv_dtype,
-    add_sampling,
-    add_settings,
-    add_weight_dtype,
-    check_target,
-    read_settings,
-    sampling_of,
-)
+from jkv.cli.inputs import LOOKS, add_budget, add_sampling, add_settings, check_target, sampling_of
+from jkv.cli.options import KV_DTYPE, WEIGHT_DTYPE, read_settings
 
 GIGA, TERA = 1e9, 1e12
 
@@ -44,8 +35,8 @@ def add(commands: Any) -> None:
     add_sampling(command, temperature=1, top_p=0.95)
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
     command.add_argument("--dtype", help="of weights and cache; default: float32 on a CPU, bfloat16 elsewhere")
-    add_weight_dtype(command)
-    add_kv_dtype(command)
+    WEIGHT_DTYPE.add(command)
+    KV_DTYPE.add(command)
     command.add_argument("--num-devices", type=int, default=1, help="that KV heads are split over; default: 1")
     command.add_argument("--memory-share", type=float, default=0.9, help="of a device's memory to fill; default: 0.9")
     command.add_argument("--memory", type=float, metavar="GB", help="of a device, in place of the vendor's")

@@ -5,22 +5,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import words
-from jkv.cli.evaluate import check_policies, protection_note, read_options, with_protection
+from jkv.cli.evaluate import check_policies, protection_note, with_protection
 from jkv.cli.inputs import LOOKS, make_folder
+from jkv.cli.options import CONTRASTS, MAX_RUNNING, MODEL, PAGE_SIZE, PROTECTION, SEEDS, SETTINGS, Option, read_options
 
-DEFAULTS: dict[str, Any] = {
-    "model": "tiny-reasoner",
-    "texts": {},
-    "policies": [],
-    "contrasts": [],
-    "settings": {},
-    "protection": {},
-    "seeds": 1,
-    "max_running": 32,
-    "page_size": DEFAULT_PAGE_SIZE,
-}
+OPTIONS = (
+    MODEL,
+    Option("texts", dict, {}),
+    Option("policies", list, [], 'comma-separated; "oracle" is the best that a budget allows', words),
+    CONTRASTS,
+    SETTINGS,
+    PROTECTION,
+    SEEDS,
+    MAX_RUNNING,
+    PAGE_SIZE,
+)
 
 
 def add(commands: Any) -> None:
@@ -39,11 +39,8 @@ def add(commands: Any) -> None:
         required=True,
         help="a TOML file: model, policies, contrasts, [texts.<name>], [settings.<policy>]",
     )
-    command.add_argument("--model", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name")
-    command.add_argument("--policies", type=words, help='comma-separated; "oracle" is the best that a budget allows')
-    command.add_argument("--seeds", type=int, help="of policies that draw at random, whose rows are means; default: 1")
-    command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
-    command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
+    for option in OPTIONS:
+        option.add(command)
     command.add_argument("--out", type=Path, help="a folder for the tables, the JSON and the readings")
     command.add_argument("--resume", action="store_true", help="go on with the readings in --out")
 
@@ -56,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from jkv.evaluation.probe import Reading, contrasts_table, probe, table, text_sets
     from jkv.reports import about, write
 
-    chosen = read_options(options, DEFAULTS)
+    chosen = read_options(options, OPTIONS)
     check_counts(**{name: chosen[name] for name in ("seeds", "max_running", "page_size")})
     sets = text_sets(chosen["texts"])
     check_contrasts(chosen["contrasts"], chosen["policies"])

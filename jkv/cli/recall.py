@@ -5,25 +5,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jkv.cache import DEFAULT_PAGE_SIZE
 from jkv.checks import words
-from jkv.cli.evaluate import check_policies, read_options
+from jkv.cli.evaluate import check_policies
 from jkv.cli.inputs import LOOKS, make_folder, passages
+from jkv.cli.options import MAX_RUNNING, MODEL, PAGE_SIZE, SETTINGS, Option, read_options
 
-DEFAULTS: dict[str, Any] = {
-    "model": "tiny-reasoner",
-    "policies": ["r_kv", "snap_kv", "h2o", "cur", "streaming_llm", "random"],
-    "budgets": ["25%"],
-    "settings": {},
-    "text": None,
-    "passages": 20,
-    "length": 1024,
-    "prompt": 64,
-    "interval": 16,
-    "recent": 4,
-    "max_running": 32,
-    "page_size": DEFAULT_PAGE_SIZE,
-}
+OPTIONS = (
+    MODEL,
+    Option("text", str, None, "any plain text; default: the model's own traces of unseen chains", Path),
+    Option("passages", int, 20, "how many texts"),
+    Option("length", int, 1024, "tokens of each passage of --text"),
+    Option("prompt", int, 64, "tokens of it that are prefilled"),
+    Option("policies", list, ["r_kv", "snap_kv", "h2o", "cur", "streaming_llm", "random"], "comma-separated", words),
+    SETTINGS,
+    Option("budgets", list, ["25%"], "comma-separated: slots, or shares of the mean length", words),
+    Option("interval", int, 16, "tokens between two evictions of the oracle"),
+    Option("recent", int, 4, "last tokens that the oracle keeps"),
+    MAX_RUNNING,
+    PAGE_SIZE,
+)
 
 
 def add(commands: Any) -> None:
@@ -37,20 +37,9 @@ def add(commands: Any) -> None:
         **LOOKS,
     )
     command.set_defaults(run=run)
-    command.add_argument(
-        "--model", help="a shipped model, a checkpoint folder, a GGUF file, or a hub name; default: tiny-reasoner"
-    )
-    command.add_argument("--text", type=Path, help="any plain text; default: the model's own traces of unseen chains")
-    command.add_argument("--passages", type=int, help="how many texts; default: 20")
-    command.add_argument("--length", type=int, help="tokens of each passage of --text; default: 1024")
-    command.add_argument("--prompt", type=int, help="tokens of it that are prefilled; default: 64")
     command.add_argument("--config", type=Path, help="a TOML file with any of these options and [settings.<policy>]")
-    command.add_argument("--policies", type=words, help=f"comma-separated; default: {','.join(DEFAULTS['policies'])}")
-    command.add_argument("--budgets", type=words, help='comma-separated: slots, or shares of the mean length; default: "25%%"')
-    command.add_argument("--interval", type=int, help="tokens between two evictions of the oracle; default: 16")
-    command.add_argument("--recent", type=int, help="last tokens that the oracle keeps; default: 4")
-    command.add_argument("--max-running", type=int, help="rows decoded together; default: 32")
-    command.add_argument("--page-size", type=int, help=f"slots of a page; default: {DEFAULT_PAGE_SIZE}")
+    for option in OPTIONS:
+        option.add(command)
     command.add_argument("--out", type=Path, help="a folder for the table and the JSON")
 
 
@@ -58,15 +47,14 @@ def run(options: argparse.Namespace) -> int:
     """Measures, prints the table and writes it."""
     from jkv.analysis.recall import recall, table
     from jkv.checkpoints import loading as checkpoint
-    from jkv.checks import check_counts, counted, typed
+    from jkv.checks import check_counts, check_least, counted, typed
     from jkv.evaluation.budgets import parse_mean_budget
     from jkv.evaluation.variants import build, takes_budget
     from jkv.reports import about, write
 
-    chosen = read_options(options, DEFAULTS)
+    chosen = read_options(options, OPTIONS)
     check_counts(**{name: chosen[name] for name in ("passages", "length", "prompt", "interval", "max_running", "page_size")})
-    if typed("recent", chosen["recent"], int) < 0:
-        raise ValueError(f"recent must be at least 0; got {chosen['recent']}.")
+    check_least(0, recent=typed("recent", chosen["recent"], int))
     for name in ("policies", "budgets"):
         if not chosen[name]:
             raise ValueError(f"{name} must be a list of at least one; got none. Leave it out for the default.")

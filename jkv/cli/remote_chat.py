@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 from jkv.checks import shown
 from jkv.cli.generate import for_terminal
-from jkv.cli.inputs import read_line, read_settings
+from jkv.cli.inputs import read_line
+from jkv.cli.options import read_settings
 from jkv.cli.serve import KEY
 from jkv.model.sampling import SAMPLING_FIELDS
 

@@ -7,22 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from jkv.checks import install, words
-from jkv.cli.inputs import (
-    LOOKS,
-    PARSE_SPECIAL,
-    add_budget,
-    add_kv_dtype,
-    add_mesh,
-    add_settings,
-    add_weight_dtype,
-    load_model,
-    read_settings,
-)
+from jkv.cli.inputs import LOOKS, PARSE_SPECIAL, add_budget, add_mesh, add_settings, load_model
+from jkv.cli.options import KV_DTYPE, WEIGHT_DTYPE, options_of, read_settings
+from jkv.serving.options import ServerOptions
 
 OPEN_CONTEXT = 32_768  # slots
 KEY = "JKV_API_KEY"  # the environment variable
 LOCAL = ("127.0.0.1", "::1", "localhost")
 MOST_STOP_IDS = 32  # of a request
+SERVER = ("name", "policy", "max_waiting", "max_conversations", "conversation_seconds", "time_limit")  # fields of its options
 
 
 def add(commands: Any) -> None:
@@ -36,7 +29,8 @@ def add(commands: Any) -> None:
     )
     command.set_defaults(run=run)
     command.add_argument("model", help="a name of `jkv models`, a checkpoint folder, a GGUF file, or a hub name")
-    command.add_argument("--policy", default="full", help="of requests that name none (default: full); see `jkv policies`")
+    for option in options_of(ServerOptions, SERVER):
+        option.add(command)
     add_budget(command)
     add_settings(command)
     command.add_argument(
@@ -49,17 +43,8 @@ def add(commands: Any) -> None:
     command.add_argument("--host", default="127.0.0.1", help="where to listen (default: 127.0.0.1, this machine alone)")
     command.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
     command.add_argument("--api-key", metavar="KEY", help=f"that clients must send; default: the variable {KEY}, or none")
-    command.add_argument("--name", default="", help="the model's name for clients (default: its own)")
     command.add_argument("--parse-special", action="store_true", help=PARSE_SPECIAL)
     command.add_argument("--max-running", type=int, help="rows decoded together (default: 8)")
-    command.add_argument("--max-waiting", type=int, default=256, help="samples that may wait for a row (default: 256)")
-    command.add_argument(
-        "--max-conversations", type=int, default=64, help="responses with store=true that are kept at a time (default: 64)"
-    )
-    command.add_argument(
-        "--conversation-seconds", type=float, default=1800.0, help="how long each of them is kept (default: 1800)"
-    )
-    command.add_argument("--time-limit", type=float, default=3600.0, help="seconds of a request (default: 3600)")
     command.add_argument("--drain", type=float, default=30.0, help="seconds for open requests after Ctrl-C (default: 30)")
     command.add_argument(
         "--context", type=int, help=f"slots that a request may fill (default: the model's positions, up to {OPEN_CONTEXT})"
@@ -67,9 +52,9 @@ def add(commands: Any) -> None:
     command.add_argument("--kv-memory", help='bytes of the pool, or "auto" for the free memory (default: full rows)')
     command.add_argument("--chunk", type=int, default=16, help="decode steps between two events of a stream (default: 16)")
     command.add_argument("--page-size", type=int, help="slots of a page; default: 128 on a TPU, 16 elsewhere")
-    add_weight_dtype(command)
+    WEIGHT_DTYPE.add(command)
     add_mesh(command, replicas=False)
-    add_kv_dtype(command)
+    KV_DTYPE.add(command)
     command.add_argument(
         "--no-prefix-cache",
         action="store_true",
@@ -94,7 +79,6 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serves until it is interrupted."""
     try:
-        from jkv.serving.options import ServerOptions
         from jkv.serving.run import listen
         from jkv.serving.run import run as run_server
         from jkv.serving.trainer import TrainerOptions
@@ -107,23 +91,18 @@ def run(options: argparse.Namespace) -> int:
     from pallas_kernels.sealed import SEALED
 
     settings = read_settings(options.budget, options.set)
-    policy = make(options.policy, settings)
     more = [make(name, {"budget": options.budget or 1024} if has_budget(name) else {}) for name in words(options.policies)]
     key = options.api_key or os.environ.get(KEY) or None
     check_trainer(options, key)
     trainer = TrainerOptions(options.weights_root) if options.trainer else None
     server_options = ServerOptions(
-        name=options.name,
-        policy=options.policy,
         settings=settings,
         allowed=tuple(words(options.allow_policies)),
         parse_special=options.parse_special,
         api_key=key,
-        max_waiting=options.max_waiting,
-        max_conversations=options.max_conversations,
-        conversation_seconds=options.conversation_seconds,
-        time_limit=options.time_limit,
+        **{name: value for name in SERVER if (value := getattr(options, name)) is not None},
     )
+    policy = make(server_options.policy, settings)
     place = listen(options.host, options.port)
     model = load_model(options.model, options.weight_dtype, options.mesh, replicas=False)
     positions, is_sealed = model.config.max_positions, options.kv_dtype in SEALED

@@ -15,6 +15,7 @@ import numpy as np
 from jkv.checks import shown
 from jkv.engine.requests import Request
 from jkv.engine.row import Place, Row
+from jkv.errors import InputError
 
 ENDS = ("stop", "length")  # finish reasons after which a row is kept
 MOST_ENDED = 10_000  # tickets of which it is remembered why they have no row any more
@@ -119,10 +120,11 @@ class Conversations:
         kept = self._rows.get((ticket, sample))
         if kept is None:
             why = self._ended.get(ticket, "it was never given, or its request was not submitted with keep=True")
-            raise ValueError(
-                f"extend continues a finished request that was kept; sample {shown(sample)} of ticket {shown(ticket)} has no "
-                f"row: {why}. Submit the conversation again, with keep=True."
+            rule = (
+                "extend continues a finished request that was kept; {got} has no row: {why}. Submit it again, with keep=True."
             )
+            got = f"sample {shown(sample)} of ticket {shown(ticket)}"
+            raise InputError(rule, field="ticket", code="not_found", got=got, why=why)
         return kept
 
     def use(self, ticket: int, sample: int, kept: KeptRow) -> None:
@@ -132,7 +134,8 @@ class Conversations:
           ValueError: another turn has it, or it is gone.
         """
         if self.find(ticket, sample) is not kept:
-            raise ValueError(f"extend continues a request once; that of ticket {ticket} was replaced. Take the last ticket.")
+            rule = "extend continues a request once; that of {field} {ticket} was replaced. Take the last ticket."
+            raise InputError(rule, field="ticket", code="conflict", ticket=ticket)
         self._remove(ticket, sample, "it was extended, and the conversation goes on in the later ticket")
         if kept in self.held:
             del self.held[kept]

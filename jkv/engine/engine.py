@@ -44,6 +44,7 @@ from jkv.engine.runner import Flight, Runner
 from jkv.engine.samples import Completion, Sample, samples_of, stop_finder, take_finished
 from jkv.engine.scheduler import Capacity, Scheduler
 from jkv.engine.stats import RunStats
+from jkv.errors import InputError
 from jkv.eviction import Needs, Policy
 from jkv.model import sharding, weights
 from jkv.model.params import Model, Params
@@ -205,7 +206,8 @@ class Engine:
         options = RequestOptions(**given, cache_salt=cache_salt, prompt_piece=prompt_piece, parse_special=parse_special)
         prompts = encode_prompts(self.model, prompt, options.parse_special)
         if len(prompts) != 1:
-            raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
+            rule = "submit takes one {field} at a time; got {got}. Submit each."
+            raise InputError(rule, field="prompt", code="too_long", got=len(prompts))
         made = make_requests(self.model, prompts, options, request, self.options.kv_format)
         return self.submit_requests(turns.kept(made[0], keep), on_tokens)
 

@@ -12,10 +12,11 @@ from jkv.cache import default_page_size, states
 from jkv.cache.pool import num_pages_of
 from jkv.cache.sealed_pages import PLACES
 from jkv.cache.slot_size import POSITION_BYTES
-from jkv.checks import check_counts, size, typed
+from jkv.checks import check_memory, shown, size
 from jkv.engine.device_program import LEAST_ROWS
 from jkv.engine.processes import least_bytes
 from jkv.engine.requests import Request
+from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.model.params import ModelConfig, Params
 from pallas_kernels import sealed
@@ -120,20 +121,22 @@ def num_pool_pages(
     beside = window_bytes(params, num_rows, page_size, kv_format) + state_bytes(params.config, num_rows, params.embedding.dtype)
     free = free_pool_bytes(params, num_shards, share=1.0) - beside
     if 4 * rows > TABLE_SHARE * free:
-        raise ValueError(
-            f"Page tables must fit an eighth of the device's free memory, {size(free)}: {max_running} rows of {max_slots} "
-            f"slots in pages of {page_size} take {size(4 * rows)}. Lower max_running or max_slots, or raise page_size."
+        rule = (
+            "Page tables must fit an eighth of the device's free memory, {free}: {got}. Lower max_running or {field}, or raise "
+            "page_size."
         )
+        got = f"{max_running} rows of {max_slots} slots in pages of {page_size} take {size(4 * rows)}"
+        raise InputError(rule, field="max_slots", code="does_not_fit", free=size(free), got=got)
     if kv_memory is not None and num_pages is not None:
-        raise ValueError(f"The pool is given in bytes or in pages, not both; got {kv_memory=} and {num_pages=}. Pass one.")
+        rule = "The pool is given in bytes or in pages, not both; got {field}={got} and num_pages={pages}. Pass one."
+        raise InputError(rule, field="kv_memory", code="conflict", got=shown(kv_memory), pages=num_pages)
     if kv_memory is None and num_pages is None:
         num_pages = cap_to_free(params, rows, bytes_per_page, num_shards, beside)
         return num_pages - num_pages % num_shards
     if kv_memory == "auto":
         kv_memory = free_pool_bytes(params, num_shards)
     if num_pages is None:
-        num_bytes = typed('kv_memory, unless "auto",', kv_memory, int)
-        check_counts(kv_memory=num_bytes)
+        num_bytes = check_memory(kv_memory)
         if beside and num_bytes < beside + bytes_per_page:
             windows, recurrent = params.config.num_ring_layers, len(params.config.state_layers)
             outside = " and ".join(
@@ -141,17 +144,14 @@ def num_pool_pages(
                 + [f"the recurrent states of {recurrent} layers"] * bool(recurrent)
                 + ["the floats of pages that are not sealed"] * isinstance(kv_format, SealedFormat)
             )
-            raise ValueError(
-                f"kv_memory must hold {outside}, {size(beside)} for all rows, and a pool; got {size(num_bytes)}. Raise it, or "
-                "lower max_running."
-            )
+            rule = "{field} must hold {outside} for all rows, and a pool; got {got}. Raise it, or lower max_running."
+            needed = f"{outside}, {size(beside)}"
+            raise InputError(rule, field="kv_memory", code="does_not_fit", outside=needed, got=size(num_bytes))
         num_pages = min(2 * rows, (num_bytes - beside) // bytes_per_page)
     if num_pages * bytes_per_page > free:
-        raise ValueError(
-            f"The pool must fit the device: {num_pages} pages of {bytes_per_page} bytes = "
-            f"{size(num_pages * bytes_per_page)}, and {size(free)} are free. Lower kv_memory or num_pages, or pass "
-            'kv_memory="auto".'
-        )
+        rule = 'The pool must fit the device: {got}, and {free} are free. Lower {field} or num_pages, or pass {field}="auto".'
+        got = f"{num_pages} pages of {bytes_per_page} bytes = {size(num_pages * bytes_per_page)}"
+        raise InputError(rule, field="kv_memory", code="does_not_fit", got=got, free=size(free))
     return num_pages - num_pages % num_shards
 
 
@@ -226,19 +226,21 @@ def check_fits(
     """Refuses a request that an engine of this size could not serve even by itself."""
     slots, of_page = most_slots(params, request), bytes_per_page
     if slots > max_slots:
-        raise ValueError(
-            f"A request may fill {max_slots} slots in a layer and KV head, the engine's max_slots; this one fills {slots} "
-            f"({len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}). "
-            "Raise max_slots, or lower the budget or max_new_tokens; align_steps may take twice the slots."
+        rule = (
+            "A request may fill {most} slots in a layer and KV head; this one fills {slots} ({about}). Lower the budget or "
+            "{max_new_tokens}, or raise {max_slots}; align_steps may take twice the slots."
         )
+        about = f"{len(request.prompt)} prompt tokens, at most {request.max_new_tokens} new, policy {request.policy.name}"
+        raise InputError(rule, code="does_not_fit", most=max_slots, slots=slots, about=about)
     prefilled = slots if request.num_before and request.policy.evicts_in_steps else request.first_prompt
     needed = max(most_pages(params, request, page_size, num_shards), num_row_pages(params, prefilled, page_size))
     if needed > num_pages:
         one, heads = num_pages_of(slots, page_size), num_layer_heads(params)
         share = f"each of {heads} layer-heads =" if needed == one * heads else f"the widest of {heads} layer-heads, in all"
-        raise ValueError(
-            f"The pool must hold the largest request: up to {slots} slots = {one} pages of "
-            f"{page_size} in {share} {needed} pages of {of_page} bytes = "
-            f"{size(needed * of_page)}; the pool has {num_pages} pages = {size(num_pages * of_page)}. Raise kv_memory, or "
-            "lower the budget, max_new_tokens or page_size."
+        rule = (
+            "The pool must hold the largest request: {needed}; the pool has {got}. Lower the budget or {max_new_tokens}, raise "
+            "{kv_memory}, or lower {page_size}."
         )
+        most = f"up to {slots} slots = {one} pages of {page_size} in {share} {needed} pages of {of_page} bytes"
+        got = f"{num_pages} pages = {size(num_pages * of_page)}"
+        raise InputError(rule, code="does_not_fit", needed=f"{most} = {size(needed * of_page)}", got=got)

@@ -7,8 +7,19 @@ from typing import Any
 
 import jax
 
-from jkv.checks import check_counts, check_length, check_most, did_you_mean, shown, typed
+from jkv.checks import (
+    check_counts,
+    check_known,
+    check_length,
+    check_memory,
+    check_most,
+    did_you_mean,
+    out_of_range,
+    shown,
+    typed,
+)
 from jkv.engine.scheduler import CHUNKS, ORDERS
+from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.limits import MOST
 from jkv.model.sampling import SAMPLING_FIELDS
@@ -117,24 +128,20 @@ class EngineOptions:
         typed("mesh", self.mesh, jax.sharding.Mesh | None)
         if self.policies is not None:
             if not isinstance(self.policies, Sequence) or isinstance(self.policies, str | bytes):
-                raise ValueError(
-                    f"policies must be a list of the policies of later requests; got {shown(self.policies)}. Write "
-                    "policies=[...]."
-                )
+                rule = "{field} must be a list of the policies of later requests; got {got}. Write {field}=[...]."
+                raise InputError(rule, field="policies", code="wrong_type", got=shown(self.policies))
             check_length("policies", self.policies, MOST_POLICIES, "policies")
         object.__setattr__(self, "chunk", typed("chunk", self.chunk, int))
         if self.chunk not in CHUNKS:
-            raise ValueError(f"chunk must be one of {CHUNKS}, so that few programs compile; got {shown(self.chunk)}.")
-        if typed("order", self.order, str) not in ORDERS:
-            raise ValueError(f"order must be one of {ORDERS}; got {shown(self.order)}.")
+            raise out_of_range("chunk", f"be one of {CHUNKS}, so that few programs compile", self.chunk)
+        check_known(ORDERS, order=typed("order", self.order, str))
         if typed("kv_dtype", self.kv_dtype, str | None) not in (None, *FORMATS, *SEALED):
-            known = ", ".join((*FORMATS, *SEALED))
-            raise ValueError(f"kv_dtype must be {known}, or None for the weights' own; got {shown(self.kv_dtype)}. Choose one.")
+            rule, known = "{field} must be {known}, or None for the weights' own; got {got}. Choose one.", (*FORMATS, *SEALED)
+            raise InputError(rule, field="kv_dtype", code="unknown_name", known=", ".join(known), got=shown(self.kv_dtype))
         if isinstance(self.kv_format, SealedFormat):
             check_page(self.kv_format)
         if self.kv_memory is not None and self.kv_memory != "auto":
-            object.__setattr__(self, "kv_memory", typed('kv_memory, unless "auto",', self.kv_memory, int))
-            check_counts(kv_memory=self.kv_memory)
+            object.__setattr__(self, "kv_memory", check_memory(self.kv_memory))
         kernels = typed("kernels", self.kernels, str | None)
         parse_choices(os.environ.get(VARIABLE, "") if kernels is None else str(kernels))
         object.__setattr__(self, "ahead", typed("ahead", self.ahead, bool | None))

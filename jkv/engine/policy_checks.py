@@ -15,6 +15,7 @@ from jkv.engine.options import EngineOptions
 from jkv.engine.requests import Request
 from jkv.engine.row_views import view_of_rows
 from jkv.engine.state import State
+from jkv.errors import InputError
 from jkv.eviction import Needs, Policy
 from jkv.eviction.evict import Evict
 from jkv.eviction.gate import Gate
@@ -38,10 +39,9 @@ def check_policy(
     needs.check(policy.name, policy.needs)
     check_parts(policy, model, is_trained)
     if policy.needs.gate and policy.calibration != gate:
-        raise ValueError(
-            f"An engine computes one gate for all of its rows; it has {gate}, and {policy.name} reads {policy.calibration}. "
-            "Build an engine for each gate."
-        )
+        rule = "An engine computes one gate for all of its rows; it has {own}, and {name} reads {got}. Build one for each gate."
+        got = str(policy.calibration)
+        raise InputError(rule, field="policy", code="unsupported", own=str(gate), name=policy.name, got=got)
 
 
 class Trials:
@@ -116,7 +116,8 @@ def attempt(rule: str, function: Callable[..., Any], *arguments: Any) -> Any:
     if presses:
         raise KeyboardInterrupt
     hint = next((hint for kind, hint in HINTS.items() if isinstance(error, kind)), "Correct it; jkv.verify(policy) tries it.")
-    raise ValueError(f"{rule}; it raised {described(error)}. {hint}") from error
+    text = "{what}; it raised {got}. {hint}"
+    raise InputError(text, field="policy", what=rule, got=described(error), hint=hint) from error
 
 
 def check_layout(params: Params, options: EngineOptions) -> None:
@@ -124,33 +125,31 @@ def check_layout(params: Params, options: EngineOptions) -> None:
     config = params.config
     check_sealing_on(platform_of(next(iter(params.embedding.devices()))), options.kv_format, config.head_size)
     if options.routed_experts and not config.num_experts:
-        raise ValueError("routed_experts needs a model with a mixture of experts; this one has none. Leave it off.")
+        rule = "{field} needs a model with a mixture of experts; this one has none. Leave it off."
+        raise InputError(rule, field="routed_experts", code="unsupported")
     if options.routed_experts and options.prefix_cache:
-        raise ValueError(
-            "routed_experts needs every token of a prompt to go through the model, and prefix_cache keeps the keys and values "
-            "of some without their experts. Leave one off."
+        rule = (
+            "{field} needs every token of a prompt to go through the model, and prefix_cache keeps the keys and values of some "
+            "without their experts. Leave one off."
         )
+        raise InputError(rule, field="routed_experts", code="conflict")
     if isinstance(options.kv_format, SealedFormat) and config.num_sharing_layers:
-        raise ValueError(
-            f'kv_dtype="{options.kv_dtype}" needs a model whose layers all store their keys and values; '
-            f'{config.num_sharing_layers} layers of this one share those of others. Use kv_dtype="int8", "fp8" or "int4".'
+        rule = (
+            '{field}="{got}" needs a model whose layers all store their keys and values; {count} layers of this one share '
+            'others. Use {field}="int8", "fp8" or "int4".'
         )
-    if config.window_layers and options.prefix_cache:
-        raise ValueError(
-            f"prefix_cache keeps prompts in the pool, and layers {list(config.window_layers)} keep their window of "
-            f"{config.window} tokens outside of it, so later prompts could not start from them. Leave it off."
-        )
-    if config.state_layers and options.prefix_cache:
-        raise ValueError(
-            f"prefix_cache keeps prompts in the pool, and layers {list(config.state_layers)} have a recurrent state outside of "
-            "it, so later prompts could not start from them. Leave it off."
-        )
-    if isinstance(options.kv_format, SealedFormat) and options.prefix_cache:
-        raise ValueError(
-            f'prefix_cache keeps prompts in the pool, and kv_dtype="{options.kv_dtype}" keeps the first and last tokens of a '
-            "prompt outside of it, in floats, so later prompts could not start from them. Leave it off, or use "
-            'kv_dtype="int8", "fp8" or "int4".'
-        )
+        count = config.num_sharing_layers
+        raise InputError(rule, field="kv_dtype", code="unsupported", got=options.kv_dtype, count=count)
+    why = ""
+    if config.window_layers:
+        why = f"layers {list(config.window_layers)} keep their window of {config.window} tokens outside of it"
+    elif config.state_layers:
+        why = f"layers {list(config.state_layers)} have a recurrent state outside of it"
+    elif isinstance(options.kv_format, SealedFormat):
+        why = f'kv_dtype="{options.kv_dtype}" keeps the first and last tokens of a prompt outside of it, in floats'
+    if why and options.prefix_cache:
+        rule = "{field} keeps prompts in the pool, and {why}, so later ones could not start from them. Leave it off."
+        raise InputError(rule, field="prefix_cache", code="unsupported", why=why)
 
 
 def check_request(request: Request, options: EngineOptions) -> None:
@@ -158,10 +157,8 @@ def check_request(request: Request, options: EngineOptions) -> None:
     check_sealing(request.policy, options.kv_format)
     most = options.max_stop_ids
     if len(request.stop_ids) > most:
-        raise ValueError(
-            f"This engine takes at most {most} stop ids a request; got {len(request.stop_ids)}. Build it with "
-            f"max_stop_ids={len(request.stop_ids)}."
-        )
+        rule = "{field} must be at most {most} of a request; got {got}. Pass fewer, or raise {max_stop_ids}."
+        raise InputError(rule, field="stop_ids", code="too_long", most=most, got=len(request.stop_ids))
 
 
 def gate_of(policies: Iterable[Policy]) -> Gate | None:

@@ -12,6 +12,7 @@ from jkv.checkpoints.chat_template import ChatText, has_chat_template, render_ch
 from jkv.checkpoints.chat_tokens import encode_chat
 from jkv.checkpoints.tokenizer import encode_whole
 from jkv.checks import check_length, shown
+from jkv.errors import Code, InputError
 from jkv.limits import MOST_SAMPLES
 from jkv.model.padding import check_not_padded, parts_of, without_padding
 from jkv.model.params import Model
@@ -36,16 +37,18 @@ def encode_prompts(
     prompt_or_prompts, mask = parts_of(prompt_or_prompts, mask)
     if mask is not None:
         if isinstance(prompt_or_prompts, str) or is_endless(prompt_or_prompts):
-            raise ValueError(f"A prompt mask is of token ids; got {shown(prompt_or_prompts)}. Leave the mask out.")
+            rule = "A prompt mask is of token ids; got {got}. Leave the mask out."
+            raise InputError(rule, field="mask", code="conflict", got=shown(prompt_or_prompts))
         check_length("prompts", prompt_or_prompts, max(MOST_SAMPLES, model.config.max_positions), "lists of token ids")
         prompts = without_padding(prompt_or_prompts, mask)
         return [encode_prompt(model, i, prompt) for i, prompt in enumerate(prompts)]
     if isinstance(prompt_or_prompts, str):
         return [encode_prompt(model, 0, prompt_or_prompts)]
     if is_endless(prompt_or_prompts):
-        raise ValueError(f"{RULE}; got {shown(prompt_or_prompts)}.")
+        raise InputError(RULE + "; got {got}.", field="prompt", code="wrong_type", got=shown(prompt_or_prompts))
     if num_elements(prompt_or_prompts) == 0:
-        raise ValueError("There must be at least one prompt, and a prompt at least one token; got none.")
+        rule = "There must be at least one prompt, and a prompt at least one token; got none."
+        raise InputError(rule, field="prompt", code="missing")
     first = next(iter(prompt_or_prompts))
     if not isinstance(first, str) and (np.isscalar(first) or getattr(first, "shape", None) == ()):
         return [encode_prompt(model, 0, prompt_or_prompts)]  # a flat sequence of token ids
@@ -71,7 +74,8 @@ def render(model: Model, chats: Mapping[int, Any], parse_special: bool = False) 
     if not chats:
         return []
     if not has_chat_template(model.tokenizer):
-        raise ValueError("Chat messages need a tokenizer with a chat template; this model has none. Pass a text.")
+        rule = "Chat messages need a tokenizer with a chat template; this model has none. Pass a text."
+        raise InputError(rule, field="prompt", code="unsupported")
     for index, messages in chats.items():
         check_messages(model, index, messages)
     rendered = render_chats(model.tokenizer, list(chats.values()), add_generation_prompt=True)
@@ -84,20 +88,17 @@ def check_messages(model: Model, index: int, messages: Sequence[Any]) -> None:
     check_length(f"prompt {index}", messages, MOST_MESSAGES, "messages")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"{rule}; message {i} of prompt {index} is {shown(message)}.")
+            raise bad_message(rule, i, index, f"is {shown(message)}")
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
                 got = f"the {name} {shown(message[name])}" if name in message else f"no {name}"
-                raise ValueError(f"{rule}; message {i} of prompt {index} has {got}.")
+                raise bad_message(rule, i, index, f"has {got}")
         for name, value in message.items():
             if not isinstance(name, str) or not isinstance(value, str | None):
-                raise ValueError(f"The fields of a message must be texts; message {i} of prompt {index} has {shown(value)}.")
+                raise bad_message("The fields of a message must be texts", i, index, f"has {shown(value)}")
             length += len(value or "")
     if length > LONGEST_TOKEN * model.config.max_positions:
-        raise ValueError(
-            f"A conversation must fit the model's {model.config.max_positions} positions; prompt {index} has {length:,} "
-            "characters. Shorten it."
-        )
+        raise too_many_characters("conversation", model, index, length)
 
 
 @functools.cache
@@ -117,7 +118,7 @@ def is_endless(values: Any) -> bool:
     )
 
 
-def num_elements(values: Any, rule: str = RULE) -> int:
+def num_elements(values: Any, rule: str = RULE, field: str = "prompt") -> int:
     """The length of a sequence; a very large number for one whose length Python cannot return.
 
     Raises:
@@ -128,7 +129,21 @@ def num_elements(values: Any, rule: str = RULE) -> int:
     except OverflowError:  # such as that of range(2**64)
         return sys.maxsize
     except TypeError:  # an array without a dimension
-        raise ValueError(f"{rule}; got {shown(values)}.") from None
+        raise InputError(rule + "; got {got}.", field=field, code="wrong_type", got=shown(values)) from None
+
+
+def bad_message(rule: str, i: int, index: int, got: str) -> InputError:
+    """The error about message i of a prompt."""
+    return InputError(
+        rule + "; message {i} of prompt {index} {got}.", field="prompt", code="wrong_type", i=i, index=index, got=got
+    )
+
+
+def too_many_characters(what: str, model: Model, index: int, length: int) -> InputError:
+    """The error about a text that is too long for the model whatever its tokens are."""
+    rule = "A {what} must fit the model's {most} positions; prompt {index} has {length:,} characters. Shorten it."
+    most = model.config.max_positions
+    return InputError(rule, field="prompt", code="does_not_fit", what=what, most=most, index=index, length=length)
 
 
 def encode_prompt(model: Model, index: int, prompt: Any, is_chat: bool = False) -> np.ndarray:
@@ -137,12 +152,12 @@ def encode_prompt(model: Model, index: int, prompt: Any, is_chat: bool = False) 
         prompt = encode_text(model, index, prompt, is_chat)
     config = model.config
     if not is_endless(prompt) and num_elements(prompt) > config.max_positions:
-        raise ValueError(too_long(index, f"{num_elements(prompt):,}", None, config.max_positions))
+        raise too_long(index, f"{num_elements(prompt):,}", None, config.max_positions)
     return check_ids(prompt, RULE, f"prompt {index}", config.vocab_size)
 
 
-def check_ids(values: Any, rule: str, name: str, vocab_size: int) -> np.ndarray:
-    """Token ids of a model, `[T]` int32, T > 0. The errors about others begin with `rule`, and call the ids `name`.
+def check_ids(values: Any, rule: str, name: str, vocab_size: int, field: str = "prompt") -> np.ndarray:
+    """Token ids of a model, `[T]` int32, T > 0. The errors about the `field` begin with `rule`, and call the ids `name`.
 
     Raises:
       ValueError: none, something else than whole numbers, more than one dimension, or ids out of range.
@@ -150,40 +165,41 @@ def check_ids(values: Any, rule: str, name: str, vocab_size: int) -> np.ndarray:
     >>> check_ids([5, 1], "A prompt is a list of ids", "prompt 0", vocab_size=10)
     array([5, 1], dtype=int32)
     """
+
+    def error(code: Code, rest: str, got: str = "") -> InputError:
+        return InputError(rest, field=field, code=code, name=name, got=got, size=vocab_size)
+
+    out_of_vocabulary = "Token ids must lie in [0, {size}); {name} holds {got}. Correct it."
     if isinstance(values, str) or is_endless(values):
-        raise ValueError(f"{rule}; {name} is {shown(values)}.")
+        raise error("wrong_type", rule + "; {name} is {got}.", shown(values))
     try:
         ids = np.asarray(values)
     except (ValueError, TypeError, OverflowError):
-        raise ValueError(f"{rule}; {name} is ragged. Flatten it.") from None
+        raise error("wrong_type", rule + "; {name} is ragged. Flatten it.") from None
     if ids.size == 0:
-        raise ValueError(f"{rule}, at least one token; {name} is empty.")
+        raise error("missing", rule + ", at least one token; {name} is empty.")
     if ids.dtype == object and ids.ndim == 1 and all(isinstance(token, int) for token in ids):
-        raise ValueError(f"Token ids must lie in [0, {vocab_size}); {name} holds {shown(max(ids, key=abs))}. Correct it.")
+        raise error("out_of_range", out_of_vocabulary, shown(max(ids, key=abs)))
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"{rule}; {name} is {ids.dtype}{list(ids.shape)}. Flatten it, or convert it.")
+        raise error("wrong_type", rule + "; {name} is {got}. Flatten it, or convert it.", f"{ids.dtype}{list(ids.shape)}")
     if ids.min() < 0 or ids.max() >= vocab_size:
-        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise ValueError(f"Token ids must lie in [0, {vocab_size}); {name} holds {wrong}. Correct it.")
+        raise error("out_of_range", out_of_vocabulary, str(ids[(ids < 0) | (ids >= vocab_size)][0]))
     return ids.astype(np.int32)
 
 
 def encode_text(model: Model, index: int, prompt: str, is_chat: bool) -> Any:
     """A text's token ids. Refuses one that is too long for the model whatever its tokens are, and one that is no Unicode."""
     if model.tokenizer is None:
-        raise ValueError("A text prompt needs a model with a tokenizer; this one has none. Pass token ids.")
+        rule = "A text prompt needs a model with a tokenizer; this one has none. Pass token ids."
+        raise InputError(rule, field="prompt", code="unsupported")
     if len(prompt) > LONGEST_TOKEN * model.config.max_positions:
-        raise ValueError(
-            f"A prompt must fit the model's {model.config.max_positions} positions; prompt {index} has {len(prompt):,} "
-            "characters. Shorten it."
-        )
+        raise too_many_characters("prompt", model, index, len(prompt))
     try:
         prompt.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(
-            f"A prompt must be Unicode text; prompt {index} has the lone surrogate {prompt[error.start]!r} at {error.start}. "
-            "Remove it."
-        ) from None
+        rule = "A prompt must be Unicode text; prompt {index} has the lone surrogate {got} at {place}. Remove it."
+        got = repr(prompt[error.start])
+        raise InputError(rule, field="prompt", code="wrong_type", index=index, got=got, place=error.start) from None
     if not is_chat and has_chat_template(model.tokenizer):
         marks = getattr(model.tokenizer, "all_special_tokens", ())
         if not any(mark in prompt for mark in marks):  # with its marks, it is a text that a template made
@@ -198,7 +214,8 @@ def encode_text(model: Model, index: int, prompt: str, is_chat: bool) -> Any:
     except BaseException as error:  # a panic of the tokenizers library, such as of a pattern that backtracks, is no Exception
         if type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"The tokenizer must encode every prompt; it failed at prompt {index}. Pass token ids.") from error
+        rule = "The tokenizer must encode every prompt; it failed at prompt {index}. Pass token ids."
+        raise InputError(rule, field="prompt", code="unsupported", index=index) from error
     warn_of_unknown(model, index, prompt, ids)
     return ids
 
@@ -218,11 +235,12 @@ def warn_of_unknown(model: Model, index: int, prompt: str, ids: Sequence[int]) -
     )
 
 
-def too_long(index: int, prompt_length: str, asked: int | None, max_positions: int) -> str:
+def too_long(index: int, prompt_length: str, asked: int | None, max_positions: int) -> InputError:
     """The error about a request that the model has no positions for."""
     is_short = prompt_length.isdigit() and int(prompt_length) < max_positions
-    return (
-        f"Prompt and completion must fit the model's {max_positions} positions; prompt {index} has {prompt_length} tokens and "
-        f"max_new_tokens is {shown(asked) if asked else 'not given'}. Shorten the prompt"
-        f"{' or lower max_new_tokens' if is_short else ''}."
+    rule = (
+        "Prompt and completion must fit the model's {most} positions; prompt {index} has {length} tokens and {max_new_tokens} "
+        "is {asked}. Shorten the prompt" + (" or lower {max_new_tokens}." if is_short else ".")
     )
+    about = {"most": max_positions, "index": index, "length": prompt_length}
+    return InputError(rule, field="prompt", code="does_not_fit", asked=shown(asked) if asked else "not given", **about)

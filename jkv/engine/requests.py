@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.cache.slot_size import slot_size_of
-from jkv.checks import check_counts, check_length, did_you_mean, shown, typed
+from jkv.checks import check_counts, check_length, did_you_mean, out_of_range, shown, typed
 from jkv.engine.prompts import check_ids, num_elements, too_long
+from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.eviction.byte_budget import in_slots
 from jkv.eviction.policy import compacted, until_token
@@ -208,7 +209,8 @@ def check_shape(config: ModelConfig) -> None:
 def check_sampling(sampling: Any) -> Sampling:
     """The sampling settings, checked; None is greedy."""
     if sampling is not None and not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling must be a jkv.Sampling, such as jkv.Sampling(temperature=0.7); got {shown(sampling)}.")
+        rule = "{field} must be a jkv.Sampling, such as jkv.Sampling(temperature=0.7); got {got}."
+        raise InputError(rule, field="sampling", code="wrong_type", got=shown(sampling))
     return Sampling(temperature=0.0) if sampling is None else sampling
 
 
@@ -230,9 +232,9 @@ def make_requests(
     first, n, config = options.first_sample, options.n, model.config
     check_num_samples(n, len(prompts))
     if not 0 <= first <= 2**32 - n * len(prompts):
-        raise ValueError(f"first_sample must lie in [0, 2**32), with the n samples that follow; got {shown(first)}.")
+        raise out_of_range("first_sample", "lie in [0, 2**32), with the n samples that follow", first)
     if identity is not None and not 0 <= typed("request", identity, int) < 2**32:
-        raise ValueError(f"request must lie in [0, 2**32), or be None for a hash of the prompt; got {shown(identity)}.")
+        raise out_of_range("request", "lie in [0, 2**32), or be None for a hash of the prompt", identity)
     policies = spread_policies(options.policy, len(prompts), model.params, kv_format)
     forced = spread_forced(options, len(prompts), config.vocab_size)
     default = model.sampling if options.forced_tokens is None else None
@@ -247,10 +249,9 @@ def make_requests(
         asked = len(forced[i]) or None if options.max_new_tokens is None else options.max_new_tokens
         limit = new_token_limit(i, len(prompt), asked, config.max_positions)
         if len(forced[i]) > limit:
-            raise ValueError(
-                f"max_new_tokens must hold the forced tokens; got {len(forced[i])} of them for prompt {i}, and "
-                f"max_new_tokens={limit}. Raise it, or leave it out."
-            )
+            rule = "{field} must hold the forced tokens; got {count} of them for prompt {i}, and {field}={limit}. Raise it."
+            count = len(forced[i])
+            raise InputError(rule, field="max_new_tokens", code="does_not_fit", count=count, i=i, limit=limit)
         evicts = policy.evict is not None or policy.evicts_in_steps
         piece = min(len(prompt), options.prompt_piece or len(prompt)) if evicts else len(prompt)
         check_prompt_fits(policy, i, piece)
@@ -268,9 +269,8 @@ def make_requests(
 def check_num_samples(n: int, num_prompts: int) -> None:
     """Refuses more samples than a call may have."""
     if n * num_prompts > MOST_SAMPLES:
-        raise ValueError(
-            f"A call may have {MOST_SAMPLES:,} samples, prompts times n; got {num_prompts:,} times {shown(n)}. Split the call."
-        )
+        rule = "A call may have {most:,} samples, prompts times {field}; got {prompts:,} times {n}. Split the call."
+        raise InputError(rule, field="n", code="out_of_range", most=MOST_SAMPLES, prompts=num_prompts, n=shown(n))
 
 
 def spread_policies(
@@ -281,20 +281,18 @@ def spread_policies(
         policy = full()
     is_list = isinstance(policy, Sequence) and not isinstance(policy, str)
     if is_list and num_elements(policy) != num_prompts:
-        raise ValueError(
-            f"policy must be one policy, or a list of one for each prompt; got {num_elements(policy)} for {num_prompts} "
-            "prompts."
-        )
+        rule, got = "{field} must be one policy, or a list of one for each prompt; got {got} prompts.", num_elements(policy)
+        raise InputError(rule, field="policy", code="conflict", got=f"{got} for {num_prompts}")
     policies: list[Any] = list(policy) if is_list else [policy] * num_prompts
     if params is not None:
         slot = slot_size_of(params, kv_format)
         policies = [in_slots(each, slot) for each in policies]
     for each in policies:
         if not isinstance(each, Policy):
-            raise ValueError(
-                f"policy must be made by a recipe such as jkv.r_kv(budget=256); known: {sorted(POLICIES)}; got {shown(each)}."
-                + (did_you_mean(f"jkv.{each}", [f"jkv.{name}" for name in POLICIES]) if isinstance(each, str) else "")
-            )
+            rule = "{field} must be made by a recipe such as jkv.r_kv(budget=256); known: {known}; got {got}.{near}"
+            near = did_you_mean(f"jkv.{each}", [f"jkv.{name}" for name in POLICIES]) if isinstance(each, str) else ""
+            known = ", ".join(sorted(POLICIES))
+            raise InputError(rule, field="policy", code="wrong_type", known=known, got=shown(each), near=near)
         check_sealing(each, kv_format)
     return policies
 
@@ -306,13 +304,11 @@ def spread_forced(options: RequestOptions, num_prompts: int, vocab_size: int) ->
         return [np.zeros(0, np.int32)] * num_prompts
     is_each = isinstance(given, Sequence) and len(given) > 0 and all(np.ndim(tokens) == 1 for tokens in given)
     if is_each and len(given) != num_prompts:
-        raise ValueError(
-            f"forced_tokens must be token ids, or a list of them for each prompt; got {len(given)} lists for {num_prompts} "
-            "prompts."
-        )
+        rule = "{field} must be token ids, or a list of them for each prompt; got {got} prompts."
+        raise InputError(rule, field="forced_tokens", code="conflict", got=f"{len(given)} lists for {num_prompts}")
     each = given if is_each else [given] * num_prompts
     rule = "forced_tokens must be a flat list of token ids"
-    return [check_ids(tokens, rule, f"that of prompt {i}", vocab_size) for i, tokens in enumerate(each)]
+    return [check_ids(tokens, rule, f"that of prompt {i}", vocab_size, "forced_tokens") for i, tokens in enumerate(each)]
 
 
 def check_forcing(options: RequestOptions, sampling: Sampling) -> None:
@@ -320,21 +316,21 @@ def check_forcing(options: RequestOptions, sampling: Sampling) -> None:
     if options.forced_tokens is None:
         return
     if sampling.draws == "truncated":
-        raise ValueError(
-            "Forced tokens need a distribution that cuts none of them; got top_p, top_k or min_p. Leave them out of sampling."
-        )
+        rule = "{field} need a distribution that cuts none of them; got top_p, top_k or min_p. Leave them out of sampling."
+        raise InputError(rule, field="forced_tokens", code="conflict")
     if options.stop_strings:
-        raise ValueError("stop_strings would cut forced tokens; got both. Leave one out.")
+        raise InputError("{field} would cut forced tokens; got both. Leave one out.", field="stop_strings", code="conflict")
 
 
 def check_stop_ids(stop_ids: Any, vocab_size: int) -> tuple[int, ...]:
     """Stop ids, checked to be tokens of the model, and no more than it has."""
     check_length("stop_ids", stop_ids, vocab_size, "token ids")
     if np.ndim(stop_ids) != 1 or any(isinstance(x, bool) or not isinstance(x, int | np.integer) for x in stop_ids):
-        raise ValueError(f"stop_ids must be a list of token ids; got {shown(stop_ids)}.")
+        rule = "{field} must be a list of token ids; got {got}."
+        raise InputError(rule, field="stop_ids", code="wrong_type", got=shown(stop_ids))
     for token in stop_ids:
         if not 0 <= token < vocab_size:
-            raise ValueError(f"stop_ids must be token ids in [0, {vocab_size}); got {shown(token)}.")
+            raise out_of_range("stop_ids", f"be token ids in [0, {vocab_size})", token)
     return tuple(int(token) for token in stop_ids)
 
 
@@ -344,17 +340,19 @@ def check_prompt_fits(policy: Policy, index: int, prompt_length: int) -> None:
         assert policy.evict is not None
         least = policy.longest_prompt + policy.evict.recent
         of_layer = "" if least == policy.budget else f" on average, and {least} in the last layer"
-        raise ValueError(
-            f"{policy.name} never drops the prompt, so its budget must hold it and the {policy.evict.recent} most recent "
-            f"slots; prompt {index} has {prompt_length} tokens, the budget is {policy.budget} slots{of_layer}. Raise it."
+        rule = (
+            "{name} never drops the prompt, so its {field} must hold it and the {recent} most recent slots; prompt {index} has "
+            "{length} tokens, the {field} is {budget}. Raise it."
         )
+        budget, about = f"{policy.budget} slots{of_layer}", {"name": policy.name, "recent": policy.evict.recent}
+        raise InputError(rule, field="budget", code="does_not_fit", index=index, length=prompt_length, budget=budget, **about)
 
 
 def new_token_limit(index: int, prompt_length: int, asked: int | None, max_positions: int) -> int:
     """The most new tokens of a request."""
     left = max_positions - prompt_length
     if left < 1 or (asked or 1) > left:
-        raise ValueError(too_long(index, str(prompt_length), asked, max_positions))
+        raise too_long(index, str(prompt_length), asked, max_positions)
     return min(MOST_NEW_TOKENS, left) if asked is None else asked
 
 
@@ -382,9 +380,12 @@ def check_stop_strings(model: Model, stop_strings: Sequence[str]) -> None:
     if is_list:
         check_length("stop_strings", stop_strings, MOST_STOPS, "texts")
     if not is_list or not all(isinstance(stop, str) and stop for stop in stop_strings):
-        raise ValueError(f"stop_strings must be a sequence of texts that are not empty; got {shown(stop_strings)}.")
+        rule = "{field} must be a sequence of texts that are not empty; got {got}."
+        raise InputError(rule, field="stop_strings", code="wrong_type", got=shown(stop_strings))
     longest = max(map(len, stop_strings), default=0)
     if longest > LONGEST_STOP:
-        raise ValueError(f"A stop string must have at most {LONGEST_STOP:,} characters; got one of {longest:,}. Shorten it.")
+        rule = "{field} must have at most {most:,} characters each; got a text of {got:,}. Shorten it."
+        raise InputError(rule, field="stop_strings", code="too_long", most=LONGEST_STOP, got=longest)
     if stop_strings and model.tokenizer is None:
-        raise ValueError("stop_strings need a model with a tokenizer; this one has none. Use stop_ids.")
+        rule = "{field} need a model with a tokenizer; this one has none. Use {stop_ids}."
+        raise InputError(rule, field="stop_strings", code="unsupported")

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from jkv.checks import described
+from jkv.checks import check_known, described
 from jkv.engine import turns
 from jkv.engine.conversations import ENDS, KeptRow
 from jkv.engine.engine import Engine
@@ -34,6 +34,7 @@ from jkv.engine.outputs import Event
 from jkv.engine.prompts import encode_prompts
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.results import Result
+from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.model.params import Model, Params
 
@@ -218,7 +219,8 @@ class Service:
         with self._encoding:  # tokenizers change settings of their own while they encode
             prompts = encode_prompts(model, prompt, options.parse_special)
         if len(prompts) != 1:
-            raise ValueError(f"submit takes one prompt at a time; got {len(prompts)}. Submit each.")
+            rule = "submit takes one {field} at a time; got {got}. Submit each."
+            raise InputError(rule, field="prompt", code="too_long", got=len(prompts))
         groups = make_requests(model, prompts, options, request, self.engine.options.kv_format)
         return self.submit_requests(turns.kept(groups[0], keep), streams)
 
@@ -321,8 +323,7 @@ class Service:
         Raises:
           ValueError: another mode.
         """
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}.")
+        check_known(MODES, mode=mode)
         reply: Reply[None] = Reply()
         return self._owner.put(reply, functools.partial(self._owner.pause, mode, reply))
 
@@ -346,8 +347,7 @@ class Service:
         Raises:
           ValueError: another mode.
         """
-        if mode not in MODES[1:]:
-            raise ValueError(f"mode must be one of {', '.join(MODES[1:])}; got {mode!r}.")
+        check_known(MODES[1:], mode=mode)
         reply: Reply[None] = Reply()
         try:
             return self._owner.put(reply, functools.partial(self._owner.close, mode, reply))

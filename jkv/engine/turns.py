@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jkv.checks import shown, typed
+from jkv.checks import out_of_range, shown, typed
 from jkv.engine.conversations import ENDS, Conversations, KeptRow, Transcript
 from jkv.engine.prompts import check_ids, is_endless, num_elements
 from jkv.engine.requests import Request, RequestOptions, make_requests
 from jkv.engine.row import Place
 from jkv.engine.samples import Sample, stop_finder
+from jkv.errors import InputError
 from jkv.model.params import Model
 
 RULE = "extend takes a flat list of token ids"
@@ -38,17 +39,19 @@ def check_keep(request: Request) -> None:
         return
     policy, why = request.policy, ""
     if policy.share is not None:
-        why = f"{policy.name} compares pages of a text from its beginning, and its record of them ends with a request"
+        why = "{name} compares pages of a text from its beginning, and its record of them ends with a request"
     elif policy.moves_sinks:
-        why = f"{policy.name} reads its sinks at another position in each step, which prefill of a later turn does not"
+        why = "{name} reads its sinks at another position in each step, which prefill of a later turn does not"
     elif request.keep and request.stop_strings:
-        why = "a stop string is found after a chunk, and the row then holds tokens from beyond it; end turns by stop_ids"
+        why = "a stop string is found after a chunk, and the row then holds tokens from beyond it; end turns by {stop_ids}"
     elif policy.read is not None and not request.num_kept and request.num_before:
-        why = f"{policy.name} chooses pages for each query, which prefill does not"
+        why = "{name} chooses pages for each query, which prefill does not"
     if why and not (request.keep or request.num_kept):
-        raise ValueError(f"prompt_piece needs a row that new tokens can continue; {why}. Leave prompt_piece out.")
+        rule = "{field} needs a row that new tokens can continue; " + why + ". Leave {field} out."
+        raise InputError(rule, field="prompt_piece", code="unsupported", name=policy.name)
     if why:
-        raise ValueError(f"keep=True needs a row that a later turn can continue; {why}. Leave keep out, or change that.")
+        rule = "{field} needs a row that a later turn can continue; " + why + ". Leave {field} out, or change that."
+        raise InputError(rule, field="keep", code="unsupported", name=policy.name)
 
 
 def kept(requests: Sequence[Request], keep: bool) -> list[Request]:
@@ -64,11 +67,13 @@ def check_tokens(tokens: Any, vocab_size: int, max_positions: int) -> np.ndarray
       ValueError: none, something else, or ids out of range.
     """
     if isinstance(tokens, str):
-        raise ValueError(f"{RULE}; got {shown(tokens)}. Encode texts with the model's tokenizer.")
-    count = 0 if is_endless(tokens) else num_elements(tokens, RULE)
+        rule = RULE + "; got {got}. Encode texts with the model's tokenizer."
+        raise InputError(rule, field="tokens", code="wrong_type", got=shown(tokens))
+    count = 0 if is_endless(tokens) else num_elements(tokens, RULE, "tokens")
     if count > max_positions:
-        raise ValueError(f"{RULE}, no more than the model's {max_positions} positions; got {count:,}. Shorten it.")
-    return check_ids(tokens, RULE, "the list", vocab_size)
+        rule = RULE + ", no more than the model's {most} positions; got {got:,}. Shorten it."
+        raise InputError(rule, field="tokens", code="does_not_fit", most=max_positions, got=count)
+    return check_ids(tokens, RULE, "the list", vocab_size, "tokens")
 
 
 def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptions, keep: bool) -> Request:
@@ -81,18 +86,17 @@ def next_request(model: Model, kept: KeptRow, tokens: Any, options: RequestOptio
     for name in ("policy", "n", "first_sample", "cache_salt", "prompt_piece", "parse_special"):
         default = next(field.default for field in dataclasses.fields(options) if field.name == name)
         if getattr(options, name) != default:
-            raise ValueError(
-                f"A turn continues one sample with its policy and salt; got {name}={shown(getattr(options, name))}. "
-                "Leave it out."
-            )
+            rule = "A turn continues one sample with its policy and salt; got {field}={got}. Leave it out."
+            raise InputError(rule, field=name, code="conflict", got=shown(getattr(options, name)))
     new = check_tokens(tokens, config.vocab_size, config.max_positions)
     prompt = np.concatenate([kept.transcript.tokens, new])
     if len(prompt) + (options.max_new_tokens or 1) > config.max_positions:
-        raise ValueError(
-            f"A conversation must fit the model's {config.max_positions} positions; this one has {len(kept.transcript.tokens)} "
-            f"tokens, got {len(new)} new ones, and max_new_tokens is {shown(options.max_new_tokens)}. Shorten the turn, or "
-            "submit a shorter conversation."
+        rule = (
+            "A conversation must fit the model's {most} positions; this one has {before} tokens, got {new} new ones, and "
+            "{max_new_tokens} is {asked}. Shorten the turn, or submit a shorter conversation."
         )
+        about = {"most": config.max_positions, "before": len(kept.transcript.tokens), "new": len(new)}
+        raise InputError(rule, field="tokens", code="does_not_fit", asked=shown(options.max_new_tokens), **about)
     sampling = options.sampling or (last.sampling if options.forced_tokens is None else None)
     options = dataclasses.replace(options, sampling=sampling, first_sample=last.sample)
     request = make_requests(model, [prompt], options, last.identity)[0][0]
@@ -112,21 +116,23 @@ def find(tickets: Mapping[int, list[Sample]], conversations: Conversations, tick
     """The row that a turn continues, or a ValueError that says why there is none."""
     for name, number in (("ticket", ticket), ("sample", sample)):
         if isinstance(number, bool) or not isinstance(number, int | np.integer):
-            raise ValueError(f"{name} must be a number; got {shown(number)}. Pass what submit returned.")
+            rule = "{field} must be a number; got {got}. Pass what submit returned."
+            raise InputError(rule, field=name, code="wrong_type", got=shown(number))
     group = tickets.get(ticket, [])
     if group and not 0 <= sample < len(group):
-        raise ValueError(f"sample must be one of the request's {len(group)}; got {sample}.")
+        raise out_of_range("sample", f"be one of the request's {len(group)}", sample)
     if group:
         one = group[sample]
         if not one.request.keep:
-            raise ValueError(f"extend continues a kept request; that of ticket {ticket} was not. Submit it with keep=True.")
+            rule = "extend continues a kept request; that of {field} {ticket} was not. Submit it with keep=True."
+            raise InputError(rule, field="ticket", ticket=ticket)
         if not one.is_finished:
-            raise ValueError(f"extend continues a finished request; that of ticket {ticket} still runs. Wait for its result.")
+            rule = "extend continues a finished request; that of {field} {ticket} still runs. Wait for its result."
+            raise InputError(rule, field="ticket", ticket=ticket)
         if one.completion.finish_reason not in ENDS:
-            raise ValueError(
-                f"extend continues a request that finished by {' or '.join(ENDS)}; that of ticket {ticket} ended by "
-                f"{one.completion.finish_reason!r}. Submit the conversation again."
-            )
+            rule = "extend continues a request that finished by {ends}; that of {field} {ticket} ended by {got}."
+            ends, got = " or ".join(ENDS), repr(one.completion.finish_reason)
+            raise InputError(rule, field="ticket", ticket=ticket, ends=ends, got=got)
     return conversations.find(ticket, sample)
 
 

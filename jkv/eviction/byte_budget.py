@@ -7,6 +7,7 @@ from typing import Any
 
 from jkv.cache.slot_size import SlotSize
 from jkv.checks import shown, size
+from jkv.errors import InputError
 from jkv.eviction.policy import Policy, noted
 
 UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -58,10 +59,10 @@ class ByteBudget:
         except ValueError:
             pass
         least = self.least()
-        raise ValueError(
-            f"{self!r}: {size(num_bytes)} / ({slot}) is {slots} slots, and {self.name} takes at least {least} with these "
-            f"settings = {size(least * slot.whole)}. Raise the budget, or quantise pages (kv_dtype)."
-        )
+        found = f"{self!r}: {size(num_bytes)} / ({slot}) is {slots} slots"
+        rule = "{found}, and {name} takes at least {least} with its settings = {needed}. Raise the {field}, or quantise pages."
+        needed = size(least * slot.whole)
+        raise InputError(rule, field="budget", code="out_of_range", found=found, name=self.name, least=least, needed=needed)
 
     def least(self) -> int:
         """The fewest slots that the recipe takes with its settings."""
@@ -82,17 +83,15 @@ def in_bytes(name: str, build: Callable[..., Policy], settings: dict[str, Any]) 
     Raises:
       ValueError: a text that is no number of bytes, a setting out of its range, or a policy whose budget holds no memory.
     """
-    parse_bytes(settings["budget"], f"{name}'s budget")
+    parse_bytes(settings["budget"], f"{name}'s")
     policy = ByteBudget(name, build, tuple(settings.items()))
     if policy.with_slots(PROBE).budget is None:
-        raise ValueError(
-            f"{name} keeps every token, so its budget is a number of slots that a step reads; got {settings['budget']!r}. "
-            "Give slots, such as budget=1024."
-        )
+        rule = "{name} keeps every token, so its {field} is a number of slots that a step reads; got {got}. Give slots."
+        raise InputError(rule, field="budget", code="wrong_type", name=name, got=shown(settings["budget"]))
     return policy
 
 
-def parse_bytes(text: str, name: str = "a budget") -> int:
+def parse_bytes(text: str, whose: str = "a") -> int:
     """The bytes of a text.
 
     Raises:
@@ -104,7 +103,8 @@ def parse_bytes(text: str, name: str = "a budget") -> int:
     found = TEXT.fullmatch(text.strip())
     num_bytes = int(float(found[1]) * UNITS[found[2]]) if found else 0
     if num_bytes < 1:
-        raise ValueError(f'{name} must be a whole number of slots, or bytes such as "64MB" or "1.5 GiB"; got {shown(text)}.')
+        rule = '{whose} {field} must be a whole number of slots, or bytes such as "64MB" or "1.5 GiB"; got {got}.'
+        raise InputError(rule, field="budget", code="wrong_type", whose=whose, got=shown(text))
     return num_bytes
 
 

@@ -1,7 +1,6 @@
 """Which slots stay: the mechanism that all scores share, that is protection, scope, ranking and the order of storage."""
 
 import dataclasses
-import numbers
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
 from jkv.cache.pool import EMPTY
+from jkv.checks import check_between, check_known, check_least, typed
+from jkv.errors import InputError
 from jkv.eviction.needs import Needs
 from jkv.eviction.view import CacheView, Score, check_score, scores_of
 from jkv.model.sharding import HEADS
@@ -45,7 +46,8 @@ def protection(window: int, sinks: int, recent: int | None, protect_prompt: bool
       ValueError: `recent` leaves tokens of the window that no score ranks.
     """
     if recent is not None and recent < window:
-        raise ValueError(f"recent must be at least the window, {window} tokens, which get no score; got {recent}.")
+        rule = "{field} must be at least the window, {window} tokens, which get no score; got {got}."
+        raise InputError(rule, field="recent", code="out_of_range", window=window, got=recent)
     return {"sinks": sinks, "recent": window if recent is None else recent, "protect_prompt": protect_prompt}
 
 
@@ -82,16 +84,12 @@ class Evict:
 
     def __post_init__(self) -> None:
         check_score(self.score)
-        if not all(isinstance(x, numbers.Integral) and not isinstance(x, bool) and x >= 0 for x in (self.sinks, self.recent)):
-            raise ValueError(f"sinks and recent must be numbers of slots >= 0; got {self.sinks=}, {self.recent=}.")
-        if self.scope not in SCOPES:
-            raise ValueError(f"scope must be one of {SCOPES}; got {self.scope!r}.")
-        if not 0 <= self.floor <= 1:
-            raise ValueError(f"floor is a share of the budget and must lie in [0, 1]; got {self.floor}.")
-        if self.safeguard not in SAFEGUARDS:
-            raise ValueError(f"safeguard must be one of {SAFEGUARDS}; got {self.safeguard!r}.")
-        if self.order not in ("position", "score"):
-            raise ValueError(f"order must be 'position' or 'score'; got {self.order!r}.")
+        for field in ("sinks", "recent"):
+            check_least(0, " slots", **{field: typed(field, getattr(self, field), int)})
+        check_known(SCOPES, scope=self.scope)
+        check_between(0, 1, " of the budget", floor=self.floor)
+        check_known(SAFEGUARDS, safeguard=self.safeguard)
+        check_known(("position", "score"), order=self.order)
 
     @property
     def needs(self) -> Needs:

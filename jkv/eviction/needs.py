@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Protocol
 
+from jkv.errors import InputError
+
 DEFAULT_WINDOW = 8  # queries: the default of R-KV and SnapKV
 IN_STEP = ("", "sum", "last")
 OF_ONE_SCORE = ("in_step", "keeps_window")
@@ -111,7 +113,8 @@ class Needs:
         missing = [field for field in wanted if field not in NOT_KEPT and wanted[field] > kept[field]]
         if missing:
             asked, built = (", ".join(f"{field}={values[field]}" for field in missing) for values in (wanted, kept))
-            raise ValueError(
-                f"{name} needs {asked}; this engine was built with {built}. Name the policy when you build the engine: "
+            rule = (
+                "{name} needs {asked}; this engine was built with {built}. Name the {field} when you build the engine: "
                 "policies=[...]."
             )
+            raise InputError(rule, field="policy", code="unsupported", name=name, asked=asked, built=built)

@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int
 from jkv import notebook
 from jkv.cache.moved_sinks import MOST_SINKS
 from jkv.cache.pool import num_pages_of
+from jkv.checks import shown
+from jkv.errors import InputError
 from jkv.eviction.calibration import Calibration
 from jkv.eviction.evict import Cutoff, Evict, least_slots
 from jkv.eviction.gate import Gate
@@ -353,17 +355,15 @@ def check_parts(policy: Policy, model: Model, is_trained: bool = False) -> None:
         missing or that cannot write what a part looks for.
     """
     if policy.needs.window > model.config.max_positions:
-        raise ValueError(
-            f"{policy.name}'s window must not exceed the model's {model.config.max_positions} positions, as the engine keeps "
-            f"that many queries of each row; got {policy.needs.window}. Lower it."
-        )
+        rule = "{name}'s {field} must not exceed the model's {most} positions, as each's query is kept; got {got}. Lower it."
+        most = model.config.max_positions
+        raise InputError(rule, field="window", code="out_of_range", name=policy.name, most=most, got=policy.needs.window)
     if policy.steer is not None:
         config, got = model.config, policy.steer.vector.values.shape
         if got != (config.num_layers, config.width):
-            raise ValueError(
-                f"{policy.name}'s vector must be of this model, {config.num_layers} layers of width {config.width}; it has "
-                f"{got[0]} of {got[1]}. Extract one with `jkv steer`."
-            )
+            rule = "{name}'s {field} must be of this model, {own}; it has {got}. Extract one with `jkv steer`."
+            own, shape = f"{config.num_layers} layers of width {config.width}", f"{got[0]} of {got[1]}"
+            raise InputError(rule, field="vector", code="unsupported", name=policy.name, own=own, got=shape)
         marks_of(model.tokenizer, config.vocab_size)
     if policy.calibration is not None:
         policy.calibration.check(policy.name, model, is_trained)
@@ -384,7 +384,8 @@ def until_token(policy: Policy, model: Model) -> int | None:
         return None
     token = -1 if model.tokenizer is None else token_of(model.tokenizer, policy.until)
     if token < 0:
-        raise ValueError(f"{policy.name}'s until must be one token of the model's tokenizer; {policy.until!r} is not.")
+        rule = "{name}'s {field} must be one token of the model's tokenizer; {got} is not."
+        raise InputError(rule, field="until", name=policy.name, got=shown(policy.until))
     return token
 
 
@@ -414,10 +415,9 @@ def check_eviction(policy: Policy, evict: Evict) -> None:
     if policy.pyramid > 1 and not policy.protected:
         raise ValueError(f"{name} leaves its last layers next to nothing: pyramid > 1 needs sinks or recent slots.")
     if policy.budget < policy.protected:
-        raise ValueError(
-            f"{name}'s budget must hold its sinks and recent slots, {evict.sinks} + {evict.recent} = {policy.protected}; got "
-            f"budget={policy.budget}. Raise the budget, or lower sinks or the window."
-        )
+        rule = "{name}'s {field} must hold its sinks and recent slots, {least}; got {field}={got}. Raise it, or lower them."
+        least = f"{evict.sinks} + {evict.recent} = {policy.protected}"
+        raise InputError(rule, field="budget", code="out_of_range", name=name, least=least, got=policy.budget)
 
 
 def can_move_sinks(policy: Policy, evict: Evict) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jkv.checks import check_known, check_least
 from jkv.eviction.needs import Needs
 from jkv.eviction.schedules import check_budget
 
@@ -26,10 +27,8 @@ class Read:
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if self.dense_layers is not None and self.dense_layers < 0:
-            raise ValueError(f"dense_layers is how many first layers read all pages, at least 0; got {self.dense_layers}.")
-        if self.over_group not in ("max", "mean"):
-            raise ValueError(f"over_group must be 'max' or 'mean'; got {self.over_group!r}.")
+        check_least(0, " first layers that read all pages", dense_layers=self.dense_layers)
+        check_known(("max", "mean"), over_group=self.over_group)
 
     def num_dense(self, num_layers: int) -> int:
         """How many first layers of a model read all pages: by default 2, as in Quest's code, and none of fewer than 16."""

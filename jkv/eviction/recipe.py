@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, cast
 
 from jkv.checks import check_length, did_you_mean, shown, typed
+from jkv.errors import Code, InputError
 from jkv.eviction.byte_budget import in_bytes
 from jkv.eviction.policy import Policy, noted
 from jkv.limits import MOST_SIZE
@@ -50,7 +51,7 @@ def recipe(
     ...     return Policy("mine")
     >>> mine(budget=2.5)
     Traceback (most recent call last):
-    ValueError: mine's budget must be a whole number; got 2.5.
+    jkv.errors.InputError: mine's budget must be a whole number; got 2.5.
     """
 
     def decorate(build: Callable[P, Policy]) -> Callable[P, Policy]:
@@ -64,11 +65,11 @@ def recipe(
                 raise TypeError(describe_call(build.__name__, list(signature.parameters), list(kwargs), error)) from None
             budget = given.arguments.get("budget")
             for field, value in given.arguments.items():
-                name = f"{build.__name__}'s {field}"
+                whose = f"{build.__name__}'s "
                 if field == "budget" and isinstance(value, str):
                     continue
-                given.arguments[field] = typed(name, value, signature.parameters[field].annotation)
-                check_size(name, given.arguments[field])
+                given.arguments[field] = typed(field, value, signature.parameters[field].annotation, whose)
+                check_size(field, given.arguments[field], whose)
             if isinstance(budget, str):
                 return cast(Policy, in_bytes(build.__name__, build, given.arguments))
             return noted(build(*given.args, **given.kwargs), build.__name__, (), given.arguments)
@@ -92,16 +93,20 @@ def describe_call(name: str, fields: Sequence[str], given: Sequence[str], error:
     return f"{known}; got a call with {error}."
 
 
-def check_size(name: str, value: Any) -> None:
+def check_size(field: str, value: Any, whose: str) -> None:
     """Refuses what no program can hold: integers of more than 32 bits, fractions that float32 cannot hold, long lists."""
+    rule = ""
     if isinstance(value, int) and not -MOST_SIZE < value < MOST_SIZE:
-        raise ValueError(f"{name} must lie below 2**31, as slots and tokens are counted in 32 bits; got {shown(value)}.")
-    if isinstance(value, float) and not abs(value) <= LARGEST:
-        raise ValueError(f"{name} must lie in [-{LARGEST}, {LARGEST}]; got {value}.")
-    if isinstance(value, str) and len(value) > MOST_WORDS:
-        raise ValueError(f"{name} must have at most {MOST_WORDS:,} characters; got {len(value):,}. Shorten it.")
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        check_length(name, value, MOST_WORDS, "elements")
+        rule = "must lie below 2**31, as slots and tokens are counted in 32 bits"
+    elif isinstance(value, float) and not abs(value) <= LARGEST:
+        rule = f"must lie in [-{LARGEST}, {LARGEST}]"
+    elif isinstance(value, str) and len(value) > MOST_WORDS:
+        rule = f"must have at most {MOST_WORDS:,} characters"
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        check_length(field, value, MOST_WORDS, "elements", whose)
+    if rule:
+        code: Code = "too_long" if isinstance(value, str) else "out_of_range"
+        raise InputError("{whose}{field} " + rule + "; got {got}.", field=field, code=code, whose=whose, got=shown(value))
 
 
 def entry_of(build: Callable[..., Policy]) -> Entry:

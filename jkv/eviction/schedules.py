@@ -9,7 +9,8 @@ import math
 import numbers
 from typing import Protocol, runtime_checkable
 
-from jkv.checks import shown
+from jkv.checks import check_least, shown
+from jkv.errors import InputError
 
 
 @runtime_checkable
@@ -53,8 +54,7 @@ class Every:
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        if self.interval < 1:
-            raise ValueError(f"interval must be at least 1 generated token; got {self.interval}.")
+        check_least(1, " generated token", interval=self.interval)
 
     def target(self, prompt: int, generated: int) -> int | None:
         return None if generated % self.interval else self.budget
@@ -133,9 +133,8 @@ class Growing:
 
     def __post_init__(self) -> None:
         if not 1 <= self.ratio <= self.interval:
-            raise ValueError(
-                f"ratio must lie in [1, interval], as one slot in `ratio` stays; got {self.ratio=}, {self.interval=}."
-            )
+            rule = "{field} must lie in [1, interval], as one slot in `{field}` stays; got {got} and interval={interval}."
+            raise InputError(rule, field="ratio", code="out_of_range", got=self.ratio, interval=self.interval)
 
     def target(self, prompt: int, generated: int) -> int | None:
         cycles, rest = divmod(generated - self.window, self.interval)
@@ -170,12 +169,9 @@ class Threshold:
 
     def __post_init__(self) -> None:
         if isinstance(self.threshold, bool) or not isinstance(self.threshold, int | float) or math.isnan(self.threshold):
-            raise ValueError(f"threshold must be a number, below which a score drops its slot; got {shown(self.threshold)}.")
-        if self.window < 1 or self.interval < 1:
-            raise ValueError(
-                f"window and interval must be at least 1 token, as the newest one always stays; got {self.window=}, "
-                f"{self.interval=}."
-            )
+            rule = "{field} must be a number, below which a score drops its slot; got {got}."
+            raise InputError(rule, field="threshold", code="out_of_range", got=shown(self.threshold))
+        check_least(1, " token, as the newest one always stays", window=self.window, interval=self.interval)
 
     def target(self, prompt: int, generated: int) -> int | None:
         """The fewest slots that may stay; the scores decide about all others."""
@@ -256,6 +252,5 @@ def ask(name: str, schedule: Schedule, method: str, *arguments: int) -> int | No
 def check_budget(budget: int) -> None:
     """Refuses a budget that is not a number of slots."""
     if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget < 1 << 48:
-        raise ValueError(
-            f"budget must be a number of slots, at least 1 and below 2**48, for each layer and KV head; got {shown(budget)}."
-        )
+        rule = "{field} must be a number of slots, at least 1 and below 2**48, for each layer and KV head; got {got}."
+        raise InputError(rule, field="budget", code="out_of_range", got=shown(budget))

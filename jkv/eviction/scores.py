@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 import pallas_kernels as kernels
+from jkv.checks import check_known, check_least
+from jkv.errors import InputError
 from jkv.eviction.needs import Needs
 from jkv.eviction.view import CacheView
 from pallas_kernels.largest_slots import ROUNDING
@@ -36,8 +38,7 @@ class Uniform:
     needs = Needs()
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ValueError(f"block is a number of positions that share a random number, at least 1; got {self.block}.")
+        check_least(1, " position that has a random number", block=self.block)
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         return uniform(view, self.seed, self.block)
@@ -129,13 +130,12 @@ class AttentionMass:
     pool_first: bool = False
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window is the number of last queries that score, at least 1; got {self.window}.")
+        check_least(1, " last query, which scores", window=self.window)
         if not 1 <= self.pool < WIDEST_POOL or self.pool % 2 == 0:
-            raise ValueError(f"pool must be an odd number of slots, at least 1 and below {WIDEST_POOL:,}; got {self.pool}.")
+            rule = "{field} must be an odd number of slots, at least 1 and below {most:,}; got {got}."
+            raise InputError(rule, field="pool", code="out_of_range", most=WIDEST_POOL, got=self.pool)
         for field, known in MASS_SETTINGS.items():
-            if getattr(self, field) not in known:
-                raise ValueError(f"{field} must be one of {known}; got {getattr(self, field)!r}.")
+            check_known(known, **{field: getattr(self, field)})
         if self.keeps_rows and self.candidates not in ("past", "thought"):
             raise ValueError(
                 'over_group="max-probability" and pool_first=True score the slots before the window; got '

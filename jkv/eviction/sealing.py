@@ -1,5 +1,6 @@
 """Which policies can read sealed pages (`jkv.cache.sealed_pages`): those that drop whole pages, or none, and share none."""
 
+from jkv.errors import InputError
 from jkv.eviction.policy import Policy
 from jkv.eviction.schedules import WholeBlocks
 from jkv.eviction.scores import UniformBlocks
@@ -21,11 +22,13 @@ def check_sealing(policy: Policy, kv_format: Format | None) -> None:
         return
     what = "drops slots of full pages" if policy.evict is not None else "shares pages"
     own = f"jkv.random(budget, block={page}, whole=True, sinks={page}, recent={page + 1})"
-    raise ValueError(
-        f'kv_dtype="{kv_format.name}" seals full pages, whose slots have scales in common, so no slot of them can be dropped '
-        f'or moved, nor their pages shared; {policy.name} {what}. Use kv_dtype="int8", "fp8" or "int4", or jkv.full(), '
-        f"jkv.quest() or {own}, whose first page and last two, of {page} slots, stay in floats."
+    rule = (
+        'kv_dtype="{format}" seals full pages, whose slots have scales in common, so no slot of them can be dropped or moved, '
+        'nor their pages shared; {got}. Use kv_dtype="int8", "fp8" or "int4", or jkv.full(), jkv.quest() or {own}, whose first '
+        "page and last two, of {page} slots, stay in floats."
     )
+    got = f"{policy.name} {what}"
+    raise InputError(rule, field="policy", code="unsupported", format=kv_format.name, got=got, own=own, page=page)
 
 
 def check_sealing_on(platform: str, kv_format: Format | None, head_size: int) -> None:

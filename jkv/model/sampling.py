@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, UInt32
 
-from jkv.checks import shown, typed
+from jkv.checks import check_between, out_of_range, typed
 from jkv.model.penalties import PenaltyRows, TokenCounts, penalise
 from jkv.thresholds import last_below
 
@@ -63,26 +63,20 @@ class Sampling:
             value = typed(field.name, getattr(self, field.name), field.type)
             object.__setattr__(self, field.name, value)
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= MOST_TEMPERATURE:
-            rule = f"0 (greedy) or at least {LEAST_TEMPERATURE}"
+            limits = f"0 (greedy) or at least {LEAST_TEMPERATURE}"
             if self.temperature > MOST_TEMPERATURE:
-                rule = f"at most {MOST_TEMPERATURE}"
-            raise ValueError(f"temperature must be {rule}; got {self.temperature}.")
+                limits = f"at most {MOST_TEMPERATURE}"
+            raise out_of_range("temperature", f"be {limits}", self.temperature)
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], 1 keeps all tokens; got {self.top_p}.")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1], 0 keeps all tokens; got {self.min_p}.")
+            raise out_of_range("top_p", "lie in (0, 1], 1 keeps all tokens", self.top_p)
+        check_between(0, 1, ", 0 keeps all tokens", min_p=self.min_p)
         if not 0 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be 0 (all tokens) or a number of tokens below 2**31; got {shown(self.top_k)}.")
-        if not LEAST_REPETITION <= self.repetition_penalty <= MOST_REPETITION:
-            raise ValueError(
-                f"repetition_penalty must lie in [{LEAST_REPETITION}, {MOST_REPETITION:g}], 1 changes nothing; got "
-                f"{self.repetition_penalty}."
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) <= MOST_PENALTY:
-                raise ValueError(f"{name} must lie in [-2, 2], 0 changes nothing; got {getattr(self, name)}.")
+            raise out_of_range("top_k", "be 0 (all tokens) or a number of tokens below 2**31", self.top_k)
+        check_between(LEAST_REPETITION, MOST_REPETITION, ", 1 changes nothing", repetition_penalty=self.repetition_penalty)
+        penalties = {"presence_penalty": self.presence_penalty, "frequency_penalty": self.frequency_penalty}
+        check_between(-MOST_PENALTY, MOST_PENALTY, ", 0 changes nothing", **penalties)
         if self.seed is not None and not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed must lie in [0, 2**32) or be None for fresh entropy; got {shown(self.seed)}.")
+            raise out_of_range("seed", "lie in [0, 2**32) or be None for fresh entropy", self.seed)
 
     @property
     def draws(self) -> str:

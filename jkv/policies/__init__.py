@@ -4,7 +4,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jkv.checks import did_you_mean
+from jkv.checks import check_known, did_you_mean, shown
+from jkv.errors import InputError
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import entry_of, recipes_in
 from jkv.policies import table
@@ -41,21 +42,22 @@ def make(name: str, settings: Mapping[str, Any]) -> Policy:
     >>> make("streaming_llm", {"budget": 64}).budget
     64
     """
-    if name not in POLICIES:
-        raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {name!r}.{did_you_mean(name, POLICIES)}")
+    check_known(POLICIES, policy=name)
     if "published" in settings:
         own = {field: value for field, value in settings.items() if field != "published"}
         settings = (entry_of(POLICIES[name]).published if settings["published"] else {}) | own
     fields = inspect.signature(POLICIES[name]).parameters
-    if settings and not fields:
-        raise ValueError(f"{name} has no settings; got {', '.join(settings)}. Name a policy that has, such as r_kv.")
-    known = ", ".join(fields) or "none"
+    about: dict[str, Any] = {"name": name, "known": ", ".join(fields)}
     for field in settings:
+        if not fields:
+            rule = "{name} has no settings; got {field}. Name a policy that has, such as r_kv."
+            raise InputError(rule, field=field, code="unknown_name", **about)
         if field not in fields:
-            raise ValueError(f"{name} has these settings: {known}; got {field!r}.{did_you_mean(field, fields)}")
+            rule, near = "{name} has these settings: {known}; got {got}.{near}", did_you_mean(field, fields)
+            raise InputError(rule, field=field, code="unknown_name", got=shown(field), near=near, **about)
     for field, parameter in fields.items():
         if parameter.default is parameter.empty and field not in settings:
-            raise ValueError(f"{name} needs {field}=; its settings are: {known}.")
+            raise InputError("{name} needs {field}=; its settings are: {known}.", field=field, code="missing", **about)
     return POLICIES[name](**settings)
 
 

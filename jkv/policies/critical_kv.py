@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.checks import check_between
 from jkv.eviction.evict import Evict, largest, protection
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -30,8 +31,7 @@ class MassThenOutput:
     share: float
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share is the part of the budget that attention alone fills, in [0, 1]; got {self.share}.")
+        check_between(0, 1, " of the budget", share=self.share)
 
     @property
     def needs(self) -> Needs:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.checks import check_least
 from jkv.eviction.evict import Evict
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -29,8 +30,7 @@ class NormProduct:
     needs = Needs()
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"rank is a number of columns, or 0 for the norms themselves; got {self.rank}.")
+        check_least(0, " columns, 0 for the norms themselves", rank=self.rank)
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         key, value = view.key.astype(jnp.float32), view.value.astype(jnp.float32)

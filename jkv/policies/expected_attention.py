@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.checks import check_least
 from jkv.eviction.evict import Evict
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -34,8 +35,7 @@ class ExpectedAttention:
     sinks: int
 
     def __post_init__(self) -> None:
-        if self.num_queries < 1 or self.future < 1:
-            raise ValueError(f"num_queries and future must be at least 1; got {self.num_queries} and {self.future}.")
+        check_least(1, num_queries=self.num_queries, future=self.future)
 
     @property
     def needs(self) -> Needs:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.checks import check_between, check_least
 from jkv.eviction.evict import Evict, protection
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -26,13 +27,9 @@ class RememberedImportance:
     similarity: float
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise ValueError(f"window is the number of last queries that score, at least 1; got {self.window}.")
-        for field in ("decay", "importance"):
-            if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(f"{field} is a weight and must lie in [0, 1]; got {getattr(self, field)}.")
-        if not -1 <= self.similarity <= 1:
-            raise ValueError(f"similarity is a cosine and must lie in [-1, 1]; got {self.similarity}.")
+        check_least(1, " last query, which scores", window=self.window)
+        check_between(0, 1, ", as a weight does", decay=self.decay, importance=self.importance)
+        check_between(-1, 1, ", as a cosine does", similarity=self.similarity)
 
     @property
     def needs(self) -> Needs:

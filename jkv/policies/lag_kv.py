@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jkv.checks import check_least
 from jkv.eviction.evict import Evict
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -24,8 +25,7 @@ class LagRelativeSpread:
     needs = Needs()
 
     def __post_init__(self) -> None:
-        if self.lag < 2:
-            raise ValueError(f"lag is the number of slots of a chunk, at least 2; got {self.lag}.")
+        check_least(2, " slots of a chunk", lag=self.lag)
 
     def __call__(self, view: CacheView) -> Float[Array, "B K S"]:
         batch, heads, num_slots = view.position.shape

@@ -5,6 +5,8 @@ from pathlib import Path
 
 from jaxtyping import Array, Float
 
+from jkv.checks import check_known
+from jkv.errors import InputError
 from jkv.eviction.evict import Evict, protection
 from jkv.eviction.gate import Gate
 from jkv.eviction.needs import Needs
@@ -76,8 +78,7 @@ def learned_gate(
         another model is refused when an engine meets it.
     """
     gate = weights if isinstance(weights, Gate) else Gate.load(weights)
-    if scope not in SCOPES:
-        raise ValueError(f"scope must be one of {SCOPES}; got {scope!r}.")
+    check_known(SCOPES, scope=scope)
     schedule: Schedule
     if budget is not None and threshold is None:
         schedule = Every(budget, interval)
@@ -86,9 +87,7 @@ def learned_gate(
         window = gate.window if window is None else window
         schedule = Threshold(threshold, window, interval)
     else:
-        raise ValueError(
-            "learned_gate takes exactly one of a budget (slots) and a threshold (of what its gate computes); got "
-            f"{budget=}, {threshold=}."
-        )
+        rule = "learned_gate takes exactly one of a {field} (slots) and a threshold (of what its gate computes); got {got}."
+        raise InputError(rule, field="budget", code="conflict", got=f"budget={budget}, threshold={threshold}")
     evict = Evict(GateValue(), scope=scope, **protection(window, sinks, recent, protect_prompt))
     return Policy("learned_gate", evict, schedule, calibration=gate)

@@ -1,5 +1,6 @@
 """PyramidKV (arXiv 2406.02069): SnapKV with more slots in the first layers and fewer in the last."""
 
+from jkv.checks import check_least
 from jkv.eviction.evict import Evict, protection
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
@@ -43,7 +44,6 @@ def pyramid_kv(
     >>> [pyramid_kv(budget=108).budgets(108, 3, seen).tolist() for seen in (199, 200, 201, 203)]
     [[108, 108, 108], [200, 108, 16], [201, 108, 15], [203, 108, 13]]
     """
-    if beta < 1:
-        raise ValueError(f"beta is how many times less than the mean the last layer keeps, at least 1; got {beta}.")
+    check_least(1, ", how many times less than the mean the last layer keeps", beta=beta)
     evict = Evict(snap_score(when, window, pool), **protection(window, sinks, recent, protect_prompt))
     return Policy("pyramid_kv", evict, snap_schedule(when, budget, interval), pyramid=2 - 1 / beta)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
+from jkv.checks import check_between, check_least
 from jkv.eviction.evict import Evict, protection
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -101,12 +102,9 @@ def r_kv(
     >>> r_kv(budget=256).budget
     256
     """
-    if not 0 <= importance <= 1:
-        raise ValueError(f"importance is a weight and must lie in [0, 1]; got {importance}.")
-    if not -1 <= similarity <= 1:
-        raise ValueError(f"similarity is a cosine and must lie in [-1, 1]; got {similarity}.")
-    if exempt < 0:
-        raise ValueError(f"exempt must be a number of slots >= 0; got {exempt}.")
+    check_between(0, 1, ", as a weight does", importance=importance)
+    check_between(-1, 1, ", as a cosine does", similarity=similarity)
+    check_least(0, " slots", exempt=exempt)
     guard = protection(window, sinks, recent, protect_prompt)
     mass = AttentionMass(window, pool, over_group=over_group, pool_first=pool_first)
     score = ImportanceMinusRedundancy(mass, importance, similarity, exempt, released)

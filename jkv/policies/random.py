@@ -1,5 +1,6 @@
 """Random eviction: the baseline that every score has to beat."""
 
+from jkv.errors import InputError
 from jkv.eviction.evict import Evict
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
@@ -51,9 +52,12 @@ def whole_blocks(chance: Uniform, schedule: WholeBlocks, recent: int, sinks: int
     least = (-(-sinks // block) + (recent + block - 2) // block + 1) * block
     if protect_prompt or schedule.budget < least:
         got = "protect_prompt=True, and prompts of any length" if protect_prompt else f"budget={schedule.budget}"
-        raise ValueError(
-            f"random(block={block}, whole=True) keeps whole the blocks of the first {sinks} and the last {recent} tokens, up "
-            f"to {least} slots, which the budget must hold; got {got}. Raise the budget, or protect the prompt's first tokens "
-            "by sinks=."
+        rule = (
+            "random(block={block}, whole=True) keeps whole the blocks of the first {sinks} and the last {recent} tokens, up to "
+            "{least} slots, which the {field} must hold; got {got}. Raise the {field}, or protect the prompt's first tokens by "
+            "sinks=."
+        )
+        raise InputError(
+            rule, field="budget", code="out_of_range", block=block, sinks=sinks, recent=recent, least=least, got=got
         )
     return Policy("random", Evict(UniformBlocks(chance, sinks, recent), sinks=sinks, recent=recent), schedule)

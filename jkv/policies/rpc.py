@@ -1,5 +1,6 @@
 """RPC, Reasoning Path Compression (arXiv 2505.13866): keeps all of the prompt and a fixed share of the thoughts."""
 
+from jkv.checks import check_known
 from jkv.eviction.evict import Evict
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
@@ -34,8 +35,7 @@ def rpc(
     >>> rpc(interval=1024).schedule.most_slots(prompt=100, new=32768)
     9060
     """
-    if scope not in SCOPES:
-        raise ValueError(f"scope must be one of {SCOPES}; got {scope!r}.")
+    check_known(SCOPES, scope=scope)
     score = AttentionMass(window, pool, "mean", over_group="mean", candidates="thought", repeat_newest=released)
     evict = Evict(score, recent=window, protect_prompt=True, scope=scope)
     return Policy("rpc", evict, Growing(interval, ratio, window))

@@ -7,6 +7,8 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
+from jkv.checks import shown
+from jkv.errors import InputError
 from jkv.eviction.evict import Evict, protection
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -101,5 +103,7 @@ def skip_kv(
 def as_tuple(words: Sequence[Any], name: str) -> tuple[Any, ...]:
     """A tuple of what may be a list in a settings file."""
     if isinstance(words, str):
-        raise ValueError(f"{name} is a list of texts, not one text; got {words!r}.")
+        raise InputError(
+            "{field} is a list of texts, not one text; got {got}.", field=name, code="wrong_type", got=shown(words)
+        )
     return tuple(words)

@@ -1,5 +1,6 @@
 """SnapKV (arXiv 2404.14469): keeps what the last queries attend to, after the prompt or throughout decoding."""
 
+from jkv.checks import check_known
 from jkv.eviction.evict import Evict, protection
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
@@ -53,8 +54,7 @@ def snap_kv(
 
 def snap_score(when: str, window: int, pool: int) -> AttentionMass:
     """The attention mass of either rule."""
-    if when not in WHEN:
-        raise ValueError(f"when must be one of {WHEN}; got {when!r}.")
+    check_known(WHEN, when=when)
     if when == "prefill":
         return AttentionMass(window, pool, pooling="mean", over_group="mean", candidates="causal")
     return AttentionMass(window, pool)

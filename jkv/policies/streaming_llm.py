@@ -1,5 +1,6 @@
 """StreamingLLM (arXiv 2309.17453): the first tokens and the last ones."""
 
+from jkv.checks import check_known
 from jkv.eviction.evict import Evict
 from jkv.eviction.policy import Policy
 from jkv.eviction.recipe import recipe
@@ -34,8 +35,7 @@ def streaming_llm(
     >>> streaming_llm(budget=64).evict.sinks
     4
     """
-    if positions not in ("true", "cache"):
-        raise ValueError(f"positions must be 'true' or 'cache'; got {positions!r}.")
+    check_known(("true", "cache"), positions=positions)
     moves_sinks = positions == "cache" and sinks > 0
     return Policy(
         "streaming_llm",

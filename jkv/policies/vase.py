@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jkv.checks import check_between
 from jkv.eviction.evict import Evict, largest
 from jkv.eviction.needs import Needs
 from jkv.eviction.policy import Policy
@@ -33,10 +34,7 @@ class LargeRangeOrDrawn:
     seed: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise ValueError(
-                f"share is the part of the budget for large ranges of values and must lie in [0, 1]; got {self.share}."
-            )
+        check_between(0, 1, " of the budget", share=self.share)
 
     @property
     def needs(self) -> Needs:

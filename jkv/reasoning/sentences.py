@@ -16,6 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jkv.cache.pool import EMPTY
+from jkv.checks import shown
+from jkv.errors import InputError
 from jkv.model.params import Model
 
 ENDS = ("\n", ".\n", ")\n", "\n\n", ".\n\n", ")\n\n", "?\n\n")  # as in SkipKV's code; the paper lists all but the last
@@ -38,11 +40,11 @@ class Sentences:
 
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
-            raise ValueError(
-                f"tau is the cosine above which two sentences are similar and must lie in (0, 1]; got {self.threshold}."
-            )
+            rule = "{field} is the cosine above which two sentences are similar and must lie in (0, 1]; got {got}."
+            raise InputError(rule, field="tau", code="out_of_range", got=self.threshold)
         if not self.ends or not all(is_token(end) or (isinstance(end, str) and end) for end in self.ends):
-            raise ValueError(f"ends must be one or more texts or token ids that end a sentence; got {self.ends!r}.")
+            rule = "{field} must be one or more texts or token ids that end a sentence; got {got}."
+            raise InputError(rule, field="ends", code="wrong_type", got=shown(self.ends))
 
 
 def is_token(end: Any) -> bool:
@@ -58,11 +60,13 @@ def ends_of(tokenizer: Any, vocab_size: int, ends: tuple[Any, ...]) -> np.ndarra
       ValueError: texts without a tokenizer, or tokens outside the vocabulary.
     """
     if tokenizer is None and not all(map(is_token, ends)):
-        raise ValueError("Texts in ends need a tokenizer, and this model has none. Pass ends= as token ids.")
+        rule = "Texts in {field} need a tokenizer, and this model has none. Pass {field}= as token ids."
+        raise InputError(rule, field="ends", code="unsupported")
     ids = [end if is_token(end) else last_token(tokenizer, str(end)) for end in ends]
     known = [i for i in ids if i is not None]
     if not known or not 0 <= min(known) <= max(known) < vocab_size:
-        raise ValueError(f"ends must be tokens of the model, in [0, {vocab_size}); {ends!r} are {ids}.")
+        rule = "{field} must be tokens of the model, in [0, {most}); {got} are {ids}."
+        raise InputError(rule, field="ends", code="out_of_range", most=vocab_size, got=shown(ends), ids=shown(ids))
     is_end = np.zeros(vocab_size, bool)
     is_end[known] = True
     return is_end

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jkv.cache.pool import EMPTY
+from jkv.checks import check_between, check_known, check_least
+from jkv.errors import InputError
 from jkv.model.params import Model
 from jkv.reasoning.thoughts import Filter, FilterStats, ThoughtFinder, make_index
 from jkv.reasoning.token_text import facts_of
@@ -81,23 +83,15 @@ class Share:
 
     def __post_init__(self) -> None:
         if not 0 < self.percentile <= 100:
-            raise ValueError(
-                f"percentile is the percentage of distances that are accepted, in (0, 100]; got {self.percentile}."
-            )
-        if self.warm_up < 1 or self.interval < 1:
-            raise ValueError(f"warm_up and interval must be at least 1; got {self.warm_up=}, {self.interval=}.")
-        if self.refresh is not None and self.refresh < 1:
-            raise ValueError(f"refresh is a number of distances, at least 1, or None; got {self.refresh}.")
-        if not 0 <= self.match <= 1:
-            raise ValueError(f"match is a share of a page's tokens and must lie in [0, 1]; got {self.match}.")
-        if self.random is not None and self.random < 0:
-            raise ValueError(f"random must be a seed >= 0 or None; got {self.random}.")
-        for name, value in (("threshold", self.threshold), ("cap", self.cap)):
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name} must be a distance >= 0 or None; got {value}.")
-        for name, known in (("compare_on", COMPARED), ("metric", METRICS), ("pairing", PAIRINGS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}; got {getattr(self, name)!r}.")
+            rule = "{field} is the percentage of distances that are accepted, in (0, 100]; got {got}."
+            raise InputError(rule, field="percentile", code="out_of_range", got=self.percentile)
+        check_least(1, warm_up=self.warm_up, interval=self.interval)
+        check_least(1, " distance, or None", refresh=self.refresh)
+        check_between(0, 1, " of a page's tokens", match=self.match)
+        check_least(0, ", or None", random=self.random, threshold=self.threshold, cap=self.cap)
+        check_known(COMPARED, compare_on=self.compare_on)
+        check_known(METRICS, metric=self.metric)
+        check_known(PAIRINGS, pairing=self.pairing)
 
     def steps_until_due(self, generated: int) -> int:
         """Decode steps to the next decision."""

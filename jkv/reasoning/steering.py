@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jkv.checks import shown
+from jkv.checks import check_least, shown
+from jkv.errors import InputError
 from jkv.reasoning.token_text import BREAK, END_OF_THINKING, THINK, TokenFacts, facts_of
 from jkv.reports import write_bytes
 from jkv.resuming import digest_of
@@ -119,13 +120,14 @@ class Steer:
     def __post_init__(self) -> None:
         num_layers = self.vector.values.shape[0]
         if not 0 <= self.layer < num_layers:
-            raise ValueError(f"layer must lie in [0, {num_layers}), the layers of the vector; got {self.layer}.")
-        if self.interval < 1:
-            raise ValueError(f"interval must be at least 1 generated token; got {self.interval}.")
+            rule = "{field} must lie in [0, {most}), the layers of the vector; got {got}."
+            raise InputError(rule, field="layer", code="out_of_range", most=num_layers, got=self.layer)
+        check_least(1, " generated token", interval=self.interval)
         if not np.isfinite(self.values).all() or not self.values.any():
             raise ValueError(f"The vector of layer {self.layer} must be finite and not zero. Extract one for that layer.")
         if not all(isinstance(word, str) and word for word in self.keywords):
-            raise ValueError(f"keywords must be non-empty strings; got {self.keywords!r}.")
+            rule = "{field} must be non-empty strings; got {got}."
+            raise InputError(rule, field="keywords", code="wrong_type", got=shown(self.keywords))
 
     @property
     def values(self) -> np.ndarray:

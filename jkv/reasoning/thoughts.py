@@ -15,7 +15,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jkv.checks import install
+from jkv.checks import install, shown
+from jkv.errors import InputError
 from jkv.reasoning.formulas import form_of
 from jkv.reasoning.token_text import TokenFacts
 
@@ -111,16 +112,19 @@ class Filter:
 
     def __post_init__(self) -> None:
         if not 0 <= self.soft <= self.strict <= 1:
-            raise ValueError(f"Thresholds must be 0 <= soft <= strict <= 1; got {self.strict=}, {self.soft=}.")
+            rule = "Thresholds must be 0 <= soft <= strict <= 1; got strict={strict} and soft={soft}."
+            raise InputError(rule, field="strict", code="out_of_range", strict=self.strict, soft=self.soft)
         if isinstance(self.encoder, str) and self.encoder not in ("tokens", "embedding"):
             if not self.encoder.removeprefix(SENTENCE) or not self.encoder.startswith(SENTENCE):
-                raise ValueError(
-                    f"encoder must be 'tokens', 'embedding', '{SENTENCE}<model>', or a function from a text to a vector; got "
-                    f"{self.encoder!r}."
+                rule = (
+                    "{field} must be 'tokens', 'embedding', '{sentence}<model>', or a function from a text to a vector; got "
+                    "{got}."
                 )
+                raise InputError(rule, field="encoder", code="unknown_name", sentence=SENTENCE, got=shown(self.encoder))
             if importlib.util.find_spec("sentence_transformers") is None:
-                raise ValueError(
-                    f"encoder={self.encoder!r} needs sentence-transformers, which is not installed. Run: {install('sentence')}."
+                rule = "{field}={got} needs sentence-transformers, which is not installed. Run: {command}."
+                raise InputError(
+                    rule, field="encoder", code="unsupported", got=shown(self.encoder), command=install("sentence")
                 )
 
 

@@ -410,6 +410,7 @@ def cause_of(error: BaseException) -> BaseException:
     if isinstance(inner, BaseException):
         return inner
     text = str(error)
-    if "ValueError: " in text:  # raised while the actor was built, which Ray gives as a text
-        return ValueError(text.rpartition("ValueError: ")[2].strip())
+    for kind in ("InputError: ", "ValueError: "):
+        if kind in text:  # raised while the actor was built, which Ray gives as a text
+            return ValueError(text.rpartition(kind)[2].strip())
     return error

@@ -22,23 +22,23 @@ from starlette.routing import Route
 from jkv.checks import DISTRIBUTION, shown
 from jkv.engine.results import Result
 from jkv.engine.service import Service, Ticket
+from jkv.errors import InputError
 from jkv.model.params import Model
 from jkv.serving.about import About
 from jkv.serving.conversations import Conversations, Stored
-from jkv.serving.errors import RefusalError, error_body
+from jkv.serving.errors import RefusalError, error_body, refusal_of
 from jkv.serving.fitting import fitted
 from jkv.serving.jobs import Encoder, Job, flat, make_job, make_turn
 from jkv.serving.metrics import Metrics
 from jkv.serving.options import ServerOptions
 from jkv.serving.requests import (
-    NAMES,
+    KNOWN,
     ChatFields,
     CompletionFields,
     F,
     ignored_of,
     parse,
     read_fields,
-    refusal_of,
 )
 from jkv.serving.responses import Head, Likely, failure_of, reason_of
 from jkv.serving.scoring import PromptScorer
@@ -98,7 +98,7 @@ class Server:
         """`/v1/chat/completions` and `/v1/completions`."""
         kind, name = KINDS[request.url.path]
         fields = await self.read(kind, request)
-        headers, request.state.limit = request.state.headers, fields.limit_name
+        headers = request.state.headers
         if fields.request_id is not None:
             headers["x-request-id"] = id_of(request, fields.request_id)
         self.check_model(fields.model)
@@ -127,9 +127,8 @@ class Server:
         if not isinstance(fields, ChatFields):
             return None
         if fields.store and not self.options.max_conversations:
-            raise RefusalError(
-                400, "store=true needs a server that keeps responses; --max-conversations is 0 here. Leave it out.", "store"
-            )
+            rule = "{field} needs a server that keeps responses; --max-conversations is 0 here. Leave it out."
+            raise InputError(rule, field="store", code="unsupported")
         return None if fields.previous_response_id is None else self.conversations.find(fields.previous_response_id)
 
     async def make_job(self, fields: ChatFields | CompletionFields, last: Stored | None) -> Job:
@@ -228,7 +227,9 @@ class Server:
         body = await self.read_body(request)
         if ignored := ignored_of(kind, body):
             request.state.headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
-        return read_fields(kind, body)
+        fields = read_fields(kind, body)
+        request.state.names = fields.names
+        return fields
 
     def check_model(self, name: str | None) -> None:
         """Refuses another model's name."""
@@ -238,9 +239,8 @@ class Server:
     def check_room(self, count: int) -> None:
         """Refuses samples that would wait behind too many others."""
         if count > self.most_open:
-            raise RefusalError(
-                400, f"A request may have {self.most_open} samples here; got {shown(count)}. Ask for fewer.", "n"
-            )
+            rule = "A request may have {most} samples here; got {got}. Ask for fewer."
+            raise InputError(rule, field="n", code="out_of_range", most=self.most_open, got=shown(count))
         if self.num_open + count > self.most_open:
             message = (
                 f"{self.num_open} of at most {self.most_open} samples are in flight, and {count} more came. Try again later."
@@ -291,25 +291,25 @@ class Server:
         """An endpoint that answers with an error in OpenAI's shape, and asks for the key unless it is open."""
 
         async def answer(request: Request) -> Response:
-            request.state.headers, request.state.limit = {"x-request-id": id_of(request, None)}, "max_tokens"
+            request.state.headers, request.state.names = {"x-request-id": id_of(request, None)}, {}
             try:
                 if not is_open:
                     self.check_key(request)
                 return await endpoint(request)
             except ClientDisconnect:
-                status, message, param, headers = 499, "The client has gone.", None, {}
-            except (RefusalError, ValueError) as error:
-                refusal = error if isinstance(error, RefusalError) else refusal_of(error, request.state.limit)
-                status, message, param, headers = refusal.status, str(refusal), refusal.param, refusal.headers
+                refusal = RefusalError(499, "The client has gone.")
+            except RefusalError as error:
+                refusal = error
+            except ValueError as error:
+                refusal = refusal_of(error, request.state.names)
             except Exception as error:
                 LOGGER.exception("%s failed", request.url.path)
-                status, message, param, headers = (503 if self.service.failure else 500), str(error), None, {}
+                refusal = RefusalError(503 if self.service.failure else 500, str(error))
+            status, param, headers = refusal.status, refusal.param, request.state.headers | refusal.headers
             self.metrics.count_refusal(status)
-            headers = request.state.headers | headers
-            field = param if param in NAMES else None
-            record = {"id": headers["x-request-id"], "status": status, "field": field}
+            record = {"id": headers["x-request-id"], "status": status, "field": param if param in KNOWN else None}
             LOGGER.info("%s %s", shown(request.url.path), json.dumps(record))  # without the message, which may quote the text
-            return JSONResponse(error_body(status, message, param), status, headers)
+            return JSONResponse(error_body(status, str(refusal), param, refusal.code), status, headers)
 
         return answer
 

@@ -1,13 +1,39 @@
-"""Errors in OpenAI's shape."""
+"""Errors in OpenAI's shape, with the names that clients have for the engine's arguments."""
 
 from collections.abc import Mapping
 from typing import Any
+
+from jkv.errors import InputError
 
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }  # by status
+CODES = {
+    400: "invalid",
+    401: "invalid_api_key",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "too_slow",
+    409: "conflict",
+    413: "too_long",
+    415: "unsupported",
+    429: "rate_limited",
+    499: "client_gone",
+    503: "unavailable",
+}  # by status, where an error has none of its own
+NAMES = {  # of the engine's arguments, for clients
+    "keep": "store",
+    "kv_memory": "--kv-memory",
+    "max_new_tokens": "max_tokens",
+    "max_slots": "the server's --context",
+    "max_stop_ids": "the server's limit",
+    "page_size": "--page-size",
+    "stop_ids": "stop_token_ids",
+    "stop_strings": "stop",
+}
 
 
 class RefusalError(Exception):
@@ -17,19 +43,36 @@ class RefusalError(Exception):
       status: of HTTP.
       message: the rule, what was got, how to fix it.
       param: the field that is wrong, if it is one.
+      code: the kind of mistake; empty is the status's own.
       headers: of the response.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.headers = status, param, dict(headers or {})
+        self.status, self.param, self.code, self.headers = status, param, code, dict(headers or {})
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
+def refusal_of(error: ValueError, names: Mapping[str, str] = NAMES) -> RefusalError:
+    """The refusal of a request that broke a rule, with the client's names of arguments.
+
+    >>> error = InputError("{field} must be at least 1.", field="max_new_tokens", code="out_of_range")
+    >>> refusal = refusal_of(error)
+    >>> str(refusal), refusal.param, refusal.code
+    ('max_tokens must be at least 1.', 'max_tokens', 'out_of_range')
+    """
+    if not isinstance(error, InputError):
+        return RefusalError(400, str(error))
+    param = None if error.field is None else names.get(error.field, error.field)
+    return RefusalError(400, error.told(names), param, error.code)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str = "") -> dict[str, Any]:
     """The body of an error response.
 
-    >>> error_body(400, "n must be at least 1; got 0.", "n")["error"]["type"]
+    >>> error_body(400, "n must be at least 1; got 0.", "n", "out_of_range")["error"]["type"]
     'invalid_request_error'
     """
     kind = KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status, "server_error")}}

@@ -9,6 +9,7 @@ import numpy as np
 from jkv.engine.engine import Engine
 from jkv.engine.memory import most_slots
 from jkv.engine.requests import Request
+from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.model.sampling import Sampling
 
@@ -31,7 +32,8 @@ def fitted(engine: Engine, requests: Sequence[Request]) -> list[Request]:
         except ValueError:
             raise error from None
         if requests[0].first:
-            raise ValueError(f"prompt_piece must be smaller, such as {pieces[0].first}, or left out: {error}") from None
+            rule = "{field} must be smaller, such as {piece}, or left out: {why}"
+            raise InputError(rule, field="prompt_piece", code="does_not_fit", piece=pieces[0].first, why=error) from None
         return pieces
     return list(requests)
 

@@ -16,6 +16,7 @@ from jkv.engine import turns
 from jkv.engine.conversations import KeptRow
 from jkv.engine.prompts import check_messages, encode_prompt, encode_prompts, encode_text
 from jkv.engine.requests import Request, RequestOptions, make_requests
+from jkv.errors import InputError
 from jkv.eviction.byte_budget import in_slots
 from jkv.model.params import Model
 from jkv.reasoning.marks import marks_of
@@ -78,10 +79,23 @@ class Encoder:
         if self._renderer is not None:
             self._renderer.close()
 
+    @property
+    def renderer(self) -> ChatRenderer:
+        """What renders chat templates.
+
+        Raises:
+          InputError: the model has none.
+        """
+        if self._renderer is None:
+            rule = "Chat messages need a model with a chat template; this one has none. Use /v1/completions."
+            raise InputError(rule, field="messages", code="unsupported")
+        return self._renderer
+
     def encode(self, prompt: Any) -> list[np.ndarray]:
         """Token ids of a text or a list of token ids, or of each of a list of these."""
         if isinstance(prompt, list) and any(isinstance(one, Mapping) for one in prompt):
-            raise ValueError("prompt must be a text or token ids; got chat messages. Send them to /v1/chat/completions.")
+            rule = "{field} must be a text or token ids; got chat messages. Send them to /v1/chat/completions."
+            raise InputError(rule, field="prompt", code="wrong_type")
         with self._lock:
             return encode_prompts(self.model, prompt)
 
@@ -105,13 +119,9 @@ class Encoder:
         return str(text) if self.parse_special else text
 
     def _render(self, messages: Any, options: Mapping[str, Any]) -> ChatText:
-        if self._renderer is None:
-            raise ValueError("Chat messages need a model with a chat template; this one has none. Use /v1/completions.")
-        if not isinstance(messages, list) or not messages:
-            raise ValueError(f"messages must be a list of at least one message; got {shown(messages)}.")
-        messages = [flat(message) for message in messages]
+        messages = flat_messages(messages)
         check_messages(self.model, 0, messages)
-        return self._renderer.render(messages, **options)
+        return self.renderer.render(messages, **options)
 
     def encode_after(self, history: list[Any], messages: Any, last_token: int, **options: Any) -> np.ndarray:
         """Token ids of new messages after a reply, in the template's own form: from the end of the reply on.
@@ -122,20 +132,17 @@ class Encoder:
         Raises:
           ValueError: as `encode_chat`; or the template does not write a reply as it is, so that nothing comes after it.
         """
-        if self._renderer is None:
-            raise ValueError("Chat messages need a model with a chat template; this one has none. Use /v1/completions.")
-        if not isinstance(messages, list) or not messages:
-            raise ValueError(f"messages must be a list of at least one new message; got {shown(messages)}.")
-        messages, mark = [flat(message) for message in messages], f"reply-{secrets.token_hex(8)}"
-        whole = [*history, {"role": "assistant", "content": mark}, *messages]
+        mark = f"reply-{secrets.token_hex(8)}"
+        whole = [*history, {"role": "assistant", "content": mark}, *flat_messages(messages)]
         check_messages(self.model, 0, whole)
         with self._lock:
-            text = self._renderer.render(whole, **options)
+            text = self.renderer.render(whole, **options)
             if text.count(mark) != 1:
-                raise ValueError(
-                    "previous_response_id needs a chat template that writes each reply once, as it is; this model's wrote it "
-                    f"{text.count(mark)} times. Send the whole conversation without previous_response_id."
+                rule = (
+                    "{field} needs a chat template that writes each reply once, as it is; this model's wrote it {count} times. "
+                    "Send the whole conversation without {field}."
                 )
+                raise InputError(rule, field="previous_response_id", code="unsupported", count=text.count(mark))
             after = text.after(mark)
             ids = encode_prompt(self.model, 0, self._readable(after), is_chat=True) if after else np.zeros(0, np.int32)
         return ids[1:] if len(ids) and ids[0] == last_token and last_token in self.model.config.end_ids else ids
@@ -145,6 +152,14 @@ def unbounded(model: Model) -> Model:
     """The model as one of endless positions, for texts that are counted and not completed."""
     config = dataclasses.replace(model.config, max_positions=sys.maxsize)
     return dataclasses.replace(model, params=dataclasses.replace(model.params, config=config))
+
+
+def flat_messages(messages: Any) -> list[Any]:
+    """At least one message, each with a text."""
+    if not isinstance(messages, list) or not messages:
+        rule = "{field} must be a list of at least one message; got {got}."
+        raise InputError(rule, field="messages", code="missing", got=shown(messages))
+    return [flat(message) for message in messages]
 
 
 def flat(message: Any) -> Any:
@@ -157,7 +172,8 @@ def flat(message: Any) -> Any:
         return message
     parts = message["content"]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
-        raise ValueError(f"The parts of a message must be texts; got {shown(parts)}. Leave out images and sounds.")
+        rule = "The parts of a message must be texts; got {got}. Leave out images and sounds."
+        raise InputError(rule, field="messages", code="wrong_type", got=shown(parts))
     return {**message, "content": "".join(part["text"] for part in parts)}
 
 
@@ -179,13 +195,12 @@ def make_turn(
     model, policy = encoder.model, row.request.policy
     slot = slot_size_of(model.params, kv_format)
     if (fields.policy is not None or fields.settings) and in_slots(policy_of(fields, options), slot) != policy:
-        raise ValueError(f"A conversation keeps its policy, {policy}; got another with previous_response_id. Leave it out.")
+        rule = "A conversation keeps its {field}, {own}; got another with previous_response_id. Leave it out."
+        raise InputError(rule, field="policy", code="conflict", own=str(policy))
     salt = row.request.cache_salt
     if fields.cache_salt not in (None, salt):
-        raise ValueError(
-            "cache_salt is the conversation's own with previous_response_id; got another one, "
-            f"{shown(fields.cache_salt)}. Leave it out."
-        )
+        rule = "{field} is the conversation's own with previous_response_id; got another one, {got}. Leave it out."
+        raise InputError(rule, field="cache_salt", code="conflict", got=shown(fields.cache_salt))
     new = encoder.encode_after(history, fields.messages, int(row.transcript.tokens[-1]), **fields.template)
     request_options = RequestOptions(
         sampling=fields.sampling(model),

@@ -4,60 +4,49 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jkv.checks import check_counts, did_you_mean, shown, typed
+from jkv.checks import check_counts, check_known, check_least, out_of_range, typed
 from jkv.policies import POLICIES
+
+
+def setting(default: Any, help: str) -> Any:
+    """A field of a dataclass with a line of help, for the command line as well."""
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How a server treats requests.
-
-    Attributes:
-      name: the model's, as clients name it; empty is the model's own.
-      policy: the name of the policy of requests that name none; a key of `jkv.POLICIES`.
-      settings: of that policy.
-      allowed: policies that requests may name; none: all of them. The server's own is always allowed.
-      parse_special: whether messages may make control tokens (`jkv.RequestOptions`).
-      api_key: what clients send as a bearer key; None asks for none.
-      max_body: bytes of a request's body.
-      max_waiting: samples that may wait for a row; more are refused with status 429.
-      max_conversations: responses whose rows are kept at a time, for requests with `store`; the oldest are forgotten first. 0
-        keeps none.
-      conversation_seconds: how long each is kept after its end.
-      time_limit: seconds after which a request ends with what it has.
-      body_seconds: seconds in which a body must arrive.
-      send_seconds: seconds in which a client must take what a stream sends; a slower one is dropped.
+    """How a server treats requests; each field has its line of help, which `jkv serve --help` shows.
 
     Raises:
       ValueError: a setting out of its range.
     """
 
-    name: str = ""
-    policy: str = "full"
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    allowed: tuple[str, ...] = ()
-    parse_special: bool = False
-    api_key: str | None = None
-    max_body: int = 1 << 22
-    max_waiting: int = 256
-    max_conversations: int = 64
-    conversation_seconds: float = 1800.0
-    time_limit: float = 3600.0
-    body_seconds: float = 30.0
-    send_seconds: float = 60.0
+    name: str = setting("", "the model's name for clients; default: its own")
+    policy: str = setting("full", "of requests that name none; see `jkv policies`")
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict, metadata={"help": "of that policy"})
+    allowed: tuple[str, ...] = setting((), "policies that requests may name; default: all. The server's own always may")
+    parse_special: bool = setting(False, "whether messages may make control tokens (`jkv.RequestOptions`)")
+    api_key: str | None = setting(None, "what clients send as a bearer key; None asks for none")
+    max_body: int = setting(1 << 22, "bytes of a request's body")
+    max_waiting: int = setting(256, "samples that may wait for a row; more are refused with status 429")
+    max_conversations: int = setting(
+        64, "responses with store=true whose rows are kept at a time; the oldest are forgotten first, and 0 keeps none"
+    )
+    conversation_seconds: float = setting(1800.0, "how long each of them is kept after its end")
+    time_limit: float = setting(3600.0, "seconds after which a request ends with what it has")
+    body_seconds: float = setting(30.0, "seconds in which a body must arrive")
+    send_seconds: float = setting(60.0, "seconds in which a client must take what a stream sends, or is dropped")
 
     def __post_init__(self) -> None:
         for name in typed("allowed", self.allowed, tuple):
-            if name not in POLICIES:
-                raise ValueError(f"allowed must be of {', '.join(POLICIES)}; got {shown(name)}.{did_you_mean(name, POLICIES)}")
+            check_known(POLICIES, allowed=name)
         typed("parse_special", self.parse_special, bool)
         check_counts(max_body=self.max_body)
         for name in ("max_waiting", "max_conversations"):
-            if typed(name, getattr(self, name), int) < 0:
-                raise ValueError(f"{name} must be at least 0; got {getattr(self, name)}.")
+            check_least(0, **{name: typed(name, getattr(self, name), int)})
         for name in ("time_limit", "body_seconds", "send_seconds", "conversation_seconds"):
             if not typed(name, getattr(self, name), float) > 0:
-                raise ValueError(f"{name} must be above 0 seconds; got {getattr(self, name)}.")
+                raise out_of_range(name, "be above 0 seconds", getattr(self, name))
         key = typed("api_key", self.api_key, str | None)
         if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
-            raise ValueError(f"api_key must be printable ASCII, as headers are, and not empty; got {shown(key)}.")
+            raise out_of_range("api_key", "be printable ASCII, as headers are, and not empty", key)

@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from jkv.checks import MOST_SHOWN, check_length, did_you_mean, shown, typed
+from jkv.checks import MOST_SHOWN, check_length, did_you_mean, out_of_range, shown, typed
+from jkv.errors import InputError
 from jkv.eviction import Policy
 from jkv.model.params import Model
 from jkv.model.sampling import SAMPLING_FIELDS, Sampling
 from jkv.policies import POLICIES, make
-from jkv.serving.errors import RefusalError
+from jkv.serving.errors import NAMES
 from jkv.serving.options import ServerOptions
-from jkv.serving.wording import for_client, param_of
 
 F = TypeVar("F", bound="Body")
 IGNORED = {  # of OpenAI and vLLM: they change nothing in a completion
@@ -56,6 +56,11 @@ class Body:
 
     model: str | None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called the engine's arguments."""
+        return NAMES
+
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             object.__setattr__(self, field.name, typed(field.name, getattr(self, field.name), field.type))
@@ -74,10 +79,8 @@ class TemplateFields(Body):
         super().__post_init__()
         for name in self.chat_template_kwargs or {}:
             if name in IN_TEMPLATES:
-                raise ValueError(
-                    f"chat_template_kwargs are variables of the template; got {name}, which rendering itself sets. Leave it "
-                    "out, or send it as a field of the request."
-                )
+                rule = "{field} are the template's variables; got {name}, which rendering itself sets. Leave it out."
+                raise InputError(rule, field="chat_template_kwargs", code="conflict", name=name)
 
     @property
     def template(self) -> dict[str, Any]:
@@ -96,10 +99,15 @@ class TokenizeFields(TemplateFields):
     messages: list[Any] | None = None
     add_special_tokens: bool | None = None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called the engine's arguments."""
+        return NAMES if self.messages is None else NAMES | {"prompt": "messages"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt or messages must be given, and not both. Send one of them.")
+            raise InputError("{field} or messages must be given, and not both. Send one.", field="prompt", code="conflict")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,25 +164,26 @@ class Fields(Body):
         if self.top_k == -1:  # vLLM's word for all tokens
             object.__setattr__(self, "top_k", 0)
         if self.logprobs_mode not in (RAW, PROCESSED):
-            raise ValueError(
-                f"logprobs_mode must be {RAW}, of the model's own distribution, or {PROCESSED}, of the one that draws; "
-                f"got {shown(self.logprobs_mode)}. Send one of them, or leave it out."
-            )
+            rule = "{field} must be {raw}, of the model's own distribution, or {drawn}, of the one that draws; got {got}."
+            about = {"raw": RAW, "drawn": PROCESSED, "got": shown(self.logprobs_mode)}
+            raise InputError(rule, field="logprobs_mode", code="unknown_name", **about)
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are those of a stream; got them without stream=true. Leave them out.")
+            rule = "{field} are a stream's; got them without stream=true. Leave them out."
+            raise InputError(rule, field="stream_options", code="conflict")
         for name, value in (self.stream_options or {}).items():
             if name not in STREAM_OPTIONS or not isinstance(value, bool):
-                known = ", ".join(STREAM_OPTIONS)
-                raise ValueError(f"stream_options has {known}, each true or false; got {shown(name)}: {shown(value)}.")
+                rule, got = "{field} has {known}, each true or false; got {got}.", f"{shown(name)}: {shown(value)}"
+                raise InputError(rule, field="stream_options", code="wrong_type", known=", ".join(STREAM_OPTIONS), got=got)
 
     def check_format(self, served: str | None) -> None:
         """Refuses another format of the cache than the served one; None is the weights' own."""
         if self.kv_dtype not in (None, served):
             own = "is in the weights' own dtype" if served is None else f"is in {served}"
-            raise ValueError(
-                f"kv_dtype is the pool's, which all requests share and which {own}; got {shown(self.kv_dtype)}. "
-                "Leave it out, or ask a server that was started with --kv-dtype."
+            rule = (
+                "{field} is the pool's, which all requests share and which {own}; got {got}. Leave it out, or ask a server "
+                "that was started with --kv-dtype."
             )
+            raise InputError(rule, field="kv_dtype", code="unsupported", own=own, got=shown(self.kv_dtype))
 
     @property
     def includes_usage(self) -> bool:
@@ -217,6 +226,11 @@ class Fields(Body):
         """The field that is the limit of new tokens."""
         return "max_tokens"
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called the engine's arguments."""
+        return super().names | {"max_new_tokens": self.limit_name}
+
     def sampling(self, model: Model) -> Sampling:
         """The model's own sampling, greedy where it has none, with what the request changes.
 
@@ -227,10 +241,11 @@ class Fields(Body):
         sampling = dataclasses.replace(model.sampling or Sampling(temperature=0.0), **given)
         check_top(*self.top, sampling.temperature)
         if self.top[1] and self.model_logprobs and sampling.penalises:
-            raise ValueError(
-                f"{self.top[0]} must be 0 with penalties, which choose another token than the most likely one of the model's "
-                f"own distribution; got {shown(self.top[1])}. Ask for none, or for logprobs_mode={PROCESSED}."
+            rule = (
+                "{field} must be 0 with penalties, which choose another token than the most likely one of the model's own "
+                "distribution; got {got}. Ask for none, or for logprobs_mode={mode}."
             )
+            raise InputError(rule, field=self.top[0], code="unsupported", got=shown(self.top[1]), mode=PROCESSED)
         return sampling
 
 
@@ -255,21 +270,23 @@ class ChatFields(TemplateFields, Fields):
         super().__post_init__()
         check_top(*self.top)
         if self.top_logprobs and not self.logprobs:
-            raise ValueError(f"top_logprobs needs logprobs=true; got {self.top_logprobs} without it. Send both, or neither.")
+            rule = "{field} needs logprobs=true; got {got} without it. Send both, or neither."
+            raise InputError(rule, field="top_logprobs", code="conflict", got=self.top_logprobs)
         if self.limit == 0:
-            raise ValueError(f"{self.limit_name} must be at least 1; got 0.")
+            raise out_of_range(self.limit_name, "be at least 1", 0)
         is_talk = self.store or self.previous_response_id is not None
         if is_talk and self.n != 1:
-            raise ValueError(f"n must be 1 with store or previous_response_id, as a conversation is one text; got {self.n}.")
+            rule = "{field} must be 1 with store or previous_response_id, as a conversation is one text; got {got}."
+            raise InputError(rule, field="n", code="conflict", got=self.n)
         if self.store and self.stop_strings:
-            raise ValueError(
-                f"stop cannot end a response with store=true, whose row would hold tokens from beyond it; got "
-                f"{shown(self.stop)}. Use stop_token_ids."
+            rule = (
+                "{field} cannot end a response with store=true, whose row would hold tokens from beyond it; got {got}. Use "
+                "stop_token_ids."
             )
+            raise InputError(rule, field="stop", code="conflict", got=shown(self.stop))
         if self.previous_response_id is not None and self.continue_final_message:
-            raise ValueError(
-                "continue_final_message needs the whole conversation; got it with previous_response_id. Leave one out."
-            )
+            rule = "{field} needs the whole conversation; got it with previous_response_id. Leave one out."
+            raise InputError(rule, field="continue_final_message", code="conflict")
 
     @property
     def limit(self) -> int | None:
@@ -280,6 +297,11 @@ class ChatFields(TemplateFields, Fields):
     def limit_name(self) -> str:
         """The field that is the limit of new tokens."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called the engine's arguments."""
+        return super().names | {"prompt": "messages", "tokens": "messages"}
 
     @property
     def has_logprobs(self) -> bool:
@@ -305,9 +327,10 @@ class CompletionFields(Fields):
         super().__post_init__()
         check_top(*self.top)
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1, or 0 with echo=true; got 0.")
+            raise out_of_range("max_tokens", "be at least 1, or 0 with echo=true", 0)
         if self.echo and self.stream and self.logprobs is not None:
-            raise ValueError("logprobs of an echoed prompt are not streamed; got echo, stream and logprobs. Leave out one.")
+            rule = "{field} of an echoed prompt are not streamed; got echo, stream and {field}. Leave out one."
+            raise InputError(rule, field="logprobs", code="conflict")
 
     @property
     def has_logprobs(self) -> bool:
@@ -333,28 +356,31 @@ def check_top(name: str, count: int | None, temperature: float = 0.0) -> None:
     """
     if count and not (0 < count <= MOST_TOP and temperature == 0):
         at = f" at temperature {temperature:g}" * (temperature != 0)
-        raise ValueError(
-            f"{name} must be 0, or 1 at temperature 0: the engine computes the log-probability of the drawn token alone, which "
-            f"is then the most likely one; got {shown(count)}{at}. Ask for fewer, or lower the temperature to 0."
+        rule = (
+            "{field} must be 0, or 1 at temperature 0: the engine computes the log-probability of the drawn token alone, which "
+            "is then the most likely one; got {got}. Ask for fewer, or lower the temperature to 0."
         )
+        raise InputError(rule, field=name, code="unsupported", got=shown(count) + at)
 
 
 def parse(text: bytes) -> dict[str, Any]:
     """The object of a JSON body.
 
     Raises:
-      RefusalError: no UTF-8, no JSON, or no object.
+      InputError: no UTF-8, no JSON, or no object.
     """
     try:
         body = json.loads(text.decode())
     except UnicodeDecodeError as error:
-        raise RefusalError(400, f"A body must be UTF-8; byte {error.start} is not. Encode the text as UTF-8.") from None
+        rule = "A body must be UTF-8; byte {place} is not. Encode the text as UTF-8."
+        raise InputError(rule, code="bad_json", place=error.start) from None
     except RecursionError:
-        raise RefusalError(400, "A body must be JSON that is not nested so deep; it has too many levels. Flatten it.") from None
+        rule = "A body must be JSON that is not nested so deep; it has too many levels. Flatten it."
+        raise InputError(rule, code="bad_json") from None
     except ValueError as error:
-        raise RefusalError(400, f"A body must be JSON; {error}. Correct it.") from None
+        raise InputError("A body must be JSON; {error}. Correct it.", code="bad_json", error=str(error)) from None
     if not isinstance(body, dict):
-        raise RefusalError(400, f"A body must be a JSON object; got {shown(body)}. Send {{...}}.")
+        raise InputError("A body must be a JSON object, {{...}}; got {got}.", code="bad_json", got=shown(body))
     return body
 
 
@@ -368,8 +394,8 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
     """A request's fields. `null` is a default.
 
     Raises:
-      RefusalError: a field that is unknown, missing, or would change the completion in a way that this server cannot.
-      ValueError: one of another type, or out of its range.
+      InputError: a field that is unknown, missing, of another type, out of its range, or that would change the completion in a
+        way that this server cannot.
     """
     known = {field.name: field for field in dataclasses.fields(kind) if field.name != "settings"}
     given: dict[str, Any] = {}
@@ -379,12 +405,12 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
         if name in REFUSED and name not in known:
             neutral, why = REFUSED[name]
             if value is not None and value != neutral:
-                raise RefusalError(400, f"{name} is not served, because {why}; got {shown(value)}. Leave it out.", name)
+                rule = "{field} is not served, because {why}; got {got}. Leave it out."
+                raise InputError(rule, field=name, code="unsupported", why=why, got=shown(value))
         elif name == "best_of" and "n" in known:
             if value is not None and value != (body.get("n") or 1):
-                raise RefusalError(
-                    400, f"best_of must be n, as all n samples are returned; got {shown(value)}. Leave it out.", name
-                )
+                rule = "{field} must be n, as all n samples are returned; got {got}. Leave it out."
+                raise InputError(rule, field=name, code="unsupported", got=shown(value))
         elif value is None or name in ignored:
             continue
         elif name in known:
@@ -393,12 +419,12 @@ def read_fields(kind: type[F], body: Mapping[str, Any]) -> F:
             settings[name] = value
         else:
             near = did_you_mean(name, [*known, *(SETTINGS if issubclass(kind, Fields) else ())])
-            message = f"{shown(name)} is no field of this endpoint, and no setting of a policy.{near}"
-            raise RefusalError(400, message, name[:MOST_SHOWN])
+            rule = "{got} is no field of this endpoint, and no setting of a policy.{near}"
+            raise InputError(rule, field=name[:MOST_SHOWN], code="unknown_name", got=shown(name), near=near)
     for name, field in known.items():
         has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if name not in given and not has_default:
-            raise RefusalError(400, f"{name} is needed; got none. Add it to the body.", name)
+            raise InputError("{field} is needed; got none. Add it to the body.", field=name, code="missing")
     if settings:
         given["settings"] = settings
     return kind(**given)
@@ -416,13 +442,7 @@ def settings_of_policies() -> dict[str, bool]:
 
 SETTINGS = settings_of_policies()
 BODIES = (ChatFields, CompletionFields, TokenizeFields, DetokenizeFields)
-NAMES = {*SETTINGS, *REFUSED, *IGNORED, *(field.name for kind in BODIES for field in dataclasses.fields(kind))}
-
-
-def refusal_of(error: ValueError, limit: str = "max_tokens") -> RefusalError:
-    """The refusal of a request that broke a rule, in the client's words; `limit` is its field for the most new tokens."""
-    message = for_client(str(error), limit)
-    return RefusalError(400, message, param_of(message, NAMES))
+KNOWN = {*SETTINGS, *REFUSED, *IGNORED, *(field.name for kind in BODIES for field in dataclasses.fields(kind))}
 
 
 def policy_of(fields: Fields, options: ServerOptions) -> Policy:
@@ -433,14 +453,14 @@ def policy_of(fields: Fields, options: ServerOptions) -> Policy:
     """
     for name, value in fields.settings.items():
         if not SETTINGS[name]:
-            raise ValueError(
-                f"{name} names a file of the server, which clients cannot choose; got {shown(value)}. Leave it out."
-            )
+            rule = "{field} names a file of the server, which clients cannot choose; got {got}. Leave it out."
+            raise InputError(rule, field=name, code="unsupported", got=shown(value))
         if isinstance(value, list | dict):
             check_length(name, value, 64, "values")
     if fields.policy is not None:
         if options.allowed and fields.policy not in (options.policy, *options.allowed):
+            rule = "{field} must be one of {known} on this server; got {got}."
             known = ", ".join(dict.fromkeys([options.policy, *options.allowed]))
-            raise ValueError(f"policy must be one of {known} on this server; got {shown(fields.policy)}. Name one of them.")
+            raise InputError(rule, field="policy", code="unsupported", known=known, got=shown(fields.policy))
         return make(fields.policy, fields.settings)
     return make(options.policy, {**options.settings, **fields.settings})

@@ -23,6 +23,7 @@ from jkv.checkpoints.weight_reading import read_weights as read_checkpoint
 from jkv.checks import shown, typed
 from jkv.engine.engine import Engine
 from jkv.engine.results import Result
+from jkv.errors import InputError
 from jkv.model.eight_bits import format_of
 from jkv.model.joined import is_joined, separate_weights
 from jkv.model.params import Model, Params
@@ -54,9 +55,8 @@ class TrainerOptions:
 
     def __post_init__(self) -> None:
         if self.weights_root is not None and not self.weights_root.is_dir():
-            raise ValueError(
-                f"--weights-root must be a folder that exists; got {shown(str(self.weights_root))}. Make it first."
-            )
+            rule = "--weights-root must be a folder that exists; got {got}. Make it first."
+            raise InputError(rule, field="weights_root", code="not_found", got=shown(str(self.weights_root)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,19 +67,25 @@ class GenerateFields(CompletionFields):
     max_tokens: int | None = None
     logprobs_mode: str = PROCESSED
 
+    @property
+    def names(self) -> dict[str, str]:
+        """What the client called the engine's arguments."""
+        return super().names | {"prompt": "token_ids"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         rows = self.prompt if self.prompt and isinstance(self.prompt[0], list) else [self.prompt]
         if not all(isinstance(row, list) and all(type(token) is int for token in row) for row in rows):
-            raise ValueError(f"token_ids must be a list of token ids, or a list of such lists; got {shown(self.prompt)}.")
+            rule = "{field} must be a list of token ids, or a list of such lists; got {got}."
+            raise InputError(rule, field="token_ids", code="wrong_type", got=shown(self.prompt))
         if self.logprobs_mode != PROCESSED:
-            raise ValueError(
-                f"logprobs_mode must be {PROCESSED} at /generate: trainers need the distribution that tokens are drawn from; "
-                f"got {shown(self.logprobs_mode)}. Leave it out."
-            )
+            rule = "{field} must be {mode} at /generate: trainers need the distribution that draws; got {got}. Leave it out."
+            got = shown(self.logprobs_mode)
+            raise InputError(rule, field="logprobs_mode", code="unsupported", mode=PROCESSED, got=got)
         for name in ("stream", "echo"):
             if getattr(self, name):
-                raise ValueError(f"{name} is not served at /generate, whose responses are whole; got true. Leave it out.")
+                rule = "{field} is not served at /generate, whose responses are whole; got true. Leave it out."
+                raise InputError(rule, field=name, code="unsupported")
 
 
 class Trainer:
@@ -99,7 +105,7 @@ class Trainer:
         server = self.server
         body = flattened(await server.read_body(request))
         fields, headers = read_fields(GenerateFields, body), request.state.headers
-        request.state.limit = fields.limit_name
+        request.state.names = fields.names
         if ignored := ignored_of(GenerateFields, body):
             headers["x-jkv-ignored"] = ", ".join(sorted(ignored))
         if fields.request_id is not None:
@@ -143,7 +149,8 @@ class Trainer:
         """`/update_weights`: weights of a checkpoint folder, used from the next turn on. Refused ones change nothing."""
         body = await self.server.read_body(request)
         if body.keys() != {"model_path"}:
-            raise RefusalError(400, f'The body must be {{"model_path": FOLDER}}; got {shown(sorted(body))}.', "model_path")
+            rule = 'The body must be {{"{field}": FOLDER}}; got {got}.'
+            raise InputError(rule, field="model_path", code="missing", got=shown(sorted(body)))
         name = typed("model_path", body["model_path"], str)
         async with self._updates:
             params = await asyncio.to_thread(self.read, name)
@@ -155,7 +162,7 @@ class Trainer:
 
         Raises:
           RefusalError: no root, a folder outside of it or without a checkpoint, or one that is still written.
-          ValueError: another model, a damaged file, or weights that are not finite.
+          ValueError: a folder that cannot be read, another model, a damaged file, or weights that are not finite.
         """
         if self.options.weights_root is None:
             raise RefusalError(403, "/update_weights needs a server with --weights-root; this one has none. Start it with one.")
@@ -179,7 +186,8 @@ class Trainer:
                 )
             return params
         except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-            raise RefusalError(400, f"model_path must be a folder that can be read; {error}.", "model_path") from None
+            rule = "{field} must be a folder that can be read; {error}."
+            raise InputError(rule, field="model_path", code="not_found", error=str(error)) from None
 
     def routes(self) -> list[Route]:
         """All of them, each behind the server's key."""
@@ -219,7 +227,7 @@ def flattened(body: Mapping[str, Any]) -> dict[str, Any]:
     {'prompt': [5], 'max_tokens': 8}
 
     Raises:
-      RefusalError: a field that is given twice, or no prompt.
+      InputError: a field that is given twice, or no prompt.
     """
     inner = typed("sampling_params", body.get("sampling_params") or {}, dict)
     fields: dict[str, Any] = {}
@@ -228,12 +236,14 @@ def flattened(body: Mapping[str, Any]) -> dict[str, Any]:
             continue
         own = "prompt" if name in IDS else ALIASES.get(name, name)
         if own == "prompt" and not isinstance(value, list):
-            raise RefusalError(400, f"{name} must be a list of token ids; got {shown(value)}. Encode texts at /tokenize.", name)
+            rule = "{field} must be a list of token ids; got {got}. Encode texts at /tokenize."
+            raise InputError(rule, field=name, code="wrong_type", got=shown(value))
         if own in fields:
-            raise RefusalError(400, f"A field is given once; got {shown(name)} a second time. Leave one out.", name)
+            rule = "A field is given once; got {got} a second time. Leave one out."
+            raise InputError(rule, field=name, code="conflict", got=shown(name))
         fields[own] = value
     if "prompt" not in fields:
-        raise RefusalError(400, "token_ids is needed; got none. Add it to the body.", "token_ids")
+        raise InputError("{field} is needed; got none. Add it to the body.", field="token_ids", code="missing")
     return fields
 
 

@@ -12,8 +12,8 @@ import pytest
 from jkv import cli
 from jkv.checkpoints import loading as checkpoint
 from jkv.cli.bench import whole
-from jkv.cli.evaluate import counts
 from jkv.cli.generate import for_terminal
+from jkv.cli.options import counts
 from research.bench import device
 from research.bench.__main__ import TABLES
 from research.evaluation import formats, gpu_plan

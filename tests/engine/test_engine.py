@@ -269,7 +269,7 @@ def test_a_request_that_can_never_be_served_is_refused_and_the_others_continue(m
         ({"max_running": 0}, "max_running must be at least 1"),
         ({"chunk": 3}, r"chunk must be one of \(16, 8, 4, 2, 1\)"),
         ({"order": "shortest"}, "order must be one of"),
-        ({"kv_memory": "2GB"}, "kv_memory, unless \"auto\", must be a whole number; got '2GB'"),
+        ({"kv_memory": "2GB"}, "kv_memory must be a number of bytes, or \"auto\" for the free memory; got '2GB'"),
         ({"kv_memory": 10_000, "num_pages": 4}, "in bytes or in pages, not both"),
         ({"num_pages": 10**9}, r"must fit the device: 1000000000 pages of 1088 bytes = .* [GM]B are free. Lower kv_memory"),
     ],

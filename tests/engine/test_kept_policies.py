@@ -112,7 +112,7 @@ def test_rows_of_quantised_pages_go_on(model, kv_dtype):
 def test_policies_that_cannot_go_on_are_refused_by_name(breaking, name):
     policy = REFUSED[name]
     engine = make(breaking, policies=[policy])
-    with pytest.raises(ValueError, match=rf"keep=True needs a row that a later turn can continue; .*{policy.name[:8]}.*Leave"):
+    with pytest.raises(ValueError, match=rf"keep needs a row that a later turn can continue; .*{policy.name[:8]}.*Leave"):
         engine.submit(PROMPT, policy=policy, keep=True)
     assert engine.is_idle
 

@@ -16,6 +16,7 @@ from jkv import cli
 from jkv.checkpoints import loading as checkpoint
 from jkv.cli import evaluate as command
 from jkv.cli import probe as probe_command
+from jkv.cli.options import defaults_of, read_config
 from jkv.evaluation import compare as bench
 from jkv.evaluation.contrasts import check_contrasts
 from jkv.evaluation.held_out import held_out
@@ -58,7 +59,7 @@ def policies_of(config):
 
 @pytest.mark.parametrize("path", [*EXPERIMENTS, *REAL], **ids([*EXPERIMENTS, *REAL]))
 def test_every_experiment_names_policies_that_there_are(path, in_folder):
-    config = command.read_config(path)
+    config = read_config(path)
     built = policies_of(config)
     formats = [config["settings"].get(policy.name, {}).get("kv_dtype") for policy in built]
     differing = {(dataclasses.replace(policy, name=""), kv_dtype) for policy, kv_dtype in zip(built, formats, strict=True)}
@@ -73,7 +74,7 @@ def test_every_experiment_names_policies_that_there_are(path, in_folder):
 
 @pytest.mark.parametrize("path", REAL, **ids(REAL))
 def test_policies_of_real_models_protect_the_same(path, in_folder):
-    built = {policy.name: policy.evict for policy in policies_of(command.read_config(path)) if policy.evict}
+    built = {policy.name: policy.evict for policy in policies_of(read_config(path)) if policy.evict}
     of_score, all_recent = built.pop("vase"), built.pop("streaming_llm")  # VaSE's sinks are protected by its score
     assert {(of_score.recent, of_score.score.sinks), (all_recent.score.needs.keeps_window, all_recent.sinks)} == {
         (64, 4),
@@ -122,8 +123,8 @@ class Words:
 
 @pytest.mark.parametrize("path", PROBES, **ids(PROBES))
 def test_every_probe_names_policies_and_texts_that_there_are(path, in_folder):
-    config = probe_command.DEFAULTS | command.read_config(path)
-    assert set(config) == set(probe_command.DEFAULTS)
+    config = defaults_of(probe_command.OPTIONS) | read_config(path)
+    assert set(config) == set(defaults_of(probe_command.OPTIONS))
     check_contrasts(config["contrasts"], config["policies"])
     named = [name for name in config["policies"] if name != ORACLE]
     settings = command.with_protection(config["settings"], named, config["protection"])

@@ -113,7 +113,7 @@ def test_a_policy_that_frees_no_memory_takes_slots_alone():
 
 
 def test_other_settings_are_checked_at_once():
-    with pytest.raises(ValueError, match="importance is a weight"):
+    with pytest.raises(ValueError, match="importance must lie in"):
         jkv.r_kv(budget="64MB", importance=2.0)
     with pytest.raises(ValueError, match="r_kv's interval must be a whole number"):
         jkv.r_kv(budget="64MB", interval=0.5)

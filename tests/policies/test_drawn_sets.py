@@ -123,11 +123,11 @@ def test_a_block_has_one_number_for_each_head_and_a_cut_block_keeps_its_first_sl
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: jkv.cur(64, rank=-1), "rank is a number of columns"),
+        (lambda: jkv.cur(64, rank=-1), "rank must be at least 0"),
         (lambda: jkv.cur(8, recent=7), "must hold its sinks and recent"),
-        (lambda: jkv.vase(64, share=1.5), "share is the part of the budget for large ranges"),
+        (lambda: jkv.vase(64, share=1.5), "share must lie in"),
         (lambda: jkv.random_attention(8, recent=9), "must hold its sinks and recent"),
-        (lambda: jkv.random(8, block=0), "block is a number of positions"),
+        (lambda: jkv.random(8, block=0), "block must be at least 1"),
     ],
 )
 def test_settings_out_of_range_are_refused(build, words):

@@ -167,10 +167,10 @@ def test_a_view_with_any_group_is_scored_by_the_rule(group):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"decay": 1.5}, "decay is a weight"),
-        ({"importance": -0.1}, "importance is a weight"),
-        ({"similarity": 2.0}, "similarity is a cosine"),
-        ({"window": 0}, "window is the number of last queries"),
+        ({"decay": 1.5}, "decay must lie in"),
+        ({"importance": -0.1}, "importance must lie in"),
+        ({"similarity": 2.0}, "similarity must lie in"),
+        ({"window": 0}, "window must be at least 1"),
         ({"recent": 3}, "recent must be at least the window, 16 tokens"),
     ],
 )

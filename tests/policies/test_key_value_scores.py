@@ -128,8 +128,8 @@ def test_lag_kv_keeps_the_best_of_each_chunk_by_the_range_of_the_next(slots, lag
     [
         (lambda: jkv.key_diff(8, recent=7), "must hold its sinks and recent"),
         (lambda: jkv.caote(64, recent=3), "recent must be at least the window, 16 tokens"),
-        (lambda: jkv.caote(64, window=0), "window is the number of last queries"),
-        (lambda: jkv.lag_kv(64, lag=1), "lag is the number of slots of a chunk"),
+        (lambda: jkv.caote(64, window=0), "window must be at least 1"),
+        (lambda: jkv.lag_kv(64, lag=1), "lag must be at least 2"),
         (lambda: jkv.lag_kv(16, lag=16), "must hold its sinks and recent"),
     ],
 )

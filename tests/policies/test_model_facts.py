@@ -124,5 +124,5 @@ def test_no_compaction_that_reads_the_model_copies_the_pool(policy):
 
 
 def test_a_share_out_of_range_is_refused():
-    with pytest.raises(ValueError, match=r"share is the part of the budget that attention alone fills, in \[0, 1\]; got 1.5"):
+    with pytest.raises(ValueError, match=r"share must lie in \[0, 1\] of the budget; got 1.5"):
         jkv.critical_kv(64, share=1.5)

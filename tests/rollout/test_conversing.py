@@ -363,5 +363,5 @@ def test_bad_input_is_refused_before_anything_is_queued(rollout, change, message
 def test_a_policy_whose_rows_cannot_be_kept_is_refused_by_name(model):
     named = dataclasses.replace(model, tokenizer=BreakingTokenizer())
     sharing = make_rollout(named, jkv.random_share(jkv.reason_cache(interval=4)))
-    with pytest.raises(ValueError, match="keep=True needs a row that a later turn can continue"):
+    with pytest.raises(ValueError, match="keep needs a row that a later turn can continue"):
         sharing.converse(PROMPTS[:1], scripted, **SETTINGS)

@@ -156,7 +156,7 @@ def test_a_text_that_is_longer_than_the_positions_is_counted(tiny):
 
 def test_a_path_with_a_slash_at_its_end_is_none(tiny):
     answer = post(tiny, TEXT, "/v1/completions/")
-    assert answer.status_code == answer.json()["error"]["code"] == 404
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
     assert "location" not in answer.headers
 
 
