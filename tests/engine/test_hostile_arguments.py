@@ -170,7 +170,7 @@ LIMITS = [
     ({"stop_ids": [True]}, r"got \[True\]"),
     ({"stop_ids": [2**70]}, "got 1180591620717411303424"),
     ({"stop_strings": ["x"] * 1001}, "at most 1,000 texts; got 1,001"),
-    ({"stop_strings": ["x" * 1001]}, "at most 1,000 characters; got one of 1,001"),
+    ({"stop_strings": ["x" * 1001]}, "at most 1,000 characters each; got a text of 1,001"),
     ({"stop_strings": "abc"}, "sequence of texts"),
     ({"policy": range(10**9)}, "got 1000000000 for 1 prompts"),
     ({"max_new_tokens": 2**70}, "max_new_tokens is 1180591620717411303424"),
@@ -178,7 +178,7 @@ LIMITS = [
     ({"page_size": 2**40}, "page_size must be at most 65,536"),
     ({"num_pages": 2**40}, "num_pages must be at most 2,147,483,647"),
     ({"kv_memory": -1}, "kv_memory must be at least 1"),
-    ({"kv_memory": "all"}, "kv_memory.* must be a whole number; got 'all'"),
+    ({"kv_memory": "all"}, "kv_memory must be a number of bytes, .*; got 'all'"),
     ({"policy": jkv.r_kv(2**31 - 1, window=2**31 - 1)}, "window must not exceed the model's 4096 positions"),
     ({"max_running": 65536, "page_size": 1, "max_new_tokens": 4000}, "Page tables must fit|must fit the device"),
 ]

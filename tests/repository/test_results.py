@@ -11,6 +11,7 @@ from jkv.cache.slot_size import slot_bytes
 from jkv.evaluation.probe import Reading, rows_of
 from jkv.statistics import paired_change, with_interval
 from pallas_kernels.quantised import FORMATS
+from research.bench.excerpts import EXCERPTS
 from tests.repository.pages import ROOT
 
 PAGE = ROOT / "docs" / "findings.md"
@@ -472,6 +473,7 @@ def test_the_figures_of_the_page_are_those_that_were_recorded():
 
 def test_the_short_page_has_the_figures_of_the_records():
     page = " ".join((ROOT / "docs" / "results.md").read_text().split())
+    assert all(f"<!-- bench {name} --> " in page for name in EXCERPTS)
     rows = json.loads((ROOT / "results" / "device-nvidia-h200.json").read_text())["rows"]
     full, _, many = (row for row in rows if row["part"] == "stress")
     roofline = full["roofline_milliseconds"] / many["roofline_milliseconds"] * many["batch"] / full["batch"]
