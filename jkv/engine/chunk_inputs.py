@@ -60,8 +60,10 @@ def for_chunk(settings: ChunkInputs, rows: Rows) -> ChunkInputs:
     remaining: Any = np.zeros(rows.num_rows, np.int32)
     for i, sample in rows.running.items():
         remaining[i] = sample.remaining
-    parts = {name: part.at(rows) for name, part in settings.parts.on.items()}
-    return settings._replace(remaining=remaining, parts=Parts.from_names(parts))
+    settings = settings._replace(remaining=remaining)
+    if not any(settings.parts):
+        return settings
+    return settings._replace(parts=Parts.from_names({name: part.at(rows) for name, part in settings.parts.on.items()}))
 
 
 def step_rules(policies: Mapping[int, Policy], num_rows: int, num_layers: int, prompts: Mapping[int, int]) -> Any:

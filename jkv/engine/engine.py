@@ -375,8 +375,11 @@ class Engine:
         turn = self.scheduler.next()
         self.runner.meter.scheduled(turn)
         self.runner.execute(turn)
-        if running := decoding(self.scheduler.running):
-            flight = self.runner.dispatch(running, self.runner.filling.lowered(turn.num_steps), self._flight)
+        running, num_steps = dict(self.scheduler.running), turn.num_steps
+        if self.runner.filling.queue:
+            running, num_steps = decoding(running), self.runner.filling.lowered(num_steps)
+        if running:
+            flight = self.runner.dispatch(running, num_steps, self._flight)
             if self.runner.ahead and all(sample.can_plan for sample in running.values()):
                 self.runner.plan(flight)
                 last, self._flight = self._flight, flight
@@ -410,7 +413,8 @@ class Engine:
             with blame(sample):
                 sample.advance(rows[row])
             meter.row(sample)
-        meter.sentences(self.scheduler.sentence_logs)
+        if self.needs.similarity:
+            meter.sentences(self.scheduler.sentence_logs)
         meter.chunk(held, num_steps, sum(len(row.tokens) for row in rows.values()))
         for row, sample in samples.items():
             self.outputs.collect(sample, rows[row], flight.version)

@@ -41,17 +41,18 @@ class Filling:
     Args:
       running: the scheduler's record of samples by row.
       prefill_tokens: the most tokens of prompts between two chunks.
+
+    Attributes:
+      queue: the prompts; empty while every row decodes.
     """
 
     def __init__(self, running: Mapping[int, Sample], prefill_tokens: int) -> None:
-        self._running, self._most, self._queue = running, prefill_tokens, deque[Work]()
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
+        self.queue = deque[Work]()
+        self._running, self._most = running, prefill_tokens
 
     def add(self, rows: Mapping[int, Sample], pieces: Pieces) -> None:
         """Queues a prompt."""
-        self._queue.append(Work(rows, pieces))
+        self.queue.append(Work(rows, pieces))
         for sample in rows.values():
             sample.is_filling = True
 
@@ -62,8 +63,8 @@ class Filling:
         """
         done, is_any_ready, decodes = 0, False, self._decodes()
         self._drop_cancelled()
-        while self._queue and (to_end or not decodes or not done or done + self._queue[0].size <= self._most):
-            work = self._queue[0]
+        while self.queue and (to_end or not decodes or not done or done + self.queue[0].size <= self._most):
+            work = self.queue[0]
             done += work.size
             with working_for(work.rows.values()):
                 goes_on = work.go_on()
@@ -74,11 +75,11 @@ class Filling:
 
     def lowered(self, num_steps: int) -> int:
         """Steps of the next chunk: fewer, while prompts wait."""
-        return min(num_steps, STEPS) if self._queue else num_steps
+        return min(num_steps, STEPS) if self.queue else num_steps
 
     def clear(self) -> None:
         """Forgets all prompts, whose rows are lost."""
-        for work in list(self._queue):
+        for work in list(self.queue):
             self._end(work)
 
     def _decodes(self) -> bool:
@@ -86,7 +87,7 @@ class Filling:
 
     def _drop_cancelled(self) -> None:
         """Fills no rows whose samples have all ended, unless others start from their prompt."""
-        for work in list(self._queue):
+        for work in list(self.queue):
             samples = list(work.rows.values())
             prefix = samples[0].prefix
             readers = prefix.readers if samples[0].shares else samples
@@ -99,7 +100,7 @@ class Filling:
                 prefix.leave_pool()  # what is filled of it goes with the rows
 
     def _end(self, work: Work) -> None:
-        self._queue.remove(work)
+        self.queue.remove(work)
         for sample in work.rows.values():
             sample.is_filling = False
 

@@ -31,7 +31,7 @@ from jkv.engine.parts.base import Carried, Rows
 from jkv.engine.parts.table import KINDS, Parts, names_on
 from jkv.engine.policy_checks import Trials
 from jkv.engine.prefix_cache import PrefixCache
-from jkv.engine.processes import copy_to_host, host
+from jkv.engine.processes import copy_to_host, host, spans
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.row import Place, Row, SwappedRow
 from jkv.engine.samples import Completion, Prefix, RowOutputs, Sample, pieces_in_use, split_by_ownership
@@ -152,6 +152,7 @@ class Runner:
         routed_experts: bool = False,
     ) -> None:
         self.gate, self.routed_experts = gate, routed_experts
+        self._host: Callable[[Any], Any] = host if spans(mesh) else jax.device_get
         self.model, self.capacity, self.needs, self.mesh, self.max_stop_ids = model, capacity, needs, mesh, max_stop_ids
         devices = model.params.embedding.devices()
         self.programs: Any = programs_for(programs if mesh is None else meshes.programs_on(mesh), devices, kernels)
@@ -391,12 +392,14 @@ class Runner:
 
     def fill(self, *, to_end: bool = False) -> None:
         """Prefills as much as may come before the next chunk, or all that waits."""
-        if self.filling.run(to_end=to_end):
+        if self.filling.queue and self.filling.run(to_end=to_end):
             self._settings = None
 
     def release(self, rows: Sequence[int]) -> None:
         """Frees rows and the pages that only they hold, and detaches, swaps out and frees kept rows."""
-        self.state = row_moves.settle(self.programs, self.state, self.conversations)
+        kept = self.conversations
+        if kept.leaving or kept.swapping or kept.freed:
+            self.state = row_moves.settle(self.programs, self.state, kept)
         if rows:
             with self.meter.stats.idle.dispatching(is_ready(self.state)):
                 self.state = self.programs.release(self.state, self.pad_rows(rows))
@@ -409,7 +412,8 @@ class Runner:
                 prefix.row.swapped = row_moves.copy_out(self.programs, self.state, prefix.row.snapshot, None)
             self.state = row_moves.free(self.programs, self.state, prefix.row)
             prefix.row.drop_recorders()
-        self.state = prefix_reuse.drop(self.programs, self.state, self.prefix_cache)
+        if self.prefix_cache.piece:
+            self.state = prefix_reuse.drop(self.programs, self.state, self.prefix_cache)
 
     def copy_row(self, row: int) -> SwappedRow:
         """A copy of a running row in host memory, with its own copies of pages that it shares."""
@@ -455,7 +459,7 @@ class Runner:
         Samples and prompts whose scores could not be ranked before the chunk get an error.
         """
         with self.meter.clock("decode_seconds"), self.meter.stats.idle.waiting(lambda: is_ready(self.state)):
-            outputs, held, scores = host((flight.outputs, self.held, [kinds for _, kinds in flight.scores]))
+            outputs, held, scores = self._host((flight.outputs, self.held, [kinds for _, kinds in flight.scores]))
         for (owner, _), kinds in zip(flight.scores, scores, strict=True):
             accuse(owner, kinds[0])
         self.held.clear()
@@ -464,7 +468,8 @@ class Runner:
 
     def share(self) -> None:
         """Shares similar pages found during the chunk."""
-        self.state = self.sharer.decide(self.state)
+        if self.needs.sharing:
+            self.state = self.sharer.decide(self.state)
 
     def compact(self, due: dict[int, Sample]) -> None:
         """Compacts rows, each by one program of one row, so that no row's rounding depends on how many are due.

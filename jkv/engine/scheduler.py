@@ -261,7 +261,8 @@ class Scheduler:
     def reserved(self) -> int:
         """Pages that running samples, kept rows and prefixes have reserved, and pages of the prefix cache."""
         prefixes = sum(prefix.row.num_pages for prefix in self.started if prefix.is_held)
-        total = prefixes + self.prefix_cache.num_pages + self.conversations.num_pages
+        total = prefixes + (self.prefix_cache.num_pages if self.prefix_cache.piece else 0)
+        total += self.conversations.num_pages if self.conversations.held else 0
         most = 0
         for sample in sorted(
             self.running.values(), key=lambda sample: sample.is_filling

@@ -187,11 +187,11 @@ def test_what_comes_while_a_prompt_is_filled_changes_no_token(model, event):
         engine.step()
         if event == "sleep":
             engine.sleep()
-            assert not engine.runner.filling
+            assert not engine.runner.filling.queue
             engine.wake()
         elif event == "reset":
             engine.reset()
-            assert not engine.runner.filling
+            assert not engine.runner.filling.queue
         elif event == "failure":
             with_failing_programs(engine).fail(2, False)
             engine.run()
