@@ -33,7 +33,7 @@ COUNTERS = (
     "vllm:generation_tokens_total",
     "jkv:engine_seconds_total",
     "jkv:host_seconds_total",
-    "jkv:between_turns_seconds_total",
+    "jkv:between_steps_seconds_total",
     "jkv:idle_seconds_total",
 )
 

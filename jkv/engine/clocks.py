@@ -61,22 +61,22 @@ def clock(stats: Any, field: str) -> Iterator[None]:
 class IdleClock:
     """Seconds in which requests were unfinished and no device program was in flight.
 
-    The host looks whether the newest program has finished, at many moments of a turn. An idle device was busy until some time
-    after it was last seen busy, so these are at most the seconds. Host work beside the device does not count, nor does
-    compilation.
+    At many moments of an engine's step, the host looks whether the newest program has finished. An idle device was busy until
+    some time after it was last seen busy, so these seconds are an upper bound. Host work beside the device does not count, nor
+    does compilation.
 
     Attributes:
-      seconds: of turns.
-      between: from one turn to the next, such as while results are delivered.
+      seconds: of engine steps.
+      between: from one step to the next, such as while results are delivered.
     """
 
     def __init__(self) -> None:
         self.seconds = self.between = 0.0
         self._busy: float | None = None  # when a program was last seen in flight; None where nothing is unfinished
-        self._left: float | None = None  # when the last turn ended
+        self._left: float | None = None  # when the last step ended
 
     def begin(self, is_ready: bool) -> None:
-        """A turn begins; `is_ready` says whether the newest program has finished."""
+        """A step begins; `is_ready` says whether the newest program has finished."""
         now, left = running_seconds(), self._left
         if left is not None and self._busy is not None and is_ready:
             self.seconds += max(0.0, left - self._busy)
@@ -84,7 +84,7 @@ class IdleClock:
         self._busy, self._left = now, None
 
     def end(self, is_unfinished: bool) -> None:
-        """A turn ends; what follows counts only where requests are unfinished."""
+        """A step ends; what follows counts only where requests are unfinished."""
         if is_unfinished:
             self._left = running_seconds()
         else:

@@ -1,6 +1,6 @@
 """The engine's loop: schedule, run, collect.
 
-In each turn (`Engine.step`), the scheduler decides what runs, the runner executes it on the device, and the engine collects
+In each step (`Engine.step`), the scheduler decides what runs, the runner executes it on the device, and the engine collects
 the outputs. `scheduler` assigns rows and pages, `runner` dispatches device programs, `outputs` makes text and events.
 
 - A decode step draws a token from the current logits, appends it, and computes the next logits; `generated` counts these steps.
@@ -72,7 +72,7 @@ class Engine:
 
     Attributes:
       scheduler: decides which samples run.
-      runner: executes turns on the device.
+      runner: executes steps on the device.
       outputs: collects tokens and emits events.
       tickets: the samples of each request.
       gate: the gate that its policies read, if one does.
@@ -309,16 +309,16 @@ class Engine:
                     self.outputs.emit(sample)
 
     def step(self) -> list[Event]:
-        """One turn: schedule, run, collect. Returns the events since the last turn, by sample.
+        """One step: schedule, run, collect. Returns the events since the last step, by sample.
 
-        Whatever fails for one sample ends it alone, with the reason "error". A turn that fails is repaired.
+        Whatever fails for one sample ends it alone, with the reason "error". A step that fails is repaired.
 
         Raises:
           ValueError: the engine sleeps or its weights are gone, and a request is unfinished.
-          KeyboardInterrupt: Ctrl-C was pressed, any number of times, or a callback raised it. The turn is finished first, the
-            engine stays usable, and the next call returns this turn's events too.
+          KeyboardInterrupt: Ctrl-C was pressed, any number of times, or a callback raised it. The step is finished first, the
+            engine stays usable, and the next call returns this step's events too.
           RuntimeError: an earlier call ended in the middle, because a device program failed; `reset` repairs it. Or another
-            thread, or a callback of the turn in progress, uses the engine.
+            thread, or a callback of the step in progress, uses the engine.
         """
         self.guard.check()
         raise_lost_interrupt()
@@ -327,7 +327,7 @@ class Engine:
         let_programs_go()
         compiled = COMPILING.seconds
         with deferred_interrupts():
-            self._repaired("step", self._turn)
+            self._repaired("step", self._run_step)
             self.stats.compile_seconds += COMPILING.seconds - compiled
             raised, self.outputs.raised = self.outputs.raised, None
         if raised is not None:
@@ -338,7 +338,7 @@ class Engine:
         """Runs what changes the device state, for a method of that name; if it fails, repairs the engine."""
         with deferred_interrupts():
             try:
-                with self.guard.turn(name), self.runner.meter.clock("seconds"):
+                with self.guard.changing_device(name), self.runner.meter.clock("seconds"):
                     work()
             except BaseException as error:
                 if self.guard.failure is not error:  # the call was refused, and nothing has changed
@@ -368,14 +368,14 @@ class Engine:
                     self._finish(sample, "error")
                     self.outputs.emit(sample)
 
-    def _turn(self) -> None:
+    def _run_step(self) -> None:
         self.stats.idle.begin(is_ready(self.runner.state))
         if self._flight is not None and not self.scheduler.goes_on(self._flight.rows):
             self._collect()
-        turn = self.scheduler.next()
-        self.runner.meter.scheduled(turn)
-        self.runner.execute(turn)
-        running, num_steps = dict(self.scheduler.running), turn.num_steps
+        actions = self.scheduler.next()
+        self.runner.meter.scheduled(actions)
+        self.runner.execute(actions)
+        running, num_steps = dict(self.scheduler.running), actions.num_steps
         if self.runner.filling.queue:
             running, num_steps = decoding(running), self.runner.filling.lowered(num_steps)
         if running:
@@ -444,7 +444,7 @@ class Engine:
                 self.outputs.events = [*events, *self.outputs.events]
 
     def run(self, on_events: Callable[[list[Event]], None] | None = None) -> None:
-        """Runs until all requests are finished. Ctrl-C cancels them, after the turn in progress; they keep their tokens."""
+        """Runs until all requests are finished. Ctrl-C cancels them, after the step in progress; they keep their tokens."""
         self.guard.check()
         with self.guard.owned("run"):
             run_to_end(self, on_events)
@@ -496,7 +496,7 @@ class Engine:
         params = weights.committed(params, self.model.params)
         with self.guard.owned("update"):
             self._repaired("update", lambda: self.runner.fill(to_end=True))  # by the old weights, what rows are filled with
-            with self.guard.turn("update"):
+            with self.guard.changing_device("update"):
                 self.runner.set_params(params)
                 self._use_version(self.version + 1)
 
@@ -510,7 +510,7 @@ class Engine:
         with self.guard.owned("sleep"):
             if not self.is_asleep:
                 self._repaired("sleep", self._clear_rows)
-            with self.guard.turn("sleep"):
+            with self.guard.changing_device("sleep"):
                 if forget_weights:
                     self.runner.set_params(weights.shapes_of(self.model.params))
                 if not self.is_asleep:
@@ -525,7 +525,7 @@ class Engine:
 
     def wake(self) -> None:
         """Allocates an empty pool of the same size; waiting samples are admitted to it."""
-        with self.guard.turn("wake"):
+        with self.guard.changing_device("wake"):
             if self.is_asleep:
                 self.runner.wake()
 
@@ -550,7 +550,7 @@ class Engine:
         """
         if self.is_asleep:
             raise ValueError("Rows are copied from the pool, and a sleeping engine has none. Call wake() first.")
-        with self.guard.turn("copy_rows"):
+        with self.guard.changing_device("copy_rows"):
             self._collect()  # a chunk that was dispatched ahead
             self.runner.fill(to_end=True)
             alone = {row: one for row, one in self.scheduler.running.items() if len(self.tickets[one.ticket]) == 1}
@@ -586,7 +586,7 @@ class Engine:
             raise ValueError(
                 "An engine's weights are numbered before its first request; this one has had some. Make a new one."
             )
-        with self.guard.turn("renumber"):
+        with self.guard.changing_device("renumber"):
             self._use_version(version)
 
     def _use_version(self, version: int) -> None:
@@ -595,7 +595,7 @@ class Engine:
         self.runner.free(self.scheduler.renew(version))
 
     def reset(self) -> None:
-        """Makes an empty pool and starts every unfinished sample again, also after a turn that ended in the middle.
+        """Makes an empty pool and starts every unfinished sample again, also after a step that ended in the middle.
 
         The random keys depend on seed, prompt, sample and position alone, so a sample draws the same tokens again, unless the
         weights were replaced since it started. Its events go on where they stopped; after other weights they start again.
@@ -603,9 +603,9 @@ class Engine:
         are lost, and turns that continue one end with the reason "error", as do samples that have failed themselves.
 
         Raises:
-          RuntimeError: another thread, or a callback of the turn in progress, uses the engine.
+          RuntimeError: another thread, or a callback of the step in progress, uses the engine.
         """
-        with self.guard.turn("reset", is_reset=True):
+        with self.guard.changing_device("reset", is_reset=True):
             self._flight, given = None, (self.model.tokenizer, self.version)
             lost = self.scheduler.restart(lambda sample: turns.restart(sample, self.scheduler.conversations, *given))
             self.outputs.forget()
@@ -636,7 +636,7 @@ class Engine:
         return Sample(ticket, index, request, Completion(), pages, submitted=running_seconds(), **given)
 
     def _finish(self, sample: Sample, reason: str) -> None:
-        """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the turn."""
+        """Ends a sample that waits, runs or is swapped out; its row, if any, is freed at the end of the step."""
         if sample.planned:  # what is dispatched and not read yet does not count
             sample.land()
         if not self.runner.is_traced:  # a trace ends with what was drawn

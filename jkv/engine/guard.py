@@ -55,11 +55,11 @@ class Guard:
         """
         if self.failure is not None:
             cause = described(self.failure)
-            raise RuntimeError(f"A turn of this engine ended in the middle ({cause}), so its pool is lost. {RESET}")
+            raise RuntimeError(f"A step of this engine ended in the middle ({cause}), so its pool is lost. {RESET}")
 
     @contextlib.contextmanager
     def changing(self, name: str) -> Iterator[None]:
-        """The block changes host records; a caller's callback may do so during a turn. Ctrl-C is deferred.
+        """The block changes host records; a caller's callback may do so during a step. Ctrl-C is deferred.
 
         Raises:
           RuntimeError: as in `owned` and `check`.
@@ -77,7 +77,7 @@ class Guard:
                     self._changes -= 1
 
     @contextlib.contextmanager
-    def turn(self, name: str, *, is_reset: bool = False) -> Iterator[None]:
+    def changing_device(self, name: str, *, is_reset: bool = False) -> Iterator[None]:
         """The block changes the device state too.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Defers Ctrl-C, because a turn that ends in the middle loses what the host and the device know of each other."""
+"""Defers Ctrl-C, because a step that ends in the middle loses what the host and the device know of each other."""
 
 import contextlib
 import signal

@@ -50,7 +50,7 @@ class Outputs:
 
     Attributes:
       events: not yet returned by `Engine.step`.
-      raised: a callback's KeyboardInterrupt, which `Engine.step` raises at the end of the turn.
+      raised: a callback's KeyboardInterrupt, which `Engine.step` raises at the end of the step.
       is_streaming: whether events carry text for requests without a callback too.
     """
 
@@ -126,7 +126,7 @@ class Outputs:
         self.events.append(event)
         if sample.on_tokens is not None and (error := call(sample.on_tokens, event)):
             if is_interrupt(error):
-                self.raised = error  # `Engine.step` raises it at the end of the turn, when nothing can be lost
+                self.raised = error  # `Engine.step` raises it at the end of the step, when nothing can be lost
             sample.completion.error = error
             for other in self._tickets.get(sample.ticket, []):
                 other.on_tokens = None

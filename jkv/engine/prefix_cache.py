@@ -28,7 +28,7 @@ class PrefixCache:
       rest: the last tokens of a prompt that are always prefilled.
 
     Attributes:
-      spare: pages that no reservation needs, by which the cache may grow in this turn; the scheduler sets it.
+      spare: pages that no reservation needs, by which the cache may grow in this step; the scheduler sets it.
     """
 
     def __init__(self, piece: int = 0, pages_of_piece: int = 0, rest: int = 1) -> None:

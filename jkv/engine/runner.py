@@ -1,4 +1,4 @@
-"""Executes the scheduler's turns on the device: prefill, fork, swap, decode, compaction. It owns the device state.
+"""Executes the scheduler's actions on the device: prefill, fork, swap, decode, compaction. It owns the device state.
 
 Every program has a fixed shape (`jkv.engine.programs`), the state is donated from each to the next, and the host reads the
 device once a chunk.
@@ -35,7 +35,7 @@ from jkv.engine.processes import copy_to_host, host, spans
 from jkv.engine.programs import ChunkInputs
 from jkv.engine.row import Place, Row, SwappedRow
 from jkv.engine.samples import Completion, Prefix, RowOutputs, Sample, pieces_in_use, split_by_ownership
-from jkv.engine.scheduler import Capacity, Turn
+from jkv.engine.scheduler import Actions, Capacity
 from jkv.engine.sharer import Sharer
 from jkv.engine.state import empty_state
 from jkv.engine.stats import Meter
@@ -265,22 +265,22 @@ class Runner:
                 "The engine needs weights on the device; its own were forgotten, donated or deleted. Call update(params) first."
             )
 
-    # A turn.
+    # A step.
 
-    def execute(self, turn: Turn) -> None:
-        """Carries out the scheduler's turn: frees, swaps, and prefills as much as may come before the next chunk."""
-        self.release(turn.release)
-        if turn.swap_out:
+    def execute(self, actions: Actions) -> None:
+        """Carries out the scheduler's actions: frees, swaps, and prefills as much as may come before the next chunk."""
+        self.release(actions.release)
+        if actions.swap_out:
             with self.meter.clock("swap_seconds"):
-                for row, sample in turn.swap_out.items():
+                for row, sample in actions.swap_out.items():
                     with working_for([sample]):
                         table = sample.prefix.row.page_table
                         sample.row.swapped = row_moves.swap_out(self.programs, self.state, row, table)
                         self.state = self.programs.release(self.state, self.pad_rows([row]))
-        self.free(turn.free)
-        if turn.admit:
+        self.free(actions.free)
+        if actions.admit:
             self._settings = None
-        for source, group in itertools.groupby(turn.admit.items(), key=lambda item: item[1].source):
+        for source, group in itertools.groupby(actions.admit.items(), key=lambda item: item[1].source):
             admitted = dict(group)
             if source is not None:
                 self.filling.add(admitted, self._fork(admitted))

@@ -1,6 +1,7 @@
 """Decides which samples run, which wait, and how many decode steps the next chunk has: host arithmetic, no device, no model.
 
-Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The pool never runs out of pages under a running row:
+For every step of the engine, `Scheduler.next` returns `Actions` for the runner to execute. The pool never runs out of pages
+under a running row:
 
 - A bounded sample reserves at admission the most pages that it will ever hold. It is never preempted.
 - An unbounded sample reserves what it may hold after the next chunk. When the reservations exceed the pool, the youngest
@@ -11,7 +12,7 @@ Every turn, `Scheduler.next` returns a `Turn` for the runner to execute. The poo
 - Rows that are kept between turns reserve their pages too; they are swapped out after that, and before a sample is preempted.
 - Samples are admitted in order, and none overtakes the first that waits. Every sample fits an empty pool; others were refused.
 
-A turn costs the same however many samples wait: it looks at the first of them, at running rows, and at prefixes and rows that
+A step costs the same however many samples wait: it looks at the first of them, at running rows, and at prefixes and rows that
 have started (`started`, `parked`), never at the whole queue.
 
 A chunk ends no later than the next step after which one of its rows may be compacted, and rows are admitted only between
@@ -75,7 +76,7 @@ class Capacity:
         return {"page_size": self.page_size, "num_shards": self.num_shards}
 
 
-class Turn(NamedTuple):
+class Actions(NamedTuple):
     """The runner's next actions, in this order; then it decodes a chunk."""
 
     release: list[int]  # rows of finished samples, whose pages become free
@@ -137,18 +138,18 @@ class Scheduler:
         if sample.is_swapped or sample.request.num_kept:
             self.parked[sample] = None
 
-    def next(self) -> Turn:
-        """The next turn."""
+    def next(self) -> Actions:
+        """The actions of the next step."""
         release, freed = self.release()
         admit = self._admit()
         swap_out = self._make_room()
         freed += self._take_freed()
         if self.prefix_cache.piece:
             self.prefix_cache.spare = self._spare_pages(admit.values())
-        return Turn(release, swap_out, freed, admit, self._num_steps())
+        return Actions(release, swap_out, freed, admit, self._num_steps())
 
     def goes_on(self, rows: Mapping[int, Sample]) -> bool:
-        """Whether the next turn decodes rows of the last chunk and does nothing else, whatever tokens that drew."""
+        """Whether the next step decodes rows of the last chunk and does nothing else, whatever tokens that drew."""
         has_free_row = len(self.running) < self.capacity.max_running
         samples = self.running.values()
         rows_stay = all(not sample.is_finished and not sample.is_filling and sample.remaining > 0 for sample in samples)
@@ -195,7 +196,7 @@ class Scheduler:
         if not sample.is_running:
             self._detach_prefix(sample)
 
-    def sleep(self) -> Turn:
+    def sleep(self) -> Actions:
         """Swaps out every row, the youngest first, and frees every prefix."""
         release, freed = self.release()
         rows = sorted(self.running, key=lambda row: self.running[row].priority, reverse=True)
@@ -206,7 +207,7 @@ class Scheduler:
         self.prefix_cache.evict_all()
         while self.conversations.swap_out():
             pass
-        return Turn(release, swap_out, freed + self._take_freed(), {}, 0)
+        return Actions(release, swap_out, freed + self._take_freed(), {}, 0)
 
     def restart(self, restart: Callable[[Sample], bool]) -> list[Sample]:
         """Forgets rows and what prefixes have in the pool, and queues what had started again; for an empty pool.
@@ -264,9 +265,7 @@ class Scheduler:
         total = prefixes + (self.prefix_cache.num_pages if self.prefix_cache.piece else 0)
         total += self.conversations.num_pages if self.conversations.held else 0
         most = 0
-        for sample in sorted(
-            self.running.values(), key=lambda sample: sample.is_filling
-        ):  # filled rows, and the others in turn
+        for sample in sorted(self.running.values(), key=lambda sample: sample.is_filling):  # filled rows, then the others
             total += self._reservation(sample, sample.shares)
             most = max(most, total + sample.num_passing * sample.is_filling)
         return max(total, most)

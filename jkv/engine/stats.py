@@ -17,7 +17,7 @@ from jkv.checks import counted, size
 from jkv.engine.clocks import COMPILING, IdleClock, clock
 from jkv.engine.histograms import Counts, Latency
 from jkv.engine.samples import Sample
-from jkv.engine.scheduler import Turn
+from jkv.engine.scheduler import Actions
 from jkv.model.params import ModelConfig
 from jkv.reasoning.sentences import SentenceLog
 from jkv.reasoning.sharing import SharingStats
@@ -113,7 +113,7 @@ class RunStats:
     turns: int = 0  # that continued a kept row
     compactions: int = 0  # dispatched
     compaction: Latency = dataclasses.field(default_factory=Latency)  # seconds of one in `TIMED`, where a server asks for them
-    turn_tokens: Counts = dataclasses.field(default_factory=Counts)  # prompt and drawn tokens of each turn that decoded
+    step_tokens: Counts = dataclasses.field(default_factory=Counts)  # prompt and drawn tokens of each step that decoded
     prefilled: int = 0  # prompt tokens since the last chunk was read
 
     @property
@@ -336,10 +336,10 @@ class Meter:
         """Adds the seconds of a block to a field, compilation excluded."""
         return clock(self.stats, field)
 
-    def scheduled(self, turn: Turn) -> None:
-        """Counts a turn's preemptions, and samples that got their first row."""
-        self.stats.preemptions += len(turn.swap_out)
-        for sample in turn.admit.values():
+    def scheduled(self, actions: Actions) -> None:
+        """Counts a step's preemptions, and samples that got their first row."""
+        self.stats.preemptions += len(actions.swap_out)
+        for sample in actions.admit.values():
             if not sample.completion.queued_seconds:
                 sample.completion.queued_seconds = sample.seconds
                 self.stats.started += 1
@@ -383,7 +383,7 @@ class Meter:
         stats.kv_bytes_per_sample += (held_by_rows - rows * stats.kv_bytes_per_sample) / (stats.sample_chunks + rows)
         stats.chunks += 1
         stats.sample_chunks += rows
-        stats.turn_tokens.add(num_tokens + stats.prefilled)
+        stats.step_tokens.add(num_tokens + stats.prefilled)
         stats.prefilled = 0
         self.peak(held)
 

@@ -44,7 +44,7 @@ LONG = (
 )
 TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
-TURN_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LABELS = ("model_name", "engine")
 
 
@@ -174,16 +174,20 @@ class EngineCollector(Collector):
             ("jkv:turns", "Samples that continued a kept row.", stats.turns),
             ("jkv:forks", "Samples that started from a prompt prefilled for several.", stats.forks),
             ("jkv:row_steps", "Rows times decode steps; vllm:generation_tokens is how many drew a token.", stats.row_steps),
-            ("jkv:engine_seconds", "Of the engine's turns, compilation excluded.", stats.seconds),
+            ("jkv:engine_seconds", "Of the engine's steps, compilation excluded.", stats.seconds),
             ("jkv:host_seconds", "Of these, what did not wait for the device.", stats.host_seconds),
-            ("jkv:between_turns_seconds", "From a turn to the next while requests are unfinished.", stats.idle.between),
-            ("jkv:idle_seconds", "Of turns, with no device program in flight, at most.", stats.idle.seconds),
+            (
+                "jkv:between_steps_seconds",
+                "Between engine steps while requests are unfinished.",
+                stats.idle.between,
+            ),
+            ("jkv:idle_seconds", "Of engine steps, with no device program in flight, at most.", stats.idle.seconds),
         ):
             counter = CounterMetricFamily(name, about, labels=LABELS)
             counter.add_metric(self.labels, value)
             yield counter
-        sums = [(str(float(bound)), float(stats.turn_tokens.up_to(bound))) for bound in TURN_TOKENS]
-        turns = [*sums, ("+Inf", float(stats.turn_tokens.counts.sum()))], float(stats.turn_tokens.total)
+        sums = [(str(float(bound)), float(stats.step_tokens.up_to(bound))) for bound in STEP_TOKENS]
+        by_step = [*sums, ("+Inf", float(stats.step_tokens.counts.sum()))], float(stats.step_tokens.total)
         for name, about, counts in (
             ("vllm:inter_token_latency_seconds", "Between two tokens of a sample.", cumulative(stats.between_tokens, SECONDS)),
             (
@@ -191,7 +195,11 @@ class EngineCollector(Collector):
                 f"Of one in {TIMED} compactions of a row, from an idle device until it is done, compilation excluded.",
                 cumulative(stats.compaction, SECONDS),
             ),
-            ("vllm:iteration_tokens_total", "Prompt and drawn tokens of a turn, which has up to 16 decode steps.", turns),
+            (
+                "vllm:iteration_tokens_total",
+                "Prompt and drawn tokens of an engine step (up to 16 decode steps).",
+                by_step,
+            ),
         ):
             histogram = HistogramMetricFamily(name, about, labels=LABELS)
             histogram.add_metric(self.labels, *counts)

@@ -394,7 +394,7 @@ def test_a_program_that_fails_whatever_runs_ends_every_request_and_not_the_engin
 
 def test_a_failure_without_any_request_is_raised_after_some_repairs(model):
     engine = jkv.Engine(model, **SIZES)
-    engine._turn = lambda: 1 / 0
+    engine._run_step = lambda: 1 / 0
     engine.step()
     engine.step()
     with pytest.raises(ZeroDivisionError):
